@@ -364,12 +364,12 @@ def _result(ended: Ended, call: Results | None, group: WorkerGroup | None) -> Ru
 
 
 def _returned(report: dict[str, Any], call: Results | None) -> dict[int, Any]:
-    """Return the results of this node's workers; none if they were not in the last round, as for a spare."""
+    """Return the results of this node's workers in the last round; none if it was not in it, as a spare."""
     number = int(report["round"])
     if not number or call is None:
         return {}
     ranks = [worker["global_rank"] for worker in report["workers"]]
-    return {rank: call.result(local_rank, number) for local_rank, rank in enumerate(ranks)}
+    return {rank: call.result(local_rank, number) for local_rank, rank in enumerate(ranks) if rank >= 0}
 
 
 def _failures(report: dict[str, Any]) -> dict[int, ProcessFailure]:

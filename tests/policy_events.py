@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from signal import SIGINT, SIGTERM, Signals
 
 from elastic_agents import policy_types as v
@@ -17,9 +18,16 @@ CUT_OFF, OUT = CutOff("no sign of the leader for 4 s"), CutOff("this node was fr
 LOST = RendezvousLost(RefusedError("the run refuses this node"))
 
 
-def form(number: int, nodes: int = 2) -> m.Form:
-    members = tuple(Member(f"n{index}", f"i{index}", 2, "host", 7000) for index in range(nodes))
-    return m.Form(1, Round(number, members), 0, "first")
+def form(number: int, nodes: int = 2, slots: tuple[int, ...] = ()) -> m.Form:
+    """The order to form a round.
+
+    Args:
+        slots: local ranks with which the first member, n0, takes part; empty for both.
+    """
+    members = [Member(f"n{index}", f"i{index}", 2, "host", 7000) for index in range(nodes)]
+    if slots:
+        members[0] = replace(members[0], workers=len(slots), slots=slots)
+    return m.Form(1, Round(number, tuple(members)), 0, "first")
 
 
 def brk(number: int) -> m.Break:

@@ -2,7 +2,7 @@
 
 ``main``          runs one node's part of a run
 ``agent``         LocalElasticAgent: takes events, asks ``policy``, carries out its actions
-``policy``        pure decisions; ``policy_types`` defines their events and actions
+``policy``        pure decisions, ``policy_ahead`` those about newcomers; ``policy_types`` has events and actions
 ``inbox``         one queue for all events
 ``departure``     leaving the run before its end
 ``drill``         planned faults of this node's workers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,17 +22,20 @@ from elastic_agents import policy_types as v
 from elastic_agents.console import Consoles
 from elastic_agents.departure import Departure
 from elastic_agents.drill import Drill, FaultReached, Thaw
-from elastic_agents.inbox import CanStart, EstimateDue, Exited, HowAreYou, Inbox, LookDue, SignalCaught
+from elastic_agents.inbox import AheadDue, CanStart, EstimateDue, Exited, HowAreYou, Inbox, LookDue, SignalCaught
 from elastic_agents.notices import Notice
 from elastic_agents.outcome import Outcome, result_of
 from elastic_agents.output_sinks import Kept
 from elastic_agents.policy import decide
 from elastic_agents.reporting import (
     received,
+    report_ahead,
+    report_came,
     report_ended,
     report_forwarded,
     report_kept,
     report_late,
+    report_lost_ahead,
     report_missing,
     report_opened,
     report_order,
@@ -41,35 +44,25 @@ from elastic_agents.snapshots.durable_state import DurableState
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
 from elastic_agents.workers.control import Control, HungUp, ScriptEnded
 from elastic_agents.workers.guard import Guard
-from elastic_agents.workers.logs import LogPlaces, WorkerLogs
-from elastic_agents.workers.logs_specs import LogsSpecsFailed
+from elastic_agents.workers.logs import LogPlaces
 from elastic_agents.workers.output import OutputPump
-from elastic_agents.workers.placement import (
-    arguments,
-    environment,
-    group_of,
-    place,
-    place_of,
-    placements,
-    shared_environment,
-)
+from elastic_agents.workers.placement import group_of, place, placements, shared_environment
 from elastic_agents.workers.processes import ExecProcesses, OnExit, WorkerProcesses
 from elastic_agents.workers.round_workers import Reaped, RoundWorkers
-from elastic_agents.workers.start import StaggeredStart, while_scarce
+from elastic_agents.workers.start import StartTimer, WorkerStarts, while_scarce
 from elastic_agents.workers.stuck import LOOK_EVERY
 from elastic_agents.workers.watchdog import TimerExpired
 from elastic_launch.clock import Clock, MonotonicClock
 from elastic_launch.config.launch_config import LaunchConfig
-from elastic_launch.contract import Copied, Copying, Placement, Save
+from elastic_launch.contract import Copied, Copying, Save
 from elastic_launch.errors import EndpointError, ExitCode
 from elastic_launch.events.types import (
     CheckpointSaved,
     EventSink,
     LinkChanged,
     NodeEnded,
+    WorkerAhead,
     WorkerExited,
-    WorkerKept,
-    WorkerStarted,
 )
 from elastic_launch.rendezvous.backends.c10d import Backend
 from elastic_launch.rendezvous.node.failure_detector import CutOff
@@ -143,19 +136,18 @@ class LocalElasticAgent(ElasticAgent):
         self._run_file = RunFile(config.run_directory, config.token if config.own_token else None)
         self._membership = Membership(config, backend, self._clock, self._inbox.put, self._reserve, self._beat)
         self._group = group_of(config, MembershipHandler(config, self._membership))
-        self._view = v.View()
+        self._start_timer = StartTimer()
+        self._view = v.View(ahead=v.Newcomers(slow=self._starts_are_slow))
         self._outcome: Outcome | None = None
         self._restarts, self._max_restarts = 0, config.limits.max_restarts
         self._failure: m.Failure | None = None
         self._error_file: Path | None = None
         self._local_failures: dict[int, Reaped] = {}
         self._places = LogPlaces(config, files)
-        self._logs: dict[int, WorkerLogs] = {}  # by local rank
         self._run_address: RunAddress | None = None
         self._hosting = False
         self._member = False
         self._run_over = False  # the leader has said that the run is over
-        self._starting: StaggeredStart | None = None  # a round whose workers are being started
         self._watched = 0  # the round whose workers may hang at exit
         self._rank = 0  # among the members of the current round
         self._finished = 0  # the round in which this node's workers have finished
@@ -233,8 +225,21 @@ class LocalElasticAgent(ElasticAgent):
             only_crashes=self._config.torchrun,
             fatal_codes=self._config.fatal_exit_codes,
         )
+        self._starts = WorkerStarts(
+            self._config,
+            self._env,
+            self._clock,
+            self._events,
+            processes,
+            self._workers,
+            self._places,
+            self._control,
+            self._inbox.put,
+            self._cannot_start,
+            self._all_started,
+        )
         # In this order; each runs even if an earlier one has failed.
-        ends: list[Callable[[], object]] = [self._inbox.close, self._workers.kill, self._workers.end_round]
+        ends: list[Callable[[], object]] = [self._inbox.close, self._workers.close]
         ends += [processes.close, self._control.close, snapshot_store.close, pump.close, self._membership.close]
         ends += [self._close_store, guard.close, self._places.close, partial(self._of_run_file, self._run_file.close)]
         with ExitStack() as stack:
@@ -248,7 +253,7 @@ class LocalElasticAgent(ElasticAgent):
         assert self._outcome is not None
         self._events.emit(NodeEnded(self._outcome.code, self._outcome.cause))
         self._of_run_file(partial(self._run_file.end, self._outcome.code, self._outcome.cause))
-        error_files = {rank: logs.kept_error or logs.error_file for rank, logs in self._logs.items()}
+        error_files = {rank: logs.kept_error or logs.error_file for rank, logs in self._starts.logs.items()}
         failure = self._outcome.failure
         if failure is not None and failure.node_id == self._config.node_id:
             self._error_file = error_files.get(failure.local_rank)
@@ -298,7 +303,7 @@ class LocalElasticAgent(ElasticAgent):
         event = self._understand(item)
         if event is None:
             return
-        self._view, actions = decide(self._view, event, self._config.nproc)
+        self._view, actions = decide(self._view, event, self._config.nproc, self._config.node_id)
         for action in actions:
             self._carry_out(action)
 
@@ -322,10 +327,6 @@ class LocalElasticAgent(ElasticAgent):
                 return item
             case EstimateDue(round=number):
                 self._estimate(number)
-                return None
-            case m.StartAhead():
-                # This agent starts workers for a round only, and reports none of its rounds as live.
-                self._membership.report(m.Imported())
                 return None
             case FaultReached(due=due):
                 if self._drill.reached(item):
@@ -351,9 +352,18 @@ class LocalElasticAgent(ElasticAgent):
                 answer(self._view.phase.value)
                 return None
             case CanStart(round=number):
-                if self._starting is not None and self._starting.number == number:
-                    self._start_next(self._starting)
+                if pid := self._starts.next(number):
+                    self._inbox.put_later(self._config.timing.join_timeout, AheadDue(pid))
                 return None
+            case AheadDue(pid=pid):
+                local_rank = self._workers.newcomer(pid)
+                return None if local_rank is None else v.AheadOver(local_rank)
+            case v.WorkerReady():
+                self._learn_start(item)
+                return item
+            case v.WorkerAhead(local_rank=local_rank):
+                self._came(local_rank)
+                return item
             case TimerExpired():
                 self._workers.end_late(item)
                 return None
@@ -373,7 +383,8 @@ class LocalElasticAgent(ElasticAgent):
             case ScriptEnded(pid=pid, exit_code=exit_code):
                 return self._workers.script_ended(pid, exit_code)
             case HungUp(round=number, local_rank=local_rank):
-                if number == self._view.round and local_rank in self._view.suspended:
+                waits = self._view.suspended if number else self._view.ahead.waiting
+                if number in (0, self._view.round) and local_rank in waits:
                     self._workers.kill({local_rank})
                 return None
             case m.SaveNow(round=number):
@@ -398,7 +409,9 @@ class LocalElasticAgent(ElasticAgent):
             case v.CopiesDone(given_up=given_up):
                 # Otherwise it belongs to an earlier copy.
                 return item if given_up or self._snapshot_store.idle else None
-            case m.Released() | v.WorkerReady() | v.WorkerStopping() | v.DrainOver() | v.TeardownOver():
+            case m.StartAhead() | v.StartsTake() | v.AheadGone():
+                return item
+            case m.Released() | v.WorkerStopping() | v.DrainOver() | v.TeardownOver():
                 return item
             case v.WorkerDisconnected():
                 # The exit of the worker that it has lost, or the leader's break, says more.
@@ -427,7 +440,7 @@ class LocalElasticAgent(ElasticAgent):
         report_opened(config, hosting=hosting, endpoint=endpoint, address=address)
 
     def _ordered(self, order: m.Form | m.Drain | m.Break | m.Evicted | m.RunEnd) -> None:
-        event = received(order, self._view.round)
+        event = received(order, self._view.round, self._config.node_id)
         self._events.emit(event)
         if isinstance(order, m.RunEnd):
             self._restarts, self._failure = max(self._restarts, order.restarts), order.failure
@@ -443,6 +456,8 @@ class LocalElasticAgent(ElasticAgent):
         if reaped is None:
             return None
         where, exit_code = reaped.placement, reaped.exit_code
+        if not reaped.round:
+            return self._exited_ahead(reaped)
         takes_part = reaped.round == self._view.round and where.local_rank in self._view.alive
         drained = where.local_rank in self._view.drained
         stopped = self._view.phase in (v.Phase.STOPPING, v.Phase.DRAINING) or drained or not takes_part
@@ -458,16 +473,58 @@ class LocalElasticAgent(ElasticAgent):
                 report_ended(reaped)
             elif self._view.leaving is None:
                 self._had_failed(reaped)
-        if exit_code == 0 and self._view.alive == frozenset(range(self._config.nproc)):
+        if exit_code == 0 and self._view.alive == self._view.slots:
             self._watch_ends(reaped.round)  # the first to finish
         return v.WorkerGone(reaped.round, where.local_rank, exit_code)
+
+    def _exited_ahead(self, reaped: Reaped) -> v.AheadGone:
+        local_rank, code, ahead = reaped.placement.local_rank, reaped.exit_code, self._view.ahead
+        stopped = local_rank not in ahead.coming | ahead.waiting
+        self._events.emit(WorkerExited(0, -1, local_rank, reaped.pid, code, round(reaped.ran, 3), stopped))
+        return v.AheadGone(local_rank, code)
+
+    def _came(self, local_rank: int) -> None:
+        """A worker that was started ahead has come to its first use of the world."""
+        if (age := self._workers.age_of(local_rank)) is not None:
+            pid, took = age
+            self._events.emit(WorkerAhead(local_rank, pid, round(took, 3)))
+            report_came(local_rank, pid, took)
+            self._start_timer.ahead(took)
+            self._learned_start()
+
+    def _learn_start(self, ready: v.WorkerReady) -> None:
+        """Note how long a worker's own start took if it was started with this round, and now trains."""
+        begins = ready.round == self._view.round and ready.local_rank in self._view.alive - self._view.ready
+        if begins and (age := self._workers.age_of(ready.local_rank, new=True)) is not None:
+            self._start_timer.ready(max(0.0, age[1] - ready.restore_s))
+            self._learned_start()
+
+    @property
+    def _starts_are_slow(self) -> bool:
+        """Whether a start is expected to take longer than other workers should wait for it."""
+        return self._config.keeps_workers and self._start_timer.expected > self._config.timing.start_wait
+
+    def _learned_start(self) -> None:
+        if self._starts_are_slow != self._view.ahead.slow:
+            self._react(v.StartsTake(self._starts_are_slow))
 
     # From the policy to the world.
 
     def _carry_out(self, action: v.Action) -> None:
         match action:
-            case v.StartWorkers(form=form, kept=kept):
-                self._start(form, kept)
+            case v.StartWorkers():
+                self._start(action)
+            case v.GivePlace(local_rank=local_rank):
+                self._starts.give(local_rank)
+            case v.StartAhead(local_ranks=local_ranks):
+                report_ahead(local_ranks, self._start_timer.seen)
+                self._starts.start_ahead(local_ranks, self._restarts)
+            case v.KillAhead(local_ranks=local_ranks):
+                self._starts.kill_ahead(local_ranks)
+            case v.ReportAheadGone(local_rank=local_rank, next=following):
+                if reaped := self._workers.reaped(local_rank):
+                    failure = self._workers.failure(local_rank, self._control.step_timer)
+                    report_lost_ahead(reaped, failure, following)
             case v.Suspend(round=number, cause=cause, local_ranks=local_ranks):
                 self._workers.suspends(local_ranks)
                 self._control.suspend(number, local_ranks, cause)
@@ -508,7 +565,7 @@ class LocalElasticAgent(ElasticAgent):
                 self._group.state = WorkerState.SUCCEEDED
                 self._finished = number
                 self._membership.report(action)
-            case m.Leaving():
+            case m.Leaving() | m.Slots() | m.Imported():
                 self._membership.report(action)
             case v.Warn(text=text):
                 _log.warning("%s", text)
@@ -552,7 +609,8 @@ class LocalElasticAgent(ElasticAgent):
 
     def _ready(self, number: int, remaining: float = -1.0) -> None:
         begun = self._control.step_timer.of_round(number)
-        self._membership.report(m.Ready(number, remaining, begun[0] if begun is not None else -1))
+        live = self._view.alive <= self._view.live
+        self._membership.report(m.Ready(number, remaining, begun[0] if begun is not None else -1, live))
 
     def _await_copies(self, *, bounded: bool) -> None:
         """Copy to durable storage what is in memory only, if this node is responsible for it."""
@@ -579,8 +637,8 @@ class LocalElasticAgent(ElasticAgent):
         held = m.HeldSnapshot(newest.round, newest.step, port) if newest is not None else None
         saved = drained >= 0 and self._saves.has(drained)
         unsaved = self._saves.why_not(writes=self._rank == 0) if end.secured and not saved else ""
-        port_of_store = while_scarce(self._store.reserve, self._clock)
-        stopped = m.Stopped(number, port_of_store, drained, held, saved, unsaved)
+        store_port = while_scarce(self._store.reserve, self._clock)
+        stopped = m.Stopped(number, store_port, drained, held, saved, unsaved, end.importing, end.slots)
         self._membership.report(stopped)
 
     def _serve(self, address: str) -> int:
@@ -597,91 +655,42 @@ class LocalElasticAgent(ElasticAgent):
         token = self._config.token
         return None if token is None else token.key("snapshot", self._config.run_id)
 
-    def _start(self, form: m.Form, kept: frozenset[int]) -> None:
-        """Prepare what a round's workers need; each that is not kept starts as soon as a process is available for it.
-
-        Args:
-            kept: local ranks of the suspended workers, which get their places.
-        """
+    def _start(self, start: v.StartWorkers) -> None:
+        """Prepare what a round's workers need; each that does not run yet starts once a process is available for it."""
         assert self._store is not None
-        number, missing = form.round.number, self._config.nproc - len(kept)
-        if missing:
-            self._processes.prepare(missing, lambda: self._inbox.put(CanStart(number)))  # may take a while
+        form = start.form
+        self._rank = place(self._group, form.round, self._config)
+        placed = placements(self._group)
+        new = self._starts.prepare(start, placed)
         self._local_failures.clear()
         self._saves.begin()
-        self._rank = place(self._group, form.round, self._config)
         if self._rank == 0 and not self._config.kind.fixed_ranks:  # its workers meet at the endpoint
             try:
                 while_scarce(partial(self._store.serve, self._config.timing.read_timeout), self._clock)
             except (OSError, RuntimeError) as error:  # torch's errors are RuntimeErrors
-                self._react(v.StartFailed(f"the workers' store cannot be served: {error}", kept, _code_of(error)))
+                cause = f"the workers' store cannot be served: {error}"
+                self._cannot_start(cause, {placement.local_rank for placement in new}, error)
                 return
         # The first member shares it with the others as its workers restore.
         sources = form.sources if self._rank == 0 else ()
         self._snapshot_store.fetch(sources, self._transfer_key(), self._control.tell_fetched)
-        placed = placements(self._group)
-        for placement in [placement for placement in placed if placement.local_rank in kept]:
-            self._keep(form, placement)
-        logs = {local_rank: self._logs[local_rank] for local_rank in kept}
-        try:
-            self._logs, envs = self._places.prepare(number, placed, partial(self._environment, form), logs)
-        except LogsSpecsFailed as error:
-            self._react(v.StartFailed(str(error), kept))
-            return
-        report_kept(number, len(kept), missing)
-        new = [placement for placement in placed if placement.local_rank not in kept]
-        self._starting = StaggeredStart(number, form.cause, new, envs)
-        if not missing:
-            self._all_started(number)
+        self._control.writer = placed[0].local_rank
+        report_kept(start, len(new), self._config.nproc - len(placed))
+        self._starts.begin(start, placed, new)
 
-    def _keep(self, form: m.Form, placement: Placement) -> None:
-        """Give a suspended worker its place in the round."""
-        number, local_rank = form.round.number, placement.local_rank
-        pid = self._workers.keep(number, placement)
-        self._events.emit(WorkerKept(number, placement.rank, local_rank, pid))
-        if not self._control.place(local_rank, place_of(self._config, form, placement)):
-            self._workers.kill({local_rank})  # it has just closed its connection, or does not read
+    def _cannot_start(self, cause: str, left: Collection[int], error: Exception) -> None:
+        """The round cannot begin here, for want of the workers with the local ranks in ``left``."""
+        lacking = isinstance(error, OSError) and scarce(error)  # which is not the script's failure
+        code = ExitCode.TRAINING_FAILED if lacking else ExitCode.STARTUP_FAILURE
+        self._react(v.StartFailed(cause, self._view.alive.difference(left), code))
 
-    def _all_started(self, number: int) -> None:
-        self._starting = None
+    def _all_started(self, number: int, pids: Mapping[int, int]) -> None:
+        for local_rank, pid in pids.items():
+            self._group.workers[local_rank].id = pid
         self._group.state = WorkerState.HEALTHY
         self._membership.report(m.Joined(number))
 
-    def _start_next(self, starting: StaggeredStart) -> None:
-        """Start the next worker of a round."""
-        placement = starting.left.pop(0)
-        number, local_rank = starting.number, placement.local_rank
-        worker, began = self._group.workers[local_rank], self._clock.now()
-        argv, env = arguments(self._config, placement), starting.envs[local_rank]
-        inherit = self._config.command.inherit
-        start = partial(self._workers.start, number, placement, argv, env, self._logs[local_rank], inherit)
-        try:
-            worker.id = while_scarce(start, self._clock)
-        except OSError as error:
-            self._starting = None
-            cause = f"worker {placement.rank} cannot be started: {error}"
-            alive = self._view.alive - {place.local_rank for place in (placement, *starting.left)}
-            self._react(v.StartFailed(cause, alive, _code_of(error)))
-            return
-        took = round(self._clock.now() - began, 6)
-        self._events.emit(WorkerStarted(number, placement.rank, local_rank, worker.id, starting.cause, took))
-        if not starting.left:
-            self._all_started(number)
-
     def _start_no_more(self, local_ranks: frozenset[int] | None) -> None:
         """Workers (None: all) are to end: those that have not started yet never will."""
-        starting = self._starting
-        if starting is not None and (ending := starting.ending(local_ranks)):
-            self._starting = None
-            for local_rank in ending:
-                self._inbox.put(v.WorkerGone(starting.number, local_rank, -signal.SIGKILL))
-
-    def _environment(self, form: m.Form, placement: Placement, error_file: str) -> dict[str, str]:
-        address = self._control.address
-        return environment(self._config, self._env, form, placement, error_file=error_file, socket=address)
-
-
-def _code_of(error: Exception) -> ExitCode:
-    """Return the exit code of a node that cannot start workers; a lack of descriptors is not the script's failure."""
-    lacking = isinstance(error, OSError) and scarce(error)
-    return ExitCode.TRAINING_FAILED if lacking else ExitCode.STARTUP_FAILURE
+        for local_rank in self._starts.no_more(local_ranks):
+            self._inbox.put(v.WorkerGone(self._view.round, local_rank, -signal.SIGKILL))

@@ -15,6 +15,7 @@ from elastic_launch.clock import Clock
 
 __all__ = [
     "REPEAT",
+    "AheadDue",
     "CanStart",
     "EstimateDue",
     "Exited",
@@ -48,9 +49,16 @@ class Exited:
 
 @dataclass(frozen=True, slots=True)
 class CanStart:
-    """One more worker can be started without waiting."""
+    """One more worker can be started without waiting: of a round, or ahead of one if the number is 0."""
 
     round: int
+
+
+@dataclass(frozen=True, slots=True)
+class AheadDue:
+    """Time by which a worker that was started ahead had to come to its first use of the world."""
+
+    pid: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,9 @@ Where a round ends but the run does not, workers that can be suspended are, with
 round with a higher number revives suspended workers. If their node leaves, is evicted or was certainly cut off, or if
 the run ends, they are ended: by an order to exit if they are drained, else by SIGKILL. The loss of the leader does not
 end them. Those that die meanwhile are simply missing in the next round.
+
+A node may take part in a round with only some of its workers, while others start ahead of a place:
+:mod:`elastic_agents.policy_ahead`.
 """
 
 from __future__ import annotations
@@ -26,11 +29,14 @@ from __future__ import annotations
 import signal
 from dataclasses import replace
 
+from elastic_agents import policy_ahead
 from elastic_agents.policy_types import (
     ENDING,
     SAVING,
     TEARDOWN,
     Action,
+    AheadGone,
+    AheadOver,
     AskStop,
     AwaitCopies,
     AwaitEnd,
@@ -38,6 +44,7 @@ from elastic_agents.policy_types import (
     DrainOver,
     Event,
     Finish,
+    GivePlace,
     GraceOver,
     Hold,
     HoldOver,
@@ -50,6 +57,7 @@ from elastic_agents.policy_types import (
     ReportStopped,
     SendExit,
     StartFailed,
+    StartsTake,
     StartWorkers,
     Suspend,
     SuspendOver,
@@ -57,6 +65,7 @@ from elastic_agents.policy_types import (
     Terminate,
     View,
     Warn,
+    WorkerAhead,
     WorkerDisconnected,
     WorkerDrained,
     WorkerEnded,
@@ -79,13 +88,20 @@ UNKNOWN = "the workers of this node have finished; whether all others have could
 _STOPPED = (-signal.SIGTERM, -signal.SIGINT)
 
 
-def decide(view: View, event: Event, nproc: int) -> Decision:
+def decide(view: View, event: Event, nproc: int, node_id: str = "") -> Decision:
     """Return the response to an event on a node with nproc workers."""
     if view.phase is Phase.OVER:
         return view, []
+    after, actions = _decide(view, event, nproc, node_id)
+    return policy_ahead.settled(view, after, actions, nproc)
+
+
+def _decide(view: View, event: Event, nproc: int, node_id: str) -> Decision:
     match event:
         case m.Form():
-            return _form(view, event, nproc)
+            return _form(view, event, policy_ahead.slots_of(event, node_id, nproc))
+        case m.StartAhead():
+            return policy_ahead.ordered(view, nproc)
         case m.Drain(round=number):
             return _drain(view, event) if number == view.round else (view, [])
         case m.Break(round=number, cause=cause):
@@ -109,7 +125,17 @@ def decide(view: View, event: Event, nproc: int) -> Decision:
                 return _over(view, error.exit_code, f"{UNKNOWN}: {error.message} {error.hint}".strip())
             return _end(view, error.exit_code, f"{error.message} {error.hint}".strip())
         case WorkerGone():
-            return _gone(view, event, nproc)
+            return _gone(view, event)
+        case WorkerAhead(local_rank=local_rank) if local_rank in view.alive:
+            return view, [GivePlace(local_rank)] if view.phase is Phase.RUNNING else []
+        case WorkerAhead(local_rank=local_rank):
+            return policy_ahead.waits(view, local_rank)
+        case AheadGone():
+            return policy_ahead.gone(view, event, nproc)
+        case AheadOver(local_rank=local_rank):
+            return policy_ahead.over(view, local_rank)
+        case StartsTake(slow=slow):
+            return replace(view, ahead=replace(view.ahead, slow=slow)), []
         case HoldOver(round=number, local_rank=local_rank):
             if number != view.round or local_rank not in view.held:
                 return view, []
@@ -132,7 +158,7 @@ def decide(view: View, event: Event, nproc: int) -> Decision:
         case WorkerDisconnected(round=number):
             return _disconnected(view, event) if number == view.round else (view, [])
         case WorkerSuspended(round=number, local_rank=local_rank):
-            return _suspended(view, local_rank, nproc) if number == view.round else (view, [])
+            return _suspended(view, local_rank) if number == view.round else (view, [])
         case WorkerEnded(round=number, local_rank=local_rank):
             ends = number == view.round and local_rank in view.alive
             return view, [AwaitEnd(number, local_rank, ENDING)] if ends else []
@@ -155,15 +181,24 @@ def decide(view: View, event: Event, nproc: int) -> Decision:
             return view, [Kill(_all_or(view, overdue))]
 
 
-def _form(view: View, form: m.Form, nproc: int) -> Decision:
-    number = form.round.number
+def _form(view: View, form: m.Form, slots: frozenset[int]) -> Decision:
+    number, ahead = form.round.number, view.ahead
     revives = view.phase is Phase.SUSPENDED and number > view.round
     if not (view.phase is Phase.WAITING or revives) or view.leaving is not None:
         return view, []
-    kept = view.suspended
+    kept, waiting, coming = view.suspended & slots, ahead.waiting & slots, ahead.coming & slots
+    starts = StartWorkers(form, kept, waiting, coming)
+    left_out: list[Action] = [Kill(view.suspended - slots)] if view.suspended - slots else []
+    ahead = replace(
+        ahead,
+        coming=ahead.coming - slots,
+        waiting=ahead.waiting - slots,
+        in_round=ahead.in_round - slots,
+    )
     # The round may end before they are ready again: they can be suspended from the start.
-    view = View(Phase.RUNNING, number, len(form.round.members), frozenset(range(nproc)), live=kept)
-    return view, [StartWorkers(form, kept)]
+    nodes = len(form.round.members)
+    view = View(Phase.RUNNING, number, nodes, slots, alive=slots, live=kept, lives=view.lives, ahead=ahead)
+    return view, [*left_out, starts]
 
 
 def _ready(view: View, event: WorkerReady) -> Decision:
@@ -171,10 +206,11 @@ def _ready(view: View, event: WorkerReady) -> Decision:
     if view.phase is not Phase.RUNNING or local_rank not in view.alive:
         return view, []
     live = view.live | {local_rank} if event.live else view.live - {local_rank}
-    if local_rank in view.ready:
-        return replace(view, live=live), []
+    first = local_rank not in view.ready
     view = replace(view, ready=view.ready | {local_rank}, live=live)
-    return view, [ReportReady(view.round)] if view.alive <= view.ready else []
+    all_train = view.alive <= view.ready
+    view = replace(view, lives=event.live and (view.lives or (all_train and view.alive <= live)))
+    return view, [ReportReady(view.round)] if first and all_train else []
 
 
 def _disconnected(view: View, event: WorkerDisconnected) -> Decision:
@@ -185,7 +221,7 @@ def _disconnected(view: View, event: WorkerDisconnected) -> Decision:
     return _fail(view, [ReportDisconnected(event.local_rank, event.error)])
 
 
-def _suspended(view: View, local_rank: int, nproc: int) -> Decision:
+def _suspended(view: View, local_rank: int) -> Decision:
     asked = view.phase is Phase.STOPPING or local_rank in view.drained
     if local_rank not in view.live or not asked:
         return view, []
@@ -193,7 +229,7 @@ def _suspended(view: View, local_rank: int, nproc: int) -> Decision:
     view = replace(view, alive=view.alive - one, live=view.live - one, suspended=view.suspended | one)
     if view.phase is Phase.STOPPING:
         return (view, []) if view.alive else _settle(view)
-    return _drained(view, nproc)
+    return _drained(view)
 
 
 def _suspend_over(view: View) -> Decision:
@@ -396,7 +432,7 @@ def _cut_off(view: View, event: CutOff) -> Decision:
     return view, [Warn(f"{event.reason}: the others may train without this node; its workers are killed"), *actions]
 
 
-def _gone(view: View, event: WorkerGone, nproc: int) -> Decision:
+def _gone(view: View, event: WorkerGone) -> Decision:
     one = frozenset({event.local_rank})
     if event.round == view.round and one <= view.suspended:
         view = replace(view, suspended=view.suspended - one)
@@ -414,16 +450,16 @@ def _gone(view: View, event: WorkerGone, nproc: int) -> Decision:
         if event.exit_code in _STOPPED:
             return replace(view, held=view.held | one), [Hold(event.round, event.local_rank)]
         return _fail(view, [ReportFailed(event.local_rank)])
-    return _drained(view, nproc)
+    return _drained(view)
 
 
-def _drained(view: View, nproc: int) -> Decision:
+def _drained(view: View) -> Decision:
     """A worker has finished, or is drained and has exited or is suspended."""
     if view.alive or view.held:
         return view, []
     if view.drained:
         # If only some were drained, the script has ended without honouring the stop.
-        return _settle(view, view.step if len(view.drained) == nproc else -1)
+        return _settle(view, view.step if view.drained == view.slots else -1)
     return replace(view, phase=Phase.FINISHED), [m.Done(view.round)]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from elastic_launch.errors import ExitCode
@@ -18,6 +18,8 @@ __all__ = [
     "SERVES",
     "TEARDOWN",
     "Action",
+    "AheadGone",
+    "AheadOver",
     "AskStop",
     "AwaitCopies",
     "AwaitEnd",
@@ -25,25 +27,32 @@ __all__ = [
     "DrainOver",
     "Event",
     "Finish",
+    "GivePlace",
     "GraceOver",
     "Hold",
     "HoldOver",
     "Kill",
+    "KillAhead",
     "Leave",
+    "Newcomers",
     "Phase",
+    "ReportAheadGone",
     "ReportDisconnected",
     "ReportFailed",
     "ReportReady",
     "ReportStopped",
     "SendExit",
+    "StartAhead",
     "StartFailed",
     "StartWorkers",
+    "StartsTake",
     "Suspend",
     "SuspendOver",
     "TeardownOver",
     "Terminate",
     "View",
     "Warn",
+    "WorkerAhead",
     "WorkerDisconnected",
     "WorkerDrained",
     "WorkerEnded",
@@ -86,12 +95,34 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Newcomers:
+    """The workers of a node that are started ahead of a place in a round; see :mod:`elastic_agents.policy_ahead`.
+
+    Attributes:
+        slow: whether a start is expected to take longer than other workers should wait for it.
+        coming: local ranks whose workers are starting.
+        waiting: those whose workers wait for a place.
+        in_round: those that start with their next round, since ahead of it they have not come.
+        lost: workers in a row that were killed before they had come.
+        fails: the script cannot be started ahead: a worker ended by itself, or did not come in time.
+    """
+
+    slow: bool = False
+    coming: frozenset[int] = frozenset()
+    waiting: frozenset[int] = frozenset()
+    in_round: frozenset[int] = frozenset()
+    lost: int = 0
+    fails: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class View:
     """The policy's complete state.
 
     Attributes:
         round: number of the current or last round.
         nodes: nodes in it.
+        slots: local ranks with which this node takes part in it.
         alive: local ranks of the workers not yet reaped, other than the suspended ones.
         ready: local ranks whose workers train with this project's library: they can be drained.
         live: those in ``alive`` that can be suspended; while the round is being stopped, those that were told to be.
@@ -107,11 +138,14 @@ class View:
         held: local ranks that ended by SIGTERM or SIGINT and are not reported yet.
         leaving: exit code with which the node leaves once its workers are reaped, or None.
         cause: why it leaves.
+        lives: the workers that last began to train here can be suspended.
+        ahead: the workers that are started ahead of a place.
     """
 
     phase: Phase = Phase.WAITING
     round: int = 0
     nodes: int = 0
+    slots: frozenset[int] = frozenset()
     alive: frozenset[int] = frozenset()
     ready: frozenset[int] = frozenset()
     live: frozenset[int] = frozenset()
@@ -126,6 +160,8 @@ class View:
     held: frozenset[int] = frozenset()
     leaving: int | None = None
     cause: str = ""
+    lives: bool = False
+    ahead: Newcomers = Newcomers()
 
 
 # Events other than the leader's orders and the membership's (LinkDown, CutOff, RendezvousLost).
@@ -146,11 +182,13 @@ class WorkerReady:
 
     Attributes:
         live: whether it can be suspended.
+        restore_s: seconds that restoring the state took.
     """
 
     round: int
     local_rank: int
     live: bool = False
+    restore_s: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +242,35 @@ class WorkerEnded:
     """A worker reported that its script has ended, and that only its objects remain to be destroyed."""
 
     round: int
+    local_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartsTake:
+    """It was learned whether a start is expected to take longer than other workers should wait for it."""
+
+    slow: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerAhead:
+    """A worker that was started ahead has come to its first use of the world, and waits for its place."""
+
+    local_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class AheadGone:
+    """A worker that was started ahead, and has no place yet, was reaped; -N for signal N."""
+
+    local_rank: int
+    exit_code: int
+
+
+@dataclass(frozen=True, slots=True)
+class AheadOver:
+    """The time is over in which a worker that was started ahead had to come to its first use of the world."""
+
     local_rank: int
 
 
@@ -292,6 +359,7 @@ Event = (
     | m.Released
     | m.Evicted
     | m.RunEnd
+    | m.StartAhead
     | LinkDown
     | CutOff
     | RendezvousLost
@@ -302,6 +370,10 @@ Event = (
     | WorkerDisconnected
     | WorkerSuspended
     | WorkerEnded
+    | StartsTake
+    | WorkerAhead
+    | AheadGone
+    | AheadOver
     | Leave
     | CopiesDone
     | DrainOver
@@ -321,10 +393,47 @@ class StartWorkers:
 
     Attributes:
         kept: local ranks whose workers are suspended: they get their places instead.
+        waiting: those whose workers were started ahead, and wait: likewise.
+        coming: those whose workers were started ahead: they get their places with :class:`GivePlace`.
     """
 
     form: m.Form
     kept: frozenset[int] = frozenset()
+    waiting: frozenset[int] = frozenset()
+    coming: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class GivePlace:
+    """Give a worker that was started ahead the place in the round that was formed before it had come."""
+
+    local_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartAhead:
+    """Start workers ahead of a place in a round, and raise AheadOver for each after the time that it has to come."""
+
+    local_ranks: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class KillAhead:
+    """Kill workers that were started ahead and have no place yet."""
+
+    local_ranks: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ReportAheadGone:
+    """Print that a worker that was started ahead has ended before it had a place.
+
+    Attributes:
+        next: what follows.
+    """
+
+    local_rank: int
+    next: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,7 +463,7 @@ class Terminate:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """Kill workers (None: all that are left, suspended ones too), with their entire sessions."""
+    """Kill workers (None: all that are left of the round, suspended ones too), with their entire sessions."""
 
     local_ranks: frozenset[int] | None = None
 
@@ -429,12 +538,16 @@ class ReportStopped:
         drained: optimizer steps done, if all have stopped by agreement, else -1.
         serve: whether to serve the snapshot to others from now on.
         secured: whether the node has waited for copies to durable storage.
+        slots: local ranks with which the node could take part in the next round; empty for all, or if it is importing.
+        importing: whether all of its workers are starting ahead.
     """
 
     round: int
     drained: int = -1
     serve: bool = False
     secured: bool = False
+    slots: tuple[int, ...] = ()
+    importing: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -456,6 +569,10 @@ Action = (
     StartWorkers
     | Suspend
     | SendExit
+    | GivePlace
+    | StartAhead
+    | KillAhead
+    | ReportAheadGone
     | AskStop
     | AwaitCopies
     | AwaitEnd
@@ -467,6 +584,8 @@ Action = (
     | ReportDisconnected
     | ReportStopped
     | m.Done
+    | m.Slots
+    | m.Imported
     | m.Leaving
     | Warn
     | Finish

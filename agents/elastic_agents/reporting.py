@@ -6,6 +6,7 @@ import logging
 import shlex
 import signal
 
+from elastic_agents.policy_types import StartWorkers
 from elastic_agents.workers.failures import describe
 from elastic_agents.workers.round_workers import Reaped
 from elastic_launch.config.launch_config import LaunchConfig
@@ -14,10 +15,13 @@ from elastic_launch.rendezvous.wire import messages as m
 
 __all__ = [
     "received",
+    "report_ahead",
+    "report_came",
     "report_ended",
     "report_forwarded",
     "report_kept",
     "report_late",
+    "report_lost_ahead",
     "report_missing",
     "report_opened",
     "report_order",
@@ -63,10 +67,46 @@ def report_ended(reaped: Reaped) -> None:
     _log.warning("rank %d (pid %d) ended with %s in round %d", rank, reaped.pid, code, reaped.round)
 
 
-def report_kept(number: int, kept: int, started: int) -> None:
-    """Print how many workers of a round are kept from the last one."""
-    if kept:
-        _log.info("round %d: %s kept, %d started", number, counted(kept, "worker"), started)
+def report_kept(start: StartWorkers, started: int, missing: int) -> None:
+    """Print how many of this node's workers in a round are not started with it.
+
+    Args:
+        started: those that are.
+        missing: workers that have no part in the round, and start ahead of a place in another.
+    """
+    number, kept, ahead = start.form.round.number, len(start.kept), len(start.waiting | start.coming)
+    if kept or ahead:
+        more = f", {ahead} started ahead" if ahead else ""
+        more += f"; {counted(missing, 'more worker')} of this node will join" if missing else ""
+        _log.info("round %d: %s kept, %d started%s", number, counted(kept, "worker"), started, more)
+
+
+def report_ahead(local_ranks: frozenset[int], seconds: float | None) -> None:
+    """Print that workers start ahead of a place in a round.
+
+    Args:
+        seconds: how long a start takes; None if that is not known.
+    """
+    workers, ranks = counted(len(local_ranks), "worker"), ", ".join(map(str, sorted(local_ranks)))
+    about = "" if seconds is None else f", which takes about {seconds:.1f} s"
+    _log.info("%s (local rank %s) started ahead of a round%s: the others do not wait", workers, ranks, about)
+
+
+def report_came(local_rank: int, pid: int, took: float) -> None:
+    """Print that a worker that was started ahead can take a place in a round."""
+    _log.info("local rank %d (pid %d), started ahead, is ready for a round after %.1f s", local_rank, pid, took)
+
+
+def report_lost_ahead(reaped: Reaped, failure: m.Failure | None, following: str) -> None:
+    """Print that a worker that was started ahead has ended before it had a place in a round."""
+    why = describe(reaped.exit_code) if failure is None else failure.message
+    _log.warning(
+        "local rank %d (pid %d), started ahead of a round, ended with %s; %s",
+        reaped.placement.local_rank,
+        reaped.pid,
+        why,
+        following,
+    )
 
 
 def report_missing(reaped: Reaped) -> None:
@@ -83,7 +123,7 @@ def report_late(failure: m.Failure) -> None:
     _log.warning(text, failure.rank, failure.pid, failure.message)
 
 
-def received(order: MemberOrder, present: int) -> OrderReceived:
+def received(order: MemberOrder, present: int, node_id: str) -> OrderReceived:
     """Return the event for an order.
 
     Args:
@@ -93,7 +133,9 @@ def received(order: MemberOrder, present: int) -> OrderReceived:
     number = order.round.number if isinstance(order, m.Form) else present
     cause = order.reason if isinstance(order, m.Evicted) else order.cause
     why = order.kind if isinstance(order, m.Drain | m.Break) else ""
-    return OrderReceived(kind, number, order.term, cause, why)
+    members = order.round.members if isinstance(order, m.Form) else ()
+    workers = sum(member.workers for member in members if member.node_id == node_id)
+    return OrderReceived(kind, number, order.term, cause, why, workers)
 
 
 def report_order(order: MemberOrder, number: int, cause: str) -> None:

@@ -59,7 +59,7 @@ def help_text(*, as_torchrun: bool = False) -> str:
         "",
         "Keys of --rdzv-conf, of which torch's own mean what they mean in torchrun:",
         "  join_settle, resize_delay, dead_after, return_after, min_wait, beat,",
-        "  join_timeout, read_timeout, is_host, reuse;",
+        "  join_timeout, read_timeout, start_wait, is_host, reuse;",
         "  last_call_timeout, keep_alive_interval, keep_alive_max_attempt, timeout;",
         "  without effect: close_timeout, heartbeat_timeout, store_type",
         "",

@@ -49,7 +49,7 @@ BEATS_PER_SECOND = 1000
 ETCD_PORT = 2379
 """etcd's default client port."""
 
-ZERO_ALLOWED = frozenset({"join_settle", "resize_delay"})
+ZERO_ALLOWED = frozenset({"join_settle", "resize_delay", "start_wait"})
 """The fields of :class:`Timing` that may be 0."""
 
 
@@ -113,6 +113,7 @@ class Timing:
         beat: interval of the beats on a link.
         join_timeout: how long to search for the endpoint, and to wait for members to start a round's workers.
         read_timeout: deadline of one call to the control store.
+        start_wait: how long a worker's start may be expected to take for live workers to wait for it.
     """
 
     join_settle: float = 2.0
@@ -123,6 +124,7 @@ class Timing:
     beat: float = 1.0
     join_timeout: float = 600.0
     read_timeout: float = 60.0
+    start_wait: float = 600.0
 
     def __post_init__(self) -> None:
         for item in fields(self):

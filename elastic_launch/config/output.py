@@ -194,8 +194,11 @@ class Output:
         return f"attempt_{number - 1}" if self.layout == "torchrun" else f"round_{number}"
 
     def worker_directory(self, placement: Placement) -> str:
-        """Return the name of a worker's directory in the round's directory."""
-        return str(placement.local_rank if self.layout == "torchrun" else placement.rank)
+        """Return the name of a worker's directory in the round's directory.
+
+        A worker that is started ahead of a round has no rank yet.
+        """
+        return str(placement.local_rank if self.layout == "torchrun" or placement.rank < 0 else placement.rank)
 
     def _matching(self, name: str, node_id: str) -> str:
         return f"filtered_{name}.log" if self.layout == "torchrun" else f"filtered_{name}-{node_id}.log"

@@ -15,8 +15,10 @@ __all__ = [
     "OrderReceived",
     "RoundSteps",
     "TrainingBegun",
+    "WorkerAhead",
     "WorkerExited",
     "WorkerKept",
+    "WorkerPlaced",
     "WorkerStarted",
 ]
 
@@ -27,6 +29,7 @@ class OrderReceived(Event):
 
     Attributes:
         kind: for a break or drain, the kind as of a broken round.
+        workers: for the forming of a round, how many workers of this node are in it.
     """
 
     order: str
@@ -34,6 +37,7 @@ class OrderReceived(Event):
     term: int
     cause: str
     kind: str = ""
+    workers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +95,7 @@ class WorkerStarted(Event):
     """A worker process was started.
 
     Attributes:
+        round, rank: its place; 0 and -1 if it was started ahead of one.
         start_s: seconds that the agent took to start it.
     """
 
@@ -113,10 +118,34 @@ class WorkerKept(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerAhead(Event):
+    """A worker that was started ahead has come to its first use of the world, and can take a place in a round.
+
+    Attributes:
+        took_s: seconds since its start.
+    """
+
+    local_rank: int
+    pid: int
+    took_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlaced(Event):
+    """A worker that was started ahead got its place in a round."""
+
+    round: int
+    rank: int
+    local_rank: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerExited(Event):
     """A worker process was reaped.
 
     Attributes:
+        round, rank: its place; 0 and -1 if it was started ahead and had none yet.
         exit_code: its exit code, -N for signal N.
         ran_s: seconds since its start.
         stopped: whether the agent had ordered it to stop.

@@ -20,8 +20,10 @@ from elastic_launch.events.node_types import (
     OrderReceived,
     RoundSteps,
     TrainingBegun,
+    WorkerAhead,
     WorkerExited,
     WorkerKept,
+    WorkerPlaced,
     WorkerStarted,
 )
 from elastic_launch.events.sinks import Event, EventSink, JsonLines, event_name
@@ -58,8 +60,10 @@ __all__ = [
     "RunEnded",
     "RunResized",
     "TrainingBegun",
+    "WorkerAhead",
     "WorkerExited",
     "WorkerKept",
+    "WorkerPlaced",
     "WorkerStarted",
     "counted",
     "event_name",

@@ -18,7 +18,7 @@ class RoundTold:
         nodes: number of nodes in it; 0 if unknown.
         mine: whether this host has workers in it.
         started: when the last of this host's workers was started, or got its place.
-        kept, anew: how many of them kept their processes, and how many were started.
+        kept, anew, ahead: how many of them kept their processes, were started, and had started ahead of the round.
         begun, first: when the first of them reached the beginning of training; when its first step was done.
         step, last, trained, restore: steps done when training began and when it ended; seconds of all steps, and of
             restoring.
@@ -38,6 +38,7 @@ class RoundTold:
     started: float | None = None
     kept: int = 0
     anew: int = 0
+    ahead: int = 0
     begun: float | None = None
     first: float | None = None
     step: int = 0
@@ -119,11 +120,14 @@ class Chronicle:
                 self._ordered(clock, event)
             case ev.LinkChanged(up=up, cause=cause):
                 self._link_cause = "" if up else cause
-            case ev.WorkerStarted(round=number) | ev.WorkerKept(round=number):
+            case ev.WorkerStarted(round=0) | ev.WorkerExited(round=0):
+                pass  # it is ahead of a round
+            case ev.WorkerStarted(round=number) | ev.WorkerKept(round=number) | ev.WorkerPlaced(round=number):
                 told = self._of(number)
                 told.mine, told.started = True, clock
                 told.kept += isinstance(event, ev.WorkerKept)
                 told.anew += isinstance(event, ev.WorkerStarted)
+                told.ahead += isinstance(event, ev.WorkerPlaced)
             case ev.WorkerExited():
                 self._exited(clock, event)
             case ev.TrainingBegun(round=number, step=step, restore_s=seconds):

@@ -60,7 +60,8 @@ class Incident:
         lost_steps: steps that were done before and have to be repeated.
         recovered: whether the next round did a step or, for a plain script, its workers were started.
         led: whether this host's leader formed the next round.
-        kept, anew: how many of this host's workers in the next round kept their processes, and how many were started.
+        kept, anew, ahead: how many of this host's workers in the next round kept their processes, were started, and had
+            started ahead of it.
     """
 
     number: int
@@ -81,6 +82,7 @@ class Incident:
     led: bool
     kept: int = 0
     anew: int = 0
+    ahead: int = 0
 
     def line(self) -> str:
         """Return the incident in one line."""
@@ -90,7 +92,8 @@ class Incident:
         lost = "" if self.lost_steps is None else f", {_steps(self.lost_steps)} lost"
         cause = " ".join(self.cause.split())
         what = " ".join(self.kind.split()) + (", drained" if self.drained else "") + (f" ({cause})" if cause else "")
-        kept = f"; {self.kept} worker{'' if self.kept == 1 else 's'} kept, {self.anew} started" if self.kept else ""
+        kept = f"; {counted(self.kept, 'worker')} kept, {self.anew} started" if self.kept or self.ahead else ""
+        kept += f", {self.ahead} started ahead" if self.ahead else ""
         return f"incident {self.number}: {what} {where}: {spent}: stood still {self.still_s:.2f} s{lost}{kept}"
 
 
@@ -259,6 +262,7 @@ def _incident(
         following is not None and following.led,
         following.kept if following else 0,
         following.anew if following else 0,
+        following.ahead if following else 0,
     )
 
 

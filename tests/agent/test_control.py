@@ -15,7 +15,13 @@ from collections.abc import Callable, Iterator
 import pytest
 from harness import wait_for
 
-from elastic_agents.policy_types import WorkerDisconnected, WorkerReady, WorkerStopping, WorkerSuspended
+from elastic_agents.policy_types import (
+    WorkerAhead,
+    WorkerDisconnected,
+    WorkerReady,
+    WorkerStopping,
+    WorkerSuspended,
+)
 from elastic_agents.snapshots.durable_state import SAVES_ITSELF
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
 from elastic_agents.warm.ending import SOCKET, last_words
@@ -199,6 +205,50 @@ def test_a_suspended_worker_is_told_to_exit_and_missed_if_it_hangs_up(control: C
             running.recv(4096)
     assert said.get(timeout=5) == HungUp(1, 1)
     assert not control.place(1, place(2, 1))
+
+
+def test_a_worker_that_was_started_ahead_says_when_it_has_come_and_gets_its_place(
+    control: Control, said: Said, events: Events
+) -> None:
+    with worker(control, said, 0) as other, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(5)
+        sock.connect("\0" + control.address[1:])
+        sock.sendall(c.pack(c.Hello(0, 0, 1)))
+        _, descriptors, _, _ = socket.recv_fds(sock, 4096, 16)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        assert not control.place(1, place(2, 1)), "it has not come yet"
+        control.tell_fetched(c.Fetched(0, 1))
+        assert heard(other) == c.Fetched(0, 1)
+        control.writer = 1
+        assert not control.tell_copied(c.Copying()), "it writes nothing yet"
+        sock.sendall(c.pack(c.Ahead()))
+        assert said.get(timeout=5) == WorkerAhead(1)
+        assert control.place(1, place(2, 1))
+        placed = heard(sock)
+        assert isinstance(placed, c.Place)
+        assert placed.round == 2
+        assert control.tell_copied(c.Copying())
+        assert heard(sock) == c.Copying()
+        sock.sendall(c.pack(c.Ready(5, live=True)))
+        assert said.get(timeout=5) == WorkerReady(2, 1, live=True)
+
+
+@pytest.mark.parametrize("message", [c.Ready(5), c.StepDone(1), c.Suspended(1)], ids=lambda m: type(m).__name__)
+def test_a_worker_without_a_place_says_nothing_about_a_round(control: Control, said: Said, message: c.Message) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(5)
+        sock.connect("\0" + control.address[1:])
+        sock.sendall(c.pack(c.Hello(0, 0, 1)) + c.pack(c.Ahead()) + c.pack(message))
+        assert said.get(timeout=5) == WorkerAhead(1)
+        assert said.get(timeout=5) == HungUp(0, 1)
+
+
+def test_a_worker_of_a_round_is_not_ahead_of_one(control: Control, said: Said) -> None:
+    with worker(control, said, 0) as sock:
+        sock.sendall(c.pack(c.Ahead()))
+        assert sock.recv(1) == b"", "hung up"
+    assert said.empty()
 
 
 @pytest.mark.parametrize("patience", [0.0, 7.0])

@@ -12,7 +12,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.metrics.api import MetricData, MetricHandler, NullMetricHandler
 
 from elastic_agents.calls.metrics import Meter, MetricPipe, Monitor, put_results, wanted
-from elastic_launch.events.types import Event, OrderReceived, WorkerExited, WorkerKept, WorkerStarted
+from elastic_launch.events.types import Event, OrderReceived, WorkerExited, WorkerKept, WorkerPlaced, WorkerStarted
 
 
 class Kept(MetricHandler):
@@ -31,8 +31,8 @@ def kept() -> Iterator[Kept]:
     metrics.configure(NullMetricHandler(), "torchelastic")
 
 
-def order(kind: str, number: int) -> Event:
-    return OrderReceived(kind, number, 1, "why")
+def order(kind: str, number: int, workers: int = 2) -> Event:
+    return OrderReceived(kind, number, 1, "why", workers=workers if kind == "form" else 0)
 
 
 def started(local_rank: int) -> Event:
@@ -45,7 +45,7 @@ def exited(local_rank: int, code: int, *, stopped: bool = False) -> Event:
 
 def test_a_restart_is_measured_from_the_first_failure() -> None:
     now, said = 10.0, list[object]()
-    meter = Meter(2, lambda: now, lambda name, value: said.append((name, value)), said.append)
+    meter = Meter(lambda: now, lambda name, value: said.append((name, value)), said.append)
 
     def after(seconds: float, *events: Event) -> list[object]:
         nonlocal now
@@ -73,17 +73,34 @@ def test_a_restart_is_measured_from_the_first_failure() -> None:
 
 def test_a_kept_worker_takes_part_like_one_that_was_started() -> None:
     said: list[object] = []
-    meter = Meter(2, lambda: 0.0, lambda name, value: None, said.append)
+    meter = Meter(lambda: 0.0, lambda name, value: None, said.append)
     round_one = (order("form", 1), started(0), started(1), exited(0, -9), order("break", 1))
     for event in (*round_one, order("form", 2), WorkerKept(2, 1, 1, 101), started(0), exited(0, 0), exited(1, 0)):
         meter.hear(event)
     assert said == ["healthy", "failed", "healthy", "succeeded"]
 
 
+def test_a_worker_that_starts_ahead_counts_once_it_has_a_place() -> None:
+    said: list[object] = []
+    meter = Meter(lambda: 0.0, lambda name, value: None, said.append)
+    lost = (order("form", 1), started(0), started(1), exited(0, -9), order("break", 1))
+    without = (order("form", 2, 1), WorkerKept(2, 0, 1, 101), WorkerStarted(0, -1, 0, 102, "ahead", 0.0))
+    for event in (*lost, *without):
+        meter.hear(event)
+    assert said == ["healthy", "failed", "healthy"]
+    joined = (order("drain", 2), order("form", 3), WorkerKept(3, 1, 1, 101))
+    for event in (WorkerExited(0, -1, 0, 102, -9, 1.0, False), *joined):
+        meter.hear(event)
+    assert said[3:] == [""]
+    for event in (WorkerPlaced(3, 0, 0, 103), exited(0, 0), exited(1, 0)):
+        meter.hear(event)
+    assert said[4:] == ["healthy", "succeeded"]
+
+
 def test_a_round_that_others_break_has_no_failure_here() -> None:
     said: list[object] = []
-    meter = Meter(1, lambda: 0.0, lambda name, value: said.append(name), said.append)
-    for event in (order("form", 1), started(0), order("drain", 1), order("break", 1), exited(0, -15, stopped=True)):
+    meter = Meter(lambda: 0.0, lambda name, value: said.append(name), said.append)
+    for event in (order("form", 1, 1), started(0), order("drain", 1), order("break", 1), exited(0, -15, stopped=True)):
         meter.hear(event)
     assert [one for one in said if "." not in str(one)] == ["healthy", ""]
     assert said.count("LocalElasticAgent._stop_workers.success") == 1

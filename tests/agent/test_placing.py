@@ -10,10 +10,10 @@ import pytest
 from torch.distributed import HashStore
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerGroup, WorkerSpec
 
-from elastic_agents.workers.placement import environment, place, place_of, placements
+from elastic_agents.workers.placement import environment, environment_ahead, place, place_of, placements, unplaced
 from elastic_launch.config.launch_config import Command, LaunchConfig
 from elastic_launch.config.torch_options import TorchOptions
-from elastic_launch.contract import round_environment
+from elastic_launch.contract import ENV_AHEAD, ENV_ROUND, ENV_SOCKET, UNPLACED, round_environment
 from elastic_launch.rendezvous.record import Member, Round
 from elastic_launch.rendezvous.wire import messages as m
 
@@ -45,6 +45,31 @@ def test_ranks_within_roles_are_torchs(roles: str) -> None:
         place(group, Round(1, tuple(members)), replace(config, node_id=member.node_id))
         ours.append([(x.rank, x.world_size, x.role_rank, x.role_world_size) for x in placements(group)])
     assert ours == torchs(members)
+
+
+def test_a_node_may_take_part_with_some_of_its_workers() -> None:
+    """A local rank is a device: it stays the worker's own."""
+    config = LaunchConfig(Command(("x",), ("x",)), nproc=4)
+    members = (Member("first", "i", 2, "host", 1), Member(config.node_id, "i", 2, "host", 1, slots=(1, 3)))
+    group = WorkerGroup(replace(spec_of(members[1]), local_world_size=4))
+    assert place(group, Round(1, members), config) == 1
+    assert [x.global_rank for x in group.workers] == [-1, 2, -1, 3]
+    found = placements(group)
+    assert [(x.rank, x.local_rank, x.role_rank, x.first_on_node) for x in found] == [(2, 1, 2, True), (3, 3, 3, False)]
+    assert {(x.world_size, x.local_world_size, x.role_world_size) for x in found} == {(4, 2, 4)}
+    place(group, Round(2, (members[0], replace(members[1], workers=4, slots=()))), config)
+    assert [(x.rank, x.local_rank) for x in placements(group)] == [(2, 0), (3, 1), (4, 2), (5, 3)]
+
+
+@pytest.mark.parametrize("virtual", [False, True])
+def test_a_worker_that_starts_ahead_has_its_local_rank_and_no_place(virtual: bool) -> None:
+    config = LaunchConfig(Command(("x",), ("x",)), nproc=2, options=TorchOptions(virtual_local_rank=virtual))
+    shared = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "CUDA_VISIBLE_DEVICES": "4,5"}
+    env = environment_ahead(config, shared, unplaced(1), restarts=2, error_file="e", socket="@s")
+    assert env[ENV_AHEAD] == "1"
+    assert {env[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", ENV_ROUND)} == {UNPLACED}
+    assert (env["LOCAL_RANK"], env["CUDA_VISIBLE_DEVICES"]) == (("0", "5") if virtual else ("1", "4,5"))
+    assert (env["LOCAL_WORLD_SIZE"], env["TORCHELASTIC_RESTART_COUNT"], env[ENV_SOCKET]) == ("2", "2", "@s")
 
 
 @pytest.mark.parametrize("virtual", [False, True])

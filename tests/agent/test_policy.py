@@ -48,7 +48,7 @@ def test_the_phases_that_the_tests_start_from() -> None:
 
 def test_waiting_a_round_is_formed() -> None:
     assert decide(WAITING, form(3, nodes=4), 2) == (
-        View(Phase.RUNNING, round=3, nodes=4, alive=frozenset({0, 1})),
+        View(Phase.RUNNING, round=3, nodes=4, slots=frozenset({0, 1}), alive=frozenset({0, 1})),
         [v.StartWorkers(form(3, nodes=4))],
     )
 

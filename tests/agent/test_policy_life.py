@@ -25,10 +25,17 @@ EXAMPLES = os.environ.get("HYPOTHESIS_EXAMPLES")
 class AgentLife(RuleBasedStateMachine):
     """An agent with its workers, its leader and its user; the leader may say anything at any time."""
 
-    @initialize(nproc=st.integers(1, 3))
-    def begin(self, nproc: int) -> None:
+    @initialize(nproc=st.integers(1, 3), slow=st.booleans())
+    def begin(self, nproc: int, slow: bool) -> None:
         self.nproc = nproc
-        self.view = View()
+        self.view = View(ahead=v.Newcomers(slow=slow))
+        self.all = frozenset(range(nproc))
+        self.slots = self.all  # with which the node takes part in the round
+        self.offer = self.all  # with which it could take part in the next one, as the leader was told
+        self.coming: set[int] = set()  # newcomers
+        self.waiting: set[int] = set()
+        self.unplaced: set[int] = set()  # of the round's workers, those that have to come before they get their place
+        self.awaits_news = False  # the leader has ordered them to start ahead, and was not told that they are there
         self.round = 0
         self.workers: set[int] = set()  # that live
         self.codes: dict[int, int] = {}  # exit codes in this round
@@ -55,7 +62,7 @@ class AgentLife(RuleBasedStateMachine):
         before = self.view
         if isinstance(event, v.Leave) and before.leaving is None and before.phase is not Phase.OVER:
             self.promised = event.code
-        self.view, actions = decide(before, event, self.nproc)
+        self.view, actions = decide(before, event, self.nproc, "n0")
         if before.phase is Phase.OVER:
             assert actions == []
             assert self.view == before
@@ -66,16 +73,37 @@ class AgentLife(RuleBasedStateMachine):
 
     def _carry_out(self, action: v.Action) -> None:
         match action:
-            case v.StartWorkers(form=order, kept=kept):
+            case v.StartWorkers(form=order, kept=kept, waiting=waiting, coming=coming):
                 assert not self.workers, "workers beside others"
                 assert self.promised is None, "a start after a signal"
-                assert kept == self.suspended, "a suspended worker is forgotten"
+                self.slots = frozenset(order.round.members[0].slots)
+                assert kept == self.suspended & self.slots, "a suspended worker is forgotten"
+                assert (waiting, coming) == (self.waiting & self.slots, self.coming & self.slots)
                 assert order.round.number > self.round or not kept, "revived for a round that is over"
-                self.round = order.round.number
-                started = frozenset(range(self.nproc)) if self.fails_to_start is None else self.fails_to_start
-                self.workers, self.codes, self.reported = set(started | kept), {}, set()
+                self.round, self.unplaced, self.awaits_news = order.round.number, set(coming), False
+                self.waiting -= self.slots
+                self.coming -= self.slots
+                there = kept | waiting | coming
+                started = self.slots if self.fails_to_start is None else self.fails_to_start | there
+                self.workers, self.codes, self.reported = set(started), {}, set()
                 self.ready, self.drained, self.exiting, self.asked = set(), set(), set(), set()
                 self.live, self.suspended = set(kept), set()
+            case v.StartAhead(local_ranks=local_ranks):
+                assert self.promised is None
+                assert not local_ranks & (self.workers | self.suspended | self.coming | self.waiting), "a second worker"
+                self.coming |= local_ranks
+            case v.KillAhead(local_ranks=local_ranks):
+                assert local_ranks <= self.coming | self.waiting
+                if self.view.leaving is not None or self.view.final:
+                    self.coming, self.waiting = set(), set()
+            case v.GivePlace(local_rank=local_rank):
+                assert local_rank in self.unplaced & self.workers
+                self.unplaced.remove(local_rank)
+            case m.Slots(slots=slots):
+                self.offer = frozenset(slots) or self.all
+            case m.Imported():
+                assert not self.coming, "not all of them are there"
+                self.awaits_news = False
             case v.Suspend(round=number, local_ranks=local_ranks):
                 assert number == self.round
                 assert self.view.phase is Phase.STOPPING
@@ -84,7 +112,7 @@ class AgentLife(RuleBasedStateMachine):
                 self.asked |= local_ranks
                 self.suspensions.append(number)
             case v.SendExit(local_ranks=local_ranks):
-                assert local_ranks <= self.suspended & self.drained
+                assert local_ranks <= self.suspended
                 assert self.view.leaving is not None or self.view.final
                 self.suspended -= local_ranks
                 self.workers |= local_ranks
@@ -137,21 +165,23 @@ class AgentLife(RuleBasedStateMachine):
                 assert self.codes[local_rank] != 0
                 assert local_rank not in self.reported, "a failure is reported twice"
                 self.reported.add(local_rank)
-            case v.ReportStopped(round=number, drained=step):
+            case v.ReportStopped(round=number, drained=step, slots=slots, importing=importing):
                 assert not self.workers, "stopped, but workers live"
+                self.offer = frozenset(slots) or self.all
+                assert not importing or not slots
                 assert number == self.round
                 assert number not in self.stopped, "stopped twice"
                 self.stopped.append(number)
                 if step >= 0:
-                    assert self.drained == set(range(self.nproc)), "drained, but a worker was not"
+                    assert self.drained == self.slots, "drained, but a worker was not"
             case m.Done(round=number):
                 assert number == self.round
-                assert self.codes == dict.fromkeys(range(self.nproc), 0), "done, but a worker failed"
+                assert self.codes == dict.fromkeys(self.slots, 0), "done, but a worker failed"
                 assert not self.drained, "done, but a worker was drained"
             case v.Finish(code=code):
                 assert not self.workers | self.suspended, "the end, but workers live"
                 if self.promised is not None:
-                    done = code == 0 and self.codes == dict.fromkeys(range(self.nproc), 0)
+                    done = code == 0 and self.codes == dict.fromkeys(self.slots, 0)
                     assert code == self.promised or done, "a signal was to end it"
                 self.finished.append(action)
 
@@ -163,15 +193,21 @@ class AgentLife(RuleBasedStateMachine):
 
     # What the leader and the membership say.
 
+    def formed(self, number: int, nodes: int = 2) -> m.Form:
+        """The order for a round with the workers that this node has offered."""
+        return form(number, nodes, tuple(sorted(self.offer)))
+
     @rule(ahead=st.integers(1, 2), nodes=st.integers(1, 3))
     def form(self, ahead: int, nodes: int) -> None:
-        self.decide(form(self.round + ahead, nodes))
+        self.decide(self.formed(self.round + ahead, nodes))
 
     @precondition(lambda self: self.view.phase in (Phase.WAITING, Phase.SUSPENDED))
     @rule(live=st.sampled_from([True, True, False]))
     def form_and_begin_to_train(self, live: bool) -> None:
-        self.decide(form(self.round + 1))
-        for index in range(self.nproc):
+        self.decide(self.formed(self.round + 1))
+        for local_rank in sorted(self.unplaced):
+            self.decide(v.WorkerAhead(local_rank))
+        for index in range(len(self.workers)):
             self.worker_is_ready(index, live)
 
     @precondition(lambda self: self.view.phase in (Phase.WAITING, Phase.SUSPENDED))
@@ -179,9 +215,11 @@ class AgentLife(RuleBasedStateMachine):
     def form_but_fail_to_start(self, data: st.DataObject) -> None:
         count = data.draw(st.integers(0, self.nproc - 1))
         self.fails_to_start = frozenset(range(count))
-        self.decide(form(self.round + 1))
+        self.decide(self.formed(self.round + 1))
         if self.view.phase is Phase.RUNNING:
-            self.decide(v.StartFailed("no such file", started=self.fails_to_start | self.live))
+            self.fails_to_start &= self.slots
+            self.workers &= self.slots
+            self.decide(v.StartFailed("no such file", started=frozenset(self.workers)))
         self.fails_to_start = None
 
     @rule(behind=st.sampled_from([0, 0, 1]))
@@ -197,6 +235,49 @@ class AgentLife(RuleBasedStateMachine):
     @rule(event=st.sampled_from([m.RunEnd(1, 0, "done"), m.RunEnd(1, 91, "spent"), m.Evicted(1, "x", True), LOST]))
     def end(self, event: v.Event) -> None:
         self.decide(event)
+
+    # Workers that start ahead.
+
+    @rule()
+    def start_ahead(self) -> None:
+        waits = self.view.phase in (Phase.WAITING, Phase.SUSPENDED)
+        self.awaits_news = self.awaits_news or waits
+        self.decide(m.StartAhead(1, self.round))
+
+    @rule(slow=st.booleans())
+    def starts_take(self, slow: bool) -> None:
+        assert self.decide(v.StartsTake(slow)) == []
+
+    @precondition(lambda self: self.coming)
+    @rule(index=st.integers(0, 2))
+    def newcomer_comes(self, index: int) -> None:
+        local_rank = sorted(self.coming)[index % len(self.coming)]
+        self.coming.remove(local_rank)
+        self.waiting.add(local_rank)
+        self.decide(v.WorkerAhead(local_rank))
+
+    @precondition(lambda self: self.unplaced & self.workers)
+    @rule(index=st.integers(0, 2))
+    def late_worker_comes(self, index: int) -> None:
+        choice = sorted(self.unplaced & self.workers)
+        local_rank = choice[index % len(choice)]
+        gets = self.view.phase is Phase.RUNNING
+        assert self.decide(v.WorkerAhead(local_rank)) == ([v.GivePlace(local_rank)] if gets else [])
+
+    @precondition(lambda self: self.coming | self.waiting)
+    @rule(index=st.integers(0, 2), code=st.sampled_from([-9, -9, TERM_CODE, 0, 1]))
+    def newcomer_ends(self, index: int, code: int) -> None:
+        choice = sorted(self.coming | self.waiting)
+        local_rank = choice[index % len(choice)]
+        self.coming.discard(local_rank)
+        self.waiting.discard(local_rank)
+        self.decide(v.AheadGone(local_rank, code))
+
+    @precondition(lambda self: self.coming)
+    @rule(index=st.integers(0, 2))
+    def time_to_come_passes(self, index: int) -> None:
+        local_rank = sorted(self.coming)[index % len(self.coming)]
+        assert self.decide(v.AheadOver(local_rank))[-1] == v.KillAhead(frozenset({local_rank}))
 
     # What workers, timers and users do.
 
@@ -329,6 +410,23 @@ class AgentLife(RuleBasedStateMachine):
         assert self.view.alive == self.workers
         assert self.view.live == self.live
         assert self.view.suspended == self.suspended
+
+    @invariant()
+    def the_policy_knows_the_newcomers(self) -> None:
+        assert (self.view.ahead.coming, self.view.ahead.waiting) == (self.coming, self.waiting)
+        assert not (self.coming | self.waiting) & (self.workers | self.suspended)
+        if self.view.leaving is not None or self.view.final or self.view.phase is Phase.OVER:
+            assert not self.coming | self.waiting
+
+    @invariant()
+    def no_local_rank_is_forgotten(self) -> None:
+        """Each is offered to the leader, at the latest when all newcomers are there."""
+        if self.view.leaving is None and self.view.phase in (Phase.WAITING, Phase.SUSPENDED):
+            assert not self.awaits_news or self.coming, "the leader waits in vain"
+        trains = self.view.phase in (Phase.RUNNING, Phase.DRAINING, Phase.FINISHED)
+        if self.view.leaving is None and not self.view.final and (trains or self.round in self.stopped):
+            later = self.coming | self.waiting if self.coming else set()
+            assert self.offer | later | (self.slots if trains else set()) >= self.all
 
     @invariant()
     def a_round_that_is_over_is_reported_once(self) -> None:

@@ -111,8 +111,33 @@ def test_an_incident_says_how_many_workers_kept_their_processes() -> None:
         (36.25, ev.FirstStep(2, 21)),
     )
     (incident,) = told.incidents
-    assert (incident.kept, incident.anew) == (1, 1)
+    assert (incident.kept, incident.anew, incident.ahead) == (1, 1, 0)
     assert incident.line().endswith(" s, no steps lost; 1 worker kept, 1 started")
+
+
+def test_workers_that_start_ahead_count_in_the_round_in_which_they_get_a_place() -> None:
+    told = ledger(
+        *first_round(),
+        (32.0, broken(1)),
+        (32.0, formed(2)),
+        (32.0, ev.WorkerKept(2, 0, 0, 100)),
+        (32.1, started(0)),
+        (32.2, begun(2, 20)),
+        (32.5, ev.FirstStep(2, 21)),
+        (40.0, ev.WorkerAhead(1, 101, 7.9)),
+        (40.0, exited(0, -9)),
+        (41.0, ev.RoundDrained(2, 29, "membership", "resize", 0.1, "a round forms")),
+        (41.1, formed(3)),
+        (41.1, ev.WorkerKept(3, 0, 0, 100)),
+        (41.1, ev.WorkerPlaced(3, 1, 1, 102)),
+        (41.2, begun(3, 29)),
+        (41.5, ev.FirstStep(3, 30)),
+    )
+    lost, joined = told.incidents
+    assert (lost.next_round, lost.kept, lost.anew, lost.ahead) == (2, 1, 0, 0)
+    assert lost.line().endswith("; 1 worker kept, 0 started")
+    assert (joined.round, joined.next_round, joined.kept, joined.anew, joined.ahead) == (2, 3, 1, 0, 1)
+    assert joined.line().endswith("; 1 worker kept, 0 started, 1 started ahead")
 
 
 def test_a_worker_of_this_host_is_known_to_have_failed_before_the_round_was_broken() -> None:

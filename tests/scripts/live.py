@@ -3,6 +3,8 @@
 ``finish`` in DIRECTORY: exit 0. It appends what happens to it to ``live.jsonl``: its place at the start and in each
 round, and orders. ``disconnect-<rank>``: it reports a broken connection, once. ``fail-<rank>``: it records an exception
 and exits with 1, once. With ``--deaf`` it reports nothing when it is told to leave the round.
+
+Started ahead, it says that it has come once there is a file ``come`` or ``come-<pid>``; with ``--reads-rank`` it fails.
 """
 
 import json
@@ -14,7 +16,11 @@ import threading
 import time
 
 directory, flags = pathlib.Path(sys.argv[1]), sys.argv[2:]
-place = {"round": int(os.environ["ELASTIC_LAUNCH_ROUND"]), "rank": int(os.environ["RANK"]), "reason": "first"}
+ahead = os.environ.get("ELASTIC_LAUNCH_AHEAD") == "1"
+if ahead and "--reads-rank" not in flags:
+    place = {"round": 0, "rank": 0, "reason": "ahead"}
+else:
+    place = {"round": int(os.environ["ELASTIC_LAUNCH_ROUND"]), "rank": int(os.environ["RANK"]), "reason": "first"}
 local_rank = int(os.environ["LOCAL_RANK"])
 
 
@@ -61,7 +67,13 @@ sock.connect("\0" + os.environ["ELASTIC_LAUNCH_SOCKET"][1:])
 say("hello", round=place["round"], rank=place["rank"], local_rank=local_rank)
 answer, descriptors, _, _ = socket.recv_fds(sock, 4096, 16)
 note("connects", patience_s=json.loads(answer)["patience_s"])
-begin()
+if ahead:
+    while not (directory / "come").exists() and not (directory / f"come-{os.getpid()}").exists():
+        time.sleep(0.02)
+    note("comes")
+    say("ahead")
+else:
+    begin()
 threading.Thread(target=listen, daemon=True).start()
 
 

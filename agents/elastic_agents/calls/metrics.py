@@ -15,7 +15,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from elastic_launch.events.types import Event, OrderReceived, WorkerExited, WorkerKept, WorkerStarted
+from elastic_launch.events.types import (
+    Event,
+    OrderReceived,
+    WorkerExited,
+    WorkerKept,
+    WorkerPlaced,
+    WorkerStarted,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult
@@ -40,34 +47,35 @@ class Meter:
     """Turns what happens on a node into metrics and states; called by the agent's thread only.
 
     Args:
-        nproc: workers on this node.
         now: a monotonic clock.
         put: receives a metric.
         tell: receives a state of the workers.
     """
 
-    def __init__(self, nproc: int, now: Callable[[], float], put: Put, tell: Callable[[str], object]) -> None:
-        self._nproc = nproc
+    def __init__(self, now: Callable[[], float], put: Put, tell: Callable[[str], object]) -> None:
         self._now = now
         self._put = put
         self._tell = tell
         self._since = now()  # when this node last had workers
         self._stopping: float | None = None  # since when the last round's workers are stopping
         self._formed = 0.0
+        self._workers = 0  # in the round
         self._started = self._gone = self._finished = 0
         self._state = ""
 
     def hear(self, event: Event) -> None:
         match event:
-            case OrderReceived(order="form"):
-                self._formed = self._now()
+            case OrderReceived(order="form", workers=workers):
+                self._formed, self._workers = self._now(), workers
                 self._took("SimpleElasticAgent._rendezvous", self._since)
                 self._started = self._gone = self._finished = 0
             case OrderReceived(order="break" | "drain" | "evicted"):
                 self._stop("")
-            case WorkerStarted() | WorkerKept():
+            case WorkerStarted(round=0) | WorkerExited(round=0):
+                pass  # it is ahead of a round
+            case WorkerStarted() | WorkerKept() | WorkerPlaced():
                 self._started += 1
-                if self._started == self._nproc:
+                if self._started == self._workers:
                     self._begun()
             case WorkerExited():
                 self._exited(event)
@@ -84,7 +92,7 @@ class Meter:
         self._gone += 1
         if event.exit_code == 0:
             self._finished += 1
-            if self._finished == self._nproc:
+            if self._finished == self._workers:
                 self._be(SUCCEEDED)
         elif not event.stopped and self._stopping is None:
             self._stop(FAILED)

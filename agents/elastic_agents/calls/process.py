@@ -108,7 +108,6 @@ class _Watcher:
         pipe = self._pipe
         if pipe is not None:
             self._meter = Meter(
-                self._config.nproc,
                 time.monotonic,
                 pipe.put,
                 lambda state: pipe.put(state, agent.max_restarts - agent.restarts),

@@ -1,7 +1,7 @@
 """The worker processes of one node.
 
 ``round_workers``      the workers of one round
-``start``              starts them one after the other
+``start``              starts them one after the other, with their round or ahead of one
 ``placement``          a worker's command and environment
 ``processes``          starts, signals and reaps processes
 ``sessions``           each worker's session, ended with its grandchildren

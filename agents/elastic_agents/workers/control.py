@@ -21,6 +21,7 @@ from functools import partial
 
 from elastic_agents.drill import FaultReached
 from elastic_agents.policy_types import (
+    WorkerAhead,
     WorkerDisconnected,
     WorkerDrained,
     WorkerReady,
@@ -55,7 +56,7 @@ class ScriptEnded:
 
 @dataclass(frozen=True, slots=True)
 class HungUp:
-    """A suspended worker has closed its connection: it cannot get a place any more."""
+    """A worker that waits for a place has closed its connection; ``round`` is 0 if it was started ahead of one."""
 
     round: int
     local_rank: int
@@ -73,6 +74,7 @@ Said = (
     | WorkerStopping
     | WorkerDisconnected
     | WorkerSuspended
+    | WorkerAhead
     | Saved
     | ScriptEnded
     | HungUp
@@ -87,7 +89,7 @@ class _Peer:
     Attributes:
         hello: its first message, with the round and rank of its present place.
         begun: whether it trains.
-        suspended: whether it waits for another place.
+        waits: whether it waits for a place, suspended or started ahead of one.
         deaf: whether it does not receive what is sent to it; then nothing more is.
     """
 
@@ -96,7 +98,7 @@ class _Peer:
     pending: bytes = b""
     hello: c.Hello | None = None
     begun: bool = False
-    suspended: bool = False
+    waits: bool = False
     deaf: bool = False
 
 
@@ -115,6 +117,7 @@ class Control:
         address: passed to the workers in their environment.
         step_timer: how long their steps take.
         saves: whether the library saves the workers' state; else their script does, if anything does.
+        writer: local rank of the worker that writes the node's snapshots.
     """
 
     def __init__(
@@ -135,6 +138,7 @@ class Control:
         self._progress = SharedProgress.make("elastic-launch-progress")
         self.step_timer = StepTimer(self._progress.read)
         self.saves = True
+        self.writer = 0
         self._step_events = StepEvents(clock, events)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind("\0" + self.address[1:])
@@ -165,7 +169,7 @@ class Control:
                 self._send(peer, c.Suspend(round_number, cause))
 
     def place(self, local_rank: int, place: c.Place) -> bool:
-        """Give a suspended worker its place in a round: what it says from now on belongs to that round.
+        """Give a worker that waits its place in a round: what it says from now on belongs to that round.
 
         Args:
             place: its fields about the slots are filled in here.
@@ -174,9 +178,9 @@ class Control:
             whether it could be sent.
         """
         with self._lock:  # the worker must not be informed of a fetch before this
-            for peer in self._suspended([local_rank]):
+            for peer in self._waiting([local_rank]):
                 peer.hello = c.Hello(place.round, place.placement.rank, local_rank)
-                peer.suspended = False
+                peer.waits = False
                 slots, _ = self._snapshot_store.offer()
                 self._send(peer, replace(place, use=slots.use, sequence=slots.sequence, fetching=slots.fetching))
                 return not peer.deaf
@@ -185,7 +189,7 @@ class Control:
     def dismiss(self, local_ranks: Collection[int]) -> None:
         """Tell suspended workers to exit."""
         with self._lock:
-            for peer in self._suspended(local_ranks):
+            for peer in self._waiting(local_ranks):
                 self._send(peer, c.Exit())
 
     def _of_round(self, round_number: int, local_ranks: Collection[int]) -> Iterator[_Peer]:
@@ -193,29 +197,31 @@ class Control:
             if peer.hello is not None and peer.hello.round == round_number and peer.hello.local_rank in local_ranks:
                 yield peer
 
-    def _suspended(self, local_ranks: Collection[int]) -> Iterator[_Peer]:
+    def _waiting(self, local_ranks: Collection[int]) -> Iterator[_Peer]:
         for peer in self._peers.values():
-            if peer.suspended and peer.hello is not None and peer.hello.local_rank in local_ranks:
+            if peer.waits and peer.hello is not None and peer.hello.local_rank in local_ranks:
                 yield peer
 
     def tell_copied(self, copied: c.Copied | c.Copying | c.Save) -> bool:
-        """Tell workers that write snapshots that a copy ended or continues, or request a snapshot that all can write.
+        """Tell the worker that writes snapshots that a copy ended or continues, or request one that all can write.
 
         Returns:
             whether there was any such worker.
         """
         with self._lock:
-            heard = [peer for peer in self._peers.values() if peer.hello is not None and peer.hello.saves]
-            told = [peer for peer in heard if peer.hello is not None and peer.hello.local_rank == 0]
+            told = [peer for peer in self._peers.values() if peer.hello is not None and self._writes(peer.hello)]
             for peer in told:
                 self._send(peer, copied)
             return bool(told)
+
+    def _writes(self, hello: c.Hello) -> bool:
+        return bool(hello.round) and hello.local_rank == self.writer and hello.saves
 
     def tell_fetched(self, fetched: c.Fetched) -> None:
         """Inform the workers that the snapshot from another node has arrived, or is unavailable."""
         with self._lock:
             for peer in self._peers.values():
-                if peer.hello is not None:
+                if peer.hello is not None and peer.hello.round:  # others learn of it with their place
                     self._send(peer, fetched)
 
     def ask_save(self, round_number: int) -> None:
@@ -330,7 +336,7 @@ class Control:
             peer.sock.close()
             if peer.hello is not None:
                 self._end(peer, peer.hello.round)
-                if peer.suspended:
+                if peer.waits:
                     self._say(HungUp(peer.hello.round, peer.hello.local_rank))
 
     def _end(self, peer: _Peer, round_number: int) -> None:
@@ -355,15 +361,21 @@ class Control:
         if peer.hello is None:
             raise ProtocolError(f"{type(message).__name__} was sent before Hello.")
         number, local_rank = peer.hello.round, peer.hello.local_rank
+        if number == 0 or isinstance(message, c.Ahead):
+            if number or peer.waits or not isinstance(message, c.Ahead):
+                raise ProtocolError(f"{type(message).__name__} was sent in round {number}.")
+            peer.waits = True
+            self._say(WorkerAhead(local_rank))
+            return
         match message:
-            case c.Ready(step=step, live=live, drains=drains):
+            case c.Ready(step=step, live=live, restore_s=restore_s, drains=drains):
                 if not peer.begun:
                     peer.begun = True
                     self._look()
                     self._step_events.begin(peer.hello, message)
                 self.step_timer.begin(number, step, self._clock.now(), message.total)
                 if drains:
-                    self._say(WorkerReady(number, local_rank, live and self._patience_s > 0))
+                    self._say(WorkerReady(number, local_rank, live and self._patience_s > 0, restore_s))
             case c.StepDone(step=step):
                 # The time of the step itself, if known: this thread may learn of it later, together with further steps.
                 reached = self._progress.read()
@@ -387,7 +399,7 @@ class Control:
                 self._say(WorkerDisconnected(number, local_rank, error))
             case c.Suspended():
                 self._end(peer, number)
-                peer.suspended = True
+                peer.waits = True
                 self._say(WorkerSuspended(number, local_rank))
 
     def _order_fault(self, sock: socket.socket, strikes: bool) -> None:

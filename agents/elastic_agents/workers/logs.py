@@ -53,6 +53,8 @@ class WorkerLogs:
 class LogPlaces:
     """Determines where workers' output goes: ``<run>/round_<n>/<rank>/{stdout.log,stderr.log,error.json}``.
 
+    For a worker that is started ahead of a round this is ``<run>/ahead_<n>/<node>/<local rank>/...``, n counting these.
+
     Owns a local directory for the exceptions of running workers, which would block if log directories hang.
 
     Attributes:
@@ -71,6 +73,7 @@ class LogPlaces:
         named = config.output.logs_specs or config.output.specs is not None
         self._named = NamedLogs(config) if named else None
         self.local = _local_directory()
+        self._ahead = 0  # how often workers were started ahead
 
     def prepare(
         self,
@@ -82,24 +85,30 @@ class LogPlaces:
         """Make a round's directories and return the workers' logs and environments, both by local rank.
 
         Args:
+            number: the round's number; 0 for workers that are started ahead of one.
             environment: makes the environment of a worker from its placement and error file.
             kept: logs of workers that already run, by local rank; they remain the same.
 
         Raises:
             LogsSpecsFailed: if the named logs specs fail.
         """
-        new = {place.local_rank: self._own(number, place) for place in placements if place.local_rank not in kept}
-        if self.local is not None:
+        if not number:
+            self._ahead += 1
+        name = self._config.output.round_directory(number) if number else f"ahead_{self._ahead}"
+        new = {place.local_rank: self._own(name, place) for place in placements if place.local_rank not in kept}
+        if self.local is not None and number:
             used = {logs.error_file.relative_to(self.local).parts[0] for logs in kept.values() if logs.kept_error}
-            used.add(self._config.output.round_directory(number))
+            used.add(name)
             self._files.put(partial(_remove_others, self.local, used))
+        if self.local is not None:
             with suppress(OSError):  # then workers leave no exceptions
                 for own in new.values():
                     make_private(own.error_file.parent)
         try:
             self._files.ask(partial(_make_room, [own.kept_error or own.error_file for own in new.values()]), PATIENCE)
         except OSError as error:  # such as a full disk: the workers run without
-            _log.warning("no logs are kept of round %d: %s", number, error)
+            whose = f"round {number}" if number else "workers that start ahead"
+            _log.warning("no logs are kept of %s: %s", whose, error)
         if self._named is None:  # no worker waits for it
             self._files.put(partial(_make_files, list(new.values())))
         logs = {**kept, **new}
@@ -119,9 +128,11 @@ class LogPlaces:
         if self.local is not None:
             shutil.rmtree(self.local, ignore_errors=True)
 
-    def _own(self, number: int, placement: Placement) -> WorkerLogs:
+    def _own(self, name: str, placement: Placement) -> WorkerLogs:
         config = self._config
-        directory = config.run_directory / config.output.round_directory(number)
+        directory = config.run_directory / name
+        if placement.rank < 0:
+            directory /= config.node_id  # nodes may share the run's directory
         out, err = config.output.routes(placement, directory, role=config.role, node_id=config.node_id)
         error_file = directory / config.output.worker_directory(placement) / "error.json"
         if self.local is None:

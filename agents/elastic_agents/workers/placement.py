@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 from elastic_agents.workers.numa import bound
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.config.torch_options import visible_device
-from elastic_launch.contract import ENV_LOCAL_RANK, Place, Placement, worker_environment
+from elastic_launch.contract import ENV_LOCAL_RANK, Place, Placement, ahead_environment, worker_environment
+from elastic_launch.rendezvous.record import Round
+from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.secret import without_secrets
 from elastic_launch.system.plain_text import clipped, one_line
 
@@ -18,10 +20,22 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import WorkerGroup
     from torch.distributed.elastic.rendezvous import RendezvousHandler
 
-    from elastic_launch.rendezvous.record import Round
-    from elastic_launch.rendezvous.wire import messages as m
 
-__all__ = ["arguments", "environment", "group_of", "place", "place_of", "placements", "shared_environment"]
+__all__ = [
+    "AHEAD",
+    "arguments",
+    "environment",
+    "environment_ahead",
+    "group_of",
+    "place",
+    "place_of",
+    "placements",
+    "shared_environment",
+    "unplaced",
+]
+
+AHEAD = "started ahead of a place in a round"
+"""The start reason of a worker that has no place yet; it learns why the last round ended with its place."""
 
 LONGEST_REASON = 8192
 """Maximum bytes of a worker's ``ELASTIC_LAUNCH_START_REASON``."""
@@ -44,9 +58,11 @@ def group_of(config: LaunchConfig, handler: RendezvousHandler) -> WorkerGroup:
 
 
 def place(group: WorkerGroup, formed: Round, config: LaunchConfig) -> int:
-    """Assign a round's ranks to a group's workers, and return the node's rank among the members."""
+    """Assign a round's ranks to a group's workers, and return the node's rank among the members.
+
+    Workers that have no part in the round get the rank -1.
+    """
     me = next(rank for rank, member in enumerate(formed.members) if member.node_id == config.node_id)
-    first = sum(member.workers for member in formed.members[:me])
     first_member = formed.members[0]
     master_addr, master_port = first_member.address, first_member.store_port
     if config.kind.fixed_ranks and config.endpoint is not None:
@@ -61,32 +77,39 @@ def place(group: WorkerGroup, formed: Round, config: LaunchConfig) -> int:
     for name, value in values.items():
         setattr(group, name, value)
     role = formed.members[me].role
-    first_of_role = sum(member.workers for member in formed.members[:me] if member.role == role)
     of_role = sum(member.workers for member in formed.members if member.role == role)
+    ranks = {ranks.local_rank: ranks for ranks in formed.ranks_of(me)}
     for worker in group.workers:
-        worker.global_rank, worker.world_size = first + worker.local_rank, formed.world_size
-        worker.role_rank, worker.role_world_size = first_of_role + worker.local_rank, of_role
+        mine = ranks.get(worker.local_rank)
+        worker.global_rank, worker.role_rank = (-1, -1) if mine is None else (mine.rank, mine.role_rank)
+        worker.world_size, worker.role_world_size = formed.world_size, of_role
     return me
 
 
 def placements(group: WorkerGroup) -> list[Placement]:
-    """Return the placements of a group's workers, which must have their ranks in a round."""
+    """Return the placements of those of a group's workers that are in the round, by local rank."""
+    workers = [worker for worker in group.workers if worker.global_rank >= 0]
     return [
         Placement(
             rank=worker.global_rank,
             local_rank=worker.local_rank,
             group_rank=int(group.group_rank),  # type: ignore[call-overload]
             world_size=worker.world_size,
-            local_world_size=len(group.workers),
+            local_world_size=len(workers),
             group_world_size=int(group.group_world_size),  # type: ignore[call-overload]
             master_addr=str(group.master_addr),
             master_port=int(group.master_port),  # type: ignore[call-overload]
             role_rank=worker.role_rank,
             role_world_size=worker.role_world_size,
-            first_on_node=worker.local_rank == 0,
+            first_on_node=worker is workers[0],
         )
-        for worker in group.workers
+        for worker in workers
     ]
+
+
+def unplaced(local_rank: int) -> Placement:
+    """Return what is known of the placement of a worker that is started ahead: its local rank. The rank is -1."""
+    return Placement(-1, local_rank, -1, 0, 0, 0, "", 0, -1, 0, first_on_node=False)
 
 
 def arguments(config: LaunchConfig, placement: Placement) -> list[str]:
@@ -123,8 +146,23 @@ def environment(
     return env
 
 
+def environment_ahead(
+    config: LaunchConfig,
+    shared: Mapping[str, str],
+    placement: Placement,
+    *,
+    restarts: int,
+    error_file: str,
+    socket: str,
+) -> dict[str, str]:
+    """Return the environment of a worker that is started ahead of a place in a round."""
+    form = m.Form(0, Round(0), restarts, AHEAD, max_restarts=config.limits.max_restarts)
+    env = environment(config, shared, form, placement, error_file=error_file, socket=socket)
+    return ahead_environment(env, workers=config.nproc)
+
+
 def place_of(config: LaunchConfig, form: m.Form, placement: Placement) -> Place:
-    """Return the message with a suspended worker's place in a round; :meth:`Control.place` fills in the slots."""
+    """Return the message with a waiting worker's place in a round; :meth:`Control.place` fills in the slots."""
     if config.options.virtual_local_rank:
         placement = replace(placement, local_rank=0)  # as in its environment
     return Place(

@@ -1,4 +1,4 @@
-"""The workers of one round on one node."""
+"""The workers of one round on one node, and those that are started ahead of a place in one."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ The agent's main loop waits for this: an unkillable process must not block it on
 
 @dataclass(frozen=True, slots=True)
 class Reaped:
-    """A worker's end."""
+    """A worker's end; ``round`` is 0 if it had no place in one yet."""
 
     round: int
     placement: Placement
@@ -70,7 +70,7 @@ class _Worker:
     """A process; its logs remain those of the round in which it was started.
 
     Attributes:
-        round, placement, placed: its present place, and since when it has it.
+        round, placement, placed: its present place, and since when it has it; round 0 if it was started ahead of one.
         suspends: when it was told to leave the round.
         stopped: when it was first told to end.
         ended_with: the code with which its script has ended.
@@ -92,6 +92,8 @@ class _Worker:
 
 class RoundWorkers:
     """Owns the processes of the current round, suspended ones included, their sessions and their output.
+
+    It owns newcomers, too, which have no place in a round yet. What is done to all workers spares these.
 
     Args:
         node_id: for failure reports.
@@ -136,6 +138,9 @@ class RoundWorkers:
     ) -> int:
         """Start one worker and return its pid.
 
+        Args:
+            round_number: 0 to start it ahead of a place in a round.
+
         Raises:
             OSError: if its command cannot be executed.
         """
@@ -157,12 +162,32 @@ class RoundWorkers:
         return pid
 
     def keep(self, round_number: int, placement: Placement) -> int:
-        """Give the suspended worker of the same local rank its place in another round; return its pid."""
+        """Give the worker of the same local rank, suspended or a newcomer, a place in another round; return its pid."""
         pid = self._chosen({placement.local_rank})[-1]
         worker = self._alive[pid]
         worker.round, worker.placement, worker.placed = round_number, placement, self._clock.now()
         worker.suspends = None
         return pid
+
+    def logs(self) -> dict[int, WorkerLogs]:
+        """Return where the output goes of the workers that run, newcomers too, by local rank."""
+        return {worker.placement.local_rank: worker.logs for worker in self._alive.values()}
+
+    def age_of(self, local_rank: int, *, new: bool = False) -> tuple[int, float] | None:
+        """Return the pid of a worker, and the seconds since it was started; None if it does not run.
+
+        Args:
+            new: only if it was started with its round.
+        """
+        for pid in reversed(self._chosen({local_rank})):
+            worker = self._alive[pid]
+            return None if new and worker.placed != worker.started else (pid, self._clock.now() - worker.started)
+        return None
+
+    def newcomer(self, pid: int) -> int | None:
+        """Return the local rank of a worker that has no place in a round yet; None if the process is none."""
+        worker = self._alive.get(pid)
+        return None if worker is None or worker.round else worker.placement.local_rank
 
     def suspends(self, local_ranks: Collection[int]) -> None:
         """Record that workers are told to leave the round: from now on they may fail because of that."""
@@ -178,7 +203,7 @@ class RoundWorkers:
         return WorkerEnded(worker.round, worker.placement.local_rank)
 
     def reap(self, pid: int, exit_code: int) -> Reaped | None:
-        """Record an exit; None if the process was not a worker of the current round.
+        """Record an exit; None if the process was not a worker of the current round, nor a newcomer.
 
         If it was killed after its script had ended, the script's exit code counts.
 
@@ -203,6 +228,10 @@ class RoundWorkers:
         reaped = Reaped(worker.round, worker.placement, pid, exit_code, now - worker.started, now)
         self._reaped[worker.placement.local_rank] = (worker, reaped)
         return reaped
+
+    def reaped(self, local_rank: int) -> Reaped | None:
+        """Return a worker's end; None if there was none in this round."""
+        return self._reaped[local_rank][1] if local_rank in self._reaped else None
 
     def failure(self, local_rank: int, step_timer: StepTimer) -> Failure | None:
         """Build the report on a reaped worker.
@@ -298,11 +327,11 @@ class RoundWorkers:
 
     def forward(self, number: int) -> list[int]:
         """Forward a signal to the workers that it does not end; return the ranks of the others."""
-        spared = [worker.placement.rank for pid, worker in self._alive.items() if not heeds(pid, number)]
-        for pid, worker in self._alive.items():
-            if worker.placement.rank not in spared:
+        spared = [pid for pid in self._chosen(None) if not heeds(pid, number)]
+        for pid in self._chosen(None):
+            if pid not in spared:
                 self._processes.signal(pid, number)
-        return spared
+        return [self._alive[pid].placement.rank for pid in spared]
 
     def kill(self, local_ranks: Collection[int] | None = None) -> None:
         """Kill workers (None: all that are left) with their entire sessions; their exits are reported as usual."""
@@ -333,8 +362,9 @@ class RoundWorkers:
 
     def kill_stuck(self) -> None:
         """Kill the remaining workers if all of them are deadlocked on their interpreter's lock."""
-        stuck = self._watch.look(list(self._alive))
-        if len(stuck) < len(self._alive):
+        workers = self._chosen(None)
+        stuck = self._watch.look(workers)
+        if len(stuck) < len(workers):
             return  # a worker that still runs may need the others
         for pid in stuck:
             rank = self._alive[pid].placement.rank
@@ -349,9 +379,16 @@ class RoundWorkers:
         Args:
             spared: local ranks of the workers that are suspended, whose sessions go on.
         """
-        stuck = self._end_sessions(self._sessions - set(self._chosen(spared)), AT_LAST)
+        newcomers = {pid for pid, worker in self._alive.items() if not worker.round}
+        stuck = self._end_sessions(self._sessions - newcomers - set(self._chosen(spared)), AT_LAST)
         self._reaped.clear()
         return stuck
+
+    def close(self) -> None:
+        """Kill all workers, newcomers too, and everything that they left behind."""
+        for pid in self._alive:
+            self._processes.signal(pid, signal.SIGKILL)
+        self._end_sessions(set(self._sessions), AT_LAST)
 
     def _stop(self, pid: int) -> None:
         if self._alive[pid].stopped is None:
@@ -361,7 +398,7 @@ class RoundWorkers:
         return [
             pid
             for pid, worker in self._alive.items()
-            if local_ranks is None or worker.placement.local_rank in local_ranks
+            if (worker.round if local_ranks is None else worker.placement.local_rank in local_ranks)
         ]
 
     def _leave_empty_sessions(self) -> None:

@@ -1,42 +1,293 @@
-"""Starts a round's workers one after the other, each as soon as a process is available for it."""
+"""Starts a node's workers one after the other, each as soon as a process is available for it."""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
+from elastic_agents.inbox import CanStart
+from elastic_agents.policy_types import AheadGone, StartWorkers
+from elastic_agents.workers.control import Control
+from elastic_agents.workers.logs import LogPlaces, WorkerLogs
+from elastic_agents.workers.logs_specs import LogsSpecsFailed
+from elastic_agents.workers.placement import (
+    AHEAD,
+    arguments,
+    environment,
+    environment_ahead,
+    place_of,
+    unplaced,
+)
+from elastic_agents.workers.processes import WorkerProcesses
+from elastic_agents.workers.round_workers import RoundWorkers
 from elastic_launch.clock import Clock
+from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.contract import Placement
+from elastic_launch.errors import ExitCode
+from elastic_launch.events.types import EventSink, WorkerKept, WorkerPlaced, WorkerStarted
+from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.system.descriptors import scarce
 
-__all__ = ["StaggeredStart", "while_scarce"]
+__all__ = ["UNKNOWN_START", "StartTimer", "WorkerStarts", "while_scarce"]
+
+_log = logging.getLogger("elastic_launch.agent")
 
 T = TypeVar("T")
 
 SCARCE = 3.0
 """Seconds for which starting a worker is retried while no descriptors are left."""
 
+UNKNOWN_START = 60.0
+"""Seconds that a worker's start is expected to take before one was seen."""
+
+
+class StartTimer:
+    """How long a worker's own start takes, without the time in which it waits for others."""
+
+    def __init__(self) -> None:
+        self._ahead: float | None = None
+        self._ready: float | None = None
+
+    def ready(self, seconds: float) -> None:
+        """A worker began to train so long after its start; it may have waited for others."""
+        self._ready = seconds if self._ready is None else min(seconds, self._ready)
+
+    def ahead(self, seconds: float) -> None:
+        """A worker that was started ahead came to its first use of the world."""
+        self._ahead = seconds
+
+    @property
+    def seen(self) -> float | None:
+        """Seconds that a start takes, as seen so far; None if none was."""
+        return self._ready if self._ahead is None else self._ahead
+
+    @property
+    def expected(self) -> float:
+        """Seconds that the next start is expected to take."""
+        return UNKNOWN_START if self.seen is None else self.seen
+
 
 @dataclass(slots=True)
-class StaggeredStart:
-    """A round whose workers are being started.
+class _Staggered:
+    """Workers that are being started.
 
     Attributes:
+        number: of their round; 0 if they start ahead of one.
         cause: why they are started.
         left: placements of the workers that are not started yet, in order.
         envs: environments by local rank.
+        logs: where their output goes, likewise.
     """
 
     number: int
     cause: str
     left: list[Placement]
-    envs: dict[int, dict[str, str]]
+    envs: Mapping[int, Mapping[str, str]]
+    logs: Mapping[int, WorkerLogs]
 
-    def ending(self, local_ranks: Collection[int] | None) -> list[int]:
-        """Return the local ranks of the given workers (None: all) that are not started yet."""
-        return [place.local_rank for place in self.left if local_ranks is None or place.local_rank in local_ranks]
+    def take(self, local_ranks: Collection[int] | None) -> list[int]:
+        """Remove those of the given workers (None: all) that are not started yet; return their local ranks."""
+        taken = [place for place in self.left if local_ranks is None or place.local_rank in local_ranks]
+        self.left = [place for place in self.left if place not in taken]
+        return [place.local_rank for place in taken]
+
+
+class WorkerStarts:
+    """Starts the workers of rounds, and those that start ahead of one; gives places to those that run already.
+
+    Args:
+        shared: the variables that all workers share.
+        put: puts an item into the agent's inbox.
+        fail: called if a worker of a round cannot be started: with the cause as text, the local ranks that are not
+            started, and the error.
+        started: called with a round's number and the pids of its new workers by local rank once all are started.
+
+    Attributes:
+        logs: where the output goes of the round's workers, by local rank.
+    """
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        shared: Mapping[str, str],
+        clock: Clock,
+        events: EventSink,
+        processes: WorkerProcesses,
+        workers: RoundWorkers,
+        places: LogPlaces,
+        control: Control,
+        put: Callable[[object], None],
+        fail: Callable[[str, Collection[int], Exception], None],
+        started: Callable[[int, Mapping[int, int]], None],
+    ) -> None:
+        self._config = config
+        self._shared = shared
+        self._clock = clock
+        self._events = events
+        self._processes = processes
+        self._workers = workers
+        self._places = places
+        self._control = control
+        self._put = put
+        self._fail = fail
+        self._started = started
+        self._round: _Staggered | None = None
+        self._ahead: list[_Staggered] = []
+        self._late: dict[int, tuple[m.Form, Placement]] = {}  # places of workers that have not come yet
+        self._pids: dict[int, int] = {}  # of the round's new workers
+        self.logs: dict[int, WorkerLogs] = {}
+
+    # The workers of a round.
+
+    def prepare(self, start: StartWorkers, placed: Sequence[Placement]) -> list[Placement]:
+        """Have processes made for those workers of a round that are not running; return their placements.
+
+        This may take a while: what else a round needs can be prepared meanwhile.
+        """
+        running = (start.kept | start.waiting | start.coming) - set(self._withdrawn(start.coming))
+        new = [placement for placement in placed if placement.local_rank not in running]
+        if new:
+            number = start.form.round.number
+            self._processes.prepare(len(new), lambda: self._put(CanStart(number)))
+        return new
+
+    def begin(self, start: StartWorkers, placed: Sequence[Placement], new: Sequence[Placement]) -> None:
+        """Give running workers their places in the round; each of the others starts once there is a process for it."""
+        form, number = start.form, start.form.round.number
+        self._late.clear()
+        self._pids = {}
+        for placement in [placement for placement in placed if placement not in new]:
+            local_rank = placement.local_rank
+            pid = self._workers.keep(number, placement)
+            if local_rank in start.coming:
+                self._late[local_rank] = form, placement
+                continue
+            if local_rank in start.kept:
+                self._events.emit(WorkerKept(number, placement.rank, local_rank, pid))
+            self._give(form, placement, pid, placed=local_rank in start.waiting)
+        started = {placement.local_rank for placement in new}
+        logs = {rank: logs for rank, logs in self._workers.logs().items() if rank not in started}
+        try:
+            self.logs, envs = self._places.prepare(number, placed, partial(self._environment, form), logs)
+        except LogsSpecsFailed as error:
+            self._fail(str(error), [placement.local_rank for placement in new], error)
+            return
+        self._round = _Staggered(number, form.cause, list(new), envs, self.logs)
+        if not new:
+            self._all_started(number)
+
+    def give(self, local_rank: int) -> None:
+        """Give a worker that was started ahead the place in the round that was formed before it had come."""
+        if (late := self._late.pop(local_rank, None)) is not None:
+            self._give(*late, self._workers.keep(late[0].round.number, late[1]), placed=True)
+
+    def _give(self, form: m.Form, placement: Placement, pid: int, *, placed: bool) -> None:
+        local_rank = placement.local_rank
+        if placed:
+            self._events.emit(WorkerPlaced(form.round.number, placement.rank, local_rank, pid))
+        if not self._control.place(local_rank, place_of(self._config, form, placement)):
+            self._workers.kill({local_rank})  # it has just closed its connection, or does not read
+
+    def no_more(self, local_ranks: Collection[int] | None) -> list[int]:
+        """Workers of the round (None: all) are to end; return those that have not started yet: they never will."""
+        ending = [] if self._round is None else self._round.take(local_ranks)
+        if self._round is not None and not self._round.left:
+            self._round = None
+        return ending
+
+    def _all_started(self, number: int) -> None:
+        self._round = None
+        self._started(number, self._pids)
+
+    # Workers that start ahead of a round.
+
+    def start_ahead(self, local_ranks: Collection[int], restarts: int) -> None:
+        """Start workers ahead of a place in a round, each once there is a process for it.
+
+        Args:
+            restarts: restarts charged so far.
+        """
+        placed = [unplaced(local_rank) for local_rank in sorted(local_ranks)]
+        self._processes.prepare(len(placed), lambda: self._put(CanStart(0)))
+
+        def env(placement: Placement, error_file: str) -> dict[str, str]:
+            where = {"error_file": error_file, "socket": self._control.address}
+            return environment_ahead(self._config, self._shared, placement, restarts=restarts, **where)
+
+        try:
+            logs, envs = self._places.prepare(0, placed, env, {})
+        except LogsSpecsFailed as error:
+            for placement in placed:
+                self._not_ahead(placement.local_rank, error)
+            return
+        self._ahead.append(_Staggered(0, AHEAD, placed, envs, logs))
+
+    def kill_ahead(self, local_ranks: Collection[int]) -> None:
+        """Kill workers that were started ahead; those that have not started yet never will."""
+        self._withdrawn(local_ranks)
+        self._workers.kill(local_ranks)
+
+    def _withdrawn(self, local_ranks: Collection[int]) -> list[int]:
+        return [local_rank for start in self._ahead for local_rank in start.take(local_ranks)]
+
+    def _not_ahead(self, local_rank: int, error: Exception) -> None:
+        _log.warning("the worker of local rank %d cannot be started ahead: %s", local_rank, error)
+        self._put(AheadGone(local_rank, ExitCode.STARTUP_FAILURE))
+
+    # All workers.
+
+    def next(self, number: int) -> int:
+        """There is a process for one more worker of a round, or ahead of one if the number is 0.
+
+        Returns:
+            the pid of the worker if it was started ahead; else 0.
+        """
+        if number:
+            if self._round is not None and self._round.number == number:
+                self._start_in_round(self._round)
+            return 0
+        self._ahead = [start for start in self._ahead if start.left]
+        if not self._ahead:
+            return 0
+        start = self._ahead[0]
+        placement = start.left.pop(0)
+        try:
+            return self._start(start, placement)
+        except OSError as error:
+            self._not_ahead(placement.local_rank, error)
+            return 0
+
+    def _start_in_round(self, start: _Staggered) -> None:
+        placement = start.left.pop(0)
+        try:
+            self._pids[placement.local_rank] = self._start(start, placement)
+        except OSError as error:
+            self._round = None
+            left = [other.local_rank for other in (placement, *start.left)]
+            self._fail(f"worker {placement.rank} cannot be started: {error}", left, error)
+            return
+        if not start.left:
+            self._all_started(start.number)
+
+    def _start(self, start: _Staggered, placement: Placement) -> int:
+        local_rank, began = placement.local_rank, self._clock.now()
+        argv, env = arguments(self._config, placement), start.envs[local_rank]
+        logs, inherit = start.logs[local_rank], self._config.command.inherit
+        pid = while_scarce(
+            lambda: self._workers.start(start.number, placement, argv, env, logs, inherit),
+            self._clock,
+        )
+        took = round(self._clock.now() - began, 6)
+        self._events.emit(WorkerStarted(start.number, placement.rank, local_rank, pid, start.cause, took))
+        return pid
+
+    def _environment(self, form: m.Form, placement: Placement, error_file: str) -> dict[str, str]:
+        address = self._control.address
+        return environment(self._config, self._shared, form, placement, error_file=error_file, socket=address)
 
 
 def while_scarce(start: Callable[[], T], clock: Clock) -> T:

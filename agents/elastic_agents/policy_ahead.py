@@ -1,0 +1,152 @@
+"""Workers that start ahead of a place in a round: pure decisions, the part of :mod:`elastic_agents.policy` about them.
+
+In a live run a start that is expected to take long holds no other worker up. A node that has lost workers takes part in
+the next rounds without them, while their replacements run the script up to its first use of the world; so do all
+workers of a node that the leader orders to start ahead. When all that are missing wait for a place, the node says so,
+and the leader resizes the round at a step boundary.
+
+A newcomer that is killed before it has come is started again, up to :data:`MOST_LOST` in a row. After that, and at once
+if it has ended by itself or not come in time, its local rank starts with its next round, where a further failure is
+charged as any other.
+
+Newcomers belong to no round. They outlive its end, the leader, and an eviction, and end when their node leaves or the
+run ends. If a round is formed with one that has not come yet, that worker belongs to the round, and gets its place as
+soon as it has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from elastic_agents.policy_types import (
+    Action,
+    AheadGone,
+    KillAhead,
+    Phase,
+    ReportAheadGone,
+    ReportStopped,
+    StartAhead,
+    View,
+    Warn,
+)
+from elastic_launch.rendezvous.wire import messages as m
+
+__all__ = ["MOST_LOST", "gone", "ordered", "over", "settled", "slots_of", "waits"]
+
+Decision = tuple[View, list[Action]]
+
+MOST_LOST = 3
+"""Newcomers in a row that may be killed before a local rank starts with its next round instead."""
+
+
+def slots_of(form: m.Form, node_id: str, nproc: int) -> frozenset[int]:
+    """Return the local ranks with which a node takes part in the round that an order forms."""
+    mine = (member.local_ranks for member in form.round.members if member.node_id == node_id)
+    return frozenset(next(mine, range(nproc)))
+
+
+def settled(before: View, view: View, actions: list[Action], nproc: int) -> Decision:
+    """Complete a decision: start workers ahead where a round has ended here, and end them where no further one follows.
+
+    Args:
+        before: the view before the event.
+        view, actions: what was decided about the node's other workers.
+    """
+    if view.leaving is not None or view.final:
+        view, kills = _dismissed(view)
+        return view, [*kills, *actions]
+    stopped = next((action for action in actions if isinstance(action, ReportStopped)), None)
+    if stopped is None:
+        return view, actions
+    starts: list[Action] = []
+    others = bool(view.suspended) or view.nodes > 1
+    if view.ahead.slow and view.lives and others and not view.ahead.fails and before.phase is not Phase.FINISHED:
+        view, starts = _start(view, _missing(view, nproc))
+    slots = _offered(view, nproc)
+    report = replace(stopped, slots=slots, importing=bool(view.ahead.coming) and not slots)
+    return view, [*(report if action is stopped else action for action in actions), *starts]
+
+
+def ordered(view: View, nproc: int) -> Decision:
+    """The leader orders this node to start its workers ahead; it waits for the report that they are there."""
+    if view.phase not in (Phase.WAITING, Phase.SUSPENDED):
+        return view, []
+    actions: list[Action] = []
+    if view.ahead.slow and not view.ahead.fails and not view.final:
+        view, actions = _start(view, _missing(view, nproc))
+    return view, actions if view.ahead.coming else [*actions, m.Imported()]
+
+
+def waits(view: View, local_rank: int) -> Decision:
+    """A newcomer waits for its place."""
+    one = frozenset({local_rank})
+    if not one <= view.ahead.coming:
+        return view, []
+    ahead = view.ahead
+    view = _with(view, coming=ahead.coming - one, waiting=ahead.waiting | one, lost=0)
+    return view, _complete(view)
+
+
+def gone(view: View, event: AheadGone, nproc: int) -> Decision:
+    """A newcomer has ended: start another one, or start its local rank with the next round."""
+    one, ahead = frozenset({event.local_rank}), view.ahead
+    if not one <= ahead.coming | ahead.waiting:
+        return view, []
+    fails = ahead.fails or (one <= ahead.coming and event.exit_code >= 0)
+    lost = ahead.lost + 1
+    view = _with(view, coming=ahead.coming - one, waiting=ahead.waiting - one, lost=lost, fails=fails)
+    if not fails and lost < MOST_LOST:
+        view, starts = _start(view, one)
+        actions = [ReportAheadGone(event.local_rank, "another one starts"), *starts]
+        left = _offered(view, nproc)
+        withdraws = one <= ahead.waiting and left and view.phase is not Phase.STOPPING
+        return view, [*actions, m.Slots(left)] if withdraws else actions
+    view = _with(view, in_round=view.ahead.in_round | one, lost=0)
+    how = "workers of this node no longer start ahead" if fails else "another one starts with its next round"
+    return view, [ReportAheadGone(event.local_rank, how), *([] if view.ahead.coming else _complete(view))]
+
+
+def over(view: View, local_rank: int) -> Decision:
+    """A newcomer has not come in time: the script may never come to a use of the world."""
+    one = frozenset({local_rank})
+    if not one <= view.ahead.coming:
+        return view, []
+    text = f"the worker of local rank {local_rank} that was started ahead has not come to its first use of the world"
+    return _with(view, fails=True), [Warn(f"{text} in time; it is killed"), KillAhead(one)]
+
+
+def _dismissed(view: View) -> Decision:
+    ahead, nothing = view.ahead, frozenset[int]()
+    if not ahead.coming | ahead.waiting:
+        return view, []
+    return _with(view, coming=nothing, waiting=nothing), [KillAhead(ahead.coming | ahead.waiting)]
+
+
+def _missing(view: View, nproc: int) -> frozenset[int]:
+    """Return the local ranks without a worker, other than those that start with the next round."""
+    ahead = view.ahead
+    return frozenset(range(nproc)) - view.suspended - ahead.coming - ahead.waiting - ahead.in_round
+
+
+def _offered(view: View, nproc: int) -> tuple[int, ...]:
+    """Return the local ranks with which the node could take part in a round; empty for all, and for none."""
+    return tuple(sorted(frozenset(range(nproc)) - view.ahead.coming)) if view.ahead.coming else ()
+
+
+def _start(view: View, local_ranks: frozenset[int]) -> Decision:
+    if not local_ranks:
+        return view, []
+    return _with(view, coming=view.ahead.coming | local_ranks), [StartAhead(local_ranks)]
+
+
+def _complete(view: View) -> list[Action]:
+    """Report that the node can take part with all its workers, if that is news to the leader."""
+    if view.ahead.coming or view.phase in (Phase.STOPPING, Phase.SAVING, Phase.OVER):
+        return []
+    trains = view.phase in (Phase.RUNNING, Phase.DRAINING, Phase.FINISHED)
+    return [m.Slots(())] if trains else [m.Slots(()), m.Imported()]
+
+
+def _with(view: View, **changes: Any) -> View:
+    return replace(view, ahead=replace(view.ahead, **changes))

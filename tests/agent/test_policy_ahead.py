@@ -1,0 +1,225 @@
+"""The agent's decisions about workers that start ahead of a place in a round."""
+
+from __future__ import annotations
+
+from signal import SIGTERM
+
+import pytest
+from policy_events import CUT_OFF, GONE, LOST, OUT, SILENT, brk, form, gone, leave
+
+from elastic_agents import policy, policy_ahead
+from elastic_agents import policy_types as v
+from elastic_agents.policy_types import Phase, View
+from elastic_launch.rendezvous.wire import messages as m
+
+ZERO, ONE, BOTH, NONE = frozenset({0}), frozenset({1}), frozenset({0, 1}), frozenset[int]()
+START = m.StartAhead(1, 1)
+WAITING = View(ahead=v.Newcomers(slow=True))
+CAME, CAME_TOO = v.WorkerAhead(0), v.WorkerAhead(1)
+KILLED, RAISED = v.AheadGone(0, -9), v.AheadGone(0, 1)
+
+
+def decide(view: View, event: v.Event) -> tuple[View, list[v.Action]]:
+    return policy.decide(view, event, 2, "n0")
+
+
+def after(view: View, *events: v.Event) -> View:
+    for event in events:
+        view, _ = decide(view, event)
+    return view
+
+
+def actions(view: View, event: v.Event) -> list[v.Action]:
+    return decide(view, event)[1]
+
+
+def suspended(local_rank: int, number: int = 1) -> v.WorkerSuspended:
+    return v.WorkerSuspended(number, local_rank)
+
+
+LIVE = after(WAITING, form(1), v.WorkerReady(1, 0, live=True), v.WorkerReady(1, 1, live=True))
+LEFT = after(LIVE, gone(0, -9))  # the other one is told to leave the round
+WITHOUT = after(LEFT, suspended(1))
+PARTIAL = after(WITHOUT, form(2, slots=(1,)))
+
+
+# A worker is lost.
+
+
+def test_a_node_goes_on_without_a_lost_worker_while_another_one_starts() -> None:
+    assert actions(LEFT, suspended(1)) == [v.ReportStopped(1, slots=(1,)), v.StartAhead(ZERO)]
+    assert WITHOUT.ahead.coming == ZERO
+    assert (PARTIAL.slots, PARTIAL.alive, PARTIAL.live) == (ONE, ONE, ONE)
+    assert actions(WITHOUT, form(2, slots=(1,))) == [v.StartWorkers(form(2, slots=(1,)), ONE)]
+
+
+def test_it_says_so_when_all_that_were_missing_have_come_and_gives_them_places_in_the_next_round() -> None:
+    ready = after(PARTIAL, v.WorkerReady(2, 1, live=True))
+    there, said = decide(ready, CAME)
+    assert said == [m.Slots(())]
+    drained = after(there, m.Drain(1, 2, "membership", "resize"), v.WorkerDrained(2, 1, 9))
+    assert actions(drained, suspended(1, 2)) == [v.ReportStopped(2, 9)], "all of them"
+    whole, starts = decide(after(drained, suspended(1, 2)), form(3))
+    assert starts == [v.StartWorkers(form(3), ONE, waiting=ZERO)]
+    assert (whole.slots, whole.ahead) == (BOTH, v.Newcomers(slow=True))
+
+
+def test_those_that_have_not_come_are_left_out_of_the_next_round_too() -> None:
+    broken = after(PARTIAL, brk(2))
+    assert actions(broken, suspended(1, 2)) == [v.ReportStopped(2, slots=(1,))], "the other one starts already"
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        after(LIVE, v.StartsTake(slow=False)),
+        after(WAITING, form(1), v.WorkerReady(1, 1, live=True)),
+        after(LIVE, v.WorkerReady(1, 1, live=False)),
+    ],
+    ids=["a start is short", "it was not known yet", "not all are live"],
+)
+def test_otherwise_the_others_wait_for_the_next_one(before: View) -> None:
+    ended = after(before, gone(0, -9))
+    last = suspended(1) if ended.live else gone(1, -9)
+    assert actions(ended, last) == [v.ReportStopped(1)]
+
+
+def test_a_node_without_workers_is_left_out_while_they_start_if_there_are_others() -> None:
+    assert actions(LEFT, gone(1, -9)) == [v.ReportStopped(1, importing=True), v.StartAhead(BOTH)]
+    alone = after(WAITING, form(1, nodes=1), v.WorkerReady(1, 0, live=True), v.WorkerReady(1, 1, live=True))
+    assert actions(after(alone, gone(0, -9)), gone(1, -9)) == [v.ReportStopped(1)]
+
+
+def test_a_worker_that_begins_to_train_and_is_no_longer_live_ends_this() -> None:
+    assert LIVE.lives
+    again = after(WITHOUT, form(2), v.WorkerReady(2, 1, live=True))
+    assert again.lives, "as far as is known"
+    assert not after(again, v.WorkerReady(2, 0, live=False)).lives
+
+
+# The leader's order.
+
+
+def test_the_leader_is_told_when_all_workers_wait() -> None:
+    starting, starts = decide(WAITING, START)
+    assert starts == [v.StartAhead(BOTH)]
+    assert decide(starting, START) == (starting, []), "the order may be repeated"
+    one, said = decide(starting, CAME_TOO)
+    assert said == []
+    there, said = decide(one, CAME)
+    assert said == [m.Slots(()), m.Imported()]
+    assert decide(there, START) == (there, [m.Imported()])
+    joined, starts = decide(there, form(4))
+    assert starts == [v.StartWorkers(form(4), waiting=BOTH)]
+    assert joined.ahead == v.Newcomers(slow=True)
+
+
+def test_a_node_whose_start_is_short_could_begin_at_once() -> None:
+    assert decide(View(), START) == (View(), [m.Imported()])
+
+
+def test_a_node_in_a_round_ignores_the_order() -> None:
+    assert decide(LIVE, START) == (LIVE, [])
+
+
+def test_a_round_may_be_formed_with_workers_that_have_not_come() -> None:
+    one = after(WAITING, START, CAME)
+    joined, starts = decide(one, form(4))
+    assert starts == [v.StartWorkers(form(4), waiting=ZERO, coming=ONE)]
+    assert decide(joined, CAME_TOO) == (joined, [v.GivePlace(1)])
+    broken, stops = decide(joined, brk(4))
+    assert stops == [v.Terminate(4, None)], "like any that does not train yet"
+    assert decide(broken, CAME_TOO) == (broken, [])
+
+
+# Newcomers that end.
+
+
+def test_a_newcomer_that_was_killed_is_started_again_but_not_for_ever() -> None:
+    lost = PARTIAL
+    for _ in range(policy_ahead.MOST_LOST - 1):
+        lost, starts = decide(lost, KILLED)
+        assert starts == [v.ReportAheadGone(0, "another one starts"), v.StartAhead(ZERO)]
+    given_up, said = decide(lost, KILLED)
+    assert said == [v.ReportAheadGone(0, "another one starts with its next round"), m.Slots(())]
+    whole, starts = decide(after(given_up, brk(2), suspended(1, 2)), form(3))
+    assert starts == [v.StartWorkers(form(3), ONE)]
+    assert whole.ahead == v.Newcomers(slow=True)
+
+
+def test_one_that_came_ends_the_count() -> None:
+    lost = after(PARTIAL, KILLED, KILLED, CAME)
+    assert lost.ahead.lost == 0
+    again, starts = decide(lost, KILLED)
+    assert starts[1:] == [v.StartAhead(ZERO), m.Slots((1,))], "it was offered"
+    assert again.ahead.coming == ZERO
+
+
+def test_if_the_script_fails_ahead_of_a_round_no_worker_starts_so_again() -> None:
+    failed, said = decide(PARTIAL, RAISED)
+    assert said == [v.ReportAheadGone(0, "workers of this node no longer start ahead"), m.Slots(())]
+    whole = after(failed, brk(2), suspended(1, 2), form(3), v.WorkerReady(3, 0, live=True))
+    whole = after(whole, v.WorkerReady(3, 1, live=True))
+    assert whole.lives
+    assert actions(after(whole, gone(0, -9, 3)), suspended(1, 3)) == [v.ReportStopped(3)]
+    assert decide(failed, START)[1] == []
+    waiting, said = decide(after(WAITING, START), RAISED)
+    assert said == [v.ReportAheadGone(0, "workers of this node no longer start ahead")], "the other one may come"
+    assert actions(waiting, CAME_TOO) == [m.Slots(()), m.Imported()]
+
+
+def test_one_that_waits_may_end_by_itself() -> None:
+    """Its agent's link has closed, or the like: it has shown that it can start ahead."""
+    found = after(PARTIAL, CAME, RAISED)
+    assert not found.ahead.fails
+    assert found.ahead.coming == ZERO
+
+
+def test_one_that_does_not_come_is_killed_and_starts_with_its_next_round() -> None:
+    late, kills = decide(PARTIAL, v.AheadOver(0))
+    assert [type(kills[0]), *kills[1:]] == [v.Warn, v.KillAhead(ZERO)]
+    assert actions(late, KILLED)[1:] == [m.Slots(())]
+    there = after(PARTIAL, CAME)
+    assert decide(there, v.AheadOver(0)) == (there, [])
+
+
+@pytest.mark.parametrize("event", [CAME, KILLED, v.AheadOver(0)], ids=lambda event: type(event).__name__)
+def test_what_is_not_known_is_ignored(event: v.Event) -> None:
+    assert decide(WAITING, event) == (WAITING, [])
+
+
+# No further round.
+
+
+@pytest.mark.parametrize("before", [PARTIAL, WITHOUT, after(WAITING, START), after(PARTIAL, CAME)])
+@pytest.mark.parametrize(
+    "event",
+    [m.RunEnd(1, 0, "done"), m.Evicted(1, "taken", final=True), LOST, leave(SIGTERM), leave(SIGTERM, 30.0)],
+    ids=["end", "evicted", "lost", "told to leave", "with time"],
+)
+def test_newcomers_end_with_their_node_s_part_of_the_run(before: View, event: v.Event) -> None:
+    newcomers = before.ahead.coming | before.ahead.waiting
+    found, said = decide(before, event)
+    assert said[0] == v.KillAhead(newcomers)
+    assert not found.ahead.coming | found.ahead.waiting
+    for local_rank in newcomers:
+        assert actions(found, v.AheadGone(local_rank, -9)) == []
+
+
+def test_they_end_when_the_last_round_is_drained() -> None:
+    ready = after(PARTIAL, v.WorkerReady(2, 1, live=True))
+    assert actions(ready, m.Drain(1, 2, "preemption", "elasticctl", None, True))[0] == v.KillAhead(ZERO)
+
+
+@pytest.mark.parametrize(
+    "event", [SILENT, GONE, CUT_OFF, OUT, m.Evicted(1, "slow"), brk(2)], ids=lambda event: type(event).__name__
+)
+def test_they_outlive_rounds_and_leaders(event: v.Event) -> None:
+    assert after(PARTIAL, event).ahead.coming == ZERO
+
+
+def test_a_node_has_finished_when_those_of_its_workers_have_that_are_in_the_round() -> None:
+    finished, said = decide(PARTIAL, gone(1, 0, 2))
+    assert finished.phase is Phase.FINISHED
+    assert said == [m.Done(2)]
+    assert actions(finished, brk(2)) == [v.ReportStopped(2, slots=(1,))]
