@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from elastic_launch.batch import BatchPlan as BatchPlan
     from elastic_launch.batch import GlobalBatch as GlobalBatch
     from elastic_launch.batch import MicroBatch as MicroBatch
+    from elastic_launch.contract import Best as Best
     from elastic_launch.error_file import do_not_retry as do_not_retry
     from elastic_launch.errors import ElasticLaunchError as ElasticLaunchError
     from elastic_launch.errors import UsageError as UsageError
@@ -78,6 +79,7 @@ _HOMES = {
     name: module
     for module, names in {
         "elastic_launch.batch": "BatchError BatchPlan GlobalBatch MicroBatch",
+        "elastic_launch.contract": "Best",
         "elastic_launch.error_file": "do_not_retry",
         "elastic_launch.errors": "ElasticLaunchError UsageError",
         "elastic_launch.snapshot.errors": (
@@ -107,6 +109,7 @@ _MODULES = {
 __all__ = [
     "BatchError",
     "BatchPlan",
+    "Best",
     "Callback",
     "Checkpoint",
     "CheckpointEnd",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from elastic_launch.codec import Messages, between
-from elastic_launch.errors import ProtocolError
+from elastic_launch.errors import ProtocolError, UsageError
 from elastic_launch.system.plain_text import plain
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "SLOTS",
     "UNPLACED",
     "Ahead",
+    "Best",
     "Commit",
     "Copied",
     "CopyJob",
@@ -134,6 +135,12 @@ def _hexadecimal(value: str) -> str:
     return value
 
 
+def _min_or_max(value: str) -> str:
+    if value not in ("min", "max"):
+        raise ValueError("min or max")
+    return value
+
+
 Count = Annotated[int, between(0, _MOST, "a number from 0 to 2**53")]
 Positive = Annotated[int, between(1, _MOST, "a number from 1 to 2**53")]
 SlotNumber = Annotated[int, between(0, SLOTS, "the number of a slot")]
@@ -222,6 +229,30 @@ class Ready(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class Best:
+    """The best checkpoints by a metric, which are not removed.
+
+    Args:
+        metric: name of the metric in the evaluations, such as ``"loss"``.
+        mode: ``"min"`` if lower values are better, ``"max"`` if higher ones are.
+        count: number of checkpoints to keep.
+
+    Raises:
+        UsageError: if the mode or the count is invalid.
+    """
+
+    metric: Text
+    mode: Annotated[str, _min_or_max] = "min"
+    count: Positive = 1
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("min", "max"):
+            raise UsageError(f"Best(mode={self.mode!r}) is unknown.", 'Give "min" or "max".')
+        if type(self.count) is not int or self.count < 1:
+            raise UsageError(f"Best(count={self.count!r}): at least 1 checkpoint is kept.")
+
+
+@dataclass(frozen=True, slots=True)
 class CopyJob:
     """How a snapshot in memory goes to durable storage. A worker makes it, and the copying process carries it out.
 
@@ -229,6 +260,7 @@ class CopyJob:
         sequence: the snapshot's number, which increases with every snapshot of the node.
         directory: directory or URL of the checkpoints; empty if this node writes none.
         keep: number of newest checkpoints to keep there.
+        keep_every, keep_best: which others are kept.
         now: whether to copy this snapshot, even if it is not the last one.
         owner: the required last owner of the directory; empty for any.
         shares: number of nodes that copy it together, one share each; 1 for this node alone.
@@ -250,6 +282,8 @@ class CopyJob:
     nonce: Nonce = ""
     last: bool = False
     take: bool = False
+    keep_every: Count = 0
+    keep_best: Best | None = None
 
     def __post_init__(self) -> None:
         if self.share >= self.shares:

@@ -126,7 +126,7 @@ def test_our_names_have_our_prefix() -> None:
     assert names == {c.ENV_FIRST_ON_NODE, c.ENV_ROUND, c.ENV_START_REASON, c.ENV_SOCKET}
 
 
-STORED = c.Stored(2, c.CopyJob(9, 101, 7, "/checkpoints", 3, True))
+STORED = c.Stored(2, c.CopyJob(9, 101, 7, "/checkpoints", 3, True, keep_best=c.Best("loss", "max", 2)))
 
 
 def stored(**odd: object) -> bytes:
@@ -205,6 +205,8 @@ def test_every_message_has_an_example() -> None:
         (b'{"type": "use", "slot": -1}', "Use.slot is '-1', not the number of a slot"),
         (b'{"type": "stored", "slot": 1, "job": 3}', "CopyJob: an object was expected, found int"),
         (stored(keep=0), "CopyJob.keep is '0', not a number from 1"),
+        (stored(keep_best={"metric": "loss", "mode": "up"}), "Best.mode is 'up', not min or max"),
+        (stored(keep_best={"metric": "loss", "count": 0}), "Best.count is '0', not a number from 1"),
         (stored(shares=2, share=2), "CopyJob.share is 2 of 2"),
         (stored(now=1), "CopyJob.now: bool was expected, found int"),
         (stored(directory="/a\0b"), "not a path"),
@@ -269,7 +271,9 @@ def _read(line: bytes) -> None:
     except ProtocolError:
         return
     values = asdict(message)
-    nested = [*values.pop("job", {}).values(), *values.pop("placement", {}).values()]
+    job = values.pop("job", {})
+    best = job.pop("keep_best", None) or {}
+    nested = [*job.values(), *best.values(), *values.pop("placement", {}).values()]
     for value in [*nested, *values.values()]:
         if isinstance(value, str):
             assert "\0" not in value

@@ -297,7 +297,7 @@ WORKERS = (
     c.Ready(3, 100, 0.5),
     c.Saved(3, "full"),
     c.Drained(3, 0.25),
-    c.Stored(1, c.CopyJob(1, 2, 3, "/a")),
+    c.Stored(1, c.CopyJob(1, 2, 3, "/a", keep_every=5, keep_best=c.Best("loss"))),
 )
 LINES = (
     HELLO,

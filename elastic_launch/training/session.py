@@ -132,6 +132,18 @@ class Run:
         """
         self._engine.saver.listen(function)
 
+    def record(self, metrics: Mapping[str, float]) -> None:
+        """Note the results of the script's own evaluation, by which ``Checkpoint(keep_best=...)`` keeps the best.
+
+        Call it after a step's update, or before :meth:`boundary`, on all ranks with the same values. A checkpoint is
+        saved as soon as all ranks know of it: in ``steps``, after the next step at the latest.
+
+        Raises:
+            UsageError: if the metric of ``keep_best`` is missing.
+        """
+        if self._engine.checkpoint is not None:
+            self._engine.checkpoint.record(metrics)
+
     def grad_accum(self, batch: GlobalBatch) -> int:
         """Return the number of this rank's micro-batches in a full global batch."""
         return batch.plan(self.world_size, self.rank).grad_accum

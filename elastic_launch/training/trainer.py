@@ -135,6 +135,10 @@ class Trainer:
         self._metrics = dict(metrics or {})
         if "loss" in self._metrics:
             raise UsageError("metrics: the name 'loss' is the loss function's.", "Choose another.")
+        best = None if checkpoint is None else checkpoint.keep_best
+        if best is not None and (eval_loader is None or best.metric not in ("loss", *self._metrics)):
+            has = "it has no eval_loader" if eval_loader is None else f"it has {', '.join(['loss', *self._metrics])}"
+            raise UsageError(f"Checkpoint(keep_best={best}): the trainer evaluates no such metric, {has}.", "Add it.")
         self._weight_fn = weight_fn
         self._forward = forward or _forward_pair
         self._checkpoint = checkpoint
@@ -312,6 +316,8 @@ class Trainer:
                 metrics = self.evaluate()
             finally:
                 self._leaves = False
+            if self._checkpoint is not None:
+                self._checkpoint.record(metrics, step)  # on all ranks, since they save after this step
             if due(step):
                 self._evaluated = step
                 self._tell_evaluation(Evaluation(step, self.loader.position(step).epoch, metrics))

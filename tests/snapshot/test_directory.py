@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from snapshot_helpers import refuse, same, state_of
 
+from elastic_launch.contract import Best
 from elastic_launch.errors import UsageError
 from elastic_launch.snapshot import CheckpointGoneError, CheckpointInfo, find, inspect, load, newest, prune, write
 from elastic_launch.snapshot.format.manifest import directory_name, parse_name
 from elastic_launch.snapshot.storage import draft as drafts
-from elastic_launch.snapshot.storage import listing
+from elastic_launch.snapshot.storage import listing, saving
 from elastic_launch.snapshot.storage.draft import draft
 
 
@@ -112,6 +117,54 @@ def test_prune_keeps_the_newest_and_later_rounds(tmp_path: Path) -> None:
     assert len(os.listdir(tmp_path)) == 1
     with pytest.raises(UsageError, match="keep=0"):
         prune(tmp_path, 0, 9)
+
+
+def test_prune_spares_milestones(tmp_path: Path) -> None:
+    """The first at or after each multiple: with an interval in minutes, steps are not multiples of anything."""
+    write_some(tmp_path, (1, 40), (1, 90), (1, 110), (1, 190), (2, 205), (2, 290), (2, 400), (2, 450), (9, 401))
+    removed = prune(tmp_path, 1, 2, every=100)
+    assert numbers(removed) == [(2, 290), (1, 190), (1, 90), (1, 40)]
+    assert prune(tmp_path, 1, 2, every=100) == []
+    assert numbers(find(tmp_path)) == [(9, 401), (2, 450), (2, 400), (2, 205), (1, 110)]
+
+
+def test_prune_spares_the_best(tmp_path: Path) -> None:
+    nan = float("nan")
+    values: list[Any] = [0.5, 0.9, None, 0.7, nan, 0.9, "1.0", True, 0.1, 0.2]
+    for step, value in enumerate(values):
+        metrics = {} if value is None else {"metrics": {"accuracy": value, "loss": 1.0}}
+        write(tmp_path, state_of(step), step=step, round=1, meta=metrics)
+    write(tmp_path, state_of(10), step=10, round=1, meta={"metrics": "none"})
+    copy = shutil.copytree(tmp_path, tmp_path.with_name("copy"))
+    prune(f"file://{copy}", 1, 1, best=Best("accuracy", "max", 3))
+    assert numbers(find(copy)) == [(1, 10), (1, 5), (1, 3), (1, 1)]
+    prune(copy, 2, 1, best=Best("accuracy", "max", 2))
+    assert numbers(find(copy)) == [(1, 10), (1, 5), (1, 1)]
+    prune(tmp_path, 2, 1, every=6, best=Best("accuracy"))
+    assert numbers(find(tmp_path)) == [(1, 10), (1, 9), (1, 8), (1, 6)]
+
+
+@given(
+    positions=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 12), st.none() | st.floats()), max_size=12),
+    keep=st.integers(1, 3),
+    round=st.integers(1, 4),
+    every=st.integers(0, 5),
+    count=st.integers(1, 3),
+)
+def test_whatever_is_spared_the_newest_of_the_present_branch_stay(
+    positions: list[tuple[int, int, float | None]], keep: int, round: int, every: int, count: int
+) -> None:
+    infos = [
+        CheckpointInfo(Path(f"{at}"), step, number, "", 0, {} if value is None else {"metrics": {"loss": value}})
+        for at, (number, step, value) in enumerate(positions)
+    ]
+    infos.sort(key=lambda info: (info.round, info.step), reverse=True)
+    left = saving.left_over(infos, keep, round, every, Best("loss", "min", count))
+    mine = [info for info in infos if info.round <= round]
+    assert all(info in mine[keep:] for info in left)
+    best = [info.meta["metrics"]["loss"] for info in mine if info.meta and not math.isnan(info.meta["metrics"]["loss"])]
+    kept = [info.meta["metrics"]["loss"] for info in mine if info not in left and info.meta]
+    assert set(sorted(best)[:count]) <= set(kept)
 
 
 def test_prune_counts_and_removes_only_complete_ones(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def copy(
             if isinstance(meta, dict) and meta.get("compared") is False:
                 text = "the checkpoint of step %d was saved without a comparison of the ranks, and its manifest says so"
                 _log.warning(text, header.step)
-            prune(job.directory, job.keep, header.round)
+            prune(job.directory, job.keep, header.round, every=job.keep_every, best=job.keep_best)
     except (CheckpointError, UsageError) as error:
         final = isinstance(error, NotCommittedError | TakenError | UsageError)
         done = replace(done, error=error.message, hint=error.hint, final=final)

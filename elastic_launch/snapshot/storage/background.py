@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from elastic_launch.contract import Best
 from elastic_launch.snapshot.errors import CheckpointError, CheckpointWriteError
 from elastic_launch.snapshot.format.manifest import check_numbers
 from elastic_launch.snapshot.storage.listing import CheckpointInfo
@@ -53,6 +54,7 @@ class BackgroundWriter:
     Args:
         directory: directory or URL of the checkpoints; made by the first write.
         keep: number of newest checkpoints to keep after each write, see ``prune``; None: remove nothing.
+        keep_every, keep_best: which others to keep, see ``prune``.
         owner, may_commit: as for ``write``.
 
     Raises:
@@ -64,6 +66,8 @@ class BackgroundWriter:
         directory: str | os.PathLike[str],
         *,
         keep: int | None = None,
+        keep_every: int = 0,
+        keep_best: Best | None = None,
         owner: str = "",
         may_commit: Callable[[], bool] = lambda: True,
     ) -> None:
@@ -71,6 +75,8 @@ class BackgroundWriter:
             check_keep(keep)
         self._directory = directory
         self._keep = keep
+        self._keep_every = keep_every
+        self._keep_best = keep_best
         self._owner = owner
         self._may_commit = may_commit
         self._changed = threading.Condition()
@@ -196,7 +202,7 @@ class BackgroundWriter:
                 may_commit=self._may_commit,
             )
             if self._keep is not None:
-                prune(self._directory, self._keep, request.round)
+                prune(self._directory, self._keep, request.round, every=self._keep_every, best=self._keep_best)
         except CheckpointError as error:
             failure = error
         except RuntimeError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -10,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from elastic_launch.contract import Best
 from elastic_launch.errors import UsageError
 from elastic_launch.snapshot.errors import MalformedError, NotCommittedError, UnsupportedStateError, writing
 from elastic_launch.snapshot.format.files import FileSum, create, open_regular, read_small, sync_directory, write_all
@@ -35,7 +37,7 @@ from elastic_launch.snapshot.storage.draft import Draft, bury, draft, remove_aba
 from elastic_launch.snapshot.storage.listing import CheckpointInfo, find
 from elastic_launch.snapshot.storage.shares import MAX_SUM_BYTES, PATIENCE, Division, Split, gather, pack_sum, parse_sum
 
-__all__ = ["check_keep", "prune", "state_json", "write", "write_parts", "write_share"]
+__all__ = ["check_keep", "left_over", "prune", "state_json", "write", "write_parts", "write_share"]
 
 _SUM = "sum.json"  # Next to a waiting share.
 
@@ -235,7 +237,9 @@ def _said(share: Path) -> FileSum | None:
         return None
 
 
-def prune(directory: str | os.PathLike[str], keep: int, up_to_round: int) -> list[CheckpointInfo]:
+def prune(
+    directory: str | os.PathLike[str], keep: int, up_to_round: int, *, every: int = 0, best: Best | None = None
+) -> list[CheckpointInfo]:
     """Remove old checkpoints and remains of dead writers; return the checkpoints removed, newest first.
 
     Damaged and foreign directories are neither counted nor removed; drafts of running writers are not touched.
@@ -245,6 +249,8 @@ def prune(directory: str | os.PathLike[str], keep: int, up_to_round: int) -> lis
         keep: number of newest checkpoints by (round, step) to keep, 1 or more.
         up_to_round: the caller's own round. Checkpoints of later rounds are kept and not counted: the caller may not be
             part of those rounds, and the checkpoint that it has just written is the only state of its branch.
+        every: keep the first checkpoint at or after each multiple of this number of steps, too; 0: none.
+        best: keep these, too, by the ``metrics`` in their meta.
 
     Raises:
         CheckpointReadError: if the directory cannot be listed.
@@ -254,7 +260,7 @@ def prune(directory: str | os.PathLike[str], keep: int, up_to_round: int) -> lis
     check_keep(keep)
     where = place(directory)
     found = find(where)
-    old = [info for info in found if info.round <= up_to_round][keep:]
+    old = left_over(found, keep, up_to_round, every, best)
     # The oldest first, so that a process that dies in between leaves the newest ones.
     paths = [info.path for info in reversed(old)]
     newest = min((found[0].round, found[0].step), (up_to_round + 1, 0)) if found else (0, 0)
@@ -269,6 +275,36 @@ def prune(directory: str | os.PathLike[str], keep: int, up_to_round: int) -> lis
             remove_abandoned(where)
             remove_shares(where, newest)
     return old
+
+
+def left_over(
+    found: list[CheckpointInfo], keep: int, up_to_round: int, every: int, best: Best | None
+) -> list[CheckpointInfo]:
+    """Return the checkpoints, of those found, that ``prune`` removes; both newest first."""
+    mine = [info for info in found if info.round <= up_to_round]
+    spared = {info.path for info in [*_milestones(mine, every), *_best_of(mine, best)]}
+    return [info for info in mine[keep:] if info.path not in spared]
+
+
+def _milestones(infos: list[CheckpointInfo], every: int) -> list[CheckpointInfo]:
+    found: dict[int, CheckpointInfo] = {}
+    for info in sorted(infos, key=lambda info: (info.step, -info.round)):
+        if every and info.step >= every:
+            found.setdefault(info.step // every, info)
+    return list(found.values())
+
+
+def _best_of(infos: list[CheckpointInfo], best: Best | None) -> list[CheckpointInfo]:
+    """Return the best of the infos, which are the newest first; of equal ones, the newer ones."""
+    if best is None:
+        return []
+    found: list[tuple[float, CheckpointInfo]] = []
+    for info in infos:
+        metrics = info.meta.get("metrics")
+        value = metrics.get(best.metric) if isinstance(metrics, dict) else None
+        if isinstance(value, float) and not math.isnan(value):
+            found.append((value if best.mode == "min" else -value, info))
+    return [info for _, info in sorted(found, key=lambda pair: pair[0])][: best.count]
 
 
 def check_keep(keep: int) -> None:

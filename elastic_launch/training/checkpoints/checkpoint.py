@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from elastic_launch import snapshot
-from elastic_launch.contract import Copied, CopyJob
+from elastic_launch.contract import Best, Copied, CopyJob
 from elastic_launch.errors import UsageError
 from elastic_launch.snapshot.format.arrays import is_array
 from elastic_launch.snapshot.location import Place, Url, place
@@ -117,7 +117,11 @@ class Checkpoint:
         directory: a directory, or a URL that fsspec can open, such as ``s3://bucket/runs/a``. If the nodes do not share
             the directory, each node keeps a copy in its own.
         every: interval between checkpoints: steps (50 or ``"50ba"``) or a duration (``"5min"``).
-        keep: number of newest checkpoints to keep; older ones are removed.
+        keep: number of newest checkpoints to keep; older ones are removed, except for those that the next two arguments
+            name.
+        keep_every: the first checkpoint at or after each multiple of this number of steps is never removed.
+        keep_best: the best checkpoints by a metric are not removed, as long as they are among the best. A ``Trainer``
+            then saves after each evaluation; other loops call :meth:`elastic_launch.Run.record`.
         split: size of the state's tensors, in bytes, from which on each node writes a share of the checkpoint; only
             under an agent of this project and in a shared directory.
         start_from: directory or URL of another training's checkpoints, or of one of them. As long as this training has
@@ -137,6 +141,8 @@ class Checkpoint:
         *,
         every: int | str = "10min",
         keep: int = 3,
+        keep_every: int | None = None,
+        keep_best: Best | None = None,
         split: int = SPLIT,
         start_from: str | os.PathLike[str] | None = None,
         weights_only: bool = False,
@@ -150,6 +156,8 @@ class Checkpoint:
         where = str(directory) if isinstance(self.directory, Url) else "a directory"
         self._start = StartFrom.of(start_from, weights_only, allow, self.directory)
         self.arguments = f"{where}, every={every}, keep={keep}, split={split}"
+        if keep_every is not None or keep_best is not None:
+            self.arguments += f", keep_every={keep_every}, keep_best={keep_best}"
         if self._start is not None:
             self.arguments += f", start_from={start_from}, weights_only={weights_only}, allow={list(allow)}"
         """The arguments that must be the same on all ranks, as text."""
@@ -157,7 +165,16 @@ class Checkpoint:
             raise UsageError(f"Checkpoint(keep={keep}): at least 1 checkpoint is kept.")
         if split < 1:
             raise UsageError(f"Checkpoint(split={split}): it is a number of bytes, 1 or more.")
+        if keep_every is not None and (type(keep_every) is not int or keep_every < 1):
+            raise UsageError(f"Checkpoint(keep_every={keep_every!r}): it is a number of steps, 1 or more.")
+        if keep_best is not None:
+            check_kind("Checkpoint(keep_best=...)", keep_best, Best, 'Give el.Best("loss").')
         self.keep = keep
+        self.keep_every = keep_every or 0
+        self.keep_best = keep_best
+        self.metrics: dict[str, float] = {}
+        """Results of the last evaluation since the last save, if checkpoints are kept by them."""
+        self._evaluated = -1  # step at whose boundary all ranks have them
         self.split = split
         self.branch = Branch()
         """The branch of the training that checkpoints are saved under."""
@@ -273,6 +290,22 @@ class Checkpoint:
         """Whether this rank writes: rank 0, and the first rank of each node that has its own directory."""
         return self._writers.me
 
+    def record(self, metrics: Mapping[str, float], step: int = -1) -> None:
+        """Note the results of an evaluation for the next checkpoint.
+
+        Args:
+            step: all ranks note them after this step, and save then; -1: some may not.
+
+        Raises:
+            UsageError: if the metric is missing by which the best checkpoints are kept.
+        """
+        if self.keep_best is None:
+            return
+        if self.keep_best.metric not in metrics:
+            has = ", ".join(map(repr, metrics)) or "nothing"
+            raise UsageError(f"Checkpoint(keep_best={self.keep_best}): the evaluation has {has}.", "Name one of these.")
+        self.metrics, self._evaluated = {name: float(value) for name, value in metrics.items()}, step
+
     def route(self, world: World, now: bool, job: CopyJob, size: int) -> CopyJob:
         """Complete the job to copy a snapshot, or a share of it, to this directory.
 
@@ -284,6 +317,7 @@ class Checkpoint:
         if not together and not self.writes:
             return job
         job = replace(job, directory=str(self.directory.absolute()), keep=self.keep, now=now, owner=self._owner)
+        job = replace(job, keep_every=self.keep_every, keep_best=self.keep_best)
         if not together:
             return job
         nonce = nonce_of(self._writers.drawn, job.round, job.step)
@@ -295,6 +329,14 @@ class Checkpoint:
         With an interval in steps the answer is the same on all ranks; with a duration it is this rank's view.
         """
         return self._interval.due(step - self._last_step, time.monotonic() - self._last_time)
+
+    def due_everywhere(self, step: int) -> bool:
+        """Whether a save is due after a step, as far as all ranks know it without asking each other."""
+        return step == self._evaluated or (not self.by_clock and self.due(step))
+
+    def wanted(self, step: int) -> bool:
+        """Whether this rank knows of another reason to save."""
+        return (self.by_clock and self.due(step)) or (bool(self.metrics) and step != self._evaluated)
 
     @property
     def by_clock(self) -> bool:
@@ -354,7 +396,12 @@ class Checkpoint:
             return
         if self._writer is None:
             self._writer = snapshot.BackgroundWriter(
-                self.directory, keep=self.keep, owner=self._owner, may_commit=may_commit
+                self.directory,
+                keep=self.keep,
+                keep_every=self.keep_every,
+                keep_best=self.keep_best,
+                owner=self._owner,
+                may_commit=may_commit,
             )
         self._writer.submit(_copied(state), step=step, round=self.branch.round, meta=meta)
 

@@ -231,8 +231,7 @@ class Saver:
 
     def wishes(self, step: int, checkpoint: Checkpoint | None) -> Wishes:
         """Return what this rank wants, each wish once; rank 0's clock and costs decide for all ranks."""
-        timed = checkpoint is not None and checkpoint.by_clock and checkpoint.due(step)
-        save = self._asked(step, checkpoint) or timed
+        save = self._asked(step, checkpoint) or (checkpoint is not None and checkpoint.wanted(step))
         keep = self._memory is not None and self._memory.writes and self._memory.rhythm.due(step)
         first = self._world.rank == 0
         save = (first and save and not self._posted.save) or self._owes(checkpoint)
@@ -301,7 +300,7 @@ class Saver:
             self._posted = Wishes(save=saves, keep=keeps)
         durable = False
         if checkpoint is not None:
-            due = agreed.save or _due_by_steps(checkpoint, step)
+            due = agreed.save or checkpoint.due_everywhere(step)
             durable = (due or last) and checkpoint.needs(step)
         if not durable and not agreed.keep and not ((draining or keep) and self._world.round):
             return
@@ -391,11 +390,13 @@ class Saver:
             meta["compared"] = self._equal == (self._branch.round, step)
         if checkpoint is not None:
             meta["saved"] = checkpoint.standing(step, now=now)
+            if now and checkpoint.metrics:
+                meta["metrics"], checkpoint.metrics = checkpoint.metrics, {}
         return meta
 
     def is_durable(self, step: int, checkpoint: Checkpoint | None) -> bool:
         """Whether :meth:`save` will save durably even without a stop or the training's end; the same on all ranks."""
-        return checkpoint is not None and (self._agreed.save or _due_by_steps(checkpoint, step))
+        return checkpoint is not None and (self._agreed.save or checkpoint.due_everywhere(step))
 
     def equal_after(self, step: int) -> None:
         """Record that the state after a step was found equal on all ranks."""
@@ -543,7 +544,3 @@ class Saver:
 
 def _nowhere(job: CopyJob, size: int) -> CopyJob:
     return job
-
-
-def _due_by_steps(checkpoint: Checkpoint, step: int) -> bool:
-    return not checkpoint.by_clock and checkpoint.due(step)

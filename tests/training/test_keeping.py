@@ -1,0 +1,127 @@
+"""Which checkpoints a training keeps: the newest, the best, and milestones."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import SCRIPTS, Job
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import elastic_launch as el
+from elastic_launch import snapshot
+from elastic_launch.errors import UsageError
+from elastic_launch.faults import FaultPlan
+from elastic_launch.training.engine import Engine
+from elastic_launch.training.ranks.world import World
+from elastic_launch.training.session import Run
+
+SCRIPT = str(SCRIPTS / "keeping.py")
+SCORES = [3, 9, 5, 7, 1]  # after the steps 4, 8, 12, 16 and 20
+DATA = TensorDataset(torch.ones(16, 3), torch.ones(16, 1))
+
+
+def kept(directory: Path) -> dict[int, float | None]:
+    """The scores of the checkpoints by their steps, the oldest first."""
+    infos = snapshot.find(directory)[::-1]
+    return {info.step: info.meta.get("metrics", {}).get("score") for info in infos}
+
+
+def test_a_trainer_saves_after_each_evaluation_and_keeps_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [SCRIPT, str(tmp_path), *map(str, SCORES)])
+    runpy.run_path(SCRIPT, run_name="__main__")
+    assert kept(tmp_path) == {8: 9, 12: 5, 16: 7, 20: 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at", [7, 8, 9])
+def test_a_killed_worker_changes_nothing_of_what_is_kept(job: Job, at: int) -> None:
+    """After the kill between an evaluation and its checkpoint, the next step is saved as evaluated."""
+    directory = job.work / "checkpoints"
+    agent = job.launch(
+        *("--standalone", "--nproc", "2", "--max-restarts", "1"),
+        command=[SCRIPT, str(directory), *map(str, SCORES)],
+        env=FaultPlan.fail_at(1, at).environment(),
+    )
+    assert agent.wait(90) == 0, agent.output
+    found = kept(directory)
+    assert {9, 7, 1} <= set(found.values()) <= {9, 5, 7, 1}, agent.output
+    assert next(step for step, score in found.items() if score == 9) in (8, 9, 10)
+
+
+def _written(checkpoint: el.Checkpoint) -> None:
+    """Wait until nothing is being written, since newer states replace those that are waiting."""
+    assert checkpoint._writer is None or checkpoint._writer.flush(30)
+
+
+def _run() -> tuple[Run, nn.Linear, torch.optim.SGD]:
+    model = nn.Linear(3, 1)
+    return Run(Engine(World(), torch.device("cpu"))), model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def test_a_loop_over_steps_records_its_own_evaluations(tmp_path: Path) -> None:
+    run, model, optimizer = _run()
+    saving = el.Checkpoint(tmp_path, every="1h", keep=1, keep_best=el.Best("score", "max"))
+    loader = el.ElasticLoader(DATA, el.GlobalBatch(8, 8))
+    for step in run.steps(loader, model, optimizer, until="9ba", checkpoint=saving):
+        for x, y in step:
+            step.backward(nn.functional.mse_loss(step.model(x), y))
+        step.update()
+        _written(saving)
+        if step.number % 3 == 0:
+            run.record({"score": {3: 0.8, 6: 0.4, 9: 0.1}[step.number]})
+    assert kept(tmp_path) == {3: 0.8, 9: 0.1}
+
+
+def test_a_loop_of_its_own_records_before_the_boundary(tmp_path: Path) -> None:
+    run, model, _ = _run()
+    run.register("model", model)
+    run.record({"score": 1.0})  # no checkpoint yet
+    saving = el.Checkpoint(tmp_path, every=100, keep=1, keep_best=el.Best("score"))
+    run.resume(saving)
+    for step, score in enumerate([0.5, 0.2, 0.9, 0.4], 1):
+        if step != 3:
+            run.record({"score": score})
+        run.boundary(step, end=step == 4)
+        _written(saving)
+    run._engine.close()
+    assert kept(tmp_path) == {2: 0.2, 4: 0.4}
+    with pytest.raises(UsageError, match=r"metric='score'.* the evaluation has 'loss'"):
+        run.record({"loss": 0.1})
+
+
+def test_a_metric_that_a_trainer_does_not_evaluate_is_an_error_before_the_first_step(tmp_path: Path) -> None:
+    run, model, optimizer = _run()
+
+    def trainer(metric: str, **options: Any) -> el.Trainer:
+        loader = el.ElasticLoader(DATA, el.GlobalBatch(8, 8))
+        saving = el.Checkpoint(tmp_path, keep_best=el.Best(metric))
+        return el.Trainer(run, model, optimizer, loader, loss_fn=nn.functional.mse_loss, checkpoint=saving, **options)
+
+    with pytest.raises(UsageError, match="it has no eval_loader"):
+        trainer("loss")
+    held_out = el.ElasticLoader(DATA, el.GlobalBatch(8, 8), shuffle=False)
+    with pytest.raises(UsageError, match="no such metric, it has loss"):
+        trainer("accuracy", eval_loader=held_out)
+    trainer("loss", eval_loader=held_out)
+
+
+def test_arguments_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    for arguments, message in (
+        ({"keep_every": 0}, "keep_every=0"),
+        ({"keep_every": "5min"}, "it is a number of steps"),
+        ({"keep_best": "loss"}, r"el\.Best\(\"loss\"\)"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            el.Checkpoint(tmp_path, **arguments)
+    with pytest.raises(UsageError, match='Give "min" or "max"'):
+        el.Best("loss", mode="least")
+    with pytest.raises(UsageError, match="at least 1"):
+        el.Best("loss", count=0)
