@@ -17,6 +17,7 @@
 ``events/``          typed events; ``observe/`` builds the ledger from them
 ``codec``            bounded JSON for messages and records
 ``contract``         the protocol between agent and worker; ``shared_progress`` is memory that they share
+``stack_dump``       a worker writes its stacks on a signal
 ``secret``           the run's token
 ``clock``            time as a dependency; ``testing`` has fakes
 ``system/``          the process and the operating system

@@ -21,6 +21,7 @@ __all__ = [
     "ENV_LOCAL_RANK",
     "ENV_ROUND",
     "ENV_SOCKET",
+    "ENV_STACKS",
     "ENV_START_REASON",
     "FROM_WORKERS",
     "MAX_LINE",
@@ -81,6 +82,9 @@ ENV_FIRST_ON_NODE = "ELASTIC_LAUNCH_FIRST_ON_NODE"
 
 ENV_SOCKET = "ELASTIC_LAUNCH_SOCKET"
 """Unix socket where the agent listens for its workers; a name that begins with ``@`` is in the abstract namespace."""
+
+ENV_STACKS = "ELASTIC_LAUNCH_STACKS"
+"""1 if a worker is to write its threads' stacks to a file on SIGURG, whatever its script; see ``stack_dump``."""
 
 MAX_LINE = 64 * 1024
 """Longest message in bytes."""

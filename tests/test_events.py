@@ -63,6 +63,7 @@ def test_the_leaders_decisions_are_shown_to_people() -> None:
         ev.CauseFound,
         ev.DrillEnded,
         ev.FaultLanded,
+        ev.HangFound,
         ev.LeaderElected,
         ev.NodeDiffers,
         ev.NodeExcluded,

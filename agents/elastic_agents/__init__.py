@@ -12,6 +12,7 @@
 ``warm/``         the fork server
 ``snapshots/``    in-memory snapshots and their copies
 ``notices/``      preemption notices
+``hangs/``        workers that make no progress
 ``probes/``       health checks
 ``calls/``        runs started from Python
 ``reporting``     what the agent prints about orders

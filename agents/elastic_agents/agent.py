@@ -22,6 +22,7 @@ from elastic_agents import policy_types as v
 from elastic_agents.console import Consoles
 from elastic_agents.departure import Departure
 from elastic_agents.drill import Drill, FaultReached, Thaw
+from elastic_agents.hangs.watch import HangWatch, Watched, WatchedWorker, keep_stacks
 from elastic_agents.inbox import AheadDue, CanStart, EstimateDue, Exited, HowAreYou, Inbox, LookDue, SignalCaught
 from elastic_agents.notices import Notice
 from elastic_agents.outcome import Outcome, result_of
@@ -73,6 +74,7 @@ from elastic_launch.rendezvous.torch_handler import MembershipHandler
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.rendezvous.wire.addresses import listen
 from elastic_launch.rendezvous.worker_store import WorkerStore
+from elastic_launch.stack_dump import STACKS
 from elastic_launch.system.descriptors import scarce
 from elastic_launch.system.threads import ThreadDied
 from elastic_launch.system.writer_thread import IDLE, Writer
@@ -212,6 +214,7 @@ class LocalElasticAgent(ElasticAgent):
         )
         self._saves = DurableState(snapshot_store, self._control.step_timer, lambda: self._control.saves)
         self._drill = Drill(self._config.drill, self._config.node_id, self._later)
+        self._hangs = HangWatch(self._control.progress, self._membership.report, self._config.hang_timeout or 0.0)
         self._departure = Departure(
             self._config, self._clock, self._control.step_timer, self._events, self._inbox.put_later
         )
@@ -239,7 +242,7 @@ class LocalElasticAgent(ElasticAgent):
             self._all_started,
         )
         # In this order; each runs even if an earlier one has failed.
-        ends: list[Callable[[], object]] = [self._inbox.close, self._workers.close]
+        ends: list[Callable[[], object]] = [self._inbox.close, self._workers.close, self._hangs.close]
         ends += [processes.close, self._control.close, snapshot_store.close, pump.close, self._membership.close]
         ends += [self._close_store, guard.close, self._places.close, partial(self._of_run_file, self._run_file.close)]
         with ExitStack() as stack:
@@ -250,6 +253,7 @@ class LocalElasticAgent(ElasticAgent):
             self._membership.start()
             while self._outcome is None:
                 self._react(self._inbox.take())
+                self._hangs.follow(self._advancing())
         assert self._outcome is not None
         self._events.emit(NodeEnded(self._outcome.code, self._outcome.cause))
         self._of_run_file(partial(self._run_file.end, self._outcome.code, self._outcome.cause))
@@ -306,6 +310,30 @@ class LocalElasticAgent(ElasticAgent):
         self._view, actions = decide(self._view, event, self._config.nproc, self._config.node_id)
         for action in actions:
             self._carry_out(action)
+        if isinstance(event, m.Break) and event.kind == "hang" and event.round == self._view.round:
+            self._end_hung(event)
+
+    def _end_hung(self, order: m.Break) -> None:
+        """Kill the workers that hang, since they would not react; keep the stacks of all."""
+        for where, pid, _ in self._workers.running(order.round):
+            if where.rank in order.hung and where.local_rank in self._view.alive:
+                _log.error("rank %d (pid %d) hangs, and is killed", where.rank, pid)
+                self._workers.kill({where.local_rank})
+        if text := self._hangs.stacks_of(order.round):
+            directory = self._config.run_directory / self._config.output.round_directory(order.round)
+            path = directory / f"stacks-{self._config.node_id}.txt"
+            self._files.put(lambda data: keep_stacks(path, text))
+
+    def _advancing(self) -> Watched | None:
+        """The round's workers, as long as each of them is to advance."""
+        view = self._view
+        if self._config.hang_timeout is None or view.phase is not v.Phase.RUNNING or view.alive != view.slots:
+            return None
+        workers = tuple(
+            WatchedWorker(where.rank, where.local_rank, pid, logs.error_file.with_name(STACKS), str(logs.directory))
+            for where, pid, logs in self._workers.running(view.round)
+        )
+        return Watched(view.round, workers) if len(workers) == len(view.slots) else None
 
     def _understand(self, item: object) -> v.Event | None:
         """Translate an inbox item into a policy event, and record it."""

@@ -60,7 +60,7 @@ class StepTimer:
 
     def _look_again(self) -> None:
         if (reached := self._look()) is not None:
-            self.step(*reached)
+            self.step(*reached[:3])
 
     def saved(self, seconds: float) -> None:
         """A worker took this long to save."""

@@ -122,6 +122,7 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
             Flag(("--fatal-exit-codes",), "of workers: they end the run", "N,N-N,..."),
             Flag(("--node-check",), "test this node before it joins"),
             Flag(("--drill",), "file with faults that are rehearsed", "PLAN"),
+            Flag(("--hang-timeout",), "workers that do nothing: auto, off, S", "S", "auto"),
             Flag(("-m", "--module"), "the script is a module, as in python -m"),
             Flag(("--no-python",), "the script is a program of its own"),
             Flag(("--no-warm",), "workers do their imports themselves"),

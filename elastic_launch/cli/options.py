@@ -160,6 +160,20 @@ def read_drill(values: Values, *, own_agent: bool) -> FaultPlan:
     return plan
 
 
+def read_hang_timeout(values: Values) -> float | None:
+    """Read when workers hang whose steps are not known: in seconds, 0 for never; None: whose steps are known, neither.
+
+    Raises:
+        UsageError: if it is something else.
+    """
+    text = values.text("--hang-timeout")
+    if text is None or text.strip() in ("auto", "off"):
+        return None if text is not None and text.strip() == "off" else 0.0
+    setting = values.setting("--hang-timeout")
+    assert setting is not None
+    return setting.seconds()
+
+
 def read_signals(values: Values, claimed: Sequence[signal.Signals] = ()) -> Signals:
     """Read which signals make the agent leave and which are forwarded to the workers.
 

@@ -214,6 +214,8 @@ class LaunchConfig:
         reuse: whether to begin a new run if the run with this id has ended.
         fatal_exit_codes: exit codes of workers, 128 + N for signal N, after which the run ends without a restart.
         shutdown_timeout: time that workers have between SIGTERM and SIGKILL, in seconds.
+        hang_timeout: seconds without output and use of CPU after which workers hang whose steps are not known; 0: these
+            are not watched; None: none is.
         log_dir: base directory; the run's files go to ``<log_dir>/<run_id>``.
         log_name: name of the run's directory in ``log_dir``; empty for the run id.
         link_dir: where the link ``latest`` to the run's directory is; None for ``log_dir``.
@@ -251,6 +253,7 @@ class LaunchConfig:
     role: str = "default"
     fatal_exit_codes: frozenset[int] = frozenset()
     shutdown_timeout: float = 30.0
+    hang_timeout: float | None = 0.0
     log_dir: Path = field(default_factory=lambda: state_directory())
     link_dir: Path | None = None
     log_name: str = ""
@@ -274,6 +277,8 @@ class LaunchConfig:
         if self.nproc < 1:
             raise UsageError(f"--nproc {self.nproc} starts no worker.", "Give 1 or more, or auto, cpu or gpu.")
         check_seconds(f"--shutdown-timeout {self.shutdown_timeout:g}", self.shutdown_timeout, zero=True)
+        if self.hang_timeout is not None:
+            check_seconds(f"--hang-timeout {self.hang_timeout:g}", self.hang_timeout, zero=True)
         if not _names_a_file(self.run_id) or self.run_id == LATEST:
             raise UsageError(
                 f"--rdzv-id {self.run_id!r} cannot name a run.",

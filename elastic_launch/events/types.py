@@ -36,6 +36,7 @@ __all__ = [
     "EventSink",
     "FaultLanded",
     "FirstStep",
+    "HangFound",
     "JsonLines",
     "LeaderElected",
     "LinkChanged",
@@ -264,6 +265,26 @@ class RoundBroken(Event):
         following = f"; {self.next}" if self.next else ""
         after = f" after {self.lasted_s:.1f} s" if self.lasted_s is not None else ""
         return f"round {self.round} broken{after}: {self.cause}{following}"
+
+
+@dataclass(frozen=True, slots=True)
+class HangFound(Event):
+    """A round stands still and is broken for it.
+
+    Attributes:
+        ranks, nodes, hosts, places: of the workers that hang, in the same order; empty if no rank stands out.
+    """
+
+    leader: ClassVar[bool] = True
+    round: int
+    cause: str
+    ranks: tuple[int, ...] = ()
+    nodes: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+    places: tuple[str, ...] = ()
+
+    def line(self) -> str:
+        return ""  # that of the round's end has the same cause
 
 
 @dataclass(frozen=True, slots=True)

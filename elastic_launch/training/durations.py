@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
 from elastic_launch.errors import UsageError
 
-__all__ = ["ENDLESS", "Interval", "total_steps"]
+__all__ = ["ENDLESS", "Interval", "seconds_of", "total_steps"]
 
 ENDLESS = 2**62
 """``steps_per_epoch`` of a loader without epochs."""
@@ -67,3 +68,17 @@ class Interval:
             return steps >= self.steps
         assert self.seconds is not None
         return seconds >= self.seconds
+
+
+def seconds_of(duration: float | str) -> float:
+    """Return the seconds of a duration: a number of seconds, or ``"30s"``, ``"5min"`` or ``"2h"``.
+
+    Raises:
+        UsageError: if it is neither, or not positive.
+    """
+    if isinstance(duration, int | float) and not isinstance(duration, bool) and 0 < duration < math.inf:
+        return float(duration)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", duration) if isinstance(duration, str) else None
+    if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
+        raise UsageError(f"{duration!r} is no duration.", 'Write seconds as 30, or "30s", "5min" or "2h".')
+    return float(match[1]) * _UNITS[match[2]]

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from elastic_launch import faults
 from elastic_launch.contract import Ready
 from elastic_launch.error_file import do_not_retry
+from elastic_launch.shared_progress import Activity
 from elastic_launch.symptoms import symptom_in
 from elastic_launch.training.checkpoints.checkpoint import Checkpoint, Resumed
 from elastic_launch.training.checkpoints.saving import Live, Saver
@@ -265,6 +266,15 @@ class Engine:
     def _may_live(self, link: AgentLink) -> bool:
         # How to leave NCCL's communicators is written but was never run: a worker with a GPU is started again.
         return link.patience > 0 and self.device.type == "cpu"
+
+    def watch(self, step: int | None) -> None:
+        """Have the agent notice from now on if no step follows those done; None: no further ones are expected."""
+        if self._link is not None:
+            self._link.watch(step)
+
+    def doing(self, activity: Activity, limit: float = 0.0, what: str = "") -> AbstractContextManager[None]:
+        """Let the agent know that this is done meanwhile, see :meth:`AgentLink.doing`."""
+        return nullcontext() if self._link is None else self._link.doing(activity, limit, what)
 
     def note_exchanges(self) -> None:
         """Record that the exchanges with other ranks so far are the library's own."""

@@ -9,12 +9,13 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from elastic_launch import contract as c
-from elastic_launch.shared_progress import SharedProgress
+from elastic_launch.shared_progress import Activity, SharedProgress
 from elastic_launch.snapshot.memory.slot import Slot
+from elastic_launch.stack_dump import dump_stacks_on_signal
 
 if TYPE_CHECKING:
     from elastic_launch.training.ranks.world import World
@@ -90,7 +91,9 @@ class AgentLink:
         self._copying_at = 0.0  # time of the agent's last progress message
         self._save_asked = False
         self._tells_steps = True
-        self._round = 0
+        self._round = self._local_rank = self._step = 0
+        self._watched = False
+        self._doing: tuple[Activity, float, str] = (Activity.UNWATCHED, 0.0, "")
         self._progress: SharedProgress | None = None
         self._next_word = 0.0  # time of the next message about steps
         self._news = threading.Condition()  # notified by the reader; holds for all that messages change
@@ -132,8 +135,9 @@ class AgentLink:
             sock.close()
             _log.warning("the agent cannot be reached at %s (%s): planned changes will cost steps", address, error)
             return None
+        dump_stacks_on_signal()
         link = AgentLink(sock)
-        link._round = hello.round
+        link._round, link._local_rank = hello.round, hello.local_rank
         link._say(hello)
         link._take_slots()
         return link
@@ -190,19 +194,46 @@ class AgentLink:
 
     def step(self, step: int) -> None:
         """Report that a step is done: in shared memory if possible, and from time to time in a message."""
-        if not self._tells_steps:
-            return
-        if self._written(step) and time.monotonic() < self._next_word:
+        self._step = step
+        self._doing = Activity.STEP if self._watched else Activity.UNWATCHED, 0.0, ""
+        written = self._written()
+        if not self._tells_steps or (written and time.monotonic() < self._next_word):
             return
         self._next_word = time.monotonic() + SILENCE
         self._say(c.StepDone(step))
 
-    def _written(self, step: int) -> bool:
-        """Write the step to shared memory; return whether that succeeded."""
+    def watch(self, step: int | None) -> None:
+        """Have the agent notice from now on if no step follows those done; None: no further ones are expected."""
+        self._watched = step is not None
+        self._step = self._step if step is None else step
+        self._doing = Activity.FIRST_STEP if self._watched else Activity.UNWATCHED, 0.0, ""
+        self._written()
+
+    @contextlib.contextmanager
+    def doing(self, activity: Activity, limit: float = 0.0, what: str = "") -> Iterator[None]:
+        """Let the agent know that this is done meanwhile, which takes another time than a step.
+
+        Args:
+            limit, what: see :class:`~elastic_launch.shared_progress.WorkerProgress`.
+        """
+        if not self._watched:
+            yield
+            return
+        before, self._doing = self._doing, (activity, limit, what)
+        self._written()
+        try:
+            yield
+        finally:
+            if self._watched:
+                self._doing = before
+                self._written()
+
+    def _written(self) -> bool:
+        """Write the last step, and what follows, to shared memory; return whether that succeeded."""
         if self._progress is None:
             return False
         try:
-            self._progress.write(self._round, step)
+            self._progress.write(self._round, self._step, *self._doing)
         except OSError:
             self._progress = None  # another object has reused its descriptor, or there is no memory
             return False
@@ -354,7 +385,7 @@ class AgentLink:
             self._understand(data)
             return
         self.slots = [Slot(*pair) for pair in zip(pairs[::2], pairs[1::2], strict=True)]
-        self._progress = SharedProgress(last) if last >= 0 else None
+        self._progress = SharedProgress(last, self._local_rank) if last >= 0 else None
         self._understand(data)
 
     def _say(self, message: c.Message) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from elastic_launch import snapshot
 from elastic_launch.batch import BatchError, BatchPlan, GlobalBatch
 from elastic_launch.errors import UsageError
+from elastic_launch.shared_progress import Activity
 from elastic_launch.snapshot.storage.listing import positions
 from elastic_launch.training.checkpoints.branches import within
 from elastic_launch.training.checkpoints.checkpoint import Checkpoint, Resumed
@@ -174,6 +175,7 @@ class Loop:
                     self._end_step()
                 self._complete()
         finally:
+            self._engine.watch(None)
             self._engine.end_with_round()
             self._leave()
         self._engine.finish_training()
@@ -222,6 +224,7 @@ class Loop:
         engine.compare_replicas(replicated(self._model, self._optimizer, ranks_own))
         # Last: a process that is interrupted before has received only a part of the state.
         engine.begin(resumed.step, self._end, live=self._live)
+        engine.watch(resumed.step)
 
     def _agree(self, step: int) -> None:
         """Agree with the other ranks, which may be at another point between two steps.
@@ -464,7 +467,8 @@ class Loop:
 
     def _evaluate(self) -> None:
         assert self._options.evaluations is not None
-        self._options.evaluations.evaluate(self._step)
+        with self._engine.doing(Activity.EVALUATION):
+            self._options.evaluations.evaluate(self._step)
         self._engine.note_exchanges()
         self._owes_evaluation = False
 

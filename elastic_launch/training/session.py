@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 
 import torch
@@ -15,9 +15,11 @@ from elastic_launch import snapshot
 from elastic_launch.batch import GlobalBatch
 from elastic_launch.contract import ENV_START_REASON
 from elastic_launch.errors import UsageError
+from elastic_launch.shared_progress import Activity
 from elastic_launch.training.checkpoints.checkpoint import Checkpoint, check_checkpoint
 from elastic_launch.training.checkpoints.state import Stateful
 from elastic_launch.training.data.loader import Loader, check_loader
+from elastic_launch.training.durations import seconds_of
 from elastic_launch.training.engine import Engine
 from elastic_launch.training.gradients.buffer_rules import checked_rules
 from elastic_launch.training.link import AgentLink
@@ -147,6 +149,26 @@ class Run:
     def grad_accum(self, batch: GlobalBatch) -> int:
         """Return the number of this rank's micro-batches in a full global batch."""
         return batch.plan(self.world_size, self.rank).grad_accum
+
+    def expect(self, what: str, duration: float | str) -> AbstractContextManager[None]:
+        """Announce that what follows may take longer than a step, so that it does not count as a hang.
+
+        ::
+
+            with run.expect("evaluation", "5min"):
+                evaluate(model)
+
+        It is for what the script does itself within ``run.steps()`` or a callback of a ``Trainer``. If only some ranks
+        do it, the others wait for them as long.
+
+        Args:
+            what: what it is, in a few words, for the message if it does hang.
+            duration: how long it may take at most: seconds, or as ``"30s"``, ``"5min"`` or ``"2h"``.
+
+        Raises:
+            UsageError: if it is no duration.
+        """
+        return self._engine.doing(Activity.PAUSE, seconds_of(duration), what)
 
     def request_stop(self) -> None:
         """Make all ranks stop after the same step: the next one, or the one after it. One rank's request is enough."""

@@ -125,6 +125,11 @@ class Orders:
         # Signals that arrived after the acknowledgement were meant for the worker.
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         sys.orig_argv[:] = self.argv
+        if "ELASTIC_LAUNCH_STACKS" in self.env:
+            # Only then: other workers must not see modules of this project as imported.
+            from elastic_launch.stack_dump import dump_stacks_on_signal
+
+            dump_stacks_on_signal()
         end(_run(self.argv[2:]), self.env)  # skip the interpreter and -u
 
 

@@ -136,7 +136,7 @@ class Control:
         self._patience_s = patience_s
         self.address = f"@elastic-launch-{secrets.token_hex(8)}"
         self._progress = SharedProgress.make("elastic-launch-progress")
-        self.step_timer = StepTimer(self._progress.read)
+        self.step_timer = StepTimer(self._reached)
         self.saves = True
         self.writer = 0
         self._step_events = StepEvents(clock, events)
@@ -244,6 +244,15 @@ class Control:
                 self._save_asked = None
         return answers
 
+    def progress(self, local_rank: int) -> WorkerProgress | None:
+        """What the worker of a local rank has reported in shared memory; None if nothing."""
+        return self._progress.read(local_rank)
+
+    def _reached(self) -> WorkerProgress | None:
+        """The report of the worker that has come furthest, and was the first to; None if there is none."""
+        reports = [report for local_rank in range(self._workers) if (report := self._progress.read(local_rank))]
+        return max(reports, key=lambda report: (report.round, report.step, -report.at), default=None)
+
     def close(self) -> None:
         self._wake_out.close()
         self._thread.join(10)
@@ -282,8 +291,8 @@ class Control:
 
     def _look(self) -> None:
         """Record the last step that workers have done without reporting it."""
-        if (reached := self._progress.read()) is not None:
-            self._step_events.step(*reached)
+        if (reached := self._reached()) is not None:
+            self._step_events.step(*reached[:3])
 
     def _accept(self) -> None:
         try:
@@ -378,10 +387,10 @@ class Control:
                     self._say(WorkerReady(number, local_rank, live and self._patience_s > 0, restore_s))
             case c.StepDone(step=step):
                 # The time of the step itself, if known: this thread may learn of it later, together with further steps.
-                reached = self._progress.read()
+                reached = self._reached()
                 if reached is None or reached.round != number or reached.step < step:
                     reached = WorkerProgress(number, step, self._clock.now())
-                self.step_timer.step(*reached)
+                self.step_timer.step(*reached[:3])
                 self._step_events.step(number, step, reached.at)
             case c.MayCommit(number=asked):
                 self._send(peer, c.Commit(asked, self._snapshot_store.may_commit()))

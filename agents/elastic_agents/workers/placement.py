@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from elastic_agents.workers.numa import bound
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.config.torch_options import visible_device
-from elastic_launch.contract import ENV_LOCAL_RANK, Place, Placement, ahead_environment, worker_environment
+from elastic_launch.contract import ENV_LOCAL_RANK, ENV_STACKS, Place, Placement, ahead_environment, worker_environment
 from elastic_launch.rendezvous.record import Round
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.secret import without_secrets
@@ -139,6 +139,8 @@ def environment(
             nccl_async_error_handling=env["TORCH_NCCL_ASYNC_ERROR_HANDLING"],
         )
     )
+    if config.hang_timeout:
+        env[ENV_STACKS] = "1"
     if config.options.virtual_local_rank:
         env["LOCAL_RANK"] = "0"
         env["CUDA_VISIBLE_DEVICES"] = visible_device(placement.local_rank, env)

@@ -189,6 +189,10 @@ class RoundWorkers:
         worker = self._alive.get(pid)
         return None if worker is None or worker.round else worker.placement.local_rank
 
+    def running(self, round_number: int) -> list[tuple[Placement, int, WorkerLogs]]:
+        """The workers of a round that have not been reaped: placement, pid and logs."""
+        return [(w.placement, pid, w.logs) for pid, w in self._alive.items() if w.round == round_number]
+
     def suspends(self, local_ranks: Collection[int]) -> None:
         """Record that workers are told to leave the round: from now on they may fail because of that."""
         for pid in self._chosen(local_ranks):

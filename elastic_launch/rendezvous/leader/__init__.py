@@ -10,6 +10,7 @@
 ``resizing``        when to interrupt a running round for waiting nodes
 ``resize_payoff``   whether a resize saves more time than it costs
 ``verdict``         the root cause of a broken round
+``hangs``           which workers of a round that stands still hang
 ``restart_budget``  what a broken round costs, and whether it ends the run
 ``drill``           which planned faults have happened
 ``exclusion``       nodes that are left out for a while because their workers fail again and again

@@ -92,7 +92,7 @@ def _form(state: LeaderState, after: Broken | None, now: float) -> Running:
     order = m.Form(state.record.term, formed, budget.spent, cause, served, budget.allowed)
     for node in chosen:
         node.active, node.joined, node.ready, node.done, node.live = True, False, False, False, False
-        node.ahead = False
+        node.ahead, node.stalled = False, None
         state.send(node.link, order)
     names = tuple(member.node_id for member in members)
     term = state.record.term

@@ -176,6 +176,8 @@ class LeaderMachine:
                 self._rounds.failed(node, failure, now)
             case m.FaultDue(round=number) if node.active and number == current:
                 self._fault_due(node, report)
+            case m.Stalled(round=number) if node.active and number == current:
+                self._rounds.stalled(node, report, now)
             case m.Stopped(store_port=port):
                 node.store_port, node.held, node.importing = port, report.held, report.importing
                 node.offer(report.slots)

@@ -4,7 +4,7 @@
 # mypy: enable-error-code="exhaustive-match"
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from elastic_launch.config.launch_config import LONGEST_WAIT
 from elastic_launch.errors import ExitCode
@@ -19,6 +19,7 @@ from elastic_launch.events.types import (
     counted,
 )
 from elastic_launch.rendezvous.leader.forming import gather, start_ahead
+from elastic_launch.rendezvous.leader.hangs import judge_stalled
 from elastic_launch.rendezvous.leader.outlook import outlook
 from elastic_launch.rendezvous.leader.phases import (
     COLLECT,
@@ -120,6 +121,28 @@ class Rounds:
         broken = over(phase, now, None, words(failure))
         broken.failures.append((now, failure))
         self._end_round(phase, broken, kind_of(failure), lambda: "")
+
+    def stalled(self, node: Node, report: m.Stalled, now: float) -> None:
+        """Handle that a member's workers are late, or no longer; the round is judged once those of all members are."""
+        node.stalled = report if report.seconds > 0 else None
+        match self.phase:
+            case Running():
+                members = self._state.members()
+                late = {each.hello.node_id: each.stalled for each in members if each.stalled is not None}
+                if len(late) == len(self._state.record.round.members):
+                    self._judge_stalled(self.phase, late, now)
+            case Draining() | Broken() | Gathering() | Parked() | Ending() | Ended():
+                pass
+
+    def _judge_stalled(self, running: Running, late: Mapping[str, m.Stalled], now: float) -> None:
+        number = self._state.record.round.number
+        verdict = judge_stalled(number, late, now - running.formed_at)
+        if verdict is None:
+            return
+        broken = over(running, now, None if verdict.failures else Kind.HANG, verdict.cause)
+        broken.failures += [(now, failure) for failure in verdict.failures]
+        self._state.emit(verdict.event(number))
+        self._end_round(running, broken, Kind.HANG, lambda: "")
 
     def stopped(self, node: Node, report: m.Stopped, now: float) -> None:
         """Handle that a member of the current round has reaped or suspended its workers."""
@@ -311,7 +334,8 @@ class Rounds:
     def _send_break(self, node: Node, broken: Broken, kind: Kind | None = None) -> None:
         number = self._state.record.round.number
         kind = judge(broken.imposed, broken.failures) if kind is None else kind
-        self._state.send(node.link, m.Break(self._state.record.term, number, kind.text, broken.cause))
+        hung = tuple(failure.rank for _, failure in broken.failures if kind_of(failure) is Kind.HANG)
+        self._state.send(node.link, m.Break(self._state.record.term, number, kind.text, broken.cause, hung))
 
     # Findings about a round that is over.
 

@@ -61,6 +61,7 @@ class Node:
         heard: time of the last sign of life, by the leader's clock.
         held: the newest snapshot in its memory when it last had no workers.
         released: whether it was informed that it may exit.
+        stalled: its report that its workers are late in the current round; None if they are not.
     """
 
     hello: m.Hello
@@ -82,6 +83,7 @@ class Node:
     heard: float = 0.0
     held: m.HeldSnapshot | None = None
     released: bool = False
+    stalled: m.Stalled | None = None
 
     @property
     def workers(self) -> int:

@@ -46,6 +46,8 @@ __all__ = [
     "Slots",
     "SnapshotSource",
     "Spoken",
+    "Stalled",
+    "StalledWorker",
     "StartAhead",
     "Stopped",
     "ToNode",
@@ -54,7 +56,7 @@ __all__ = [
     "unpack",
 ]
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 
 class Message(Protocol):
@@ -71,7 +73,7 @@ class Failure:
     """One worker's failure, as its node saw it.
 
     Attributes:
-        kind: ``crash``, ``out of memory``, ``preemption``, ``startup`` or ``fatal``.
+        kind: ``crash``, ``hang``, ``out of memory``, ``preemption``, ``startup`` or ``fatal``.
         exit_code: as in ``subprocess``: -N for signal N.
         message: one line: the exception, or the signal's name.
         detail: the traceback, or the last lines of stderr.
@@ -231,6 +233,50 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
+class StalledWorker:
+    """Where a worker of a stalled node stands.
+
+    Attributes:
+        state: ``stopped`` by a signal; in an ``exchange`` with other ranks; waiting for its data ``loader``; elsewhere
+            in its ``code``; or ``unknown``.
+        moves: whether its processes did anything during the last seconds.
+        frame: the innermost frame of the user's code, as ``file:line in function``; empty if unknown.
+        stack: the frames of its main thread, outermost first, without those that are many calls away from the last.
+        log: see :class:`Failure`.
+    """
+
+    rank: int
+    local_rank: int
+    pid: int
+    state: str
+    moves: bool = False
+    frame: str = ""
+    stack: tuple[str, ...] = ()
+    log: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Stalled:
+    """All workers of this node are late in the round, and none of them is in a pause that is known.
+
+    Repeated from time to time with what is seen then.
+
+    Attributes:
+        seconds: for how long none of them has advanced; 0: they advance again, or are not to.
+        doing: what they are late with, such as ``step 41``.
+        host: the name of the node's host.
+        asked: whether the user has set the time after which they are late.
+    """
+
+    round: int
+    seconds: float = 0.0
+    doing: str = ""
+    host: str = ""
+    workers: tuple[StalledWorker, ...] = ()
+    asked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Stopped:
     """The workers of the round are reaped or suspended; the node is ready for the next one.
 
@@ -307,7 +353,20 @@ class FaultDue:
 
 
 Report = (
-    Hello | Beat | Progress | Imported | Saved | Joined | Ready | Failed | Stopped | Slots | Done | Leaving | FaultDue
+    Hello
+    | Beat
+    | Progress
+    | Imported
+    | Saved
+    | Joined
+    | Ready
+    | Failed
+    | Stalled
+    | Stopped
+    | Slots
+    | Done
+    | Leaving
+    | FaultDue
 )
 
 
@@ -399,12 +458,14 @@ class Break:
 
     Attributes:
         kind: see :class:`elastic_launch.rendezvous.leader.verdict.Kind`.
+        hung: ranks of the workers that hang: they are killed.
     """
 
     term: int
     round: int
     kind: str
     cause: str
+    hung: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

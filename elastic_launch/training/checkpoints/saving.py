@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from elastic_launch import snapshot
 from elastic_launch.contract import CopyJob
+from elastic_launch.shared_progress import Activity
 from elastic_launch.training.checkpoints.branches import Branch, following
 from elastic_launch.training.checkpoints.checkpoint import Checkpoint, Resumed, check_identity, meta_of, run_id
 from elastic_launch.training.checkpoints.memory import MemorySnapshots, Newest, Route, newest, restore
@@ -304,6 +305,21 @@ class Saver:
             durable = (due or last) and checkpoint.needs(step)
         if not durable and not agreed.keep and not ((draining or keep) and self._world.round):
             return
+        with self._doing_that():
+            self._save(step, checkpoint, identity, state, worlds, durable=durable, last=last, stays=stays)
+
+    def _save(
+        self,
+        step: int,
+        checkpoint: Checkpoint | None,
+        identity: Mapping[str, int],
+        state: TrainingState,
+        worlds: list[int],
+        *,
+        durable: bool,
+        last: bool,
+        stays: Stays | None,
+    ) -> None:
         began = time.monotonic()
         self._kept = False
         in_memory = self._memory is not None and self._memory.writes
@@ -325,6 +341,10 @@ class Saver:
             checkpoint.save(captured, step, meta, self._may_commit)
         self.seconds = time.monotonic() - began
 
+    def _doing_that(self) -> AbstractContextManager[None]:
+        """Within this context, the agent knows that a save is under way, which takes another time than a step."""
+        return nullcontext() if self._link is None else self._link.doing(Activity.CHECKPOINT)
+
     def keep(
         self,
         step: int,
@@ -342,10 +362,11 @@ class Saver:
             return
         began = time.monotonic()
         in_memory = self._memory is not None and self._memory.writes
-        captured = state.capture(keep=in_memory)
-        meta = self._meta_after(step, checkpoint, identity, worlds, state, now=False)
-        if in_memory:
-            self._keep(captured, meta, step, stays, _nowhere, last=False, spent=time.monotonic() - began)
+        with self._doing_that():
+            captured = state.capture(keep=in_memory)
+            meta = self._meta_after(step, checkpoint, identity, worlds, state, now=False)
+            if in_memory:
+                self._keep(captured, meta, step, stays, _nowhere, last=False, spent=time.monotonic() - began)
 
     def keep_newer(
         self,

@@ -1,0 +1,107 @@
+"""When a node's workers are late: pure, and without a clock.
+
+What counts is the time that the agent has seen pass, not what a clock shows: a machine or an agent that was suspended
+has seen none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from elastic_launch.shared_progress import Activity, WorkerProgress
+
+__all__ = ["Lateness", "Standstill"]
+
+FACTOR = 5.0
+"""A worker is late after so many times the longest time that it has taken for the same."""
+
+FORGETS = 0.99
+"""With each further step, the longest time counts for so much less: a single long step must not hide hangs for days."""
+
+LEAST = {Activity.STEP: 10.0}
+"""Seconds before which it is not."""
+
+LEAST_OF_OTHERS = 300.0
+"""The same for all that is rarer than a step: the time of a second one may differ much from that of the first."""
+
+UNKNOWN = 1800.0
+"""Seconds for what was not done before: a first step may include compiling the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standstill:
+    """No worker of the node has reported anything new.
+
+    Attributes:
+        seconds: for how long.
+        left: seconds until all of them are late; not above 0 if they are.
+        doing: what they do, as text.
+    """
+
+    seconds: float
+    left: float
+    doing: str
+
+
+class Lateness:
+    """Learns how long the workers of a node take, and says when all of them are late.
+
+    All must be late: as long as one evaluates or saves, the others wait for it.
+    """
+
+    def __init__(self) -> None:
+        self._longest: dict[int, float] = {}
+        self._seen: dict[int, tuple[WorkerProgress, float]] = {}  # by local rank; for how long it has not changed
+
+    def look(
+        self, round_number: int, reports: Mapping[int, WorkerProgress | None], elapsed: float
+    ) -> Standstill | None:
+        """Take note of the workers' last reports.
+
+        Args:
+            reports: by local rank.
+            elapsed: seconds since the last call in which this agent ran.
+
+        Returns:
+            None if some have not begun to train in the round, or are in a part of their script that nothing is known
+            of.
+        """
+        for local_rank, report in reports.items():
+            before, stood = self._seen.get(local_rank, (None, 0.0))
+            if report is None or report.round != round_number:
+                self._seen.pop(local_rank, None)
+            elif report == before:
+                self._seen[local_rank] = report, stood + elapsed
+            else:
+                if before is not None and before.round == round_number and before.activity != Activity.PAUSE:
+                    self._learn(before.activity, stood)
+                self._seen[local_rank] = report, 0.0
+        seen = [self._seen[local_rank] for local_rank in reports if local_rank in self._seen]
+        if len(seen) < len(reports) or any(report.activity == Activity.UNWATCHED for report, _ in seen):
+            return None
+        left, slowest = max((self._limit(report) - stood, report) for report, stood in seen)
+        return Standstill(min(stood for _, stood in seen), left, _doing(slowest))
+
+    def _learn(self, activity: int, seconds: float) -> None:
+        longest = self._longest.get(activity, 0.0)
+        self._longest[activity] = max(longest * FORGETS if activity == Activity.STEP else longest, seconds)
+
+    def _limit(self, report: WorkerProgress) -> float:
+        if report.activity == Activity.PAUSE:
+            return report.limit
+        longest = self._longest.get(report.activity)
+        if longest is None and report.activity != Activity.STEP:
+            return UNKNOWN
+        return max(LEAST.get(Activity(report.activity), LEAST_OF_OTHERS), FACTOR * (longest or 0.0))
+
+
+def _doing(report: WorkerProgress) -> str:
+    match report.activity:
+        case Activity.CHECKPOINT:
+            return f"the checkpoint after step {report.step}"
+        case Activity.EVALUATION:
+            return f"the evaluation after step {report.step}"
+        case Activity.PAUSE:
+            return f"the announced {report.what or 'pause'} after step {report.step}"
+    return f"step {report.step + 1}"

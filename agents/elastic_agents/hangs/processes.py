@@ -1,0 +1,153 @@
+"""Looks at a worker's processes from outside: whether they do anything, and where their threads stand."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic_agents.hangs.stacks import Stack, parse_dump, parse_py_spy
+from elastic_agents.workers.sessions import session_members
+from elastic_launch.errors import ProtocolError
+from elastic_launch.stack_dump import SIGNAL
+from elastic_launch.system.private_files import read_small
+
+__all__ = ["Usage", "is_stopped", "is_traced", "moved", "stacks_of", "usage"]
+
+CPU_SHARE = 0.005
+"""Share of a CPU above which a session does something: threads that only wait wake up from time to time, too."""
+
+BYTES_PER_SECOND = 1024.0
+"""Bytes that it reads or writes, likewise: an upload needs hardly any CPU."""
+
+DUMP = 2.0
+"""Seconds that a process has to write its stacks."""
+
+MOST_BYTES = 1 << 20
+
+PY_SPY = 5.0
+"""Seconds that py-spy has to read them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What the processes of a session have used so far.
+
+    Attributes:
+        at: when this was read, by the monotonic clock.
+        cpu: seconds of CPU.
+        read_or_written: bytes.
+        busy: threads that wait for a CPU, for a disk or for a file system of the network.
+    """
+
+    at: float
+    cpu: float
+    read_or_written: int
+    busy: frozenset[int]
+
+
+def usage(sid: int) -> Usage:
+    """Read what a session has used."""
+    cpu, moved_bytes = 0.0, 0
+    busy: set[int] = set()
+    for pid in _members(sid):
+        for task in _tasks(pid):
+            cpu += int((_read(f"/proc/{pid}/task/{task}/schedstat").split() or ["0"])[0]) / 1e9
+            if _state(f"/proc/{pid}/task/{task}/stat") in ("R", "D"):
+                busy.add(task)
+        for line in _read(f"/proc/{pid}/io").splitlines()[:2]:  # rchar and wchar: of system calls
+            moved_bytes += int(line.split()[1])
+    return Usage(time.monotonic(), cpu, moved_bytes, frozenset(busy))
+
+
+def moved(before: Usage, after: Usage) -> bool:
+    """Whether a session has done anything between two looks, or a thread of it waits to."""
+    seconds = max(after.at - before.at, 0.001)
+    # A process that has ended takes what it used with it.
+    cpu, moved_bytes = abs(after.cpu - before.cpu), abs(after.read_or_written - before.read_or_written)
+    return cpu > CPU_SHARE * seconds or moved_bytes > BYTES_PER_SECOND * seconds or bool(before.busy & after.busy)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process was stopped by a signal such as SIGSTOP."""
+    return _state(f"/proc/{pid}/stat") == "T"
+
+
+def is_traced(pid: int) -> bool:
+    """Whether a debugger is attached to a process."""
+    return _status(pid, "TracerPid").strip() not in ("", "0")
+
+
+def stacks_of(pid: int, file: Path) -> list[list[Stack]]:
+    """Return the stacks of the threads of a worker and of the processes in its session, the worker's first.
+
+    By py-spy if it is installed and permitted, else as :mod:`elastic_launch.stack_dump` writes them to ``file``; those
+    that cannot be had are empty.
+    """
+    others = [member for member in _members(pid) if member != pid]
+    return [_by_py_spy(member) or _by_signal(member, file) for member in (pid, *others)]
+
+
+def _by_py_spy(pid: int) -> list[Stack]:
+    program = shutil.which("py-spy") or shutil.which("py-spy", path=os.path.dirname(sys.executable))
+    if program is None:
+        return []
+    # It does not stop the process, which has stood still for long.
+    command = [program, "dump", "--nonblocking", "--json", "--pid", str(pid)]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=PY_SPY, check=True)
+        return parse_py_spy(done.stdout)
+    except (OSError, subprocess.SubprocessError, ProtocolError):
+        return []  # it may not look at other processes here
+
+
+def _by_signal(pid: int, file: Path) -> list[Stack]:
+    heeds = int(_status(pid, "SigCgt") or "0", 16) >> (SIGNAL - 1) & 1
+    if not heeds or is_stopped(pid) or is_traced(pid):
+        return []
+    with suppress(OSError, ValueError):  # it has ended; or there is no file
+        os.truncate(file, 0)
+        os.kill(pid, SIGNAL)
+        deadline, text = time.monotonic() + DUMP, ""
+        while time.monotonic() < deadline:
+            time.sleep(0.05)
+            before, text = text, read_small(file, MOST_BYTES).decode(errors="replace")
+            if text and text == before:
+                return parse_dump(text)
+    return []
+
+
+def _members(sid: int) -> list[int]:
+    try:
+        return session_members({sid})
+    except OSError:
+        return []
+
+
+def _tasks(pid: int) -> list[int]:
+    try:
+        return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
+    except OSError:
+        return []
+
+
+def _state(path: str) -> str:
+    return (_read(path).rpartition(")")[2].split() or [""])[0]
+
+
+def _status(pid: int, name: str) -> str:
+    lines = _read(f"/proc/{pid}/status").splitlines()
+    return next((line.partition(":")[2] for line in lines if line.startswith(f"{name}:")), "")
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""

@@ -1,0 +1,117 @@
+"""What the stack of a worker says about where it stands: pure."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import elastic_agents
+import elastic_launch
+from elastic_launch.errors import ProtocolError
+
+__all__ = [
+    "Frame",
+    "Stack",
+    "debugged",
+    "in_exchange",
+    "in_loader",
+    "parse_dump",
+    "parse_py_spy",
+    "text_of",
+    "user_frame",
+]
+
+
+class Frame(NamedTuple):
+    """One frame of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.file)}:{self.line} in {self.function}"
+
+
+Stack = tuple[Frame, ...]
+"""The frames of a thread, innermost first."""
+
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)$')
+
+_OURS = tuple(os.path.dirname(os.path.abspath(str(x.__file__))) + "/" for x in (elastic_launch, elastic_agents))
+_STANDARD = re.compile(r"^<frozen |/lib(64)?/python3\.\d+/(?!site-packages/|dist-packages/)")
+_PACKAGES = re.compile(r"/(site|dist)-packages/")
+_TORCH = re.compile(r"/torch/")
+_WAITS_IN_PYTHON = re.compile(
+    r"/(threading|queue|selectors|subprocess|multiprocessing/\w+|concurrent/futures/\w+)\.py$"
+)
+_EXCHANGE = re.compile(r"/torch/(distributed|autograd|nn/parallel)/|/elastic_launch/training/(gradients|ranks|live)/")
+_LOADER = re.compile(r"/torch/utils/data/")
+_DEBUGGER = re.compile(r"/(pdb|bdb)\.py$|/(pydevd|debugpy)[/_.]")
+
+
+def parse_dump(text: str) -> list[Stack]:
+    """Read the stacks that faulthandler has written, one per thread; that of the main thread is the last."""
+    stacks: list[list[Frame]] = []
+    for line in text.splitlines():
+        if _THREAD.match(line):
+            stacks.append([])
+        elif stacks and (found := _FRAME.match(line)):
+            stacks[-1].append(Frame(found[1], int(found[2]), found[3]))
+    return [tuple(stack) for stack in stacks if stack]
+
+
+def parse_py_spy(data: bytes) -> list[Stack]:
+    """Read the output of ``py-spy dump --json``, likewise.
+
+    Raises:
+        ProtocolError: if it is not that.
+    """
+    try:
+        threads = json.loads(data)
+        threads.sort(key=lambda thread: thread["thread_name"] == "MainThread")
+        stacks = [
+            tuple(Frame(x["filename"], int(x["line"]), x["name"]) for x in thread["frames"]) for thread in threads
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ProtocolError(f"py-spy's output is not as expected: {error}") from error
+    return [stack for stack in stacks if stack]
+
+
+def text_of(stacks: Sequence[Stack]) -> str:
+    """Return stacks as text, the main thread's first."""
+    threads = ["\n".join(f'  File "{x.file}", line {x.line}, in {x.function}' for x in stack) for stack in stacks]
+    return "\n\n".join(f"Thread {number} (innermost frame first):\n{x}" for number, x in enumerate(reversed(threads)))
+
+
+def user_frame(stack: Stack) -> Frame | None:
+    """Return the innermost frame of the user's code: of no installed package, if there is any; else not of torch."""
+    own = [x for x in stack if not _STANDARD.search(x.file) and not x.file.startswith(_OURS)]
+    for refused in (_PACKAGES, _TORCH):
+        if found := next((x for x in own if not refused.search(x.file)), None):
+            return found
+    return next(iter(stack), None)
+
+
+def in_exchange(stack: Stack) -> bool:
+    """Whether the thread waits in an exchange with other ranks. A backward pass that stands still waits for one."""
+    return bool(_EXCHANGE.search(_innermost(stack)))
+
+
+def in_loader(stack: Stack) -> bool:
+    """Whether the thread waits for its data loader's processes."""
+    return bool(_LOADER.search(_innermost(stack)))
+
+
+def debugged(stacks: Sequence[Stack]) -> bool:
+    """Whether a debugger runs in the process."""
+    return any(_DEBUGGER.search(frame.file) for stack in stacks for frame in stack)
+
+
+def _innermost(stack: Stack) -> str:
+    """Return the file of the innermost frame that is not just Python's way to wait."""
+    return next((x.file for x in stack if not _WAITS_IN_PYTHON.search(x.file)), "")

@@ -1,0 +1,218 @@
+"""Watches a node's workers in a thread of its own, and reports to the leader when all of them are late."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic_agents.hangs.lateness import Lateness, Standstill
+from elastic_agents.hangs.processes import Usage, is_stopped, is_traced, moved, stacks_of, usage
+from elastic_agents.hangs.stacks import Stack, debugged, in_exchange, in_loader, text_of, user_frame
+from elastic_launch.rendezvous.wire.messages import Stalled, StalledWorker
+from elastic_launch.shared_progress import WorkerProgress
+from elastic_launch.system.plain_text import clipped, one_line
+from elastic_launch.system.private_files import make_private, open_private
+from elastic_launch.system.threads import VitalThread
+
+__all__ = ["HangWatch", "Watched", "WatchedWorker", "keep_stacks"]
+
+_log = logging.getLogger("elastic_launch.agent")
+
+TICK = 0.5
+"""Seconds between two looks at what workers report. A longer time counts as twice as much: the agent did not run."""
+
+WINDOW = 2.0
+"""Seconds for which a worker must not have done anything."""
+
+AGAIN = 1.5
+"""A node that stays late repeats its report whenever it has been so for so many times as long."""
+
+FRAMES, LONGEST = 20, 1000
+"""Innermost frames of a stack that go into a report, and bytes of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedWorker:
+    """A worker of the node.
+
+    Attributes:
+        stacks: the file that it writes its stacks to.
+        log: the location of its log files.
+    """
+
+    rank: int
+    local_rank: int
+    pid: int
+    stacks: Path
+    log: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """The workers of a round, all of which run."""
+
+    round: int
+    workers: tuple[WatchedWorker, ...]
+
+
+class HangWatch:
+    """Watches the workers that it is given.
+
+    Args:
+        progress: returns the last report of the worker of a local rank; called from this object's thread.
+        report: sends a report to the leader; likewise.
+        timeout: seconds without use of CPU and without output after which workers are late whose steps are not known;
+            0: never.
+    """
+
+    def __init__(
+        self,
+        progress: Callable[[int], WorkerProgress | None],
+        report: Callable[[Stalled], object],
+        timeout: float = 0.0,
+    ) -> None:
+        self._progress = progress
+        self._report = report
+        self._host = socket.gethostname()
+        self._watched: Watched | None = None
+        self._found: tuple[int, str] = 0, ""  # the last round whose stacks were taken, and these
+        self._timeout = timeout
+        self._lateness = Lateness()
+        self._idle = 0.0  # seconds for which workers whose steps are not known have done nothing
+        self._unchecked, self._idle_round = 0.0, 0
+        self._before: dict[int, Usage] = {}  # by pid, when this was last checked
+        self._used: dict[int, Usage] = {}  # by pid, before the workers were late
+        self._reported = 0  # the round that was reported as stalled
+        self._next = 0.0  # seconds of standstill after which it is reported again
+        self._stop = threading.Event()
+        # The run can go on without it.
+        died = "hangs are no longer noticed: %s"
+        self._thread = VitalThread(self._run, "hang watch", owner=lambda end: _log.error(died, end.error))
+        self._thread.start()
+
+    def follow(self, watched: Watched | None) -> None:
+        """Watch these workers from now on; None: those of the last call are no longer to advance."""
+        self._watched = watched
+
+    def stacks_of(self, round_number: int) -> str:
+        """The stacks of a round's workers as text, if they have been taken; else empty."""
+        number, text = self._found
+        return text if number == round_number else ""
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(10)
+
+    def _run(self) -> None:
+        last = time.monotonic()
+        while not self._stop.wait(TICK):
+            now = time.monotonic()
+            self._look(min(now - last, 2 * TICK))
+            last = now
+
+    def _look(self, elapsed: float) -> None:
+        watched = self._watched
+        if watched is None:
+            self._advances()
+            return
+        found = self._lateness.look(watched.round, self._reports(watched), elapsed)
+        if found is None and self._timeout:
+            found = self._idleness(watched, elapsed)
+        if found is None or found.left > WINDOW:
+            self._advances()
+        elif not self._used:
+            self._used = {worker.pid: usage(worker.pid) for worker in watched.workers}
+        elif found.left <= 0 and found.seconds >= self._next:
+            self._examine(watched, found)
+
+    def _idleness(self, watched: Watched, elapsed: float) -> Standstill:
+        """Return for how long none of the workers has used a CPU, read or written."""
+        self._unchecked += elapsed
+        if watched.round != self._idle_round or self._unchecked >= WINDOW:
+            now = {worker.pid: usage(worker.pid) for worker in watched.workers}
+            idle = all(pid in self._before and not moved(self._before[pid], used) for pid, used in now.items())
+            self._idle = self._idle + self._unchecked if idle else 0.0
+            self._before, self._unchecked, self._idle_round = now, 0.0, watched.round
+        return Standstill(self._idle, self._timeout - self._idle, "its script")
+
+    def _reports(self, watched: Watched) -> dict[int, WorkerProgress | None]:
+        return {worker.local_rank: self._progress(worker.local_rank) for worker in watched.workers}
+
+    def _advances(self) -> None:
+        self._used, self._next = {}, 0.0
+        if self._reported:
+            self._report(Stalled(self._reported))
+            self._reported = 0
+
+    def _examine(self, watched: Watched, found: Standstill) -> None:
+        """Find out where each worker stands, and report it."""
+        before = self._reports(watched)
+        used, self._used = self._used, {worker.pid: usage(worker.pid) for worker in watched.workers}
+        seen: list[StalledWorker] = []
+        texts: list[str] = []
+        for worker in watched.workers:
+            stacks = stacks_of(worker.pid, worker.stacks)
+            if is_traced(worker.pid) or any(map(debugged, stacks)):
+                return
+            moves = moved(used[worker.pid], self._used[worker.pid]) if worker.pid in used else True
+            seen.append(_seen(worker, stacks, moves=moves))
+            texts.append(_text(seen[-1], stacks))
+        if self._watched != watched or self._reports(watched) != before:
+            return  # it has advanced meanwhile
+        self._next = found.seconds * AGAIN
+        self._reported = watched.round
+        self._found = watched.round, "\n".join(texts)
+        where = found.doing, self._host, tuple(seen)
+        self._report(Stalled(watched.round, round(found.seconds, 1), *where, asked=self._idle >= self._timeout > 0))
+
+
+def _seen(worker: WatchedWorker, stacks: list[list[Stack]], *, moves: bool) -> StalledWorker:
+    """Return what is reported of a worker.
+
+    Args:
+        stacks: of its threads and of those of its processes, see :func:`~elastic_agents.hangs.processes.stacks_of`.
+    """
+    main: Stack = stacks[0][-1] if stacks[0] else ()
+    shown = main
+    if is_stopped(worker.pid):
+        state = "stopped"
+    elif not main:
+        state = "unknown"
+    elif in_exchange(main):
+        state = "exchange"
+    elif in_loader(main):
+        state = "loader"
+        # A process of the loader that has nothing to do waits in torch's own code.
+        loading = [those[-1] for those in stacks[1:] if those and not in_loader(those[-1])]
+        shown = next(iter(loading), main)
+    else:
+        state = "code"
+    frame = one_line(str(user_frame(shown) or ""))
+    lines = (f'File "{x.file}", line {x.line}, in {x.function}' for x in reversed(shown[:FRAMES]))
+    stack = tuple(clipped(one_line(line), LONGEST) for line in lines)
+    where = worker.rank, worker.local_rank, worker.pid
+    return StalledWorker(*where, state, moves, clipped(frame, LONGEST), stack, worker.log)
+
+
+def _text(seen: StalledWorker, stacks: list[list[Stack]]) -> str:
+    head = f"rank {seen.rank} (pid {seen.pid}): {seen.state}{', moves' if seen.moves else ''}"
+    processes = [text_of(those) or "  no stack could be read" for those in stacks]
+    return head + "\n" + "\n\nanother process of this worker:\n".join(processes) + "\n"
+
+
+def keep_stacks(path: Path, text: str) -> None:
+    """Write the stacks of a round's workers to a file; may hang."""
+    try:
+        make_private(path.parent)
+        with open(open_private(path, os.O_WRONLY | os.O_TRUNC), "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        _log.warning("the stacks of the workers are not kept: %s", error)
+    else:
+        _log.info("the stacks of this node's workers are in %s", path)

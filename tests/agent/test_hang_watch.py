@@ -1,0 +1,171 @@
+"""Looking at processes from outside, and the thread that watches a node's workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+from harness import freeze, wait_for
+
+from elastic_agents.hangs import lateness, processes, watch
+from elastic_agents.hangs.processes import is_stopped, is_traced, moved, stacks_of, usage
+from elastic_agents.hangs.watch import HangWatch, Watched, WatchedWorker
+from elastic_launch.rendezvous.wire.messages import Stalled
+from elastic_launch.shared_progress import Activity, SharedProgress
+
+BEGIN = """
+import os, sys, threading, time
+from elastic_launch.stack_dump import dump_stacks_on_signal
+dump_stacks_on_signal()
+def stands(): time.sleep(600)
+def spins():
+    while True: pass
+def forks():
+    if os.fork() == 0: spins()
+    stands()
+def reads():
+    while True: os.pread(0, 65536, 0); time.sleep(0.01)
+print("begun", flush=True)
+"""
+
+
+@contextmanager
+def process(directory: Path, does: str) -> Iterator[int]:
+    """A process that leads a session and writes its stacks on request, as a worker does."""
+    env = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(directory / "error.json")}
+    script = directory / "script.py"
+    script.write_text(BEGIN + does)
+    with (
+        script.open() as file,
+        subprocess.Popen(
+            [sys.executable, str(script)], env=env, stdin=file, stdout=subprocess.PIPE, start_new_session=True
+        ) as started,
+    ):
+        try:
+            assert started.stdout is not None
+            assert started.stdout.readline() == b"begun\n"
+            yield started.pid
+        finally:
+            os.killpg(started.pid, signal.SIGKILL)
+
+
+def moves(pid: int) -> bool:
+    before = usage(pid)
+    time.sleep(0.5)
+    return moved(before, usage(pid))
+
+
+@pytest.fixture
+def without_py_spy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_by_py_spy", lambda pid: [])
+
+
+@pytest.mark.parametrize(
+    ("does", "busy"), [("stands()", False), ("spins()", True), ("forks()", True), ("reads()", True)]
+)
+def test_a_session_moves_if_one_of_its_processes_does_anything(tmp_path: Path, does: str, busy: bool) -> None:
+    with process(tmp_path, does) as pid:
+        wait_for("its state", lambda: moves(pid) is busy)
+
+
+def test_the_stacks_of_a_process_and_of_those_that_it_forked(tmp_path: Path, without_py_spy: None) -> None:
+    with process(tmp_path, "forks()") as pid:
+        main, other = wait_for("a second process", lambda: found if len(found := taken(pid, tmp_path)) == 2 else None)
+        assert [frame.function for frame in main] == ["stands", "forks", "<module>"]
+        assert [frame.function for frame in other] == ["spins", "forks", "<module>"]
+
+
+def taken(pid: int, directory: Path) -> list[processes.Stack]:
+    return [stacks[-1] for stacks in stacks_of(pid, directory / "stacks.txt") if stacks]
+
+
+def test_a_stopped_process_is_not_signalled(tmp_path: Path, without_py_spy: None) -> None:
+    with process(tmp_path, "stands()") as pid:
+        assert not is_stopped(pid)
+        freeze(pid)
+        assert is_stopped(pid)
+        assert not is_traced(pid)
+        assert stacks_of(pid, tmp_path / "stacks.txt") == [[]]
+
+
+def test_a_process_without_a_handler_is_not_signalled(without_py_spy: None, tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as started:
+        assert stacks_of(started.pid, tmp_path / "stacks.txt") == [[]]
+        assert started.poll() is None
+        started.kill()
+
+
+class Reports:
+    """A watch over one process, with short times."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for module, name, value in (
+            (watch, "TICK", 0.02),
+            (watch, "WINDOW", 0.3),
+            (lateness, "LEAST", {Activity.STEP: 0.5}),
+        ):
+            monkeypatch.setattr(module, name, value)
+        self.progress = SharedProgress.make("test")
+        self.all: list[Stalled] = []
+
+    @contextmanager
+    def watching(self, pid: int, directory: Path, timeout: float = 0.0) -> Iterator[HangWatch]:
+        worker = WatchedWorker(3, 0, pid, directory / "stacks.txt", "logs")
+        with closing(self.progress), closing(HangWatch(self.progress.read, self.all.append, timeout)) as watching:
+            watching.follow(Watched(1, (worker,)))
+            yield watching
+
+    def come(self, right: Callable[[Stalled], bool]) -> Stalled:
+        return wait_for("a report", lambda: next((report for report in self.all if right(report)), None))
+
+
+def test_late_workers_are_reported_and_again_and_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reports = Reports(monkeypatch)
+    with process(tmp_path, "stands()") as pid, reports.watching(pid, tmp_path) as watching:
+        reports.progress.write(1, 6, Activity.STEP)
+        report = reports.come(lambda report: not report.workers[0].moves)
+        assert (report.round, report.doing, report.workers[0].state) == (1, "step 7", "code")
+        (worker,) = report.workers
+        assert (worker.rank, worker.local_rank, worker.pid, worker.log) == (3, 0, pid, "logs")
+        assert worker.frame.startswith("script.py:")
+        assert worker.frame.endswith(" in stands")
+        assert "in <module>" in worker.stack[0]
+        assert "in stands" in watching.stacks_of(1)
+        assert watching.stacks_of(2) == ""
+        again = reports.come(lambda other: other.seconds > report.seconds)
+        assert again.seconds >= report.seconds * 1.2
+        reports.progress.write(1, 7, Activity.STEP)
+        assert reports.come(lambda report: not report.seconds) == Stalled(1)
+
+
+def test_workers_that_are_no_longer_to_advance_are_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reports = Reports(monkeypatch)
+    with process(tmp_path, "spins()") as pid, reports.watching(pid, tmp_path) as watching:
+        reports.progress.write(1, 6, Activity.STEP)
+        assert reports.come(lambda report: report.seconds > 0).workers[0].moves
+        watching.follow(None)
+        assert reports.come(lambda report: not report.seconds) == Stalled(1)
+
+
+def test_a_stopped_worker_is_reported_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reports = Reports(monkeypatch)
+    with process(tmp_path, "stands()") as pid, reports.watching(pid, tmp_path):
+        freeze(pid)
+        reports.progress.write(1, 6, Activity.STEP)
+        assert reports.come(lambda report: report.seconds > 0).workers[0].state == "stopped"
+
+
+def test_workers_whose_steps_are_not_known_are_late_once_they_are_idle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports = Reports(monkeypatch)
+    with process(tmp_path, "stands()") as pid, reports.watching(pid, tmp_path, timeout=1.0):
+        report = reports.come(lambda report: report.seconds > 0)
+        assert (report.doing, report.asked) == ("its script", True)

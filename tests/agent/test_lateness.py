@@ -1,0 +1,142 @@
+"""When workers are late, by what they report and the time that their agent has seen pass."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+
+from elastic_agents.hangs.lateness import FACTOR, LEAST_OF_OTHERS, UNKNOWN, Lateness, Standstill
+from elastic_launch.shared_progress import Activity, WorkerProgress
+
+
+class Node:
+    """The workers of a node, and the agent that looks at them every second.
+
+    Args:
+        workers: how many there are.
+    """
+
+    def __init__(self, workers: int = 1) -> None:
+        self.lateness = Lateness()
+        self.reports: dict[int, WorkerProgress | None] = dict.fromkeys(range(workers))
+        self._numbers = count()
+
+    def says(
+        self, activity: Activity, step: int = 0, *, rank: int = 0, number: int = 1, limit: float = 0.0, what: str = ""
+    ) -> None:
+        self.reports[rank] = WorkerProgress(number, step, 0.0, activity, limit, next(self._numbers), what)
+
+    def look(self, elapsed: float = 1.0, number: int = 1) -> Standstill | None:
+        return self.lateness.look(number, self.reports, elapsed)
+
+    def left(self, elapsed: float = 1.0) -> float:
+        found = self.look(elapsed)
+        assert found is not None
+        return found.left
+
+    def train(self, steps: int, seconds: float = 1.0) -> None:
+        """All do so many steps, each of which takes so many seconds."""
+        for rank in self.reports:
+            self.says(Activity.FIRST_STEP, rank=rank)
+        for step in range(1, steps + 1):
+            self.look()
+            for _ in range(int(seconds) - 1):
+                self.look()
+            for rank in self.reports:
+                self.says(Activity.STEP, step, rank=rank)
+        self.look()
+
+
+def test_a_step_is_late_after_ten_seconds_at_least() -> None:
+    node = Node()
+    node.train(5)
+    assert node.left(9.0) == 1.0
+    found = node.look()
+    assert found == Standstill(10.0, 0.0, "step 6")
+    node.says(Activity.STEP, 6)
+    assert node.left() == FACTOR * 10, "it has done a step that was late: others may be, too"
+
+
+def test_a_step_is_late_after_five_times_the_longest_so_far() -> None:
+    node = Node()
+    node.train(3, seconds=2.0)
+    node.train(1, seconds=20.0)
+    node.says(Activity.STEP, 4)
+    node.look()
+    for _ in range(19):
+        node.look()
+    node.says(Activity.STEP, 5)
+    assert node.left() == FACTOR * 19
+    for step in range(6, 106):
+        node.says(Activity.STEP, step)
+        node.look()
+    assert 10 < node.left() < FACTOR * 19 / 2, "it was a single one"
+    node.train(200)
+    assert node.left() == pytest.approx(10.0, abs=1.0)
+
+
+def test_before_workers_have_begun_in_a_round_none_is_late() -> None:
+    node = Node(workers=2)
+    assert node.look(1e6) is None
+    node.says(Activity.FIRST_STEP, rank=0)
+    assert node.look(1e6) is None, "the other restores its state"
+    node.says(Activity.FIRST_STEP, rank=1)
+    assert node.look() is not None
+    assert node.look(1e6, number=2) is None, "they wait for their places in the next round"
+    assert node.look(number=1) == Standstill(0.0, UNKNOWN, "step 1"), "the time between does not count"
+
+
+def test_a_first_step_may_take_half_an_hour_and_later_ones_five_times_the_longest() -> None:
+    node = Node()
+    node.says(Activity.FIRST_STEP)
+    assert node.left() == UNKNOWN
+    assert node.left(100.0) == UNKNOWN - 100
+    node.says(Activity.STEP, 1)
+    assert node.left() == 10.0, "a first step is no measure for others"
+    node.says(Activity.FIRST_STEP, 1)
+    assert node.left() == FACTOR * 100
+
+
+def test_what_is_rarer_than_steps_is_learned_by_itself() -> None:
+    for activity, doing in (
+        (Activity.CHECKPOINT, "the checkpoint after step 3"),
+        (Activity.EVALUATION, "the evaluation after step 3"),
+    ):
+        node = Node()
+        node.train(3)
+        node.says(activity, 3)
+        assert node.look() == Standstill(0.0, UNKNOWN, doing)
+        node.look(30.0)
+        node.says(Activity.STEP, 3)
+        assert node.left() == 10.0
+        node.says(activity, 4)
+        assert node.left() == LEAST_OF_OTHERS
+
+
+def test_an_announced_pause_takes_as_long_as_announced() -> None:
+    node = Node()
+    node.train(3)
+    node.says(Activity.PAUSE, 3, limit=60.0, what="upload")
+    assert node.look() == Standstill(0.0, 60.0, "the announced upload after step 3")
+    assert node.left(60.0) == 0.0
+    node.says(Activity.STEP, 3)
+    assert node.left() == 10.0
+
+
+def test_none_is_late_while_another_is_not() -> None:
+    node = Node(workers=2)
+    node.train(3)
+    node.says(Activity.EVALUATION, 3, rank=1)
+    node.look()
+    found = node.look(100.0)
+    assert found is not None
+    assert found.left > 0
+    assert found.doing == "the evaluation after step 3"
+
+
+def test_a_part_of_the_script_of_which_nothing_is_known_is_not_watched() -> None:
+    node = Node()
+    node.train(3)
+    node.says(Activity.UNWATCHED, 3)
+    assert node.look(1e6) is None

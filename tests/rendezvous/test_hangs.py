@@ -1,0 +1,178 @@
+"""Which workers of a round that stands still hang, by what their nodes report, and what follows from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from leader_run import Run, running
+
+from elastic_launch.events.types import CauseFound, HangFound, RestartCharged, RoundBroken
+from elastic_launch.rendezvous.leader.hangs import ALIKE, Verdict, judge_stalled
+from elastic_launch.rendezvous.wire import messages as m
+from elastic_launch.rendezvous.wire.messages import Stalled, StalledWorker
+
+
+def judged(*workers: tuple[Any, ...], nodes: int = 1, seconds: float = 12.0) -> Verdict | None:
+    """The verdict on a round's workers, given as (state, frame, moves) by rank, on so many nodes."""
+    by_node: dict[str, list[StalledWorker]] = {"abcdefgh"[node]: [] for node in range(nodes)}
+    each = len(workers) // nodes
+    for rank, (state, frame, *moves) in enumerate(workers):
+        found = StalledWorker(rank, rank % each, 1000 + rank, state, bool(moves and moves[0]), frame, ("x",), "logs")
+        by_node["abcdefgh"[rank // each]].append(found)
+    reports = {node: Stalled(3, seconds, "step 7", f"host-{node}", tuple(those)) for node, those in by_node.items()}
+    return judge_stalled(3, reports, 99.0)
+
+
+def ranks(verdict: Verdict | None) -> list[int]:
+    assert verdict is not None
+    return [failure.rank for failure in verdict.failures]
+
+
+EXCHANGE = ("exchange", "train.py:9 in main")
+
+
+def test_the_rank_that_is_not_in_an_exchange_hangs() -> None:
+    verdict = judged(EXCHANGE, ("code", "train.py:41 in forward"), EXCHANGE, EXCHANGE, nodes=2)
+    assert ranks(verdict) == [1]
+    assert verdict is not None
+    (failure,) = verdict.failures
+    assert verdict.cause == f"rank 1 on node a: {failure.message}"
+    assert failure.message == "hangs in step 7 on host host-a, at train.py:41 in forward; no progress for 12 s"
+    assert (failure.kind, failure.exit_code, failure.local_rank, failure.pid) == ("hang", -9, 1, 1001)
+    assert (failure.round, failure.ran, failure.log, failure.detail) == (3, 99.0, "logs", ("x",))
+    event = verdict.event(3)
+    assert (event.ranks, event.nodes, event.hosts) == ((1,), ("a",), ("host-a",))
+    assert event.places == ("at train.py:41 in forward",)
+
+
+def test_whether_the_others_move_in_their_exchange_does_not_matter() -> None:
+    """With NCCL they spin."""
+    assert ranks(judged((*EXCHANGE, True), ("loader", "data.py:5 in __getitem__"), (*EXCHANGE, True))) == [1]
+
+
+def test_a_worker_that_does_something_outside_of_an_exchange_excuses_all() -> None:
+    assert judged(EXCHANGE, ("code", "train.py:41 in evaluate", True)) is None
+    assert judged(EXCHANGE, ("code", "a"), ("loader", "b", True)) is None
+
+
+def test_a_stopped_worker_hangs_whatever_the_others_do() -> None:
+    verdict = judged(("code", "train.py:3 in main", True), ("stopped", ""), nodes=2)
+    assert ranks(verdict) == [1]
+    assert verdict is not None
+    assert "on host host-b, stopped (SIGSTOP); " in verdict.cause
+
+
+def test_all_in_the_same_exchange_hang_and_no_rank_is_named() -> None:
+    verdict = judged(EXCHANGE, EXCHANGE, EXCHANGE)
+    assert ranks(verdict) == []
+    assert verdict is not None
+    assert verdict.cause == (
+        "the round hangs in step 7, and no rank stands out: ranks 0, 1, 2 waiting for other ranks at train.py:9 in main"
+    )
+
+
+def test_an_exchange_in_which_something_moves_may_just_be_slow() -> None:
+    assert judged(EXCHANGE, (*EXCHANGE, True), EXCHANGE) is None
+
+
+def test_a_rank_that_waits_elsewhere_than_most_has_left_an_exchange_out() -> None:
+    verdict = judged(EXCHANGE, ("exchange", "train.py:12 in main"), EXCHANGE)
+    assert ranks(verdict) == [1]
+    assert verdict is not None
+    assert (
+        "waiting for other ranks at train.py:12 in main, ranks 0, 2 waiting for other ranks at train" in verdict.cause
+    )
+
+
+def test_of_two_ranks_that_wait_in_different_exchanges_none_is_named() -> None:
+    verdict = judged(EXCHANGE, ("exchange", "train.py:12 in main"))
+    assert ranks(verdict) == []
+    assert verdict is not None
+    assert "rank 0 waiting for other ranks at train.py:9 in main; rank 1 " in verdict.cause
+
+
+def test_all_at_the_same_place_of_their_code_may_wait_for_something_there() -> None:
+    place = ("code", "train.py:20 in next_shard")
+    assert judged(place, place) is None
+    assert judged(place) is None
+    assert ranks(judged(place, place, seconds=ALIKE)) == []
+
+
+def test_without_stacks_no_rank_is_named() -> None:
+    assert ranks(judged(("unknown", ""), ("unknown", ""))) == []
+
+
+def test_the_one_whose_stack_is_unknown_stands_out_among_those_that_wait() -> None:
+    assert ranks(judged(EXCHANGE, EXCHANGE, ("unknown", ""))) == [2]
+
+
+def test_no_worker_is_no_verdict() -> None:
+    assert judge_stalled(3, {"a": Stalled(3, 12.0)}, 1.0) is None
+
+
+def stalls(run: Run, node: str, state: str = "exchange", *, seconds: float = 12.0) -> None:
+    """A node of one worker reports that it is late."""
+    worker = StalledWorker("ab".index(node), 0, 7, state, frame="train.py:9 in main")
+    run.report(node, Stalled(run.number, seconds, "step 7", f"host-{node}", (worker,) if seconds else ()))
+
+
+def test_a_round_is_judged_once_all_its_nodes_are_late() -> None:
+    run = running("2", "ab")
+    stalls(run, "a")
+    stalls(run, "a")
+    assert not run.orders("a", m.Break), "the other may still evaluate"
+    stalls(run, "b", "code")
+    for node in "ab":
+        (order,) = run.orders(node, m.Break)
+        assert (order.kind, order.hung) == ("hang", (1,))
+        assert order.cause.startswith("rank 1 on node b: hangs in step 7 on host host-b, at train.py:9 in main")
+    (found,) = run.told(HangFound)
+    assert (found.cause, found.ranks, found.nodes) == (order.cause, (1,), ("b",))
+    run.fail("a", message="RuntimeError: Connection closed by peer", symptom="broken connection", alive=True)
+    run.stop("a", "b")
+    assert [(event.kind, event.restarts) for event in run.told(RestartCharged)] == [("hang", 1)]
+    assert run.told(CauseFound) == []
+    assert run.number == 2
+    stalls(run, "b", "code")
+    assert run.number == 2, "the other's report was about the last round"
+
+
+def test_a_node_that_advances_again_takes_its_report_back() -> None:
+    run = running("2", "ab")
+    stalls(run, "a")
+    stalls(run, "a", seconds=0.0)
+    stalls(run, "b", "code")
+    assert run.told(RoundBroken) == []
+
+
+def test_a_round_in_which_no_rank_stands_out_is_broken_and_charged() -> None:
+    run = running("2", "ab", max_restarts=0)
+    stalls(run, "a")
+    stalls(run, "b")
+    (order,) = run.orders("a", m.Break)
+    assert (order.kind, order.hung) == ("hang", ())
+    run.stop("a", "b")
+    assert run.record.end is not None
+    assert run.record.end.code == 91
+    assert "no rank stands out" in run.record.end.cause
+
+
+def test_a_run_whose_budget_is_spent_ends_with_the_hang_as_its_cause() -> None:
+    run = running("2", "ab", max_restarts=0)
+    stalls(run, "a")
+    stalls(run, "b", "stopped")
+    run.stop("a", "b")
+    (end,) = run.orders("b", m.RunEnd)
+    assert end.code == 137
+    assert end.failure is not None
+    assert (end.failure.rank, end.failure.kind, end.failure.host) == (1, "hang", "host-b")
+
+
+def test_a_round_that_drains_is_not_judged() -> None:
+    run = running("2", "ab")
+    for node in "ab":
+        run.report(node, m.Ready(run.number))
+    run.stop_run()
+    stalls(run, "a")
+    stalls(run, "b")
+    assert run.orders("a", m.Break) == []

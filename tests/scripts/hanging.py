@@ -1,0 +1,159 @@
+"""A training in which a rank hangs: ``hanging.py DIRECTORY [flags]``.
+
+With a file ``hang`` in DIRECTORY that contains KIND RANK STEP, that rank hangs from that step on, once, in the function
+of that name; ``skip`` leaves out an exchange of the script's own (``--meet``). Each rank 0 notes its steps in
+``steps.jsonl``. With ``--slow`` some steps are followed by what takes longer than a step may, each in another way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import elastic_launch as el
+
+LONG = 13.0
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def deadlock() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def sleep() -> None:
+    time.sleep(3600)
+
+
+def write() -> None:
+    _, full = os.pipe()
+    with open(full, "wb", buffering=0) as file:
+        while True:  # a signal ends a single call
+            file.write(bytes(1 << 16))
+
+
+def loader() -> None:
+    time.sleep(3600)
+
+
+def meet(group: Any) -> None:
+    dist.all_reduce(torch.zeros(1), group=group)
+
+
+class Plan:
+    """The hang that is planned, if there is one."""
+
+    def __init__(self, directory: Path) -> None:
+        self._file = directory / "hang"
+
+    def take(self, kinds: str, rank: int, step: int = 1 << 30) -> str:
+        """Return the kind of hang that this rank is to have now, if it is one of these; "" if not."""
+        try:
+            kind, hung, at = self._file.read_text().split()
+        except FileNotFoundError:
+            return ""
+        if kind not in kinds.split() or int(hung) != rank or step < int(at):
+            return ""
+        self._file.rename(self._file.with_suffix(".taken"))
+        return kind
+
+
+class Data(Dataset[tuple[Tensor, Tensor]]):
+    def __init__(self, plan: Plan, rank: int, delay: float = 0.0) -> None:
+        self._plan, self._rank, self._delay = plan, rank, delay
+        self._inputs = torch.randn(48, 6, generator=torch.Generator().manual_seed(3))
+
+    def __len__(self) -> int:
+        return len(self._inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if self._plan.take("loader", self._rank):
+            loader()
+        if self._delay and index == 0:
+            time.sleep(self._delay)
+        return self._inputs[index], self._inputs[index, :3].argmax()
+
+
+def spin(seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+
+
+def slowly(run: el.Run, step: int) -> None:
+    """After some steps, do what takes longer than a step may."""
+    if step == 20 and run.rank == 1:
+        with run.expect("upload", "1min"):
+            time.sleep(LONG)
+    if step == 30 and run.rank == 0:
+        spin(LONG)
+    if 40 <= step < 60:
+        time.sleep((step % 10) * 0.2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--step-time", type=float, default=0.1)
+    parser.add_argument("--steps", type=int, default=100000)
+    parser.add_argument("--meet", action="store_true")
+    parser.add_argument("--slow", action="store_true")
+    parser.add_argument("--evaluate", action="store_true", help="train with a Trainer, whose evaluations are slow")
+    parser.add_argument("--loader-workers", type=int, default=0)
+    args = parser.parse_args()
+    directory, plan = args.directory, Plan(args.directory)
+
+    def note(file: str, **what: Any) -> None:
+        where = {"clock": time.monotonic(), "round": run.world.round, "rank": run.rank}
+        with (directory / file).open("a") as lines:
+            lines.write(json.dumps({**where, **what}) + "\n")
+
+    with el.session() as run:
+        env = {name: value for name, value in os.environ.items() if name.isupper()}
+        note("started.jsonl", pid=os.getpid(), children=[], env=env)
+        torch.manual_seed(0)
+        group = dist.new_group() if args.meet else None
+        model = nn.Linear(6, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        data = el.ElasticLoader(Data(plan, run.rank), el.GlobalBatch(12, 2), seed=1, num_workers=args.loader_workers)
+        if args.slow:
+            run.on_save(lambda: time.sleep(LONG * (run.rank == 0)))
+        if args.evaluate:
+            slow = el.ElasticLoader(Data(plan, run.rank, LONG * (run.rank == 1)), el.GlobalBatch(12, 2), shuffle=False)
+            loss = nn.functional.cross_entropy
+            trainer = el.Trainer(run, model, optimizer, data, loss_fn=loss, eval_loader=slow, eval_every="20ba")
+            trainer.fit(f"{args.steps}ba")
+            return
+        checkpoint = el.Checkpoint(directory / "checkpoints", every=10000) if args.slow else None
+        for step in run.steps(data, model, optimizer, until=f"{args.steps}ba", checkpoint=checkpoint):
+            for features, targets in step:
+                if kind := plan.take("stop deadlock sleep write", run.rank, step.number):
+                    {"stop": stop, "deadlock": deadlock, "sleep": sleep, "write": write}[kind]()
+                step.backward(nn.functional.cross_entropy(step.model(features), targets))
+            time.sleep(args.step_time)
+            step.update()
+            if group is not None and not plan.take("skip", run.rank, step.number):
+                meet(group)
+            if args.slow:
+                slowly(run, step.number)
+            if run.rank == 0:
+                note("steps.jsonl", step=step.number)
+
+
+if __name__ == "__main__":
+    main()
