@@ -1,0 +1,154 @@
+"""Real trainings whose script takes long to start, in exact mode: the others train on meanwhile, and one hash."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from changes import STEPS, Changes, undisturbed_hash
+from harness import Agent, Job, alive, wait_for
+
+pytestmark = pytest.mark.slow
+
+START = 5.0
+WAIT = ("--rdzv-conf", "start_wait=1,resize_delay=0.2")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return undisturbed_hash(tmp_path_factory.mktemp("undisturbed"))
+
+
+def training(job: Job) -> Changes:
+    return Changes(job, "--start-time", str(START), live=True)
+
+
+def pids(job: Job, number: int) -> dict[int, int]:
+    """The processes of a round so far, by rank."""
+    starts = ("worker_started", "worker_kept", "worker_placed")
+    return {e["rank"]: e["pid"] for e in job.events() if e["event"] in starts and e["round"] == number}
+
+
+def newcomer(job: Job, *former: int) -> int:
+    """Wait for a worker that starts ahead, other than those given."""
+
+    def probe() -> list[int]:
+        return [e["pid"] for e in job.events("worker_started") if not e["round"] and e["pid"] not in former]
+
+    return int(wait_for("a worker that starts ahead", probe, 60)[-1])
+
+
+def test_the_others_train_on_while_a_killed_worker_is_replaced(job: Job, undisturbed: str) -> None:
+    changes = training(job)
+    agent = changes.alone("--nproc", "2", *WAIT)
+    changes.trains(2, steps=10)
+    first = pids(job, 1)
+    os.kill(first[1], signal.SIGKILL)
+    changes.trains(1, after=1, steps=10)
+    assert pids(job, 2) == {0: first[0]}
+    changes.trains(2, after=2, steps=3)
+    result = changes.finish(agent)
+    assert changes.kinds() == [("broken", 1, "crash"), ("drained", 2, "membership")]
+    assert changes.done_again() == 0
+    assert pids(job, 3)[0] == first[0]
+    assert pids(job, 3)[1] == job.events("worker_ahead")[0]["pid"]
+    assert (result["worlds"], result["restarts"]) == ([2, 1, 2], 1)
+    assert result["hash"] == undisturbed
+
+
+def test_the_first_rank_is_replaced_likewise(job: Job, undisturbed: str) -> None:
+    """The node's snapshots are written by its other worker meanwhile."""
+    changes = training(job)
+    agent = changes.alone("--nproc", "2", *WAIT)
+    changes.trains(2, steps=5)
+    first = pids(job, 1)
+    os.kill(first[0], signal.SIGKILL)
+    changes.trains(1, after=1, steps=10)
+    assert pids(job, 2) == {0: first[1]}
+    changes.trains(2, after=2, steps=3)
+    result = changes.finish(agent)
+    assert pids(job, 3)[1] == first[1]
+    done = [step["step"] for step in changes.steps()]
+    assert len(done) == len(set(done)) >= STEPS - 1, "the killed one may not have noted its last step"
+    assert result["hash"] == undisturbed
+
+
+def test_a_node_joins_and_leaves_while_another_one_trains(job: Job, undisturbed: str) -> None:
+    changes = training(job)
+    a = changes.node("a", *WAIT)
+    changes.trains(1, steps=5)
+    b = changes.node("b", *WAIT)
+    newcomer(job)
+    done = changes.last(1)
+    joined = changes.trains(2, steps=5)
+    assert changes.last(1) > done + 5, "it has trained on"
+    b.signal(signal.SIGTERM)
+    changes.trains(1, after=joined, steps=3)
+    assert b.wait() == 143
+    result = changes.finish(a)
+    assert changes.kinds()[:2] == [("drained", 1, "membership"), ("drained", 2, "preemption")]
+    assert changes.done_again() == 0
+    assert (result["worlds"], result["restarts"]) == ([1, 2, 1], 0)
+    assert result["hash"] == undisturbed
+
+
+@pytest.mark.parametrize("when", ["as it starts", "as it joins"])
+def test_a_newcomer_is_killed(job: Job, undisturbed: str, when: str) -> None:
+    changes = training(job)
+    agent = changes.alone("--nproc", "2", *WAIT, "--max-restarts", "9")
+    changes.trains(2, steps=5)
+    first = pids(job, 1)
+    os.kill(first[1], signal.SIGKILL)
+    new = newcomer(job)
+    if when == "as it joins":
+        wait_for("its place", lambda: job.events("worker_placed"), 60)
+    os.kill(new, signal.SIGKILL)
+    last = newcomer(job, new)
+    changes.trains(2, after=2, steps=3)
+    number = max(event["round"] for event in job.events("round_formed"))
+    assert pids(job, number) == {0: first[0], 1: last}
+    result = changes.finish(agent)
+    assert changes.done_again() == 0
+    assert result["hash"] == undisturbed
+
+
+def test_a_node_that_leaves_ends_its_newcomer(job: Job, undisturbed: str) -> None:
+    changes = training(job)
+    a = changes.node("a", *WAIT)
+    a.says("hosts the run")
+    b = changes.node("b", *WAIT, nproc=2)
+    number = changes.trains(3, steps=3)
+    os.kill(pids(job, number)[2], signal.SIGKILL)
+    changes.trains(2, after=number, steps=2)
+    new = newcomer(job)
+    b.signal(signal.SIGTERM)
+    changes.trains(1, after=number + 1, steps=2)
+    assert b.wait() == 143
+    assert not alive(new)
+    result = changes.finish(a)
+    assert changes.done_again() == 0
+    assert result["hash"] == undisturbed
+
+
+def test_a_run_that_ends_ends_its_newcomer(job: Job, undisturbed: str) -> None:
+    changes = training(job)
+    agent = changes.alone("--nproc", "2", *WAIT)
+    changes.trains(2, steps=5)
+    os.kill(pids(job, 1)[1], signal.SIGKILL)
+    new = newcomer(job)
+    result = changes.finish(agent)
+    assert not alive(new)
+    assert result["hash"] == undisturbed
+    assert len(job.events("round_formed")) == 2
+
+
+def test_plain_scripts_start_with_their_rounds(job: Job) -> None:
+    conf = ["--rdzv-conf", "start_wait=0"]
+    agent: Agent = job.launch("--standalone", "--nproc", "2", *conf)
+    first = wait_for("two workers", lambda: len(job.started()) == 2 and job.started(), 60)
+    os.kill(first[0]["pid"], signal.SIGKILL)
+    wait_for("two other workers", lambda: len(job.started()) == 4, 60)
+    job.finish()
+    assert agent.wait() == 0
+    assert not [event for event in job.events("worker_started") if not event["round"]]
