@@ -29,6 +29,9 @@ MEETING = str(SCRIPTS / "meeting.py")
 LEAN = ("--no-preload", "torch._dynamo,torch.distributed.algorithms.join,torch.distributed.tensor,torch.nn.parallel")
 """Flags for scripts that only need what ``import torch`` loads: they skip a third of the agent's imports."""
 
+SHORT_STARTS = "start_wait=600"
+"""Workers wait for others that start. Else the rounds of a test would depend on how loaded the machine is."""
+
 SLOWNESS = 3.0
 """Factor for timeouts on a loaded machine: no test measures time, and a wait that succeeds early costs nothing."""
 
@@ -273,6 +276,7 @@ class Job:
         if executed is None:
             beside = bool(prefix) and not network_of(prefix)
             executed = self.executed or beside or any(map(_INTERPRETERS.match, env or {}))
+        env = {"PET_RDZV_CONF": SHORT_STARTS, **(env or {})}
         lean = LEAN if executed and {STEPS, MEETING} & {*command} else ()
         arguments = ["--log-dir", str(self.logs), *lean, *flags, *command]
         agent = Agent(arguments, self.directory, name, env, cwd, prefix, forked=not executed)

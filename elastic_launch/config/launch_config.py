@@ -124,7 +124,7 @@ class Timing:
     beat: float = 1.0
     join_timeout: float = 600.0
     read_timeout: float = 60.0
-    start_wait: float = 600.0
+    start_wait: float = 1.0
 
     def __post_init__(self) -> None:
         for item in fields(self):
