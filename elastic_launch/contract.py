@@ -50,6 +50,7 @@ __all__ = [
     "Save",
     "Saved",
     "Slots",
+    "SlowRank",
     "StepDone",
     "Stop",
     "Stopping",
@@ -333,6 +334,20 @@ class Stopping(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class SlowRank(Message):
+    """A rank of the round needs longer for its part of a step than the others, which wait for it; rank 0 says so.
+
+    Attributes:
+        phase: what it needs longer for.
+        ratio: its time divided by the median of the other ranks.
+    """
+
+    rank: Count
+    phase: Text
+    ratio: Seconds
+
+
+@dataclass(frozen=True, slots=True)
 class FaultDue(Message):
     """The worker has come to a planned fault, and waits for :class:`FaultOrder`; the only message on its connection.
 
@@ -544,6 +559,7 @@ FROM_WORKERS: frozenset[type[Message]] = frozenset(
         Stored,
         Drained,
         Stopping,
+        SlowRank,
         Disconnected,
         Suspended,
         Ahead,

@@ -163,6 +163,7 @@ MESSAGES = [
     c.Saved(7, "the disk is full"),
     c.Noted(),
     c.FaultDue(3, 20, 1),
+    c.SlowRank(3, "data", 2.5),
     c.FaultOrder(strikes=True),
 ]
 

@@ -43,7 +43,7 @@ from elastic_agents.reporting import (
 )
 from elastic_agents.snapshots.durable_state import DurableState
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
-from elastic_agents.workers.control import Control, HungUp, ScriptEnded
+from elastic_agents.workers.control import Control, HungUp, ScriptEnded, Straggles
 from elastic_agents.workers.guard import Guard
 from elastic_agents.workers.logs import LogPlaces
 from elastic_agents.workers.output import OutputPump
@@ -55,13 +55,14 @@ from elastic_agents.workers.stuck import LOOK_EVERY
 from elastic_agents.workers.watchdog import TimerExpired
 from elastic_launch.clock import Clock, MonotonicClock
 from elastic_launch.config.launch_config import LaunchConfig
-from elastic_launch.contract import Copied, Copying, Save
+from elastic_launch.contract import Copied, Copying, Save, SlowRank
 from elastic_launch.errors import EndpointError, ExitCode
 from elastic_launch.events.types import (
     CheckpointSaved,
     EventSink,
     LinkChanged,
     NodeEnded,
+    StragglerFound,
     WorkerAhead,
     WorkerExited,
 )
@@ -69,6 +70,7 @@ from elastic_launch.rendezvous.backends.c10d import Backend
 from elastic_launch.rendezvous.node.failure_detector import CutOff
 from elastic_launch.rendezvous.node.membership import Membership
 from elastic_launch.rendezvous.node.membership_events import LinkDown, LinkUp, Opened, RendezvousLost
+from elastic_launch.rendezvous.record import Round
 from elastic_launch.rendezvous.run_file import RunAddress, RunFile
 from elastic_launch.rendezvous.torch_handler import MembershipHandler
 from elastic_launch.rendezvous.wire import messages as m
@@ -151,6 +153,7 @@ class LocalElasticAgent(ElasticAgent):
         self._member = False
         self._run_over = False  # the leader has said that the run is over
         self._watched = 0  # the round whose workers may hang at exit
+        self._formed = Round()
         self._rank = 0  # among the members of the current round
         self._finished = 0  # the round in which this node's workers have finished
 
@@ -366,6 +369,9 @@ class LocalElasticAgent(ElasticAgent):
             case Thaw():
                 self._drill.thaw(item)
                 return None
+            case Straggles(round=number, slow=slow):
+                self._straggles(number, slow)
+                return None
             case m.PeerDone(round=number):
                 self._watch_ends(number)
                 return None
@@ -452,6 +458,12 @@ class LocalElasticAgent(ElasticAgent):
             case v.GraceOver() | v.HoldOver() | v.StartFailed() | v.WorkerGone() | RendezvousLost():
                 return item
         raise TypeError(f"the inbox holds a {type(item).__name__}")
+
+    def _straggles(self, number: int, slow: SlowRank) -> None:
+        if number == self._formed.number and (node := self._formed.node_of(slow.rank)):
+            event = StragglerFound(number, slow.rank, node, slow.phase, slow.ratio)
+            self._events.emit(event)
+            _log.warning("%s", event.line())
 
     def _beat(self) -> m.Beat | m.Progress:
         """Called from the membership's thread."""
@@ -687,6 +699,7 @@ class LocalElasticAgent(ElasticAgent):
         """Prepare what a round's workers need; each that does not run yet starts once a process is available for it."""
         assert self._store is not None
         form = start.form
+        self._formed = form.round
         self._rank = place(self._group, form.round, self._config)
         placed = placements(self._group)
         new = self._starts.prepare(start, placed)

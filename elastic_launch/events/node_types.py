@@ -91,6 +91,30 @@ class NodeChecked(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class StragglerFound(Event):
+    """A rank of the round needs longer for its part of a step than the others, which wait for it.
+
+    Attributes:
+        node: the rank's node.
+        phase: what it needs longer for: ``data``, or ``compute`` for everything else but waiting for other ranks.
+        ratio: its time for a micro-batch divided by the median of the other ranks.
+    """
+
+    round: int
+    rank: int
+    node: str
+    phase: str
+    ratio: float
+
+    def line(self) -> str:
+        what = "waits longer for data" if self.phase == "data" else "computes longer"
+        return (
+            f"rank {self.rank} on node {self.node} is slow: it {what}, and needs {self.ratio:.1f} times as long "
+            "for its part of a step as the other ranks, which wait for it"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerStarted(Event):
     """A worker process was started.
 

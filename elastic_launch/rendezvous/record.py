@@ -87,6 +87,14 @@ class Round:
                 return rank
         return None
 
+    def node_of(self, rank: int) -> str:
+        """Return the id of the node of the worker with a global rank; empty if there is no such rank."""
+        for member in self.members:
+            if rank < member.workers:
+                return member.node_id
+            rank -= member.workers
+        return ""
+
     def ranks_of(self, index: int) -> list[WorkerRanks]:
         """Return the ranks of the workers of the member with the rank ``index``, by local rank.
 

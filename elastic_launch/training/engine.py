@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elastic_launch import faults
-from elastic_launch.contract import Ready
+from elastic_launch.contract import Ready, SlowRank
 from elastic_launch.error_file import do_not_retry
 from elastic_launch.shared_progress import Activity
 from elastic_launch.symptoms import symptom_in
@@ -33,6 +33,7 @@ from elastic_launch.training.live.errors import is_of_exchange
 from elastic_launch.training.live.groups import GroupsRemainError, RoundGroups
 from elastic_launch.training.ranks.agreement import Agreement, Wishes
 from elastic_launch.training.ranks.determinism import Determinism
+from elastic_launch.training.ranks.pace import Straggler
 from elastic_launch.training.ranks.place import take, wait_for_place
 from elastic_launch.training.ranks.replicas import Named, ReplicaCheck, ReplicasDifferError
 from elastic_launch.training.ranks.world import GROUP_TIMEOUT, World, environment, join
@@ -275,6 +276,13 @@ class Engine:
     def doing(self, activity: Activity, limit: float = 0.0, what: str = "") -> AbstractContextManager[None]:
         """Let the agent know that this is done meanwhile, see :meth:`AgentLink.doing`."""
         return nullcontext() if self._link is None else self._link.doing(activity, limit, what)
+
+    def report_straggler(self, found: Straggler) -> None:
+        """Report a rank that is slower than the others."""
+        if self._link is not None:
+            self._link.straggles(SlowRank(found.rank, found.phase, found.ratio))
+        else:
+            _log.warning("rank %d is slow in %s: %.1f times the others' time", found.rank, found.phase, found.ratio)
 
     def note_exchanges(self) -> None:
         """Record that the exchanges with other ranks so far are the library's own."""

@@ -338,6 +338,10 @@ class AgentLink:
         if not self._noted and self._sock is not None:
             _log.warning("the agent has not confirmed that this worker is drained")
 
+    def straggles(self, slow: c.SlowRank) -> None:
+        """Report a rank of the round that is slower than the others."""
+        self._say(slow)
+
     def stopping(self, stopping: c.Stopping) -> None:
         """Report that all ranks stop after a step, and that the script saves the state."""
         self._say(stopping)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -31,6 +32,7 @@ from elastic_launch.training.gradients.means import cargo_size
 from elastic_launch.training.gradients.parameters import OwnParameters
 from elastic_launch.training.randomness import derive, seed_all
 from elastic_launch.training.ranks.agreement import NOTHING
+from elastic_launch.training.ranks.pace import Pace
 from elastic_launch.training.ranks.replicas import replicated
 from elastic_launch.training.ranks.same_arguments import check_same
 from elastic_launch.training.ranks.world import World
@@ -127,6 +129,7 @@ class Loop:
         # Of the current round:
         self._gradients: Gradients | None = None
         self._batches: Generator[object] | None = None
+        self._pace: Pace | None = None
         self._began_in_training_mode: bool | None = None
         if options.exact:
             loader.check_exact()
@@ -153,8 +156,10 @@ class Loop:
         try:
             self._complete()
             while self._step < self._end and not self._engine.stopped:
-                step = self._next_step()
+                step, pace, began = self._next_step(), self._pace, time.perf_counter()
                 yield step
+                if pace is not None:  # if the round has changed meanwhile, it is not used any more
+                    pace.add(time.perf_counter() - began, step.data_s, step.exchange_s, step.plan.grad_accum)
                 self._watch_mode(step)
                 if step.too_large:
                     if step.all_know:
@@ -222,6 +227,8 @@ class Loop:
             _log.warning("the optimizer has none of the model's parameters: none of these is trained")
         ranks_own = [x.name for x in buffers_of(self._model, self._options.buffers) if x.rule == "ignore"]
         engine.compare_replicas(replicated(self._model, self._optimizer, ranks_own))
+        on_host = engine.device.type == "cpu"
+        self._pace = Pace(world.rank, world.world_size, resumed.step, on_host=on_host, report=engine.report_straggler)
         # Last: a process that is interrupted before has received only a part of the state.
         engine.begin(resumed.step, self._end, live=self._live)
         engine.watch(resumed.step)
@@ -486,6 +493,9 @@ class Loop:
         stays = settled(self._optimizer, self._model.parameters())
         identity = self._loader.identity
         self._engine.step_boundary(self._step, identity, self._state, end=end, stays=stays, by_step=True, keep=keep)
+        if self._pace is not None and not end and not self._engine.stopped:
+            self._pace.compare(self._step)
+            self._engine.note_exchanges()
         return self._engine.drains_live()
 
     def _halve(self, step: Step) -> None:

@@ -9,6 +9,7 @@ step may make several passes over the same micro-batches, each with an update; i
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -105,6 +106,7 @@ class Step:
         all_know: whether all ranks know that; else the step is repeated with micro-batches of the same size.
         in_training_mode: whether the model was in training mode in the last backward pass; None before it.
         error: the exception that ended the last backward pass, exchange or update; None if it succeeded.
+        data_s, exchange_s: seconds spent waiting for data, and in exchanges with other ranks.
 
     Args:
         batches: yields this rank's collated micro-batches.
@@ -145,6 +147,7 @@ class Step:
         self.too_large = self.all_know = False
         self.in_training_mode: bool | None = None
         self.error: Exception | None = None
+        self.data_s = self.exchange_s = 0.0
         self._batches = batches
         self._gradients = gradients
         self._optimizers = optimizer.optimizers if isinstance(optimizer, Optimizers) else {"": optimizer}
@@ -211,8 +214,10 @@ class Step:
             with kept(devices=True):
                 yield from self._samples_of_pass()
         self._current = None
+        began = time.perf_counter()
         with self._noting_errors():
             self._exchange()
+        self.exchange_s += time.perf_counter() - began
         if self._change is not None:
             self._change.exchanged()
 
@@ -241,6 +246,7 @@ class Step:
         for number, micro in enumerate(self.plan.micro_batches):
             if self._change is not None and self._change.is_over:
                 raise RoundOverError("the round is over")
+            began = time.perf_counter()
             with self._noting_errors(), left_seeded():
                 try:
                     sample = self._sample(number)
@@ -248,6 +254,7 @@ class Step:
                     where = f"micro-batch {micro.index} of step {self.number} was loaded"
                     error.add_note(f"  It was raised when {where}. {self._origin(self.position.step, micro.index)}")
                     raise
+            self.data_s += time.perf_counter() - began
             with self._gradients.micro_batch(number):
                 seed_all(derive("micro-batch", self._seed, self.position.step, micro.index, *self._again), devices=True)
                 self._current = number

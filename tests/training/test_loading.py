@@ -18,9 +18,6 @@ from torch.utils.data import TensorDataset
 import elastic_launch as el
 from elastic_launch import snapshot
 from elastic_launch.snapshot.format import tensor_file
-from elastic_launch.training.engine import Engine
-from elastic_launch.training.ranks.world import World
-from elastic_launch.training.session import Run
 
 DATA = TensorDataset(torch.randn(24, 3, generator=torch.Generator().manual_seed(1)), torch.zeros(24, 1))
 
@@ -40,18 +37,16 @@ class Tied(nn.Module):
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nn.Module]:
     """Checkpoints of the steps 3 and 6, and the model as it was then."""
     directory, model = tmp_path_factory.mktemp("trained"), Tied()
-    run = Run(Engine(World(), torch.device("cpu")))
     average = torch.optim.swa_utils.AveragedModel(model)
-    run.register("average", average)
     optimizer = torch.optim.AdamW(model.parameters())
-    checkpoint = el.Checkpoint(directory, every=3)
-    for step in run.steps(
-        el.ElasticLoader(DATA, el.GlobalBatch(4, 4)), model, optimizer, until="6ba", checkpoint=checkpoint
-    ):
-        for x, y in step:
-            step.backward(nn.functional.mse_loss(step.model(x), y))
-        step.update()
-        average.update_parameters(model)
+    loader, checkpoint = el.ElasticLoader(DATA, el.GlobalBatch(4, 4)), el.Checkpoint(directory, every=3)
+    with el.session() as run:
+        run.register("average", average)
+        for step in run.steps(loader, model, optimizer, until="6ba", checkpoint=checkpoint):
+            for x, y in step:
+                step.backward(nn.functional.mse_loss(step.model(x), y))
+            step.update()
+            average.update_parameters(model)
     return directory, model
 
 

@@ -41,7 +41,7 @@ from elastic_launch.shared_progress import SharedProgress, WorkerProgress
 from elastic_launch.system.descriptors import PAUSE, reserve, scarce
 from elastic_launch.system.threads import VitalThread
 
-__all__ = ["Control", "HungUp", "ScriptEnded"]
+__all__ = ["Control", "HungUp", "ScriptEnded", "Straggles"]
 
 _log = logging.getLogger("elastic_launch.agent")
 
@@ -62,6 +62,14 @@ class HungUp:
     local_rank: int
 
 
+@dataclass(frozen=True, slots=True)
+class Straggles:
+    """A rank of a round is slower than the others."""
+
+    round: int
+    slow: c.SlowRank
+
+
 PEERS_PER_WORKER = 4
 """Connections at once per worker of the node: those of the last round may not be closed yet."""
 
@@ -79,6 +87,7 @@ Said = (
     | ScriptEnded
     | HungUp
     | FaultReached
+    | Straggles
 )
 
 
@@ -404,6 +413,8 @@ class Control:
                 self._send(peer, c.Noted())
             case c.Stopping(step=step):
                 self._say(WorkerStopping(number, local_rank, step))
+            case c.SlowRank():
+                self._say(Straggles(number, message))
             case c.Disconnected(error=error):
                 self._say(WorkerDisconnected(number, local_rank, error))
             case c.Suspended():

@@ -7,6 +7,7 @@
 ``exchange``        state sent to ranks that have none
 ``same_arguments``  checks that all ranks were given the same arguments
 ``replicas``        checks that all ranks have the same parameters
+``pace``            finds ranks that are slower than the others
 ``checksum``        a fast checksum of tensors
 ``determinism``     torch's settings for bitwise equal results
 """

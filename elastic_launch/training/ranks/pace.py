@@ -1,0 +1,133 @@
+"""Finds ranks that are slower than the others: in a step they all wait for the slowest one.
+
+Each rank measures its own time in a step: waiting for data, and everything else but the exchange with other ranks.
+From time to time the ranks exchange these, so that the first one can report who is slow, and in what.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["SLOW", "Pace", "Straggler", "slow_ranks"]
+
+SLOW = 1.5
+"""A rank is slow if a micro-batch takes it this many times the median of the other ranks."""
+
+NOTABLE = 0.001
+"""Seconds that each micro-batch must take longer than that at least."""
+
+FIRST_WINDOW = 20
+"""Steps of the first window."""
+
+WINDOW_S, LONGEST_WINDOW = 5.0, 10_000
+"""Seconds that a later window lasts, and its most steps."""
+
+WINDOWS = 2
+"""Consecutive windows in which a rank must be slow: a single one may have had other work beside it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """A rank that is slower than the others.
+
+    Attributes:
+        phase: what it needs more time for: ``data``, or ``compute`` for everything else.
+        ratio: its time divided by the median of the other ranks.
+    """
+
+    rank: int
+    phase: str
+    ratio: float
+
+
+def slow_ranks(times: Sequence[tuple[float, float]]) -> list[Straggler]:
+    """Return the ranks that are slow.
+
+    Args:
+        times: for each rank, seconds per micro-batch of waiting for data, and of everything else; NaN if it has none.
+    """
+    busy = [sum(time) for time in times]
+    found = []
+    for rank, mine in enumerate(busy):
+        others = [time for other, time in enumerate(busy) if other != rank and not math.isnan(time)]
+        if not others or math.isnan(mine):
+            continue
+        usual = statistics.median(others)
+        if mine > SLOW * usual and mine - usual > NOTABLE:
+            more = [times[rank][phase] - _median_beside(times, rank, phase) for phase in (0, 1)]
+            found.append(Straggler(rank, "data" if more[0] > more[1] else "compute", round(mine / usual, 2)))
+    return found
+
+
+def _median_beside(times: Sequence[tuple[float, float]], rank: int, phase: int) -> float:
+    return statistics.median(
+        time[phase] for other, time in enumerate(times) if other != rank and not math.isnan(time[phase])
+    )
+
+
+class Pace:
+    """Compares the ranks of one round.
+
+    Args:
+        step: optimizer steps done when the round began.
+        on_host: whether the host's clock shows what a step takes; on a device that computes by itself, only the wait
+            for data is compared.
+        report: called on rank 0 for each rank that has become slow.
+    """
+
+    def __init__(
+        self, rank: int, world_size: int, step: int, *, on_host: bool, report: Callable[[Straggler], None]
+    ) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._on_host = on_host
+        self._report = report
+        self._next = step + FIRST_WINDOW
+        self._began = step
+        self._wall = self._data = self._compute = 0.0
+        self._count = 0
+        self._windows: dict[int, int] = {}  # consecutive windows in which a rank was slow
+
+    def add(self, wall: float, data: float, exchange: float, micro_batches: int) -> None:
+        """Count a step.
+
+        Args:
+            wall, data, exchange: seconds of the whole step, of waiting for data, and of the exchange with other ranks.
+            micro_batches: this rank's.
+        """
+        self._wall += wall
+        self._data += data
+        self._compute += max(0.0, wall - data - exchange)
+        self._count += micro_batches
+
+    def compare(self, step: int) -> None:
+        """Compare the ranks if a window ends with this step; called by all ranks.
+
+        Raises:
+            RuntimeError: if the exchange with other ranks fails.
+        """
+        if step < self._next or self._world_size == 1:
+            return
+        count = self._count or math.nan
+        mine = [self._data / count, self._compute / count if self._on_host else 0.0 * count, self._wall]
+        table = torch.zeros(self._world_size, len(mine), dtype=torch.float64)
+        table[self._rank] = torch.tensor(mine, dtype=torch.float64)
+        dist.all_reduce(table)
+        rows = [(data, compute) for data, compute, _ in table.tolist()]
+        # The same on all ranks, as the next window must be.
+        each = max(float(table[:, 2].max()) / max(1, step - self._began), 1e-9)
+        self._began, self._next = step, step + min(max(FIRST_WINDOW, math.ceil(WINDOW_S / each)), LONGEST_WINDOW)
+        self._wall = self._data = self._compute = 0.0
+        self._count = 0
+        slow = {found.rank: found for found in slow_ranks(rows)}
+        self._windows = {rank: self._windows.get(rank, 0) + 1 for rank in slow}
+        if self._rank == 0:
+            for rank, found in slow.items():
+                if self._windows[rank] == WINDOWS:
+                    self._report(found)
