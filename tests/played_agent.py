@@ -125,7 +125,7 @@ class PlayedAgent:
             max_restarts=3,
             round_number=number,
             reason="first",
-            error_file=os.devnull,
+            error_file="",
             socket=self.address,
         )
 
