@@ -22,10 +22,20 @@ class Hanging:
     def steps(self, number: int) -> list[int]:
         return [x["step"] for x in read_lines(self.job.work / "steps.jsonl") if x["round"] == number]
 
-    def trains(self, number: int) -> None:
-        """Wait until a round has done some steps."""
+    def trains(self, world: int, after: int = 0) -> int:
+        """Wait until the newest round, which is above a number, has a world size and has done some steps.
+
+        It may be preceded by one without the workers that are missing.
+        """
+
+        def probe() -> int:
+            noted = read_lines(self.job.work / "steps.jsonl")
+            number = noted[-1]["round"] if noted else 0
+            steps = [x for x in noted if x["round"] == number and x["world"] == world]
+            return number if number > after and len(steps) >= 5 else 0
+
         try:
-            wait_for(f"steps of round {number}", lambda: len(self.steps(number)) >= 5, 60)
+            return wait_for(f"steps in a world of {world} after round {after}", probe, 60)
         except AssertionError as error:
             raise AssertionError(f"{error}\n" + "\n".join(agent.output for agent in self.job.agents)) from None
 

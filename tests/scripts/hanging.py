@@ -97,13 +97,14 @@ def spin(seconds: float) -> None:
 
 def slowly(run: el.Run, step: int) -> None:
     """After some steps, do what takes longer than a step may."""
-    if step == 20 and run.rank == 1:
+    at = step % 80
+    if at == 20 and run.rank == 1:
         with run.expect("upload", "1min"):
             time.sleep(LONG)
-    if step == 30 and run.rank == 0:
+    if at == 30 and run.rank == 0:
         spin(LONG)
-    if 40 <= step < 60:
-        time.sleep((step % 10) * 0.2)
+    if 40 <= at < 60:
+        time.sleep((at % 10) * 0.2)
 
 
 def main() -> None:
@@ -119,7 +120,7 @@ def main() -> None:
     directory, plan = args.directory, Plan(args.directory)
 
     def note(file: str, **what: Any) -> None:
-        where = {"clock": time.monotonic(), "round": run.world.round, "rank": run.rank}
+        where = {"clock": time.monotonic(), "round": run.world.round, "rank": run.rank, "world": run.world_size}
         with (directory / file).open("a") as lines:
             lines.write(json.dumps({**where, **what}) + "\n")
 

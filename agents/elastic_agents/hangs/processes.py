@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +18,10 @@ from elastic_launch.errors import ProtocolError
 from elastic_launch.stack_dump import SIGNAL
 from elastic_launch.system.private_files import read_small
 
-__all__ = ["Usage", "is_stopped", "is_traced", "moved", "stacks_of", "usage"]
+__all__ = ["Usage", "is_stopped", "is_traced", "moved", "others_in_session", "stacks_of", "usage"]
 
 CPU_SHARE = 0.005
-"""Share of a CPU above which a session does something: threads that only wait wake up from time to time, too."""
+"""Share of a CPU above which a thread does something: gloo's threads look a hundred times a second for what to do."""
 
 BYTES_PER_SECOND = 1024.0
 """Bytes that it reads or writes, likewise: an upload needs hardly any CPU."""
@@ -40,24 +41,25 @@ class Usage:
 
     Attributes:
         at: when this was read, by the monotonic clock.
-        cpu: seconds of CPU.
+        cpu: seconds of CPU, by thread.
         read_or_written: bytes.
         busy: threads that wait for a CPU, for a disk or for a file system of the network.
     """
 
     at: float
-    cpu: float
+    cpu: Mapping[int, float]
     read_or_written: int
     busy: frozenset[int]
 
 
 def usage(sid: int) -> Usage:
     """Read what a session has used."""
-    cpu, moved_bytes = 0.0, 0
+    cpu: dict[int, float] = {}
+    moved_bytes = 0
     busy: set[int] = set()
     for pid in _members(sid):
         for task in _tasks(pid):
-            cpu += int((_read(f"/proc/{pid}/task/{task}/schedstat").split() or ["0"])[0]) / 1e9
+            cpu[task] = _cpu(f"/proc/{pid}/task/{task}")
             if _state(f"/proc/{pid}/task/{task}/stat") in ("R", "D"):
                 busy.add(task)
         for line in _read(f"/proc/{pid}/io").splitlines()[:2]:  # rchar and wchar: of system calls
@@ -69,8 +71,9 @@ def moved(before: Usage, after: Usage) -> bool:
     """Whether a session has done anything between two looks, or a thread of it waits to."""
     seconds = max(after.at - before.at, 0.001)
     # A process that has ended takes what it used with it.
-    cpu, moved_bytes = abs(after.cpu - before.cpu), abs(after.read_or_written - before.read_or_written)
-    return cpu > CPU_SHARE * seconds or moved_bytes > BYTES_PER_SECOND * seconds or bool(before.busy & after.busy)
+    moved_bytes = abs(after.read_or_written - before.read_or_written)
+    runs = any(used - before.cpu.get(task, 0.0) > CPU_SHARE * seconds for task, used in after.cpu.items())
+    return runs or moved_bytes > BYTES_PER_SECOND * seconds or bool(before.busy & after.busy)
 
 
 def is_stopped(pid: int) -> bool:
@@ -83,14 +86,17 @@ def is_traced(pid: int) -> bool:
     return _status(pid, "TracerPid").strip() not in ("", "0")
 
 
-def stacks_of(pid: int, file: Path) -> list[list[Stack]]:
-    """Return the stacks of the threads of a worker and of the processes in its session, the worker's first.
+def stacks_of(pid: int, file: Path) -> list[Stack]:
+    """Return the stacks of a process' threads, that of the main thread last; none if they cannot be had.
 
-    By py-spy if it is installed and permitted, else as :mod:`elastic_launch.stack_dump` writes them to ``file``; those
-    that cannot be had are empty.
+    By py-spy if it is installed and permitted, else as :mod:`elastic_launch.stack_dump` writes them to ``file``.
     """
-    others = [member for member in _members(pid) if member != pid]
-    return [_by_py_spy(member) or _by_signal(member, file) for member in (pid, *others)]
+    return _by_py_spy(pid) or _by_signal(pid, file)
+
+
+def others_in_session(sid: int) -> list[int]:
+    """Return the processes of a session other than its leader."""
+    return [pid for pid in _members(sid) if pid != sid]
 
 
 def _by_py_spy(pid: int) -> list[Stack]:
@@ -120,6 +126,15 @@ def _by_signal(pid: int, file: Path) -> list[Stack]:
             if text and text == before:
                 return parse_dump(text)
     return []
+
+
+def _cpu(thread: str) -> float:
+    """Return the seconds of CPU that a thread has used."""
+    if found := _read(f"{thread}/schedstat").split():
+        return int(found[0]) / 1e9
+    # Kernels without this file count in ticks: proc_pid_stat(5), utime and stime.
+    fields = _read(f"{thread}/stat").rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
 
 
 def _members(sid: int) -> list[int]:

@@ -8,11 +8,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_agents.hangs.lateness import Lateness, Standstill
-from elastic_agents.hangs.processes import Usage, is_stopped, is_traced, moved, stacks_of, usage
+from elastic_agents.hangs.processes import Usage, is_stopped, is_traced, moved, others_in_session, stacks_of, usage
 from elastic_agents.hangs.stacks import Stack, debugged, in_exchange, in_loader, text_of, user_frame
 from elastic_launch.rendezvous.wire.messages import Stalled, StalledWorker
 from elastic_launch.shared_progress import WorkerProgress
@@ -30,8 +31,11 @@ TICK = 0.5
 WINDOW = 2.0
 """Seconds for which a worker must not have done anything."""
 
-AGAIN = 1.5
+AGAIN = 1.25
 """A node that stays late repeats its report whenever it has been so for so many times as long."""
+
+AT_ONCE = 8
+"""Workers whose stacks are taken at the same time."""
 
 FRAMES, LONGEST = 20, 1000
 """Innermost frames of a stack that go into a report, and bytes of each."""
@@ -152,12 +156,14 @@ class HangWatch:
 
     def _examine(self, watched: Watched, found: Standstill) -> None:
         """Find out where each worker stands, and report it."""
+        self._next = found.seconds * AGAIN
         before = self._reports(watched)
         used, self._used = self._used, {worker.pid: usage(worker.pid) for worker in watched.workers}
         seen: list[StalledWorker] = []
         texts: list[str] = []
-        for worker in watched.workers:
-            stacks = stacks_of(worker.pid, worker.stacks)
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            taken = pool.map(_stacks, watched.workers)
+        for worker, stacks in zip(watched.workers, taken, strict=True):
             if is_traced(worker.pid) or any(map(debugged, stacks)):
                 return
             moves = moved(used[worker.pid], self._used[worker.pid]) if worker.pid in used else True
@@ -165,18 +171,24 @@ class HangWatch:
             texts.append(_text(seen[-1], stacks))
         if self._watched != watched or self._reports(watched) != before:
             return  # it has advanced meanwhile
-        self._next = found.seconds * AGAIN
         self._reported = watched.round
         self._found = watched.round, "\n".join(texts)
         where = found.doing, self._host, tuple(seen)
         self._report(Stalled(watched.round, round(found.seconds, 1), *where, asked=self._idle >= self._timeout > 0))
 
 
+def _stacks(worker: WatchedWorker) -> list[list[Stack]]:
+    """Return the stacks of a worker and, if it waits for them, of its data loader's processes."""
+    own = stacks_of(worker.pid, worker.stacks)
+    others = others_in_session(worker.pid) if own and in_loader(own[-1]) else []
+    return [own, *(stacks_of(pid, worker.stacks) for pid in others)]
+
+
 def _seen(worker: WatchedWorker, stacks: list[list[Stack]], *, moves: bool) -> StalledWorker:
     """Return what is reported of a worker.
 
     Args:
-        stacks: of its threads and of those of its processes, see :func:`~elastic_agents.hangs.processes.stacks_of`.
+        stacks: of its threads and of those of its processes, see :func:`_stacks`.
     """
     main: Stack = stacks[0][-1] if stacks[0] else ()
     shown = main
