@@ -27,9 +27,8 @@ RANKS = 3
 
 def one(run: Hanging, agent: Agent, kind: str, rank: int) -> dict[str, Any]:
     """Have a rank hang; return what was found, and after how many seconds."""
-    broken = run.job.events("round_broken")
-    run.trains(RANKS, after=broken[-1]["round"] if broken else 0)
-    before = len(run.job.events("hang_found"))
+    before = len(found := run.job.events("hang_found"))
+    run.trains(RANKS, after=found[-1]["round"] if found else 0)
     taken = run.job.work / "hang.taken"
     taken.unlink(missing_ok=True)
     run.job.tell("hang", f"{kind} {rank} 1")
