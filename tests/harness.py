@@ -307,6 +307,8 @@ class Job:
         def probe() -> list[dict[str, Any]]:
             rounds: dict[int, list[dict[str, Any]]] = {}
             for worker in self.started():
+                if "ELASTIC_LAUNCH_AHEAD" in worker["env"]:
+                    continue  # it had no place yet
                 number = int(worker["env"]["ELASTIC_LAUNCH_ROUND"])
                 if number > after and int(worker["env"]["WORLD_SIZE"]) == size:
                     rounds.setdefault(number, []).append(worker)

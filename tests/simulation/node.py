@@ -48,7 +48,8 @@ class SimNode(Host):
         self.node_id, self.incarnation = node_id, incarnation
         self.code: int | None = None
         self.lost_power = False
-        self.view = v.View()
+        slow = cluster.live and self.kernel.random.choice((True, False))
+        self.view = v.View(ahead=v.Newcomers(slow=slow))
         self.workers = SimWorkers(self)
         self.inbox = Mailbox(self.kernel, self)
         self.side = NodeMachine()
@@ -108,10 +109,18 @@ class SimNode(Host):
     def _carry_out(self, action: v.Action) -> None:
         number = self.view.round
         match action:
-            case v.StartWorkers(form=form, kept=kept):
+            case v.StartWorkers(form=form, kept=kept, waiting=waiting, coming=coming):
                 self.cluster.checks.starts(self, form)
-                self.workers.start(form.round, kept=bool(kept))
+                self.workers.start(form.round, kept=bool(kept), waiting=bool(waiting), coming=bool(coming))
                 self._say(m.Joined(form.round.number))
+            case v.StartAhead():
+                self.workers.start_ahead()
+            case v.KillAhead():
+                self.workers.kill_ahead()
+            case v.GivePlace():
+                self.workers.give_place()
+            case m.Slots() | m.Imported():
+                self._say(action)
             case v.Terminate():
                 self.workers.terminate()
                 grace = self.cluster.grace
@@ -135,8 +144,8 @@ class SimNode(Host):
                 self._say(m.Failed(number, replace(failure, round=number)))
             case v.ReportReady(round=ready):
                 self._say(m.Ready(ready, live=self.cluster.live))
-            case v.ReportStopped(round=stopped, drained=step):
-                self._say(m.Stopped(stopped, 1, step))
+            case v.ReportStopped(round=stopped, drained=step, importing=importing):
+                self._say(m.Stopped(stopped, 1, step, importing=importing))
             case m.Done(round=done):
                 self._say(m.Done(done))
             case m.Leaving(reason=reason, seconds=seconds):
@@ -315,8 +324,7 @@ class SimNode(Host):
             case m.Refused(reason=reason):
                 raise RefusedError(reason)
             case m.StartAhead():
-                # Its workers start ahead; suspended ones, if it has any, wait already.
-                self.kernel.call(self.kernel.random.choice((0.01, 1.0)), self, lambda: self._say(m.Imported()))
+                self.inbox.put(order)
             case m.Form() | m.Drain() | m.Break() | m.Evicted() | m.RunEnd():
                 if isinstance(order, m.Form):
                     self._detector.formed()

@@ -1,6 +1,6 @@
 """A node's simulated workers, as one process: they train until they finish, crash, are stopped, or miss their peers.
 
-In a live run they also leave a round and wait, suspended, for a place in the next one.
+In a live run they also leave a round and wait, suspended, for a place in the next one, and start ahead of a place.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class SimWorkers:
         kept: how often suspended workers got a place.
         done: numbers of the rounds whose workers have finished here.
         deaf: SIGTERM does not end them, nor do they leave a round when they are told to.
+        ahead: whether workers were started ahead, and have no place in a round yet.
     """
 
     def __init__(self, node: SimNode) -> None:
@@ -39,6 +40,9 @@ class SimWorkers:
         self.kept = 0
         self.done: set[int] = set()
         self.deaf = False
+        self.ahead = False
+        self._newcomers = 0  # how many were started
+        self._unplaced = False  # those of the round have not come, and have no place yet
         self._drained = self._killed = False
 
     @property
@@ -46,15 +50,51 @@ class SimWorkers:
         """Number of the round whose workers train, 0 for none."""
         return self.round.number if self.round is not None else 0
 
-    def start(self, formed: Round, *, kept: bool) -> None:
+    def start(self, formed: Round, *, kept: bool, waiting: bool, coming: bool) -> None:
         assert self.round is None, "workers of two rounds on one node"
+        assert self.ahead == (waiting or coming), "workers beside those that start ahead"
+        self.ahead, self._unplaced = False, coming
         assert kept == bool(self.suspended), "a suspended worker is left, or revived twice"
         assert formed.number > self.suspended, "a suspended worker is revived for a round that it has left"
         self.kept += kept
         self.round, self.suspended = formed, 0
         self._drained = self._killed = False
+        if not coming:
+            self._begin()
+
+    def _begin(self) -> None:
+        number = self.training
         if self.node.cluster.live:
-            self._later(self._delay(), lambda: self._tell(v.WorkerReady(formed.number, 0, live=True)))
+            self._later(self._delay(), lambda: self._tell(v.WorkerReady(number, 0, live=True)))
+
+    def start_ahead(self) -> None:
+        """Start workers ahead of a place; they come to their first use of the world, or are killed before."""
+        assert self.round is None or self._killed, "newcomers beside workers"
+        assert not self.ahead
+        assert not self.suspended
+        self.ahead = True
+        self._newcomers += 1
+        newcomer, random = self._newcomers, self.node.kernel.random
+
+        def end() -> None:
+            if newcomer == self._newcomers and self.ahead:
+                self.ahead = False
+                self._tell(v.AheadGone(0, random.choice((-9, -9, 1))))
+
+        def come() -> None:
+            if newcomer == self._newcomers and (self.ahead or self._unplaced):
+                self._tell(v.WorkerAhead(0))
+
+        self.node.kernel.call(random.choice((0.01, 1.0, 8.0)), self.node, random.choice((come, come, come, end)))
+
+    def kill_ahead(self) -> None:
+        self.ahead = False
+
+    def give_place(self) -> None:
+        """The round was formed before they had come."""
+        if self._unplaced and self.round is not None:
+            self._unplaced = False
+            self._begin()
 
     def terminate(self) -> None:
         if not self.deaf:
@@ -77,7 +117,7 @@ class SimWorkers:
 
     def die(self) -> None:
         """Die with the node: nothing is reported, but the peers' collectives break."""
-        number, self.round, self.suspended = self.training, None, 0
+        number, self.round, self.suspended, self.ahead = self.training, None, 0, False
         if number:
             self.node.cluster.lost_peer(self.node, number)
 
@@ -106,8 +146,9 @@ class SimWorkers:
 
     def ask_stop(self) -> None:
         """They are to stop after the same step as all others: as soon as all of them train and reach each other."""
-        ignored = not self.training or self.deaf or self._drained
-        if not ignored and not self.node.cluster.drain(self.training):
+        if not self.training or self._drained:
+            return
+        if self.deaf or not self.node.cluster.drain(self.training):
             self._later(0.1, self.ask_stop)
 
     def drain(self) -> None:
