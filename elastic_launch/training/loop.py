@@ -325,7 +325,7 @@ class Loop:
         """Take a state over from another process, after a step that this one has not done itself."""
         assert received.state is not None
         # Again, since the script may have changed its objects after the step, as it has there.
-        self._state.restore(received.state, received.origin, received.classes, received.orders)
+        self._state.restore(received.state, received.origin, received.classes, received.orders, frozen=received.frozen)
         self._received = None
         self._step = received.step
         self._close_batches()

@@ -8,6 +8,7 @@
 ``memory``             snapshots in the node's memory
 ``snapshot_interval``  when the next snapshot is due
 ``branches``           which state is the newest after restarts
+``frozen``             frozen weights that are not saved
 ``matching``           whether a saved state fits the objects that load it
 ``schedules``          detects schedulers that are missing in a checkpoint
 ``urls``               checkpoints behind a URL

@@ -81,6 +81,7 @@ class Resumed:
         orders: parameter names of each optimizer, by group.
         last: loss and metrics of the last step, if the state is that of a process that was suspended.
         anew: names of the parts that begin anew, and of those in the state that are not taken.
+        frozen: checksums of the frozen weights that were left out, by part.
     """
 
     step: int = 0
@@ -94,6 +95,7 @@ class Resumed:
     orders: dict[str, list[list[str]]] = field(default_factory=dict)
     last: tuple[float, dict[str, float]] | None = None
     anew: frozenset[str] = frozenset()
+    frozen: dict[str, int] = field(default_factory=dict)
 
     @property
     def uncompared(self) -> int:
@@ -107,7 +109,8 @@ class Resumed:
         compared, (_, equal) = meta.get("compared", True) is not False, meta.get("equal", (0, 0))
         identity, orders = dict(meta["identity"]), dict(meta.get("orders", {}))
         last = (float(meta["last"][0]), dict(meta["last"][1])) if "last" in meta else None
-        return Resumed(step, state, identity, worlds, origin, dict(classes), compared, int(equal), orders, last)
+        resumed = Resumed(step, state, identity, worlds, origin, dict(classes), compared, int(equal), orders, last)
+        return replace(resumed, frozen=dict(meta.get("frozen", {})))
 
 
 class Checkpoint:
@@ -122,6 +125,8 @@ class Checkpoint:
         keep_every: the first checkpoint at or after each multiple of this number of steps is never removed.
         keep_best: the best checkpoints by a metric are not removed, as long as they are among the best. A ``Trainer``
             then saves after each evaluation; other loops call :meth:`elastic_launch.Run.record`.
+        skip_frozen: do not save, not even in memory, the parameters of models that are frozen (``requires_grad=False``)
+            when the training begins; on a resume the script's own are used, and must be the same.
         split: size of the state's tensors, in bytes, from which on each node writes a share of the checkpoint; only
             under an agent of this project and in a shared directory.
         start_from: directory or URL of another training's checkpoints, or of one of them. As long as this training has
@@ -143,6 +148,7 @@ class Checkpoint:
         keep: int = 3,
         keep_every: int | None = None,
         keep_best: Best | None = None,
+        skip_frozen: bool = False,
         split: int = SPLIT,
         start_from: str | os.PathLike[str] | None = None,
         weights_only: bool = False,
@@ -154,8 +160,11 @@ class Checkpoint:
         self._interval = Interval.parse(every)
         # Each node may have a directory of its own; a URL is one for all.
         where = str(directory) if isinstance(self.directory, Url) else "a directory"
+        self.skip_frozen = skip_frozen
         self._start = StartFrom.of(start_from, weights_only, allow, self.directory)
         self.arguments = f"{where}, every={every}, keep={keep}, split={split}"
+        if skip_frozen:
+            self.arguments += ", skip_frozen=True"
         if keep_every is not None or keep_best is not None:
             self.arguments += f", keep_every={keep_every}, keep_best={keep_best}"
         if self._start is not None:

@@ -111,6 +111,7 @@ class Saver:
             self.finish(wait=True)
             self._training += 1
             self.compares, self._equal = False, (0, 0)
+            state.skip_frozen(checkpoint is not None and checkpoint.skip_frozen)
         self._checkpoint = checkpoint
         try:
             resumed = self._newest(checkpoint, identity, state, live)
@@ -118,7 +119,7 @@ class Saver:
             self._branch, self._training = before  # those of the state which this process still has
             raise
         if resumed.state is not None:
-            state.restore(resumed.state, resumed.origin, resumed.classes, resumed.orders, resumed.anew)
+            state.restore(resumed.state, resumed.origin, resumed.classes, resumed.orders, resumed.anew, resumed.frozen)
         if self._memory is not None:
             self._memory.rhythm.begin(resumed.step)
         return resumed
@@ -216,7 +217,8 @@ class Saver:
         """Return the meta of the current state, without when it was last saved."""
         meta = meta_of(dict(identity), worlds)
         meta |= {"branch": self._branch.meta(run_id()), "classes": state.classes(), "orders": state.orders()}
-        return meta | {"parts": state.names, "weights": state.weights, "equal": self._equal}
+        meta |= {"parts": state.names, "weights": state.weights, "frozen": state.frozen()}
+        return meta | {"equal": self._equal}
 
     def _judge(self, resumed: Resumed) -> None:
         """Warn if a checkpoint was not compared among the ranks, so that their states may have differed."""

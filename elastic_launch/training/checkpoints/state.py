@@ -14,6 +14,7 @@ from elastic_launch.errors import UsageError
 from elastic_launch.snapshot.format import tree
 from elastic_launch.snapshot.format.plain import Path, show
 from elastic_launch.snapshot.format.small_values import UnknownMember
+from elastic_launch.training.checkpoints.frozen import Frozen
 from elastic_launch.training.checkpoints.matching import (
     class_of,
     differences,
@@ -59,6 +60,7 @@ class TrainingState:
 
     def __init__(self) -> None:
         self._parts: dict[str, Stateful] = {}
+        self._frozen = Frozen()
         self._on_save: list[Callable[[], None]] = []
         self._on_restore: list[Callable[[], None]] = []
 
@@ -87,6 +89,7 @@ class TrainingState:
         """
         state = TrainingState()
         state._on_save, state._on_restore = self._on_save, self._on_restore
+        state._frozen = self._frozen
         for name, part in [*self._parts.items(), *parts.items()]:
             state.register(name, part)
         return state
@@ -110,7 +113,21 @@ class TrainingState:
         """
         for function in self._on_save:
             function()
-        return {name: part.state_dict() for name, part in self._parts.items()} if keep else {}
+        if not keep:
+            return {}
+        self._frozen.verify(self._parts)
+        return self._states()
+
+    def _states(self) -> dict[str, Any]:
+        return {name: self._frozen.left(name, part.state_dict()) for name, part in self._parts.items()}
+
+    def skip_frozen(self, skip: bool) -> None:
+        """From now on, leave out the modules' parameters that are frozen now, or none; called before a restore."""
+        self._frozen.begin(self._parts, skip=skip)
+
+    def frozen(self) -> dict[str, int]:
+        """Return a checksum of what is left out, by part."""
+        return self._frozen.digests(self._parts)
 
     @property
     def parts(self) -> list[Stateful]:
@@ -136,7 +153,7 @@ class TrainingState:
         Raises:
             UnsupportedStateError: naming the type and place of a value that it cannot.
         """
-        tree.encode({name: part.state_dict() for name, part in self._parts.items()})
+        tree.encode(self._states())
 
     def orders(self) -> dict[str, list[list[str]]]:
         """Return the names of each optimizer's parameters by group; parameters of no part are numbered."""
@@ -180,6 +197,7 @@ class TrainingState:
         classes: Mapping[str, str] | None = None,
         orders: Mapping[str, list[list[str]]] | None = None,
         anew: Collection[str] = (),
+        frozen: Mapping[str, int] | None = None,
     ) -> None:
         """Load the parts' states, then call the ``on_restore`` functions.
 
@@ -189,6 +207,7 @@ class TrainingState:
             classes, orders: results of :meth:`classes` and :meth:`orders` when the state was saved; missing entries are
                 unknown.
             anew: names of parts that begin anew, and of states that are not used.
+            frozen: result of :meth:`frozen` when the state was saved.
 
         Raises:
             UsageError: if the state has other parts than this training, or does not fit one of them.
@@ -211,7 +230,9 @@ class TrainingState:
         here, there = self.orders(), orders or {}
         known = {name: (there[name], here[name]) for name in here.keys() & there.keys()}
         for name in [name for name in self._parts if name not in anew]:
-            _load(name, self._parts[name], state[name], origin, classes or {}, known)
+            part = self._parts[name]
+            saved = self._frozen.filled(name, part, state[name], origin, (frozen or {}).get(name))
+            _load(name, part, saved, origin, classes or {}, known)
         for function in self._on_restore:
             function()
 
