@@ -117,7 +117,7 @@ def test_an_error_that_was_not_polled_is_raised_by_close(tmp_path: Path) -> None
 def test_a_failure_to_remove_old_ones_is_reported_with_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stuck(*arguments: Any) -> None:
+    def stuck(*arguments: Any, **others: Any) -> None:
         raise CheckpointWriteError("stuck")
 
     monkeypatch.setattr(background, "prune", stuck)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,6 @@ import elastic_launch as el
 from elastic_launch import snapshot
 from elastic_launch.errors import UsageError
 from elastic_launch.faults import FaultPlan
-from elastic_launch.training.engine import Engine
-from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
 
 SCRIPT = str(SCRIPTS / "keeping.py")
@@ -61,13 +60,19 @@ def _written(checkpoint: el.Checkpoint) -> None:
     assert checkpoint._writer is None or checkpoint._writer.flush(30)
 
 
-def _run() -> tuple[Run, nn.Linear, torch.optim.SGD]:
+@pytest.fixture
+def run() -> Iterator[Run]:
+    with el.session() as run:
+        yield run
+
+
+def _model() -> tuple[nn.Linear, torch.optim.SGD]:
     model = nn.Linear(3, 1)
-    return Run(Engine(World(), torch.device("cpu"))), model, torch.optim.SGD(model.parameters(), lr=0.01)
+    return model, torch.optim.SGD(model.parameters(), lr=0.01)
 
 
-def test_a_loop_over_steps_records_its_own_evaluations(tmp_path: Path) -> None:
-    run, model, optimizer = _run()
+def test_a_loop_over_steps_records_its_own_evaluations(run: Run, tmp_path: Path) -> None:
+    model, optimizer = _model()
     saving = el.Checkpoint(tmp_path, every="1h", keep=1, keep_best=el.Best("score", "max"))
     loader = el.ElasticLoader(DATA, el.GlobalBatch(8, 8))
     for step in run.steps(loader, model, optimizer, until="9ba", checkpoint=saving):
@@ -80,8 +85,8 @@ def test_a_loop_over_steps_records_its_own_evaluations(tmp_path: Path) -> None:
     assert kept(tmp_path) == {3: 0.8, 9: 0.1}
 
 
-def test_a_loop_of_its_own_records_before_the_boundary(tmp_path: Path) -> None:
-    run, model, _ = _run()
+def test_a_loop_of_its_own_records_before_the_boundary(run: Run, tmp_path: Path) -> None:
+    model, _ = _model()
     run.register("model", model)
     run.record({"score": 1.0})  # no checkpoint yet
     saving = el.Checkpoint(tmp_path, every=100, keep=1, keep_best=el.Best("score"))
@@ -97,8 +102,8 @@ def test_a_loop_of_its_own_records_before_the_boundary(tmp_path: Path) -> None:
         run.record({"loss": 0.1})
 
 
-def test_a_metric_that_a_trainer_does_not_evaluate_is_an_error_before_the_first_step(tmp_path: Path) -> None:
-    run, model, optimizer = _run()
+def test_a_metric_that_a_trainer_does_not_evaluate_is_an_error_before_the_first_step(run: Run, tmp_path: Path) -> None:
+    model, optimizer = _model()
 
     def trainer(metric: str, **options: Any) -> el.Trainer:
         loader = el.ElasticLoader(DATA, el.GlobalBatch(8, 8))

@@ -277,7 +277,7 @@ def test_a_run_fails_if_its_last_state_could_not_be_saved(
 def test_a_checkpoint_counts_as_saved_if_only_removing_old_ones_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refused(*arguments: object) -> None:
+    def refused(*arguments: object, **others: object) -> None:
         raise snapshot.CheckpointWriteError(f"Could not remove old checkpoints in {tmp_path}: no.")
 
     monkeypatch.setattr("elastic_launch.snapshot.storage.background.prune", refused)

@@ -48,26 +48,26 @@ def train(
     schedule: bool = False,
     parts: dict[str, Any] | None = None,
 ) -> Trained:
-    run = Run(Engine(World(), torch.device("cpu")))
     torch.manual_seed(7)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    for name, part in (parts or {}).items():
-        run.register(name, part)
     made = optimizer(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(made, 2) if schedule else None
     data = TensorDataset(DATA[:samples], DATA[:samples].sum(1, keepdim=True))
     loader = el.ElasticLoader(data, el.GlobalBatch(size, 4), seed=seed, shuffle=shuffle)
     steps, first = [], {}
     options = {"checkpoint": checkpoint, "exact": True, "scheduler": scheduler}
-    for step in run.steps(loader, model, made, until=until, **options):
-        if not steps:
-            first = {"weights": el.weights_sha256(model), "optimizer": deepcopy(made.state_dict()["state"])}
-        for x, y in step:
-            step.backward(nn.functional.mse_loss(step.model(x), y))
-        step.update()
-        if scheduler is not None:
-            scheduler.step()
-        steps.append(step.number)
+    with el.session() as run:
+        for name, part in (parts or {}).items():
+            run.register(name, part)
+        for step in run.steps(loader, model, made, until=until, **options):
+            if not steps:
+                first = {"weights": el.weights_sha256(model), "optimizer": deepcopy(made.state_dict()["state"])}
+            for x, y in step:
+                step.backward(nn.functional.mse_loss(step.model(x), y))
+            step.update()
+            if scheduler is not None:
+                scheduler.step()
+            steps.append(step.number)
     return Trained(run, steps, first, model)
 
 
@@ -204,12 +204,15 @@ def test_arguments_that_do_not_fit_are_refused(pretrained: tuple[Path, Trained],
 
 
 def test_a_loop_of_its_own_begins_with_the_registered_parts(tmp_path: Path) -> None:
+    made: list[Run] = []
+
     def begin(directory: Path, **start: Any) -> tuple[int, nn.Linear, torch.optim.SGD, Run]:
         run, model = Run(Engine(World(), torch.device("cpu"))), nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         run.register("net", model)
         run.register("optimizer", optimizer)
         step = run.resume(el.Checkpoint(directory, every=1, **start), {"batch": 8 if start else 4})
+        made.append(run)
         return step, model, optimizer, run
 
     _, model, optimizer, run = begin(tmp_path / "a")
@@ -222,6 +225,8 @@ def test_a_loop_of_its_own_begins_with_the_registered_parts(tmp_path: Path) -> N
     step, other, theirs, _ = begin(tmp_path / "c", start_from=tmp_path / "a", weights_only=True)
     assert (step, theirs.param_groups[0]["lr"]) == (0, 1.0)
     assert el.weights_sha256(other) == el.weights_sha256(model)
+    for run in made:
+        run._engine.release()
 
 
 def _launched(job: Job, *arguments: str, workers: int = 2, faults: dict[str, str] | None = None) -> tuple[str, str]:
