@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from changes import Changes, undisturbed_hash
-from harness import Job, wait_for
+from harness import Job
 
 
 def drill(job: Job, *faults: dict[str, Any]) -> list[str]:
@@ -54,18 +54,12 @@ def test_a_drill_takes_a_node_away_by_sigterm_and_another_by_its_loss(job: Job) 
     faults = drill(job, {"step": 30, "rank": 1, "do": "sigterm"}, {"step": 60, "rank": 1, "do": "lose"})
     a = changes.node("a", *faults, rank=0)
     b, c = (changes.node(name, *faults) for name in "bc")
-    first, second = (wait_for("an agent to end", lambda n=n: _ended(b, c, n), 100) for n in (1, 2))
-    assert {first.process.wait(), second.process.wait()} == {143, -signal.SIGKILL}
+    assert {b.wait(100), c.wait(100)} == {143, -signal.SIGKILL}
     changes.finish(a)
     assert landed(job) == [(0, 30), (1, 60)]
     assert "drill: all 2 faults happened" in a.output
     kinds = [(how, kind) for how, _, kind in changes.kinds() if kind != "membership"]
     assert kinds == [("drained", "preemption"), ("broken", "node loss")]
-
-
-def _ended(b: Any, c: Any, number: int) -> Any:
-    ended = [agent for agent in (b, c) if agent.process.poll() is not None]
-    return ended[number - 1] if len(ended) >= number else None
 
 
 def test_a_plan_that_cannot_be_carried_out_is_refused(job: Job) -> None:
