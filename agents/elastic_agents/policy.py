@@ -127,7 +127,7 @@ def _decide(view: View, event: Event, nproc: int, node_id: str) -> Decision:
         case WorkerGone():
             return _gone(view, event)
         case WorkerAhead(local_rank=local_rank) if local_rank in view.alive:
-            return view, [GivePlace(local_rank)] if view.phase is Phase.RUNNING else []
+            return _placed(view, local_rank) if view.phase is Phase.RUNNING else (view, [])
         case WorkerAhead(local_rank=local_rank):
             return policy_ahead.waits(view, local_rank)
         case AheadGone():
@@ -195,10 +195,15 @@ def _form(view: View, form: m.Form, slots: frozenset[int]) -> Decision:
         waiting=ahead.waiting - slots,
         in_round=ahead.in_round - slots,
     )
-    # The round may end before they are ready again: they can be suspended from the start.
-    nodes = len(form.round.members)
-    view = View(Phase.RUNNING, number, nodes, slots, alive=slots, live=kept, lives=view.lives, ahead=ahead)
+    # The round may end before they are ready: those that have their places can be suspended from the start.
+    nodes, live = len(form.round.members), kept | waiting
+    view = View(Phase.RUNNING, number, nodes, slots, alive=slots, live=live, lives=view.lives, ahead=ahead)
     return view, [*left_out, starts]
+
+
+def _placed(view: View, local_rank: int) -> Decision:
+    """A worker of the round that was started ahead waits for its place now."""
+    return replace(view, live=view.live | {local_rank}), [GivePlace(local_rank)]
 
 
 def _ready(view: View, event: WorkerReady) -> Decision:

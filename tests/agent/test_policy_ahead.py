@@ -126,10 +126,18 @@ def test_a_round_may_be_formed_with_workers_that_have_not_come() -> None:
     one = after(WAITING, START, CAME)
     joined, starts = decide(one, form(4))
     assert starts == [v.StartWorkers(form(4), waiting=ZERO, coming=ONE)]
-    assert decide(joined, CAME_TOO) == (joined, [v.GivePlace(1)])
+    assert actions(joined, CAME_TOO) == [v.GivePlace(1)]
     broken, stops = decide(joined, brk(4))
-    assert stops == [v.Terminate(4, None)], "like any that does not train yet"
+    assert stops == [v.Suspend(4, "rank 0 crashed", ZERO), v.Terminate(4, ONE)], "one has its place"
     assert decide(broken, CAME_TOO) == (broken, [])
+
+
+@pytest.mark.parametrize("came", [(CAME, CAME_TOO, form(4)), (CAME, form(4), CAME_TOO)], ids=["before", "after"])
+def test_newcomers_with_places_are_suspended_if_the_round_breaks_before_they_train(came: tuple[v.Event, ...]) -> None:
+    broken, stops = decide(after(WAITING, START, *came), brk(4))
+    assert stops == [v.Suspend(4, "rank 0 crashed", BOTH)]
+    waiting = after(broken, suspended(0, 4), suspended(1, 4))
+    assert actions(waiting, form(5)) == [v.StartWorkers(form(5), BOTH)], "they keep their processes"
 
 
 # Newcomers that end.
