@@ -54,9 +54,11 @@ def test_a_signal_at_any_moment_of_the_beginning_ends_quietly(number: signal.Sig
             agent.process.wait(tenths / 10)
         except subprocess.TimeoutExpired:
             agent.signal(number)
-        assert agent.wait() in (-number, 128 + number)
-        # Before the first line of ours it is the interpreter that is interrupted.
-        assert "Traceback" not in agent.output or "elastic_launch" not in agent.output
+        code = agent.wait()
+        # Before the first line of ours it is the interpreter that is interrupted, which may end with 1.
+        interpreters = "Traceback" in agent.output and "elastic_launch" not in agent.output
+        assert code in ((-number, 128 + number, 1) if interpreters else (-number, 128 + number))
+        assert "Traceback" not in agent.output or interpreters
 
 
 def test_a_signal_that_is_ignored_at_the_start_stays_ignored(job: Job) -> None:

@@ -111,7 +111,7 @@ def test_a_node_that_comes_before_the_end_waits_when_a_resize_would_not_pay(job:
     assert [event["round"] for event in job.events("round_formed")] == [1]
     (skipped,) = job.events("resize_skipped")
     assert skipped["nodes"] == ["b"]
-    assert skipped["saved_s"] <= skipped["cost_s"] == 5.0
+    assert skipped["saved_s"] <= skipped["cost_s"] == 1.0, "the workers are live"
     assert skipped["saved_s"] == pytest.approx(skipped["remaining_s"] / 2, abs=0.01)
     assert "no resize for node b" in host.output
     assert "no resize for node b" in guest.output, "who waits in vain is told"
