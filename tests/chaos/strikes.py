@@ -75,7 +75,15 @@ def _term_agent(scene: Scene, fault: Fault) -> bool:
     agent.signal(signal.SIGTERM)
     # If the run ended meanwhile, it has ended for it, too.
     scene.gone(agent, {128 + signal.SIGTERM})
-    scene.later(fault.seconds, lambda: scene.start(agent.name))
+
+    def back() -> None:
+        # A supervisor starts it again once it has ended; the host's port is in use until then.
+        if agent.process.poll() is None:
+            scene.later(0.2, back)
+        else:
+            scene.start(agent.name)
+
+    scene.later(fault.seconds, back)
     return True
 
 
