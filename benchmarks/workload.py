@@ -66,7 +66,9 @@ def noting(path: Path) -> Iterator[Callable[..., None]]:
     pid = os.getpid()
 
     def note(step: int, **more: object) -> None:
-        place = {name: int(os.environ.get(variable, 0)) for name, variable in PLACE.items()}
+        # A worker that is started ahead has no place before its first step, and these are not numbers.
+        told = {name: os.environ.get(variable, "0") for name, variable in PLACE.items()}
+        place = {name: int(text) if text.isdecimal() else -1 for name, text in told.items()}
         line = {"step": step, **place, "pid": pid, "clock": time.monotonic(), **more}
         os.write(file, json.dumps(line).encode() + b"\n")
 
