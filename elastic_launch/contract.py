@@ -85,7 +85,7 @@ ENV_SOCKET = "ELASTIC_LAUNCH_SOCKET"
 """Unix socket where the agent listens for its workers; a name that begins with ``@`` is in the abstract namespace."""
 
 ENV_STACKS = "ELASTIC_LAUNCH_STACKS"
-"""1 if a worker is to write its threads' stacks to a file on SIGURG, whatever its script; see ``stack_dump``."""
+"""1 if a worker writes its threads' stacks to a file on SIGURG, also if its script does not use the library."""
 
 MAX_LINE = 64 * 1024
 """Longest message in bytes."""

@@ -29,7 +29,7 @@ def dump_stacks_on_signal() -> None:
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     if not error_file or _open or signal.getsignal(SIGNAL) is not signal.SIG_DFL:
         return
-    # Without a file there are no stacks; the training does not depend on them.
+    # If the file cannot be opened, no stacks are written. The training does not depend on them.
     with suppress(OSError, ValueError):
         path = os.path.join(os.path.dirname(error_file), STACKS)
         file = open(open_private(path, os.O_WRONLY | os.O_APPEND), "ab", buffering=0)  # noqa: SIM115 - until the end

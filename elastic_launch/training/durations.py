@@ -80,5 +80,5 @@ def seconds_of(duration: float | str) -> float:
         return float(duration)
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", duration) if isinstance(duration, str) else None
     if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
-        raise UsageError(f"{duration!r} is no duration.", 'Write seconds as 30, or "30s", "5min" or "2h".')
+        raise UsageError(f"{duration!r} is not a duration.", 'Write seconds as 30, or "30s", "5min" or "2h".')
     return float(match[1]) * _UNITS[match[2]]

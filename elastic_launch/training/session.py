@@ -166,7 +166,7 @@ class Run:
             duration: how long it may take at most: seconds, or as ``"30s"``, ``"5min"`` or ``"2h"``.
 
         Raises:
-            UsageError: if it is no duration.
+            UsageError: if ``duration`` is not a duration.
         """
         return self._engine.doing(Activity.PAUSE, seconds_of(duration), what)
 

@@ -93,7 +93,7 @@ def test_a_first_step_may_take_half_an_hour_and_later_ones_five_times_the_longes
     assert node.left() == UNKNOWN
     assert node.left(100.0) == UNKNOWN - 100
     node.says(Activity.STEP, 1)
-    assert node.left() == 10.0, "a first step is no measure for others"
+    assert node.left() == 10.0, "the time of a first step does not count for other steps"
     node.says(Activity.FIRST_STEP, 1)
     assert node.left() == FACTOR * 100
 

@@ -39,7 +39,7 @@ LAND = 20.0
 
 FLAGS = ["--max-restarts", "100", "--dead-after", "2.5", "--shutdown-timeout", "5", "--min-wait", "120"]
 
-CONF = "beat=0.5,join_settle=1"
+CONF = "beat=0.5,join_settle=1,start_wait=1"
 
 
 @dataclass(slots=True)

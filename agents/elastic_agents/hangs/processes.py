@@ -87,7 +87,7 @@ def is_traced(pid: int) -> bool:
 
 
 def stacks_of(pid: int, file: Path) -> list[Stack]:
-    """Return the stacks of a process' threads, that of the main thread last; none if they cannot be had.
+    """Return the stacks of a process' threads, that of the main thread last; none if they cannot be read.
 
     By py-spy if it is installed and permitted, else as :mod:`elastic_launch.stack_dump` writes them to ``file``.
     """
@@ -116,7 +116,7 @@ def _by_signal(pid: int, file: Path) -> list[Stack]:
     heeds = int(_status(pid, "SigCgt") or "0", 16) >> (SIGNAL - 1) & 1
     if not heeds or is_stopped(pid) or is_traced(pid):
         return []
-    with suppress(OSError, ValueError):  # it has ended; or there is no file
+    with suppress(OSError, ValueError):  # the process has ended, or the file is missing
         os.truncate(file, 0)
         os.kill(pid, SIGNAL)
         deadline, text = time.monotonic() + DUMP, ""
