@@ -38,7 +38,7 @@ from elastic_launch import codec
 from elastic_launch import contract as c
 from elastic_launch.cli.job_file_reader import read_job_file
 from elastic_launch.clock import MonotonicClock
-from elastic_launch.config.launch_config import Limits, parse_endpoint, parse_health_port
+from elastic_launch.config.launch_config import Limits, parse_endpoint, parse_listening
 from elastic_launch.error_file import ErrorFile, read_error_file
 from elastic_launch.errors import ProtocolError, RefusedError, UsageError
 from elastic_launch.events.types import JsonLines, LinkChanged, RoundFormed
@@ -385,7 +385,9 @@ TARGETS = {
         lambda text: text.encode("latin-1"),
     ),
     "health port": Target(
-        (b"10.0.0.1:29480", b"fd00::1:29480"), lambda data: parse_health_port(data.decode("latin-1")), (UsageError,)
+        (b"10.0.0.1:29480", b"fd00::1:29480"),
+        lambda data: parse_listening(data.decode("latin-1"), "--http"),
+        (UsageError,),
     ),
     "http": Target((b"GET /livez HTTP/1.1\r\nHost: a", b"HEAD http://a/?q HTTP/1.0"), request),
 }

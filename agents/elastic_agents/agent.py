@@ -66,6 +66,7 @@ from elastic_launch.events.types import (
     WorkerAhead,
     WorkerExited,
 )
+from elastic_launch.observe.present import Present
 from elastic_launch.rendezvous.backends.c10d import Backend
 from elastic_launch.rendezvous.node.failure_detector import CutOff
 from elastic_launch.rendezvous.node.membership import Membership
@@ -383,7 +384,7 @@ class LocalElasticAgent(ElasticAgent):
                 self._outcome = self._outcome or Outcome(ExitCode.TRAINING_FAILED, cause, self._restarts)
                 return None
             case HowAreYou(answer=answer):
-                answer(self._view.phase.value)
+                answer(self._present())
                 return None
             case CanStart(round=number):
                 if pid := self._starts.next(number):
@@ -464,6 +465,28 @@ class LocalElasticAgent(ElasticAgent):
             event = StragglerFound(number, slow.rank, node, slow.phase, slow.ratio)
             self._events.emit(event)
             _log.warning("%s", event.line())
+
+    def _present(self) -> Present:
+        timer, view = self._control.step_timer, self._view
+        number, step = timer.reached
+        trained, trained_s = timer.trained
+        remaining = timer.remaining()
+        newest = self._snapshot_store.newest
+        return Present(
+            view.phase.value,
+            view.round,
+            view.nodes,
+            self._formed.world_size,
+            len(view.alive | view.suspended),
+            step if number else None,
+            timer.total,
+            remaining if remaining >= 0 else None,
+            trained,
+            trained_s,
+            newest.step if newest else None,
+            self._restarts,
+            self._max_restarts,
+        )
 
     def _beat(self) -> m.Beat | m.Progress:
         """Called from the membership's thread."""

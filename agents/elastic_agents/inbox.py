@@ -12,6 +12,7 @@ from types import FrameType, TracebackType
 from typing import Any, Generic, TypeVar
 
 from elastic_launch.clock import Clock
+from elastic_launch.observe.present import Present
 
 __all__ = [
     "REPEAT",
@@ -77,9 +78,9 @@ class EstimateDue:
 
 @dataclass(frozen=True, slots=True)
 class HowAreYou:
-    """A probe asks what phase the agent is in."""
+    """An HTTP request asks how this node's part of the run is."""
 
-    answer: Callable[[str], None]
+    answer: Callable[[Present], None]
 
 
 class Inbox(Generic[T]):

@@ -9,7 +9,7 @@ import pickle
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from elastic_agents.summary import failure_summary, leave_error, root_cause
 from elastic_agents.warm.processes import start_processes
 from elastic_agents.workers.placement import shared_environment
 from elastic_agents.workers.watchdog import watchdog
+from elastic_launch import __version__
 from elastic_launch.clock import Clock, MonotonicClock
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.config.notice_sources import claimed
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from elastic_agents.output_sinks import Kept
     from elastic_agents.probes.health import Health
     from elastic_agents.warm.fork_bootstrap import AgentState, Bootstrap
+    from elastic_launch.observe.metrics import NodeMetrics
 
     class Watcher(EventSink, Protocol):
         """Observes an agent's start and end, and its events, which may come from several threads."""
@@ -75,6 +77,7 @@ class _Journal:
         self._file = file
         self._watcher = watcher
         self.ledger = LiveLedger(clock)
+        self.metrics: NodeMetrics | None = None
 
     def emit(self, event: Event) -> None:
         self._file.emit(event)
@@ -82,8 +85,12 @@ class _Journal:
             self._watcher.emit(event)
         if type(event).leader and (line := event.line()):
             _log.info("%s", line)
+        if self.metrics is not None:
+            self.metrics.add(event)
         for incident in self.ledger.add(event):
             _log.info("%s", incident.line())
+            if self.metrics is not None:
+                self.metrics.over(incident)
 
 
 def run(
@@ -131,8 +138,9 @@ def _told(config: LaunchConfig, code: int) -> int:
 
 
 def _run_foreign(config: LaunchConfig) -> int:
-    if config.health_port is not None:
-        _log.warning("--health-port has no effect: torch's own agent runs the workers.")
+    for flag, given in (("--health-port", config.health_port), ("--http", config.http)):
+        if given is not None:
+            _log.warning("%s has no effect: torch's own agent runs the workers.", flag)
     from elastic_agents.torch_agent import run_torch_agent
 
     return run_torch_agent(config)
@@ -146,22 +154,26 @@ def _run(config: LaunchConfig, begun: Bootstrap | None, consoles: Consoles, watc
     reserve()
     signals = SignalsTo((*config.signals.leave, *config.signals.forward, *claimed(config.notices)), inbox)
     files = Writer("files", limit=LIMIT, patience=PATIENCE, lost=_tell_lost)
+    journal = _Journal(
+        JsonLines(
+            config.run_directory / f"events-{config.node_id}.jsonl",
+            clock,
+            lambda error: _log.warning("events are not recorded: %s", error),
+            files,
+        ),
+        clock,
+        watcher,
+    )
     reported = deaths_reported_to(inbox.put)
-    with closing(files), signals, reported, watchdog(inbox.put), _health(config, begun) as health:
+    served = ExitStack()
+    with closing(files), signals, reported, watchdog(inbox.put), served:
+        health, pages = served.enter_context(_health(config, begun)), served.enter_context(_pages(config, journal))
         if begun is None:
             announce(config)
         else:
             signal.pthread_sigmask(signal.SIG_SETMASK, begun.mask)
-        journal = _Journal(
-            JsonLines(
-                config.run_directory / f"events-{config.node_id}.jsonl",
-                clock,
-                lambda error: _log.warning("events are not recorded: %s", error),
-                files,
-            ),
-            clock,
-            watcher,
-        )
+        if pages is not None:
+            _log.info("metrics and status of this node: http://%s/metrics and /status", pages.endpoint)
         _check(config)
         if config.node_check:
             checked = check_node(config)
@@ -185,8 +197,9 @@ def _run(config: LaunchConfig, begun: Bootstrap | None, consoles: Consoles, watc
         events.group = agent.get_worker_group()
         if watcher is not None:
             watcher.begun(agent)
-        if health is not None:
-            health.ask(inbox)
+        for asking in (health, pages):
+            if asking is not None:
+                asking.ask(inbox)
         with watching(config.notices, inbox.put) as watch:
             result = agent.run()
             # The user may still use the remaining time to save what is not saved.
@@ -219,6 +232,23 @@ def _health(config: LaunchConfig, begun: Bootstrap | None) -> Iterator[Health | 
     assert listener is not None
     with closing(Health(listener)) as health:
         yield health
+
+
+@contextmanager
+def _pages(config: LaunchConfig, journal: _Journal) -> Iterator[Health | None]:
+    """Serve the node's metrics and status, if that is configured."""
+    if config.http is None:
+        yield None
+        return
+    from elastic_agents.probes.health import Health, page_listener
+    from elastic_agents.probes.pages import node_pages
+    from elastic_launch.observe.metrics import NodeMetrics
+
+    journal.metrics = NodeMetrics(config.run_id, config.node_id, __version__)
+    listener = page_listener(config)
+    assert listener is not None
+    with closing(Health(listener, node_pages(config, journal.metrics, journal.ledger))) as pages:
+        yield pages
 
 
 def _check(config: LaunchConfig) -> None:

@@ -41,6 +41,7 @@ class StepTimer:
         self._saving = 0.0
         self._first = 0
         self._total = 0
+        self._trained = (0, 0.0)
 
     def begin(self, round_number: int, step: int, now: float, total: int = 0) -> None:
         """A worker begins to train, with so many steps done of a total; 0 if the total is not known."""
@@ -56,6 +57,7 @@ class StepTimer:
                 number = step - self._step
                 now = max(now, self._at)
                 self._steps.extend([(now - self._at) / number] * min(number, KEPT))
+                self._trained = self._trained[0] + number, self._trained[1] + now - self._at
                 self._step, self._at = step, now
 
     def _look_again(self) -> None:
@@ -79,6 +81,19 @@ class StepTimer:
         self._look_again()
         with self._lock:
             return (self._first, self._step) if round_number == self._round else None
+
+    @property
+    def trained(self) -> tuple[int, float]:
+        """Steps of all rounds, repeated ones included, and the seconds that they took."""
+        self._look_again()
+        with self._lock:
+            return self._trained
+
+    @property
+    def total(self) -> int:
+        """Steps of the whole training; 0 if that is not known."""
+        with self._lock:
+            return self._total
 
     @property
     def done(self) -> int:

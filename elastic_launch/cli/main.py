@@ -31,7 +31,7 @@ from elastic_launch.cli.options import (
 )
 from elastic_launch.cli.output_flags import make_run_directory, read_log_dir, read_log_format, read_output
 from elastic_launch.cli.rendezvous_flags import read_meeting
-from elastic_launch.config.launch_config import Command, LaunchConfig, parse_health_port
+from elastic_launch.config.launch_config import Command, Endpoint, LaunchConfig, parse_listening
 from elastic_launch.config.notice_sources import claimed
 from elastic_launch.config.settings import TIMES, Setting, default_node_id, parse_conf, read_timing
 from elastic_launch.config.torch_options import visible_device
@@ -215,7 +215,8 @@ def build(line: Line, values: Values) -> LaunchConfig:
     grace = values.setting("--shutdown-timeout")
     log_dir, link_dir = read_log_dir(values)
     notices = read_notices(values, own_agent=meeting.foreign is None)
-    health = parse_health_port(text) if (text := values.text("--health-port")) else None
+    health = parse_listening(text, "--health-port") if (text := values.text("--health-port")) else None
+    http = parse_listening(text, "--http") if (text := values.text("--http")) else None
     # Nodes with a given endpoint must agree on an id, as torchrun's nodes do on "none".
     given = meeting.endpoint or meeting.foreign
     run_id = values.text("--rdzv-id") or (LaunchConfig.run_id if given else secrets.token_hex(6))
@@ -236,6 +237,7 @@ def build(line: Line, values: Values) -> LaunchConfig:
         is_host=is_host,
         health_port=health.port if health else None,
         health_host=(health.host or None) if health else None,
+        http=Endpoint(http.host or "127.0.0.1", http.port) if http else None,
         reuse=reuse,
         role=values.text("--role") or LaunchConfig.role,
         fatal_exit_codes=read_exit_codes(values),

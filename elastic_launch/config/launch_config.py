@@ -34,7 +34,7 @@ __all__ = [
     "check_seconds",
     "parse_endpoint",
     "parse_endpoints",
-    "parse_health_port",
+    "parse_listening",
     "parse_nnodes",
     "state_directory",
     "writable",
@@ -211,6 +211,7 @@ class LaunchConfig:
         is_host: whether this node hosts the run; None: if the endpoint is an address of this host.
         health_port: port of this agent's health probes, or None.
         health_host: address of the health probes; None for the address that the node advertises.
+        http: where this agent serves its metrics and status, or None; port 0 for any free port.
         reuse: whether to begin a new run if the run with this id has ended.
         fatal_exit_codes: exit codes of workers, 128 + N for signal N, after which the run ends without a restart.
         shutdown_timeout: time that workers have between SIGTERM and SIGKILL, in seconds.
@@ -249,6 +250,7 @@ class LaunchConfig:
     is_host: bool | None = None
     health_port: int | None = None
     health_host: str | None = None
+    http: Endpoint | None = None
     reuse: bool = False
     role: str = "default"
     fatal_exit_codes: frozenset[int] = frozenset()
@@ -291,6 +293,8 @@ class LaunchConfig:
             )
         if self.health_port is not None and not 0 < self.health_port < 65536:
             raise UsageError(f"--health-port {self.health_port} is not a port.", "Give 1 to 65535.")
+        if self.http is not None and not 0 <= self.http.port < 65536:
+            raise UsageError(f"--http {self.http.port} is not a port.", "Give 1 to 65535, or 0 for any free port.")
         if self.node_rank is not None and self.node_rank < 0:
             raise UsageError(f"--node-rank {self.node_rank} is not a rank.", "Give 0 or more, or leave it out.")
 
@@ -419,8 +423,11 @@ def parse_endpoints(text: str) -> tuple[Endpoint, ...]:
     return found
 
 
-def parse_health_port(text: str) -> Endpoint:
+def parse_listening(text: str, flag: str) -> Endpoint:
     """Parse ``port`` or ``host:port``; since there is always a port, an IPv6 address needs no brackets.
+
+    Args:
+        flag: the one that has the text, for messages.
 
     Returns:
         An endpoint whose host is empty if none is given.
@@ -431,12 +438,12 @@ def parse_health_port(text: str) -> Endpoint:
     host, colon, port = text.strip().rpartition(":")
     if re.fullmatch(r"[0-9]{1,9}", port) and not colon:
         return Endpoint("", int(port))  # its range is checked later
-    hint = "Write PORT or HOST:PORT, as in --health-port 29480 or --health-port 127.0.0.1:29480."
+    hint = f"Write PORT or HOST:PORT, as in {flag} 29480 or {flag} 127.0.0.1:29480."
     if not host or not re.fullmatch(r"[0-9]{1,5}", port):
-        raise UsageError(f"--health-port {text!r} is not a port.", hint)
+        raise UsageError(f"{flag} {text!r} is not a port.", hint)
     if ":" in host.strip("[]") and not _is_v6(host.strip("[]")):
-        raise UsageError(f"--health-port {text!r} has {host!r} where an IPv6 address belongs.", hint)
-    return parse_endpoint(f"[{host}]:{port}" if _is_v6(host) else text, asker="--health-port")
+        raise UsageError(f"{flag} {text!r} has {host!r} where an IPv6 address belongs.", hint)
+    return parse_endpoint(f"[{host}]:{port}" if _is_v6(host) else text, asker=flag)
 
 
 def _is_v6(text: str) -> bool:

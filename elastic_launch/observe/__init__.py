@@ -4,5 +4,7 @@
 ``chronicle``  the events of one host, round by round
 ``ledger``     incidents and goodput
 ``live``       the ledger of a run in progress
-``report``     the ledger as text and as JSON
+``report``     the ledger as text and as JSON; ``page`` shows it as one HTML file
+``present``    how a node's part of a run is at a moment
+``metrics``    a node's metrics for Prometheus
 """

@@ -34,6 +34,11 @@ class LiveLedger:
             told, self._told = self._told, max(self._told, len(over))
             return over[told:]
 
+    def goodput(self) -> tuple[bool, float | None]:
+        """Return whether this host leads the run, and the goodput so far; None if it is not known."""
+        with self._lock:
+            return self._chronicle.leads, build(self._chronicle).goodput
+
     def summary(self, max_restarts: int) -> str:
         """Return the run in one line; empty if another host leads it, no round was formed, or nothing happened."""
         with self._lock:

@@ -20,6 +20,7 @@ from elastic_agents.warm.fork_bootstrap import answering
 from elastic_launch.clock import MonotonicClock
 from elastic_launch.config.launch_config import Command, Endpoint, LaunchConfig, Limits
 from elastic_launch.errors import EndpointError
+from elastic_launch.observe.present import Present
 from elastic_launch.rendezvous.wire.addresses import listen, routable_address
 
 
@@ -46,7 +47,7 @@ def loop(health: Health, phase: str) -> Iterator[Inbox[object]]:
 
     def run() -> None:
         while isinstance(item := inbox.take(), HowAreYou):
-            item.answer(phase)
+            item.answer(Present(phase))
         inbox.close()
 
     thread = threading.Thread(target=run)
@@ -153,7 +154,7 @@ def test_the_agent_is_asked_at_a_bounded_rate_however_many_probes_come(health: H
         nonlocal questions
         while isinstance(item := inbox.take(), HowAreYou):
             questions += 1
-            item.answer("running")
+            item.answer(Present("running"))
 
     thread = threading.Thread(target=run)
     thread.start()

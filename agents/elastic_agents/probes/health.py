@@ -1,4 +1,4 @@
-"""Answers HTTP probes by a kubelet or another supervisor.
+"""Answers HTTP probes by a kubelet or another supervisor, and requests for pages about this node's part of the run.
 
 ``/livez``: the agent answers, and not just this server: its main loop takes the question out of its inbox. So an agent
 that waits for other nodes is alive, and one that is stuck is not. ``/readyz``: its workers train.
@@ -12,11 +12,15 @@ from __future__ import annotations
 import ipaddress
 import socket
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 
 from elastic_agents.inbox import HowAreYou, Inbox
-from elastic_agents.probes.http_server import HttpServer, Request, Response
+from elastic_agents.probes.http_server import HttpServer, Request, Responder, Response
 from elastic_launch.config.launch_config import Endpoint, LaunchConfig
 from elastic_launch.errors import EndpointError
+from elastic_launch.observe.present import Present
 from elastic_launch.rendezvous.wire.addresses import (
     listen,
     listen_anywhere,
@@ -25,7 +29,10 @@ from elastic_launch.rendezvous.wire.addresses import (
     try_listen,
 )
 
-__all__ = ["Health", "health_listener"]
+__all__ = ["Health", "Page", "health_listener", "page_listener"]
+
+Page = Callable[[Present], Response]
+"""Shows how this node's part of the run is; called in the server's thread, so it must not block."""
 
 PATIENCE = 5.0
 """Seconds that the agent may take to answer."""
@@ -40,10 +47,23 @@ def health_listener(config: LaunchConfig) -> socket.socket | None:
     Raises:
         EndpointError: if it cannot listen there.
     """
-    port = config.health_port
-    if port is None:
+    if config.health_port is None:
         return None
-    host = config.health_host
+    return _listener("--health-port", config.health_host, config.health_port, config)
+
+
+def page_listener(config: LaunchConfig) -> socket.socket | None:
+    """Return a listening socket for ``--http``, if it is configured.
+
+    Raises:
+        EndpointError: if it cannot listen there.
+    """
+    if config.http is None:
+        return None
+    return _listener("--http", config.http.host, config.http.port, config)
+
+
+def _listener(flag: str, host: str | None, port: int, config: LaunchConfig) -> socket.socket:
     try:
         if host is None:
             return listen(config.local_addr or _own_address(config), port)
@@ -57,7 +77,7 @@ def health_listener(config: LaunchConfig) -> socket.socket | None:
         reason = getattr(error, "strerror", None) or str(error)
     where = port if host is None else Endpoint(host, port)
     raise EndpointError(
-        f"--health-port {where}: this node cannot listen there: {reason.rstrip('.')}.",
+        f"{flag} {where}: this node cannot listen there: {reason.rstrip('.')}.",
         "Give another one, or end what listens there.",
     )
 
@@ -78,15 +98,18 @@ class Health:
 
     Args:
         listener: taken over.
+        pages: further paths, and what they show of this node's part of the run.
     """
 
-    def __init__(self, listener: socket.socket) -> None:
+    def __init__(self, listener: socket.socket, pages: Mapping[str, Page] | None = None) -> None:
         self._inbox: Inbox[object] | None = None
         self._listener = listener
         self._asked_at = 0.0
         self._asking = False
-        self._said = ("", 0.0)  # the agent's last answer, and when it was given
-        self._server = HttpServer(listener, {"/livez": self._livez, "/readyz": self._readyz}, name="health")
+        self._said: tuple[Present, float] | None = None  # the agent's last answer, and when it was given
+        shown = {path: partial(self._show, page) for path, page in (pages or {}).items()}
+        routes: dict[str, Responder] = {"/livez": self._livez, "/readyz": self._readyz, **shown}
+        self._server = HttpServer(listener, routes, name="http" if pages else "health")
 
     @property
     def endpoint(self) -> Endpoint:
@@ -104,34 +127,31 @@ class Health:
         self._listener.close()
 
     def _livez(self, request: Request) -> Response | None:
-        well, text = self._state(request)
-        return Response.text(200 if well else 503, text) if text else None
+        return self._show(lambda present: Response.text(200, present.phase), request)
 
     def _readyz(self, request: Request) -> Response | None:
-        well, text = self._state(request)
-        return Response.text(200 if well and text == "running" else 503, text) if text else None
+        return self._show(
+            lambda present: Response.text(200 if present.phase == "running" else 503, present.phase), request
+        )
 
-    def _state(self, request: Request) -> tuple[bool, str]:
-        """Whether the agent is alive, and its phase; an empty phase while it has not answered yet."""
+    def _show(self, page: Page, request: Request) -> Response | None:
+        """Respond with a page; with 503 if the agent has not answered; with None while it may still answer."""
         inbox = self._inbox
         if inbox is None:
-            return True, "starting"
+            return page(Present("starting"))
         if inbox.closed:
             # What takes long after the loop is saving what must not be lost.
-            return True, "leaving"
-        text, at = self._said
-        if at >= request.at:
-            return True, text
+            return page(replace(self._said[0], phase="leaving") if self._said else Present("leaving"))
+        if self._said is not None and self._said[1] >= request.at:
+            return page(self._said[0])
         now = time.monotonic()
         if not self._asking and now - self._asked_at >= ASK_EVERY:
             self._asking, self._asked_at = True, now
             inbox.put(HowAreYou(self._answered))
-        if now - request.at >= PATIENCE:
-            return False, f"no answer within {PATIENCE:g} s"
-        return True, ""
+        return Response.text(503, f"no answer within {PATIENCE:g} s") if now - request.at >= PATIENCE else None
 
-    def _answered(self, phase: str) -> None:
+    def _answered(self, present: Present) -> None:
         """Called from the agent's loop."""
-        self._said = phase, time.monotonic()
+        self._said = present, time.monotonic()
         self._asking = False
         self._server.wake()

@@ -1,0 +1,237 @@
+"""A node's metrics for Prometheus.
+
+Names and units follow https://prometheus.io/docs/practices/naming/. Each node serves its own metrics. Counters of the
+leader's decisions rise on the node that leads; sum them over the nodes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from elastic_launch.errors import UsageError
+from elastic_launch.events import types as ev
+from elastic_launch.observe.ledger import PARTS, Incident
+from elastic_launch.observe.present import Present
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.core import Metric
+
+__all__ = ["CONTENT_TYPE", "METRICS", "NodeMetrics"]
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""Of Prometheus' text format (https://prometheus.io/docs/instrumenting/exposition_formats/)."""
+
+PHASES = (
+    "starting",
+    "waiting",
+    "running",
+    "draining",
+    "suspended",
+    "stopping",
+    "saving",
+    "finished",
+    "over",
+    "leaving",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """A metric; ``labels`` are those in addition to the run's id and the node's."""
+
+    type: str
+    help: str
+    labels: tuple[str, ...] = ()
+
+
+METRICS = {
+    "elastic_launch_info": _Kind("gauge", "1; the label is the version of elastic-launch.", ("version",)),
+    "elastic_launch_phase": _Kind(
+        "gauge", "1 for the phase that the node's agent is in, 0 for the others.", ("phase",)
+    ),
+    "elastic_launch_leads": _Kind("gauge", "1 if the node made the run's last decision, else 0."),
+    "elastic_launch_round": _Kind("gauge", "Number of the current or last round."),
+    "elastic_launch_nodes": _Kind("gauge", "Nodes in the round that trains; 0 if none does."),
+    "elastic_launch_world_size": _Kind("gauge", "Workers in the round that trains; 0 if none does."),
+    "elastic_launch_workers": _Kind("gauge", "The node's own workers that run."),
+    "elastic_launch_step": _Kind("gauge", "Optimizer steps done; it falls when steps are repeated."),
+    "elastic_launch_total_steps": _Kind("gauge", "Optimizer steps of the whole training, if that is known."),
+    "elastic_launch_remaining_seconds": _Kind("gauge", "Time until the training ends at this pace, if that is known."),
+    "elastic_launch_step_seconds": _Kind("summary", "Optimizer steps, repeated ones included, and the time they took."),
+    "elastic_launch_snapshot_step": _Kind("gauge", "Steps in the newest snapshot in the node's memory."),
+    "elastic_launch_checkpoint_step": _Kind("gauge", "Steps in the last durable checkpoint that the node wrote."),
+    "elastic_launch_checkpoint_timestamp_seconds": _Kind("gauge", "When that was committed, in Unix time."),
+    "elastic_launch_checkpoints_total": _Kind("counter", "Durable checkpoints that the node has written."),
+    "elastic_launch_restarts": _Kind("gauge", "Restarts charged to the run's budget."),
+    "elastic_launch_max_restarts": _Kind("gauge", "The budget: restarts that may be charged."),
+    "elastic_launch_restarts_charged_total": _Kind("counter", "Restarts charged by this leader.", ("kind",)),
+    "elastic_launch_rounds_formed_total": _Kind("counter", "Rounds formed by this leader."),
+    "elastic_launch_rounds_ended_total": _Kind(
+        "counter", "Rounds that were broken, or drained by plan, under this leader.", ("how", "kind")
+    ),
+    "elastic_launch_incidents_total": _Kind("counter", "Incidents that are over, on the leader's node.", ("kind",)),
+    "elastic_launch_incident_seconds_total": _Kind(
+        "counter", "Time for which training stood still in them, by the ledger's parts.", ("phase",)
+    ),
+    "elastic_launch_lost_steps_total": _Kind("counter", "Steps that had to be repeated after incidents."),
+    "elastic_launch_goodput_ratio": _Kind("gauge", "Share of the time in steps that were kept, on the leader's node."),
+    "elastic_launch_nodes_lost_total": _Kind("counter", "Nodes that this leader declared dead."),
+    "elastic_launch_nodes_excluded_total": _Kind("counter", "Nodes that this leader left out for a while."),
+    "elastic_launch_hangs_total": _Kind("counter", "Rounds that stood still, and were broken for it by this leader."),
+    "elastic_launch_stragglers_total": _Kind(
+        "counter", "Ranks found to be slow, on the node of rank 0.", ("slow_node", "phase")
+    ),
+    "elastic_launch_notices_total": _Kind("counter", "Notices that the node received.", ("source", "kind")),
+    "elastic_launch_worker_starts_total": _Kind("counter", "Worker processes that the node started."),
+    "elastic_launch_worker_failures_total": _Kind("counter", "The node's workers that failed by themselves."),
+}
+"""By name; each also has the labels ``run_id`` and ``node``."""
+
+_RUN = ("run_id", "node")
+
+_Values = dict[tuple[str, ...], float]
+
+
+@dataclass(slots=True)
+class _Counted:
+    """What has happened so far; by name, then by the values of the labels."""
+
+    checkpoint: tuple[int, float] | None = None
+    _counters: dict[str, _Values] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def count(self, name: str, *labels: str, by: float = 1.0) -> None:
+        with self._lock:
+            values = self._counters.setdefault(name, {})
+            values[labels] = values.get(labels, 0.0) + by
+
+    def of(self, name: str) -> _Values:
+        # A counter without labels is 0 from the beginning, so that its first rise is seen.
+        with self._lock:
+            return dict(self._counters.get(name, {} if METRICS[name].labels else {(): 0.0}))
+
+
+class NodeMetrics:
+    """Collects a node's metrics from its events. Thread-safe, but for :meth:`text`.
+
+    Args:
+        version: of elastic-launch.
+
+    Raises:
+        UsageError: if the package prometheus_client is missing.
+    """
+
+    def __init__(self, run_id: str, node: str, version: str) -> None:
+        try:
+            from prometheus_client import CollectorRegistry
+        except ImportError as error:
+            raise UsageError(
+                f"--http needs the package prometheus_client: {error}.",
+                "Install it with: pip install 'elastic-launch[monitoring]'.",
+            ) from error
+        self._run = (run_id, node)
+        self._version = version
+        self._counted = _Counted()
+        self._present = Present("starting")
+        self._leads = False
+        self._goodput: float | None = None
+        self._registry: CollectorRegistry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def add(self, event: ev.Event) -> None:
+        """Count an event."""
+        count = self._counted.count
+        match event:
+            case ev.RoundFormed():
+                count("elastic_launch_rounds_formed_total")
+            case ev.RoundBroken(kind=kind):
+                count("elastic_launch_rounds_ended_total", "broken", kind)
+            case ev.RoundDrained(kind=kind):
+                count("elastic_launch_rounds_ended_total", "drained", kind)
+            case ev.RestartCharged(kind=kind):
+                count("elastic_launch_restarts_charged_total", kind)
+            case ev.NodeLost():
+                count("elastic_launch_nodes_lost_total")
+            case ev.NodeExcluded():
+                count("elastic_launch_nodes_excluded_total")
+            case ev.HangFound():
+                count("elastic_launch_hangs_total")
+            case ev.StragglerFound(node=node, phase=phase):
+                count("elastic_launch_stragglers_total", node, phase)
+            case ev.NoticeReceived(source=source, kind=kind):
+                count("elastic_launch_notices_total", source, kind)
+            case ev.WorkerStarted():
+                count("elastic_launch_worker_starts_total")
+            case ev.WorkerExited(exit_code=code, stopped=stopped) if code and not stopped:
+                count("elastic_launch_worker_failures_total")
+            case ev.CheckpointSaved(step=step):
+                count("elastic_launch_checkpoints_total")
+                self._counted.checkpoint = step, time.time()
+
+    def over(self, incident: Incident) -> None:
+        """Count an incident that is over."""
+        count = self._counted.count
+        count("elastic_launch_incidents_total", incident.kind)
+        count("elastic_launch_lost_steps_total", by=incident.lost_steps or 0)
+        for part in PARTS:
+            count("elastic_launch_incident_seconds_total", part.removesuffix("_s"), by=getattr(incident, part) or 0.0)
+
+    def text(self, present: Present, *, leads: bool, goodput: float | None) -> bytes:
+        """Return all metrics in Prometheus' text format.
+
+        Args:
+            present: how this node is.
+            leads: whether it made the run's last decision.
+            goodput: see :mod:`elastic_launch.observe.ledger`.
+        """
+        from prometheus_client import generate_latest
+
+        self._present, self._leads, self._goodput = present, leads, goodput
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the metrics; called by the registry."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
+
+        gauges = self._gauges()
+        for name, kind in METRICS.items():
+            labels = [*_RUN, *kind.labels]
+            if kind.type == "summary":
+                summary = SummaryMetricFamily(name, kind.help, labels=labels)
+                summary.add_metric(self._run, self._present.trained, self._present.trained_s)
+                yield summary
+                continue
+            counts = kind.type == "counter"
+            family = (CounterMetricFamily if counts else GaugeMetricFamily)(name, kind.help, labels=labels)
+            for found, value in (self._counted.of(name) if counts else gauges.get(name, {})).items():
+                family.add_metric([*self._run, *found], value)
+            yield family
+
+    def _gauges(self) -> dict[str, _Values]:
+        present, checkpoint = self._present, self._counted.checkpoint
+        trains = present.phase in ("running", "draining")
+        known: dict[str, float | None] = {
+            "leads": float(self._leads),
+            "round": present.round,
+            "nodes": present.nodes if trains else 0,
+            "world_size": present.world_size if trains else 0,
+            "workers": present.workers,
+            "step": present.step,
+            "total_steps": present.total or None,
+            "remaining_seconds": present.remaining,
+            "snapshot_step": present.snapshot,
+            "checkpoint_step": None if checkpoint is None else checkpoint[0],
+            "checkpoint_timestamp_seconds": None if checkpoint is None else checkpoint[1],
+            "restarts": present.restarts,
+            "max_restarts": present.max_restarts,
+            "goodput_ratio": self._goodput if self._leads else None,
+        }
+        found: dict[str, _Values] = {f"elastic_launch_{x}": {(): y} for x, y in known.items() if y is not None}
+        found["elastic_launch_info"] = {(self._version,): 1.0}
+        found["elastic_launch_phase"] = {(phase,): float(phase == present.phase) for phase in PHASES}
+        return found

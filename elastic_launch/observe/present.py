@@ -1,0 +1,40 @@
+"""How a node's part of a run is at a moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Present"]
+
+
+@dataclass(frozen=True, slots=True)
+class Present:
+    """One node's part of a run at a moment; times in seconds.
+
+    Attributes:
+        phase: of its agent: ``starting``, ``waiting`` for a round, ``running``, ``draining``, ``stopping``, or another.
+        round: number of the current or last round; 0 before the first.
+        nodes, world_size: nodes and workers in it.
+        workers: this node's workers in it that run, suspended ones included.
+        step: optimizer steps done; None until a worker reports that it trains.
+        total: steps of the whole training; 0 if that is not known.
+        remaining: until the training ends at the present pace; None if that is not known.
+        trained: steps of all rounds in which this agent's workers took part, repeated ones included.
+        trained_s: how long these took.
+        snapshot: steps in the newest snapshot in this node's memory; None if there is none.
+        restarts, max_restarts: restarts charged, and the budget.
+    """
+
+    phase: str
+    round: int = 0
+    nodes: int = 0
+    world_size: int = 0
+    workers: int = 0
+    step: int | None = None
+    total: int = 0
+    remaining: float | None = None
+    trained: int = 0
+    trained_s: float = 0.0
+    snapshot: int | None = None
+    restarts: int = 0
+    max_restarts: int = 0

@@ -1,0 +1,58 @@
+"""``--http`` of real agents: what Prometheus reads while a worker is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+
+from harness import Job, asked, free_port, wait_for
+from prometheus_client.parser import text_string_to_metric_families
+
+
+def sample(port: int, name: str, **labels: str) -> float | None:
+    """A metric's value; None if there is none with these labels."""
+    status, text = asked(f"http://127.0.0.1:{port}/metrics")
+    assert status == 200
+    for family in text_string_to_metric_families(text + "\n"):
+        for found in family.samples:
+            if found.name == f"elastic_launch_{name}" and labels.items() <= found.labels.items():
+                return found.value
+    return None
+
+
+def test_the_metrics_tell_of_a_killed_worker(job: Job) -> None:
+    port = free_port()
+    agent = job.launch("--standalone", "--nproc", "2", "--http", str(port))
+    agent.says(f"metrics and status of this node: http://127.0.0.1:{port}/metrics and /status")
+    workers = job.world(2)
+    wait_for("a running node", lambda: sample(port, "phase", phase="running") == 1)
+    assert sample(port, "world_size") == 2
+    os.kill(workers[-1]["pid"], signal.SIGKILL)
+    wait_for("a charged restart", lambda: sample(port, "restarts_charged_total", kind="crash") == 1)
+    wait_for("the next round", lambda: sample(port, "round") == 2)
+    assert sample(port, "rounds_ended_total", how="broken", kind="crash") == 1
+    assert sample(port, "worker_failures_total") == 1
+    found = json.loads(asked(f"http://127.0.0.1:{port}/status")[1])
+    assert (found["round"], found["leads"], found["restarts"]) == (2, True, 1)
+    assert asked(f"http://127.0.0.1:{port}/livez")[0] == 200
+    job.finish()
+    assert agent.wait() == 0
+
+
+def test_port_0_means_any_free_port(job: Job) -> None:
+    agent = job.launch("--standalone", "--http", "0")
+    agent.says("metrics and status of this node: ")
+    port = int(re.findall(r"http://127\.0\.0\.1:(\d+)/metrics", agent.output)[0])
+    assert asked(f"http://127.0.0.1:{port}/livez")[0] == 200
+    job.finish()
+    assert agent.wait() == 0
+
+
+def test_a_port_in_use_ends_the_agent_before_it_begins(job: Job) -> None:
+    with socket.create_server(("127.0.0.1", job.port)):
+        agent = job.launch("--standalone", "--http", str(job.port))
+        assert agent.wait() == 95
+    assert f"--http 127.0.0.1:{job.port}: this node cannot listen there: Address already in use" in agent.output

@@ -1,0 +1,191 @@
+"""A node's metrics in Prometheus' format, and what uses them: the documentation, the alerts and the dashboard."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from elastic_agents.policy_types import Phase
+from elastic_launch.errors import UsageError
+from elastic_launch.events import types as ev
+from elastic_launch.observe.chronicle import Chronicle
+from elastic_launch.observe.ledger import PARTS, build
+from elastic_launch.observe.metrics import METRICS, PHASES, NodeMetrics
+from elastic_launch.observe.present import Present
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "how-to" / "monitoring.md"
+EXAMPLES = ROOT / "examples" / "monitoring"
+
+NAME = re.compile(r"elastic_launch_[a-z_]+")
+BY = re.compile(r"\bby \(([^)]*)\)")
+
+
+def metrics() -> NodeMetrics:
+    return NodeMetrics("r", "a", "0.0.1")
+
+
+def values(found: NodeMetrics, present: Present, goodput: float | None = None) -> dict[str, float]:
+    """Samples by name and labels other than the run's and the node's, each of which must have both."""
+    shown = {}
+    for family in text_string_to_metric_families(found.text(present, leads=True, goodput=goodput).decode()):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert (labels.pop("run_id"), labels.pop("node")) == ("r", "a")
+            more = ",".join(f"{name}={value}" for name, value in sorted(labels.items()))
+            shown[f"{sample.name}{{{more}}}" if more else sample.name] = sample.value
+    return shown
+
+
+def test_a_node_that_starts_shows_what_is_known() -> None:
+    shown = values(metrics(), Present("starting"))
+    assert shown["elastic_launch_phase{phase=starting}"] == 1
+    assert shown["elastic_launch_phase{phase=running}"] == 0
+    assert shown["elastic_launch_info{version=0.0.1}"] == 1
+    assert shown["elastic_launch_nodes_lost_total"] == 0, "so that the first one is seen to rise"
+    unknown = {"step", "total_steps", "remaining_seconds", "snapshot_step", "checkpoint_step", "goodput_ratio"}
+    assert not {f"elastic_launch_{name}" for name in unknown} & shown.keys()
+
+
+def test_a_node_that_trains_shows_its_progress() -> None:
+    present = Present("running", 3, 2, 8, 4, 120, 500, 38.0, 130, 6.5, 118, 1, 3)
+    shown = values(metrics(), present, goodput=0.9)
+    expected = {
+        "round": 3, "nodes": 2, "world_size": 8, "workers": 4, "step": 120, "total_steps": 500, "remaining_seconds": 38,
+        "step_seconds_count": 130, "step_seconds_sum": 6.5, "snapshot_step": 118, "restarts": 1, "max_restarts": 3,
+        "goodput_ratio": 0.9, "leads": 1,
+    }  # fmt: skip
+    assert {name: shown[f"elastic_launch_{name}"] for name in expected} == expected
+
+
+def test_a_world_that_does_not_train_has_no_size() -> None:
+    shown = values(metrics(), Present("waiting", 3, 2, 8))
+    assert (shown["elastic_launch_world_size"], shown["elastic_launch_nodes"]) == (0, 0)
+
+
+def test_events_are_counted() -> None:
+    found = metrics()
+    for event in (
+        ev.RoundFormed(1, 1, ("a", "b"), 2, 0, "first", 2.0),
+        ev.WorkerStarted(1, 0, 0, 10, "first", 0.1),
+        ev.WorkerExited(1, 0, 0, 10, 1, 3.0, False),
+        ev.WorkerExited(1, 1, 1, 11, -15, 3.0, True),
+        ev.RoundBroken(1, "crash", "rank 0", 20.0, ""),
+        ev.RestartCharged(1, "crash", 1, 3, ""),
+        ev.RoundFormed(2, 1, ("a",), 1, 1, "rank 0", 1.0),
+        ev.RoundDrained(2, 7, "membership", "resize", 0.1, ""),
+        ev.NodeLost("b", "silent", 5.0, 0, ""),
+        ev.NoticeReceived("AWS", "preemption", "spot", 120.0, True),
+        ev.StragglerFound(2, 1, "b", "data", 2.0),
+        ev.CheckpointSaved(2, 7, "/c"),
+    ):
+        found.add(event)
+    shown = values(found, Present("running"))
+    assert shown["elastic_launch_rounds_formed_total"] == 2
+    assert shown["elastic_launch_rounds_ended_total{how=broken,kind=crash}"] == 1
+    assert shown["elastic_launch_rounds_ended_total{how=drained,kind=membership}"] == 1
+    assert shown["elastic_launch_restarts_charged_total{kind=crash}"] == 1
+    assert shown["elastic_launch_nodes_lost_total"] == 1
+    assert shown["elastic_launch_worker_failures_total"] == 1, "the stopped one did not fail"
+    assert shown["elastic_launch_notices_total{kind=preemption,source=AWS}"] == 1
+    assert shown["elastic_launch_stragglers_total{phase=data,slow_node=b}"] == 1
+    assert (shown["elastic_launch_checkpoint_step"], shown["elastic_launch_checkpoints_total"]) == (7, 1)
+    assert shown["elastic_launch_checkpoint_timestamp_seconds"] > 1.7e9
+
+
+def test_the_parts_of_incidents_add_up() -> None:
+    chronicle, found = Chronicle(), metrics()
+    for at, event in (
+        (10.0, ev.RoundFormed(1, 1, ("a",), 1, 0, "first", 1.0)),
+        (10.1, ev.WorkerStarted(1, 0, 0, 10, "first", 0.1)),
+        (12.0, ev.TrainingBegun(1, 0, 0, 50, 0.0)),
+        (13.0, ev.FirstStep(1, 1)),
+        (29.5, ev.WorkerExited(1, 0, 0, 10, -9, 3.0, False)),
+        (30.0, ev.RoundBroken(1, "crash", "rank 0", 20.0, "")),
+        (30.0, ev.RoundSteps(1, 0, 9, 16.0)),
+        (31.0, ev.RoundFormed(2, 1, ("a",), 1, 1, "rank 0", 1.0)),
+        (31.5, ev.WorkerStarted(2, 0, 0, 12, "rank 0", 0.1)),
+        (33.0, ev.TrainingBegun(2, 0, 5, 50, 0.5)),
+        (34.0, ev.FirstStep(2, 6)),
+    ):
+        chronicle.add(at, event)
+    (incident,) = build(chronicle).incidents
+    found.over(incident)
+    shown = values(found, Present("running"))
+    parts = [shown[f"elastic_launch_incident_seconds_total{{phase={part.removesuffix('_s')}}}"] for part in PARTS]
+    assert sum(parts) == pytest.approx(incident.still_s)
+    assert shown["elastic_launch_incidents_total{kind=crash}"] == 1
+    assert shown["elastic_launch_lost_steps_total"] == 4
+
+
+def test_labels_may_have_any_characters() -> None:
+    name = 'no"de\n\\x'
+    text = NodeMetrics("r", name, "1").text(Present("waiting"), leads=False, goodput=None).decode()
+    nodes = {s.labels["node"] for family in text_string_to_metric_families(text) for s in family.samples}
+    assert nodes == {name}
+
+
+def test_every_phase_is_one_of_the_metric() -> None:
+    assert {phase.value for phase in Phase} <= set(PHASES)
+
+
+def test_without_the_package_the_flag_and_the_remedy_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(UsageError, match="--http needs the package prometheus_client") as refused:
+        metrics()
+    assert "elastic-launch[monitoring]" in refused.value.hint
+
+
+def test_the_page_shows_every_metric_and_every_field_of_a_status() -> None:
+    cells = [
+        [cell.strip() for cell in line.strip("|").split(" | ")]
+        for line in PAGE.read_text().splitlines()
+        if line.startswith("| `elastic_launch_")
+    ]
+    expected = [
+        [f"`{name}`", kind.type, ", ".join(f"`{label}`" for label in kind.labels), kind.help]
+        for name, kind in METRICS.items()
+    ]
+    assert cells == expected
+    status = PAGE.read_text().split("## The status")[1].split("\n## ")[0]
+    shown = [name for row in re.findall(r"^\| (`.*?) \|", status, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)]
+    assert shown == [item.name for item in fields(Present)]
+
+
+def expressions() -> list[str]:
+    rules = [
+        rule for group in yaml.safe_load((EXAMPLES / "alerts.yaml").read_text())["groups"] for rule in group["rules"]
+    ]
+    panels = json.loads((EXAMPLES / "dashboard.json").read_text())["panels"]
+    return [*(rule["expr"] for rule in rules), *(target["expr"] for panel in panels for target in panel["targets"])]
+
+
+@pytest.mark.parametrize("expression", expressions())
+def test_alerts_and_dashboard_use_metrics_and_labels_that_exist(expression: str) -> None:
+    known = {f"{name}{suffix}" for name in METRICS for suffix in ("", "_count", "_sum")}
+    used = NAME.findall(expression)
+    assert used
+    assert set(used) <= known
+    labels = {"run_id", "node"} | {
+        label for name in used for label in METRICS[re.sub(r"_(count|sum)$", "", name)].labels
+    }
+    grouped = {label.strip() for found in BY.findall(expression) for label in found.split(",")}
+    chosen = set(re.findall(r"[{,](\w+)=~?\"", expression))
+    assert grouped | chosen <= labels
+    assert expression.count("(") == expression.count(")")
+
+
+def test_the_page_names_every_alert() -> None:
+    rules = [
+        rule for group in yaml.safe_load((EXAMPLES / "alerts.yaml").read_text())["groups"] for rule in group["rules"]
+    ]
+    assert re.findall(r"^\| `(ElasticLaunch\w+)` \|", PAGE.read_text(), re.MULTILINE) == [
+        rule["alert"] for rule in rules
+    ]
