@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from elastic_launch import __version__
+from elastic_launch.cli.batch_table import show_plan
+from elastic_launch.cli.event_lines import show_events
 from elastic_launch.cli.flags import Values
 from elastic_launch.config.backends import BACKENDS, kind_of
 from elastic_launch.config.launch_config import (
@@ -31,6 +33,7 @@ from elastic_launch.config.launch_config import (
 from elastic_launch.config.settings import Setting
 from elastic_launch.errors import ElasticLaunchError, EndpointError, ExitCode, RendezvousError, StoreError, UsageError
 from elastic_launch.events.types import counted
+from elastic_launch.observe.__main__ import show_report
 from elastic_launch.rendezvous.admin import messages as a
 from elastic_launch.rendezvous.admin.client import Address, AdminClient, RunEndedError
 from elastic_launch.rendezvous.run_file import FoundRun, RunAddress, find
@@ -75,6 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = parser().parse_args(argv)
     try:
+        if options.offline:
+            return int(options.act(options))
         address, found = _address(options, os.environ)
         try:
             return int(options.act(options, address))
@@ -98,6 +103,7 @@ def parser() -> argparse.ArgumentParser:
     group.add_argument("--log-dir", metavar="DIR", help="look for the run in the directory given to elastic-launch")
     group.add_argument("--token-file", metavar="PATH", help="file with the run's token, if it has one")
     top = argparse.ArgumentParser(prog=PROGRAM, description="Ask a run how it stands, and tell it what to do.")
+    top.set_defaults(offline=False)
     top.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     commands = top.add_subparsers(metavar="COMMAND", required=True)
 
@@ -117,6 +123,23 @@ def parser() -> argparse.ArgumentParser:
     resize = commands.add_parser("resize", parents=[where], help="change how many nodes the run may have")
     resize.add_argument("nnodes", metavar="MIN:MAX", help="as --nnodes of elastic-launch")
     resize.set_defaults(act=_resize)
+
+    events = commands.add_parser("events", parents=[where], help="show what happened, from the files on this host")
+    events.add_argument("--follow", action="store_true", help="go on while the run has an agent on this host")
+    events.add_argument("--since", metavar="S", help="only those of the last S seconds")
+    events.add_argument("--json", action="store_true", help="the lines as they are in the files")
+    events.set_defaults(act=_events, offline=True)
+
+    report = commands.add_parser("report", parents=[where], help="show what each incident cost, from the same files")
+    report.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    report.add_argument("--html", metavar="FILE", help="write a report to look at in a browser: one file")
+    report.set_defaults(act=_report, offline=True)
+
+    plan = commands.add_parser("plan", help="show how a global batch is divided at each world size")
+    plan.add_argument("--global-batch", metavar="G", required=True, help="samples of an optimizer step")
+    plan.add_argument("--micro-batch", metavar="M", required=True, help="samples of a forward and backward pass")
+    plan.add_argument("--world", metavar="MIN:MAX", default="1:8", help="numbers of workers [1:8]")
+    plan.set_defaults(act=_plan, offline=True)
     return top
 
 
@@ -250,6 +273,41 @@ def _resize(options: argparse.Namespace, address: Address) -> int:
 def _tell(answer: a.Answer) -> int:
     print(plain(answer.text))
     return ExitCode.DONE if answer.done else ExitCode.TRAINING_FAILED
+
+
+# From files, or from nothing.
+
+
+def _events(options: argparse.Namespace) -> int:
+    since = None if options.since is None else Setting("--since ", options.since).seconds()
+    directory = _directory(options)
+
+    def alive() -> bool:
+        return find(directory, None, depth=0)[1]
+
+    return show_events(directory, since=since, follow=options.follow, as_json=options.json, alive=alive)
+
+
+def _report(options: argparse.Namespace) -> int:
+    show_report(_directory(options), as_json=options.json, html=Path(options.html) if options.html else None)
+    return ExitCode.DONE
+
+
+def _directory(options: argparse.Namespace) -> Path:
+    """Return the directory with the run's event files."""
+    values = Values({name: [text] for name in _WHERE if (text := _given(options, name)) is not None}, os.environ)
+    endpoint, run_id, log_dir = (values.text(name) for name in ("--rdzv-endpoint", "--rdzv-id", "--log-dir"))
+    if endpoint is not None and not log_dir:
+        raise UsageError(
+            "events are read from files, not from the run's leader.", "Name the run's directory with --log-dir."
+        )
+    if log_dir and any(Path(log_dir).glob("events-*.jsonl")):
+        return Path(log_dir)
+    return _found(log_dir, run_id, os.environ).directory
+
+
+def _plan(options: argparse.Namespace) -> int:
+    return show_plan(options.global_batch, options.micro_batch, options.world)
 
 
 # Output.

@@ -40,12 +40,14 @@ class Host:
     Attributes:
         node: the node id.
         chronicle: the events of the last run in the file, if there are several.
+        told: these events with the host's clock.
         complaints: what could not be used, and where.
     """
 
     node: str
     chronicle: Chronicle
     complaints: tuple[str, ...]
+    told: tuple[tuple[float, ev.Event], ...] = ()
 
 
 def event_files(directory: Path) -> list[Path]:
@@ -79,6 +81,7 @@ def read(path: Path) -> Host:
     """
     node = path.name.removeprefix("events-").removesuffix(".jsonl")
     chronicle, complaints = Chronicle(), []
+    told: list[tuple[float, ev.Event]] = []
     try:
         with path.open(errors="replace") as file:
             for number, line in enumerate(file, 1):
@@ -92,11 +95,12 @@ def read(path: Path) -> Host:
                 clock, event = found
                 if _begins_another(chronicle, clock, event):
                     complaints.append(f"{path}: a further run begins in line {number}; what is before is left out")
-                    chronicle = Chronicle()
+                    chronicle, told = Chronicle(), []
                 chronicle.add(clock, event)
+                told.append(found)
     except OSError as error:
         complaints.append(f"{path} cannot be read: {error.strerror}")
-    return Host(node, chronicle, tuple(complaints))
+    return Host(node, chronicle, tuple(complaints), tuple(told))
 
 
 def parse(line: str) -> tuple[float, ev.Event] | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +171,73 @@ def test_fields_with_a_default_may_be_missing() -> None:
     assert parse(line) == (3, ev.OrderReceived("form", 1, 1, "first", ""))
     with pytest.raises(ValueError, match="first_step has no step"):
         parse('{"event": "first_step", "clock": 3, "round": 1}')
+
+
+class _Tags(HTMLParser):
+    """Checks that tags are closed in order, and keeps the texts and the attributes."""
+
+    VOID = frozenset({"meta"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.texts: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += attrs
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def page(directory: Path) -> tuple[_Tags, str]:
+    assert main([str(directory), "--html", str(directory / "report.html")]) == 0
+    text = (directory / "report.html").read_text()
+    tags = _Tags()
+    tags.feed(text)
+    tags.close()
+    assert tags.open == []
+    return tags, text
+
+
+def test_the_page_shows_rounds_and_incidents(tmp_path: Path) -> None:
+    write(tmp_path, "a", LEADER + WORKERS)
+    tags, text = page(tmp_path)
+    shown = " ".join(tags.texts)
+    assert "round 1: world size 2, steps 0 to 18; node loss node b lost: its connection closed" in shown
+    assert "round 2: world size 2, steps 15 to 41" in shown
+    assert "4.00 s" in shown
+    assert "form, 1.0 s (25%): --join-settle" in shown
+    assert text.count("<rect class='round'") == 2
+    assert "<script" not in text
+    assert "http" not in text, "it needs no other host"
+
+
+def test_the_page_shows_texts_as_texts(tmp_path: Path) -> None:
+    bad = "</title><script>alert('1')</script>&"
+    told = [(at, replace(event, cause=bad) if isinstance(event, ev.RoundBroken) else event) for at, event in LEADER]
+    write(tmp_path, "a", told + WORKERS)
+    tags, text = page(tmp_path)
+    assert "<script" not in text
+    assert any(bad in part for part in tags.texts)
+
+
+def test_the_page_of_a_run_that_did_nothing_is_whole(tmp_path: Path) -> None:
+    write(tmp_path, "a", [(1.0, ev.NodeEnded(95, "refused"))])
+    tags, _ = page(tmp_path)
+    assert "None." in tags.texts
+
+
+def test_a_page_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, "a", LEADER)
+    assert main([str(tmp_path), "--html", str(tmp_path / "no" / "report.html")]) == 2
+    assert "--html" in capsys.readouterr().err

@@ -1,0 +1,93 @@
+"""``elasticctl events``: what happened, from the event files of a run's directory, as lines for people."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from elastic_launch.errors import ExitCode
+from elastic_launch.events.types import event_name
+from elastic_launch.observe.reading import event_files, parse
+from elastic_launch.system.plain_text import one_line, plain
+
+__all__ = ["show_events"]
+
+LOOK_EVERY = 0.5
+"""Seconds between two looks at the files while they are followed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """An event; ``time`` is its own in UTC, as it is written: such texts sort by time."""
+
+    time: str
+    node: str
+    raw: str
+    text: str
+
+
+class _Tail:
+    """Reads what is added to one node's file; a line counts once it is complete."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._node = path.name.removeprefix("events-").removesuffix(".jsonl")
+        self._offset = 0
+        self._pending = b""
+
+    def read(self) -> Iterator[_Line]:
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except OSError as error:
+            print(plain(f"{self.path} cannot be read: {error.strerror}"), file=sys.stderr)
+            return
+        self._offset += len(data)
+        *lines, self._pending = (self._pending + data).split(b"\n")
+        for line in lines:
+            text = line.decode(errors="replace")
+            try:
+                yield self._understood(text)
+            except ValueError as error:
+                print(plain(f"{self.path}: a line is left out: {error}"), file=sys.stderr)
+
+    def _understood(self, text: str) -> _Line:
+        found = parse(text)
+        value = json.loads(text)
+        name = event_name(type(found[1])) if found is not None else str(value["event"])
+        words = found[1].line() if found is not None else "an event of another version"
+        return _Line(str(value.get("time", "")), self._node, text, f"{name}: {one_line(words)}" if words else name)
+
+
+def show_events(directory: Path, *, since: float | None, follow: bool, as_json: bool, alive: Callable[[], bool]) -> int:
+    """Print the events of a run's directory in the order of their times; return the exit code.
+
+    Args:
+        since: only those of so many last seconds; None: all.
+        follow: go on until no agent of the run is alive on this host.
+        as_json: print the lines as they are in the files.
+        alive: whether one is.
+
+    Raises:
+        UsageError: if there are no event files, or those of several runs.
+    """
+    tails = {path: _Tail(path) for path in event_files(directory)}
+    first = "" if since is None else (datetime.now(UTC) - timedelta(seconds=since)).isoformat(timespec="milliseconds")
+    while True:
+        ends = not follow or not alive()  # before the files are read, so that the last lines are not missed
+        _print([line for tail in tails.values() for line in tail.read() if line.time >= first], as_json=as_json)
+        if ends:
+            return ExitCode.DONE
+        time.sleep(LOOK_EVERY)
+        tails |= {path: _Tail(path) for path in directory.glob("events-*.jsonl") if path not in tails}
+
+
+def _print(lines: Sequence[_Line], *, as_json: bool) -> None:
+    for line in sorted(lines, key=lambda line: line.time):
+        print(line.raw if as_json else plain(f"{line.time[:23]}Z  {line.node}  {line.text}"), flush=True)

@@ -1,0 +1,190 @@
+"""The report on a run as one HTML file: no script, no other file, no other host.
+
+It shows the rounds on a time axis, each as high as its world, what each incident cost, and the flags that may make the
+costly parts shorter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from elastic_launch.events import types as ev
+from elastic_launch.events.types import counted
+from elastic_launch.observe.chronicle import Chronicle, RoundTold
+from elastic_launch.observe.ledger import PARTS, Incident, Ledger
+from elastic_launch.observe.reading import Host
+
+__all__ = ["as_page"]
+
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, FLOOR = 960, 180, 48, 8, 20, 156
+"""Of the picture, its margins, and the top and the bottom of its bars, in pixels."""
+
+BAR = 160
+"""Width of the longest incident's bar, in pixels."""
+
+WORTH = 0.1
+"""Share of all standstill from which a part is named."""
+
+HINTS = {
+    "detect_s": "--dead-after: silence after which a node is dead",
+    "stop_s": "--shutdown-timeout: what workers get to end; scripts on the training library leave a round at once",
+    "form_s": "--join-settle and --return-after: how long a round waits for nodes",
+    "start_s": "--preload for imports that come late; with the training library, replacements start ahead",
+    "restore_s": "snapshots in memory, which the training library takes: they are restored without storage",
+    "first_step_s": "compilation and caches of the script's first step",
+}
+"""What makes a part of an incident shorter."""
+
+_STYLE = """
+:root { color-scheme: light dark; --text: #1f2328; --dim: #59636e; --line: #d1d9e0; --back: #ffffff; --fill: #2f6fde;
+  --p0: #b35900; --p1: #c23b3b; --p2: #8250df; --p3: #1a7f37; --p4: #0a7ea4; --p5: #6e7781; }
+@media (prefers-color-scheme: dark) { :root { --text: #e6edf3; --dim: #9198a1; --line: #3d444d; --back: #0d1117;
+  --fill: #4493f8; --p0: #db8b36; --p1: #f0716a; --p2: #b083f0; --p3: #57ab5a; --p4: #39c5e0; --p5: #9198a1; } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--back); margin: 2rem auto;
+  max-width: 62rem; padding: 0 1rem; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; } .dim { color: var(--dim); }
+.wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; }
+th, td { text-align: left; padding: .25rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top; }
+td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+svg { max-width: 100%; height: auto; } svg text { fill: var(--dim); font-size: 12px; }
+.round { fill: var(--fill); } .axis { stroke: var(--line); } .saved { stroke: var(--p3); stroke-width: 2; }
+.broken { stroke: var(--p1); stroke-width: 2; }
+.p0 { fill: var(--p0); } .p1 { fill: var(--p1); } .p2 { fill: var(--p2); }
+.p3 { fill: var(--p3); } .p4 { fill: var(--p4); } .p5 { fill: var(--p5); }
+"""
+
+
+def as_page(name: str, host: Host, ledger: Ledger) -> str:
+    """Return the report.
+
+    Args:
+        name: of the run.
+        host: the host whose clock is used.
+        ledger: that of :func:`elastic_launch.observe.report.joined`.
+    """
+    parts = [
+        f"<!doctype html>\n<html lang='en'><head><meta charset='utf-8'><title>{escape(name)}</title>",
+        "<meta name='viewport' content='width=device-width, initial-scale=1'>",
+        f"<style>{_STYLE}</style></head><body>",
+        f"<h1>Run {escape(name)}</h1>",
+        f"<p>{escape(ledger.line())}</p>",
+        f"<p class='dim'>Times are those of node {escape(host.node)}'s clock, from its first event.</p>",
+        "<h2>Rounds</h2>",
+        f"<div class='wide'>{_Picture(host.chronicle, host.told).svg()}</div>",
+        "<p class='dim'>Each bar is a round, as high as its world size. Red lines: rounds that broke. Green lines: "
+        "durable checkpoints.</p>",
+        "<h2>Incidents</h2>",
+        _incidents(ledger.incidents),
+        *_hints(ledger.incidents),
+        "</body></html>\n",
+    ]
+    return "\n".join(parts)
+
+
+class _Picture:
+    """The rounds of one host on a time axis, as SVG."""
+
+    def __init__(self, chronicle: Chronicle, told: Sequence[tuple[float, ev.Event]]) -> None:
+        self._rounds = [chronicle.rounds[number] for number in sorted(chronicle.rounds)]
+        self._told = told
+        self._since, self._until = chronicle.since or 0.0, chronicle.until
+        self._whole = max(self._until - self._since, 1e-6)
+        # Only the leader's node knows the others' workers.
+        mine = {x.round: x.workers for _, x in told if isinstance(x, ev.OrderReceived) and x.order == "form"}
+        self._worlds = mine | {x.round: x.world_size for _, x in told if isinstance(x, ev.RoundFormed)}
+        self._largest = max([1, *self._worlds.values()])
+
+    def svg(self) -> str:
+        label = f"{counted(len(self._rounds), 'round')} in {self._whole:.1f} s, world size up to {self._largest}"
+        ends = [x.formed for x in self._rounds[1:]] + [self._until] * bool(self._rounds)
+        return "".join(
+            [
+                f"<svg viewBox='0 0 {WIDTH} {HEIGHT}' width='{WIDTH}' role='img' aria-label='{label}'>",
+                *(self._bar(told, end or self._until) for told, end in zip(self._rounds, ends, strict=True)),
+                *(self._mark(moment, event) for moment, event in self._told),
+                f"<line class='axis' x1='{LEFT}' x2='{WIDTH - RIGHT}' y1='{FLOOR}' y2='{FLOOR}'/>",
+                f"<text x='{LEFT - 8}' y='{FLOOR}' text-anchor='end'>0</text>",
+                f"<text x='{LEFT - 8}' y='{TOP + 10}' text-anchor='end'>{self._largest}</text>",
+                f"<text x='{LEFT}' y='{HEIGHT - 4}'>0 s</text>",
+                f"<text x='{WIDTH - RIGHT}' y='{HEIGHT - 4}' text-anchor='end'>{self._whole:.1f} s</text></svg>",
+            ]
+        )
+
+    def _bar(self, told: RoundTold, end: float) -> str:
+        if told.formed is None:
+            return ""
+        end = min(x for x in (told.ended, told.reaped, end) if x is not None)
+        world = self._worlds.get(told.number, 0)
+        high = (FLOOR - TOP) * world / self._largest
+        left, right = self._across(told.formed), self._across(end)
+        steps = "" if told.begun is None else f", steps {told.step} to {told.last}"
+        what = f"round {told.number}: world size {world}{steps}; {told.kind or 'trains'} {told.cause}"
+        return (
+            f"<rect class='round' x='{left:.1f}' y='{FLOOR - high:.1f}' width='{max(1.0, right - left):.1f}' "
+            f"height='{high:.1f}'><title>{escape(what)}</title></rect>"
+        )
+
+    def _mark(self, moment: float, event: ev.Event) -> str:
+        match event:
+            case ev.CheckpointSaved(step=step):
+                kind, what = "saved", f"checkpoint of step {step}"
+            case ev.RoundBroken(cause=cause):
+                kind, what = "broken", cause
+            case _:
+                return ""
+        x = f"{self._across(moment):.1f}"
+        return (
+            f"<line class='{kind}' x1='{x}' x2='{x}' y1='{FLOOR}' y2='{FLOOR + 8}'><title>{escape(what)}</title></line>"
+        )
+
+    def _across(self, moment: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * min(max((moment - self._since) / self._whole, 0.0), 1.0)
+
+
+def _incidents(incidents: Sequence[Incident]) -> str:
+    if not incidents:
+        return "<p>None.</p>"
+    longest = max(incident.still_s for incident in incidents) or 1.0
+    heads = "<th class='number'>#</th><th>rounds</th><th>kind</th><th class='number'>stood still</th><th>parts</th>"
+    rows = "".join(_row(incident, longest) for incident in incidents)
+    return (
+        f"<div class='wide'><table><tr>{heads}<th class='number'>steps lost</th><th>cause</th></tr>{rows}</table></div>"
+        f"<p class='dim'>Parts, from the left: {', '.join(map(_spoken, PARTS))}.</p>"
+    )
+
+
+def _row(incident: Incident, longest: float) -> str:
+    x, bars = 0.0, []
+    for index, part in enumerate(PARTS):
+        seconds = getattr(incident, part) or 0.0
+        width = BAR * seconds / longest
+        title = f"{_spoken(part)}: {seconds:.2f} s"
+        bars.append(f"<rect class='p{index}' x='{x:.1f}' width='{width:.1f}' height='12'><title>{title}</title></rect>")
+        x += width
+    lost = "-" if incident.lost_steps is None else str(incident.lost_steps)
+    kind = escape(incident.kind) + (", drained" if incident.drained else "")
+    return (
+        f"<tr><td class='number'>{incident.number}</td><td>{incident.round} → {incident.next_round or 'end'}</td>"
+        f"<td>{kind}</td><td class='number'>{incident.still_s:.2f} s</td>"
+        f"<td><svg width='{BAR}' height='12' role='img' aria-label='parts'>{''.join(bars)}</svg></td>"
+        f"<td class='number'>{lost}</td><td>{escape(' '.join(incident.cause.split()))}</td></tr>"
+    )
+
+
+def _hints(incidents: Sequence[Incident]) -> list[str]:
+    """What may make the parts shorter that cost the most."""
+    spent = {part: sum(getattr(incident, part) or 0.0 for incident in incidents) for part in PARTS}
+    whole = sum(spent.values())
+    if not whole:
+        return []
+    items = [
+        f"<li>{_spoken(part)}, {spent[part]:.1f} s ({spent[part] / whole:.0%}): {escape(HINTS[part])}</li>"
+        for part in sorted(PARTS, key=lambda part: -spent[part])
+        if spent[part] >= WORTH * whole
+    ]
+    return ["<h2>Where the time went</h2>", f"<ul>{''.join(items)}</ul>"]
+
+
+def _spoken(part: str) -> str:
+    return part.removesuffix("_s").replace("_", " ")

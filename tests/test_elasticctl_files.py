@@ -1,0 +1,131 @@
+"""The commands of elasticctl that ask no leader: events from files, and the division of a global batch."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_launch.batch import GlobalBatch
+from elastic_launch.cli.elasticctl import main
+from elastic_launch.errors import ExitCode
+
+
+def record(path: Path, ago: float, **event: object) -> None:
+    moment = datetime.now(UTC) - timedelta(seconds=ago)
+    line = json.dumps({"time": moment.isoformat(timespec="milliseconds"), "clock": 100.0 - ago, **event})
+    with path.open("a") as file:
+        file.write(line + "\n")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run's directory with two nodes' files."""
+    record(tmp_path / "events-a.jsonl", 50, event="worker_kept", round=2, rank=0, local_rank=0, pid=7)
+    record(tmp_path / "events-a.jsonl", 10, event="node_lost", node="b", cause="silent", detect_s=5, broke=0, next="on")
+    record(tmp_path / "events-b.jsonl", 30, event="node_ended", code=0, cause="all done")
+    return tmp_path
+
+
+def printed(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return capsys.readouterr().out.splitlines()
+
+
+def test_events_of_all_nodes_are_in_the_order_of_their_times(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["events", "--log-dir", str(run)]) == 0
+    kept, ended, lost = printed(capsys)
+    assert kept.split("Z  ")[1] == "a  worker_kept: round=2 rank=0 local_rank=0 pid=7"
+    assert ended.split("Z  ")[1] == "b  node_ended: code=0 cause=all done"
+    assert lost.split("Z  ")[1] == "a  node_lost: node b lost (silent); on"
+
+
+def test_only_the_last_seconds_are_shown(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["events", "--log-dir", str(run), "--since", "20"]) == 0
+    (line,) = printed(capsys)
+    assert "node_lost" in line
+
+
+def test_lines_are_shown_as_they_are(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["events", "--log-dir", str(run), "--json"]) == 0
+    assert [json.loads(line)["event"] for line in printed(capsys)] == ["worker_kept", "node_ended", "node_lost"]
+
+
+def test_events_of_a_run_that_is_over_are_not_followed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["events", "--log-dir", str(run), "--follow"]) == 0
+    assert len(printed(capsys)) == 3
+
+
+def test_broken_lines_are_named_and_left_out(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (run / "events-a.jsonl").open("ab") as file:
+        file.write(b'\xff\x00nothing\n{"event": "node_ended", "clock": 1}\n{"event": "from_later", "clock": 1.0}\n{"ev')
+    assert main(["events", "--log-dir", str(run)]) == 0
+    out, err = capsys.readouterr()
+    assert len(err.splitlines()) == 2
+    assert "no JSON" in err
+    assert "node_ended has no code" in err
+    assert "from_later: an event of another version" in out, "the last line is not complete yet"
+    assert len(out.splitlines()) == 4
+
+
+def test_a_directory_without_events_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["events", "--log-dir", str(tmp_path)]) == ExitCode.RENDEZVOUS
+    assert f"There is no run in {tmp_path}" in capsys.readouterr().err
+
+
+def test_events_are_not_asked_of_a_leader(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["events", "--rdzv-endpoint", "10.0.0.5:29400"]) == ExitCode.USAGE
+    assert "--log-dir" in capsys.readouterr().err
+
+
+def test_the_report_is_a_table_an_object_or_a_page(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "--log-dir", str(run)]) == 0
+    assert "0 incidents" in capsys.readouterr().out
+    assert main(["report", "--log-dir", str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["node"] in ("a", "b")
+    assert main(["report", "--log-dir", str(run), "--html", str(run / "x.html")]) == 0
+    assert (run / "x.html").read_text().startswith("<!doctype html>")
+
+
+def test_a_plan_shows_each_world(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--global-batch", "96", "--micro-batch", "8", "--world", "5:8"]) == 0
+    lines = printed(capsys)
+    assert lines[0] == "global batch 96, micro-batch 8: 12 forward and backward passes in a step"
+    assert [line.split("  ")[-1].strip() for line in lines[3:]] == ["80.0%", "100.0%", "85.7%", "75.0%"]
+    page = Path(__file__).parents[1] / "docs" / "reference" / "elasticctl.md"
+    assert "\n".join(lines) in page.read_text()
+
+
+@given(size=st.integers(1, 200), data=st.data(), world=st.integers(1, 60))
+def test_a_plan_is_that_of_the_training(size: int, data: st.DataObject, world: int) -> None:
+    micro = data.draw(st.integers(1, size))
+    with pytest.MonkeyPatch.context() as patch:
+        shown: list[str] = []
+        patch.setattr("builtins.print", lambda *words, **_: shown.append(" ".join(map(str, words))))
+        assert main(["plan", "--global-batch", str(size), "--micro-batch", str(micro), "--world", str(world)]) == 0
+    passes = [GlobalBatch(size, micro).plan(world, rank).grad_accum for rank in range(world)]
+    row = shown[-1].split()
+    expected = {str(n) for n in passes}
+    assert set(row[1:-2]) - {"or"} == expected
+    assert int(row[-2]) == passes.count(0)
+    assert row[-1] == f"{sum(passes) / (world * max(passes)):.1%}"
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--global-batch", "0", "--micro-batch", "1"], "--global-batch '0'"),
+        (["--global-batch", "9" * 40, "--micro-batch", "1"], "--global-batch"),
+        (["--global-batch", "8", "--micro-batch", "9"], "micro=9"),
+        (["--global-batch", "8", "--micro-batch", "x"], "--micro-batch 'x'"),
+        (["--global-batch", "8", "--micro-batch", "2", "--world", "4:2"], "--world 4:2"),
+        (["--global-batch", "8", "--micro-batch", "2", "--world", "1:9999999"], "--world 1:9999999"),
+        (["--global-batch", "8", "--micro-batch", "2", "--world", "a"], "--world 'a'"),
+    ],
+)
+def test_numbers_that_are_none_are_refused(flags: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *flags]) == ExitCode.USAGE
+    assert named in capsys.readouterr().err
