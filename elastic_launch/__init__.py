@@ -67,6 +67,8 @@ if TYPE_CHECKING:
     from elastic_launch.training.data import samplers as samplers
     from elastic_launch.training.data.loader import ElasticLoader as ElasticLoader
     from elastic_launch.training.data.loader import FunctionLoader as FunctionLoader
+    from elastic_launch.training.data.streams import ShardedStream as ShardedStream
+    from elastic_launch.training.data.streams import count_shards as count_shards
     from elastic_launch.training.plain import report_step as report_step
     from elastic_launch.training.plain import should_stop as should_stop
     from elastic_launch.training.ranks.replicas import ReplicasDifferError as ReplicasDifferError
@@ -92,6 +94,7 @@ _HOMES = {
         "elastic_launch.training.checkpoints.checkpoint": "Checkpoint weights_sha256",
         "elastic_launch.training.checkpoints.loading": "export load_checkpoint",
         "elastic_launch.training.data.loader": "ElasticLoader FunctionLoader",
+        "elastic_launch.training.data.streams": "ShardedStream count_shards",
         "elastic_launch.training.plain": "report_step should_stop",
         "elastic_launch.training.ranks.replicas": "ReplicasDifferError",
         "elastic_launch.training.session": "Run session",
@@ -132,6 +135,7 @@ __all__ = [
     "ReplicasDifferError",
     "RoundStart",
     "Run",
+    "ShardedStream",
     "Step",
     "StepEnd",
     "Trainer",
@@ -139,6 +143,7 @@ __all__ = [
     "UsageError",
     "WriteOutcome",
     "__version__",
+    "count_shards",
     "dist",
     "do_not_retry",
     "export",

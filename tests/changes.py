@@ -16,10 +16,10 @@ SCRIPT = str(SCRIPTS / "changes.py")
 STEPS = 200
 
 
-def undisturbed_hash(directory: Path, steps: int = STEPS) -> str:
+def undisturbed_hash(directory: Path, steps: int = STEPS, *options: str) -> str:
     """The hash of the weights that a single process ends with."""
     (directory / "hurry").touch()
-    command = [sys.executable, SCRIPT, str(directory), "--steps", str(steps)]
+    command = [sys.executable, SCRIPT, str(directory), "--steps", str(steps), *options]
     subprocess.run(command, check=True, capture_output=True, timeout=100 * SLOWNESS)
     return str(json.loads((directory / "result.json").read_text())["hash"])
 

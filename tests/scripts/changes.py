@@ -3,7 +3,8 @@
 Each rank 0 notes its steps in ``steps.jsonl``, so a step that is there twice was done again; each node's writer notes
 in ``snapshots.jsonl`` what is whole in memory. From ``--due-until`` on, no snapshot is due. ``--start-time`` passes
 before the training begins. Steps take ``--step-time`` until there is a file ``hurry``. With ``--die-within R:S:K``
-rank K of round R kills itself in the forward pass of step S.
+rank K of round R kills itself in the forward pass of step S. With ``--stream`` the
+data are in shards, and each rank notes in ``samples.jsonl`` which samples it has loaded.
 """
 
 from __future__ import annotations
@@ -24,6 +25,27 @@ from torch.utils.data import TensorDataset
 import elastic_launch as el
 from elastic_launch.training.checkpoints.memory import MemorySnapshots
 from elastic_launch.training.checkpoints.snapshot_interval import Rhythm
+
+LENGTHS = [13, 0, 29, 7, 31, 16]
+"""Numbers of samples in the shards of ``--stream``; a shard is named by its place."""
+
+
+class Shards:
+    """What opens a shard of ``--stream``: the odd ones can only be iterated, if any."""
+
+    def __init__(self, inputs: torch.Tensor, seek: bool) -> None:
+        self.inputs, self.seek = inputs, seek
+
+    def __call__(self, name: str) -> Any:
+        place = int(name)
+        first = sum(LENGTHS[:place])
+        rows = [(number, self.inputs[number]) for number in range(first, first + LENGTHS[place])]
+        return rows if self.seek or place % 2 == 0 else iter(rows)
+
+
+def decoded(row: tuple[int, torch.Tensor]) -> tuple[Any, ...]:
+    number, features = row
+    return features + 0.01 * torch.randn(6), features[:3].argmax(), number
 
 
 class Notes:
@@ -103,6 +125,7 @@ def main() -> None:
     parser.add_argument("--persistent", action="store_true")
     parser.add_argument("--die-within", default="0:0:0")
     parser.add_argument("--start-time", type=float, default=0.0)
+    parser.add_argument("--stream", choices=["seek", "skip"])
     args = parser.parse_args()
     deadly = tuple(map(int, args.die_within.split(":")))
 
@@ -120,13 +143,21 @@ def main() -> None:
         saving = {"every": args.every, "split": args.split}
         checkpoint = el.Checkpoint(args.checkpoint, **saving) if args.checkpoint else None
         options = {"num_workers": args.loader_workers, "persistent_workers": args.persistent}
+        if args.stream:
+            opened = Shards(inputs, args.stream == "seek")
+            places = sorted(range(len(LENGTHS)), reverse=os.environ.get("NODE") == "reversed")
+            names, lengths = [str(place) for place in places], [LENGTHS[place] for place in places]
+            dataset = el.ShardedStream(names, open=opened, lengths=lengths, decode=decoded, buffer=10, lanes=2)
         loader = el.ElasticLoader(dataset, el.GlobalBatch(16, 4), seed=1, **options)
         if args.compile:
             model.compile(backend="eager")
         for step in run.steps(loader, model, optimizer, checkpoint=checkpoint, until=f"{args.steps}ba", exact=True):
             began = time.monotonic()
             notes.resumed()
-            for features, targets in step:
+            for features, targets, *numbers in step:
+                if numbers:
+                    micro = step.plan.micro_batches[step._current].index
+                    notes.note("samples.jsonl", step=step.number, micro=micro, numbers=numbers[0].tolist())
                 step.backward(nn.functional.cross_entropy(step.model(features), targets))
                 if (run.world.round, step.number, run.rank) == deadly:
                     os.kill(os.getpid(), signal.SIGKILL)

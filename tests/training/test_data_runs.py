@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tarfile
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
 from harness import SCRIPTS, Job
 
+import elastic_launch as el
+from elastic_launch.errors import UsageError
+
+STREAMING = Path(__file__).parents[2] / "examples" / "streaming" / "train.py"
 OFFSETS = str(Path(__file__).parents[2] / "examples" / "random_offsets" / "train.py")
 
 
@@ -47,3 +53,56 @@ def test_random_offsets_have_the_undisturbed_hash_through_three_kills(job: Job) 
     assert result["resumed_step"] > 0
     assert result["weights_sha256"] == undisturbed["weights_sha256"]
     assert result["loss"] == undisturbed["loss"]
+
+
+needs_webdataset = pytest.mark.skipif(
+    find_spec("webdataset") is None, reason="webdataset is not installed: pip install '.[streaming]'"
+)
+
+
+@pytest.mark.slow  # test_streams has the same with shards in memory
+@pytest.mark.executed
+@needs_webdataset
+def test_a_webdataset_has_the_undisturbed_hash_through_three_kills(job: Job) -> None:
+    shards = str(job.directory / "shards")
+    alone, killed = job.directory / "alone.json", job.directory / "killed.json"
+    for options in (["--make"], ["--exact", "--result", str(alone)]):
+        done = subprocess.run([sys.executable, str(STREAMING), shards, *options], capture_output=True, timeout=250)
+        assert done.returncode == 0, done.stderr.decode()
+    plan = [
+        {"rank": 1, "step": 20, "round": 1},
+        {"rank": 0, "step": 50, "round": 2},
+        {"rank": 1, "step": 80, "round": 3},
+    ]
+    env = {"ELASTIC_LAUNCH_FAULTS": json.dumps(plan)}
+    command = [str(STREAMING), shards, "--exact", "--loader-workers", "2", "--result", str(killed)]
+    agent = job.launch("--standalone", "--nproc", "2", command=command, env=env)
+    assert agent.wait(100) == 0, agent.output
+    undisturbed, result = json.loads(alone.read_text()), json.loads(killed.read_text())
+    assert agent.output.count("ended with signal 9 (SIGKILL)") == 3
+    assert (result["restarts"], result["worlds"]) == (3, [2, 2, 2, 2])
+    assert result["weights_sha256"] == undisturbed["weights_sha256"]
+
+
+@needs_webdataset
+def test_a_tar_file_that_is_truncated_is_named(tmp_path: Path) -> None:
+    spec = spec_from_file_location("streaming_example", STREAMING)
+    assert spec is not None
+    assert spec.loader is not None
+    example = module_from_spec(spec)
+    spec.loader.exec_module(example)
+    example.make_shards(tmp_path)
+    shards = sorted(tmp_path.glob("*.tar"))
+    counted = el.ShardedStream(shards, open=example.read_tar, lengths=tmp_path / "shards.json")
+    assert sum(counted.lengths) == 1797
+    assert sorted(counted[1234]) == ["__key__", "__url__", "cls", "image.npy"]
+    told = el.ShardedStream(shards, open=example.read_tar, lengths=counted.lengths, buffer=1)
+    whole = shards[2].read_bytes()
+    counted._readers.clear()
+    for size in (len(whole) // 2, len(whole) // 1024 // 2 * 512, 100, 0):
+        shards[2].write_bytes(whole[:size])
+        with pytest.raises(UsageError, match=f"shard 'digits-002.tar' has {size} bytes, and had {len(whole)} when"):
+            counted[599]
+        with pytest.raises((UsageError, tarfile.ReadError)) as caught:
+            told[599]
+        assert "digits-002.tar" in "".join([str(caught.value), *caught.value.__notes__])

@@ -2,6 +2,7 @@
 
 ``loader``       the loaders
 ``samplers``     the sample at each position of an epoch
+``streams``      shards as one dataset
 ``permutation``  random order in constant memory
 ``old_order``    the sample order of checkpoints made before ``permutation``
 ``batches``      fetches one micro-batch, in any process

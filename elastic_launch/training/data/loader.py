@@ -8,6 +8,8 @@ on its length.
 
 from __future__ import annotations
 
+import os
+import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sized
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
 from elastic_launch.batch import BatchPlan, GlobalBatch
 from elastic_launch.errors import UsageError
@@ -25,6 +27,7 @@ from elastic_launch.training.data.batches import Batches, Drawn, Feed, GetBatch,
 from elastic_launch.training.data.generators import own_generators
 from elastic_launch.training.data.old_order import OldBatches, OldShuffled
 from elastic_launch.training.data.samplers import SAMPLE_ORDER, InOrder, Sampler, Shuffled
+from elastic_launch.training.data.streams import ShardedStream, StreamOrder
 from elastic_launch.training.durations import ENDLESS
 from elastic_launch.training.kinds import check_kind
 from elastic_launch.training.randomness import derive
@@ -33,6 +36,9 @@ __all__ = ["ElasticLoader", "FunctionLoader", "Loader", "LoaderOptions", "Positi
 
 AT_A_TIME = 16384
 """Number of positions requested from a sampler at a time; a request for few would take as long."""
+
+LIST_OF_SHARDS = "list of shards (as a hash)"
+"""Name of the fingerprint of a stream in a checkpoint's identity."""
 
 
 class LoaderOptions(TypedDict, total=False):
@@ -258,9 +264,9 @@ class ElasticLoader(Loader):
 
     Args:
         dataset: a map-style dataset with ``__len__`` and ``__getitem__``, or with ``__getitems__``, which returns all
-            samples of a micro-batch at once. Random numbers that it draws from the global generators of torch,
-            ``random`` or NumPy are the same in any process: they derive from the seed, the epoch and the micro-batch's
-            place in the epoch.
+            samples of a micro-batch at once; or a :class:`elastic_launch.ShardedStream`. Random numbers that it draws
+            from the global generators of torch, ``random`` or NumPy are the same in any process: they derive from the
+            seed, the epoch and the micro-batch's place in the epoch.
         batch: the global batch.
         seed: seed of the order of samples and of all randomness in them.
         shuffle: whether each epoch has its own random order; False: the dataset's order. The default is to shuffle.
@@ -291,12 +297,14 @@ class ElasticLoader(Loader):
         if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
             raise UsageError(
                 f"ElasticLoader: {type(dataset).__name__} is an iterable dataset, whose samples cannot be told apart.",
-                "Give a map-style dataset (__len__ and __getitem__): its samples can be shared out anew on a restart.",
+                "Give the shards that it reads, el.ShardedStream(shards, open=..., lengths=...), or a map-style "
+                "dataset (__len__ and __getitem__): their samples have numbers, and can be shared out anew on a "
+                "restart.",
             )
         self.dataset = dataset
         self._samples = len(dataset)
         self._shuffle = shuffle is None or shuffle
-        self._sampler = _checked_sampler(sampler, shuffle, self._samples)
+        self._sampler = _checked_sampler(sampler, shuffle, dataset, batch)
         self._own_sampler = sampler is not None
         self._drop_last = drop_last
         self._collate = collate_fn or default_collate
@@ -324,7 +332,8 @@ class ElasticLoader(Loader):
 
     def contents(self, step: int, micro: int) -> str:
         items = self.indices(step, 1, 0)[micro]
-        return f"the dataset's items {', '.join(map(str, items[:8]))}{', ...' if len(items) > 8 else ''}"
+        name = self.dataset.describe if isinstance(self.dataset, ShardedStream) else str
+        return f"the dataset's items {', '.join(map(name, items[:8]))}{', ...' if len(items) > 8 else ''}"
 
     def use_old_order(self) -> None:
         if self._own_sampler or self.old_order:
@@ -343,7 +352,10 @@ class ElasticLoader(Loader):
         return kind(self.dataset, self._collate, self.seed)
 
     def _of_data(self) -> dict[str, int]:
-        return {"dataset length": self._samples}
+        identity = {"dataset length": self._samples}
+        if isinstance(self.dataset, ShardedStream):
+            identity[LIST_OF_SHARDS] = self.dataset.fingerprint
+        return identity
 
     def _hashed(self) -> int:
         spread = {place * (self.length - 1) // 31 for place in range(32)}
@@ -459,10 +471,12 @@ def _checked(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     return dict(options)
 
 
-def _checked_sampler(sampler: Sampler | None, shuffle: bool | None, samples: int) -> Sampler:
+def _checked_sampler(sampler: Sampler | None, shuffle: bool | None, dataset: Sized, batch: GlobalBatch) -> Sampler:
     if sampler is None:
+        if isinstance(dataset, ShardedStream):
+            return StreamOrder(dataset, batch.size, shuffle is not False)
         # An empty dataset is refused by its number of steps.
-        return InOrder(samples) if shuffle is False else Shuffled(samples)
+        return InOrder(len(dataset)) if shuffle is False else Shuffled(len(dataset))
     if not isinstance(sampler, Sampler) or not callable(sampler.indices):
         raise UsageError(
             f"ElasticLoader(sampler=...) is a {type(sampler).__name__}, which cannot be asked for a position.",
@@ -482,7 +496,22 @@ def _plan(batch: GlobalBatch, world_size: int, rank: int, samples: int | None) -
 
 
 def _as_it_is(batch: Any) -> Any:
+    """Return a collated micro-batch; in a loader's process, check once that it can be sent."""
+    if get_worker_info() is not None and os.getpid() not in _SENDING:
+        # The loader sends it in a thread, whose error nothing would wait for.
+        try:
+            pickle.dumps(batch)
+        except Exception as error:  # noqa: BLE001 - whatever a sample's own __reduce__ raises
+            raise UsageError(
+                f"The samples cannot be sent from the loader's process ({type(error).__name__}: {error}).",
+                "Return tensors, arrays, numbers, strings, and lists and dicts of them, or load with num_workers=0.",
+            ) from None
+        _SENDING.add(os.getpid())
     return batch
+
+
+_SENDING: set[int] = set()
+"""This process, if it has sent a micro-batch."""
 
 
 def check_loader(where: str, loader: object) -> None:
@@ -491,7 +520,10 @@ def check_loader(where: str, loader: object) -> None:
     Raises:
         UsageError: naming the argument.
     """
-    remedy = "Give an el.ElasticLoader of its dataset: it shares samples out over any number of ranks."
+    remedy = (
+        "Give an el.ElasticLoader of its dataset, or, if that is iterable, of an el.ShardedStream of the shards that "
+        "it reads: it shares samples out over any number of ranks."
+    )
     check_kind(where, loader, Loader, remedy)
 
 
