@@ -13,6 +13,7 @@ when the step is repeated.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -61,17 +62,32 @@ MOMENTS = {
 }
 """The moments at which a fault may happen, and their description for a step."""
 
-WAYS = {"kill": "kills itself", "exit": "exits with 1", "hang": "hangs", "slow": "waits {seconds:g} s"}
+WAYS = {
+    "kill": "kills itself",
+    "exit": "exits with 1",
+    "hang": "hangs",
+    "slow": "waits {seconds:g} s",
+    "disconnect": "closes all its TCP connections",
+}
 """The ways in which a worker fails."""
 
 NODE_WAYS = {
     "freeze": "is stopped for {seconds:g} s",
     "sigterm": "has its node leave by SIGTERM",
     "lose": "is lost with its node: SIGKILL to the agent and all workers",
+    "cut_link": "has its agent cut off from the leader for {seconds:g} s",
+    "fail_copies": "has its node's copies to storage fail for {seconds:g} s",
 }
 """What a worker's agent does to it or to its node; only in a drill."""
 
-_LASTING = ("slow", "freeze")
+REFUSED = {
+    "partition": "It would need root. cut_link cuts an agent's link to the leader, disconnect a worker's connections.",
+    "fill_disk": "A drill fills no disk that others may use. fail_copies has a node's copies to storage fail.",
+    "tear": "A drill damages no checkpoint, since it may be the only one.",
+}
+"""What a drill does not do, and what it does instead."""
+
+_LASTING = ("slow", "freeze", "cut_link", "fail_copies")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +102,9 @@ class Fault:
             yet; when a snapshot of it has been found and read, but not yet given to ranks that have none.
         round: number of the round; under torchrun, which does not count rounds, of the start: 1 for the first. None,
             only in a drill: any.
-        do: one of :data:`WAYS`: SIGKILL; exit code 1 without output; hang forever; or wait for some seconds. In a drill
-            also one of :data:`NODE_WAYS`.
-        seconds: how long ``slow`` and ``freeze`` last.
+        do: one of :data:`WAYS`: SIGKILL; exit code 1 without output; hang forever; wait for some seconds; or close the
+            TCP connections of its process. In a drill also one of :data:`NODE_WAYS`.
+        seconds: how long ``slow``, ``freeze``, ``cut_link`` and ``fail_copies`` last.
 
     Raises:
         UsageError: if the fault is invalid.
@@ -109,11 +125,12 @@ class Fault:
         for name, known in (("at", MOMENTS), ("do", WAYS | NODE_WAYS)):
             value = getattr(self, name)
             if not isinstance(value, str) or value not in known:
-                raise UsageError(f"A fault cannot have {name!r}: {value!r}.", f"There are {', '.join(known)}.")
+                hint = REFUSED.get(str(value), f"There are {', '.join(known)}.")
+                raise UsageError(f"A fault cannot have {name!r}: {value!r}.", hint)
         if isinstance(self.seconds, bool) or not isinstance(self.seconds, int | float) or not 0 <= self.seconds < 1e6:
             raise UsageError(f"A fault cannot take {self.seconds!r} seconds.", "Give a number from 0 to 1,000,000.")
         if (self.seconds > 0) != (self.do in _LASTING):
-            lasting = " and ".join(_LASTING)
+            lasting = ", ".join(_LASTING)
             raise UsageError(f"The fault {self.do!r} cannot take {self.seconds:g} s.", f"Only {lasting} take seconds.")
 
     def told(self, step: int, rank: int | None = None) -> str:
@@ -337,8 +354,26 @@ def _strike(fault: Fault) -> None:
             os._exit(1)  # works from any thread
         case "slow":
             time.sleep(fault.seconds)
+        case "disconnect":
+            _disconnect()
         case _:
             _hang()
+
+
+def _disconnect() -> None:
+    """Shut down this process' TCP connections; listening sockets stay, since gloo ends the process without them."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            descriptor = os.dup(int(name))
+            try:
+                found = socket.socket(fileno=descriptor)
+            except OSError:  # another kind of file
+                os.close(descriptor)
+                continue
+            with found:
+                internet = found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM
+                if internet and not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    found.shutdown(socket.SHUT_RDWR)
 
 
 def _hang() -> NoReturn:

@@ -217,7 +217,10 @@ class LocalElasticAgent(ElasticAgent):
             self._clock, snapshot_store, self._inbox.put, self._events, self._config.nproc, patience
         )
         self._saves = DurableState(snapshot_store, self._control.step_timer, lambda: self._control.saves)
-        self._drill = Drill(self._config.drill, self._config.node_id, self._later)
+        membership = self._membership
+        self._drill = Drill(
+            self._config.drill, self._config.node_id, self._later, membership.cut_link, snapshot_store.fail_copies
+        )
         self._hangs = HangWatch(self._control.progress, self._membership.report, self._config.hang_timeout or 0.0)
         self._departure = Departure(
             self._config, self._clock, self._control.step_timer, self._events, self._inbox.put_later

@@ -46,22 +46,44 @@ class Drill:
         plan: the faults.
         node_id: this node.
         put: puts an item into the agent's inbox; with seconds, after that time.
+        cut_link: cuts the link to the leader for some seconds; returns False if this node leads.
+        fail_copies: has copies to storage fail for some seconds; returns False if this node makes none to a directory.
     """
 
-    def __init__(self, plan: FaultPlan, node_id: str, put: Callable[[object, float], None]) -> None:
+    def __init__(
+        self,
+        plan: FaultPlan,
+        node_id: str,
+        put: Callable[[object, float], None],
+        cut_link: Callable[[float], bool],
+        fail_copies: Callable[[float], bool],
+    ) -> None:
         self._plan = plan
         self._node_id = node_id
         self._put = put
+        self._cut_link = cut_link
+        self._fail_copies = fail_copies
         self._waiting: dict[int, FaultReached] = {}
 
     def reached(self, reached: FaultReached) -> bool:
-        """Note that a worker waits; return whether the fault is in this node's plan."""
-        known = reached.due.fault < len(self._plan.faults)
-        if known:
-            self._waiting[reached.due.fault] = reached
+        """Note that a worker waits; return whether the fault is in this node's plan, and possible."""
+        number = reached.due.fault
+        possible = number < len(self._plan.faults)
+        if possible and (reason := self._impossible(self._plan.faults[number].do)):
+            _log.warning("drill: fault %d does not happen: %s", number, reason)
+            possible = False
+        if possible:
+            self._waiting[number] = reached
         else:
             reached.answer(False)
-        return known
+        return possible
+
+    def _impossible(self, do: str) -> str:
+        if do == "cut_link" and not self._cut_link(0.0):
+            return "this node leads the run, so its link stays within it"
+        if do == "fail_copies" and not self._fail_copies(0.0):
+            return "so far, this node saves no checkpoints in a directory"
+        return ""
 
     def ordered(self, strike: Strike) -> None:
         """Carry out a fault, or have its worker continue."""
@@ -82,6 +104,10 @@ class Drill:
                     self._put(Thaw(reached.pid), fault.seconds)
             case "sigterm":
                 self._put(SignalCaught(signal.SIGTERM), 0.0)
+            case "cut_link":
+                self._cut_link(fault.seconds)
+            case "fail_copies":
+                self._fail_copies(fault.seconds)
             case "lose":
                 os.kill(os.getpid(), signal.SIGKILL)  # the guard kills the workers
         reached.answer(fault.do in WAYS)

@@ -21,6 +21,8 @@ PLAN = FaultPlan(
         Fault(rank=1, step=20, round=None),
         Fault(rank=None, step=30, round=None, do="freeze", seconds=2.0),
         Fault(rank=0, step=40, round=None, do="sigterm"),
+        Fault(rank=0, step=50, round=None, do="cut_link", seconds=3.0),
+        Fault(rank=0, step=60, round=None, do="fail_copies", seconds=4.0),
     )
 )
 
@@ -29,7 +31,21 @@ class Node:
     def __init__(self) -> None:
         self.put: list[tuple[object, float]] = []
         self.answers: list[bool] = []
-        self.drill = Drill(PLAN, "b", lambda item, seconds: self.put.append((item, seconds)))
+        self.cuts: list[float] = []
+        self.fails: list[float] = []
+        self.leads = self.copies = False
+        self.drill = Drill(PLAN, "b", self._later, self._cut, self._fail)
+
+    def _later(self, item: object, seconds: float) -> None:
+        self.put.append((item, seconds))
+
+    def _cut(self, seconds: float) -> bool:
+        self.cuts.append(seconds)
+        return not self.leads
+
+    def _fail(self, seconds: float) -> bool:
+        self.fails.append(seconds)
+        return self.copies
 
     def reach(self, fault: int, pid: int = 0) -> bool:
         return self.drill.reached(FaultReached(pid, FaultDue(fault, 20, 1), self.answers.append))
@@ -56,7 +72,7 @@ def test_a_worker_continues_if_the_fault_has_happened_or_is_unknown() -> None:
     node = Node()
     assert node.reach(0)
     node.drill.ordered(Strike(1, 0, ""))
-    assert not node.reach(3)
+    assert not node.reach(len(PLAN.faults))
     assert node.answers == [False, False]
 
 
@@ -66,6 +82,31 @@ def test_a_node_leaves_as_by_sigterm() -> None:
     node.drill.ordered(Strike(1, 2, "b"))
     assert node.put == [(SignalCaught(signal.SIGTERM), 0.0)]
     assert node.answers == [False]
+
+
+def test_a_link_is_cut_and_the_worker_continues() -> None:
+    node = Node()
+    assert node.reach(3)
+    node.drill.ordered(Strike(1, 3, "b"))
+    assert (node.cuts[-1], node.answers) == (3.0, [False])
+
+
+def test_copies_fail_and_the_worker_continues() -> None:
+    node = Node()
+    node.copies = True
+    assert node.reach(4)
+    node.drill.ordered(Strike(1, 4, "b"))
+    assert (node.fails[-1], node.answers) == (4.0, [False])
+
+
+def test_what_a_node_cannot_do_is_not_asked_of_the_leader(caplog: pytest.LogCaptureFixture) -> None:
+    node = Node()
+    node.leads = True
+    assert not node.reach(3)
+    assert not node.reach(4)
+    assert node.answers == [False, False]
+    assert "drill: fault 3 does not happen: this node leads the run" in caplog.text
+    assert "drill: fault 4 does not happen: so far, this node saves no checkpoints" in caplog.text
 
 
 def test_a_worker_is_stopped_for_a_time(process: subprocess.Popen[Any]) -> None:

@@ -62,9 +62,59 @@ def test_a_drill_takes_a_node_away_by_sigterm_and_another_by_its_loss(job: Job) 
     assert kinds == [("drained", "preemption"), ("broken", "node loss")]
 
 
+@pytest.mark.slow
+def test_a_drill_cuts_a_nodes_link_and_the_node_comes_back(job: Job, tmp_path: Path) -> None:
+    changes = Changes(job, step_time=0.05)
+    faults = drill(job, {"step": 20, "rank": 1, "do": "cut_link", "seconds": 6})
+    fast = ("--dead-after", "2", "--rdzv-conf", "beat=0.4")
+    a, b = changes.node("a", *fast, *faults, rank=0), changes.node("b", *fast, *faults)
+    a.says("node b lost")
+    changes.trains(2, after=job.events("node_lost")[0]["broke"])
+    result = changes.finish(a, b)
+    assert landed(job) == [(0, 20)]
+    assert "has its agent cut off from the leader for 6 s" in b.output
+    (tmp_path / "alone").mkdir()
+    assert result["hash"] == undisturbed_hash(tmp_path / "alone")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("live", [True, False], ids=["live", "restarted"])
+def test_a_drill_closes_a_workers_connections(job: Job, tmp_path: Path, live: bool) -> None:
+    changes = Changes(job, live=live, step_time=0.02)
+    agent = changes.alone("--nproc", "2", *drill(job, {"step": 20, "rank": 1, "do": "disconnect"}))
+    assert agent.wait(150) == 0, agent.output
+    assert landed(job) == [(0, 20)]
+    assert [(how, number) for how, number, _ in changes.kinds()] == [("broken", 1)]
+    assert len(job.started()) == (2 if live else 4)
+    (tmp_path / "alone").mkdir()
+    result = json.loads((job.work / "result.json").read_text())
+    assert result["hash"] == undisturbed_hash(tmp_path / "alone")
+
+
+@pytest.mark.slow
+def test_a_drill_has_copies_to_storage_fail_for_a_while(job: Job) -> None:
+    changes = Changes(job, "--checkpoint", str(job.directory / "checkpoints"), "--every", "20", step_time=0.05)
+    faults = drill(
+        job,
+        {"step": 45, "rank": 0, "do": "fail_copies", "seconds": 5},
+        {"step": 100, "rank": 0, "do": "cut_link", "seconds": 2},
+    )
+    agent = changes.alone(*faults)
+    assert agent.wait(150) == 0, agent.output
+    assert landed(job) == [(0, 45)]
+    assert re.search(r"checkpoint of step \d+: Could not write a checkpoint in .*: File too large", agent.output)
+    assert "drill: fault 1 does not happen: this node leads the run" in agent.output
+    assert "drill: 1 of 2 faults happened; not fault 1" in agent.output
+    assert changes.durable()[-1] == 200
+    assert not job.events("round_broken")
+
+
 def test_a_plan_that_cannot_be_carried_out_is_refused(job: Job) -> None:
     for text, message in {
         "[{step: 3, do: melt}]": "cannot have 'do': 'melt'",
+        "[{step: 3, do: partition}]": "It would need root. cut_link",
+        "[{step: 3, do: tear}]": "A drill damages no checkpoint",
+        "[{step: 3, do: cut_link}]": "cannot take 0 s",
         "[]": "A drill is a list of 1 to 1000 faults",
         "{fault: 3}": "A drill has no 'fault'",
         "{seed: x, faults: [{step: 3}]}": "seed cannot be 'x'",

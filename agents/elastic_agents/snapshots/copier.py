@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import selectors
 import signal
 import subprocess
@@ -92,6 +93,12 @@ class Copier:
         self._pending = b""
         self._begun = False
         self._given_up = False
+
+    def fail(self) -> None:
+        """Make its writes to files fail from now on: by the limit of their size, with EFBIG, as a full disk would."""
+        with suppress(ProcessLookupError):
+            _, hard = resource.prlimit(self._process.pid, resource.RLIMIT_FSIZE)
+            resource.prlimit(self._process.pid, resource.RLIMIT_FSIZE, (0, hard))
 
     def kill(self) -> None:
         """Make :meth:`hear_out` return soon, even if the kernel holds the process; may be called from any thread."""

@@ -72,6 +72,7 @@ class SnapshotStore:
         self._closing = False
         self._ended = False  # the thread has ended
         self._copier: Copier | None = None
+        self._failing_until = 0.0  # by a drill
         self._next_word = 0.0
         self._server: TransferServer | None = None
         self._fetch: TransferClient | None = None
@@ -109,6 +110,17 @@ class SnapshotStore:
                     self._book.pin()
                 self._changed.notify_all()
             return self._book.use
+
+    def fail_copies(self, seconds: float) -> bool:
+        """For a drill: have copies fail for some seconds; return whether this node makes any to a directory."""
+        with self._changed:
+            job = self._job or self._target
+            if job is None or isinstance(place(job.directory), Url):
+                return False
+            self._failing_until = max(self._failing_until, time.monotonic() + seconds)
+            if self._copier is not None and seconds > 0:
+                self._copier.fail()
+            return True
 
     def may_commit(self) -> bool:
         """Whether a checkpoint that a worker writes itself, for lack of memory, may become visible; from any thread."""
@@ -356,6 +368,8 @@ class SnapshotStore:
             except OSError as error:
                 text = f"The process that copies it cannot be started: {error}."
                 return Copied(held.step, held.round, error=text)
+            if time.monotonic() < self._failing_until:
+                copier.fail()
         try:
             return copier.hear_out(self._may_commit, self._progress)
         finally:

@@ -97,6 +97,7 @@ class Membership:
         self._spoke = False  # whatever it was
         self._welcomed = False
         self._found: FoundLeader | None = None
+        self._cut_until = 0.0  # by a drill
         self._most_nodes = config.limits.max_nodes  # until the leader sends the run's limit
         timing = config.timing
         self._detector = FailureDetector(timing.dead_after, timing.beat_among(config.limits.max_nodes))
@@ -118,6 +119,19 @@ class Membership:
         with self._lock:
             self._side.say(report)
         self._wake()
+
+    def cut_link(self, seconds: float) -> bool:
+        """For a drill: exchange nothing with the leader for some seconds, as if packets were lost.
+
+        Returns:
+            False if this node leads the run; nothing happens then.
+        """
+        found = self._found
+        if found is None or found.incarnation == self._side.hello.incarnation:
+            return False
+        self._cut_until = max(self._cut_until, self._clock.now() + seconds)
+        self._wake()
+        return True
 
     @property
     def cut_off(self) -> bool:
@@ -268,6 +282,8 @@ class Membership:
             self._closing.wait(0.02)
 
     def _connect(self, timeout: float) -> socket.socket:
+        if self._clock.now() < self._cut_until:
+            raise EndpointError("The drill has cut the link to the leader.")
         try:
             found = self._backend.find_leader(timeout)
         except DeniedError as error:
@@ -316,6 +332,11 @@ class Membership:
             selector.register(sock, selectors.EVENT_READ)
             selector.register(self._wake_in, selectors.EVENT_READ)
             while not detector.leader_lost:
+                if now < self._cut_until and not self._closing.is_set():
+                    self._closing.wait(min(RETRY, detector.wait(now, self._cut_until - now)))
+                    now = clock.now()
+                    self._judge(now, detector.turn(now))
+                    continue
                 if now >= next_beat:
                     next_beat = now + detector.beat
                     channel.send(m.pack(self._beat()))
