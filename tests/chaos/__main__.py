@@ -1,11 +1,14 @@
 """Runs plans from a seed on, one after the other, and shows what came of each; fails if one did.
 
-What a failed plan left is kept, and its directory named: outputs, events, logs and the plan itself.
+What a failed plan left is kept, and its directory named: outputs, events, logs and the plan itself. Each outcome is
+appended to a file, from which ``--report`` makes the figures of a page.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import shutil
 import sys
 import tempfile
@@ -14,11 +17,20 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import faulty_storage
+import memory_group
+import netns
 from changes import undisturbed_hash
-from netns import missing
 
-from chaos.plan import STEPS, draw
+from chaos.plan import STEPS, Plan, draw
+from chaos.report import report
 from chaos.scene import run
+
+
+def lacking(plan: Plan) -> str:
+    """Return what this machine lacks for a plan, or nothing."""
+    needed = [(plan.hosts or plan.disk, netns), (plan.faulty, faulty_storage), (plan.limited, memory_group)]
+    return next((reason for needs, module in needed if needs and (reason := module.missing())), "")
 
 
 def main() -> int:
@@ -27,7 +39,15 @@ def main() -> int:
     parser.add_argument("--plans", type=int, default=10, help="how many plans")
     parser.add_argument("--faults", type=int, default=6, help="at most so many faults in a plan")
     parser.add_argument("--directory", type=Path, help="keep what all plans leave here")
+    parser.add_argument(
+        "--record", type=Path, default=Path("build/chaos.jsonl"), help="append the outcomes to this file"
+    )
+    parser.add_argument("--report", type=Path, help="run nothing: write the figures of --record into this page")
     args = parser.parse_args()
+    if args.report is not None:
+        report(args.record, args.report)
+        return 0
+    args.record.parent.mkdir(parents=True, exist_ok=True)
     base = args.directory or Path(tempfile.mkdtemp(prefix="elastic-launch-chaos-"))
     (base / "undisturbed").mkdir(parents=True)
     expected, began = undisturbed_hash(base / "undisturbed", STEPS), time.monotonic()
@@ -35,12 +55,15 @@ def main() -> int:
     left_out: list[int] = []
     for seed in range(args.seed, args.seed + args.plans):
         directory, plan = base / f"seed-{seed}", draw(seed, args.faults)
-        if plan.needs_root and (lacking := missing()):
-            print(f"seed {seed}: left out: {lacking}", flush=True)
+        if reason := lacking(plan):
+            print(f"seed {seed}: left out: {reason}", flush=True)
             left_out.append(seed)
             continue
         outcome = run(plan, directory, expected)
         print(outcome.line(), flush=True)
+        with args.record.open("a") as record:
+            load = os.getloadavg()[0]
+            record.write(json.dumps({**outcome.record(), "date": time.strftime("%Y-%m-%d"), "load": load}) + "\n")
         if outcome.problems:
             failed.append(seed)
         elif args.directory is None:

@@ -25,15 +25,33 @@ KINDS = {
     "freeze node": 2,
     "kill guard": 1,
     "kill helper": 2,
+    "kill copier": 1,
+    "notice": 2,
+    "lose all": 1,
+    "tear checkpoint": 2,
     "kill etcd": 2,
     "freeze etcd": 2,
     "cut": 6,
     "fill disk": 6,
+    "fail storage": 4,
+    "hang storage": 4,
+    "out of memory": 6,
 }
 """Kinds of faults, with their weights."""
 
-NEEDS = {"kill etcd": "members", "freeze etcd": "members", "cut": "hosts", "fill disk": "disk"}
+NEEDS = {
+    "kill etcd": "members",
+    "freeze etcd": "members",
+    "cut": "hosts",
+    "fill disk": "disk",
+    "fail storage": "faulty",
+    "hang storage": "faulty",
+    "out of memory": "limited",
+}
 """Kinds that are possible only if the plan has this."""
+
+AT_END = ("kill worker", "freeze worker", "freeze agent", "kill guard", "kill helper", "kill copier")
+"""Kinds after which no node must come back: these can happen in the last steps, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +86,9 @@ class Plan:
         every: steps between two durable checkpoints.
         hosts: whether each node has a network namespace of its own, which needs root.
         disk: whether the checkpoints have a small file system of their own, which needs root.
+        faulty: whether they have one that can fail and hang, which needs root and FUSE.
+        limited: whether each node has a memory control group, which needs root.
+        last: a fault in the last steps; None: none.
     """
 
     seed: int
@@ -80,11 +101,15 @@ class Plan:
     every: int
     hosts: bool
     disk: bool
+    faulty: bool
+    limited: bool
     faults: tuple[Fault, ...]
+    last: Fault | None
 
     @property
-    def needs_root(self) -> bool:
-        return self.hosts or self.disk
+    def all(self) -> tuple[Fault, ...]:
+        """All faults, in order."""
+        return (*self.faults, *([] if self.last is None else [self.last]))
 
     def __str__(self) -> str:
         return json.dumps(asdict(self))
@@ -94,18 +119,31 @@ def draw(seed: int, most: int = 6) -> Plan:
     """Return the plan of a seed, with up to ``most`` faults."""
     random_ = random.Random(f"chaos {seed}")
     nodes = random_.choice((1, 2, 2, 3, 4))
-    hosts, disk = nodes > 1 and random_.random() < 0.25, random_.random() < 0.15
+    hosts, storage = nodes > 1 and random_.random() < 0.25, random_.random()
+    disk, faulty = storage < 0.15, 0.15 <= storage < 0.4
+    limited = random_.random() < 0.25
     members = random_.choice((0, 1) if hosts else (0, 0, 1, 3))
     nproc = random_.choice((1, 2)) if nodes < 3 else 1
-    has = {"members": members > 0, "hosts": hosts, "disk": disk}
+    every = random_.choice((5, 20))
+    has = {"members": members > 0, "hosts": hosts, "disk": disk, "faulty": faulty, "limited": limited}
     kinds = {kind: weight for kind, weight in KINDS.items() if has.get(NEEDS.get(kind, ""), True)}
-    faults, step = [], random_.randrange(3, 15)
+
+    def one(kind: str, step: int, gap: float | None) -> Fault:
+        seconds = round(random_.choice((0.2, 1.0, 4.0)) * random_.uniform(0.5, 1.5), 3)
+        return Fault(kind, step, gap, random_.randrange(nodes), random_.randrange(nproc), seconds)
+
+    faults: list[Fault] = []
+    step = random_.randrange(3, 15)
     for _ in range(random_.randint(1, most)):
         (kind,) = random_.choices(list(kinds), list(kinds.values()))
         gap = round(random_.uniform(0.05, 0.5), 3) if faults and random_.random() < 0.3 else None
-        seconds = round(random_.choice((0.2, 1.0, 4.0)) * random_.uniform(0.5, 1.5), 3)
-        faults.append(Fault(kind, step, gap, random_.randrange(nodes), random_.randrange(nproc), seconds))
+        if not faults and random_.random() < 0.2:
+            gap = round(random_.uniform(0.05, 6.0), 3)  # as the run starts
+        if kind == "tear checkpoint":  # there must be a whole one besides
+            gap, step = None, max(step, 2 * every + 5)
+        faults.append(one(kind, step, gap))
         step = min(LAST, step + random_.randrange(2, 25))
+    last = one(random_.choice(AT_END), STEPS - random_.randrange(25), None) if random_.random() < 0.3 else None
     return Plan(
         seed,
         nodes,
@@ -114,8 +152,11 @@ def draw(seed: int, most: int = 6) -> Plan:
         live=random_.random() < 0.7,
         start=random_.choice((0.0, 0.0, 2.0)),
         late=random_.choice((0, 0, 1)) if nodes > 1 else 0,
-        every=random_.choice((5, 20)),
+        every=every,
         hosts=hosts,
         disk=disk,
+        faulty=faulty,
+        limited=limited,
         faults=tuple(faults),
+        last=last,
     )

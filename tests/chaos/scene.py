@@ -6,15 +6,18 @@ import contextlib
 import heapq
 import itertools
 import json
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from changes import SCRIPT
 from etcd_servers import Member, cluster, endpoints
+from faulty_storage import Storage, storage
 from harness import SLOWNESS, Agent, Job, alive, read_lines, tree
+from memory_group import Group, group
 from netns import Host, net
 
 from chaos.plan import STEPS, Fault, Plan
@@ -34,8 +37,11 @@ SETTLED = 4.0
 LOOK = 0.2
 """Seconds between two looks at which processes there are."""
 
-LAND = 20.0
+LAND = 40.0
 """Seconds within which a fault finds what it is to hit: a worker that is being started, for instance."""
+
+CHANGES = ("round_draining", "round_drained", "round_broken", "round_formed", "node_lost")
+"""Events that begin or end a change of the round."""
 
 FLAGS = ["--max-restarts", "100", "--dead-after", "2.5", "--shutdown-timeout", "5", "--min-wait", "120"]
 
@@ -47,18 +53,21 @@ class Outcome:
     """What came of a plan; ``problems`` is empty if all held.
 
     Attributes:
-        landed: faults that happened, of those planned.
-        rounds, restarts: of the run, as far as its nodes know.
+        landed: the kinds of those faults that happened, in order, and when: as the run starts, while it trains, in a
+            change (between a round's end, or the order to end it, and the next step), or in the last steps.
+        rounds, restarts, resizes: of the run, as far as its nodes know.
         kept: places that workers took without a new process.
-        again: steps that were done more than once.
+        steps: that were done; ``again``: of these, more than once.
         seconds: from the first agent's start to the last one's end.
     """
 
     plan: Plan
-    landed: int = 0
+    landed: list[tuple[str, str]] = field(default_factory=list)
     rounds: int = 0
     restarts: int = 0
+    resizes: int = 0
     kept: int = 0
+    steps: int = 0
     again: int = 0
     seconds: float = 0.0
     problems: list[str] = field(default_factory=list)
@@ -68,11 +77,15 @@ class Outcome:
         plan = self.plan
         where = f"{plan.nodes}x{plan.nproc} on {f'etcd of {plan.members}' if plan.members else 'c10d'}"
         how = "live" if plan.live else "no-live"
-        kinds = ", ".join(fault.kind for fault in plan.faults)
+        kinds = ", ".join(fault.kind for fault in plan.all)
         verdict = "ok" if not self.problems else f"FAILED: {'; '.join(self.problems)}"
         counts = f"{self.rounds} rounds, {self.restarts} restarts, {self.kept} kept, {self.again} steps again"
-        landed = f"{self.landed}/{len(plan.faults)} landed ({kinds})"
+        landed = f"{len(self.landed)}/{len(plan.all)} landed ({kinds})"
         return f"seed {plan.seed}: {where}, {how}: {landed}; {counts}, {self.seconds:.0f} s: {verdict}"
+
+    def record(self) -> dict[str, object]:
+        """Return the outcome as JSON, from which a report is made."""
+        return {"planned": len(self.plan.all), **asdict(self)}
 
 
 class Problem(Exception):
@@ -82,14 +95,26 @@ class Problem(Exception):
 class Scene:
     """The processes of a run, for those who do something to them."""
 
-    def __init__(self, plan: Plan, directory: Path, hosts: dict[str, Host], members: list[Member]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        directory: Path,
+        hosts: dict[str, Host],
+        members: list[Member],
+        storage: Storage | None,
+        groups: dict[str, Group],
+    ) -> None:
         self.plan = plan
         self.job = Job(directory)
         self.checkpoints = directory / "checkpoints"
         self.hosts = hosts
         self.members = members
+        self.storage = storage
+        self.groups = groups
         self.cluster = ",".join(f"{member.name}={member.peer}" for member in members)
-        self.landed = 0
+        self.struck: list[tuple[str, float]] = []  # kinds of the faults that landed, and when
+        self._torn: dict[Path, tuple[float, Path]] = {}  # when, and the newest checkpoint that was left
+        self._problem = ""
         self._started = self._back = 0.0  # when an agent was started last, and when anything came back
         self._away: set[str] = set()  # names of etcd servers, hosts and the disk
         self._running: dict[str, Agent] = {}
@@ -105,6 +130,57 @@ class Scene:
         """The agent of the fault's node, or of another one; None if none runs."""
         here = sorted(self._running.items())
         return here[fault.node % len(here)][1] if here else None
+
+    def agents(self) -> list[Agent]:
+        """The agents that run."""
+        return list(self._running.values())
+
+    @property
+    def landed(self) -> int:
+        """How many faults have landed."""
+        return len(self.struck)
+
+    def problem(self, what: str) -> None:
+        """Note that something does not hold."""
+        self._problem = self._problem or what
+
+    def notice_of(self, name: str) -> Path:
+        """The file that has a node leave."""
+        return self.job.directory / f"notice-{name}"
+
+    def kill_all(self) -> list[str]:
+        """Kill all agents, those included that are about to leave; return the names of those that were not."""
+        self._look()
+        names = sorted(self._running)
+        for _, allowed in self._codes:
+            allowed.add(-signal.SIGKILL)
+        for agent in self.job.agents:
+            if agent.process.poll() is None:
+                agent.kill()
+        for agent in self.agents():
+            self.gone(agent, {-signal.SIGKILL})
+        return names
+
+    def processes(self) -> list[int]:
+        """The processes of the run that are alive, whether their agents are or not."""
+        return [pid for pid, start in self._seen.items() if alive(pid) and _start(pid) == start]
+
+    def whole(self) -> list[Path]:
+        """The complete checkpoints that no fault has touched, the newest first."""
+        found = [path.parent for path in self.checkpoints.glob("step-*/manifest.json") if path.parent not in self._torn]
+        return sorted(found, key=_position, reverse=True)
+
+    def tore(self, checkpoint: Path, left: Path) -> None:
+        """Note that a checkpoint was damaged while no node ran, and which one is the newest now."""
+        self._torn[checkpoint] = time.monotonic(), left
+
+    def trains(self) -> bool:
+        """Whether training has gone on undisturbed for a while."""
+        now = time.monotonic()
+        changes = [e["clock"] for e in self.job.events() if e["event"] in CHANGES]
+        clocks = [x["clock"] for x in self._steps()]
+        struck = max((when for _, when in self.struck), default=0.0)
+        return bool(clocks) and max(clocks) > now - 1.0 and max([struck, self._back, *changes]) < now - SETTLED
 
     def workers(self) -> list[int]:
         """The pids of all workers."""
@@ -145,7 +221,7 @@ class Scene:
         """Start a node's agent, also again."""
         self._started = time.monotonic()
         plan = self.plan
-        flags = [*FLAGS, *([] if plan.live else ["--no-live"])]
+        flags = [*FLAGS, *([] if plan.live else ["--no-live"]), "--notice", f"file:{self.notice_of(name)}"]
         command = [SCRIPT, str(self.job.work), "--steps", str(STEPS), "--step-time", str(STEP_TIME)]
         command += ["--checkpoint", str(self.checkpoints), "--every", str(plan.every)]
         command += ["--start-time", str(plan.start)]
@@ -158,6 +234,8 @@ class Scene:
         if self.hosts:
             where = where or f"{self.hosts['a'].address}:{self.job.port}"
             env, prefix = {**env, **self.hosts[name].env}, self.hosts[name].prefix
+        if self.groups:
+            prefix = (*self.groups[name].prefix, *prefix)
         size = {"nnodes": f"1:{plan.nodes}", "nproc": plan.nproc}
         agent = self.job.node(
             name, *flags, **size, endpoint=where, command=command, env=env, prefix=prefix, executed=True
@@ -180,20 +258,29 @@ class Scene:
             self.later(3.0, lambda name=name: self.start(name))
         for fault in self.plan.faults:
             if fault.gap is None:
-                self._until(f"step {fault.step}", lambda fault=fault: self._step() >= fault.step)
+                self._until(f"step {fault.step}", lambda fault=fault: self.step() >= fault.step)
             else:
                 until = time.monotonic() + fault.gap
                 self._until("the next fault", lambda until=until: time.monotonic() >= until)
-            deadline = time.monotonic() + LAND
-            while not STRIKES[fault.kind](self, fault):
-                if time.monotonic() > deadline:
-                    raise Problem(f"{fault.kind} did not land")
-                self._wait(0.05)
-            self.landed += 1
+            self._strike(fault)
         self._until("all that was away to be back", lambda: not self._due)
         self._until("all nodes to train together", self._settled)
         self.job.tell("hurry")
+        if (last := self.plan.last) is not None:
+            self._until("the last steps", lambda: self.step() >= STEPS - 60)
+            (self.job.work / "hurry").unlink()
+            self._until(f"step {last.step}", lambda: max(x["step"] for x in self._steps()) >= last.step)
+            self._strike(last)
+            self.job.tell("hurry")
         self._until("the run to end", lambda: all(agent.process.poll() is not None for agent in self._running.values()))
+
+    def _strike(self, fault: Fault) -> None:
+        deadline = time.monotonic() + LAND
+        while not STRIKES[fault.kind](self, fault):
+            if time.monotonic() > deadline:
+                raise Problem(f"{fault.kind} did not land")
+            self._wait(0.05)
+        self.struck.append((fault.kind, time.monotonic()))
 
     def check(self, expected: str) -> None:
         """Hold the end against what must be.
@@ -213,8 +300,56 @@ class Scene:
             raise Problem(f"another hash: {result['hash'][:12]}, not {expected[:12]}")
         done = {x["step"] for x in self._steps()}
         # A rank that was killed may not have noted its last step.
-        if max(done) != STEPS or len(done) < STEPS - len(self.plan.faults) - 1:
+        if max(done) != STEPS or len(done) < STEPS - len(self.plan.all) - 1:
             raise Problem(f"{len(done)} steps of {STEPS} were noted")
+        self._check_saved()
+        self._check_torn()
+        if any(kind == "out of memory" for kind, _ in self.struck) and not self._says("for lack of memory"):
+            raise Problem("the log does not say that the kernel killed a worker for lack of memory")
+
+    def _check_saved(self) -> None:
+        """What is called saved is in the storage, and no later round begins before it, unless it was damaged."""
+        saved = [e for e in self.job.events("checkpoint_saved") if e["path"]]
+        if self.storage is not None:
+            commits = self.storage.commits()
+            for event in saved:
+                if commits.get(Path(event["path"]).name, event["clock"] + 1) > event["clock"]:
+                    raise Problem(f"{event['path']} was called saved before it was")
+        formed = self.job.events("round_formed")
+        for resumed in read_lines(self.job.work / "resumed.jsonl"):
+            begun = max(
+                (e["clock"] for e in formed if e["round"] == resumed["round"] and e["clock"] < resumed["clock"]),
+                default=0.0,
+            )
+            torn = max((when for when, _ in self._torn.values() if when < resumed["clock"]), default=0.0)
+            durable = max((e["step"] for e in saved if torn < e["clock"] < begun), default=0)
+            if resumed["step"] < durable:
+                text = f"round {resumed['round']} resumed at step {resumed['step']}, and step {durable} was saved"
+                raise Problem(text)
+
+    def _check_torn(self) -> None:
+        """After a damaged checkpoint the run begins with the newest whole one, and names the damaged one."""
+        for torn, (when, left) in self._torn.items():
+            after = [x["step"] for x in read_lines(self.job.work / "resumed.jsonl") if x["clock"] > when]
+            if not after or after[0] != _position(left)[1]:
+                raise Problem(f"{torn.name} was damaged; the run resumed at {after[:1]}, and {left.name} was left")
+            if not self._says(str(torn)):
+                raise Problem(f"the log does not say that {torn.name} was damaged")
+
+    def _says(self, text: str) -> bool:
+        return any(text in agent.output for agent in self.job.agents)
+
+    def phases(self) -> list[tuple[str, str]]:
+        """The faults that landed, and when in the run's life."""
+        clocks = sorted(x["clock"] for x in self._steps())
+        changes = sorted(e["clock"] for e in self.job.events() if e["event"] in CHANGES)
+        found = []
+        for number, (kind, when) in enumerate(self.struck):
+            step = max((clock for clock in clocks if clock < when), default=0.0)
+            change = max((clock for clock in changes if clock < when), default=0.0)
+            phase = "start" if not step else "change" if change > step else "training"
+            found.append((kind, "end" if number == len(self.plan.faults) else phase))
+        return found
 
     def close(self) -> list[str]:
         """End everything; return what outlived the agents."""
@@ -224,7 +359,7 @@ class Scene:
         self._look()
         self.job.close()
         deadline = time.monotonic() + 10 * SLOWNESS
-        while left := [pid for pid, start in self._seen.items() if alive(pid) and _start(pid) == start]:
+        while left := self.processes():
             if time.monotonic() > deadline:
                 commands = [f"{pid} ({_text(f'/proc/{pid}/cmdline')[:80]})" for pid in left]
                 return [f"processes outlived their agents: {', '.join(commands)}"]
@@ -232,7 +367,7 @@ class Scene:
         return []
 
     def _until(self, what: str, reached: Callable[[], bool]) -> None:
-        last, since = self._step(), time.monotonic()
+        last, since = self.step(), time.monotonic()
         while not reached():
             self._wait(0.02)
             for name, agent in self._running.items():
@@ -240,7 +375,7 @@ class Scene:
                     raise Problem(f"{name} ended with {agent.process.poll()} before {what}")
             if self._running and all(agent.process.poll() == 0 for agent in self._running.values()) and not reached():
                 raise Problem(f"the run ended before {what}")
-            if (now := self._step()) != last:
+            if (now := self.step()) != last:
                 last, since = now, time.monotonic()
             if time.monotonic() - since > STANDSTILL * SLOWNESS:
                 raise Problem(f"no step for {STANDSTILL * SLOWNESS:g} s, waiting for {what}")
@@ -252,6 +387,8 @@ class Scene:
         while self._due and self._due[0][0] <= time.monotonic():
             heapq.heappop(self._due)[2]()
             self._back = time.monotonic()
+        if self._problem:
+            raise Problem(self._problem)
 
     def _look(self) -> None:
         """Note all processes of the run."""
@@ -264,7 +401,7 @@ class Scene:
     def _steps(self) -> list[dict[str, int]]:
         return read_lines(self.job.work / "steps.jsonl")
 
-    def _step(self) -> int:
+    def step(self) -> int:
         """The number of noted steps, repeated ones included: it grows as long as the run goes on."""
         path = self.job.work / "steps.jsonl"
         return len(path.read_bytes().splitlines()) if path.exists() else 0
@@ -276,12 +413,19 @@ class Scene:
         rounds = [e for e in self.job.events("round_formed") if e["clock"] > self._started]
         if not rounds or len(rounds[-1]["nodes"]) < self.plan.nodes:
             return False
-        clocks = [x["clock"] for x in self._steps() if x["round"] == rounds[-1]["round"]]
+        begun, number = rounds[-1]["clock"], rounds[-1]["round"]
+        clocks = [x["clock"] for x in self._steps() if x["round"] == number and x["clock"] > begun]
         return bool(clocks) and max(clocks) - max(min(clocks), self._back) > SETTLED
 
 
 def _start(pid: int) -> str:
     return _text(f"/proc/{pid}/stat").rpartition(")")[2].split()[19] if alive(pid) else ""
+
+
+def _position(checkpoint: Path) -> tuple[int, int]:
+    """Round and step in a checkpoint's name."""
+    step, round_, _ = checkpoint.name.removeprefix("step-").split(".")
+    return int(round_.removeprefix("r")), int(step)
 
 
 def _text(path: str) -> str:
@@ -297,15 +441,18 @@ def _built(plan: Plan, directory: Path) -> Iterator[Scene]:
         if plan.hosts:
             *nodes, server = stack.enter_context(net(plan.nodes + 1))
             hosts = dict(zip("abcd", nodes, strict=False))
-        if plan.disk:
+        if plan.disk or plan.faulty:
             (directory / "checkpoints").mkdir()
+        if plan.disk:
             stack.enter_context(_small_disk(directory / "checkpoints"))
+        faulty = stack.enter_context(storage(directory / "storage", directory / "checkpoints")) if plan.faulty else None
+        groups = {name: stack.enter_context(group()) for name in "abcd"[: plan.nodes]} if plan.limited else {}
         members: list[Member] = []
         if plan.members:
             (directory / "etcd").mkdir()
             there = server if plan.hosts else None
             members = stack.enter_context(cluster(directory / "etcd", plan.members, host=there))
-        yield Scene(plan, directory, hosts, members)
+        yield Scene(plan, directory, hosts, members, faulty, groups)
 
 
 @contextlib.contextmanager
@@ -331,12 +478,13 @@ def run(plan: Plan, directory: Path, expected: str) -> Outcome:
         finally:
             left = scene.close()
         outcome.problems += left
-    outcome.landed = scene.landed
+    outcome.landed = scene.phases()
     outcome.seconds = time.monotonic() - began
     events = scene.job.events()
     outcome.rounds = max((e["round"] for e in events if e["event"] == "round_formed"), default=0)
     outcome.restarts = max((e["restarts"] for e in events if e["event"] in ("round_formed", "run_ended")), default=0)
+    outcome.resizes = sum(e["event"] == "round_drained" for e in events)
     outcome.kept = sum(e["event"] == "worker_kept" for e in events)
     steps = [x["step"] for x in read_lines(scene.job.work / "steps.jsonl")]
-    outcome.again = len(steps) - len(set(steps))
+    outcome.steps, outcome.again = len(steps), len(steps) - len(set(steps))
     return outcome

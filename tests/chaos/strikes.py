@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import time
 from collections.abc import Callable
@@ -19,6 +20,13 @@ if TYPE_CHECKING:
 __all__ = ["STRIKES"]
 
 GUARD = b"guard_process"
+COPIER = b"snapshots.copying"
+
+LEFT = 30.0
+"""Seconds within which the processes of killed agents end; within which storage that fails is asked for anything."""
+
+WHILE = 2.0
+"""Seconds of failing storage within which training that nothing else disturbs must do a step."""
 
 
 def _send(pid: int, number: int) -> bool:
@@ -87,6 +95,65 @@ def _term_agent(scene: Scene, fault: Fault) -> bool:
     return True
 
 
+def _notice(scene: Scene, fault: Fault) -> bool:
+    """Have a node leave within some seconds, as for a machine that will be preempted."""
+    agent = scene.agent(fault)
+    if agent is None:
+        return False
+    notice = scene.notice_of(agent.name)
+    notice.with_suffix(".new").write_text(f"{fault.seconds + 0.5:g}")
+    notice.with_suffix(".new").rename(notice)
+    scene.gone(agent, {128 + signal.SIGTERM})
+
+    def back() -> None:
+        if agent.process.poll() is None:
+            scene.later(0.2, back)
+        else:
+            notice.unlink()
+            scene.start(agent.name)
+
+    scene.later(fault.seconds, back)
+    return True
+
+
+def _lose_all(scene: Scene, fault: Fault) -> bool:
+    """Kill all agents, and with them all workers and all memory; start them again later."""
+    if not scene.take("all nodes"):
+        return False
+    names = scene.kill_all()
+    deadline = time.monotonic() + LEFT
+    while scene.processes():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+
+    def back() -> None:
+        scene.give_back("all nodes")
+        for name in names:
+            scene.start(name)
+
+    scene.later(fault.seconds, back)
+    return True
+
+
+def _tear_checkpoint(scene: Scene, fault: Fault) -> bool:
+    """Lose all nodes and, while none runs, cut off or alter the newest checkpoint."""
+    if len(scene.whole()) < 2 or not _lose_all(scene, fault):
+        return False
+    torn, *rest = scene.whole()
+    random_ = random.Random(str(fault))
+    file = torn / random_.choice(("manifest.json", "state.json", "tensors.safetensors"))
+    data = bytearray(file.read_bytes())
+    place = random_.randrange(len(data))
+    if random_.random() < 0.5:
+        del data[place:]
+    else:
+        data[place] ^= 1 << random_.randrange(8)
+    file.write_bytes(data)
+    scene.tore(torn, rest[0])
+    return True
+
+
 def _freeze_agent(scene: Scene, fault: Fault) -> bool:
     agent = scene.agent(fault)
     if agent is None:
@@ -114,6 +181,21 @@ def _kill_helper(scene: Scene, fault: Fault) -> bool:
     """Kill a process of the agent that is neither worker nor guard: warm server, forked ahead, or one that copies."""
     workers = scene.workers()
     return _kill_one(scene, fault, lambda pid: pid not in workers and GUARD not in _command(pid))
+
+
+def _kill_copier(scene: Scene, fault: Fault) -> bool:
+    """Kill a process that copies a snapshot to the checkpoints, whichever node's it is."""
+    for agent in scene.agents():
+        for pid in tree(agent.process.pid)[1:]:
+            if COPIER in _command(pid) and alive(pid):
+                return _send(pid, signal.SIGKILL)
+    return False
+
+
+def _out_of_memory(scene: Scene, fault: Fault) -> bool:
+    """Have the memory of a node's control group run out, so that the kernel kills a worker."""
+    agent, pid = scene.agent(fault), scene.worker(fault)
+    return agent is not None and pid is not None and scene.groups[agent.name].run_out(pid)
 
 
 def _kill_one(scene: Scene, fault: Fault, wanted: Callable[[int], bool]) -> bool:
@@ -157,6 +239,40 @@ def _fill_disk(scene: Scene, fault: Fault) -> bool:
     return _disturb(scene, fault, "disk", fill, filler.unlink)
 
 
+def _fail_storage(scene: Scene, fault: Fault) -> bool:
+    return _disturb_storage(scene, fault, "EIO" if fault.worker % 2 else "ENOSPC")
+
+
+def _hang_storage(scene: Scene, fault: Fault) -> bool:
+    return _disturb_storage(scene, fault, "hang")
+
+
+def _disturb_storage(scene: Scene, fault: Fault, how: str) -> bool:
+    """Have the storage fail for the fault's time, and until it was asked for anything."""
+    storage = scene.storage
+    assert storage is not None
+    if not scene.take("storage"):
+        return False
+    storage.fail(how)
+    began, steps, quiet = time.monotonic(), scene.step(), scene.trains()
+    strikes = scene.landed + 1
+
+    def back() -> None:
+        lasted = time.monotonic() - began
+        if not storage.hit and lasted < LEFT:
+            scene.later(0.2, back)
+            return
+        storage.mend()
+        scene.give_back("storage")
+        if not storage.hit:
+            scene.problem(f"{fault.kind}: nothing was asked of the storage within {LEFT:g} s")
+        if quiet and lasted > WHILE and scene.landed == strikes and scene.step() == steps:
+            scene.problem(f"{fault.kind}: no step within {lasted:.1f} s, though nothing else was disturbed")
+
+    scene.later(fault.seconds, back)
+    return True
+
+
 def _disturb(scene: Scene, fault: Fault, what: str, hit: Callable[[], object], mend: Callable[[], object]) -> bool:
     """Put something that the run needs out of service for the fault's time, unless anything else is."""
     if not scene.take(what):
@@ -182,8 +298,15 @@ STRIKES: dict[str, Callable[[Scene, Fault], bool]] = {
     "freeze node": _freeze_node,
     "kill guard": _kill_guard,
     "kill helper": _kill_helper,
+    "kill copier": _kill_copier,
+    "notice": _notice,
+    "lose all": _lose_all,
+    "tear checkpoint": _tear_checkpoint,
     "kill etcd": _kill_etcd,
     "freeze etcd": _freeze_etcd,
     "cut": _cut,
     "fill disk": _fill_disk,
+    "fail storage": _fail_storage,
+    "hang storage": _hang_storage,
+    "out of memory": _out_of_memory,
 }

@@ -1,0 +1,83 @@
+"""Writes the figures of recorded plans into a page, between two marks."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+__all__ = ["BEGIN", "END", "figures", "report"]
+
+BEGIN, END = "<!-- figures -->", "<!-- end of the figures -->"
+
+PHASES = {
+    "start": "before the first step",
+    "training": "while it trains",
+    "change": "in a change of the round",
+    "end": "in the last 25 steps",
+}
+
+
+def report(record: Path, page: Path) -> None:
+    """Replace what is between the marks of a page by the figures of a record."""
+    outcomes = [json.loads(line) for line in record.read_text().splitlines()]
+    before, rest = page.read_text().split(BEGIN)
+    page.write_text(f"{before}{BEGIN}\n{figures(outcomes)}{END}{rest.split(END)[1]}")
+
+
+def figures(outcomes: list[dict[str, Any]]) -> str:
+    """Return the figures of outcomes, as Markdown."""
+    plans = [outcome["plan"] for outcome in outcomes]
+    dates = sorted({outcome["date"] for outcome in outcomes})
+    loads = [outcome["load"] for outcome in outcomes]
+    failed = [str(outcome["plan"]["seed"]) for outcome in outcomes if outcome["problems"]]
+    planned = Counter(fault["kind"] for plan in plans for fault in [*plan["faults"], plan["last"]] if fault)
+    landed: Counter[str] = Counter()
+    when: Counter[tuple[str, str]] = Counter()
+    for kind, phase in (tuple(each) for outcome in outcomes for each in outcome["landed"]):
+        landed[kind] += 1
+        when[kind, phase] += 1
+    live = sum(plan["live"] for plan in plans)
+    where = f"{os.cpu_count()} cores shared with other work (load {min(loads):.0f} to {max(loads):.0f})"
+    lines = [
+        f"{' and '.join(dates)}, {where}.",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| plans | {len(outcomes)}, seeds {_ranges([plan['seed'] for plan in plans])} |",
+        f"| that failed | {len(failed)}{': seeds ' + ', '.join(failed) if failed else ''} |",
+        f"| nodes | {', '.join(f'{n}: {c} plans' for n, c in sorted(Counter(p['nodes'] for p in plans).items()))} |",
+        f"| on c10d, on etcd | {sum(not p['members'] for p in plans)}, {sum(p['members'] > 0 for p in plans)} |",
+        f"| with workers that keep their processes, with workers that restart | {live}, {len(plans) - live} |",
+        f"| faults planned, landed | {planned.total()}, {landed.total()} |",
+        f"| rounds | {_sum(outcomes, 'rounds')} |",
+        f"| restarts charged | {_sum(outcomes, 'restarts')} |",
+        f"| rounds that ended after an agreed step | {_sum(outcomes, 'resizes')} |",
+        f"| places that workers took without a new process | {_sum(outcomes, 'kept')} |",
+        f"| steps done, of these again | {_sum(outcomes, 'steps')}, {_sum(outcomes, 'again')} |",
+        f"| time of all plans | {sum(outcome['seconds'] for outcome in outcomes) / 60:.0f} min |",
+        "",
+        f"| fault | planned | landed | {' | '.join(PHASES.values())} |",
+        f"|---|---|---|{'---|' * len(PHASES)}",
+    ]
+    for kind in planned:
+        counts = " | ".join(str(when[kind, phase]) for phase in PHASES)
+        lines.append(f"| {kind} | {planned[kind]} | {landed[kind]} | {counts} |")
+    return "\n".join(lines) + "\n"
+
+
+def _sum(outcomes: list[dict[str, Any]], name: str) -> int:
+    return sum(outcome[name] for outcome in outcomes)
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Return numbers as ranges: ``1 to 5, 7``."""
+    found: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in found)
