@@ -18,7 +18,7 @@ from elastic_launch.errors import UsageError
 from elastic_launch.shared_progress import Activity
 from elastic_launch.snapshot.storage.listing import positions
 from elastic_launch.training.checkpoints.branches import within
-from elastic_launch.training.checkpoints.checkpoint import Checkpoint, Resumed
+from elastic_launch.training.checkpoints.checkpoint import Checkpoint, Outcome, Resumed
 from elastic_launch.training.checkpoints.memory import settled
 from elastic_launch.training.checkpoints.saving import Live
 from elastic_launch.training.checkpoints.state import Stateful, TrainingState
@@ -29,7 +29,7 @@ from elastic_launch.training.engine import Engine
 from elastic_launch.training.gradients.accumulation import ExactGradients, Gradients
 from elastic_launch.training.gradients.buffer_rules import buffers_of
 from elastic_launch.training.gradients.means import cargo_size
-from elastic_launch.training.gradients.parameters import OwnParameters
+from elastic_launch.training.gradients.parameters import OwnParameters, Parameters
 from elastic_launch.training.randomness import derive, seed_all
 from elastic_launch.training.ranks.agreement import NOTHING
 from elastic_launch.training.ranks.pace import Pace
@@ -173,6 +173,11 @@ class Loop:
                         "not go on to the next one.",
                     )
                 if self._received is not None:
+                    if self._is_midway:
+                        raise step.misuse(
+                            f"step {step.number} ended, and other ranks make another pass in it.",
+                            "Make the same passes on all ranks: they may depend on step.number, for example.",
+                        )
                     self._take(self._received)
                 else:
                     self._step += 1
@@ -214,10 +219,12 @@ class Loop:
         self._has_state = True
         if live is None:
             self._step, self._last = resumed.step, resumed.last or self._last
+            self._received = resumed if resumed.passes else None
             self._loader.batch = self._loader.batch.settled(world.world_size)
         elif resumed.state is not None:
             # At once: if this round breaks below, the state that this process has is that one.
             self._received = resumed
+        self._train_the_same(resumed.trained)
         _warn_of_idle_ranks(world, self._loader.batch)
         if self._options.prepare is not None and self._received is None:
             self._options.prepare(self._step)
@@ -265,21 +272,27 @@ class Loop:
         """Whether this training can continue in another round: a process that begins must meet it at the same place."""
         return self._options.start == 0 and self._engine.untouched and not self._state.calls_functions
 
-    def _change_round(self, error: RuntimeError | None) -> None:
-        """Continue in the next round, or in the one after it if that breaks, too."""
+    def _change_round(self, error: RuntimeError | None, passes: Sequence[Outcome] = ()) -> None:
+        """Continue in the next round, or in the one after it if that breaks, too.
+
+        Args:
+            passes: loss and metrics of each pass of the current step that is done.
+        """
         while True:
             self._leave()
-            received = self._received
-            step, last = (self._step, self._last) if received is None else (received.step, received.last or self._last)
+            received, step, last, done = self._received, self._step, self._last, tuple(passes)
+            if received is not None:
+                step, last, done = received.step, received.last or self._last, received.passes
             try:
                 self._engine.suspend(error)
             except Drained:
-                if self._has_state:
+                if self._has_state and not done:  # else it is a state within a step
                     self._engine.keep_newer(step, self._loader.identity, self._state)
                 raise
             try:
                 self._engine.join_round()
-                self._enter(Live(step, self._engine.worlds, last) if self._has_state else None)
+                live = Live(step, self._engine.worlds, last, done, self._trains())
+                self._enter(live if self._has_state else None)
                 return
             except RuntimeError as again:
                 if not self._engine.caused(again):
@@ -301,10 +314,18 @@ class Loop:
     def break_off(self) -> None:
         self._engine.groups.disconnect()
 
-    def recover(self, error: RuntimeError) -> Recovered:
+    def between_passes(self) -> None:
+        self._engine.check_exchanges()
+
+    def take_over(self) -> None:
+        assert self._received is not None
+        self._load(self._received)
+        self._received = None
+
+    def recover(self, error: RuntimeError, passes: Sequence[Outcome]) -> Recovered:
         assert self._gradients is not None
         self._gradients.give_up()
-        self._change_round(error)
+        self._change_round(error, passes)
         while self._received is None and self._owes_evaluation:
             # This rank has begun a step, while others were still evaluating the one before.
             try:
@@ -316,21 +337,46 @@ class Loop:
             else:
                 break
             self._change_round(error)
+        self._engine.note_exchanges()
+        plan, batches, received = self._plan(self._step), self._open_batches(), self._received
+        recovered = Recovered(plan, batches, self._gradients, self._engine.agreement)
+        if received is None:
+            return recovered
+        if self._is_midway:
+            return replace(recovered, passes=received.passes)
+        return replace(recovered, done=received.last or self._last)
+
+    @property
+    def _is_midway(self) -> bool:
+        """Whether a state was received that follows a pass of the current step, and not its end."""
         received = self._received
-        done = None if received is None else received.last or self._last
-        plan, batches = self._plan(self._step), self._open_batches()
-        return Recovered(plan, batches, self._gradients, self._engine.agreement, done)
+        return received is not None and bool(received.passes) and received.step == self._step
+
+    def _load(self, received: Resumed) -> None:
+        assert received.state is not None
+        # Again, since the script may have changed its objects after the step or pass, as it has there.
+        self._state.restore(received.state, received.origin, received.classes, received.orders, frozen=received.frozen)
 
     def _take(self, received: Resumed) -> None:
         """Take a state over from another process, after a step that this one has not done itself."""
-        assert received.state is not None
-        # Again, since the script may have changed its objects after the step, as it has there.
-        self._state.restore(received.state, received.origin, received.classes, received.orders, frozen=received.frozen)
-        self._received = None
+        self._load(received)
         self._step = received.step
+        if not received.passes:  # else it is loaded once more, before the next pass
+            self._received = None
         self._close_batches()
         if self._options.prepare is not None:
             self._options.prepare(self._step)
+
+    def _trains(self) -> dict[str, bool]:
+        parameters = Parameters(self._model, self._optimizer)
+        return {name: p.requires_grad for name, p in zip(parameters.names, parameters.all, strict=True)}
+
+    def _train_the_same(self, trained: Mapping[str, bool]) -> None:
+        """Freeze and unfreeze parameters as in the process that the state came from, which the script has changed."""
+        if trained and trained != self._trains():
+            parameters = Parameters(self._model, self._optimizer)
+            for name, parameter in zip(parameters.names, parameters.all, strict=True):
+                parameter.requires_grad_(trained.get(name, parameter.requires_grad))
 
     def _next_step(self) -> Step:
         loader, number = self._loader, self._step
@@ -338,6 +384,8 @@ class Loop:
         assert gradients is not None
         if loader.position(number).step_in_epoch == 0:
             self._close_batches()
+        if self._is_midway:
+            self._engine.note_exchanges()
         seed_all(derive("step", loader.seed, number), devices=True)
         return Step(
             loader.position(number),
@@ -353,6 +401,7 @@ class Loop:
             origin=self._origin,
             agreement=self._engine.agreement,
             change=self,
+            done=self._received.passes if self._received is not None else (),
         )
 
     def _plan(self, number: int) -> BatchPlan:

@@ -3,7 +3,9 @@
 Until :meth:`Step.update` succeeds, nothing has changed: parameters, buffers and optimizer are as they were when the
 step began. All communication takes place in the iteration over the micro-batches. If it fails because the round is
 over, the iteration begins again in the next round, with this rank's micro-batches there. With several optimizers, a
-step may make several passes over the same micro-batches, each with an update; it is saved, or repeated, as a whole.
+step may make several passes over the same micro-batches, each with an update. A round that begins between two of them
+goes on with the later one: processes that have not made the earlier ones leave them out, and take over their results.
+Only whole steps are saved.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 
 from elastic_launch.batch import BatchPlan, slice_of
 from elastic_launch.errors import REPEATS_NOTE, ElasticLaunchError, UsageError
+from elastic_launch.training.checkpoints.checkpoint import Outcome
 from elastic_launch.training.data.batches import versions
 from elastic_launch.training.data.loader import Position
 from elastic_launch.training.gradients.accumulation import ExactGradients, Gradients
@@ -49,13 +52,15 @@ class Recovered:
     Attributes:
         plan, batches, gradients, agreement: as for :class:`Step`.
         done: loss and metrics of the step if other ranks have done it, so that this rank only receives the result.
+        passes: the same of each pass that other ranks have done, if they are further in the same step than this one.
     """
 
     plan: BatchPlan
     batches: Iterator[Any]
     gradients: Gradients
     agreement: Agreement | None
-    done: tuple[float, dict[str, float]] | None = None
+    done: Outcome | None = None
+    passes: Sequence[Outcome] = ()
 
 
 class RoundChange(Protocol):
@@ -68,14 +73,23 @@ class RoundChange(Protocol):
     def exchanged(self) -> None:
         """Called when a pass has exchanged everything; no exchange follows before the step's end."""
 
+    def between_passes(self) -> None:
+        """Called before each pass but the first."""
+
+    def take_over(self) -> None:
+        """Set the training to the state that was received from other ranks, before the next pass."""
+
     def caused(self, error: RuntimeError) -> bool:
         """Whether an error that was just caught may be due to the round's end."""
 
     def break_off(self) -> None:
         """Make all exchanges that are under way fail, so that none is waited for."""
 
-    def recover(self, error: RuntimeError) -> Recovered:
+    def recover(self, error: RuntimeError, passes: Sequence[Outcome]) -> Recovered:
         """Take part in the next round.
+
+        Args:
+            passes: loss and metrics of each pass of the step that is done.
 
         Raises:
             RuntimeError: the error, if this process is not to go on.
@@ -119,6 +133,7 @@ class Step:
         origin: ``(step, micro_batch) -> str``: which samples it has, and the newest checkpoint; for errors.
         agreement: its wishes are exchanged together with the losses.
         change: how the step continues in another round; None: it does not.
+        done: loss and metrics of each pass that other ranks have done before this process joined them.
     """
 
     def __init__(
@@ -137,6 +152,7 @@ class Step:
         origin: Callable[[int, int], str] = lambda step, micro: "",
         agreement: Agreement | None = None,
         change: RoundChange | None = None,
+        done: Sequence[Outcome] = (),
     ) -> None:
         self.position = position
         self.plan = plan
@@ -171,6 +187,10 @@ class Step:
         self._means: Means | None = None
         self._passes = 0
         self._pending = False  # a pass has begun and is not updated by
+        self._done = list(done)
+        self._received = bool(done)  # the state after these passes, which is to be taken over
+        self._moved = bool(done)  # a pass has begun in another round than one before it
+        self._unscaled: set[int] = set()
         self._drawn: list[tuple[Any, list[tuple[int, int]]]] = []  # micro-batches and versions, for a second pass
 
     @property
@@ -198,7 +218,7 @@ class Step:
                 iterated over already; or if a micro-batch ended without :meth:`backward`.
         """
         self._begin_pass()
-        while not self._done_elsewhere:
+        while not self._left_out:
             try:
                 yield from self._pass()
             except RuntimeError as error:
@@ -221,25 +241,39 @@ class Step:
         if self._change is not None:
             self._change.exchanged()
 
+    @property
+    def _left_out(self) -> bool:
+        """Whether other ranks have done the current pass, and this one only receives its result."""
+        return self._done_elsewhere or self._passes <= len(self._done)
+
+    def _may_go_on(self, error: RuntimeError) -> bool:
+        # Once within a step: a script whose later passes need something from its earlier ones fails in a process that
+        # has left these out, and trains on after a restart, from the step's start.
+        return self._change is not None and not (self._passes > 1 and self._moved) and self._change.caused(error)
+
     def _goes_on(self, error: RuntimeError) -> bool:
-        """Continue the step in another round, from its first micro-batch; return whether that is possible."""
-        # After a first pass's update, the step cannot be repeated.
-        if self._change is None or self._passes > 1 or not self._change.caused(error):
+        """Continue the pass in another round, from its first micro-batch; return whether that is possible."""
+        if self._change is None or not self._may_go_on(error):
             return False
         self._change.break_off()
         if self._table is not None:
             self._table.give_up()
             self._table = None
-        recovered = self._change.recover(error)
+        recovered = self._change.recover(error, self._done)
         self.error = self._broken = None
         self._drawn.clear()
+        self._current = None
+        self._moved |= self._passes > 1 or bool(recovered.passes)
         if recovered.done is not None:
             self._done_elsewhere = True
             self.loss, self.metrics = recovered.done
             return True
         self.plan, self._batches = recovered.plan, recovered.batches
         self._gradients, self._agreement = recovered.gradients, recovered.agreement
-        self._start_pass()
+        if recovered.passes:
+            self._done, self._received = list(recovered.passes), True
+        else:
+            self._start_pass()
         return True
 
     def _samples_of_pass(self) -> Generator[Any, None, None]:
@@ -280,12 +314,21 @@ class Step:
             )
         self._passes += 1
         self._pending, self.updated = True, False
+        if self._passes > 1 and self._change is not None:
+            self._change.between_passes()
+        if self._left_out:
+            drop_second_normal()  # as the micro-batches do on the other ranks
+            return
+        if self._received and self._change is not None:
+            self._received = False
+            self._change.take_over()
         self._start_pass()
 
     def _start_pass(self) -> None:
         self._losses, self._metric_values = [], []
         self._table, self._told, self._current = None, False, None
         self._exchanged, self._means = False, None
+        self._unscaled.clear()
         self._gradients.begin(self.plan)
 
     def _sample(self, number: int) -> Any:
@@ -364,7 +407,7 @@ class Step:
             self._losses.pop()
             self._metric_values.pop()
             self._told = self._table is not None or self._gradients.took
-            if isinstance(error, RuntimeError) and self._passes == 1 and self._change and self._change.caused(error):
+            if isinstance(error, RuntimeError) and self._may_go_on(error):
                 self._broken = error  # the iteration goes on from here
                 return
             if isinstance(error, Exception) and not isinstance(error, torch.OutOfMemoryError):
@@ -378,6 +421,11 @@ class Step:
         If the script has caught an error of the step, it is that one: the step is incomplete because of it. A rank that
         was killed, for example, breaks the others' exchange, and a restart helps.
         """
+        if self.error is None and self._moved:
+            # Not a UsageError, by which the run would end: a restart does the whole step again.
+            why = "This step's passes were made in different rounds, which end and begin when the world changes."
+            rule = "A pass can use nothing from an earlier one but step.loss, step.metrics and what is saved."
+            return ElasticLaunchError(message, f"{hint} {why} {rule}")
         if self.error is None:
             return UsageError(message, hint)
         self.error.add_note(f"  The script caught this error and went on: {message}")
@@ -431,8 +479,10 @@ class Step:
         """
         if isinstance(clip_norm, str):
             raise UsageError(f"step.update({clip_norm!r}): clip_norm comes first.", "Write step.update(optimizer=...).")
-        chosen = self._chosen(optimizer)
-        if self._done_elsewhere:
+        chosen = self._chosen("update", optimizer)
+        if self._left_out and self._pending:
+            if not self._done_elsewhere:
+                self.loss, self.metrics = self._done[self._passes - 1]
             self.updated, self._pending = True, False
             return
         if not self._pending or (len(self._losses) != self.plan.grad_accum and not self._out_of_memory):
@@ -452,14 +502,12 @@ class Step:
         if self._scaler is not None:
             self._unscale(self._scaler, chosen)
         if clip_norm is not None:
-            parameters = self._gradients.parameters.trained
-            if len(self._optimizers) > 1:
-                parameters = [p for each in chosen for group in each.param_groups for p in group["params"]]
-            nn.utils.clip_grad_norm_(parameters, clip_norm)
+            nn.utils.clip_grad_norm_(self._parameters_of(chosen), clip_norm)
         self._step_optimizers(chosen)
         self.loss, *metrics = means.values
         self.metrics = dict(zip(self._metric_names, metrics, strict=True))
         self.updated, self._pending = True, False
+        self._done.append((self.loss, self.metrics))
 
     def _exchanged_means(self) -> Means | None:
         """Return what the ranks have exchanged; None if the optimizers do not step here."""
@@ -477,23 +525,80 @@ class Step:
             return None
         return None if self.too_large else means
 
-    def _chosen(self, name: str | None) -> list[torch.optim.Optimizer]:
+    def _chosen(self, call: str, name: str | None) -> list[torch.optim.Optimizer]:
         if name is None:
             return list(self._optimizers.values())
         if name not in self._optimizers or name == "":
             known = ", ".join(map(repr, self._optimizers)) if len(self._optimizers) > 1 else "one, without a name"
             raise UsageError(
-                f"step.update(optimizer={name!r}): the optimizers of this loop are {known}.",
-                "Give run.steps() a dict of optimizers, and update() one of its names.",
+                f"step.{call}(optimizer={name!r}): the optimizers of this loop are {known}.",
+                f"Give run.steps() a dict of optimizers, and {call}() one of its names.",
             )
         return [self._optimizers[name]]
 
+    def gradients(self, optimizer: str | None = None) -> dict[str, Tensor]:
+        """Return the gradients of the global batch by parameter name; between the loop over the step and its update.
+
+        They are the same on all ranks, and not scaled, also with a scaler. Changes in place take effect in
+        :meth:`update`; make the same ones on all ranks. The names are those of ``model.named_parameters()``; a
+        parameter that only an optimizer has is named by its place there. Parameters without a gradient are left out.
+        The result is empty if other ranks have done this pass, and this one only receives its result.
+
+        Args:
+            optimizer: with several optimizers, the name of the one whose gradients to return; None: those of all.
+
+        Raises:
+            UsageError: if the loop over the step has not ended, the update is done, no optimizer has this name, or none
+                of several is named and there is a scaler.
+        """
+        chosen, parameters = self._chosen("gradients", optimizer), self._gradients.parameters
+        if not self._pending or not (self._exchanged or self._left_out or self.too_large):
+            raise self.misuse(
+                f"step {self.number}: step.gradients() or step.grad_norm() came too early or too late.",
+                "Call it between the loop over the step and step.update().",
+            )
+        if self._left_out or self.too_large:
+            return {}
+        if self._scaler is not None:
+            if len(chosen) > 1:
+                raise UsageError(
+                    "step.gradients() without a name: the scaler must know which optimizer steps next.",
+                    'Name the one that step.update(optimizer="...") will name.',
+                )
+            self._unscale(self._scaler, chosen)
+        own = set(map(id, self._parameters_of(chosen)))
+        named = zip(parameters.trained_names, parameters.trained, strict=True)
+        return {name: p.grad for name, p in named if p.grad is not None and id(p) in own}
+
+    def grad_norm(self, optimizer: str | None = None) -> float:
+        """Return the 2-norm of all :meth:`gradients` together: what ``update(clip_norm=...)`` limits.
+
+        It is NaN if other ranks have done this pass, and this one only receives its result.
+
+        Args:
+            optimizer: as for :meth:`gradients`.
+
+        Raises:
+            UsageError: as :meth:`gradients`.
+        """
+        found = self.gradients(optimizer)
+        return math.nan if self._left_out else float(nn.utils.get_total_norm(found.values()))
+
+    def _parameters_of(self, chosen: Sequence[torch.optim.Optimizer]) -> list[Tensor]:
+        """Return the parameters whose gradients count towards the norm when these optimizers step."""
+        if len(self._optimizers) == 1:
+            return self._gradients.parameters.trained
+        # Two optimizers may share a parameter.
+        return list({id(p): p for each in chosen for group in each.param_groups for p in group["params"]}.values())
+
     def _unscale(self, scaler: torch.amp.GradScaler, chosen: list[torch.optim.Optimizer]) -> None:
-        for each in chosen:
-            scaler.unscale_(each)
-        if others := self._gradients.parameters.beside_optimizer():
+        if not self._unscaled and (others := self._gradients.parameters.beside_optimizer()):
             # They count towards the norm of all gradients.
             torch._foreach_mul_([p.grad for p in others if p.grad is not None], 1 / scaler.get_scale())
+        for each in chosen:
+            if id(each) not in self._unscaled:
+                self._unscaled.add(id(each))
+                scaler.unscale_(each)
 
     def _step_optimizers(self, chosen: list[torch.optim.Optimizer]) -> None:
         self._settle()

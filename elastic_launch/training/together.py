@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from inspect import signature
 from itertools import chain
 from typing import Any
 
@@ -30,7 +31,13 @@ class Optimizers(Group):
 
     @property
     def state(self) -> dict[Any, Any]:
-        return {key: value for optimizer in self.optimizers.values() for key, value in optimizer.state.items()}
+        merged: dict[Any, Any] = {}
+        for name, optimizer in self.optimizers.items():
+            for parameter, state in optimizer.state.items():
+                if parameter in merged:  # two optimizers share it
+                    state = {**merged[parameter], **{f"{key} ({name})": value for key, value in state.items()}}
+                merged[parameter] = state
+        return merged
 
 
 def as_model(model: nn.Module | Mapping[str, nn.Module]) -> nn.Module:
@@ -57,16 +64,12 @@ def as_optimizer(
     """Return an optimizer, or several optimizers by name as one object.
 
     Raises:
-        UsageError: if it is neither, or an optimizer's step needs a closure.
+        UsageError: if it is neither, or an optimizer needs the gradients at several points in a step.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         _check("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
     for each in optimizer.values() if isinstance(optimizer, Mapping) else [optimizer]:
-        if isinstance(each, torch.optim.LBFGS):
-            raise UsageError(
-                "LBFGS goes through the batch several times in a step, and here an optimizer has one pass.",
-                "Use another optimizer, or a loop of your own with run.resume() and run.boundary().",
-            )
+        _check_one_pass(each)
     return Optimizers(optimizer) if isinstance(optimizer, Mapping) else optimizer
 
 
@@ -83,6 +86,21 @@ def as_part(where: str, part: Stateful | Mapping[str, Stateful] | None) -> State
         if one is not None and not is_stateful(one):
             raise UsageError(f"{where} is {found(one)}.", "Give an object that has state_dict and load_state_dict.")
     return Group(part) if isinstance(part, Mapping) else part
+
+
+def _check_one_pass(optimizer: torch.optim.Optimizer) -> None:
+    name = type(optimizer).__name__
+    if hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"):
+        raise UsageError(
+            f"{name} has two steps for each batch, and here an optimizer has one pass.",
+            'Make it two optimizers, each with its own pass; "Closures" in docs/training.md has the code.',
+        )
+    closure = signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise UsageError(
+            f"{name} goes through the batch several times in a step, by a closure, and here an optimizer has one pass.",
+            "Use another optimizer, or a loop of your own with run.resume() and run.boundary().",
+        )
 
 
 def _check(argument: str, given: object, kind: type, name: str) -> None:

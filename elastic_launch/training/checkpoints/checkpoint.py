@@ -46,7 +46,16 @@ from elastic_launch.training.link import AgentLink
 from elastic_launch.training.ranks.exchange import broadcast_state
 from elastic_launch.training.ranks.world import World
 
-__all__ = ["Checkpoint", "Resumed", "check_checkpoint", "check_identity", "meta_of", "run_id", "weights_sha256"]
+__all__ = [
+    "Checkpoint",
+    "Outcome",
+    "Resumed",
+    "check_checkpoint",
+    "check_identity",
+    "meta_of",
+    "run_id",
+    "weights_sha256",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +72,10 @@ LOOK_TIMEOUT = 10.0
 
 RESCUE_TIMEOUT = 5.0
 """Seconds that a failing process waits for a checkpoint that is being written."""
+
+
+Outcome = tuple[float, dict[str, float]]
+"""Loss and metrics of a pass over a step's micro-batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +95,8 @@ class Resumed:
         last: loss and metrics of the last step, if the state is that of a process that was suspended.
         anew: names of the parts that begin anew, and of those in the state that are not taken.
         frozen: checksums of the frozen weights that were left out, by part.
+        passes: loss and metrics of each updated pass of the next step, if the process was suspended between two passes.
+        trained: in that process, whether each parameter needs a gradient, by name.
     """
 
     step: int = 0
@@ -93,9 +108,11 @@ class Resumed:
     compared: bool = True
     equal: int = 0
     orders: dict[str, list[list[str]]] = field(default_factory=dict)
-    last: tuple[float, dict[str, float]] | None = None
+    last: Outcome | None = None
     anew: frozenset[str] = frozenset()
     frozen: dict[str, int] = field(default_factory=dict)
+    passes: tuple[Outcome, ...] = ()
+    trained: dict[str, bool] = field(default_factory=dict)
 
     @property
     def uncompared(self) -> int:
@@ -108,9 +125,15 @@ class Resumed:
         worlds, classes = [int(size) for size in meta["worlds"]], meta.get("classes", {})
         compared, (_, equal) = meta.get("compared", True) is not False, meta.get("equal", (0, 0))
         identity, orders = dict(meta["identity"]), dict(meta.get("orders", {}))
-        last = (float(meta["last"][0]), dict(meta["last"][1])) if "last" in meta else None
+        last, passes = (_outcome(meta["last"]) if "last" in meta else None), map(_outcome, meta.get("passes", ()))
         resumed = Resumed(step, state, identity, worlds, origin, dict(classes), compared, int(equal), orders, last)
+        resumed = replace(resumed, passes=tuple(passes), trained=dict(meta.get("trained", {})))
         return replace(resumed, frozen=dict(meta.get("frozen", {})))
+
+
+def _outcome(value: Any) -> Outcome:
+    loss, metrics = value
+    return float(loss), dict(metrics)
 
 
 class Checkpoint:

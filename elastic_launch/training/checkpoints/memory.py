@@ -234,6 +234,7 @@ class Newest:
         mine: this node's snapshot of it, if any; None if it is live.
         holder: first rank that has it, itself or on its node.
         everywhere: whether all ranks have it.
+        passes: updated passes of the next step that it includes, if it is live.
     """
 
     position: tuple[int, int]
@@ -241,33 +242,36 @@ class Newest:
     mine: tuple[Slot, Header] | None
     holder: int
     everywhere: bool
+    passes: int = 0
 
 
 def newest(
-    memory: MemorySnapshots | None, world: World, training: int, live: tuple[int, int] | None = None
+    memory: MemorySnapshots | None, world: World, training: int, live: tuple[int, int, int] | None = None
 ) -> Newest | None:
     """Return the newest state of a training in memory; None if there is none. Called by all ranks.
 
     Args:
-        live: round and step of this process' own state, if it was suspended; of equal ones, a live state is taken.
+        live: round, step and updated passes of this process' own state, if it was suspended; of equal ones, a live
+            state is taken.
     """
     found = memory.newest(training) if memory is not None else None
     kept = (0, 0) if found is None else (found[1].round, found[1].step)
-    mine = [*kept, *((0, 0) if live is None else live)]
+    mine = [*kept, 0, *((0, 0, 0) if live is None else live)]
     everybody = [mine]
     if world.world_size > 1:
         gathered = [torch.zeros(len(mine), dtype=torch.int64) for _ in range(world.world_size)]
         dist.all_gather(gathered, torch.tensor(mine, dtype=torch.int64))
         everybody = [[int(x) for x in entry] for entry in gathered]
-    in_slots = [(entry[0], entry[1]) for entry in everybody]
-    in_processes = [(entry[2], entry[3]) for entry in everybody]
+    in_slots, in_processes = [tuple(entry[:3]) for entry in everybody], [tuple(entry[3:]) for entry in everybody]
     best = max([*in_slots, *in_processes])
-    if best == (0, 0):
+    if best == (0, 0, 0):
         return None
+    number, step, passes = best
     is_live = best in in_processes
     have = in_processes if is_live else in_slots
     everywhere = all(position == best for position in have)
-    return Newest(best, is_live, found if kept == best and not is_live else None, have.index(best), everywhere)
+    slot = found if kept == (number, step) and not is_live else None
+    return Newest((number, step), is_live, slot, have.index(best), everywhere, passes)
 
 
 def restore(newest: Newest, world: World) -> tuple[Any, dict[str, Any]]:

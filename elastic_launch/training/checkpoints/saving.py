@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from elastic_launch import snapshot
 from elastic_launch.contract import CopyJob
 from elastic_launch.shared_progress import Activity
 from elastic_launch.training.checkpoints.branches import Branch, following
-from elastic_launch.training.checkpoints.checkpoint import Checkpoint, Resumed, check_identity, meta_of, run_id
+from elastic_launch.training.checkpoints.checkpoint import Checkpoint, Outcome, Resumed, check_identity, meta_of, run_id
 from elastic_launch.training.checkpoints.memory import MemorySnapshots, Newest, Route, newest, restore
 from elastic_launch.training.checkpoints.state import TrainingState
 from elastic_launch.training.link import AgentLink
@@ -39,11 +39,15 @@ class Live:
         step: optimizer steps done.
         worlds: world sizes of the rounds that it has been through.
         last: loss of the last step, and its metrics by name.
+        passes: the same of each updated pass of the next step.
+        trained: whether each parameter needs a gradient, by name.
     """
 
     step: int
     worlds: list[int]
-    last: tuple[float, dict[str, float]]
+    last: Outcome
+    passes: tuple[Outcome, ...] = ()
+    trained: dict[str, bool] = field(default_factory=dict)
 
 
 class Saver:
@@ -128,7 +132,7 @@ class Saver:
         self, checkpoint: Checkpoint | None, identity: dict[str, int], state: TrainingState, live: Live | None
     ) -> Resumed:
         """Return the newest state, and continue its branch; called by all ranks."""
-        mine = None if live is None else (self._branch.round, live.step)
+        mine = None if live is None else (self._branch.round, live.step, len(live.passes))
         kept = newest(self._memory, self._world, self._training, mine) if self._world.round else None
         resumed: Resumed | None = None
         if checkpoint is not None and (kept is None or checkpoint.has_newer(self._world, kept.position)):
@@ -138,7 +142,8 @@ class Saver:
         if resumed is not None and resumed.state is not None:
             self._judge(resumed)
         if resumed is None and kept is not None:
-            resumed = self._from_memory(kept, checkpoint, identity, state, live if mine == kept.position else None)
+            own = live if mine == (*kept.position, kept.passes) else None
+            resumed = self._from_memory(kept, checkpoint, identity, state, own)
         elif resumed is None:
             resumed = Resumed()
             self._branch = following(self._world.round, run_id(), {}, 0)
@@ -167,7 +172,11 @@ class Saver:
             origin = f"The state of step {step} in the memory of rank {kept.holder}"
             own: dict[str, Any] | None = None
             if live is not None:
-                own = self._meta(identity, live.worlds, state) | {"last": live.last}
+                own = self._meta(identity, live.worlds, state) | {
+                    "last": live.last,
+                    "passes": list(live.passes),
+                    "trained": live.trained,
+                }
                 if checkpoint is not None:
                     own["saved"] = checkpoint.standing(live.step, now=False)
             parts, meta = self._from_process(kept, state, own)

@@ -8,7 +8,7 @@ parameter stays None if no micro-batch of any rank gave it one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
@@ -343,7 +343,13 @@ class Gradients:
         for hook in self._step_hooks:
             hook.remove()
 
-    def _before_step(self, *_: Any) -> None:
+    def _before_step(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if kwargs.get("closure", args[1] if len(args) > 1 else None) is not None:
+            raise UsageError(
+                f"The script called {type(optimizer).__name__}.step(closure): a closure's gradients would be those of "
+                "one rank, and the step would not be saved.",
+                "Call step.backward(loss) in the loop over the step, and step.update() after it.",
+            )
         if self.waiting:
             raise UsageError(
                 "The script called the optimizer's step() between a step's micro-batches and step.update(): the "
