@@ -262,7 +262,7 @@ class Step:
         recovered = self._change.recover(error, self._done)
         self.error = self._broken = None
         self._drawn.clear()
-        self._current = None
+        self._losses, self._metric_values, self._current = [], [], None
         self._moved |= self._passes > 1 or bool(recovered.passes)
         if recovered.done is not None:
             self._done_elsewhere = True

@@ -59,7 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("directory", type=Path)
     parser.add_argument("--default", action="store_true")
-    parser.add_argument("--freeze", action="store_true", help="freeze the discriminator in the second pass")
+    parser.add_argument("--freeze", action="store_true", help="freeze networks in some steps and passes")
     parser.add_argument("--carry", action="store_true", help="use in the second pass what the first one has left")
     parser.add_argument("--exchange", action="store_true", help="exchange something between the two passes")
     parser.add_argument("--steps", type=int, default=20)
@@ -71,7 +71,7 @@ def main() -> None:
     with el.session() as run:
         torch.manual_seed(0)
         real = torch.randn(64, 4, generator=torch.Generator().manual_seed(1)) + 2
-        g, d = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)), nn.Linear(4, 1)
+        g, d = nn.Sequential(nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Linear(8, 4)), nn.Linear(4, 1)
         optimizers = {"g": torch.optim.Adam(g.parameters(), 0.01), "d": torch.optim.Adam(d.parameters(), 0.01)}
         schedulers = {name: torch.optim.lr_scheduler.StepLR(each, 5) for name, each in optimizers.items()}
         average = Average(d)
@@ -94,6 +94,7 @@ def main() -> None:
         options: dict[str, Any] = {"scheduler": schedulers, "exact": not args.default}
         for step in run.steps(loader, {"g": g, "d": d}, optimizers, until=f"{args.steps}ba", **options):
             fakes: list[Tensor] = []
+            g[0].requires_grad_(not args.freeze or step.number > 3)
             for x in step:
                 fakes.append(g(torch.randn_like(x)))
                 reached("first", step)

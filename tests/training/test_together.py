@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import re
@@ -19,10 +20,14 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 import elastic_launch as el
-from elastic_launch.errors import UsageError
+from elastic_launch.errors import ElasticLaunchError, UsageError
 from elastic_launch.training.engine import Engine
+from elastic_launch.training.gradients.accumulation import ExactGradients
+from elastic_launch.training.ranks.replicas import replicated
 from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
+from elastic_launch.training.steps import Recovered
+from elastic_launch.training.together import Optimizers
 
 ALTERNATING = str(SCRIPTS / "guards" / "alternating.py")
 REAL = torch.randn(32, 4, generator=torch.Generator().manual_seed(1)) + 2
@@ -308,3 +313,219 @@ def test_trainers_that_take_turns_come_to_the_same_weights_through_kills(job: Jo
     assert killed.wait(100) == 0, killed.output
     (hashes,) = set(re.findall(r"hashes (.*) restarts 0", undisturbed.output))
     assert set(re.findall(r"hashes (.*) restarts 3", killed.output)) == {hashes}
+
+
+class Elsewhere:
+    """A round that ends in a pass, and the next one, in which other ranks may be further."""
+
+    def __init__(self, step: el.Step, passes: list[tuple[float, dict[str, float]]], loop: Any) -> None:
+        self.taken, self.recovered, self._step, self._passes, self._loop = 0, 0, step, passes, loop
+
+    is_over = False
+
+    def exchanged(self) -> None: ...
+
+    def between_passes(self) -> None: ...
+
+    def break_off(self) -> None: ...
+
+    def caused(self, error: RuntimeError) -> bool:
+        return "Connection closed" in str(error)
+
+    def take_over(self) -> None:
+        self.taken += 1
+
+    def recover(self, error: RuntimeError, passes: Any) -> Recovered:
+        self.recovered += 1
+        step, loader = self._step, _loader()
+        batches = loader.epoch_from(0, 1, 0)
+        return Recovered(step.plan, batches, step._gradients, None, passes=self._passes[len(passes) :] and self._passes)
+
+
+def _broken(monkeypatch: pytest.MonkeyPatch, gan: Gan, passes: list[tuple[float, dict[str, float]]]) -> Any:
+    """A step whose next exchange fails, once; others have done these passes."""
+    loop = _run().steps(_loader(), gan.models, gan.optimizers, until=1, exact=True)
+    step = next(loop)
+    step._change = Elsewhere(step, passes, loop)
+    wait, left = ExactGradients.wait, [1]
+
+    def breaks(self: ExactGradients, table: Any) -> None:
+        if left:
+            left.clear()
+            raise RuntimeError("Connection closed by peer")
+        wait(self, table)
+
+    monkeypatch.setattr(ExactGradients, "wait", breaks)
+    return step
+
+
+def test_a_pass_that_others_have_done_is_left_out_and_its_result_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    gan = Gan()
+    before = gan.hashes
+    step = _broken(monkeypatch, gan, [(0.5, {})])
+    for x in step:
+        step.backward(gan.loss_d(x))
+    assert step.gradients() == {}
+    assert math.isnan(step.grad_norm("d"))
+    step.update(optimizer="d")
+    assert (step.loss, gan.hashes, step._change.taken) == (0.5, before, 0)
+    for x in step:
+        assert step._change.taken == 1
+        step.backward(gan.loss_g(x))
+    step.update(optimizer="g")
+    assert gan.hashes[1] == before[1]
+    assert gan.hashes[0] != before[0]
+
+
+def test_a_step_that_has_moved_once_does_not_do_so_again_and_blames_no_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    gan = Gan()
+    step = _broken(monkeypatch, gan, [(0.5, {})])
+    for x in step:
+        step.backward(gan.loss_d(x))
+    step.update(optimizer="d")
+    with pytest.raises(ElasticLaunchError, match=r"after 0 of 4 (.|\n)*made in different rounds") as raised:
+        step.update(optimizer="g")
+    assert not isinstance(raised.value, UsageError), "the run would end by it"
+    monkeypatch.setattr(ExactGradients, "wait", lambda *_: (_ for _ in ()).throw(RuntimeError("Connection closed")))
+
+    def second_pass() -> None:
+        for x in step:
+            step.backward(gan.loss_g(x))
+
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        second_pass()
+    assert step._change.recovered == 1
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_gradients_are_those_of_the_global_batch_and_can_be_changed(exact: bool, scaled: bool) -> None:
+    gan, plain = Gan(), Gan()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if scaled else None
+    for step in _run().steps(_loader(), gan.models, gan.optimizers, until="1ba", exact=exact, scaler=scaler):
+        with pytest.raises(UsageError, match="too early or too late"):
+            step.gradients()
+        for x in step:
+            step.backward(gan.loss_g(x))
+        plain.loss_g(REAL[:16]).backward()
+        found = step.gradients("g")
+        assert list(found) == ["g.weight", "g.bias"]
+        for name, parameter in plain.g.named_parameters():
+            torch.testing.assert_close(found[f"g.{name}"], parameter.grad)
+        norm = nn.utils.get_total_norm([p.grad for p in plain.g.parameters() if p.grad is not None])
+        assert step.grad_norm("g") == pytest.approx(float(norm), rel=1e-5)
+        if scaled:
+            with pytest.raises(UsageError, match="which optimizer steps next"):
+                step.gradients()
+        else:
+            assert list(step.gradients()) == ["g.weight", "g.bias", "d.weight", "d.bias"]
+        found["g.weight"].zero_()
+        before = gan.g.weight.detach().clone()
+        step.update(optimizer="g", clip_norm=0.01)
+        assert torch.equal(gan.g.weight, before)
+        with pytest.raises(UsageError, match="too early or too late"):
+            step.grad_norm()
+
+
+def test_a_norm_is_that_which_is_clipped_and_a_shared_parameter_counts_once() -> None:
+    shared = nn.Linear(4, 1)
+    optimizers = {"a": torch.optim.SGD(shared.parameters(), 1.0), "b": torch.optim.SGD([shared.weight], 1.0)}
+    for step in _run().steps(_loader(), shared, optimizers, until="1ba"):
+        for x in step:
+            step.backward(shared(x).square().mean() * 100)
+        norm = step.grad_norm()
+        step.update(clip_norm=norm / 2)
+        grads = [p.grad for p in shared.parameters() if p.grad is not None]
+        assert float(nn.utils.get_total_norm(grads)) == pytest.approx(norm / 2, rel=1e-5)
+
+
+def test_the_states_of_two_optimizers_with_a_parameter_in_common_are_all_compared() -> None:
+    model = nn.Linear(4, 1)
+    members = {name: torch.optim.SGD([model.weight], 0.1, momentum=0.9) for name in "ab"}
+    for x in REAL:
+        model(x).backward()
+        for each in members.values():
+            each.step()
+        break
+    names = [name for name, _ in replicated(model, Optimizers(members))()]
+    assert names[-2:] == ["optimizer's momentum_buffer of 'weight'", "optimizer's momentum_buffer (b) of 'weight'"]
+
+
+class Sam(torch.optim.SGD):
+    def first_step(self) -> None: ...
+
+    def second_step(self) -> None: ...
+
+
+class Searching(torch.optim.SGD):
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        closure()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (torch.optim.LBFGS, "LBFGS goes through the batch several times in a step, by a closure"),
+        (Searching, "Searching goes through the batch several times in a step, by a closure"),
+        (Sam, "Sam has two steps for each batch"),
+    ],
+)
+@pytest.mark.parametrize("together", [False, True])
+def test_an_optimizer_of_several_passes_is_refused_before_the_first_step(
+    kind: Any, message: str, together: bool
+) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = kind(model.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match=message):
+        _run().steps(_loader(), model, {"a": optimizer} if together else optimizer, until=1)
+
+
+def test_a_closure_is_refused_wherever_the_script_gives_one() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in _run().steps(_loader(), model, optimizer, until=1):
+        for x in step:
+            for call in (lambda x=x: optimizer.step(lambda: model(x).mean()), lambda: optimizer.step(closure=float)):
+                with pytest.raises(UsageError, match=r"called SGD\.step\(closure\)(.|\n)*step\.update\(\)"):
+                    call()
+            step.backward(model(x).mean())
+        step.update()
+
+
+def test_the_guides_sharpness_aware_minimization_is_that_of_a_plain_loop() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    (code,) = re.findall(r"```python\n(class Ascent.*?)\n\n\noptimizers = ", guide, re.DOTALL)
+    (loop,) = re.findall(r"\n(optimizers = \{\"ascent\".*?)\n```", guide, re.DOTALL)
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    class Short:
+        def steps(self, loader: Any, *args: Any, until: str, **options: Any) -> Any:
+            return _run().steps(loader, *args, until="4ba", **options)
+
+    data = [(x, x.sum()[None]) for x in REAL]
+    loader = el.ElasticLoader(data, el.GlobalBatch(16, 4), shuffle=False)
+    space = {"torch": torch, "model": model(), "loader": loader, "run": Short(), "loss_fn": nn.functional.mse_loss}
+    exec(code + "\n" + loop, space)
+
+    plain = model()
+    descent = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for number in range(4):
+        x = REAL[number % 2 * 16 :][:16]
+        plain.zero_grad()
+        nn.functional.mse_loss(plain(x), x.sum(1, keepdim=True)).backward()
+        start = [p.detach().clone() for p in plain.parameters()]
+        gradients = [p.grad.clone() for p in plain.parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        with torch.no_grad():
+            for p, gradient in zip(plain.parameters(), gradients, strict=True):
+                p.add_(gradient * 0.05 / norm)
+        plain.zero_grad()
+        nn.functional.mse_loss(plain(x), x.sum(1, keepdim=True)).backward()
+        with torch.no_grad():
+            for p, old in zip(plain.parameters(), start, strict=True):
+                p.copy_(old)
+        descent.step()
+    torch.testing.assert_close(list(space["model"].parameters()), list(plain.parameters()), rtol=1e-4, atol=1e-5)  # type: ignore[attr-defined]
