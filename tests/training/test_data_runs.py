@@ -106,3 +106,21 @@ def test_a_tar_file_that_is_truncated_is_named(tmp_path: Path) -> None:
         with pytest.raises((UsageError, tarfile.ReadError)) as caught:
             told[599]
         assert "digits-002.tar" in "".join([str(caught.value), *caught.value.__notes__])
+
+
+@pytest.mark.slow  # test_streams has the same without workers
+@needs_webdataset
+def test_a_truncated_shard_ends_the_run_and_is_named(job: Job) -> None:
+    shards = job.directory / "shards"
+    done = subprocess.run([sys.executable, str(STREAMING), str(shards), "--make"], capture_output=True, timeout=250)
+    assert done.returncode == 0, done.stderr.decode()
+    (shards / "digits-004.tar").write_bytes((shards / "digits-004.tar").read_bytes()[:-20000])
+    command = [str(STREAMING), str(shards), "--loader-workers", "1"]
+    agent = job.launch("--standalone", "--nproc", "2", command=command)
+    assert agent.wait(100) == 93, agent.output
+    assert "shard 'digits-004.tar' has" in agent.output
+    assert "Restore it, or correct lengths=" in agent.output
+    (shards / "digits-004.tar").unlink()
+    agent = job.launch("--standalone", "--nproc", "2", command=command)
+    assert agent.wait(100) == 93, agent.output
+    assert "shard 'digits-004.tar' was counted for" in agent.output

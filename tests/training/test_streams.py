@@ -430,8 +430,13 @@ def test_shards_are_counted_once(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
     given = el.ShardedStream(shards[::-1], open=_lines, lengths=file)
     assert given.lengths == [1, 2, 2, 0]
-    with pytest.raises(UsageError, match=r"does not have 'other' \(1 of 2 shards are missing\)") as caught:
-        el.ShardedStream([shards[0], tmp_path / "other"], open=_lines, lengths=file)
+    with pytest.raises(UsageError, match=r"shard 'other' was not counted for .*shards.json \(1 of 5\)") as caught:
+        el.ShardedStream([*shards, tmp_path / "other"], open=_lines, lengths=file)
+    assert f"el.count_shards(shards, open, {str(file)!r})" in caught.value.hint
+    with pytest.raises(
+        UsageError, match=r"shard '2.txt' was counted for .*, and is not in the list \(1 of 4\)"
+    ) as caught:
+        el.ShardedStream([*shards[:2], shards[3]], open=_lines, lengths=file)
     assert f"el.count_shards(shards, open, {str(file)!r})" in caught.value.hint
     shards[2].write_text("x\n")
     with pytest.raises(UsageError, match=r"shard '2.txt' has 2 bytes, and had 4 when its samples were counted"):
@@ -440,7 +445,7 @@ def test_shards_are_counted_once(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "names.json").read_text())["a"] == {"samples": 7, "bytes": None}
     for wrong in ("[]", '{"a": 5}', "{", '{"a": {"samples": "x", "bytes": 1}}'):
         file.write_text(wrong)
-        with pytest.raises(UsageError, match=r"is not a file that el.count_shards\(\) has written|does not have"):
+        with pytest.raises(UsageError, match=r"is not a file that el.count_shards\(\) has written|'a' was not counted"):
             el.ShardedStream(["a"], open=_lines, lengths=file)
 
 

@@ -59,10 +59,11 @@ class ShardedStream(Dataset[Any]):
             each restart. The directory that contains all of them may differ.
         open: ``(shard) -> samples``. If the result has ``__len__`` and ``__getitem__``, a sample is read by its
             place. Otherwise it is iterated from the beginning, and the samples before the requested one are skipped.
+            If it has ``close()``, that is called when the shard is no longer needed.
             It must yield the same samples in the same order each time: all of them, not the share of a rank or a
             process. Random numbers belong into ``decode``.
         lengths: number of samples in each shard, in the order of the list; or the path of a file that
-            :func:`count_shards` has written.
+            :func:`count_shards` has written for the same shards.
         decode: ``(sample) -> sample``, called only for samples that are used, with random numbers that derive from
             their place in the training. It must not change its argument, because that may be kept and used again; the
             same holds for a ``collate_fn`` if there is no ``decode``.
@@ -386,11 +387,16 @@ def _lengths(lengths: Sequence[int] | Shard | None, names: list[str]) -> tuple[l
         file = Path(lengths)
         if not file.exists():
             raise UsageError(f"ShardedStream(lengths={str(file)!r}): there is no such file.", count)
-        known = _index(file)
-        if missing := [name for name in names if name not in known]:
+        known, given = _index(file), {*names}
+        if gone := [name for name in known if name not in given]:
             raise UsageError(
-                f"ShardedStream: {file} does not have {missing[0]!r} ({len(missing)} of {len(names)} shards are "
-                "missing).",
+                f"ShardedStream: shard {gone[0]!r} was counted for {file}, and is not in the list ({len(gone)} of "
+                f"{len(known)}).",
+                f"Is it there? To leave it out, count again: el.count_shards(shards, open, {str(file)!r}).",
+            )
+        if new := [name for name in names if name not in known]:
+            raise UsageError(
+                f"ShardedStream: shard {new[0]!r} was not counted for {file} ({len(new)} of {len(names)}).",
                 f"Count again: el.count_shards(shards, open, {str(file)!r}).",
             )
         found, sizes = [known[name]["samples"] for name in names], [known[name]["bytes"] for name in names]
