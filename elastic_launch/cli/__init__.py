@@ -10,5 +10,5 @@
 ``output_flags``      flags about output and log files
 ``rendezvous_flags``  flags about how nodes find each other
 ``job_file``          the YAML job file; ``job_file_reader`` parses it
-``kubernetes``        defaults from an indexed Job's pod
+``kubernetes``        defaults from an indexed Job's pod; ``slurm``: from a job step, whose mistakes are errors
 """

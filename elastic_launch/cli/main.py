@@ -15,10 +15,10 @@ from importlib.machinery import ModuleSpec, PathFinder
 from typing import NoReturn
 
 from elastic_launch import __version__
+from elastic_launch.cli import kubernetes, slurm
 from elastic_launch.cli.flags import BY_NAME, USAGE, Line, Sourced, Values, split
 from elastic_launch.cli.help import help_text
 from elastic_launch.cli.job_file import Job, shown
-from elastic_launch.cli.kubernetes import found_out, sentence
 from elastic_launch.cli.options import (
     devices_of,
     read_drill,
@@ -174,7 +174,7 @@ def _find_out(job: Job) -> None:
     if job.values.torchrun:  # torchrun derives no defaults
         return
     try:
-        found = found_out(job.values)
+        found = slurm.found_out(job.values) or kubernetes.found_out(job.values)
     except UsageError as error:
         raise job.values.attribute(error) from None
     job.values.beneath = (*job.values.beneath, found)
@@ -229,7 +229,7 @@ def build(line: Line, values: Values) -> LaunchConfig:
         endpoint=meeting.endpoint,
         endpoints=meeting.endpoints if meeting.kind.elected else (),
         announce=limits.max_nodes > 1 and meeting.endpoint is None,
-        found_out=sentence(values),
+        found_out=slurm.sentence(values) or kubernetes.sentence(values),
         timing=timing,
         node_id=meeting.node_id or default_node_id(),
         node_rank=meeting.node_rank,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
 import pytest
 
 from elastic_agents.notices import Trouble
-from elastic_agents.notices.local import File, Slurm
+from elastic_agents.notices.local import File, Slurm, seconds_left
 from elastic_agents.notices.watch import sources_of
 from elastic_launch.config.notice_sources import AUTO, NoticeSource
 from elastic_launch.testing import FakeClock
@@ -41,16 +42,78 @@ def test_a_file_of_any_kind_counts_and_is_not_waited_for(tmp_path: Path) -> None
         File("x" * 5000).poll()
 
 
-def test_a_slurm_job_that_ends_in_a_minute_is_a_notice() -> None:
-    now = 1_700_000_000.0
-    environ = {"SLURM_JOB_ID": "17", "SLURM_JOB_END_TIME": "1700000100"}
+def slurm(end: str, clock: FakeClock, *answers: float | None) -> tuple[Slurm, list[str]]:
+    """A job's source, and the jobs of which Slurm has been asked."""
+    asked: list[str] = []
+
+    def ask(job: str) -> float | None:
+        asked.append(job)
+        return answers[len(asked) - 1]
+
+    environ = {"SLURM_JOB_ID": "17", "SLURM_JOB_END_TIME": end}
+    return Slurm(environ, lambda: 1_700_000_000.0, clock.now, ask), asked
+
+
+@pytest.mark.parametrize("answer", [None, 54.0])
+def test_a_slurm_job_that_ends_in_a_minute_is_a_notice(answer: float | None) -> None:
     clock = FakeClock()
-    source = Slurm(environ, lambda: now, clock.now)
+    source, asked = slurm("1700000100", clock, answer)
     assert source.poll() == []
+    assert asked == []
     clock.advance(45)
     (notice,) = source.poll()
-    assert (notice.seconds, notice.kind, notice.why) == (55.0, "time limit", "the end of job 17")
-    assert Slurm({"SLURM_JOB_ID": "17", "SLURM_JOB_END_TIME": "Unknown"}, lambda: now).poll() == []
+    assert (notice.seconds, notice.kind, notice.why) == (answer or 55.0, "time limit", "the end of job 17")
+    clock.advance(10)
+    (later,) = source.poll()
+    assert later.seconds == (answer or 55.0) - 10
+    assert asked == ["17"]
+
+
+def test_a_slurm_job_whose_time_was_extended_stays() -> None:
+    clock = FakeClock()
+    source, asked = slurm("1700000100", clock, 600.0, 30.0)
+    clock.advance(45)
+    assert source.poll() == source.poll() == []
+    clock.advance(545)
+    (notice,) = source.poll()
+    assert notice.seconds == 30.0
+    assert asked == ["17"] * 2
+
+
+@pytest.mark.parametrize("end", ["", "Unknown", "1600000000"])
+@pytest.mark.parametrize("answer", [None, math.inf, 100.0])
+def test_slurm_is_asked_at_once_when_the_end_is_not_known(end: str, answer: float | None) -> None:
+    clock = FakeClock()
+    source, asked = slurm(end, clock, answer, 5.0)
+    assert source.poll() == source.poll() == []
+    assert asked == ["17"]
+    clock.advance(100)
+    assert len(source.poll()) == (answer == 100.0)
+
+
+@pytest.mark.parametrize(
+    ("shown", "seconds"),
+    [
+        ("1-02:03:04", 93784.0),
+        ("10:00:00", 36000.0),
+        ("4:05", 245.0),
+        ("0:09", 9.0),
+        ("UNLIMITED", math.inf),
+        ("INVALID", None),
+        ("NOT_SET", None),
+        ("", None),
+    ],
+)
+def test_what_squeue_shows(shown: str, seconds: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (tmp_path / "squeue").write_text(f'#!/bin/sh\n[ "$2" = --jobs=17 ] && echo "{shown}"\n')
+    (tmp_path / "squeue").chmod(0o755)
+    assert seconds_left("17") == seconds
+
+
+def test_without_squeue_the_end_is_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert seconds_left("17") is None
 
 
 def names(*wanted: NoticeSource, environ: dict[str, str] | None = None, **dmi: str) -> list[str]:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 from elastic_agents.notices.types import Notice, Trouble
 
-__all__ = ["File", "Slurm", "seconds_in"]
+__all__ = ["File", "Slurm", "seconds_in", "seconds_left"]
+
+_log = logging.getLogger("elastic_launch.notices")
 
 LONGEST = 1e6
 """Seconds; see :data:`elastic_launch.config.launch_config.LONGEST_WAIT`."""
 
 AHEAD = 60.0
 """Seconds before the end of a Slurm job at which the node leaves; then come SIGTERM, and SIGKILL after KillWait."""
+
+ANSWER = 10.0
+"""Seconds to wait for squeue."""
 
 
 def seconds_in(text: str) -> float | None:
@@ -76,9 +83,11 @@ def _beginning(path: str) -> str:
 
 
 class Slurm:
-    """The end of a job, as known when the job began: SLURM_JOB_END_TIME, a Unix time (sbatch(1), since 22.05).
+    """The end of a job: SLURM_JOB_END_TIME, a Unix time, as known when the job began.
 
-    Comparing the cluster's clocks is safe, since munge rejects hosts that are five minutes off. Done once, at start.
+    Slurm is asked a minute before that, since the job's time may have been extended, and at the start if the variable
+    is not set, as by Slurm 22.05. Comparing the cluster's clocks is safe, since munge rejects hosts that are five
+    minutes off.
     """
 
     name = "Slurm"
@@ -89,23 +98,27 @@ class Slurm:
         environ: Mapping[str, str],
         now: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
+        ask: Callable[[str], float | None] | None = None,
     ) -> None:
         self._job = environ.get("SLURM_JOB_ID", "")[:40]
         end = environ.get("SLURM_JOB_END_TIME", "")
         self.watched = f"the end of job {self._job}"
         self._clock = clock
-        self._end = math.inf
+        self._ask = ask or seconds_left
+        self._asked = False
+        self._end = clock()
         if end.isascii() and end.isdigit() and len(end) < 12:
-            self._end = clock() + int(end) - now()
-            if self._end <= clock():
-                # The job's time limit has been extended since.
-                self._end = math.inf
-                self.watched += ", whose end as it was known at its start has passed"
-        else:
-            self.watched += ", of which SLURM_JOB_END_TIME does not tell"
+            self._end += int(end) - now()
 
     def poll(self) -> Sequence[Notice]:
         left = self._end - self._clock()
+        if left <= AHEAD and not self._asked:
+            found = self._ask(self._job)
+            left = found if found is not None else left if left > 0 else math.inf
+            self._end = self._clock() + left
+            self._asked = left <= AHEAD
+            if not self._asked:
+                _log.info("notices from Slurm: %s is %s", self.watched, _later(found))
         if left > AHEAD:
             return []
         return [Notice(self.name, "time limit", f"the end of job {self._job}", max(0.0, left))]
@@ -114,4 +127,26 @@ class Slurm:
         return ""
 
     def close(self) -> None:
-        """There is nothing to close: poll does not block."""
+        """There is nothing to close: poll blocks for a few seconds at most."""
+
+
+def _later(left: float | None) -> str:
+    return "not known" if left is None else f"{left:.0f} s away" if math.isfinite(left) else "not limited"
+
+
+def seconds_left(job: str) -> float | None:
+    """Return the seconds until Slurm's time limit of a job, as squeue shows it; None if it does not."""
+    import subprocess  # needed in Slurm only
+
+    command = ["squeue", "--noheader", f"--jobs={job}", "--format=%L"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER, stdin=subprocess.DEVNULL)
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return None
+    if (text := done.stdout.strip()) == "UNLIMITED":
+        return math.inf
+    found = re.fullmatch(r"(?:(?:(\d{1,5})-)?(\d{1,2}):)?(\d{1,2}):(\d{2})", text, re.ASCII)
+    if found is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
