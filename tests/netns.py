@@ -45,7 +45,6 @@ class Host:
         self.address = address
         self.prefix = ("ip", "netns", "exec", name)
         """The prefix of a command that is to run on this host."""
-        self.env = {"GLOO_SOCKET_IFNAME": CABLE}
         self._ends = {"switch": (switch, port), "host": (name, CABLE)}
 
     def cut(self, end: str = "switch") -> None:

@@ -165,7 +165,12 @@ def test_the_workers_variables_are_shown() -> None:
     )
     section = sections(REFERENCE / "environment.md", "##")["What a worker gets"]
     shown = re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE)
-    assert {name for cell in shown for name in names(cell)} == {*given, ENV_AHEAD, "OMP_NUM_THREADS"}
+    assert {name for cell in shown for name in names(cell)} == {
+        *given,
+        ENV_AHEAD,
+        "OMP_NUM_THREADS",
+        "GLOO_SOCKET_IFNAME",
+    }
 
 
 def test_the_events_are_shown_with_their_fields() -> None:

@@ -5,6 +5,7 @@
 ``composer``          ``elastic-composer``: a world of fixed size, with the flags of Composer's launcher
 ``elasticctl``        status and control of a running job
 ``event_lines``       ``elasticctl events``; ``batch_table`` is ``elasticctl plan``
+``doctor``            ``elasticctl doctor``: why this host cannot take part in a run
 ``flags``             the table of flags and its parser; ``help`` and ``completion`` are generated from it
 ``options``           flags of torchrun that describe workers
 ``output_flags``      flags about output and log files

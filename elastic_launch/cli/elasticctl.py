@@ -20,6 +20,7 @@ from typing import NoReturn
 
 from elastic_launch import __version__
 from elastic_launch.cli.batch_table import show_plan
+from elastic_launch.cli.doctor import examine
 from elastic_launch.cli.event_lines import show_events
 from elastic_launch.cli.flags import Values
 from elastic_launch.config.backends import BACKENDS, kind_of
@@ -134,6 +135,9 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     report.add_argument("--html", metavar="FILE", help="write a report to look at in a browser: one file")
     report.set_defaults(act=_report, offline=True)
+
+    doctor = commands.add_parser("doctor", parents=[where], help="find out why nodes cannot meet, with remedies")
+    doctor.set_defaults(act=_doctor, offline=True)
 
     plan = commands.add_parser("plan", help="show how a global batch is divided at each world size")
     plan.add_argument("--global-batch", metavar="G", required=True, help="samples of an optimizer step")
@@ -304,6 +308,14 @@ def _directory(options: argparse.Namespace) -> Path:
     if log_dir and any(Path(log_dir).glob("events-*.jsonl")):
         return Path(log_dir)
     return _found(log_dir, run_id, os.environ).directory
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    values = Values({name: [text] for name in _WHERE if (text := _given(options, name)) is not None}, os.environ)
+    address = None
+    if any(values.text(name) is not None for name in _WHERE[:3]):
+        address, _ = _address(options, os.environ)
+    return examine(address, Path(values.text("--log-dir") or state_directory(os.environ)), os.environ)
 
 
 def _plan(options: argparse.Namespace) -> int:

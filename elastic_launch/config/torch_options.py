@@ -19,6 +19,7 @@ __all__ = [
     "Foreign",
     "Signals",
     "TorchOptions",
+    "installed_torch",
     "untested_torch",
     "visible_device",
 ]
@@ -116,16 +117,23 @@ def _one_of(flag: str, value: str, known: Iterable[str]) -> None:
         raise CommandLineError(f"{flag} {value} is none that torch knows.", f"Give one of {', '.join(known)}.")
 
 
-def untested_torch() -> str | None:
-    """Return a line to log if the installed torch is newer than the tested ones; this does not import torch."""
+def installed_torch() -> str:
+    """Return the installed torch's version, such as ``2.13.0+cpu``, without importing it; "" if there is none."""
     try:
         spec = find_spec("torch")
         places = spec.submodule_search_locations if spec else None
         text = Path(places[0], "version.py").read_text() if places else ""
     except (OSError, ValueError):  # ValueError: a replaced torch module without a spec
-        return None
-    found = re.search(r"^__version__ *= *['\"]((\d+)\.(\d+)[^'\"]*)", text, re.MULTILINE)
-    if found is None or (int(found[2]), int(found[3])) <= NEWEST_TORCH:
+        return ""
+    found = re.search(r"^__version__ *= *['\"]([^'\"]+)", text, re.MULTILINE)
+    return found[1] if found else ""
+
+
+def untested_torch() -> str | None:
+    """Return a line to log if the installed torch is newer than the tested ones; this does not import torch."""
+    version = installed_torch()
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None or (int(found[1]), int(found[2])) <= NEWEST_TORCH:
         return None
     newest = "{}.{}".format(*NEWEST_TORCH)
-    return f"torch {found[1]} is newer than {newest}, the newest that this version of elastic-launch was tested with"
+    return f"torch {version} is newer than {newest}, the newest that this version of elastic-launch was tested with"

@@ -233,7 +233,7 @@ class Scene:
         env, prefix = {"NODE": name, "RES_OPTIONS": "attempts:0"}, ()
         if self.hosts:
             where = where or f"{self.hosts['a'].address}:{self.job.port}"
-            env, prefix = {**env, **self.hosts[name].env}, self.hosts[name].prefix
+            prefix = self.hosts[name].prefix
         if self.groups:
             prefix = (*self.groups[name].prefix, *prefix)
         size = {"nnodes": f"1:{plan.nodes}", "nproc": plan.nproc}

@@ -63,7 +63,7 @@ def digits(job: Job) -> list[str]:
 
 def start(job: Job, host: Host, name: str, where: str, *flags: str, prefix: tuple[str, ...] = ()) -> Agent:
     several = ["--nnodes", "1:2", "--node-id", name, "--rdzv-id", "run", "--rdzv-endpoint", f"{where}:29400"]
-    env = {**host.env, "http_proxy": "http://127.0.0.1:9", "HTTP_PROXY": "http://127.0.0.1:9"}
+    env = {"http_proxy": "http://127.0.0.1:9", "HTTP_PROXY": "http://127.0.0.1:9"}
     prefix = (*host.prefix, *prefix)
     return job.launch(*several, *flags, name=name, command=digits(job), env=env, prefix=prefix)
 

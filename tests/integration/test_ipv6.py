@@ -45,15 +45,15 @@ def host() -> Iterator[str]:
 
 @pytest.mark.executed
 def test_a_run_on_ipv6_only_hosts_is_joined_by_the_command_that_it_prints(job: Job, host: str) -> None:
-    prefix, env = ("ip", "netns", "exec", host), {"GLOO_SOCKET_IFNAME": "cable0"}
+    prefix = ("ip", "netns", "exec", host)
     script = [STEPS, str(job.work)]
     flags = ("--nnodes", "1:2", "--health-port", "29480", "--node-id", "a")
-    first = job.launch(*flags, name="a", prefix=prefix, env={**env, "NODE": "a"}, command=script)
+    first = job.launch(*flags, name="a", prefix=prefix, env={"NODE": "a"}, command=script)
     first.says(f"--rdzv-endpoint [{ADDRESS}]:29400 --rdzv-id ")
     run_id = first.output.split("--rdzv-id ")[1].split()[0]
     job.trained(1)
     joined = ("--nnodes", "1:2", "--rdzv-endpoint", f"[{ADDRESS}]:29400", "--rdzv-id", run_id, "--node-id", "b")
-    second = job.launch(*joined, name="b", prefix=prefix, env={**env, "NODE": "b"}, command=script)
+    second = job.launch(*joined, name="b", prefix=prefix, env={"NODE": "b"}, command=script)
     job.trained(2)
     health = f"import urllib.request as u; print(u.urlopen('http://[{ADDRESS}]:29480/livez', timeout=10).status)"
     asked = subprocess.run([*prefix, sys.executable, "-c", health], capture_output=True, text=True, timeout=30)

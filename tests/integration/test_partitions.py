@@ -34,7 +34,7 @@ class Run:
     def start(self, name: str, *flags: str, nnodes: str = "1:3") -> Agent:
         host = self.hosts[name]
         several = ["--nnodes", nnodes, "--nproc", "1", "--node-id", name, "--rdzv-id", "run", *self._where]
-        env = {**host.env, "NODE": name}
+        env = {"NODE": name}
         command = [STEPS, str(self.job.work)]
         agent = self.job.launch(*several, *TIMING, *flags, name=name, command=command, env=env, prefix=host.prefix)
         self.agents[name] = agent

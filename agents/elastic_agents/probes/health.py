@@ -9,7 +9,6 @@ The kubelet treats status 200 to 399 as success and everything else, or silence,
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -22,10 +21,9 @@ from elastic_launch.config.launch_config import Endpoint, LaunchConfig
 from elastic_launch.errors import EndpointError
 from elastic_launch.observe.present import Present
 from elastic_launch.rendezvous.wire.addresses import (
+    early_address,
     listen,
     listen_anywhere,
-    routable_address,
-    source_address,
     try_listen,
 )
 
@@ -66,7 +64,7 @@ def page_listener(config: LaunchConfig) -> socket.socket | None:
 def _listener(flag: str, host: str | None, port: int, config: LaunchConfig) -> socket.socket:
     try:
         if host is None:
-            return listen(config.local_addr or _own_address(config), port)
+            return listen(early_address(config), port)
         if host in ("0.0.0.0", "::"):
             return listen_anywhere(port)
         listener, taken = try_listen(Endpoint(host, port))
@@ -80,17 +78,6 @@ def _listener(flag: str, host: str | None, port: int, config: LaunchConfig) -> s
         f"{flag} {where}: this node cannot listen there: {reason.rstrip('.')}.",
         "Give another one, or end what listens there.",
     )
-
-
-def _own_address(config: LaunchConfig) -> str:
-    """The address that this node will advertise, as far as it is known without a DNS lookup, which may take long."""
-    try:
-        if config.endpoint is not None and config.limits.max_nodes > 1:
-            ipaddress.ip_address(config.endpoint.host)
-            return source_address(config.endpoint)
-    except (ValueError, EndpointError):
-        pass
-    return routable_address()
 
 
 class Health:

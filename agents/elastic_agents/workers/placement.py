@@ -13,6 +13,7 @@ from elastic_launch.config.torch_options import visible_device
 from elastic_launch.contract import ENV_LOCAL_RANK, ENV_STACKS, Place, Placement, ahead_environment, worker_environment
 from elastic_launch.rendezvous.record import Round
 from elastic_launch.rendezvous.wire import messages as m
+from elastic_launch.rendezvous.wire.addresses import early_address, has_usable_name, interface_of
 from elastic_launch.secret import without_secrets
 from elastic_launch.system.plain_text import clipped, one_line
 
@@ -36,6 +37,9 @@ __all__ = [
 
 AHEAD = "started ahead of a place in a round"
 """The start reason of a worker that has no place yet; it learns why the last round ended with its place."""
+
+NAME_TIMEOUT = 1.0
+"""Seconds to wait for the address of this host's name."""
 
 LONGEST_REASON = 8192
 """Maximum bytes of a worker's ``ELASTIC_LAUNCH_START_REASON``."""
@@ -194,4 +198,9 @@ def shared_environment(config: LaunchConfig) -> dict[str, str]:
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if config.nproc > 1:
         env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: one thread pool per core, not per worker
+    if config.limits.max_nodes > 1 and "GLOO_SOCKET_IFNAME" not in env:
+        # gloo advertises the address of the host's name. Other nodes cannot reach a loopback one.
+        name = interface_of(early_address(config))
+        if name and not has_usable_name(NAME_TIMEOUT):
+            env["GLOO_SOCKET_IFNAME"] = name
     return env

@@ -201,10 +201,13 @@ class AdminClient:
                 f"The run's leader at {self._where} closed the link.",
                 "It may have ended, or may not lead any more: ask for the status.",
             )
-        for line in self._channel.feed(data or b""):
-            order = m.unpack(line)
-            if isinstance(order, m.Order):
-                self._orders.append(order)
+        try:
+            orders = [m.unpack(line) for line in self._channel.feed(data or b"")]
+        except ProtocolError as error:
+            raise EndpointError(
+                f"What listens at {self._where} is no leader of elastic-launch: {error.message}", HINT_ENDPOINT
+            ) from error
+        self._orders += [order for order in orders if isinstance(order, m.Order)]
 
     def _say(self, message: a.Caller | a.Request) -> None:
         self._channel.send(m.pack(message))

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import ipaddress
 import socket
+import struct
+import threading
+from pathlib import Path
 
-from elastic_launch.config.launch_config import Endpoint
+from elastic_launch.config.launch_config import Endpoint, LaunchConfig
 from elastic_launch.errors import EndpointError, UnresolvedError
 
 __all__ = [
     "ANY_ADDRESS",
+    "early_address",
+    "has_usable_name",
+    "interface_of",
     "is_hidden",
     "is_loopback",
     "listen",
@@ -23,6 +31,8 @@ __all__ = [
 
 ANY_ADDRESS = ("::", "0.0.0.0")
 """Addresses that a socket that listens on all addresses is bound to."""
+
+_SIOCGIFADDR = 0x8915  # netdevice(7)
 
 _LOCAL_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback")
 
@@ -154,3 +164,62 @@ def routable_address() -> str:
         except OSError:
             continue
     return "127.0.0.1"
+
+
+def early_address(config: LaunchConfig) -> str:
+    """Return the address that this node will advertise, as far as it is known without asking a DNS server."""
+    if config.local_addr:
+        return config.local_addr
+    try:
+        if config.endpoint is not None and config.limits.max_nodes > 1:
+            ipaddress.ip_address(config.endpoint.host)
+            return source_address(config.endpoint)
+    except (ValueError, EndpointError):
+        pass
+    return routable_address()
+
+
+def interface_of(address: str) -> str:
+    """Return the network interface of this host that has an address; "" for a loopback one, and if there is none."""
+    try:
+        wanted = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return ""
+    if wanted.is_loopback:
+        return ""
+    if wanted.version == 6:
+        return _interface_of_v6(wanted.exploded.replace(":", ""))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # it has no address
+                continue
+            if found[20:24] == wanted.packed:
+                return name
+    return ""
+
+
+def _interface_of_v6(digits: str) -> str:
+    try:
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.split()[-1] for line in lines if line.startswith(digits)), "")
+
+
+def has_usable_name(seconds: float) -> bool:
+    """Whether this host's own name is known within so many seconds to have an address that is not a loopback one.
+
+    Debian gives a host's name the address 127.0.1.1. A resolver that does not answer is not waited for.
+    """
+    found: list[str] = []
+
+    def look() -> None:
+        with contextlib.suppress(OSError, UnicodeError):
+            found.extend(str(x[4][0]) for x in socket.getaddrinfo(socket.gethostname(), None))
+
+    thread = threading.Thread(target=look, daemon=True, name="own-name")
+    thread.start()
+    thread.join(seconds)
+    return any(not ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in tuple(found))

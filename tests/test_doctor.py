@@ -1,0 +1,208 @@
+"""``elasticctl doctor``: each problem is found on this host as it is, or made for the test, and has a remedy."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness import Job, free_port
+
+from elastic_launch.cli import doctor
+from elastic_launch.cli.elasticctl import main
+from elastic_launch.errors import ExitCode
+from elastic_launch.rendezvous.admin import client
+from elastic_launch.rendezvous.wire import addresses
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    for name in doctor._INTERFACES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def told(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, list[str]]:
+    """The exit code, and a line for each finding with its remedy."""
+    code = main(["doctor", *flags])
+    return code, capsys.readouterr().out.replace("\n         -> ", " -> ").splitlines()
+
+
+def problems(lines: list[str]) -> list[str]:
+    return [line for line in lines if not line.startswith("ok ")]
+
+
+@contextlib.contextmanager
+def answering(words: bytes) -> Iterator[int]:
+    """A server that says something to each client, and then waits for it to hang up."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            while True:
+                try:
+                    peer, _ = server.accept()
+                except OSError:
+                    return
+                with peer, contextlib.suppress(OSError):
+                    peer.sendall(words)
+                    while peer.recv(4096):
+                        pass
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield server.getsockname()[1]
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+def test_this_host_is_fit_to_run_the_tests(capsys: pytest.CaptureFixture[str]) -> None:
+    code, lines = told(capsys)
+    assert code == 0
+    assert lines[0].startswith("ok       elastic-launch ")
+    assert not [line for line in lines if line.startswith("error")]
+
+
+def test_every_problem_has_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    _, lines = told(capsys, "--rdzv-endpoint", "no.such.host.invalid:29400")
+    assert problems(lines)
+    assert all(" -> " in line for line in problems(lines))
+
+
+def test_an_interface_that_does_not_exist_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=lo,nosuch0")
+    code, lines = told(capsys)
+    assert code == 1
+    (found,) = [line for line in lines if "NCCL_SOCKET_IFNAME" in line]
+    assert found.startswith("error    NCCL_SOCKET_IFNAME names nosuch0, which is no interface here.")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "^nosuch0")
+    assert told(capsys)[0] == 0, "it excludes interfaces"
+
+
+def test_a_directory_that_cannot_be_written_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    code, lines = told(capsys, "--log-dir", "/proc/logs")
+    assert code == 1
+    assert any(line.startswith("error    logs cannot be written to /proc/logs") for line in lines)
+
+
+def test_a_torch_without_cuda_beside_gpus_is_an_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor.os, "listdir", lambda path: ["nvidia0", "nvidia1", "nvidiactl", "null"])
+    monkeypatch.setattr(doctor, "installed_torch", lambda: "2.13.0+cpu")
+    code, lines = told(capsys)
+    assert code == 1
+    assert any("this host has 2 GPUs, but torch 2.13.0+cpu is a CPU build." in line for line in lines)
+
+
+def test_a_slow_resolver_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "SLOW", -1.0)
+    _, lines = told(capsys)
+    assert any("torch does it for each connection to its store" in line for line in problems(lines))
+
+
+def test_a_free_port_of_this_host_will_do(capsys: pytest.CaptureFixture[str]) -> None:
+    code, lines = told(capsys, "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
+    assert code == 0
+    assert lines[-1].endswith("is this host and the port is free: the agent that starts here hosts the run")
+
+
+def test_nothing_that_listens_on_another_host_is_an_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "try_listen", lambda endpoint: (None, False))
+    code, lines = told(capsys, "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
+    assert code == 1
+    assert "Connection refused" in lines[-1]
+
+
+def test_a_host_that_drops_packets_is_an_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def connect(*args: object) -> None:
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(doctor.socket, "create_connection", connect)
+    code, lines = told(capsys, "--rdzv-endpoint", "127.0.0.1:29400")
+    assert code == 1
+    assert any("a firewall may drop packets" in line for line in lines)
+
+
+def test_a_stranger_at_the_endpoint_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with answering(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
+        code, lines = told(capsys, "--rdzv-endpoint", f"127.0.0.1:{port}")
+        assert code == 1
+        assert f"error    What listens at 127.0.0.1:{port} is no leader of elastic-launch" in lines[-1]
+        assert main(["status", "--rdzv-endpoint", f"127.0.0.1:{port}"]) == ExitCode.RENDEZVOUS
+        assert "is no leader of elastic-launch" in capsys.readouterr().err
+
+
+def test_a_stranger_that_says_nothing_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "TIMEOUT", 0.2)
+    with answering(b"") as port:
+        code, lines = told(capsys, "--rdzv-endpoint", f"127.0.0.1:{port}")
+    assert code == 1
+    assert f"error    The run's leader at 127.0.0.1:{port} was silent for 0.2 s." in lines[-1]
+
+
+def test_etcd_that_does_not_run_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--rdzv-backend", "etcd", "--rdzv-id", "x", "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
+    code, lines = told(capsys, *flags)
+    assert code == 1
+    assert any("Start etcd, or correct --rdzv-endpoint." in line for line in lines)
+
+
+def test_a_run_that_can_be_joined_is_shown(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    agent = job.node("a", nnodes="1:2")
+    job.world(1)
+    code, lines = told(capsys, "--rdzv-endpoint", f"127.0.0.1:{job.port}")
+    assert code == 0
+    assert "its leader a answers in" in lines[-2]
+    code, lines = told(capsys, "--rdzv-endpoint", f"127.0.0.1:{job.port}", "--rdzv-id", "other")
+    assert code == 1
+    assert "another run than 'other' is led here" in lines[-1]
+    job.finish()
+    assert agent.wait() == 0
+
+
+def test_the_interface_of_an_address_is_found() -> None:
+    assert addresses.interface_of("127.0.0.1") == "", "other hosts cannot use it"
+    assert addresses.interface_of("192.0.2.77") == ""
+    assert addresses.interface_of("no address") == ""
+    here = addresses.routable_address()
+    known = [name for _, name in socket.if_nameindex()]
+    assert here == "127.0.0.1" or addresses.interface_of(here) in known
+
+
+@pytest.mark.parametrize(
+    ("found", "usable"),
+    [(["127.0.1.1"], False), (["10.0.0.5"], True), (["::1", "10.0.0.5"], True), ([], False)],
+)
+def test_a_name_is_usable_if_it_has_an_address_that_others_reach(
+    found: list[str], usable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def getaddrinfo(*args: object) -> list[tuple[object, ...]]:
+        if not found:
+            raise socket.gaierror(-2, "unknown")
+        return [(0, 0, 0, "", (address, 0)) for address in found]
+
+    monkeypatch.setattr(addresses.socket, "getaddrinfo", getaddrinfo)
+    assert addresses.has_usable_name(5.0) is usable
+
+
+def test_a_resolver_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = threading.Event()
+    monkeypatch.setattr(addresses.socket, "getaddrinfo", lambda *args: answer.wait(20) and [])
+    assert not addresses.has_usable_name(0.01)
+    answer.set()
+    for thread in threading.enumerate():
+        if thread.name == "own-name":
+            thread.join(20)
