@@ -223,6 +223,7 @@ class Ready(Message):
         restore_s: seconds that restoring the state took.
         uncompared: number of the last of these steps after which the ranks' states were not compared.
         live: whether it can be suspended, and take a place in another round.
+        rehearses: whether a worker that is started ahead does all that its first step needs before its ``Ahead``.
     """
 
     step: Count
@@ -231,6 +232,7 @@ class Ready(Message):
     uncompared: Count = 0
     live: bool = False
     drains: bool = True
+    rehearses: bool = False
 
 
 @dataclass(frozen=True, slots=True)

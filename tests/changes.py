@@ -1,4 +1,4 @@
-"""Runs ``scripts/changes.py`` through changes of the world, and checks what must hold at the end."""
+"""Runs ``scripts/changes.py``, or one like it, through changes of the world, and checks what must hold at the end."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ SCRIPT = str(SCRIPTS / "changes.py")
 STEPS = 200
 
 
-def undisturbed_hash(directory: Path, steps: int = STEPS, *options: str) -> str:
+def undisturbed_hash(directory: Path, steps: int = STEPS, *options: str, script: str = SCRIPT) -> str:
     """The hash of the weights that a single process ends with."""
     (directory / "hurry").touch()
-    command = [sys.executable, SCRIPT, str(directory), "--steps", str(steps), *options]
+    command = [sys.executable, script, str(directory), "--steps", str(steps), *options]
     subprocess.run(command, check=True, capture_output=True, timeout=100 * SLOWNESS)
     return str(json.loads((directory / "result.json").read_text())["hash"])
 
@@ -27,12 +27,14 @@ def undisturbed_hash(directory: Path, steps: int = STEPS, *options: str) -> str:
 class Changes:
     """One training, in several consecutive jobs if needed."""
 
-    def __init__(self, job: Job, *options: str, step_time: float = 0.1, live: bool = False) -> None:
+    def __init__(
+        self, job: Job, *options: str, step_time: float = 0.1, live: bool = False, script: str = SCRIPT
+    ) -> None:
         self.job = job
         self.live = [] if live else ["--no-live"]
         self.checkpoints = job.directory / "checkpoints"
         step_timer = ["--steps", str(STEPS), "--step-time", str(step_time)]
-        self.command = [SCRIPT, str(job.work), *step_timer, *options]
+        self.command = [script, str(job.work), *step_timer, *options]
 
     def node(
         self, name: str, *flags: str, rank: int | None = None, plan: FaultPlan | None = None, **options: Any

@@ -155,6 +155,7 @@ class LocalElasticAgent(ElasticAgent):
         self._run_over = False  # the leader has said that the run is over
         self._watched = 0  # the round whose workers may hang at exit
         self._formed = Round()
+        self._first_steps = 0  # the last round in which a new worker began whose like rehearse if they start ahead
         self._rank = 0  # among the members of the current round
         self._finished = 0  # the round in which this node's workers have finished
 
@@ -524,6 +525,7 @@ class LocalElasticAgent(ElasticAgent):
         where, exit_code = reaped.placement, reaped.exit_code
         if not reaped.round:
             return self._exited_ahead(reaped)
+        self._learn_first_step()
         takes_part = reaped.round == self._view.round and where.local_rank in self._view.alive
         drained = where.local_rank in self._view.drained
         stopped = self._view.phase in (v.Phase.STOPPING, v.Phase.DRAINING) or drained or not takes_part
@@ -564,6 +566,16 @@ class LocalElasticAgent(ElasticAgent):
         if begins and (age := self._workers.age_of(ready.local_rank, new=True)) is not None:
             self._start_timer.ready(max(0.0, age[1] - ready.restore_s))
             self._learned_start()
+            if ready.rehearses:
+                self._first_steps = ready.round
+
+    def _learn_first_step(self) -> None:
+        """Note by how much the first step was longer, if a worker began with the round that could have rehearsed it."""
+        if self._first_steps == self._view.round:
+            longer = self._control.step_timer.first_longer(self._view.round)
+            if longer is not None:
+                self._start_timer.first_step(longer)
+                self._learned_start()
 
     @property
     def _starts_are_slow(self) -> bool:
@@ -692,6 +704,7 @@ class LocalElasticAgent(ElasticAgent):
 
     def _end_round(self, end: v.ReportStopped) -> None:
         number, drained = end.round, end.drained
+        self._learn_first_step()
         stuck = self._workers.end_round(self._view.suspended)
         if stuck:
             _log.error("processes %s of round %d cannot be killed; they may hold a device", stuck, number)

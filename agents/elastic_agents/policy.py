@@ -194,6 +194,7 @@ def _form(view: View, form: m.Form, slots: frozenset[int]) -> Decision:
         coming=ahead.coming - slots,
         waiting=ahead.waiting - slots,
         in_round=ahead.in_round - slots,
+        lost=0 if waiting else ahead.lost,
     )
     # The round may end before they are ready: those that have their places can be suspended from the start.
     nodes, live = len(form.round.members), kept | waiting

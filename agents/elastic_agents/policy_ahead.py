@@ -5,9 +5,9 @@ the next rounds without them, while their replacements run the script up to its 
 workers of a node that the leader orders to start ahead. When all that are missing wait for a place, the node says so,
 and the leader resizes the round at a step boundary.
 
-A newcomer that is killed before it has come is started again, up to :data:`MOST_LOST` in a row. After that, and at once
-if it has ended by itself or not come in time, its local rank starts with its next round, where a further failure is
-charged as any other.
+A newcomer that is killed before it has a place is started again, up to :data:`MOST_LOST` in a row. After that, and at
+once if it has ended by itself or not come in time, its local rank starts with its next round, where a further failure
+is charged as any other. If that has happened :data:`MOST_FAILED` times in a row, the script cannot be started ahead.
 
 Newcomers belong to no round. They outlive its end, the leader, and an eviction, and end when their node leaves or the
 run ends. If a round is formed with one that has not come yet, that worker belongs to the round, and gets its place as
@@ -32,12 +32,18 @@ from elastic_agents.policy_types import (
 )
 from elastic_launch.rendezvous.wire import messages as m
 
-__all__ = ["MOST_LOST", "gone", "ordered", "over", "settled", "slots_of", "waits"]
+__all__ = ["MOST_FAILED", "MOST_LOST", "gone", "ordered", "over", "settled", "slots_of", "waits"]
 
 Decision = tuple[View, list[Action]]
 
 MOST_LOST = 3
 """Newcomers in a row that may be killed before a local rank starts with its next round instead."""
+
+MOST_FAILED = 2
+"""Times in a row that newcomers may fail before all workers of the node start with their rounds.
+
+The first time, the cause may have been a passing one, which a worker of a round would have met, too.
+"""
 
 
 def slots_of(form: m.Form, node_id: str, nproc: int) -> frozenset[int]:
@@ -61,7 +67,7 @@ def settled(before: View, view: View, actions: list[Action], nproc: int) -> Deci
         return view, actions
     starts: list[Action] = []
     others = bool(view.suspended) or view.nodes > 1
-    if view.ahead.slow and view.lives and others and not view.ahead.fails and before.phase is not Phase.FINISHED:
+    if _may_start(view) and view.lives and others and before.phase is not Phase.FINISHED:
         view, starts = _start(view, _missing(view, nproc))
     slots = _offered(view, nproc)
     report = replace(stopped, slots=slots, importing=bool(view.ahead.coming) and not slots)
@@ -73,7 +79,7 @@ def ordered(view: View, nproc: int) -> Decision:
     if view.phase not in (Phase.WAITING, Phase.SUSPENDED):
         return view, []
     actions: list[Action] = []
-    if view.ahead.slow and not view.ahead.fails and not view.final:
+    if _may_start(view) and not view.final:
         view, actions = _start(view, _missing(view, nproc))
     return view, actions if view.ahead.coming else [*actions, m.Imported()]
 
@@ -84,7 +90,7 @@ def waits(view: View, local_rank: int) -> Decision:
     if not one <= view.ahead.coming:
         return view, []
     ahead = view.ahead
-    view = _with(view, coming=ahead.coming - one, waiting=ahead.waiting | one, lost=0)
+    view = _with(view, coming=ahead.coming - one, waiting=ahead.waiting | one, fails=0)
     return view, _complete(view)
 
 
@@ -93,17 +99,19 @@ def gone(view: View, event: AheadGone, nproc: int) -> Decision:
     one, ahead = frozenset({event.local_rank}), view.ahead
     if not one <= ahead.coming | ahead.waiting:
         return view, []
-    fails = ahead.fails or (one <= ahead.coming and event.exit_code >= 0)
-    lost = ahead.lost + 1
+    late = one <= ahead.in_round
+    failed = late or (one <= ahead.coming and event.exit_code >= 0)
+    fails, lost = ahead.fails + (failed and not ahead.in_round), ahead.lost + 1
     view = _with(view, coming=ahead.coming - one, waiting=ahead.waiting - one, lost=lost, fails=fails)
-    if not fails and lost < MOST_LOST:
+    if not failed and lost < MOST_LOST:
         view, starts = _start(view, one)
         actions = [ReportAheadGone(event.local_rank, "another one starts"), *starts]
         left = _offered(view, nproc)
         withdraws = one <= ahead.waiting and left and view.phase is not Phase.STOPPING
         return view, [*actions, m.Slots(left)] if withdraws else actions
     view = _with(view, in_round=view.ahead.in_round | one, lost=0)
-    how = "workers of this node no longer start ahead" if fails else "another one starts with its next round"
+    never = fails >= MOST_FAILED
+    how = "workers of this node no longer start ahead" if never else "another one starts with its next round"
     return view, [ReportAheadGone(event.local_rank, how), *([] if view.ahead.coming else _complete(view))]
 
 
@@ -113,7 +121,13 @@ def over(view: View, local_rank: int) -> Decision:
     if not one <= view.ahead.coming:
         return view, []
     text = f"the worker of local rank {local_rank} that was started ahead has not come to its first use of the world"
-    return _with(view, fails=True), [Warn(f"{text} in time; it is killed"), KillAhead(one)]
+    fails = view.ahead.fails + (not view.ahead.in_round)
+    view = _with(view, in_round=view.ahead.in_round | one, fails=fails)
+    return view, [Warn(f"{text} in time; it is killed"), KillAhead(one)]
+
+
+def _may_start(view: View) -> bool:
+    return view.ahead.slow and view.ahead.fails < MOST_FAILED
 
 
 def _dismissed(view: View) -> Decision:

@@ -103,8 +103,9 @@ class Newcomers:
         coming: local ranks whose workers are starting.
         waiting: those whose workers wait for a place.
         in_round: those that start with their next round, since ahead of it they have not come.
-        lost: workers in a row that were killed before they had come.
-        fails: the script cannot be started ahead: a worker ended by itself, or did not come in time.
+        lost: workers in a row that were killed before they had a place.
+        fails: times in a row that workers ended by themselves, or did not come in time; those that end before the same
+            round count once.
     """
 
     slow: bool = False
@@ -112,7 +113,7 @@ class Newcomers:
     waiting: frozenset[int] = frozenset()
     in_round: frozenset[int] = frozenset()
     lost: int = 0
-    fails: bool = False
+    fails: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,12 +184,14 @@ class WorkerReady:
     Attributes:
         live: whether it can be suspended.
         restore_s: seconds that restoring the state took.
+        rehearses: whether a worker that is started ahead does all that its first step needs before it waits.
     """
 
     round: int
     local_rank: int
     live: bool = False
     restore_s: float = field(default=0.0, compare=False)
+    rehearses: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

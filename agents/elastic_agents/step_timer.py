@@ -39,6 +39,7 @@ class StepTimer:
         self._at = 0.0
         self._steps: deque[float] = deque(maxlen=KEPT)
         self._saving = 0.0
+        self._report = 0, 0.0  # the round's first report: steps, and seconds
         self._first = 0
         self._total = 0
         self._trained = (0, 0.0)
@@ -49,6 +50,7 @@ class StepTimer:
             if round_number > self._round:
                 self._round, self._step, self._at = round_number, step, now
                 self._first, self._total = step, total
+                self._report = 0, 0.0
 
     def step(self, round_number: int, step: int, now: float) -> None:
         """A worker has finished a step; the first report counts."""
@@ -56,6 +58,8 @@ class StepTimer:
             if round_number == self._round and step > self._step:
                 number = step - self._step
                 now = max(now, self._at)
+                if self._step == self._first:
+                    self._report = number, now - self._at
                 self._steps.extend([(now - self._at) / number] * min(number, KEPT))
                 self._trained = self._trained[0] + number, self._trained[1] + now - self._at
                 self._step, self._at = step, now
@@ -112,6 +116,16 @@ class StepTimer:
                 return -1.0
             mine = list(self._steps)[-done:]
             return (self._total - self._step) * statistics.median(mine)
+
+    def first_longer(self, round_number: int) -> float | None:
+        """Seconds by which a round's first step took longer than the others; None if that is not known."""
+        self._look_again()
+        with self._lock:
+            number, seconds = self._report
+            others = self._step - self._first - number
+            if round_number != self._round or not number or others < 1:
+                return None
+            return max(0.0, seconds - number * statistics.median(list(self._steps)[-others:]))
 
     def suspend_seconds(self) -> float:
         """Seconds that a worker gets to leave a round: enough for what it has begun, which it discards."""

@@ -68,6 +68,7 @@ class Chronicle:
         over: whether the run has ended.
         code: exit code of the run, or of this node's part; None if neither has ended.
         saved: steps in the last checkpoint that this host knows of; None if there is none.
+        lost_ahead: workers of this host that had started ahead, and ended before they had a place in a round.
     """
 
     def __init__(self) -> None:
@@ -79,6 +80,7 @@ class Chronicle:
         self.over = False
         self.code: int | None = None
         self.saved: int | None = None
+        self.lost_ahead = 0
         self._led_term = 0
         self._seen_term = 0
         self._link_cause = ""
@@ -120,8 +122,10 @@ class Chronicle:
                 self._ordered(clock, event)
             case ev.LinkChanged(up=up, cause=cause):
                 self._link_cause = "" if up else cause
-            case ev.WorkerStarted(round=0) | ev.WorkerExited(round=0):
+            case ev.WorkerStarted(round=0):
                 pass  # it is ahead of a round
+            case ev.WorkerExited(round=0, stopped=stopped):
+                self.lost_ahead += not stopped
             case ev.WorkerStarted(round=number) | ev.WorkerKept(round=number) | ev.WorkerPlaced(round=number):
                 told = self._of(number)
                 told.mine, told.started = True, clock

@@ -109,6 +109,7 @@ class Ledger:
         lost_steps: these, plus those of all incidents that training went on after; None if unknown, also if one of them
             ended a round in which this host had no workers.
         max_restarts: -1 if unknown.
+        lost_ahead: workers of this host that had started ahead, and ended before they had a place in a round.
     """
 
     incidents: tuple[Incident, ...]
@@ -120,6 +121,7 @@ class Ledger:
     lost_steps: int | None
     restarts: int
     max_restarts: int
+    lost_ahead: int = 0
 
     @property
     def goodput(self) -> float | None:
@@ -144,7 +146,8 @@ class Ledger:
         incidents = counted(len(self.incidents), "incident") + (f" ({named})" if named else "")
         lost = "" if self.lost_steps is None else f", {_steps(self.lost_steps)} lost"
         restarts = f"restarts {self.restarts}" + (f" of {most}" if most >= 0 else "")
-        return f"{spent}; {incidents}{lost}; {restarts}"
+        ahead = f"; {counted(self.lost_ahead, 'worker')} lost before a round" if self.lost_ahead else ""
+        return f"{spent}; {incidents}{lost}{ahead}; {restarts}"
 
 
 def build(chronicle: Chronicle) -> Ledger:
@@ -179,6 +182,7 @@ def build(chronicle: Chronicle) -> Ledger:
         unsaved + sum(known) if by_steps and complete else None,
         chronicle.restarts,
         chronicle.max_restarts,
+        chronicle.lost_ahead,
     )
 
 

@@ -33,7 +33,9 @@ def joined(hosts: Sequence[Host]) -> tuple[str, Ledger]:
     most = max(other.max_restarts for other in ledgers.values())
     unknown = ledger.lost_steps is None and len(lost) < len(incidents)
     total_lost = sum(lost) if lost and not unknown else ledger.lost_steps
-    return best.node, replace(ledger, incidents=incidents, lost_steps=total_lost, restarts=restarts, max_restarts=most)
+    ahead = sum(other.lost_ahead for other in ledgers.values())
+    ledger = replace(ledger, incidents=incidents, lost_steps=total_lost, lost_ahead=ahead)
+    return best.node, replace(ledger, restarts=restarts, max_restarts=most)
 
 
 def _seen(host: Host) -> int:

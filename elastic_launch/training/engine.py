@@ -34,7 +34,7 @@ from elastic_launch.training.live.groups import GroupsRemainError, RoundGroups
 from elastic_launch.training.ranks.agreement import Agreement, Wishes
 from elastic_launch.training.ranks.determinism import Determinism
 from elastic_launch.training.ranks.pace import Straggler
-from elastic_launch.training.ranks.place import take, wait_for_place
+from elastic_launch.training.ranks.place import refuse_in_rehearsal, rehearsing, take, wait_for_place
 from elastic_launch.training.ranks.replicas import Named, ReplicaCheck, ReplicasDifferError
 from elastic_launch.training.ranks.world import GROUP_TIMEOUT, World, environment, join
 from elastic_launch.training.stopping import Drained, Stop, Termination
@@ -112,6 +112,21 @@ class Engine:
             assert self._world is not None
         return self._world
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether this process was started ahead, and has no place in a round yet."""
+        return self._world is None
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """The context of a rehearsal: without a world, and a stop that is requested in it does not count."""
+        wanted = self._stop_wanted
+        with rehearsing():
+            try:
+                yield
+            finally:
+                self._stop_wanted = wanted
+
     def meet(self) -> None:
         """Take part in a round: a process that was started ahead waits for its place, and joins the others.
 
@@ -119,7 +134,10 @@ class Engine:
 
         Raises:
             Drained: if there is no place for this process.
+            NoPlaceError: in a rehearsal.
         """
+        if self.is_ahead:
+            refuse_in_rehearsal()
         with self._joining:
             if self._world is not None:
                 return
@@ -242,13 +260,14 @@ class Engine:
         self._exchange(Wishes())
         return self.stopped
 
-    def begin(self, step: int, total: int = 0, *, live: bool = False) -> None:
+    def begin(self, step: int, total: int = 0, *, live: bool = False, rehearses: bool = False) -> None:
         """Mark the training as begun or resumed; from now on it can be stopped.
 
         Args:
             step: optimizer steps done.
             total: steps of the whole training; 0: not known.
             live: whether this process can continue the training in another round, see :meth:`suspend`.
+            rehearses: whether one that is started ahead would do a step before it takes its place.
         """
         if self._begun:
             return
@@ -261,7 +280,8 @@ class Engine:
         self._live = live and self.groups.breakable and not self.groups.foreign
         if self._live:
             self._link.listen(lambda: self.groups.disconnect())
-        self._link.ready(Ready(step, total, self._restore_seconds, self._uncompared, self._live))
+        ready = Ready(step, total, self._restore_seconds, self._uncompared, self._live, rehearses=rehearses)
+        self._link.ready(ready)
         self._restore_seconds = 0.0
 
     def _may_live(self, link: AgentLink) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -30,6 +32,7 @@ from elastic_launch.training.gradients.accumulation import ExactGradients, Gradi
 from elastic_launch.training.gradients.buffer_rules import buffers_of
 from elastic_launch.training.gradients.means import cargo_size
 from elastic_launch.training.gradients.parameters import OwnParameters, Parameters
+from elastic_launch.training.live.rehearsal import graphs_fit_any_world, randomness_kept, unchanged
 from elastic_launch.training.randomness import derive, seed_all
 from elastic_launch.training.ranks.agreement import NOTHING
 from elastic_launch.training.ranks.pace import Pace
@@ -72,6 +75,8 @@ class LoopOptions:
         parts: parts of the state besides model and optimizer, by name.
         prepare: called with the number of steps done once the training is restored, before the first step.
         evaluations: evaluate between a step and its boundary.
+        rehearse: does the forward and backward pass of a step's first micro-batch, and no more. Called in a process
+            that was started ahead, before it waits for its place, with a step of which nothing remains.
     """
 
     exact: bool = False
@@ -83,6 +88,7 @@ class LoopOptions:
     redo: bool = False
     prepare: Callable[[int], None] | None = None
     evaluations: Evaluations | None = None
+    rehearse: Callable[[Step], None] | None = None
 
 
 class Loop:
@@ -120,6 +126,8 @@ class Loop:
         self._step = options.start
         self._last: tuple[float, dict[str, float]] = math.nan, {}
         self._live = False
+        # Before there is a place, micro="auto" has no size.
+        self._rehearses = options.rehearse is not None and loader.batch.micro != "auto"
         self._has_state = False  # whether this process has the state of a step, restored or initial
         self._given: dict[str, object] = {}
         self._received: Resumed | None = None  # a state that takes effect when the step has ended
@@ -149,6 +157,8 @@ class Loop:
             yield from self._steps()
 
     def _steps(self) -> Iterator[Step]:
+        if self._rehearses and self._engine.is_ahead:
+            self._rehearse()
         self._engine.meet()
         self._live = self._can_live()
         self._given = self._arguments()
@@ -191,6 +201,38 @@ class Loop:
         self._engine.finish_training()
         self._engine.leave_if_draining()
 
+    def _rehearse(self) -> None:
+        """Do a pass of which nothing remains, so that the others need not wait for all that is slow the first time."""
+        rehearse, number = self._options.rehearse, self._step
+        assert rehearse is not None
+        try:
+            loader = self._loader.apart()
+            with (
+                self._engine.rehearsing(),
+                graphs_fit_any_world(),
+                randomness_kept(),
+                closing(self._new_gradients(World())) as gradients,
+                unchanged(self._model, *gradients.parameters.all),
+                closing(loader.epoch_from(number, 1, 0)) as batches,
+            ):
+                step = Step(
+                    loader.position(number),
+                    loader.plan(number, 1, 0),
+                    batches,
+                    gradients,
+                    self._optimizer,
+                    seed=loader.seed,
+                    samples=loader.samples_in(number),
+                    scaler=copy.deepcopy(self._options.scaler),
+                )
+                try:
+                    rehearse(step)
+                finally:
+                    gradients.discard()
+        except Exception as error:  # noqa: BLE001 - what fails in a step, too, is raised there
+            _log.debug("no step was rehearsed: %s: %s", type(error).__name__, error)
+            error.__traceback__ = error.__context__ = error.__cause__ = None  # they may hold the loader's processes
+
     def _begin(self) -> None:
         """Enter the round in which this process begins, or the one after it if that breaks and this process can."""
         if not self._live:
@@ -229,7 +271,7 @@ class Loop:
         if self._options.prepare is not None and self._received is None:
             self._options.prepare(self._step)
         self._agree(resumed.step)
-        self._gradients = gradients = self._new_gradients()
+        self._gradients = gradients = self._new_gradients(world)
         if gradients.parameters.apart() and world.rank == 0:
             _log.warning("the optimizer has none of the model's parameters: none of these is trained")
         ranks_own = [x.name for x in buffers_of(self._model, self._options.buffers) if x.rule == "ignore"]
@@ -237,7 +279,7 @@ class Loop:
         on_host = engine.device.type == "cpu"
         self._pace = Pace(world.rank, world.world_size, resumed.step, on_host=on_host, report=engine.report_straggler)
         # Last: a process that is interrupted before has received only a part of the state.
-        engine.begin(resumed.step, self._end, live=self._live)
+        engine.begin(resumed.step, self._end, live=self._live, rehearses=self._rehearses)
         engine.watch(resumed.step)
 
     def _agree(self, step: int) -> None:
@@ -462,8 +504,8 @@ class Loop:
             "steps done": self._step,
         }
 
-    def _new_gradients(self) -> Gradients:
-        world, buffers = self._engine.world, self._options.buffers
+    def _new_gradients(self, world: World) -> Gradients:
+        buffers = self._options.buffers
         world_size, rank = world.world_size, world.rank
         if self._options.exact:
             return ExactGradients(self._model, self._optimizer, world_size, rank, buffers=buffers)

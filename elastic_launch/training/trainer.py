@@ -23,6 +23,7 @@ from elastic_launch.training.data.loader import Loader, check_loader
 from elastic_launch.training.durations import total_steps
 from elastic_launch.training.gradients.buffer_rules import checked_rules
 from elastic_launch.training.kinds import check_kind
+from elastic_launch.training.live.rehearsal import unchanged
 from elastic_launch.training.loop import Loop, LoopOptions
 from elastic_launch.training.precision import Precision, is_out_of_memory
 from elastic_launch.training.ranks.same_arguments import check_same
@@ -237,6 +238,7 @@ class Trainer:
             redo=self._finds_micro,
             prepare=self._begin,
             evaluations=self._evaluations(total_steps(until, self.loader.steps_per_epoch)),
+            rehearse=self._rehearse,
         )
         return Loop(
             self.run._engine,
@@ -291,12 +293,21 @@ class Trainer:
     ) -> tuple[list[Tensor | float], float | None]:
         """Return ``[loss, *metrics]`` of a micro-batch, and its weight (None: its number of samples)."""
         sample = _on_device(sample, self.run.device)
-        with self._precision.autocast():
-            output, target = self._forward(model or self.model, sample)
-            loss = self._loss_fn(output, target)
+        output, target, loss = self._measure_loss(sample, model or self.model)
         with torch.no_grad():
             metrics: list[Tensor | float] = [metric(output, target) for metric in self._metrics.values()]
         return [loss, *metrics], None if self._weight_fn is None else float(self._weight_fn(sample))
+
+    def _measure_loss(self, sample: Any, model: Callable[..., Any]) -> tuple[Any, Any, Tensor]:
+        with self._precision.autocast():
+            output, target = self._forward(model, sample)
+            return output, target, self._loss_fn(output, target)
+
+    def _rehearse(self, step: Step) -> None:
+        functions = [getattr(each, "__self__", each) for each in (self._loss_fn, self._forward)]
+        with unchanged(*functions), closing(step.passes()) as samples:
+            sample = _on_device(next(samples), self.run.device)
+            step.backward(self._measure_loss(sample, step.model)[-1])
 
     @property
     def _by_plateau(self) -> bool:

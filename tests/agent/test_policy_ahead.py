@@ -155,25 +155,53 @@ def test_a_newcomer_that_was_killed_is_started_again_but_not_for_ever() -> None:
     assert whole.ahead == v.Newcomers(slow=True)
 
 
-def test_one_that_came_ends_the_count() -> None:
-    lost = after(PARTIAL, KILLED, KILLED, CAME)
-    assert lost.ahead.lost == 0
+def test_one_that_waits_may_be_killed_likewise() -> None:
+    lost = after(PARTIAL, KILLED, CAME)
     again, starts = decide(lost, KILLED)
     assert starts[1:] == [v.StartAhead(ZERO), m.Slots((1,))], "it was offered"
     assert again.ahead.coming == ZERO
+    assert actions(after(again, CAME), KILLED)[1:] == [m.Slots(())], "it starts with its next round"
 
 
-def test_if_the_script_fails_ahead_of_a_round_no_worker_starts_so_again() -> None:
+def test_one_that_gets_a_place_ends_the_count() -> None:
+    lost = after(PARTIAL, KILLED, KILLED, CAME)
+    assert after(lost, brk(2), suspended(1, 2), form(3, slots=(1,))).ahead.lost == 2
+    assert after(lost, brk(2), suspended(1, 2), form(3)).ahead.lost == 0
+
+
+NEXT, NEVER = "another one starts with its next round", "workers of this node no longer start ahead"
+
+
+def lost_again(view: View, number: int) -> View:
+    """After a worker failed ahead of it, a round begins with all workers, and one of them is lost."""
+    whole = after(view, brk(number - 1), suspended(1, number - 1), form(number), v.WorkerReady(number, 1, live=True))
+    return after(whole, v.WorkerReady(number, 0, live=True), gone(0, -9, number))
+
+
+def test_if_the_script_fails_ahead_of_a_round_twice_no_worker_starts_so_again() -> None:
     failed, said = decide(PARTIAL, RAISED)
-    assert said == [v.ReportAheadGone(0, "workers of this node no longer start ahead"), m.Slots(())]
-    whole = after(failed, brk(2), suspended(1, 2), form(3), v.WorkerReady(3, 0, live=True))
-    whole = after(whole, v.WorkerReady(3, 1, live=True))
-    assert whole.lives
-    assert actions(after(whole, gone(0, -9, 3)), suspended(1, 3)) == [v.ReportStopped(3)]
+    assert said == [v.ReportAheadGone(0, NEXT), m.Slots(())]
+    assert actions(after(failed, brk(2), suspended(1, 2)), form(3)) == [v.StartWorkers(form(3), ONE)]
+    again = lost_again(failed, 3)
+    assert actions(again, suspended(1, 3)) == [v.ReportStopped(3, slots=(1,)), v.StartAhead(ZERO)], "once more"
+    failed, said = decide(after(again, suspended(1, 3), form(4, slots=(1,))), RAISED)
+    assert said == [v.ReportAheadGone(0, NEVER), m.Slots(())]
+    assert actions(lost_again(failed, 5), suspended(1, 5)) == [v.ReportStopped(5)]
     assert decide(failed, START)[1] == []
-    waiting, said = decide(after(WAITING, START), RAISED)
-    assert said == [v.ReportAheadGone(0, "workers of this node no longer start ahead")], "the other one may come"
-    assert actions(waiting, CAME_TOO) == [m.Slots(()), m.Imported()]
+
+
+def test_one_that_came_shows_that_the_script_can_be_started_ahead() -> None:
+    again = after(lost_again(after(PARTIAL, RAISED), 3), suspended(1, 3), form(4, slots=(1,)), CAME)
+    assert (again.ahead.fails, again.ahead.waiting) == (0, ZERO)
+
+
+def test_workers_that_fail_ahead_of_the_same_round_count_once() -> None:
+    one, said = decide(after(WAITING, START), RAISED)
+    assert said == [v.ReportAheadGone(0, NEXT)], "the other one may come"
+    assert actions(one, CAME_TOO) == [m.Slots(()), m.Imported()]
+    both, said = decide(one, v.AheadGone(1, 1))
+    assert said == [v.ReportAheadGone(1, NEXT), m.Slots(()), m.Imported()]
+    assert both.ahead.fails == 1
 
 
 def test_one_that_waits_may_end_by_itself() -> None:
@@ -186,7 +214,9 @@ def test_one_that_waits_may_end_by_itself() -> None:
 def test_one_that_does_not_come_is_killed_and_starts_with_its_next_round() -> None:
     late, kills = decide(PARTIAL, v.AheadOver(0))
     assert [type(kills[0]), *kills[1:]] == [v.Warn, v.KillAhead(ZERO)]
-    assert actions(late, KILLED)[1:] == [m.Slots(())]
+    ended, said = decide(late, KILLED)
+    assert said == [v.ReportAheadGone(0, NEXT), m.Slots(())]
+    assert ended.ahead.fails == 1
     there = after(PARTIAL, CAME)
     assert decide(there, v.AheadOver(0)) == (there, [])
 

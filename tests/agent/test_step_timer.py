@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from elastic_agents.step_timer import StepTimer
+from elastic_agents.workers.start import UNKNOWN_START, StartTimer
 from elastic_launch.shared_progress import SharedProgress, WorkerProgress
 
 
@@ -39,6 +40,39 @@ def test_the_rest_is_unknown_without_a_total_and_beyond_it() -> None:
     assert trained(10, total=0).remaining() == -1.0
     assert trained(10, total=9).remaining() == -1.0, "it trains a second time"
     assert trained(10, total=10).remaining() == 0.0
+
+
+def test_a_first_step_that_is_longer_than_the_others_is_known_after_the_second() -> None:
+    assert trained(1, total=50).first_longer(1) is None
+    assert trained(2, total=50).first_longer(1) == pytest.approx(7.0)
+    timer = trained(100, total=150)
+    assert timer.first_longer(1) == pytest.approx(7.0)
+    assert timer.first_longer(2) is None
+    timer.begin(2, 100, 500.0, 150)
+    assert (timer.first_longer(1), timer.first_longer(2)) == (None, None)
+    timer.step(2, 103, 512.0)  # the first report
+    timer.step(2, 104, 514.0)
+    assert timer.first_longer(2) == pytest.approx(6.0)
+    timer.begin(3, 104, 600.0, 150)
+    timer.step(3, 105, 601.0)
+    timer.step(3, 106, 603.0)
+    assert timer.first_longer(3) == 0.0
+
+
+def test_a_start_takes_until_the_first_step_is_no_longer_than_others() -> None:
+    timer = StartTimer()
+    assert (timer.seen, timer.expected) == (None, UNKNOWN_START)
+    timer.ready(3.0)
+    timer.ready(2.0)
+    timer.ready(4.0)
+    assert timer.expected == 2.0, "the others had to wait for other workers"
+    timer.first_step(10.0)
+    timer.first_step(30.0)
+    assert timer.expected == 12.0
+    timer.ahead(9.0)
+    assert timer.expected == 9.0, "it was measured"
+    timer.first_step(1.0)
+    assert timer.seen == 9.0
 
 
 def test_unreported_steps_are_found_when_they_matter() -> None:

@@ -149,16 +149,34 @@ def test_a_newcomer_that_is_killed_as_it_waits_is_replaced(job: Job) -> None:
 def test_a_script_that_reads_its_rank_itself_is_started_with_its_rounds(job: Job) -> None:
     agent = launch(job, script=("--reads-rank",))
     first = begun(job, 1)
-    for number in (1, 3):
+    for number, following in ((1, 3), (3, 5), (5, 6)):
         os.kill(begun(job, number)[0], signal.SIGKILL)
-        begun(job, number + 2 if number == 1 else 4)
-    assert begun(job, 4)[1] == first[1]
+        begun(job, following)
+    assert begun(job, 6)[1] == first[1]
     job.finish()
     assert agent.wait() == 0
     failed = "ended with exit code 1: ValueError: invalid literal for int() with base 10: 'unplaced'"
+    assert agent.output.count(f"{failed}; another one starts with its next round") == 1
     assert agent.output.count(f"{failed}; workers of this node no longer start ahead") == 1
     formed = [(event["round"], event["world_size"]) for event in job.events("round_formed")]
-    assert formed == [(1, 2), (2, 1), (3, 2), (4, 2)]
+    assert formed == [(1, 2), (2, 1), (3, 2), (4, 1), (5, 2), (6, 2)]
+
+
+@pytest.mark.slow
+def test_a_worker_that_can_never_be_replaced_ends_the_run_when_the_budget_is_spent(job: Job) -> None:
+    """What fails ahead costs nothing, and is tried again in a round, where it does."""
+    agent = launch(job, script=("--fails-again",))
+    first = begun(job, 1)
+    os.kill(first[0], signal.SIGKILL)
+    assert begun(job, 4, workers=1) == {0: first[1]}, "the other one trains on"
+    assert agent.wait(60) == 91
+    assert [event["restarts"] for event in job.events("restart_charged")] == [1, 2, 3]
+    formed = [(event["round"], event["world_size"]) for event in job.events("round_formed")]
+    assert formed == [(1, 2), (2, 1), (3, 2), (4, 1), (5, 2), (6, 2)]
+    assert [end for end in exits(job) if end[0] == 0] == [(0, 0, 1)] * 2
+    failed = "started ahead of a round, ended with exit code 1"
+    assert agent.output.count(failed) == 2
+    assert "2 workers lost before a round; restarts 3 of 3" in agent.output
 
 
 def test_a_newcomer_that_never_comes_is_killed(job: Job) -> None:

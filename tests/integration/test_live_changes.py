@@ -79,6 +79,23 @@ def test_two_kills_50_ms_apart_and_one_of_a_worker_that_has_just_come(job: Job, 
     assert result["hash"] == undisturbed
 
 
+@pytest.mark.slow
+def test_a_survivor_is_killed_while_the_next_round_forms(job: Job, undisturbed: str) -> None:
+    changes = Changes(job, live=True)
+    agent = changes.alone("--nproc", "3", "--max-restarts", "9")
+    changes.trains(3, steps=5)
+    first = pids(job, 1)
+    os.kill(first[2], signal.SIGKILL)
+    wait_for("its place in the next round", lambda: first[1] in pids(job, 2).values(), 60)
+    os.kill(first[1], signal.SIGKILL)
+    last = changes.trains(3, after=2)
+    result = changes.finish(agent)
+    assert changes.done_again() == 0
+    assert pids(job, last)[0] == first[0]
+    assert not {first[1], first[2]} & {*pids(job, last).values()}
+    assert result["hash"] == undisturbed
+
+
 def _started(job: Job) -> list[int]:
     return [event["pid"] for event in job.events("worker_started")]
 

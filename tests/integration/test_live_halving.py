@@ -20,7 +20,7 @@ def run(job: Job, name: str, *options: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("when", "incidents"), [("gives-up", [1, 2]), ("knows", [1, 1])])
+@pytest.mark.parametrize(("when", "incidents"), [("gives-up", [1, 2]), ("knows", [1, 1]), ("later", [1, 1])])
 def test_a_rank_that_runs_out_of_memory_keeps_its_process_if_another_is_killed(
     job: Job, when: str, incidents: list[int]
 ) -> None:
@@ -32,3 +32,5 @@ def test_a_rank_that_runs_out_of_memory_keeps_its_process_if_another_is_killed(
     assert kept == {0: results[0]["pid"], 1: results[1]["pid"]}
     seen = [[kind for kind, _ in result["incidents"]].count("out of memory") for result in results[:2]]
     assert seen == incidents, "a rank that the others could not hear runs out of memory again"
+    if when == "later":
+        assert results[2]["incidents"] == [["restart", 8]], "a new process begins with the size that was found"

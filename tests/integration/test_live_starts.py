@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from changes import STEPS, Changes, undisturbed_hash
-from harness import Agent, Job, alive, wait_for
+from harness import SCRIPTS, Agent, Job, alive, read_lines, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -141,6 +142,31 @@ def test_a_run_that_ends_ends_its_newcomer(job: Job, undisturbed: str) -> None:
     assert not alive(new)
     assert result["hash"] == undisturbed
     assert len(job.events("round_formed")) == 2
+
+
+@pytest.mark.parametrize("wait", [1, 600])
+def test_a_trainer_s_model_is_compiled_while_the_others_train(job: Job, tmp_path: Path, wait: int) -> None:
+    """Its start is short, and its first step long; if a start may take so long, the others wait for both."""
+    script = str(SCRIPTS / "rehearsing.py")
+    changes = Changes(job, live=True, script=script)
+    agent = changes.alone("--nproc", "2", "--rdzv-conf", f"start_wait={wait},resize_delay=0.2")
+    changes.trains(2, steps=10)
+    first = pids(job, 1)
+    os.kill(first[1], signal.SIGKILL)
+    if wait == 1:
+        changes.trains(1, after=1, steps=3)
+    last = changes.trains(2, after=1, steps=3)
+    result = changes.finish(agent)
+    assert last == (3 if wait == 1 else 2)
+    new = pids(job, last)[1]
+    compiled = read_lines(job.work / "compiled.jsonl")
+    assert {x["pid"] for x in compiled} == {*first.values(), new}
+    assert {x["ahead"] for x in compiled if x["pid"] == new} == {wait == 1}
+    assert not any(x["ahead"] for x in compiled if x["pid"] != new)
+    assert changes.done_again() == 0
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    assert result["hash"] == undisturbed_hash(alone, script=script)
 
 
 def test_plain_scripts_start_with_their_rounds(job: Job) -> None:

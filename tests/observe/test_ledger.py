@@ -138,6 +138,8 @@ def test_workers_that_start_ahead_count_in_the_round_in_which_they_get_a_place()
     assert lost.line().endswith("; 1 worker kept, 0 started")
     assert (joined.round, joined.next_round, joined.kept, joined.anew, joined.ahead) == (2, 3, 1, 0, 1)
     assert joined.line().endswith("; 1 worker kept, 0 started, 1 started ahead")
+    assert told.lost_ahead == 1
+    assert "; 1 worker lost before a round; restarts" in told.line()
 
 
 def test_a_worker_of_this_host_is_known_to_have_failed_before_the_round_was_broken() -> None:

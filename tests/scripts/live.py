@@ -5,6 +5,7 @@ round, and orders. ``disconnect-<rank>``: it reports a broken connection, once. 
 and exits with 1, once. With ``--deaf`` it reports nothing when it is told to leave the round.
 
 Started ahead, it says that it has come once there is a file ``come`` or ``come-<pid>``; with ``--reads-rank`` it fails.
+With ``--fails-again`` each but the first round's fails as it starts.
 """
 
 import json
@@ -62,6 +63,8 @@ def listen():
 with (directory / "started.jsonl").open("a") as file:
     env = {name: value for name, value in os.environ.items() if name.isupper()}
     file.write(json.dumps({"pid": os.getpid(), "children": [], "env": env}) + "\n")
+if "--fails-again" in flags and place["round"] != 1:
+    sys.exit("there is no device")
 sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 sock.connect("\0" + os.environ["ELASTIC_LAUNCH_SOCKET"][1:])
 say("hello", round=place["round"], rank=place["rank"], local_rank=local_rank)

@@ -386,14 +386,15 @@ class Control:
             self._say(WorkerAhead(local_rank))
             return
         match message:
-            case c.Ready(step=step, live=live, restore_s=restore_s, drains=drains):
+            case c.Ready(step=step, live=live, restore_s=restore_s, drains=drains, rehearses=rehearses):
                 if not peer.begun:
                     peer.begun = True
                     self._look()
                     self._step_events.begin(peer.hello, message)
                 self.step_timer.begin(number, step, self._clock.now(), message.total)
                 if drains:
-                    self._say(WorkerReady(number, local_rank, live and self._patience_s > 0, restore_s))
+                    live = live and self._patience_s > 0
+                    self._say(WorkerReady(number, local_rank, live, restore_s, rehearses))
             case c.StepDone(step=step):
                 # The time of the step itself, if known: this thread may learn of it later, together with further steps.
                 reached = self._reached()

@@ -51,10 +51,18 @@ class StartTimer:
     def __init__(self) -> None:
         self._ahead: float | None = None
         self._ready: float | None = None
+        self._first: float | None = None
 
     def ready(self, seconds: float) -> None:
         """A worker began to train so long after its start; it may have waited for others."""
         self._ready = seconds if self._ready is None else min(seconds, self._ready)
+
+    def first_step(self, longer: float) -> None:
+        """A new worker's first step took so much longer than others, by what a worker that starts ahead does before.
+
+        Others may have taken longer, too.
+        """
+        self._first = longer if self._first is None else min(longer, self._first)
 
     def ahead(self, seconds: float) -> None:
         """A worker that was started ahead came to its first use of the world."""
@@ -63,7 +71,9 @@ class StartTimer:
     @property
     def seen(self) -> float | None:
         """Seconds that a start takes, as seen so far; None if none was."""
-        return self._ready if self._ahead is None else self._ahead
+        if self._ahead is not None or self._ready is None:
+            return self._ahead
+        return self._ready + (self._first or 0.0)
 
     @property
     def expected(self) -> float:

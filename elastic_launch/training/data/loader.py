@@ -8,6 +8,7 @@ on its length.
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 from abc import ABC, abstractmethod
@@ -15,7 +16,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing.context import BaseContext
-from typing import Any, TypedDict, Unpack
+from typing import Any, Self, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -99,6 +100,14 @@ class Loader(ABC):
         self._generator = torch.Generator()
         self._order_hash: int | None = None
         self._data_loader = self._made()
+
+    def apart(self) -> Self:
+        """Return a loader of the same data whose processes, if there are any, end with its iterators."""
+        other = copy.copy(self)
+        other._options = {**self._options, "persistent_workers": False}
+        other._feed, other._generator = Feed(), torch.Generator()
+        other._data_loader = other._made()
+        return other
 
     @property
     @abstractmethod

@@ -2,5 +2,6 @@
 
 ``errors``   which errors are those of exchanges
 ``groups``   the process groups of one round
+``rehearsal``  what a rehearsal of a step must not leave behind
 ``sockets``  the connections of these groups
 """

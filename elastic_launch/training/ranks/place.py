@@ -1,7 +1,7 @@
 """A process' place in a round, and the wait for it in a process that was started ahead.
 
 Such a process has no ranks, no world size and no address of a store until it uses the world for the first time. Then it
-waits for its agent, see :class:`elastic_launch.contract.Ahead`.
+waits for its agent, see :class:`elastic_launch.contract.Ahead`. Before that, it may rehearse a step.
 """
 
 from __future__ import annotations
@@ -16,10 +16,17 @@ from elastic_launch.errors import ElasticLaunchError
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.stopping import Drained
 
-__all__ = ["find_place", "is_ahead", "joining", "take", "wait_for_place"]
+__all__ = ["NoPlaceError", "find_place", "is_ahead", "joining", "refuse_in_rehearsal", "rehearsing"]
+__all__ += ["take", "wait_for_place"]
 
 _joins: list[Callable[[], object]] = []
 _lock = threading.RLock()
+_rehearsal = threading.RLock()
+_rehearses = False  # by the thread that holds this lock
+
+
+class NoPlaceError(RuntimeError):
+    """The script has used the world in a rehearsal, in which there is none."""
 
 
 def is_ahead() -> bool:
@@ -37,15 +44,40 @@ def joining(function: Callable[[], object]) -> Iterator[None]:
         _joins.remove(function)
 
 
+@contextmanager
+def rehearsing() -> Iterator[None]:
+    """Within this context, this thread cannot use the world, and other threads wait with that for its end."""
+    global _rehearses
+    with _rehearsal:
+        _rehearses = True
+        try:
+            yield
+        finally:
+            _rehearses = False
+
+
+def refuse_in_rehearsal() -> None:
+    """Refuse a use of the world in a rehearsal. Call it before taking any lock: other threads may wait here.
+
+    Raises:
+        NoPlaceError: if this thread rehearses.
+    """
+    with _rehearsal:
+        if _rehearses:
+            raise NoPlaceError("This process has no place in a round yet: it only rehearses a step.")
+
+
 def find_place() -> None:
     """Wait for a place if this process has none; each use of the world begins with this.
 
     Raises:
         Drained: if there is none for this process.
         ElasticLaunchError: if the agent cannot be reached.
+        NoPlaceError: in a rehearsal.
     """
     if not is_ahead():
         return
+    refuse_in_rehearsal()
     with _lock:
         if not is_ahead():
             return  # another thread has waited for it

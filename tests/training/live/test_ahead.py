@@ -26,23 +26,7 @@ from elastic_launch.training.stopping import Drained
 SCRIPT = SCRIPTS / "ahead.py"
 
 
-@pytest.fixture(autouse=True, scope="module")
-def first_store() -> None:
-    """The first store of a process opens a pipe of libuv's for good."""
-    torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
 # In this process, as the only worker.
-
-
-@pytest.fixture
-def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedAgent]:
-    """An agent that has started this process ahead, and gives it the only place of round 7."""
-    agent = PlayedAgent(on_ahead=lambda worker: agent.tell_place(worker, 7, 0, 0, 1))
-    for name, value in agent.ahead(0).items():
-        monkeypatch.setenv(name, value)
-    yield agent
-    agent.close()
 
 
 def train(run: el.Run, steps: int = 2) -> None:
@@ -129,6 +113,61 @@ def test_a_process_that_uses_no_world_ends_without_one(agent: PlayedAgent) -> No
         run.register("model", nn.Linear(1, 1))
         run.request_stop()
     assert not agent.connected(0)
+
+
+def exchanges_before(run: el.Run) -> None:
+    dist.all_reduce(torch.ones(1))
+    train(run)
+
+
+def exchanges_between(run: el.Run) -> None:
+    model = nn.Linear(4, 4)
+    loader = el.ElasticLoader(torch.randn(8, 4), el.GlobalBatch(8, 4))
+    for step in run.steps(loader, model, torch.optim.SGD(model.parameters(), 0.1), until="3ba"):
+        for x in step:
+            step.backward(step.model(x).square().mean())
+        step.update()
+        if step.number == 2:
+            dist.all_reduce(torch.ones(1))
+
+
+def makes_a_group(run: el.Run) -> None:
+    assert run.rank == 0
+    torch.distributed.new_group([0])
+    train(run)
+
+
+def calls_a_function(run: el.Run) -> None:
+    run.on_save(lambda: None)
+    train(run)
+
+
+def trains_twice(run: el.Run) -> None:
+    train(run)
+    train(run)
+
+
+@pytest.mark.parametrize(
+    ("script", "live"),
+    [
+        (train, [True]),
+        (exchanges_before, [False]),
+        (exchanges_between, [True, False]),
+        (makes_a_group, [False]),
+        (calls_a_function, [False]),
+        (trains_twice, [True, False]),
+    ],
+)
+def test_a_script_that_another_process_could_not_meet_at_the_same_place_ends_with_its_round(
+    agent: PlayedAgent, script: Callable[[el.Run], object], live: list[bool]
+) -> None:
+    with el.session() as run:
+        script(run)
+    worker = agent.worker(0)
+    wait_for("the end of the connection", lambda: worker.gone)
+    said = [ready.live for ready in worker.said(c.Ready)]
+    assert said[: len(live)] == live
+    assert not any(said[len(live) :])
 
 
 @pytest.mark.parametrize("how", ["exit", "the agent is gone"])
