@@ -69,9 +69,11 @@ if TYPE_CHECKING:
     from elastic_launch.training.data.loader import FunctionLoader as FunctionLoader
     from elastic_launch.training.data.streams import ShardedStream as ShardedStream
     from elastic_launch.training.data.streams import count_shards as count_shards
+    from elastic_launch.training.evaluations import Evaluator as Evaluator
     from elastic_launch.training.plain import report_step as report_step
     from elastic_launch.training.plain import should_stop as should_stop
     from elastic_launch.training.ranks.replicas import ReplicasDifferError as ReplicasDifferError
+    from elastic_launch.training.schedule import Schedule as Schedule
     from elastic_launch.training.session import Run as Run
     from elastic_launch.training.session import session as session
     from elastic_launch.training.steps import NonFiniteLossError as NonFiniteLossError
@@ -95,8 +97,10 @@ _HOMES = {
         "elastic_launch.training.checkpoints.loading": "export load_checkpoint",
         "elastic_launch.training.data.loader": "ElasticLoader FunctionLoader",
         "elastic_launch.training.data.streams": "ShardedStream count_shards",
+        "elastic_launch.training.evaluations": "Evaluator",
         "elastic_launch.training.plain": "report_step should_stop",
         "elastic_launch.training.ranks.replicas": "ReplicasDifferError",
+        "elastic_launch.training.schedule": "Schedule",
         "elastic_launch.training.session": "Run session",
         "elastic_launch.training.steps": "NonFiniteLossError Step",
         "elastic_launch.training.trainer": "Trainer",
@@ -125,6 +129,7 @@ __all__ = [
     "ElasticLaunchError",
     "ElasticLoader",
     "Evaluation",
+    "Evaluator",
     "ForeignCheckpointError",
     "FunctionLoader",
     "GlobalBatch",
@@ -135,6 +140,7 @@ __all__ = [
     "ReplicasDifferError",
     "RoundStart",
     "Run",
+    "Schedule",
     "ShardedStream",
     "Step",
     "StepEnd",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
 import shlex
 from dataclasses import fields
@@ -229,6 +230,16 @@ def test_command_lines_are_understood(page: str, line: str) -> None:
     assert understood.wants or understood.script
     if understood.script and "/" in understood.script:
         assert (ROOT / understood.script).exists()
+
+
+@pytest.mark.parametrize("name", ["ddp", "nanogpt", "transformers"])
+def test_a_conversion_shows_the_difference_of_its_scripts(name: str) -> None:
+    paths = [ROOT / "examples" / "convert" / name / f"{which}.py" for which in ("before", "after")]
+    before, after = (path.read_text().splitlines() for path in paths)
+    _, _, _, *lines = difflib.unified_diff(before, after, n=len(before), lineterm="")
+    page = (DOCS / "how-to" / f"convert-{name}.md").read_text()
+    (shown,) = [text for language, text in BLOCK.findall(page) if language == "diff"]
+    assert shown.splitlines() == [line.rstrip() for line in lines]
 
 
 def test_targets_of_make_exist() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from elastic_launch.snapshot.location import Place
 
@@ -20,6 +22,7 @@ class StepEnd:
         samples: number of samples in its global batch.
         loss, metrics: means over the global batch, the same on all ranks.
         seconds: its duration on this rank, including time spent waiting for other ranks.
+        lrs: the learning rate of each parameter group in this step.
     """
 
     step: int
@@ -28,6 +31,16 @@ class StepEnd:
     loss: float
     metrics: dict[str, float]
     seconds: float
+    lrs: tuple[float, ...] = ()
+    norm: Tensor | None = field(default=None, repr=False)
+
+    @property
+    def grad_norm(self) -> float | None:
+        """2-norm of all gradients before clipping; None without ``clip_norm``, and if other ranks made the step.
+
+        To read it on a GPU waits for the step.
+        """
+        return None if self.norm is None else float(self.norm)
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,22 @@ class Interval:
             f"every={every!r} is no interval.", 'Write steps as 50 or "50ba", a duration as "30s", "5min" or "2h".'
         )
 
+    @staticmethod
+    def in_training(every: int | str, steps_per_epoch: int) -> Interval:
+        """Parse epochs, 1 or ``"1ep"``, steps, ``"50ba"``, or a duration, ``"30s"``, ``"5min"`` or ``"2h"``.
+
+        Raises:
+            UsageError: if it is none of these, not positive, or in epochs for data without epochs.
+        """
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(every))
+        if match and match[2] in _UNITS:
+            return Interval.parse(every)
+        if match and match[2] in ("", "ep", "ba") and match[1].isdigit() and int(match[1]):
+            return Interval(total_steps(every, steps_per_epoch), None)
+        raise UsageError(
+            f"every={every!r} is no interval.", 'Write epochs as "1ep", steps as "50ba", a duration as "5min".'
+        )
+
     def due(self, steps: int, seconds: float) -> bool:
         """Whether it is time, given the steps and seconds since the last time."""
         if self.steps is not None:

@@ -59,6 +59,7 @@ class Engine:
         worlds: world sizes of all rounds of the training so far; the last one is this round's.
         state: what checkpoints hold besides model and optimizer.
         stopped: whether all ranks have agreed to stop before the training's end.
+        evaluates: whether all ranks have agreed to evaluate; the loop resets it.
         checkpoint: where to save to, once a state was restored.
         saver: saves and restores.
         trainings: the training that is running, and those before it.
@@ -81,7 +82,7 @@ class Engine:
         self.resumed_step = 0
         self.worlds: list[int] = [] if world is None else [world.world_size]
         self.state = TrainingState()
-        self.stopped = False
+        self.stopped = self.evaluates = False
         self.checkpoint: Checkpoint | None = None
         self.saver = Saver(World() if world is None else world, link)
         self.trainings = Trainings()
@@ -208,6 +209,7 @@ class Engine:
         stays: Callable[[Tensor], bool] | None = None,
         by_step: bool = False,
         keep: bool = False,
+        evaluate: bool = False,
     ) -> bool:
         """Save a state if it is due or the training stops; return whether it stops.
 
@@ -215,6 +217,7 @@ class Engine:
             stays: whether a tensor keeps its values until :meth:`settle` is called; None: :meth:`settle` is not called.
             by_step: whether wishes are sent together with the next step's losses.
             keep: whether to take a snapshot in memory even if none is due.
+            evaluate: whether this rank wants an evaluation.
         """
         self.step, self._ended = step, end
         if self._unchecked:
@@ -229,6 +232,8 @@ class Engine:
             compare, checksum = self._replicas.wanted(), self._replicas.to_post(step)
             if compare or checksum is not None:
                 wishes = replace(wishes, compare=compare, checksum=checksum)
+        if evaluate:
+            wishes = replace(wishes, evaluate=True)
         self._exchange(wishes, by_step=by_step)
         last, draining = self.stopped or end, self.draining
         if draining:
@@ -368,7 +373,7 @@ class Engine:
         self._move(self._link)
         self.groups = RoundGroups()
         self._stop_agreed = Stop.NO
-        self.stopped = self._begun = self._ended = self._drained = False
+        self.stopped = self.evaluates = self._begun = self._ended = self._drained = False
 
     def _move(self, link: AgentLink) -> None:
         self._world = environment()
@@ -514,6 +519,7 @@ class Engine:
         agreed = self.agreement.exchange_by_step(wishes) if by_step else self.agreement.exchange(wishes)
         self._stop_agreed = max(self._stop_agreed, agreed.stop)
         self.stopped = self._stop_agreed is not Stop.NO
+        self.evaluates = self.evaluates or agreed.evaluate
         self.saver.agree(agreed)
         if self._replicas is not None:
             with self._none_differs(self._replicas):

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,10 +23,12 @@ from elastic_launch.training.checkpoints.checkpoint import Checkpoint, Outcome, 
 from elastic_launch.training.checkpoints.memory import settled
 from elastic_launch.training.checkpoints.saving import Live
 from elastic_launch.training.checkpoints.state import Stateful, TrainingState
+from elastic_launch.training.data.evaluation import evaluating
 from elastic_launch.training.data.generators import generators_of_modules
 from elastic_launch.training.data.loader import Loader
 from elastic_launch.training.durations import total_steps
 from elastic_launch.training.engine import Engine
+from elastic_launch.training.evaluations import Evaluations
 from elastic_launch.training.gradients.accumulation import ExactGradients, Gradients
 from elastic_launch.training.gradients.buffer_rules import buffers_of
 from elastic_launch.training.gradients.means import cargo_size
@@ -43,25 +44,12 @@ from elastic_launch.training.steps import Recovered, Step
 from elastic_launch.training.stopping import Drained
 from elastic_launch.training.together import as_model, as_optimizer
 
-__all__ = ["Evaluations", "Loop", "LoopOptions"]
+__all__ = ["Loop", "LoopOptions"]
 
 _log = logging.getLogger(__name__)
 
 OWN = "parameters"
 """Name of the part of the state that holds the optimizer's parameters that are not in the model."""
-
-
-class Evaluations(Protocol):
-    """Evaluates a training after some of its steps; what it has done is a part of the training's state."""
-
-    def due(self, step: int) -> bool:
-        """Whether the state after a step lacks its evaluation."""
-
-    def evaluate(self, step: int) -> None:
-        """Evaluate the state after a step; called by all ranks.
-
-        A rank whose state has this evaluation already only takes part in it.
-        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,6 +284,8 @@ class Loop:
             numbers = found.tolist()
         lacking, bounded, least = bool(numbers[0]), bool(numbers[1]), -numbers[2]
         self._owes_evaluation = lacking
+        if self._options.evaluations is not None:
+            self._options.evaluations.begin_round(step if lacking else -1)
         # With evaluations done, the ranks do not know whether the others have begun the boundary: it is left out.
         self._owes_boundary = lacking and not bounded
         while len(self._loader.batch.micro_batches()[0]) > least:
@@ -561,12 +551,14 @@ class Loop:
                 self._take(self._received)
 
     def _lacks_evaluation(self, step: int) -> bool:
-        return self._options.evaluations is not None and self._options.evaluations.due(step)
+        evaluations = self._options.evaluations
+        return evaluations is not None and evaluations.due(step, end=step == self._end)
 
     def _evaluate(self) -> None:
         assert self._options.evaluations is not None
-        with self._engine.doing(Activity.EVALUATION):
-            self._options.evaluations.evaluate(self._step)
+        epoch = self._loader.position(self._step).epoch
+        with self._engine.doing(Activity.EVALUATION), evaluating(self._model):
+            self._options.evaluations.evaluate(self._step, epoch, self._checkpoint)
         self._engine.note_exchanges()
         self._owes_evaluation = False
 
@@ -582,8 +574,14 @@ class Loop:
         self._owes_boundary, self._bounded = False, self._step
         end = self._step == self._end
         stays = settled(self._optimizer, self._model.parameters())
-        identity = self._loader.identity
-        self._engine.step_boundary(self._step, identity, self._state, end=end, stays=stays, by_step=True, keep=keep)
+        evaluations, engine = self._options.evaluations, self._engine
+        # The first rank's clock decides for all.
+        wanted = evaluations is not None and engine.world.rank == 0 and evaluations.wanted()
+        how = {"end": end, "by_step": True, "keep": keep, "evaluate": wanted}
+        engine.step_boundary(self._step, self._loader.identity, self._state, stays=stays, **how)
+        if evaluations is not None and engine.evaluates:
+            engine.evaluates = False
+            evaluations.agree(self._step + 1)
         if self._pace is not None and not end and not self._engine.stopped:
             self._pace.compare(self._step)
             self._engine.note_exchanges()

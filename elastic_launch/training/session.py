@@ -21,7 +21,9 @@ from elastic_launch.training.checkpoints.state import Stateful
 from elastic_launch.training.data.loader import Loader, check_loader
 from elastic_launch.training.durations import seconds_of
 from elastic_launch.training.engine import Engine
+from elastic_launch.training.evaluations import Evaluator
 from elastic_launch.training.gradients.buffer_rules import checked_rules
+from elastic_launch.training.kinds import check_kind
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.live.groups import RoundGroups
 from elastic_launch.training.loop import Loop, LoopOptions
@@ -187,6 +189,7 @@ class Run:
         scheduler: Stateful | Mapping[str, Stateful] | None = None,
         scaler: torch.amp.GradScaler | None = None,
         metrics: Sequence[str] = (),
+        evaluator: Evaluator | None = None,
     ) -> Iterator[Step]:
         """Restore the newest checkpoint, then yield the optimizer steps that remain.
 
@@ -206,6 +209,7 @@ class Run:
             scheduler: a scheduler, or a dict of several by name; saved and restored with the rest. The script steps it.
             scaler: a gradient scaler; saved and restored with the rest.
             metrics: names of the metrics passed to ``step.backward``, which are averaged over the global batch.
+            evaluator: evaluates between steps; its results are saved and restored with the rest.
 
         Raises:
             UsageError: if an argument has the wrong type, a step ends without ``update``, the checkpoint belongs to
@@ -220,12 +224,18 @@ class Run:
             "scheduler": as_part("run.steps(scheduler=...)", scheduler),
             "scaler": as_part("run.steps(scaler=...)", scaler),
         }
+        evaluations = None
+        if evaluator is not None:
+            check_kind("run.steps(evaluator=...)", evaluator, Evaluator, "Give an el.Evaluator of its data.")
+            evaluations = evaluator.begin(self._engine, loader.steps_per_epoch, checkpoint, exact=exact)
+            parts["evaluations"] = evaluations
         options = LoopOptions(
             exact=exact,
             buffers=checked_rules(buffers),
             parts={name: part for name, part in parts.items() if part is not None},
             scaler=scaler,
             metrics=metrics,
+            evaluations=evaluations,
         )
         return iter(Loop(self._engine, loader, model, optimizer, until=until, checkpoint=checkpoint, options=options))
 

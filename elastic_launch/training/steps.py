@@ -118,6 +118,8 @@ class Step:
         skipped: whether the scaler skipped the optimizer step because gradients overflowed.
         too_large: whether the step will be repeated because a micro-batch did not fit into some rank's memory.
         all_know: whether all ranks know that; else the step is repeated with micro-batches of the same size.
+        clipped_norm: 2-norm of the gradients before clipping, as a tensor with one element; None: they were not clipped
+            by this rank.
         in_training_mode: whether the model was in training mode in the last backward pass; None before it.
         error: the exception that ended the last backward pass, exchange or update; None if it succeeded.
         data_s, exchange_s: seconds spent waiting for data, and in exchanges with other ranks.
@@ -161,6 +163,7 @@ class Step:
         self.updated = False
         self.skipped = False
         self.too_large = self.all_know = False
+        self.clipped_norm: Tensor | None = None
         self.in_training_mode: bool | None = None
         self.error: Exception | None = None
         self.data_s = self.exchange_s = 0.0
@@ -502,7 +505,7 @@ class Step:
         if self._scaler is not None:
             self._unscale(self._scaler, chosen)
         if clip_norm is not None:
-            nn.utils.clip_grad_norm_(self._parameters_of(chosen), clip_norm)
+            self.clipped_norm = nn.utils.clip_grad_norm_(self._parameters_of(chosen), clip_norm)
         self._step_optimizers(chosen)
         self.loss, *metrics = means.values
         self.metrics = dict(zip(self._metric_names, metrics, strict=True))

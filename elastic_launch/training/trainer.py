@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,18 +17,18 @@ from elastic_launch.errors import UsageError
 from elastic_launch.training.callbacks import Callback, CheckpointEnd, Evaluation, Incident, RoundStart, StepEnd
 from elastic_launch.training.checkpoints.checkpoint import Checkpoint, check_checkpoint
 from elastic_launch.training.checkpoints.state import Stateful
-from elastic_launch.training.data.evaluation import evaluate, evaluating
+from elastic_launch.training.data.evaluation import evaluating
 from elastic_launch.training.data.loader import Loader, check_loader
-from elastic_launch.training.durations import total_steps
+from elastic_launch.training.durations import Interval
+from elastic_launch.training.evaluations import Evaluations, checked_eval_loader, evaluated
 from elastic_launch.training.gradients.buffer_rules import checked_rules
 from elastic_launch.training.kinds import check_kind
 from elastic_launch.training.live.rehearsal import unchanged
 from elastic_launch.training.loop import Loop, LoopOptions
 from elastic_launch.training.precision import Precision, is_out_of_memory
-from elastic_launch.training.ranks.same_arguments import check_same
+from elastic_launch.training.schedule import Schedule, Schedules
 from elastic_launch.training.session import Run
 from elastic_launch.training.steps import RoundOverError, Step
-from elastic_launch.training.together import as_part
 
 __all__ = ["Trainer"]
 
@@ -60,13 +59,14 @@ class Trainer:
             that happens is repeated, so the size of the global batch does not change.
         loss_fn: ``(output, target) -> scalar``, the mean loss over a micro-batch.
         scheduler: stepped after every optimizer step; a ``ReduceLROnPlateau`` is stepped after every evaluation, with
-            its loss.
+            its loss. A :class:`Schedule` steps it at other times, or with another metric. Several are given as a dict.
         precision: ``fp32``, ``bf16`` or ``fp16``. With ``bf16`` and ``fp16``, forward pass and loss run under autocast;
             ``fp16`` also scales the loss.
-        clip_norm: maximum 2-norm of all gradients together, above 0; None: no clipping.
+        clip_norm: maximum 2-norm of all gradients together, above 0; None: no clipping. ``math.inf`` measures the norm
+            for callbacks and clips nothing.
         eval_loader: loads the evaluation data; each rank evaluates its share of every global batch.
-        eval_every: interval between evaluations: epochs (1 or ``"1ep"``) or steps (``"100ba"``). The end of training
-            is always evaluated.
+        eval_every: interval between evaluations: epochs (1 or ``"1ep"``), steps (``"100ba"``) or a duration
+            (``"10min"``). The end of training is always evaluated.
         metrics: further values to average besides the loss, in training and evaluation: ``(output, target) -> scalar``
             by name.
         weight_fn: ``(micro_batch) -> float``, the weight of a collated micro-batch in the means, for example its number
@@ -95,7 +95,7 @@ class Trainer:
         loader: Loader,
         *,
         loss_fn: Measure,
-        scheduler: Stateful | None = None,
+        scheduler: Stateful | Schedule | Mapping[str, Stateful | Schedule] | None = None,
         precision: str = "fp32",
         clip_norm: float | None = None,
         eval_loader: Loader | None = None,
@@ -120,25 +120,28 @@ class Trainer:
         self.step = 0
         self.loss: float | None = None
         self.metrics: dict[str, float] = {}
-        self.history: list[Evaluation] = []
         self._optimizer = optimizer
         self._loss_fn = loss_fn
-        self._scheduler = as_part("Trainer(scheduler=...)", scheduler)
         self._precision = Precision(precision, run.device)
         self._clip_norm = _positive("clip_norm", clip_norm)
-        self._eval_loader = _checked_eval_loader(eval_loader) if eval_loader is not None else None
+        where = "Trainer(eval_loader=...)"
+        self._eval_loader = checked_eval_loader(where, eval_loader) if eval_loader is not None else None
         if exact and self._eval_loader is not None:
             self._eval_loader.check_exact()
-        steps = loader.steps_per_epoch
-        self._eval_every = max(1, total_steps(eval_every, steps)) if eval_loader is not None else 0
         if metrics is not None:
             check_kind("Trainer(metrics=...)", metrics, Mapping, 'Give functions by name: {"accuracy": accuracy}.')
         self._metrics = dict(metrics or {})
         if "loss" in self._metrics:
             raise UsageError("metrics: the name 'loss' is the loss function's.", "Choose another.")
+        names = ["loss", *self._metrics] if eval_loader is not None else []
+        steps = loader.steps_per_epoch
+        interval = Interval.in_training(eval_every, steps) if names else None
+        self._schedules = Schedules(scheduler, steps, names)
+        self._evaluations = Evaluations(interval, self.evaluate, self._tell_evaluation)
+        self.history = self._evaluations.history
         best = None if checkpoint is None else checkpoint.keep_best
-        if best is not None and (eval_loader is None or best.metric not in ("loss", *self._metrics)):
-            has = "it has no eval_loader" if eval_loader is None else f"it has {', '.join(['loss', *self._metrics])}"
+        if best is not None and best.metric not in names:
+            has = f"it has {', '.join(names) or 'no eval_loader'}"
             raise UsageError(f"Checkpoint(keep_best={best}): the trainer evaluates no such metric, {has}.", "Add it.")
         self._weight_fn = weight_fn
         self._forward = forward or _forward_pair
@@ -151,8 +154,6 @@ class Trainer:
             check_kind("Trainer(callbacks=...): one of them", callback, Callback, "Give objects of el.Callback.")
         self._callbacks = list(callbacks)
         self._begun = False
-        self._evaluated = 0  # the last step whose evaluation is done
-        self._leaves = False  # whether an evaluation is left if the round ends
 
     def fit(self, until: int | str) -> None:
         """Train until the whole training has the given length, earlier rounds and earlier calls included.
@@ -171,15 +172,15 @@ class Trainer:
     def _fit(self, until: int | str) -> None:
         for step in self._loop(until):
             started = time.monotonic()
+            lrs = tuple(float(group["lr"]) for group in self._optimizer.param_groups if "lr" in group)
             self._work(step)
             step.update(self._clip_norm)
             if step.too_large:
                 self._tell_incident("out of memory", f"a micro-batch of {self.loader.batch.micro} samples")
                 continue
             self.step, self.loss, self.metrics = step.number, step.loss, step.metrics
-            if self._scheduler is not None and not self._by_plateau and not step.skipped:
-                self._scheduler.step()  # type: ignore[attr-defined]
-            self._tell_step(step, time.monotonic() - started)
+            self._schedules.step_done(step.number, skipped=step.skipped)
+            self._tell_step(step, time.monotonic() - started, lrs)
 
     def evaluate(self, loader: Loader | None = None) -> dict[str, float]:
         """Return loss and metrics, averaged over all samples of the evaluation data. Call it on all ranks.
@@ -193,39 +194,33 @@ class Trainer:
         Raises:
             UsageError: if no loader was given and the trainer has no ``eval_loader``.
         """
-        loader = self._eval_loader if loader is None else _checked_eval_loader(loader)
+        loader = self._eval_loader if loader is None else checked_eval_loader("Trainer.evaluate(loader)", loader)
         if loader is None:
             raise UsageError("Trainer.evaluate() has no data.", "Give it a loader, or the trainer an eval_loader.")
-        names, given = ["loss", *self._metrics], loader.batch
+        given = loader.batch
         if given.micro == "auto":
             micro = self.loader.batch.settled(self.run.world_size).micro_batches()[0]
             loader.batch = GlobalBatch(given.size, min(given.size, len(micro)))
         try:
-            check_same(self.run.world, {**loader.identity, "metrics": list(self._metrics)})
             with evaluating(self.model):
-                world_size, rank = self.run.world_size, self.run.rank
-                means = evaluate(loader, self._measure_sample, len(names), world_size, rank, self._check_round)
+                names = ["loss", *self._metrics]
+                return evaluated(self.run.world, loader, names, self._measure_sample, self._check_round)
         finally:
             loader.batch = given  # the training's micro-batches may become smaller, on all ranks
-        return dict(zip(names, means, strict=True))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the trainer's own state; model, optimizer and other parts are saved separately."""
-        history = [{"step": x.step, "epoch": x.epoch, "metrics": dict(x.metrics)} for x in self.history]
-        evaluated = {"history": history, "evaluated": self._evaluated}
-        return {**evaluated, "loss": self.loss, "metrics": dict(self.metrics)}
+        return {**self._evaluations.state_dict(), "loss": self.loss, "metrics": dict(self.metrics)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state that :meth:`state_dict` returned."""
-        self.history = [Evaluation(x["step"], x["epoch"], dict(x["metrics"])) for x in state["history"]]
-        last = self.history[-1].step if self.history else 0  # checkpoints were made without "evaluated" once
-        self._evaluated = state.get("evaluated", last)
+        self._evaluations.load_state_dict(state)
         self.loss, self.metrics = state["loss"], dict(state["metrics"])
 
     def _loop(self, until: int | str) -> Loop:
         parts: dict[str, Stateful | None] = {
             "trainer": self,
-            "scheduler": self._scheduler,
+            "scheduler": self._schedules.part,
             "scaler": self._precision.scaler,
         }
         options = LoopOptions(
@@ -237,7 +232,7 @@ class Trainer:
             start=self.step,
             redo=self._finds_micro,
             prepare=self._begin,
-            evaluations=self._evaluations(total_steps(until, self.loader.steps_per_epoch)),
+            evaluations=None if self._eval_loader is None else self._evaluations,
             rehearse=self._rehearse,
         )
         return Loop(
@@ -309,45 +304,18 @@ class Trainer:
             sample = _on_device(next(samples), self.run.device)
             step.backward(self._measure_loss(sample, step.model)[-1])
 
-    @property
-    def _by_plateau(self) -> bool:
-        return isinstance(self._scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-
-    def _evaluations(self, end: int) -> _Evaluations | None:
-        if self._eval_loader is None:
-            return None
-        every = self._eval_every
-
-        def due(step: int) -> bool:
-            return step > self._evaluated and (step % every == 0 or step == end)
-
-        def evaluate(step: int) -> None:
-            self._leaves = True
-            try:
-                metrics = self.evaluate()
-            finally:
-                self._leaves = False
-            if self._checkpoint is not None:
-                self._checkpoint.record(metrics, step)  # on all ranks, since they save after this step
-            if due(step):
-                self._evaluated = step
-                self._tell_evaluation(Evaluation(step, self.loader.position(step).epoch, metrics))
-
-        return _Evaluations(due, evaluate)
-
     def _check_round(self) -> None:
-        if self._leaves and self.run._engine.is_over:
+        if self._evaluations.running and self.run._engine.is_over:
             raise RoundOverError("the round is over")
 
     def _tell_evaluation(self, evaluation: Evaluation) -> None:
-        self.history.append(evaluation)
-        if isinstance(self._scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            self._scheduler.step(evaluation.metrics["loss"])
+        self._schedules.evaluated(evaluation.metrics)
         for callback in self._callbacks:
             callback.on_evaluation(evaluation)
 
-    def _tell_step(self, step: Step, seconds: float) -> None:
-        end = StepEnd(step.number, step.position.epoch, step.samples, step.loss, step.metrics, seconds)
+    def _tell_step(self, step: Step, seconds: float, lrs: tuple[float, ...]) -> None:
+        epoch, norm = step.position.epoch, step.clipped_norm
+        end = StepEnd(step.number, epoch, step.samples, step.loss, step.metrics, seconds, lrs, norm)
         for callback in self._callbacks:
             callback.on_step(end)
 
@@ -363,28 +331,10 @@ class Trainer:
             self._tell_incident("checkpoint", str(outcome.error))
 
 
-@dataclass(frozen=True, slots=True)
-class _Evaluations:
-    """The evaluations of a training, see :class:`elastic_launch.training.loop.Evaluations`."""
-
-    due: Callable[[int], bool]
-    evaluate: Callable[[int], None]
-
-
 def _positive(name: str, value: float | None) -> float | None:
     if value is not None and not value > 0:
         raise UsageError(f"{name}={value:g} is not above 0.", "Leave it out to have none.")
     return value
-
-
-def _checked_eval_loader(loader: Loader) -> Loader:
-    check_loader("Trainer(eval_loader=...)", loader)
-    if loader.endless:
-        raise UsageError(
-            "Trainer(eval_loader=...) has no end.",
-            "Give FunctionLoader(steps_per_epoch=...): an evaluation is an epoch.",
-        )
-    return loader
 
 
 def _forward_pair(model: Callable[..., Any], sample: Any) -> tuple[Any, Any]:

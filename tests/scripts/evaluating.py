@@ -94,9 +94,9 @@ def torn_evaluate(*arguments: Any) -> list[float]:
 
 evaluate = evaluation.evaluate
 if args.torn:
-    import elastic_launch.training.trainer
+    import elastic_launch.training.evaluations
 
-    elastic_launch.training.trainer.evaluate = torn_evaluate
+    elastic_launch.training.evaluations.evaluate = torn_evaluate
 
 with el.session() as run:
     torch.manual_seed(0)

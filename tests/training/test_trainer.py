@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
 from torch.utils.data import Dataset, TensorDataset
 
 import elastic_launch as el
@@ -31,6 +33,10 @@ def _accuracy(output: Tensor, target: Tensor) -> Tensor:
 
 def _data(start: int = 0, stop: int = 44) -> Dataset[Any]:
     return TensorDataset(INPUTS[start:stop], TARGETS[start:stop])
+
+
+def plateau(optimizer: torch.optim.Optimizer) -> lr_scheduler.ReduceLROnPlateau:
+    return lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0, threshold=1e9)
 
 
 class Recorder(el.Callback):
@@ -67,7 +73,8 @@ class Case:
         self.run = Run(Engine(World(), torch.device("cpu")))
         self.model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
-        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, gamma=0.5)
+        make = options.pop("schedule", lambda optimizer: lr_scheduler.StepLR(optimizer, 3, gamma=0.5))
+        self.scheduler = make(self.optimizer)
         self.seen = Recorder()
         micro = options.pop("micro", 4)
         settings: dict[str, Any] = {
@@ -114,7 +121,7 @@ def test_the_last_evaluation_is_known_from_the_history_of_an_older_checkpoint() 
     case.trainer.fit("1ep")
     state = case.trainer.state_dict()
     assert state.pop("evaluated") == 3
-    case.trainer._evaluated = 0
+    case.trainer._evaluations._evaluated = 0
     case.trainer.load_state_dict(state)
     case.trainer.fit("1ep")
     assert [evaluation.step for evaluation in case.seen.evaluations] == [3]
@@ -218,12 +225,88 @@ def test_an_overflow_under_fp16_leaves_the_step_out_and_the_scheduler_where_it_i
 
 
 def test_a_plateau_scheduler_follows_the_evaluations() -> None:
-    case = Case(eval_every="1ba")
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(case.optimizer, factor=0.1, patience=0, threshold=1e9)
-    case.trainer._scheduler = plateau
+    case = Case(eval_every="1ba", schedule=plateau)
     case.trainer.fit("3ba")
-    assert plateau.last_epoch == 3
+    assert case.scheduler.last_epoch == 3
     assert case.optimizer.param_groups[0]["lr"] < 0.05
+
+
+def test_schedulers_are_stepped_after_steps_epochs_or_evaluations() -> None:
+    def schedule(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        by_step = lr_scheduler.LinearLR(optimizer, 0.5, total_iters=2)
+        by_two = lr_scheduler.ConstantLR(optimizer)
+        by_epoch = lr_scheduler.ExponentialLR(optimizer, 0.1)
+        return {
+            "by step": by_step,
+            "by two": el.Schedule(by_two, every="2ba"),
+            "by epoch": el.Schedule(by_epoch, every=1),
+            "plateau": el.Schedule(plateau(optimizer), metric="accuracy"),
+        }
+
+    def make(optimizer: torch.optim.Optimizer) -> Any:
+        made.append(schedule(optimizer))
+        return made[-1]
+
+    made: list[dict[str, Any]] = []
+    case = Case(schedule=make, eval_every="4ba")
+    case.trainer.fit("7ba")
+    counts = {name: getattr(x, "scheduler", x).last_epoch for name, x in made[0].items()}
+    assert counts == {"by step": 7, "by two": 3, "by epoch": 2, "plateau": 2}
+    assert made[0]["plateau"].scheduler.best == min(x.metrics["accuracy"] for x in case.seen.evaluations)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9),
+        lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=2, cycle_momentum=False),
+        lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3),
+        lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+        lambda optimizer: lr_scheduler.ChainedScheduler(
+            [lr_scheduler.ConstantLR(optimizer, total_iters=2), lr_scheduler.ExponentialLR(optimizer, 0.9)]
+        ),
+        lambda optimizer: lr_scheduler.SequentialLR(
+            optimizer,
+            [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3), lr_scheduler.CosineAnnealingLR(optimizer, 6)],
+            [3],
+        ),
+        lambda optimizer: el.Schedule(lr_scheduler.MultiStepLR(optimizer, [1, 2]), every="1ep"),
+        lambda optimizer: {"plateau": plateau(optimizer), "warm-up": lr_scheduler.LinearLR(optimizer, 0.1)},
+    ],
+)
+@pytest.mark.parametrize("stop", [2, 3])
+def test_learning_rates_after_a_restart_are_those_of_the_undisturbed_training(
+    tmp_path: Path, schedule: Any, stop: int
+) -> None:
+    undisturbed = Case(schedule=schedule, eval_every="1ba")
+    undisturbed.trainer.fit("9ba")
+    rates = [end.lrs for end in undisturbed.seen.steps]
+    assert len(set(rates)) > 2
+    first = Case(schedule=schedule, eval_every="1ba", checkpoint=el.Checkpoint(tmp_path))
+    first.trainer.fit(f"{stop}ba")
+    resumed = Case(schedule=schedule, eval_every="1ba", checkpoint=el.Checkpoint(tmp_path))
+    resumed.trainer.fit("9ba")
+    assert [end.lrs for end in (*first.seen.steps, *resumed.seen.steps)] == rates
+    assert resumed.trainer.history == undisturbed.trainer.history
+    assert resumed.hash == undisturbed.hash
+
+
+def test_a_step_tells_its_learning_rates_and_the_norm_of_its_gradients() -> None:
+    case = Case(clip_norm=None)
+    case.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 0.5})
+    case.trainer.fit("4ba")
+    assert [end.lrs for end in case.seen.steps] == [(0.05, 0.5)] * 3 + [(0.025, 0.5)]
+    assert [end.grad_norm for end in case.seen.steps] == [None] * 4
+
+    measured, plain, clipped = Case(clip_norm=math.inf), Case(clip_norm=None), Case(clip_norm=0.1)
+    for case in (measured, plain, clipped):
+        case.trainer.fit("1ba")
+    (norm,) = [end.grad_norm for end in measured.seen.steps]
+    assert norm is not None
+    squares = [p.grad.square().sum() for p in measured.model.parameters() if p.grad is not None]
+    assert norm == pytest.approx(float(sum(squares)) ** 0.5)
+    assert measured.hash == plain.hash != clipped.hash
+    assert clipped.seen.steps[0].grad_norm == norm, "before clipping"
 
 
 def test_tokens_weigh_by_their_number() -> None:
@@ -288,7 +371,14 @@ def test_the_progress_is_printed(capsys: pytest.CaptureFixture[str], tmp_path: P
         ({"clip_norm": 0.0}, "clip_norm=0 is not above 0"),
         ({"eval_loader": [1]}, r"Trainer\(eval_loader=...\) is a list"),
         ({"metrics": {"loss": _accuracy}}, "the name 'loss'"),
-        ({"eval_every": "often"}, "'often' is no length of training"),
+        ({"eval_every": "often"}, "every='often' is no interval"),
+        ({"eval_every": "0ba"}, "every='0ba' is no interval"),
+        ({"schedule": plateau, "eval_loader": None}, "needs the metric 'loss'; it has no eval_loader"),
+        ({"schedule": lambda x: el.Schedule(plateau(x), metric="f1")}, "metric 'f1'; it has loss, accuracy"),
+        ({"schedule": lambda x: el.Schedule(plateau(x), every="1ep")}, "stepped after each evaluation"),
+        ({"schedule": lambda x: el.Schedule(lr_scheduler.StepLR(x, 1), metric="loss")}, "StepLR takes no metric"),
+        ({"schedule": lambda x: el.Schedule(lr_scheduler.StepLR(x, 1), every="1min")}, "every='1min' is a duration"),
+        ({"schedule": lambda x: el.Schedule(lr_scheduler.StepLR)}, r"Trainer\(scheduler=...\) is the class StepLR"),
     ],
 )
 def test_what_cannot_work_is_refused(options: dict[str, Any], message: str) -> None:

@@ -32,6 +32,7 @@ class Wishes:
         stop: who requested a stop.
         save: make a durable checkpoint.
         keep: take a snapshot in memory.
+        evaluate: evaluate after the next step.
         compare: compare the ranks' states, see :mod:`elastic_launch.training.ranks.replicas`.
         checksum: checksum of this rank's state; all ranks post one at the same boundaries, and None at the others.
         differs: after an exchange, whether the ranks' checksums differed.
@@ -40,6 +41,7 @@ class Wishes:
     stop: Stop = Stop.NO
     save: bool = False
     keep: bool = False
+    evaluate: bool = False
     compare: bool = False
     checksum: int | None = None
     differs: bool = False
@@ -50,6 +52,7 @@ class Wishes:
             max(self.stop, other.stop),
             self.save or other.save,
             self.keep or other.keep,
+            self.evaluate or other.evaluate,
             self.compare or other.compare,
             other.checksum,
             self.differs or other.differs,
@@ -57,14 +60,16 @@ class Wishes:
 
     def counts(self) -> list[float]:
         """Return numbers whose sums over the ranks show what any rank wants; they do not include the checksum."""
-        stop = self.stop
-        return [*(float(stop >= level) for level in _STOPS), float(self.save), float(self.keep), float(self.compare)]
+        return [*(float(self.stop >= level) for level in _STOPS), *map(float, self._flags())]
+
+    def _flags(self) -> tuple[bool, ...]:
+        return self.save, self.keep, self.evaluate, self.compare
 
     @staticmethod
     def of_counts(counts: Sequence[float]) -> Wishes:
         """Return what any rank wants, from the sums over the ranks of :meth:`counts`."""
-        *levels, save, keep, compare = (count > 0 for count in counts)
-        return Wishes(Stop(sum(levels)), save, keep, compare)
+        wanted = [count > 0 for count in counts]
+        return Wishes(Stop(sum(wanted[: len(_STOPS)])), *wanted[len(_STOPS) :])
 
 
 _STOPS = [stop for stop in Stop if stop is not Stop.NO]
@@ -128,7 +133,7 @@ class Agreement:
 
     def _post(self, wishes: Wishes, checksum: int | None) -> None:
         number = 0 if checksum is None else checksum
-        numbers = torch.tensor([wishes.stop, wishes.save, wishes.keep, wishes.compare, number, ~number])
+        numbers = torch.tensor([wishes.stop, *wishes._flags(), number, ~number])
         work = dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
         assert work is not None
         self._posted = numbers, work
@@ -146,6 +151,6 @@ class Agreement:
             return agreed
         (numbers, work), self._posted = self._posted, None
         work.wait()
-        stop, save, keep, compare, most, most_inverted = numbers.tolist()
+        stop, *flags, most, most_inverted = numbers.tolist()
         # The maximum of the inverted checksums is the inverted minimum.
-        return agreed | Wishes(Stop(stop), bool(save), bool(keep), bool(compare), differs=most != ~most_inverted)
+        return agreed | Wishes(Stop(stop), *map(bool, flags), differs=most != ~most_inverted)

@@ -1,0 +1,231 @@
+"""Evaluations between a training's steps: when they are due, what they measure, and what came out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from elastic_launch.errors import UsageError
+from elastic_launch.training.callbacks import Evaluation
+from elastic_launch.training.checkpoints.checkpoint import Checkpoint
+from elastic_launch.training.data.evaluation import Measure, evaluate
+from elastic_launch.training.data.loader import Loader, check_loader
+from elastic_launch.training.durations import Interval
+from elastic_launch.training.ranks.same_arguments import check_same
+from elastic_launch.training.ranks.world import World
+from elastic_launch.training.steps import RoundOverError
+
+if TYPE_CHECKING:
+    from elastic_launch.training.engine import Engine
+
+__all__ = ["Evaluations", "Evaluator", "checked_eval_loader", "evaluated"]
+
+
+class Evaluations:
+    """The evaluations of one training, which are a part of its state.
+
+    The loop asks after each step whether one is due. All ranks then do it before the step's boundary, so the saved
+    state contains it.
+
+    Args:
+        every: interval between two evaluations; None: none is due.
+        measure: evaluates the present state; called by all ranks.
+        report: called once with each evaluation, on all ranks.
+
+    Attributes:
+        history: all evaluations so far.
+        running: whether one is being done between two steps.
+    """
+
+    def __init__(
+        self, every: Interval | None, measure: Callable[[], dict[str, float]], report: Callable[[Evaluation], None]
+    ) -> None:
+        self.history: list[Evaluation] = []
+        self.running = False
+        self._every = every
+        self._measure = measure
+        self._report = report
+        self._evaluated = 0  # the last step whose evaluation is done
+        self._last = time.monotonic()
+        self._asked = False
+        self._agreed = -1  # the step after which all ranks evaluate because of a clock
+
+    def due(self, step: int, *, end: bool) -> bool:
+        """Whether the state after a step lacks its evaluation."""
+        if self._every is None or step <= self._evaluated:
+            return False
+        return end or step == self._agreed or (self._every.steps is not None and step % self._every.steps == 0)
+
+    def wanted(self) -> bool:
+        """Whether an evaluation is due by this rank's clock; True once for each."""
+        if self._every is None or self._every.seconds is None or self._asked:
+            return False
+        self._asked = time.monotonic() - self._last >= self._every.seconds
+        return self._asked
+
+    def agree(self, step: int) -> None:
+        """Record that all ranks agreed on an evaluation after a step; -1: on none."""
+        self._agreed = step
+
+    def begin_round(self, step: int) -> None:
+        """Take over what the ranks of a new round agreed on; a wish of a former one may not have reached all of them.
+
+        Args:
+            step: the step that all evaluate; -1: none.
+        """
+        self._asked, self._agreed = False, step
+
+    def evaluate(self, step: int, epoch: int, checkpoint: Checkpoint | None) -> None:
+        """Evaluate the state after a step; called by all ranks.
+
+        A rank whose state has this evaluation already only takes part in it.
+        """
+        self.running = True
+        try:
+            metrics = self._measure()
+        finally:
+            self.running = False
+        self._asked = False
+        self._last = time.monotonic()
+        if checkpoint is not None:
+            checkpoint.record(metrics, step)  # on all ranks, since they save after this step
+        if step > self._evaluated:
+            self._evaluated = step
+            self.history.append(Evaluation(step, epoch, metrics))
+            self._report(self.history[-1])
+
+    def state_dict(self) -> dict[str, Any]:
+        history = [{"step": x.step, "epoch": x.epoch, "metrics": dict(x.metrics)} for x in self.history]
+        state = {"history": history, "evaluated": self._evaluated}
+        if self._every is not None and self._every.seconds is not None:
+            state["age"] = time.monotonic() - self._last  # so that frequent faults do not postpone the next one
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.history[:] = [Evaluation(x["step"], x["epoch"], dict(x["metrics"])) for x in state["history"]]
+        last = self.history[-1].step if self.history else 0  # checkpoints were made without "evaluated" once
+        self._evaluated = state.get("evaluated", last)
+        self._last = time.monotonic() - state.get("age", 0.0)
+
+
+class Evaluator:
+    """Evaluates the training of a loop over steps: at intervals, and at its end.
+
+    Each rank evaluates its share of the data between two steps. The results are the same on all ranks, and a part of
+    the training's state.
+
+    ::
+
+        def measure(batch):
+            output = model(batch["x"])
+            return {"loss": loss_fn(output, batch["y"]), "accuracy": accuracy(output, batch["y"])}
+
+        evaluator = el.Evaluator(held_out, measure, metrics=["loss", "accuracy"], every="500ba")
+        for step in run.steps(loader, model, optimizer, until="3ep", evaluator=evaluator):
+            ...
+
+    Args:
+        loader: loads the evaluation data; an evaluation is an epoch of it.
+        measure: ``(micro_batch) -> means by name``: means over a collated micro-batch, each a number or a tensor with
+            one element. It is called without gradients, with the models in evaluation mode.
+        metrics: the names of these means.
+        every: interval between evaluations: epochs (1 or ``"1ep"``), steps (``"100ba"``) or a duration (``"10min"``).
+            The end of training is always evaluated.
+        weight_fn: ``(micro_batch) -> float``, its weight in the means; None: its number of samples.
+        on_result: called once with each :class:`Evaluation`, on all ranks, before the state is saved: here a
+            ``ReduceLROnPlateau`` is stepped. It must not exchange data with other ranks.
+
+    Attributes:
+        history: all evaluations so far, including those before a restart.
+
+    Raises:
+        UsageError: if an argument is invalid.
+    """
+
+    def __init__(
+        self,
+        loader: Loader,
+        measure: Callable[[Any], Mapping[str, Tensor | float]],
+        *,
+        metrics: Sequence[str] = ("loss",),
+        every: int | str = "1ep",
+        weight_fn: Callable[[Any], float] | None = None,
+        on_result: Callable[[Evaluation], None] = lambda evaluation: None,
+    ) -> None:
+        self.loader = checked_eval_loader("Evaluator(loader=...)", loader)
+        loader.batch.micro_batches()
+        if isinstance(metrics, str) or not metrics:
+            raise UsageError(f"Evaluator(metrics={metrics!r}).", 'Give a list of names: ["loss"].')
+        self.metrics = tuple(metrics)
+        self.history: list[Evaluation] = []
+        self._measure = measure
+        self._every = every
+        self._weight_fn = weight_fn
+        self._on_result = on_result
+
+    def begin(self, engine: Engine, steps_per_epoch: int, checkpoint: Checkpoint | None, *, exact: bool) -> Evaluations:
+        """Return the evaluations of a training that begins.
+
+        Args:
+            steps_per_epoch: of the training data.
+
+        Raises:
+            UsageError: if the evaluator does not fit this training.
+        """
+        if exact:
+            self.loader.check_exact()
+        best = None if checkpoint is None else checkpoint.keep_best
+        if best is not None and best.metric not in self.metrics:
+            has = ", ".join(self.metrics)
+            raise UsageError(
+                f"Checkpoint(keep_best={best}): the evaluator has no such metric, it has {has}.", "Add it."
+            )
+
+        def check() -> None:
+            if engine.is_over:
+                raise RoundOverError("the round is over")
+
+        def measure() -> dict[str, float]:
+            return evaluated(engine.world, self.loader, self.metrics, self._values, check)
+
+        evaluations = Evaluations(Interval.in_training(self._every, steps_per_epoch), measure, self._on_result)
+        self.history = evaluations.history
+        return evaluations
+
+    def _values(self, sample: Any) -> tuple[list[Tensor | float], float | None]:
+        means = self._measure(sample)
+        if not isinstance(means, Mapping) or means.keys() != set(self.metrics):
+            given = sorted(means) if isinstance(means, Mapping) else type(means).__name__
+            raise UsageError(
+                f"Evaluator(measure=...) returned {given}; its metrics are {list(self.metrics)}.",
+                "Name them all in Evaluator(metrics=...): a rank that has no micro-batch must know them, too.",
+            )
+        return [means[name] for name in self.metrics], None if self._weight_fn is None else self._weight_fn(sample)
+
+
+def evaluated(
+    world: World, loader: Loader, metrics: Sequence[str], measure: Measure, check: Callable[[], None]
+) -> dict[str, float]:
+    """Return the means of metrics over all samples of the evaluation data; called by all ranks.
+
+    Args:
+        measure, check: see :func:`elastic_launch.training.data.evaluation.evaluate`.
+    """
+    check_same(world, {**loader.identity, "metrics": list(metrics)})
+    means = evaluate(loader, measure, len(metrics), world.world_size, world.rank, check)
+    return dict(zip(metrics, means, strict=True))
+
+
+def checked_eval_loader(where: str, loader: Loader) -> Loader:
+    """Return a loader of evaluation data.
+
+    Raises:
+        UsageError: if it is none, or has no end.
+    """
+    check_loader(where, loader)
+    if loader.endless:
+        raise UsageError(f"{where} has no end.", "Give FunctionLoader(steps_per_epoch=...): an evaluation is an epoch.")
+    return loader

@@ -1,0 +1,74 @@
+"""The scripts of the pages that convert a script line by line."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from harness import Job
+
+import elastic_launch as el
+from elastic_launch.faults import FaultPlan
+
+CONVERT = Path(__file__).parents[2] / "examples" / "convert"
+NEEDED = pytest.mark.skipif(
+    find_spec("transformers") is None or find_spec("accelerate") is None, reason="pip install '.[frameworks]'"
+)
+ALL = pytest.mark.parametrize("name", ["ddp", "nanogpt", pytest.param("transformers", marks=NEEDED)])
+
+
+def arguments(name: str, directory: Path) -> list[str]:
+    return {
+        "ddp": ["2", "1", "--snapshot_path", str(directory / "snapshots")],
+        "nanogpt": [str(directory / "out")],
+        "transformers": ["--output_dir", str(directory)],
+    }[name]
+
+
+def weights(name: str, directory: Path) -> tuple[int, str]:
+    """The last step that a converted script has saved, and a hash of its weights."""
+    checkpoints = directory / {"ddp": "snapshots", "nanogpt": "out", "transformers": "checkpoints"}[name]
+    steps = [int(path.name.split(".")[0].removeprefix("step-")) for path in checkpoints.glob("step-*")]
+    digest = hashlib.sha256()
+    for key, value in sorted(el.load_checkpoint(checkpoints, weights_only=True)["model"].items()):
+        digest.update(key.encode() + value.numpy().tobytes())
+    return max(steps), digest.hexdigest()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@ALL
+def test_the_script_before_runs_under_torchrun_and_resumes(tmp_path: Path, name: str) -> None:
+    flags = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    options = arguments(name, tmp_path)
+    command = [sys.executable, *flags, str(CONVERT / name / "before.py"), *options]
+    for _ in range(2):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+    first = {"ddp": "Epoch 0 ", "nanogpt": "step 20:", "transformers": "epoch 0:"}[name]
+    assert first not in done.stdout, "it has resumed"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@ALL
+def test_the_script_after_has_the_undisturbed_weights_through_three_kills(job: Job, name: str) -> None:
+    script = str(CONVERT / name / "after.py")
+    alone, killed = job.directory / "alone", job.directory / "killed"
+    done = subprocess.run(
+        [sys.executable, script, *arguments(name, alone)], capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    plan = FaultPlan.fail_at(1, 7) + FaultPlan.fail_at(0, 20, round=2) + FaultPlan.fail_at(1, 31, round=3)
+    agent = job.launch(
+        "--standalone", "--nproc", "2", command=[script, *arguments(name, killed)], env=plan.environment()
+    )
+    assert agent.wait(200) == 0, agent.output
+    assert agent.output.count("ended with signal 9 (SIGKILL)") == 3, agent.output
+    assert weights(name, killed) == weights(name, alone)
+    last = [line for line in done.stdout.splitlines() if "epoch" in line.lower() or "step" in line][-1]
+    assert last in agent.output
