@@ -45,6 +45,9 @@ class Interval:
     steps: int | None
     seconds: float | None
 
+    def __str__(self) -> str:
+        return f"{self.seconds:g} s" if self.steps is None else f"{self.steps} steps"
+
     @staticmethod
     def parse(every: int | str) -> Interval:
         """Parse steps, 50 or ``"50ba"``, or a duration, ``"30s"``, ``"5min"`` or ``"2h"``.

@@ -36,6 +36,7 @@ class Evaluations:
         report: called once with each evaluation, on all ranks.
 
     Attributes:
+        every: the interval.
         history: all evaluations so far.
         running: whether one is being done between two steps.
     """
@@ -45,7 +46,7 @@ class Evaluations:
     ) -> None:
         self.history: list[Evaluation] = []
         self.running = False
-        self._every = every
+        self.every = every
         self._measure = measure
         self._report = report
         self._evaluated = 0  # the last step whose evaluation is done
@@ -55,15 +56,15 @@ class Evaluations:
 
     def due(self, step: int, *, end: bool) -> bool:
         """Whether the state after a step lacks its evaluation."""
-        if self._every is None or step <= self._evaluated:
+        if self.every is None or step <= self._evaluated:
             return False
-        return end or step == self._agreed or (self._every.steps is not None and step % self._every.steps == 0)
+        return end or step == self._agreed or (self.every.steps is not None and step % self.every.steps == 0)
 
     def wanted(self) -> bool:
         """Whether an evaluation is due by this rank's clock; True once for each."""
-        if self._every is None or self._every.seconds is None or self._asked:
+        if self.every is None or self.every.seconds is None or self._asked:
             return False
-        self._asked = time.monotonic() - self._last >= self._every.seconds
+        self._asked = time.monotonic() - self._last >= self.every.seconds
         return self._asked
 
     def agree(self, step: int) -> None:
@@ -100,7 +101,7 @@ class Evaluations:
     def state_dict(self) -> dict[str, Any]:
         history = [{"step": x.step, "epoch": x.epoch, "metrics": dict(x.metrics)} for x in self.history]
         state = {"history": history, "evaluated": self._evaluated}
-        if self._every is not None and self._every.seconds is not None:
+        if self.every is not None and self.every.seconds is not None:
             state["age"] = time.monotonic() - self._last  # so that frequent faults do not postpone the next one
         return state
 

@@ -489,6 +489,7 @@ class Loop:
             "exact": options.exact,
             "buffers": options.buffers,
             "metrics": list(options.metrics),
+            "evaluations every": None if options.evaluations is None else options.evaluations.every,
             "checkpoint": None if self._checkpoint is None else self._checkpoint.arguments,
             "saved objects": self._state.described(),
             "steps done": self._step,
