@@ -14,6 +14,8 @@ from harness import SCRIPTS, SLOWNESS, Job, read_lines
 from elastic_launch import snapshot
 from elastic_launch.faults import FaultPlan
 
+pytestmark = pytest.mark.timeout(600)
+
 SCRIPT = str(SCRIPTS / "schedules.py")
 LOGGERS = str(Path(__file__).parents[2] / "examples" / "loggers" / "train.py")
 EVALUATED = {"warm-up": [7, 14, 21, 28, 30], "epochs": [5, 10, 15, 20, 25, 30], "loop": [5, 10, 15, 20, 25, 30]}
@@ -53,6 +55,7 @@ def test_rates_and_evaluations_are_those_of_the_undisturbed_run(job: Job, form: 
         assert result[key] == undisturbed[key], key
 
 
+@pytest.mark.slow
 def test_a_loops_evaluation_that_a_kill_breaks_begins_again_in_the_next_round(job: Job) -> None:
     undisturbed = alone("loop", job.directory / "alone")
     options = ("--die-in-evaluation", "1:10:1")

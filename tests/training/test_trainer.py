@@ -27,6 +27,15 @@ INPUTS = torch.randn(44, 6, generator=GENERATOR)
 TARGETS = INPUTS[:, :3].argmax(dim=1)
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads of torch that wait for each other by spinning take seconds for a step on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def _accuracy(output: Tensor, target: Tensor) -> Tensor:
     return (output.argmax(dim=1) == target).float().mean()
 
@@ -240,7 +249,7 @@ def test_schedulers_are_stepped_after_steps_epochs_or_evaluations() -> None:
             "by step": by_step,
             "by two": el.Schedule(by_two, every="2ba"),
             "by epoch": el.Schedule(by_epoch, every=1),
-            "plateau": el.Schedule(plateau(optimizer), metric="accuracy"),
+            "plateau": el.Schedule(lr_scheduler.ReduceLROnPlateau(optimizer), metric="accuracy"),
         }
 
     def make(optimizer: torch.optim.Optimizer) -> Any:
@@ -295,7 +304,7 @@ def test_a_step_tells_its_learning_rates_and_the_norm_of_its_gradients() -> None
     case = Case(clip_norm=None)
     case.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 0.5})
     case.trainer.fit("4ba")
-    assert [end.lrs for end in case.seen.steps] == [(0.05, 0.5)] * 3 + [(0.025, 0.5)]
+    assert [end.lrs for end in case.seen.steps] == [(0.05, 0.5)] * 3 + [(0.025, 0.25)]
     assert [end.grad_norm for end in case.seen.steps] == [None] * 4
 
     measured, plain, clipped = Case(clip_norm=math.inf), Case(clip_norm=None), Case(clip_norm=0.1)

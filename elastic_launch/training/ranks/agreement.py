@@ -68,8 +68,8 @@ class Wishes:
     @staticmethod
     def of_counts(counts: Sequence[float]) -> Wishes:
         """Return what any rank wants, from the sums over the ranks of :meth:`counts`."""
-        wanted = [count > 0 for count in counts]
-        return Wishes(Stop(sum(wanted[: len(_STOPS)])), *wanted[len(_STOPS) :])
+        *levels, save, keep, evaluate, compare = (count > 0 for count in counts)
+        return Wishes(Stop(sum(levels)), save, keep, evaluate, compare)
 
 
 _STOPS = [stop for stop in Stop if stop is not Stop.NO]
@@ -152,5 +152,6 @@ class Agreement:
         (numbers, work), self._posted = self._posted, None
         work.wait()
         stop, *flags, most, most_inverted = numbers.tolist()
+        save, keep, evaluate, compare = map(bool, flags)
         # The maximum of the inverted checksums is the inverted minimum.
-        return agreed | Wishes(Stop(stop), *map(bool, flags), differs=most != ~most_inverted)
+        return agreed | Wishes(Stop(stop), save, keep, evaluate, compare, differs=most != ~most_inverted)
