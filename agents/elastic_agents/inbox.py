@@ -7,12 +7,14 @@ import itertools
 import queue
 import signal
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any, Generic, TypeVar
 
 from elastic_launch.clock import Clock
 from elastic_launch.observe.present import Present
+from elastic_launch.system.threads import VitalThread
 
 __all__ = [
     "REPEAT",
@@ -25,6 +27,7 @@ __all__ = [
     "LookDue",
     "SignalCaught",
     "SignalsTo",
+    "Withheld",
 ]
 
 T = TypeVar("T")
@@ -138,3 +141,42 @@ class SignalsTo:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._inbox.put(SignalCaught(number))
+
+
+class Withheld:
+    """Puts signals into an inbox that this process blocks, so that all processes that it starts block them, too.
+
+    Slurm, for one, sends a signal to every process of a step, which would end most of them. Threads that were started
+    before the signals were blocked may get them as well, so there must be none.
+    """
+
+    def __init__(self, numbers: Iterable[signal.Signals], inbox: Inbox[Any]) -> None:
+        self._numbers = frozenset(numbers)
+        self._inbox = inbox
+        self._closing = False
+        self._thread = VitalThread(self._take, "withheld signals")
+
+    def __enter__(self) -> Withheld:
+        if self._numbers:
+            signal.pthread_sigmask(signal.SIG_BLOCK, self._numbers)
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if not self._numbers:
+            return
+        self._closing = True
+        if self._thread.ident is not None and self._thread.is_alive():
+            with suppress(ProcessLookupError):
+                signal.pthread_kill(self._thread.ident, min(self._numbers))
+        self._thread.join(10)
+        while signal.sigtimedwait(self._numbers, 0) is not None:
+            pass
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._numbers)
+
+    def _take(self) -> None:
+        while True:
+            number = signal.sigwait(self._numbers)
+            if self._closing:
+                return
+            self._inbox.put(SignalCaught(number))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from elastic_agents.console import Consoles, announce, configure_logging
-from elastic_agents.inbox import Inbox, SignalsTo
+from elastic_agents.inbox import Inbox, SignalsTo, Withheld
 from elastic_agents.notices import watching
 from elastic_agents.prctl import set_dumpable
 from elastic_agents.probes.node_check import check_node
@@ -103,6 +103,7 @@ def run(
         level: of the launcher's own lines; None: as LOGLEVEL says.
         watcher: observes what the agent does.
     """
+    signal.pthread_sigmask(signal.SIG_BLOCK, claimed(config.notices))  # before any thread is started, see Withheld
     consoles = Consoles()
     with closing(consoles):
         configure_logging(config.log_format, node=config.node_id, consoles=consoles, quiet=config.torchrun, level=level)
@@ -166,7 +167,8 @@ def _run(config: LaunchConfig, begun: Bootstrap | None, consoles: Consoles, watc
     )
     reported = deaths_reported_to(inbox.put)
     served = ExitStack()
-    with closing(files), signals, reported, watchdog(inbox.put), served:
+    withheld = Withheld(claimed(config.notices), inbox)
+    with closing(files), signals, reported, withheld, watchdog(inbox.put), served:
         health, pages = served.enter_context(_health(config, begun)), served.enter_context(_pages(config, journal))
         if begun is None:
             announce(config)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
 import pytest
 
-from elastic_agents.inbox import Inbox, SignalCaught, SignalsTo
+from elastic_agents.inbox import Inbox, SignalCaught, SignalsTo, Withheld
 from elastic_launch.testing import FakeClock
 
 
@@ -149,3 +151,29 @@ def test_a_signal_ends_the_wait_of_the_main_thread(inbox: Inbox[object], handled
         thread.start()
         assert inbox.take() == SignalCaught(signal.SIGUSR1)
         thread.join()
+
+
+WITHHELD = """
+import os, signal, subprocess, sys
+from elastic_agents.inbox import Inbox, SignalCaught, Withheld
+from elastic_launch.clock import MonotonicClock
+inbox = Inbox(MonotonicClock())
+with Withheld([signal.SIGUSR1], inbox):
+    child = "import signal; print(signal.SIGUSR1 in signal.pthread_sigmask(signal.SIG_BLOCK, ()))"
+    subprocess.run([sys.executable, "-c", child], timeout=100, check=True)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert inbox.take() == SignalCaught(signal.SIGUSR1)
+assert signal.SIGUSR1 not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+"""
+
+
+def test_a_withheld_signal_is_an_item_and_is_blocked_in_a_child() -> None:
+    """In a process of its own: all threads of this one would have to block the signal."""
+    done = subprocess.run([sys.executable, "-c", WITHHELD], capture_output=True, text=True, timeout=100)
+    assert (done.stdout, done.stderr, done.returncode) == ("True\n", "", 0)
+
+
+def test_without_signals_to_withhold_there_is_no_thread(inbox: Inbox[object]) -> None:
+    threads = threading.active_count()
+    with Withheld([], inbox):
+        assert threading.active_count() == threads

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import SCRIPTS, Job, round_of, wait_for
+from harness import SCRIPTS, Job, round_of, tree, wait_for
 
 DIGITS = str(Path(__file__).parents[2] / "examples" / "digits" / "train.py")
 SIGNALLED = str(SCRIPTS / "signalled.py")
@@ -42,6 +43,22 @@ def test_a_signal_that_is_a_notice_does_not_reach_the_workers_and_leaves_them_wh
     assert agent.wait() == 143
     assert "stopped by SIGUSR2" in agent.output
     assert "SIGUSR2 is kept from" not in agent.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("executed", [False, True])
+def test_a_signal_to_each_process_of_a_job_is_a_notice_and_ends_none(job: Job, executed: bool) -> None:
+    """Slurm sends signals in this way."""
+    flags = ("--notice", "signal:USR1", *(("--no-warm",) if executed else ()))
+    agent = job.node("a", *flags, nproc=2, executed=executed)
+    number = round_of(job.world(2)[0])
+    for pid in tree(agent.process.pid):
+        os.kill(pid, signal.SIGUSR1)
+    assert agent.wait() == 143
+    assert "stopped by SIGUSR1" in agent.output
+    assert "guard" not in agent.output
+    assert "ended with signal" not in agent.output
+    assert [x["kind"] for x in job.events("round_broken") if x["round"] == number] == ["preemption"]
 
 
 def test_within_slurm_its_end_is_watched_and_its_signal_still_reaches_the_workers(job: Job) -> None:

@@ -12,8 +12,9 @@ __all__ = ["watch"]
 
 def watch(source: int) -> None:
     """Follow the agent's lines on a descriptor to their end; the guard's main function."""
-    # Signals to the agent's process group must not end the guard.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+    # Signals to the agent's process group, or to all processes of a job, must not end the guard.
+    ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+    for number in ends:
         signal.signal(number, signal.SIG_IGN)
     sids: set[int] = set()
     directories: set[str] = set()
