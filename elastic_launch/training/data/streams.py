@@ -281,7 +281,8 @@ class _Skipping:
         self._source, self._samples = samples, iter(samples)
         self._name, self._length, self._buffer = name, length, buffer
         self._at = 0
-        self._kept: deque[Any] = deque(maxlen=3 * buffer)  # places of two buffers next to each other are in 3 of these
+        # The places that a buffer needs of a shard may begin in one of the buffers that are read, and end in the next.
+        self._kept: deque[Any] = deque(maxlen=2 * buffer)
         self.is_open = True
         if not length:
             self._end()
