@@ -10,6 +10,7 @@ Only whole steps are saved.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -32,6 +33,8 @@ from elastic_launch.training.ranks.agreement import Agreement
 from elastic_launch.training.together import Optimizers
 
 __all__ = ["NonFiniteLossError", "Recovered", "RoundChange", "RoundOverError", "Step"]
+
+_log = logging.getLogger(__name__)
 
 
 class NonFiniteLossError(ElasticLaunchError):
@@ -506,11 +509,23 @@ class Step:
             self._unscale(self._scaler, chosen)
         if clip_norm is not None:
             self.clipped_norm = nn.utils.clip_grad_norm_(self._parameters_of(chosen), clip_norm)
+        if self.number == 1 and len(chosen) < len(self._optimizers):
+            self._warn_without_gradients(chosen)
         self._step_optimizers(chosen)
         self.loss, *metrics = means.values
         self.metrics = dict(zip(self._metric_names, metrics, strict=True))
         self.updated, self._pending = True, False
         self._done.append((self.loss, self.metrics))
+
+    def _warn_without_gradients(self, chosen: list[torch.optim.Optimizer]) -> None:
+        if self._gradients.rank == 0 and all(p.grad is None for p in self._parameters_of(chosen)):
+            name = next(name for name, each in self._optimizers.items() if each is chosen[0])
+            _log.warning(
+                "step.update(optimizer=%r): none of its parameters has a gradient in pass %d of the first step: is it "
+                "the right optimizer for this pass, and is nothing detached that it trains?",
+                name,
+                self._passes,
+            )
 
     def _exchanged_means(self) -> Means | None:
         """Return what the ranks have exchanged; None if the optimizers do not step here."""
@@ -545,7 +560,8 @@ class Step:
         They are the same on all ranks, and not scaled, also with a scaler. Changes in place take effect in
         :meth:`update`; make the same ones on all ranks. The names are those of ``model.named_parameters()``; a
         parameter that only an optimizer has is named by its place there. Parameters without a gradient are left out.
-        The result is empty if other ranks have done this pass, and this one only receives its result.
+        The result is empty if other ranks have done this pass, and this one only receives its result. Copy what must
+        outlive the step: its memory is used again.
 
         Args:
             optimizer: with several optimizers, the name of the one whose gradients to return; None: those of all.
@@ -599,9 +615,17 @@ class Step:
             # They count towards the norm of all gradients.
             torch._foreach_mul_([p.grad for p in others if p.grad is not None], 1 / scaler.get_scale())
         for each in chosen:
-            if id(each) not in self._unscaled:
-                self._unscaled.add(id(each))
-                scaler.unscale_(each)
+            if id(each) in self._unscaled:
+                continue
+            own = {id(p) for group in each.param_groups for p in group["params"]}
+            if own & self._unscaled:
+                raise UsageError(
+                    f"step {self.number}: two optimizers with a parameter in common are to step after the same pass, "
+                    "and the scaler would unscale its gradient twice.",
+                    "Give each optimizer a pass of its own, or leave out the scaler.",
+                )
+            self._unscaled |= own | {id(each)}
+            scaler.unscale_(each)
 
     def _step_optimizers(self, chosen: list[torch.optim.Optimizer]) -> None:
         self._settle()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import SCRIPTS, SLOWNESS, Agent, Job
+from harness import SCRIPTS, SLOWNESS, Agent, Job, wait_for
 
 SCRIPT = str(SCRIPTS / "passes.py")
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -65,6 +66,16 @@ def test_a_worker_may_end_at_any_place_of_a_step(
     assert result["restarts"] == 3
     assert len(kept(job)) == 3 * (workers - 1)
     assert result["resumed"] == (15 if place == "after" else 14)
+
+
+@pytest.mark.slow
+def test_a_new_process_leaves_out_all_passes_that_are_done(job: Job) -> None:
+    alone = undisturbed(job.directory / "alone", "--thrice")
+    ends = ["--end", "1:1:5:third:kill", "--end", "2:0:10:second:kill", "--end", "3:0:15:third:kill"]
+    command = [SCRIPT, str(job.directory), "--thrice", *ends]
+    result = finished(job, job.launch("--standalone", "--nproc", "2", command=command))
+    assert (result["hashes"], result["updates"]) == (alone["hashes"], alone["updates"])
+    assert (len(kept(job)), result["resumed"]) == (3, 14)
 
 
 @pytest.mark.slow
@@ -176,3 +187,20 @@ def test_the_examples_learn(tmp_path: Path) -> None:
     assert 0.8 < told["gan"]["radius"] < 1.2
     assert told["gan"]["spread"] < 0.3
     assert told["actor_critic"]["worth"] > -1.5
+
+
+@pytest.mark.slow
+def test_a_process_that_must_end_between_two_passes_saves_no_half_of_a_step(job: Job, alone: dict[str, Any]) -> None:
+    """The other node is lost, too few are left, and this one leaves: the next run begins at a whole step."""
+    options = [str(job.directory), "--checkpoint", str(job.directory / "checkpoints")]
+    command = [SCRIPT, *options, "--end", "1:1:5:between:lose"]
+    a = job.node("a", "--nnodes", "2", "--rdzv-conf", "is_host=true", "--node-rank", "0", command=command)
+    b = job.node("b", "--nnodes", "2", "--rdzv-conf", "is_host=false", "--node-rank", "1", command=command)
+    b.wait(60)
+    wait_for("a suspended worker", lambda: job.events("round_broken"), 30)
+    a.says("parked")
+    a.signal(signal.SIGTERM)
+    assert a.wait(60) != 0, a.output
+    assert not (job.directory / "result.json").exists()
+    result = finished(job, job.launch("--standalone", name="later", command=[SCRIPT, *options]))
+    assert (result["hashes"], result["updates"]) == (alone["hashes"], alone["updates"])

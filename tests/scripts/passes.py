@@ -2,7 +2,7 @@
 
 The discriminator is trained in every step, the generator in every fifth one. Between the two passes the script changes
 something of its own that is saved. ``--end R:K:S:PLACE:HOW``: in round R, rank K ends at a PLACE of step S: ``first``
-or ``second`` (in the forward pass of the first or second pass), ``between`` or ``after``, and HOW is ``kill``, ``lose``
+``second`` or ``third`` (in the forward pass of that pass), ``between`` or ``after``, and HOW is ``kill``, ``lose``
 (with its agent) or ``raise``. ``--behind R:K:S``: there the first pass' exchange fails on this rank alone, when the
 others have it. Rank 0 writes ``result.json``.
 """
@@ -20,6 +20,7 @@ from torch.nn.functional import softplus
 
 import elastic_launch as el
 from elastic_launch.training import steps
+from elastic_launch.training.checkpoints.snapshot_interval import Rhythm
 from elastic_launch.training.gradients.means import MeanTable
 
 EVERY = 5
@@ -62,6 +63,9 @@ def main() -> None:
     parser.add_argument("--freeze", action="store_true", help="freeze networks in some steps and passes")
     parser.add_argument("--carry", action="store_true", help="use in the second pass what the first one has left")
     parser.add_argument("--exchange", action="store_true", help="exchange something between the two passes")
+    parser.add_argument("--thrice", action="store_true", help="a third pass after the second one")
+    parser.add_argument("--micro", type=int, default=4)
+    parser.add_argument("--checkpoint")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--end", action="append", default=[])
     parser.add_argument("--behind")
@@ -76,7 +80,7 @@ def main() -> None:
         schedulers = {name: torch.optim.lr_scheduler.StepLR(each, 5) for name, each in optimizers.items()}
         average = Average(d)
         run.register("average", average)
-        loader = el.ElasticLoader(real, el.GlobalBatch(16, 4))
+        loader = el.ElasticLoader(real, el.GlobalBatch(16, args.micro))
         if args.behind:
             number, rank, step_number = map(int, args.behind.split(":"))
             behind(run, (number, rank), step_number)
@@ -92,6 +96,9 @@ def main() -> None:
 
         losses = []
         options: dict[str, Any] = {"scheduler": schedulers, "exact": not args.default}
+        if args.checkpoint:
+            options["checkpoint"] = el.Checkpoint(args.checkpoint, every=1000)
+            Rhythm.due = lambda self, step: step < 3  # type: ignore[method-assign]
         for step in run.steps(loader, {"g": g, "d": d}, optimizers, until=f"{args.steps}ba", **options):
             fakes: list[Tensor] = []
             g[0].requires_grad_(not args.freeze or step.number > 3)
@@ -114,6 +121,12 @@ def main() -> None:
                 step.update(optimizer="g", clip_norm=1.0)
                 losses.append(step.loss)
                 d.requires_grad_(True)
+            if step.number % EVERY == 0 and args.thrice:
+                average.update(d)
+                for x in step:
+                    reached("third", step)
+                    step.backward(softplus(-d(x)).mean() + average.values[0].sum() * d(x).square().mean())
+                step.update(optimizer="d")
             reached("after", step)
             for scheduler in schedulers.values():
                 scheduler.step()

@@ -529,3 +529,26 @@ def test_the_guides_sharpness_aware_minimization_is_that_of_a_plain_loop() -> No
                 p.copy_(old)
         descent.step()
     torch.testing.assert_close(list(space["model"].parameters()), list(plain.parameters()), rtol=1e-4, atol=1e-5)  # type: ignore[attr-defined]
+
+
+def test_a_gradient_is_not_unscaled_for_two_optimizers() -> None:
+    shared, scaler = nn.Linear(4, 1), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizers = {name: torch.optim.SGD(shared.parameters(), 0.1) for name in "ab"}
+    step = next(loop := _run().steps(_loader(), shared, optimizers, until=1, scaler=scaler))
+    for x in step:
+        step.backward(shared(x).square().mean())
+    with pytest.raises(UsageError, match="unscale its gradient twice"):
+        step.update()
+    loop.close()  # type: ignore[attr-defined]
+
+
+def test_an_optimizer_that_gets_no_gradient_in_its_pass_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    gan = Gan()
+    for step in _run().steps(_loader(), gan.models, gan.optimizers, until="2ba"):
+        for name in ("g", "d"):  # in the wrong order: what the first pass trains is d alone
+            for x in step:
+                step.backward(gan.loss_d(x))
+            step.update(optimizer=name)
+    assert [record.message[:55] for record in caplog.records] == [
+        "step.update(optimizer='g'): none of its parameters has "
+    ]
