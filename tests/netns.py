@@ -11,9 +11,10 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 
-__all__ = ["Host", "Net", "missing", "net"]
+__all__ = ["Host", "Net", "kill_all", "missing", "net"]
 
 CABLE = "cable0"
 """The name of the interface on every host."""
@@ -37,6 +38,15 @@ def ip(*arguments: str) -> str:
     return done.stdout
 
 
+def kill_all(name: str) -> None:
+    """Kill the processes in a network namespace, and those that they start meanwhile."""
+    deadline = time.monotonic() + 10
+    while (pids := ip("netns", "pids", name).split()) and time.monotonic() < deadline:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+
+
 class Host:
     """A network namespace with one address."""
 
@@ -45,6 +55,7 @@ class Host:
         self.address = address
         self.prefix = ("ip", "netns", "exec", name)
         """The prefix of a command that is to run on this host."""
+        self.env = {"GLOO_SOCKET_IFNAME": CABLE}
         self._ends = {"switch": (switch, port), "host": (name, CABLE)}
 
     def cut(self, end: str = "switch") -> None:
@@ -94,9 +105,7 @@ class Net:
             self._remove(name)
 
     def _remove(self, name: str) -> None:
-        for pid in ip("netns", "pids", name).split():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
+        kill_all(name)
         ip("netns", "del", name)  # and with it its interfaces
 
     def _host(self, number: int) -> Host:
