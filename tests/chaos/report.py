@@ -52,7 +52,6 @@ def figures(outcomes: list[dict[str, Any]]) -> str:
         f"| on c10d, on etcd | {sum(not p['members'] for p in plans)}, {sum(p['members'] > 0 for p in plans)} |",
         f"| with workers that keep their processes, with workers that restart | {live}, {len(plans) - live} |",
         f"| faults planned, landed | {planned.total()}, {landed.total()} |",
-        f"| rounds | {_sum(outcomes, 'rounds')} |",
         f"| restarts charged | {_sum(outcomes, 'restarts')} |",
         f"| rounds that ended after an agreed step | {_sum(outcomes, 'resizes')} |",
         f"| places that workers took without a new process | {_sum(outcomes, 'kept')} |",

@@ -303,6 +303,7 @@ class Scene:
         if max(done) != STEPS or len(done) < STEPS - len(self.plan.all) - 1:
             raise Problem(f"{len(done)} steps of {STEPS} were noted")
         self._check_saved()
+        self._check_drained()
         self._check_torn()
         if any(kind == "out of memory" for kind, _ in self.struck) and not self._says("for lack of memory"):
             raise Problem("the log does not say that the kernel killed a worker for lack of memory")
@@ -326,6 +327,18 @@ class Scene:
             if resumed["step"] < durable:
                 text = f"round {resumed['round']} resumed at step {resumed['step']}, and step {durable} was saved"
                 raise Problem(text)
+
+    def _check_drained(self) -> None:
+        """A round that was drained for a node that joins costs no step, unless a fault comes between."""
+        resumed = read_lines(self.job.work / "resumed.jsonl")
+        for event in self.job.events("round_drained"):
+            after = [x for x in resumed if x["clock"] > event["clock"]]
+            if event["kind"] != "membership" or not after:
+                continue
+            struck = [when for _, when in self.struck if event["clock"] - SETTLED < when < after[0]["clock"]]
+            if not struck and after[0]["step"] < event["step"]:
+                text = f"round {event['round']} was drained after step {event['step']}"
+                raise Problem(f"{text}, and the next one resumed at step {after[0]['step']}")
 
     def _check_torn(self) -> None:
         """After a damaged checkpoint the run begins with the newest whole one, and names the damaged one."""
@@ -481,7 +494,7 @@ def run(plan: Plan, directory: Path, expected: str) -> Outcome:
     outcome.landed = scene.phases()
     outcome.seconds = time.monotonic() - began
     events = scene.job.events()
-    outcome.rounds = max((e["round"] for e in events if e["event"] == "round_formed"), default=0)
+    outcome.rounds = sum(e["event"] == "round_formed" for e in events)
     outcome.restarts = max((e["restarts"] for e in events if e["event"] in ("round_formed", "run_ended")), default=0)
     outcome.resizes = sum(e["event"] == "round_drained" for e in events)
     outcome.kept = sum(e["event"] == "worker_kept" for e in events)
