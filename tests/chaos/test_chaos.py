@@ -52,4 +52,5 @@ def test_figures_are_written_between_the_marks_of_a_page(tmp_path: Path) -> None
 
 def test_a_seed_is_a_plan() -> None:
     assert [draw(seed) for seed in range(50)] == [draw(seed) for seed in range(50)]
+    assert not any(plan.hosts and plan.limited for plan in map(draw, range(300)))
     assert {fault.kind for seed in range(300) for fault in draw(seed).faults} == KINDS.keys()
