@@ -101,7 +101,7 @@ def test_a_loggers_lines_are_those_of_the_undisturbed_run(job: Job, rank: int, f
 
 @pytest.mark.slow
 def test_tensorboard_hides_what_was_done_again(job: Job) -> None:
-    pytest.importorskip("tensorboard")
+    pytest.importorskip("tensorboard", reason="needs tensorboard, which make env with --frameworks brings")
     command = [LOGGERS, "--log", str(job.work / "log.jsonl"), "--tensorboard", str(job.work / "board")]
     flags = ("--standalone", "--nproc", "2", "--no-live")
     agent = job.launch(*flags, command=command, env=FaultPlan.fail_at(0, 10).environment())
