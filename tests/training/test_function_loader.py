@@ -76,7 +76,7 @@ def test_lengths_in_epochs_need_them() -> None:
         trainer.fit("3ba")
         assert trainer.step == 3
         endless = trainer.loader
-        with pytest.raises(UsageError, match=r"eval_loader=...\) has no end"):
+        with pytest.raises(UsageError, match=r"Trainer.evaluate\(loader\) has no end"):
             trainer.evaluate(endless)
 
 
