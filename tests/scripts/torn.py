@@ -48,11 +48,11 @@ new_gradients = Loop._new_gradients
 lost = len(sys.argv) > 3 and local_rank != behind
 
 
-def lost_in_round_2(loop: Loop) -> Any:
+def lost_in_round_2(loop: Loop, world: World) -> Any:
     if os.environ["ELASTIC_LAUNCH_ROUND"] == "2" and lost:
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
-    return new_gradients(loop)
+    return new_gradients(loop, world)
 
 
 Step._exchange = torn  # type: ignore[method-assign]
