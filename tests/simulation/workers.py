@@ -77,9 +77,13 @@ class SimWorkers:
         newcomer, random = self._newcomers, self.node.kernel.random
 
         def end() -> None:
+            code = random.choice((-9, -9, 1))
             if newcomer == self._newcomers and self.ahead:
                 self.ahead = False
-                self._tell(v.AheadGone(0, random.choice((-9, -9, 1))))
+                self._tell(v.AheadGone(0, code))
+            elif newcomer == self._newcomers and self._unplaced and self.round is not None:
+                self._unplaced = False
+                self._gone(code)
 
         def come() -> None:
             if newcomer == self._newcomers and (self.ahead or self._unplaced):
