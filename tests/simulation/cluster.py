@@ -145,7 +145,10 @@ class Cluster:
 
     @property
     def trains(self) -> bool:
-        """Whether all living nodes (up to the maximum) train in one round, or have finished there."""
+        """Whether all living nodes (up to the maximum) train in one round, or have finished there.
+
+        Nodes do not count that the leader leaves out because of their workers' faults.
+        """
         record, nodes = self.record, self.nodes
         if record is None or not nodes or any(node.view.leaving is not None for node in nodes):
             return False
@@ -154,9 +157,15 @@ class Cluster:
         finished = any(node.view.phase is Phase.FINISHED for node in members)
         well = all(number in (node.workers.training, *node.workers.done) and _works(node, number) for node in members)
         complete = len(members) == len(record.round.members)
-        full = len(members) == min(len(nodes), self.limits.max_nodes) or finished
+        wanted = [node for node in nodes if node in members or not self._leaves_out(node)]
+        full = len(members) == min(len(wanted), self.limits.max_nodes) or finished
         others = all(not node.workers.training for node in nodes if node not in members)
         return bool(members) and well and complete and full and others
+
+    def _leaves_out(self, node: SimNode) -> bool:
+        leader = self.leader
+        known = leader.leading.machine.nodes.get(node.node_id) if leader is not None and leader.leading else None
+        return known is not None and known.excluded
 
     def recover(self) -> None:
         """Without further faults, the run trains or has ended.
