@@ -21,6 +21,7 @@ from torch.utils.data import TensorDataset
 
 import elastic_launch as el
 from elastic_launch.training.loop import Loop
+from elastic_launch.training.ranks.world import World
 from elastic_launch.training.steps import Step
 
 # What is put in the place of the library's functions below counts as the library's own.
