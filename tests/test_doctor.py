@@ -80,7 +80,7 @@ def test_an_interface_that_does_not_exist_is_named(
     code, lines = told(capsys)
     assert code == 1
     (found,) = [line for line in lines if "NCCL_SOCKET_IFNAME" in line]
-    assert found.startswith("error    NCCL_SOCKET_IFNAME names nosuch0, which is no interface here.")
+    assert found.startswith("error    NCCL_SOCKET_IFNAME names nosuch0, and this host has no such interface.")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "^nosuch0")
     assert told(capsys)[0] == 0, "it excludes interfaces"
 
@@ -138,9 +138,9 @@ def test_a_stranger_at_the_endpoint_is_named(capsys: pytest.CaptureFixture[str])
     with answering(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
         code, lines = told(capsys, "--rdzv-endpoint", f"127.0.0.1:{port}")
         assert code == 1
-        assert f"error    What listens at 127.0.0.1:{port} is no leader of elastic-launch" in lines[-1]
+        assert f"error    What listens at 127.0.0.1:{port} does not answer as a run's leader" in lines[-1]
         assert main(["status", "--rdzv-endpoint", f"127.0.0.1:{port}"]) == ExitCode.RENDEZVOUS
-        assert "is no leader of elastic-launch" in capsys.readouterr().err
+        assert "does not answer as a run's leader" in capsys.readouterr().err
 
 
 def test_a_stranger_that_says_nothing_is_named(
@@ -189,10 +189,10 @@ def test_the_interface_of_an_address_is_found() -> None:
 def test_a_name_is_usable_if_it_has_an_address_that_others_reach(
     found: list[str], usable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def getaddrinfo(*args: object) -> list[tuple[object, ...]]:
+    def getaddrinfo(*args: object, **more: object) -> list[tuple[object, ...]]:
         if not found:
             raise socket.gaierror(-2, "unknown")
-        return [(0, 0, 0, "", (address, 0)) for address in found]
+        return [(socket.AF_INET, 0, 0, "", (address, 0)) for address in found]
 
     monkeypatch.setattr(addresses.socket, "getaddrinfo", getaddrinfo)
     assert addresses.has_usable_name(5.0) is usable
@@ -200,9 +200,9 @@ def test_a_name_is_usable_if_it_has_an_address_that_others_reach(
 
 def test_a_resolver_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = threading.Event()
-    monkeypatch.setattr(addresses.socket, "getaddrinfo", lambda *args: answer.wait(20) and [])
+    monkeypatch.setattr(addresses.socket, "getaddrinfo", lambda *args, **more: answer.wait(20) and [])
     assert not addresses.has_usable_name(0.01)
     answer.set()
     for thread in threading.enumerate():
-        if thread.name == "own-name":
+        if thread.name == "bounded call":
             thread.join(20)

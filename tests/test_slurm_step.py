@@ -8,7 +8,7 @@ import pytest
 
 from elastic_launch.cli.flags import Values, split
 from elastic_launch.cli.main import parse
-from elastic_launch.cli.slurm import Step, expand, found_out, sentence
+from elastic_launch.cli.slurm import JobStep, expand, found_out, sentence
 from elastic_launch.errors import UsageError
 
 STEP = {
@@ -156,7 +156,7 @@ def test_a_requeued_job_says_so() -> None:
 
 
 def test_a_step_without_a_node_name_has_no_rank() -> None:
-    step = Step.of({**STEP, "SLURMD_NODENAME": ""})
+    step = JobStep.of({**STEP, "SLURMD_NODENAME": ""})
     assert step is not None
     assert step.tasks == 1
     assert "--node-rank" not in told(SLURMD_NODENAME="")

@@ -73,11 +73,11 @@ PATIENCE = 3.0
 class _Journal:
     """Writes events to the node's file; prints the leader's decisions, and their cost, as one line each."""
 
-    def __init__(self, file: JsonLines, clock: Clock, watcher: Watcher | None) -> None:
+    def __init__(self, file: JsonLines, clock: Clock, watcher: Watcher | None, metrics: NodeMetrics | None) -> None:
         self._file = file
         self._watcher = watcher
         self.ledger = LiveLedger(clock)
-        self.metrics: NodeMetrics | None = None
+        self.metrics = metrics
 
     def emit(self, event: Event) -> None:
         self._file.emit(event)
@@ -150,6 +150,7 @@ def _run_foreign(config: LaunchConfig) -> int:
 def _run(config: LaunchConfig, begun: Bootstrap | None, consoles: Consoles, watcher: Watcher | None) -> int:
     clock = MonotonicClock()
     inbox: Inbox[object] = Inbox(clock)
+    metrics = _metrics(config)
     set_dumpable(False)
     raise_limit()
     reserve()
@@ -164,6 +165,7 @@ def _run(config: LaunchConfig, begun: Bootstrap | None, consoles: Consoles, watc
         ),
         clock,
         watcher,
+        metrics,
     )
     reported = deaths_reported_to(inbox.put)
     served = ExitStack()
@@ -236,17 +238,23 @@ def _health(config: LaunchConfig, begun: Bootstrap | None) -> Iterator[Health | 
         yield health
 
 
+def _metrics(config: LaunchConfig) -> NodeMetrics | None:
+    if config.http is None:
+        return None
+    from elastic_launch.observe.metrics import NodeMetrics
+
+    return NodeMetrics(config.run_id, config.node_id, __version__)
+
+
 @contextmanager
 def _pages(config: LaunchConfig, journal: _Journal) -> Iterator[Health | None]:
     """Serve the node's metrics and status, if that is configured."""
-    if config.http is None:
+    if journal.metrics is None:
         yield None
         return
     from elastic_agents.probes.health import Health, page_listener
     from elastic_agents.probes.pages import node_pages
-    from elastic_launch.observe.metrics import NodeMetrics
 
-    journal.metrics = NodeMetrics(config.run_id, config.node_id, __version__)
     listener = page_listener(config)
     assert listener is not None
     with closing(Health(listener, node_pages(config, journal.metrics, journal.ledger))) as pages:

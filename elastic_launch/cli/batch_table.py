@@ -53,7 +53,7 @@ def _range(text: str) -> tuple[int, int]:
         raise UsageError(f"--world {text!r} is not a number of workers.", "Write N or MIN:MAX.") from None
     if not 1 <= low <= high < low + MOST:
         raise UsageError(
-            f"--world {low}:{high} is no range of workers.",
+            f"--world {low}:{high} is not a range of workers.",
             f"Write MIN:MAX with 1 <= MIN <= MAX, at most {MOST} sizes.",
         )
     return low, high

@@ -13,7 +13,6 @@ import shutil
 import socket
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ from elastic_launch.rendezvous.wire.addresses import (
     try_listen,
 )
 from elastic_launch.system.plain_text import plain
+from elastic_launch.system.threads import within
 
 __all__ = ["examine"]
 
@@ -106,14 +106,14 @@ def examine(address: Address | None, log_dir: Path, environ: Mapping[str, str]) 
     ]
     if address is not None:
         checks.append(lambda: _run(address))
-    worst = Level.GOOD
+    failed = False
     for check in checks:
         for found in check():
             print(plain(f"{found.level.value:<8} {found.text}"), flush=True)
             if found.remedy:
                 print(plain(f"{'':<8} -> {found.remedy}"), flush=True)
-            worst = Level.ERROR if Level.ERROR in (worst, found.level) else found.level
-    return ExitCode.TRAINING_FAILED if worst is Level.ERROR else ExitCode.DONE
+            failed |= found.level is Level.ERROR
+    return ExitCode.TRAINING_FAILED if failed else ExitCode.DONE
 
 
 # This host.
@@ -171,7 +171,9 @@ def _interfaces(environ: Mapping[str, str]) -> Findings:
         wanted = environ.get(variable, "")
         for name in filter(None, wanted.removeprefix("=").split(",")):
             if not wanted.startswith("^") and not any(found.startswith(name) for found in known):
-                yield error(f"{variable} names {name}, which is no interface here.", f"There are: {', '.join(known)}.")
+                yield error(
+                    f"{variable} names {name}, and this host has no such interface.", f"There are: {', '.join(known)}."
+                )
 
 
 def _resources() -> Findings:
@@ -295,23 +297,7 @@ def _timed(act: Callable[[], T]) -> tuple[T, float]:
     """Return a result and the seconds that it took.
 
     Raises:
-        TimeoutError: if it takes more than :data:`PATIENCE`. The thread that waits for it is left behind.
+        TimeoutError: if it takes more than :data:`PATIENCE`.
     """
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(act())
-        except (OSError, UnicodeError, ElasticLaunchError) as problem:
-            errors.append(problem)
-
     began = time.monotonic()
-    thread = threading.Thread(target=run, daemon=True, name="doctor")
-    thread.start()
-    thread.join(PATIENCE)
-    if errors:
-        raise errors[0]
-    if not results:
-        raise TimeoutError(f"no answer within {PATIENCE:g} s")
-    return results[0], time.monotonic() - began
+    return within(PATIENCE, "it", act), time.monotonic() - began

@@ -34,7 +34,7 @@ from elastic_launch.config.launch_config import (
 from elastic_launch.config.settings import Setting
 from elastic_launch.errors import ElasticLaunchError, EndpointError, ExitCode, RendezvousError, StoreError, UsageError
 from elastic_launch.events.types import counted
-from elastic_launch.observe.__main__ import show_report
+from elastic_launch.observe.report import show_report
 from elastic_launch.rendezvous.admin import messages as a
 from elastic_launch.rendezvous.admin.client import Address, AdminClient, RunEndedError
 from elastic_launch.rendezvous.run_file import FoundRun, RunAddress, find
@@ -293,7 +293,7 @@ def _events(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    show_report(_directory(options), as_json=options.json, html=Path(options.html) if options.html else None)
+    show_report(_directory(options), as_object=options.json, html=Path(options.html) if options.html else None)
     return ExitCode.DONE
 
 

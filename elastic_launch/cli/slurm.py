@@ -20,7 +20,7 @@ from elastic_launch.config.backends import BACKENDS
 from elastic_launch.config.launch_config import parse_endpoint, parse_nnodes
 from elastic_launch.errors import UsageError
 
-__all__ = ["Step", "expand", "found_out", "sentence"]
+__all__ = ["JobStep", "expand", "found_out", "sentence"]
 
 SOURCE = "Slurm job "
 
@@ -37,7 +37,7 @@ _EVERY_HOST = re.compile(r"localhost(\.localdomain)?|127\.[\d.]+|::1", re.IGNORE
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class JobStep:
     """The job, and the step in which srun has started this process.
 
     Attributes:
@@ -58,7 +58,7 @@ class Step:
     tasks: int
 
     @classmethod
-    def of(cls, environ: Mapping[str, str]) -> Step | None:
+    def of(cls, environ: Mapping[str, str]) -> JobStep | None:
         """Read Slurm's variables; None outside of a job, and in one of several components (``SLURM_HET_SIZE``)."""
         job, listed, name = (environ.get(f"SLURM{what}", "") for what in ("_JOB_ID", "_JOB_NODELIST", "D_NODENAME"))
         number, of_step = environ.get("SLURM_STEP_ID", ""), environ.get("SLURM_STEP_NODELIST", "")
@@ -110,7 +110,7 @@ def found_out(values: Values) -> Mapping[str, Sourced]:
     Raises:
         UsageError: if the agents, as they were started, cannot be one run.
     """
-    step = Step.of(values.environ)
+    step = JobStep.of(values.environ)
     if step is None or values.switch("--standalone"):
         return {}
     given = values.text("--nnodes")
@@ -148,7 +148,7 @@ def _hosted_as_told(values: Values) -> bool:
     return any("is_host" in text for text in texts)
 
 
-def _check_start(step: Step, high: int) -> None:
+def _check_start(step: JobStep, high: int) -> None:
     """Check that this process is the only agent of this node, and not the only one of the run."""
     if step.tasks > 1:
         raise UsageError(
@@ -165,7 +165,7 @@ def _check_start(step: Step, high: int) -> None:
         )
 
 
-def _check_place(step: Step, values: Values, low: int) -> None:
+def _check_place(step: JobStep, values: Values, low: int) -> None:
     """Check that the run's host, and enough nodes, are in the job."""
     for flag in ("--rdzv-endpoint", "--master-addr"):
         if (text := values.text(flag)) is None:

@@ -1,15 +1,20 @@
-"""The ledger of a run's directory, as text and as JSON."""
+"""The ledger of a run's directory, as text, as JSON and as an HTML page."""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
+from elastic_launch.errors import UsageError
 from elastic_launch.observe.ledger import PARTS, Incident, Ledger, build
-from elastic_launch.observe.reading import Host
+from elastic_launch.observe.page import as_page
+from elastic_launch.observe.reading import Host, event_files, read
 
-__all__ = ["as_json", "as_table", "joined"]
+__all__ = ["as_json", "as_table", "joined", "show_report"]
 
 _HEADINGS = ("", "rounds", "kind", "detect", "stop", "form", "start", "restore", "first", "still", "lost", "cause")
 
@@ -83,3 +88,33 @@ def _row(incident: Incident) -> tuple[str, ...]:
 def as_json(node: str, ledger: Ledger) -> dict[str, Any]:
     """Return the ledger's fields, its ``goodput``, and ``node``, the node whose clock it uses."""
     return {"node": node, "goodput": ledger.goodput, **asdict(ledger)}
+
+
+def show_report(directory: Path, *, as_object: bool, html: Path | None) -> None:
+    """Print the ledger of a run's directory, or write it to an HTML file.
+
+    Args:
+        as_object: print one JSON object instead of a table.
+        html: write this file instead.
+
+    Raises:
+        UsageError: if there is nothing to read, or the file cannot be written.
+    """
+    hosts = [read(path) for path in event_files(directory)]
+    for complaint in (text for host in hosts for text in host.complaints):
+        print(f"elastic_launch.observe: {complaint}", file=sys.stderr)
+    hosts = [host for host in hosts if host.chronicle.since is not None]
+    if not hosts:
+        raise UsageError(f"The event files in {directory} have no event that can be read.")
+    node, ledger = joined(hosts)
+    if html is not None:
+        name = event_files(directory)[0].resolve().parent.name
+        (host,) = (host for host in hosts if host.node == node)
+        try:
+            html.write_text(as_page(name, host, ledger))
+        except OSError as error:
+            raise UsageError(f"--html {html} cannot be written: {error.strerror}.") from error
+    elif as_object:
+        print(json.dumps(as_json(node, ledger), indent=2))
+    else:
+        print(as_table(ledger))

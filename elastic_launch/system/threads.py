@@ -1,4 +1,4 @@
-"""Threads that a process depends on: their unexpected end is reported to the process's main loop."""
+"""Threads that a process depends on, whose unexpected end is reported to its main loop; and calls that may hang."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
-__all__ = ["ThreadDied", "VitalThread", "deaths_reported_to"]
+from elastic_launch.errors import ElasticLaunchError
+
+__all__ = ["ThreadDied", "VitalThread", "deaths_reported_to", "within"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,3 +89,35 @@ def deaths_reported_to(listener: Listener) -> Iterator[None]:
     finally:
         with _lock:
             _listeners.remove(listener)
+
+
+def within(seconds: float, what: str, function: Callable[[], T]) -> T:
+    """Run a function that may hang, and return its result: a file system or a resolver may have lost its server.
+
+    Args:
+        seconds: maximum time to wait.
+        what: what the function does, for the error.
+        function: runs in a thread.
+
+    Raises:
+        TimeoutError: if it takes longer; its thread remains.
+    """
+    results: list[T] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            results.append(function())
+        except (ElasticLaunchError, OSError) as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="bounded call", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise TimeoutError(f"{what} took more than {seconds:g} s")
+    if errors:
+        raise errors[0]
+    if not results:
+        raise ElasticLaunchError(f"{what} failed; the traceback is above")
+    return results[0]

@@ -62,7 +62,7 @@ class Interval:
         if match and match[2] in _UNITS and number > 0:
             return Interval(None, number * _UNITS[match[2]])
         raise UsageError(
-            f"every={every!r} is no interval.", 'Write steps as 50 or "50ba", a duration as "30s", "5min" or "2h".'
+            f"every={every!r} is not an interval.", 'Write steps as 50 or "50ba", a duration as "30s", "5min" or "2h".'
         )
 
     @staticmethod
@@ -78,7 +78,7 @@ class Interval:
         if match and match[2] in ("", "ep", "ba") and match[1].isdigit() and int(match[1]):
             return Interval(total_steps(every, steps_per_epoch), None)
         raise UsageError(
-            f"every={every!r} is no interval.", 'Write epochs as "1ep", steps as "50ba", a duration as "5min".'
+            f"every={every!r} is not an interval.", 'Write epochs as "1ep", steps as "50ba", a duration as "5min".'
         )
 
     def due(self, steps: int, seconds: float) -> bool:

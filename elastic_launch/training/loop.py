@@ -18,7 +18,7 @@ from elastic_launch.batch import BatchError, BatchPlan, GlobalBatch
 from elastic_launch.errors import UsageError
 from elastic_launch.shared_progress import Activity
 from elastic_launch.snapshot.storage.listing import positions
-from elastic_launch.training.checkpoints.branches import within
+from elastic_launch.system.threads import within
 from elastic_launch.training.checkpoints.checkpoint import Checkpoint, Outcome, Resumed
 from elastic_launch.training.checkpoints.memory import settled
 from elastic_launch.training.checkpoints.saving import Live
@@ -578,8 +578,10 @@ class Loop:
         evaluations, engine = self._options.evaluations, self._engine
         # The first rank's clock decides for all.
         wanted = evaluations is not None and engine.world.rank == 0 and evaluations.wanted()
-        how = {"end": end, "by_step": True, "keep": keep, "evaluate": wanted}
-        engine.step_boundary(self._step, self._loader.identity, self._state, stays=stays, **how)
+        identity, state = self._loader.identity, self._state
+        engine.step_boundary(
+            self._step, identity, state, end=end, stays=stays, by_step=True, keep=keep, evaluate=wanted
+        )
         if evaluations is not None and engine.evaluates:
             engine.evaluates = False
             evaluations.agree(self._step + 1)

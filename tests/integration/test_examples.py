@@ -71,7 +71,7 @@ def test_the_digits_are_learned_at_the_default_options(job: Job, tmp_path: Path)
     [
         (["--epochs", "0"], "argument --epochs: 0 is less than 1"),
         (["--epochs", "some"], "argument --epochs: invalid positive value: 'some'"),
-        (["--every", "nonsense"], "every='nonsense' is no interval."),
+        (["--every", "nonsense"], "every='nonsense' is not an interval."),
         (["--micro-batch", "65"], "--micro-batch 65 is more than --global-batch 64"),
     ],
 )

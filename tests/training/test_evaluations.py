@@ -189,7 +189,7 @@ def test_a_wish_to_evaluate_reaches_all_ranks() -> None:
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        ({"every": "often"}, {}, "every='often' is no interval"),
+        ({"every": "often"}, {}, "every='often' is not an interval"),
         ({"metrics": "loss"}, {}, "Give a list of names"),
         ({"metrics": ["loss"]}, {}, r"returned \['accuracy', 'loss'\]; its metrics are \['loss'\]"),
         ({"measure": lambda batch: 1.0}, {}, "returned float"),

@@ -27,8 +27,9 @@ from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter
 from elastic_launch.snapshot.storage import owner
 from elastic_launch.snapshot.storage import url_storage as storage
 from elastic_launch.snapshot.storage.owner import claim
+from elastic_launch.system.threads import within
 from elastic_launch.training.checkpoints import checkpoint as checkpoints
-from elastic_launch.training.checkpoints.branches import Branch, following, within
+from elastic_launch.training.checkpoints.branches import Branch, following
 from elastic_launch.training.engine import Engine
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.ranks.world import World

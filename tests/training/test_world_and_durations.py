@@ -88,7 +88,7 @@ def test_intervals(every: int | str, steps: int | None, seconds: float | None) -
 
 @pytest.mark.parametrize("every", [0, -1, "0s", "", "1.5", "5 parsecs"])
 def test_an_invalid_interval_is_refused(every: int | str) -> None:
-    with pytest.raises(UsageError, match="is no interval"):
+    with pytest.raises(UsageError, match="is not an interval"):
         Interval.parse(every)
 
 

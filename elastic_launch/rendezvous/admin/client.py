@@ -205,7 +205,8 @@ class AdminClient:
             orders = [m.unpack(line) for line in self._channel.feed(data or b"")]
         except ProtocolError as error:
             raise EndpointError(
-                f"What listens at {self._where} is no leader of elastic-launch: {error.message}", HINT_ENDPOINT
+                f"What listens at {self._where} does not answer as a run's leader: {error.message}",
+                HINT_ENDPOINT,
             ) from error
         self._orders += [order for order in orders if isinstance(order, m.Order)]
 

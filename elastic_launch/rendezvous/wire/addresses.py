@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import ipaddress
 import socket
 import struct
-import threading
 from pathlib import Path
 
 from elastic_launch.config.launch_config import Endpoint, LaunchConfig
 from elastic_launch.errors import EndpointError, UnresolvedError
+from elastic_launch.system.threads import within
 
 __all__ = [
     "ANY_ADDRESS",
@@ -213,13 +212,8 @@ def has_usable_name(seconds: float) -> bool:
 
     Debian gives a host's name the address 127.0.1.1. A resolver that does not answer is not waited for.
     """
-    found: list[str] = []
-
-    def look() -> None:
-        with contextlib.suppress(OSError, UnicodeError):
-            found.extend(str(x[4][0]) for x in socket.getaddrinfo(socket.gethostname(), None))
-
-    thread = threading.Thread(target=look, daemon=True, name="own-name")
-    thread.start()
-    thread.join(seconds)
-    return any(not ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in tuple(found))
+    own = Endpoint(socket.gethostname(), 0)
+    try:
+        return not within(seconds, "resolving this host's name", lambda: is_loopback(own))
+    except (EndpointError, TimeoutError):
+        return False

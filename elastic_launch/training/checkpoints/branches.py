@@ -1,5 +1,4 @@
-"""Decides which of a training's states is the newest, and the round number under which its successors are saved. Does
-no I/O, except for :func:`within`.
+"""Decides the round number under which a training's states are saved, so that the newest is known. Does no I/O.
 
 States are ordered by (round, step). This round is not the run's round, which begins at 1 in every run: each start of
 the training saves under its own number, higher than the numbers of all states that it knows. Two starts of one run
@@ -9,16 +8,10 @@ of the run's round by as much as it was when the state was taken.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-from elastic_launch.errors import ElasticLaunchError
-
-__all__ = ["Branch", "following", "within"]
-
-T = TypeVar("T")
+__all__ = ["Branch", "following"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,35 +46,3 @@ def following(world_round: int, run: str, meta: dict[str, Any], highest: int) ->
     same = world_round > 1 and known.get("run") == run
     number = max(world_round + (int(known["ahead"]) if same else 0), highest + 1)
     return Branch(number, number - world_round, int(known["since"]) if same else number)
-
-
-def within(seconds: float, what: str, function: Callable[[], T]) -> T:
-    """Run a function that may hang, for example on a file system whose server is gone, and return its result.
-
-    Args:
-        seconds: maximum time to wait.
-        what: what the function does, for the error.
-        function: runs in a thread.
-
-    Raises:
-        TimeoutError: if it takes longer; its thread remains.
-    """
-    results: list[T] = []
-    errors: list[Exception] = []
-
-    def run() -> None:
-        try:
-            results.append(function())
-        except (ElasticLaunchError, OSError) as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="storage", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
-        raise TimeoutError(f"{what} took more than {seconds:g} s")
-    if errors:
-        raise errors[0]
-    if not results:
-        raise ElasticLaunchError(f"{what} failed; the traceback is above")
-    return results[0]

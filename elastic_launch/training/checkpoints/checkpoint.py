@@ -33,7 +33,8 @@ from elastic_launch.snapshot.storage.owner import claim, other_owner, owned_by
 from elastic_launch.snapshot.storage.shared_copies import Copies
 from elastic_launch.snapshot.storage.shares import nonce_of
 from elastic_launch.snapshot.storage.url_storage import check_driver
-from elastic_launch.training.checkpoints.branches import Branch, following, within
+from elastic_launch.system.threads import within
+from elastic_launch.training.checkpoints.branches import Branch, following
 from elastic_launch.training.checkpoints.node_reads import Read, read_on_node
 from elastic_launch.training.checkpoints.shared_directory import Writers, behind_url, in_directory
 from elastic_launch.training.checkpoints.start_from import StartFrom
