@@ -25,7 +25,12 @@ def node_pages(config: LaunchConfig, metrics: NodeMetrics, ledger: LiveLedger) -
 
     def show_status(present: Present) -> Response:
         leads, goodput = ledger.goodput()
-        found = {"run_id": config.run_id, "node": config.node_id, "leads": leads, "goodput": goodput}
+        found = {
+            "run_id": config.run_id,
+            "node": config.node_id,
+            "leads": leads,
+            "goodput": goodput if leads else None,
+        }
         return Response(200, json.dumps(found | asdict(present)).encode() + b"\n", "application/json")
 
     return {"/metrics": show_metrics, "/status": show_status}
