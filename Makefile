@@ -25,7 +25,7 @@ DEMO := $(VENV)/.elastic-launch-demo
 FRAMEWORKS := $(VENV)/.elastic-launch-frameworks
 CACHES := .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 
-.PHONY: help env demo check test test-all soak chaos matrix clean distclean
+.PHONY: help env demo check docs test test-all soak chaos matrix clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -38,6 +38,7 @@ help:
 	@echo 'make matrix     the tests of single parts, one node, exactness and torch'\''s launcher with each Python and torch that'
 	@echo '                pyproject.toml declares, or with MATRIX="3.11:2.13 3.12:2.14"; KEEP=1 keeps the environments (gigabytes)'
 	@echo 'make check      linter, formatter, types, and who may import whom'
+	@echo 'make docs       build the documentation as a site in build/site; a warning is an error'
 	@echo 'make env        make the environment, or bring it up to date'
 	@echo 'make clean      remove what the other targets made, except environments'
 	@echo 'make distclean  remove the environments that make made, too'
@@ -76,6 +77,10 @@ check: env
 	"$(BIN)/ruff" format --check
 	"$(BIN)/mypy"
 	"$(BIN)/lint-imports" --no-logo
+
+docs: env
+	"$(BIN)/python" -m sphinx -q -W --keep-going -c docs . build/site
+	@echo 'docs: ready in build/site/index.html'
 
 test: env check
 	"$(BIN)/python" -m pytest -rfEs $(PARALLEL) -m "not system and not slow and not soak" --junitxml=build/junit-test.xml $(PYTEST_ARGS)

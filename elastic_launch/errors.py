@@ -98,7 +98,7 @@ class ElasticLaunchError(Exception):
 
 
 class UsageError(ElasticLaunchError):
-    """An invalid flag or value, or an invalid combination of them."""
+    """An invalid flag, argument or value, or an invalid use of the library; a restart would fail in the same way."""
 
     exit_code = ExitCode.USAGE
     final = True

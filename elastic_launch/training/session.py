@@ -63,10 +63,12 @@ class Run:
 
     @property
     def rank(self) -> int:
+        """This process' rank in the current round, from 0."""
         return self.world.rank
 
     @property
     def world_size(self) -> int:
+        """Number of processes that train in the current round."""
         return self.world.world_size
 
     @property
@@ -87,7 +89,7 @@ class Run:
 
     @property
     def draining(self) -> bool:
-        """Whether all ranks stopped so that other processes can continue the training: no results follow here."""
+        """Whether all ranks stopped so that other processes can continue the training, and no results follow here."""
         return self._engine.draining
 
     @property
@@ -97,7 +99,7 @@ class Run:
 
     @property
     def start_reason(self) -> str:
-        """Why this process was started: ``first``, or what ended the last round (``restart`` under torchrun)."""
+        """``first`` in the run's first processes, else what ended the last round (``restart`` under torchrun)."""
         return os.environ.get(ENV_START_REASON) or ("restart" if self.restarts else "first")
 
     def register(self, name: str, stateful: Stateful) -> None:
@@ -327,7 +329,7 @@ def session(
     Raises:
         UsageError: if an argument is invalid, the environment describes the world only in part, or ``timeout`` is given
             although the process group was made before the session.
-        Drained: a ``SystemExit``, if the training continues in other processes.
+        SystemExit: if the training continues in other processes.
         CheckpointError: on exit, if the last checkpoint could not be saved; under an agent of this project,
             ``SystemExit`` with 93.
     """

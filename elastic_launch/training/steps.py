@@ -112,7 +112,6 @@ class Step:
     Attributes:
         position: the step's place in the training.
         plan: this rank's share of the global batch.
-        model: call it for the forward pass; with several models, call ``step.model[name]`` or the model itself.
         loss: mean loss over the global batch in the last updated pass, the same on all ranks; NaN before
             :meth:`update`.
         metrics: means of the metrics passed to :meth:`backward`, by name, over the same pass; empty before
@@ -126,19 +125,6 @@ class Step:
         in_training_mode: whether the model was in training mode in the last backward pass; None before it.
         error: the exception that ended the last backward pass, exchange or update; None if it succeeded.
         data_s, exchange_s: seconds spent waiting for data, and in exchanges with other ranks.
-
-    Args:
-        batches: yields this rank's collated micro-batches.
-        gradients: accumulates and reduces the gradients.
-        seed: the random state of each micro-batch derives from it.
-        samples: number of samples in the global batch.
-        scaler: scales losses in half precision.
-        metrics: names of the values averaged besides the loss.
-        settle: called before parameters and the optimizer's state change.
-        origin: ``(step, micro_batch) -> str``: which samples it has, and the newest checkpoint; for errors.
-        agreement: its wishes are exchanged together with the losses.
-        change: how the step continues in another round; None: it does not.
-        done: loss and metrics of each pass that other ranks have done before this process joined them.
     """
 
     def __init__(
@@ -159,6 +145,21 @@ class Step:
         change: RoundChange | None = None,
         done: Sequence[Outcome] = (),
     ) -> None:
+        """Make the step; a loop over steps does this.
+
+        Args:
+            batches: yields this rank's collated micro-batches.
+            gradients: accumulates and reduces the gradients.
+            seed: the random state of each micro-batch derives from it.
+            samples: number of samples in the global batch.
+            scaler: scales losses in half precision.
+            metrics: names of the values averaged besides the loss.
+            settle: called before parameters and the optimizer's state change.
+            origin: ``(step, micro_batch) -> str``: which samples it has, and the newest checkpoint; for errors.
+            agreement: its wishes are exchanged together with the losses.
+            change: how the step continues in another round; None: it does not.
+            done: loss and metrics of each pass that other ranks have done before this process joined them.
+        """
         self.position = position
         self.plan = plan
         self.loss = math.nan
@@ -211,6 +212,7 @@ class Step:
 
     @property
     def model(self) -> Any:
+        """What the forward pass calls; with several models, ``step.model[name]``."""
         return self._gradients.model
 
     def __iter__(self) -> Iterator[Any]:

@@ -189,7 +189,7 @@ class Trainer:
             loader: loads the evaluation data; None: the trainer's ``eval_loader``.
 
         Returns:
-            The means by name: ``"loss"`` and each metric.
+            The means of ``"loss"`` and of each metric, by name.
 
         Raises:
             UsageError: if no loader was given and the trainer has no ``eval_loader``.

@@ -326,6 +326,7 @@ class ElasticLoader(Loader):
 
     @property
     def steps_per_epoch(self) -> int:
+        """Optimizer steps in an epoch, the same at every world size."""
         whole, rest = divmod(self.length, self.batch.size)
         return whole + (1 if rest and not self._drop_last else 0)
 
