@@ -322,6 +322,27 @@ def test_of_several_nodes_that_use_an_id_again_one_begins_the_run(nodes: Nodes) 
     assert nodes.record.round.number == ended.round.number + 1
 
 
+def test_a_link_that_waited_for_an_earlier_term_is_closed_unanswered(nodes: Nodes) -> None:
+    """A leader keeps its listening socket between its terms."""
+    _leave_record(nodes)
+    nodes.start("b")
+    nodes.together("b")
+    config, record = nodes.nodes["b"].config, nodes.record
+    waited = m.Hello(
+        m.PROTOCOL_VERSION,
+        record.run_id,
+        config.digest(),
+        " ".join(config.command.display),
+        str(config.limits),
+        *("a", "a1", 1, "127.0.0.1", 9),
+        term=record.term - 1,
+    )
+    with socket.create_connection((record.leader.address, record.leader.port), timeout=10) as link:
+        link.sendall(m.pack(waited))
+        assert link.makefile("rb").read() == b""
+    assert _joined(nodes) == ["b"]
+
+
 def test_a_node_left_over_from_the_ended_run_is_refused(nodes: Nodes) -> None:
     _leave_record(nodes, end=End(0, "all workers finished"))
     nodes.start("b", reuse=True)

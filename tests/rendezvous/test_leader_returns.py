@@ -7,6 +7,7 @@ from leader_run import Run, running
 from elastic_launch.events.types import (
     RoundBroken,
 )
+from elastic_launch.rendezvous.record import ControlRecord, Leader
 from elastic_launch.rendezvous.wire import messages as m
 
 # The end of the work.
@@ -255,3 +256,14 @@ def test_restarts_of_an_earlier_term_count_for_the_budget() -> None:
     run.fail("a")
     run.stop("a")
     assert run.code == 91
+
+
+def test_a_link_that_waited_since_an_earlier_term_of_the_leader_is_closed() -> None:
+    """What its node said then may be untrue by now: here that the node has no workers."""
+    run = Run("1:3", record=ControlRecord("run", "digest", 7, Leader("a", "a1", "10.0.0.1", 1)))
+    run.hello("b", term=6)
+    assert "b" not in run.links
+    assert not run.events
+    run.hello("b", term=7)
+    run.hello("c")  # it found the leader without a record
+    assert set(run.links) == {"b", "c"}

@@ -44,6 +44,17 @@ def test_the_hello_repeats_what_was_lost_with_the_previous_link() -> None:
     assert (hello.holding, hello.joined, hello.done, hello.leaving) == (3, True, True, "SIGTERM")
 
 
+def test_the_hello_names_the_term_that_led_to_the_leader_of_this_link_only() -> None:
+    side = _side()
+    side.greet(4)
+    (first,) = side.take()
+    side.greet()
+    (second,) = side.take()
+    assert isinstance(first, m.Hello)
+    assert isinstance(second, m.Hello)
+    assert (first.term, second.term) == (4, 0)
+
+
 def test_a_goodbye_before_the_first_hello_is_in_it() -> None:
     side = NodeMachine()
     side.say(m.Leaving("SIGINT"))

@@ -243,7 +243,7 @@ class SimNode(Host):
             self._unreachable(record, refused=isinstance(error, ConnectionRefusedError))
             raise
         self.connections.append((connection, 0))
-        self.side.greet()
+        self.side.greet(record.term)
         return connection
 
     def _unreachable(self, record: ControlRecord, **how: Any) -> None:

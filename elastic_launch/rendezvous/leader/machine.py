@@ -129,6 +129,9 @@ class LeaderMachine:
         if self.record.end is not None:
             self._send(link, self.end_order())
             return self._flush()
+        if 0 < hello.term < self.record.term:  # it waited for an earlier term of this leader, and may be out of date
+            self._close(link)
+            return self._flush()
         if self._is_replaced(hello):
             self._evict_for_good(link, hello.node_id)
             return self._flush()

@@ -72,9 +72,13 @@ class NodeMachine:
         self._loading = True
         self._learn(importing=True)
 
-    def greet(self) -> None:
-        """Begin a new link: the hello is sent first, and contains the current state."""
-        self._unsaid = deque([self.hello])
+    def greet(self, term: int = 0) -> None:
+        """Begin a new link: the hello is sent first, and contains the current state.
+
+        Args:
+            term: that of the record that named the leader, or 0 if no record did.
+        """
+        self._unsaid = deque([replace(self.hello, term=term)])
 
     def take(self) -> list[m.Report]:
         """Return and clear the queued reports."""

@@ -304,7 +304,7 @@ class Membership:
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:
-                self._side.greet()
+                self._side.greet(found.record.term if found.record is not None else 0)
             sock.setblocking(False)
         except OSError:
             sock.close()

@@ -56,7 +56,7 @@ __all__ = [
     "unpack",
 ]
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 
 class Message(Protocol):
@@ -132,6 +132,8 @@ class Hello:
         planned, landed: number of faults in the plan of its drill; positions of those that it knows to have happened.
         role: the role of its workers.
         shutdown_timeout: seconds that its workers have between SIGTERM and SIGKILL.
+        term: term of the record that named the leader, or 0 if no record did. A leader keeps its listening socket from
+            one of its terms to the next, so that links of the earlier one may still wait there to be accepted.
     """
 
     version: int
@@ -163,6 +165,7 @@ class Hello:
     role: str = "default"
     live: bool = False
     slots: LocalRanks = ()
+    term: int = 0
 
 
 @dataclass(frozen=True, slots=True)
