@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from hypothesis.internal.conjecture import providers
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -26,9 +27,11 @@ for number in (signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.SIG_DFL)
 
-# A slow machine must not fail a test.
-settings.register_profile("patient", deadline=None)
-settings.load_profile("patient")
+# A slow machine must not fail a test, and examples are the same in every run. Hypothesis also draws constants of the
+# project's modules, of those that are imported at that time: with them, each change of the source would draw others.
+settings.register_profile("steady", deadline=None, derandomize=True)
+settings.load_profile("steady")
+providers._get_local_constants = lambda: providers._local_constants
 
 
 def _children() -> set[int]:

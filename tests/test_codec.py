@@ -18,7 +18,7 @@ from elastic_launch.errors import ProtocolError
 from elastic_launch.rendezvous.record import ControlRecord, LocalRanks, Member, Round
 from elastic_launch.rendezvous.wire import messages as m
 
-STEADY = settings(max_examples=25, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+STEADY = settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 """The same examples in every run, however slow the machine."""
 
 REPORTS = list(typing.get_args(m.Report))

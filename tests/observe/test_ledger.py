@@ -15,7 +15,7 @@ from elastic_launch.observe.ledger import PARTS, Incident, Ledger, build
 from elastic_launch.observe.live import LiveLedger
 from elastic_launch.testing import FakeClock
 
-STEADY = settings(max_examples=200, derandomize=True, deadline=None)
+STEADY = settings(max_examples=200)
 
 Told = Sequence[tuple[float, ev.Event]]
 

@@ -23,7 +23,7 @@ from elastic_launch.rendezvous.wire.authentication import (
 )
 from elastic_launch.secret import Token
 
-STEADY = settings(max_examples=100, derandomize=True, deadline=None)
+STEADY = settings(max_examples=100)
 
 TOKEN = Token("correct-horse-battery-staple", "test")
 KEY = link_key(TOKEN, "run")

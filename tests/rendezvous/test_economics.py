@@ -17,7 +17,7 @@ SECONDS = st.floats(0, 1e7)
 WORKERS = st.integers(1, 10_000)
 
 
-@settings(max_examples=100, derandomize=True, deadline=None)
+@settings(max_examples=100)
 @given(remaining=SECONDS, workers=WORKERS, more=WORKERS)
 def test_the_gain_is_the_difference_between_two_times_for_the_same_work(
     remaining: float, workers: int, more: int

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from elastic_launch.rendezvous.leader.ranks import Candidate, rank_nodes
 
-STEADY = settings(max_examples=100, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+STEADY = settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 """The same examples in every run, however slow the machine."""
 
 

@@ -57,7 +57,7 @@ def test_another_runs_record_is_refused() -> None:
         ValueSeal(TOKEN, "another").open(SEALED)
 
 
-@settings(max_examples=100, derandomize=True, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 10**6), st.integers(1, 255))
 def test_a_record_that_was_changed_anywhere_is_not_obeyed(where: int, change: int) -> None:
     value = bytearray(SEALED)

@@ -162,6 +162,12 @@ def test_many_random_faults() -> None:
     run_state_machine_as_test(TakeoverRun, settings=_profile(1500, random=False))
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_other_random_faults_in_every_run() -> None:
+    run_state_machine_as_test(TakeoverRun, settings=_profile(6000, random=True))
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_a_leader_that_was_succeeded_does_not_repair_what_is_spoiled_right_after(seed: int) -> None:
     """Its term would be lower than that of the node that took over."""

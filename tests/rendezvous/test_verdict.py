@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from elastic_launch.rendezvous.leader.verdict import Kind, exit_code, judge, kind_of, root_cause, words
 from elastic_launch.rendezvous.wire.messages import Failure
 
-STEADY = settings(max_examples=100, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+STEADY = settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 """The same examples in every run, however slow the machine."""
 
 CRASH = Failure("a", "crash", 0, 0, 42, 1, "exit code 1", ran=60.0)

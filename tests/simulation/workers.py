@@ -138,8 +138,8 @@ class SimWorkers:
     # Suspended workers.
 
     def suspend(self) -> None:
-        """They are told to leave the round."""
-        if not self.deaf:
+        """They are told to leave the round, unless they have just ended."""
+        if self.training and not self.deaf:
             self._later(self._delay(), self._leave)
 
     def dismiss(self) -> None:
