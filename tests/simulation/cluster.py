@@ -155,7 +155,14 @@ class Cluster:
         number = record.round.number
         members = [node for node in nodes if record.round.index(node.node_id, node.incarnation) is not None]
         finished = any(node.view.phase is Phase.FINISHED for node in members)
-        well = all(number in (node.workers.training, *node.workers.done) and _works(node, number) for node in members)
+        # No step can be agreed on with workers that have finished: the others train on to their own end.
+        works = {Phase.RUNNING, Phase.FINISHED, *([Phase.DRAINING] if finished else [])}
+        well = all(
+            number in (node.workers.training, *node.workers.done)
+            and node.view.phase in works
+            and node.view.round == number
+            for node in members
+        )
         complete = len(members) == len(record.round.members)
         wanted = [node for node in nodes if node in members or not self._leaves_out(node)]
         full = len(members) == min(len(wanted), self.limits.max_nodes) or finished
@@ -191,7 +198,3 @@ class Cluster:
             leads = f" leads term {leading.machine.record.term} alive={leading.alive}" if leading is not None else ""
             lines.append(f"{node.incarnation}: {node.view} trains {node.workers.training} {node.side.hello}{leads}")
         return "\n".join(lines)
-
-
-def _works(node: SimNode, number: int) -> bool:
-    return node.view.phase in (Phase.RUNNING, Phase.FINISHED) and node.view.round == number
