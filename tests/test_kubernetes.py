@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 import shutil
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -17,7 +20,7 @@ from elastic_launch.errors import ExitCode
 
 PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "kubernetes.md"
 TRAINING = ("Job", "JobSet", "TrainingRuntime", "PyTorchJob")
-PARTS = ("kustomization.yaml", "images.yaml", "components/*/job.yaml")
+PARTS = ("kustomization.yaml", "images.yaml", "components/*/job.yaml", "overlays/*/job.yaml")
 WHOLE = sorted(
     str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.yaml") if not any(path.match(part) for part in PARTS)
 )
@@ -82,6 +85,73 @@ def test_overlays_change_what_they_are_for() -> None:
     assert variables(on_etcd["template"]["spec"]["containers"][0])["PET_RDZV_BACKEND"] == "etcd"
 
 
+@needs_kubectl
+@pytest.mark.parametrize("directory", ["overlays/kueue-elastic", "overlays/kueue-partial"])
+def test_kueue_would_admit_the_jobs(directory: str) -> None:
+    """By the rules of its webhook for jobs, which no schema has."""
+    found = find(rendered(directory), "Job")
+    spec, notes = found["spec"], found["metadata"]["annotations"]
+    assert spec["completionMode"] == "Indexed"
+    assert spec["completions"] == spec["parallelism"]
+    assert ("kueue.x-k8s.io/elastic-job" in notes) is not ("kueue.x-k8s.io/job-min-parallelism" in notes)
+    limits = parse([*pod_of(found)["containers"][0]["args"][:-1], __file__], {"PET_RDZV_ENDPOINT": "a:1"}).limits
+    if "partial" in directory:
+        assert limits.min_nodes == int(notes["kueue.x-k8s.io/job-min-parallelism"]) < spec["parallelism"]
+        assert spec["maxFailedIndexes"] <= limits.min_nodes, "it must not exceed the completions of the smallest job"
+    _, of_cluster, of_namespace = documents(EXAMPLES / "queues" / "queues.yaml")
+    assert found["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": of_namespace["metadata"]["name"]}
+    (group,) = of_cluster["spec"]["resourceGroups"]
+    assert {*pod_of(found)["containers"][0]["resources"]["requests"]} <= {*group["coveredResources"]}
+
+
+def patched(manifest: Any, patch: Any) -> Any:
+    """Apply a merge patch, or a JSON patch of replacements."""
+    if isinstance(patch, dict):
+        base = manifest if isinstance(manifest, dict) else {}
+        return base | {key: patched(base.get(key), value) for key, value in patch.items()}
+    if isinstance(manifest, dict):
+        for step in patch:
+            *where, last = step["path"].strip("/").split("/")
+            inner = manifest
+            for key in where:
+                inner = inner[int(key) if isinstance(inner, list) else key]
+            assert step["op"] == "replace"
+            assert last in inner
+            inner[last] = step["value"]
+        return manifest
+    return patch
+
+
+def resizes() -> list[tuple[str, str]]:
+    """The kind and the patch of each command on the page that changes a number of pods."""
+    lines = [shlex.split(line) for line in PAGE.read_text().splitlines() if line.startswith("kubectl patch ")]
+    return [(line[2], line[-1]) for line in lines]
+
+
+@pytest.mark.parametrize(("kind", "patch"), resizes())
+def test_the_commands_that_resize_a_job_change_both_numbers_alike(kind: str, patch: str) -> None:
+    """An indexed job's completions can only be changed together with its parallelism, and to the same number."""
+    file = {"job": "base/job.yaml", "jobset": "jobset/jobset.yaml"}[kind]
+    (before,), (manifest,) = documents(EXAMPLES / file), documents(EXAMPLES / file)
+    after = patched(manifest, json.loads(patch))
+    for version in VERSIONS:
+        judge(after, version)
+
+    def of_job(found: Manifest) -> Manifest:
+        spec = found["spec"]
+        return dict(spec["replicatedJobs"][0]["template"]["spec"] if kind == "jobset" else spec)
+
+    numbers = {"completions", "parallelism"}
+    assert of_job(after)["completions"] == of_job(after)["parallelism"] != of_job(before)["parallelism"]
+    assert {k: v for k, v in of_job(after).items() if k not in numbers} == {
+        k: v for k, v in of_job(before).items() if k not in numbers
+    }
+
+
+def test_the_page_resizes_jobs_and_jobsets() -> None:
+    assert {kind for kind, _ in resizes()} == {"job", "jobset"}
+
+
 @pytest.mark.parametrize(
     ("file", "path", "value"),
     [
@@ -92,11 +162,13 @@ def test_overlays_change_what_they_are_for() -> None:
         ("trainjob/trainjob.yaml", ("spec", "trainer", "env"), [{"name": "PET_NNODES", "value": "4"}]),
         ("trainjob/runtime.yaml", ("spec", "template", "spec", "replicatedJobs", 0, "replica"), 1),
         ("pytorchjob/pytorchjob.yaml", ("spec", "elasticPolicy", "minNodes"), 2),
+        ("trainjob/trainjob.yaml", ("spec", "trainer", "numProcPerNode"), "auto"),
+        ("queues/queues.yaml", ("spec", "queue"), "train"),
     ],
 )
 def test_the_schemas_know_no_other_fields(file: str, path: tuple[str | int, ...], value: object) -> None:
-    (manifest,) = documents(EXAMPLES / file)
-    inner = manifest
+    *_, manifest = documents(EXAMPLES / file)
+    inner: Any = manifest
     for key in path[:-1]:
         inner = inner[key]
     inner[path[-1]] = value
@@ -149,7 +221,7 @@ def test_a_run_has_the_id_of_what_made_it_and_a_token(pod: Manifest) -> None:
 
 
 @needs_kubectl
-@pytest.mark.parametrize("directory", RENDERED)
+@pytest.mark.parametrize("directory", [directory for directory in RENDERED if directory != "queues"])
 def test_each_run_is_closed_to_pods_of_others(directory: str) -> None:
     manifests = rendered(directory)
     policies = {found["metadata"]["name"]: found["spec"] for found in manifests if found["kind"] == "NetworkPolicy"}

@@ -114,6 +114,35 @@ def test_four_pods_through_ten_evictions_and_losses_come_to_the_weights_of_the_u
     assert result["hash"] == undisturbed(tmp_path / "alone"), outputs
 
 
+@needs_kubectl
+def test_a_job_that_is_resized_loses_no_step(tmp_path: Path) -> None:
+    """As kubectl does it, and Kueue's elastic jobs: by both numbers of the indexed job."""
+    manifests = rendered("overlays/kueue-elastic")
+    find(manifests, "Job")["spec"] |= {"completions": 2, "parallelism": 2}
+    volume = {"name": "notes", "persistentVolumeClaim": {"claimName": "train"}}
+    find(manifests, "Job")["spec"]["template"]["spec"]["volumes"].append(volume)
+    container(manifests)["volumeMounts"].append({"name": "notes", "mountPath": "/checkpoints"})
+    own_script(manifests, SCRIPT, NOTES, "--steps", str(STEPS), "--step-time", "0.3")
+    with cluster(manifests, tmp_path / "cluster") as made:
+        training = Training(made)
+        number = training.trains(1, 0)
+        made.job.resize(3)
+        number = training.trains(2, number)
+        made.job.resize(2)
+        made.until("the end of pod 2", lambda: 2 not in made.job.pods)
+        number = training.trains(1, number)
+        (training.notes / "hurry").touch()
+        made.until("the job's end", lambda: made.job.over, 120)
+        made.until("the end of all pods", lambda: not made.job.pods)
+        outputs = made.outputs()
+    assert (made.job.over, made.job.decisions, len(made.pods)) == ("Complete", [], 3), outputs
+    assert made.pods[2].exit_code == 143, outputs
+    result = json.loads((training.notes / "result.json").read_text())
+    assert (result["restarts"], result["hash"]) == (0, undisturbed(tmp_path / "alone")), outputs
+    done = [json.loads(line)["step"] for line in (training.notes / "steps.jsonl").read_text().splitlines()]
+    assert len(done) == len({*done}) == STEPS, outputs
+
+
 def undisturbed(directory: Path) -> str:
     """The hash of the weights that a single process ends with."""
     directory.mkdir()

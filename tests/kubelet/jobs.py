@@ -1,7 +1,7 @@
 """The job controller: which pods exist, and what follows from the end of a pod.
 
 As documented in https://kubernetes.io/docs/concepts/workloads/controllers/job/ (completion mode Indexed, pod failure
-policy, back-off limit per index, success policy, pod replacement policy).
+policy, back-off limit per index, success policy, pod replacement policy, elastic indexed jobs).
 """
 
 from __future__ import annotations
@@ -75,6 +75,16 @@ class IndexedJob:
         """``Complete`` or ``Failed`` once that is decided; pods may still be ending."""
         self._due = dict.fromkeys(range(spec["completions"]), 0.0)
 
+    def resize(self, pods: int) -> None:
+        """Change completions and parallelism together; pods with higher indexes are ended, and not replaced."""
+        known = {*self.pods, *self._due, *self.succeeded}
+        self._spec |= {"completions": pods, "parallelism": pods}
+        self._due = {index: due for index, due in self._due.items() if index < pods}
+        self._due |= {index: 0.0 for index in range(pods) if index not in known}
+        for index, pod in self.pods.items():
+            if index >= pods:
+                pod.terminate()
+
     def turn(self) -> None:
         """Check all pods once, and do what is due."""
         for index, pod in list(self.pods.items()):
@@ -88,7 +98,7 @@ class IndexedJob:
                 self.pods[index] = self._create(index)
 
     def _ended(self, index: int, pod: Any) -> None:
-        if self.over:
+        if self.over or index >= self._spec["completions"]:
             return
         if pod.exit_code == 0:
             self.succeeded.add(index)
