@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import difflib
 import re
 import shlex
@@ -248,3 +249,32 @@ def test_targets_of_make_exist() -> None:
     text = "".join(page.read_text() for page in PAGES)
     asked += re.findall(r"`make ([\w-]+)", text)
     assert {"demo", "test"} <= set(asked) <= set(targets)
+
+
+def texts_of_the_program() -> set[str]:
+    """All texts in the code, with … for what is filled in."""
+    found = set()
+    for path in [*(ROOT / "elastic_launch").rglob("*.py"), *(ROOT / "agents").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "…" for part in node.values]
+                found.add("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(re.sub(r"%(?:[.\d]*[dgfsr])", "…", node.value))
+    return found
+
+
+def test_the_messages_of_the_index_are_the_programs() -> None:
+    texts = texts_of_the_program()
+    page = (REFERENCE / "messages.md").read_text().partition("## Nodes that do not meet")[2]
+    shown = [names(row[0])[0] for row in rows(page) if names(row[0])]
+    assert len(shown) > 30
+    for message in shown:
+        parts = [re.escape(part) for part in message.split("…")]
+        pattern = re.compile(".*".join(parts), re.DOTALL)
+        assert any(pattern.search(text) for text in texts), message
+
+
+def test_the_index_has_every_exit_code() -> None:
+    told = " ".join(row[0] for row in rows(sections(REFERENCE / "messages.md", "##")["Exit codes"]))
+    assert {str(code.value) for code in ExitCode} <= set(re.findall(r"\d+", told))
