@@ -25,7 +25,7 @@ DEMO := $(VENV)/.elastic-launch-demo
 FRAMEWORKS := $(VENV)/.elastic-launch-frameworks
 CACHES := .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 
-.PHONY: help env demo check docs test test-all soak chaos matrix clean distclean
+.PHONY: help env demo check docs dist test test-all soak chaos matrix clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -39,6 +39,7 @@ help:
 	@echo '                pyproject.toml declares, or with MATRIX="3.11:2.13 3.12:2.14"; KEEP=1 keeps the environments (gigabytes)'
 	@echo 'make check      linter, formatter, types, and who may import whom'
 	@echo 'make docs       build the documentation as a site in build/site; a warning is an error'
+	@echo 'make dist       build the source distribution and the wheel in dist, with REPOSITORY=https://HOST/OWNER/NAME in their links'
 	@echo 'make env        make the environment, or bring it up to date'
 	@echo 'make clean      remove what the other targets made, except environments'
 	@echo 'make distclean  remove the environments that make made, too'
@@ -61,7 +62,7 @@ $(STAMP): pyproject.toml constraints.txt scripts/make_env.py
 	@touch "$@" "$(DEMO)"
 
 $(DEMO): pyproject.toml constraints.txt scripts/make_env.py
-	$(call install,demo)
+	$(call install,examples)
 	@touch "$@"
 
 # Only what test-all runs needs it, so that test does not wait for it.
@@ -81,6 +82,10 @@ check: env
 docs: env
 	"$(BIN)/python" -m sphinx -q -W --keep-going -c docs . build/site
 	@echo 'docs: ready in build/site/index.html'
+
+dist: env
+	@test -n "$(REPOSITORY)" || { echo 'dist: name the public repository: make dist REPOSITORY=https://HOST/OWNER/NAME' >&2; exit 2; }
+	"$(BIN)/python" scripts/build_dist.py "$(REPOSITORY)" dist
 
 test: env check
 	"$(BIN)/python" -m pytest -rfEs $(PARALLEL) -m "not system and not slow and not soak" --junitxml=build/junit-test.xml $(PYTEST_ARGS)

@@ -23,7 +23,7 @@ LINK_NAME = "torch-of-another-interpreter.pth"
 FRAMEWORKS = "frameworks"
 """The extra that `make test-all` adds: only its tests need it."""
 
-EXTRAS = ("dev", "demo")
+EXTRAS = ("dev", "examples")
 """The purpose of an environment: with the first, it has all other extras but the frameworks."""
 
 DESCRIBE = """

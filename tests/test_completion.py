@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 
 import pytest
 
+from elastic_launch.cli import elasticctl
 from elastic_launch.cli.completion import SHELLS
 from elastic_launch.cli.main import main
 
@@ -32,3 +34,26 @@ def test_other_shells_have_the_names_too_and_unknown_ones_are_refused(capsys: py
         assert not {"NAMES", "SHORT", "PROGRAM"} & set(said.split())
     assert main(["--print-completion", "fish"]) == 2
     assert "Give bash, zsh, tcsh." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("typed", "completed"), [("re", {"resize", "report"}), ("--v", {"--version"})])
+def test_bash_completes_the_commands_of_elasticctl(
+    capsys: pytest.CaptureFixture[str], typed: str, completed: set[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        elasticctl.main(["--print-completion", "bash"])
+    assert ended.value.code == 0
+    ask = 'COMP_WORDS=(elasticctl "$1"); COMP_CWORD=1; _shtab_elasticctl; printf "%s\\n" "${COMPREPLY[@]}"'
+    program = f"{capsys.readouterr().out}\n{ask}"
+    said = subprocess.run(
+        ["bash", "-c", program, "bash", typed], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert set(said.stdout.split()) == completed
+
+
+def test_without_shtab_elasticctl_names_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    with pytest.raises(SystemExit) as ended:
+        elasticctl.main(["--print-completion", "zsh"])
+    assert ended.value.code == 2
+    assert "pip install 'elastic-launch[completion]'" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -50,3 +51,10 @@ def test_errors_that_a_training_script_may_catch_are_public() -> None:
             if isinstance(value, type) and issubclass(value, ElasticLaunchError) and value.__module__ == module.__name__
         }
         assert found - internal <= set(elastic_launch.__all__)
+
+
+def test_all_places_name_the_same_version() -> None:
+    version = elastic_launch.__version__
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == version
+    assert f"ARG VERSION={version}\n" in (ROOT / "docker" / "Dockerfile").read_text()
+    assert f"## [{version}]" in (ROOT / "CHANGELOG.md").read_text()

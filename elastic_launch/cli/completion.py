@@ -1,12 +1,14 @@
-"""Shell completion scripts for the names of flags, for ``--print-completion``."""
+"""Shell completion scripts, for ``--print-completion``."""
 
 from __future__ import annotations
+
+import argparse
 
 from elastic_launch.cli.flags import FLAGS
 from elastic_launch.errors import UsageError
 from elastic_launch.system.program import PROGRAM
 
-__all__ = ["SHELLS", "completion"]
+__all__ = ["SHELLS", "completion", "completion_of"]
 
 _BASH = """\
 _elastic_launch() {
@@ -38,3 +40,19 @@ def completion(shell: str, program: str = PROGRAM) -> str:
     names = [name for flag in FLAGS for name in flag.names]
     script = SHELLS[shell].replace("NAMES", " ".join(names)).replace("PROGRAM", program)
     return script.replace("SHORT", " ".join(name[1:] for name in names))  # tcsh has read the first dash
+
+
+def completion_of(parser: argparse.ArgumentParser, shell: str) -> str:
+    """Return the completion script of a program with an argparse parser: its commands, and the flags of each.
+
+    Raises:
+        UsageError: if shtab is not installed.
+    """
+    try:
+        import shtab
+    except ImportError as error:
+        raise UsageError(
+            f"--print-completion needs the package shtab: {error}.",
+            "Install it with: pip install 'elastic-launch[completion]'.",
+        ) from None
+    return str(shtab.complete(parser, shell))

@@ -20,6 +20,7 @@ from typing import NoReturn
 
 from elastic_launch import __version__
 from elastic_launch.cli.batch_table import show_plan
+from elastic_launch.cli.completion import SHELLS, completion_of
 from elastic_launch.cli.doctor import examine
 from elastic_launch.cli.event_lines import show_events
 from elastic_launch.cli.flags import Values
@@ -94,6 +95,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
 
 
+class _PrintCompletion(argparse.Action):
+    def __call__(
+        self, parser: argparse.ArgumentParser, options: object, shell: object, flag: str | None = None
+    ) -> None:
+        try:
+            print(completion_of(parser, str(shell)))
+        except UsageError as error:
+            parser.error(f"{error.message} {error.hint}")
+        parser.exit()
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     where = argparse.ArgumentParser(add_help=False)
@@ -106,6 +118,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog=PROGRAM, description="Ask a run how it stands, and tell it what to do.")
     top.set_defaults(offline=False)
     top.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    top.add_argument("--print-completion", action=_PrintCompletion, choices=SHELLS, help="show a script for it")
     commands = top.add_subparsers(metavar="COMMAND", required=True)
 
     status = commands.add_parser("status", parents=[where], help="show how the run stands")
