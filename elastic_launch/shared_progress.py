@@ -6,6 +6,7 @@ The agent creates it as an anonymous file (memfd) and passes the descriptor to i
 from __future__ import annotations
 
 import errno
+import math
 import os
 import struct
 import threading
@@ -18,7 +19,7 @@ from elastic_launch.system.plain_text import one_line, plain
 
 __all__ = ["Activity", "SharedProgress", "WorkerProgress"]
 
-_FIELDS = struct.Struct("<QQdQdQ32s")
+_FIELDS = struct.Struct("<QQdQdQ32sdQQ")
 _MOST = 2**53
 _RECORD = struct.Struct(f"<{_FIELDS.size}sI")  # fields, their CRC-32
 _PLACE = 128
@@ -50,6 +51,9 @@ class WorkerProgress(NamedTuple):
         limit: seconds that an announced pause may take.
         number: how many reports there were.
         what: what an announced pause is for, in a few words.
+        loss: of the last step; None if the worker has reported none, or one that is not finite.
+        batch: samples of a step, of all ranks; 0 if that is not known.
+        passes: forward and backward passes of this worker in a step; likewise.
     """
 
     round: int
@@ -59,12 +63,16 @@ class WorkerProgress(NamedTuple):
     limit: float = 0.0
     number: int = 0
     what: str = ""
+    loss: float | None = None
+    batch: int = 0
+    passes: int = 0
 
     @property
     def possible(self) -> bool:
         """Whether this is plausible: a worker's script has access to the memory and may write anything."""
         known = self.activity <= max(Activity) and 0 <= self.limit < _MOST
-        return known and max(self.round, self.step) < _MOST and 0 <= self.at <= MonotonicClock().now()
+        counts = self.round, self.step, self.batch, self.passes
+        return known and max(counts) < _MOST and 0 <= self.at <= MonotonicClock().now()
 
 
 class SharedProgress:
@@ -73,6 +81,9 @@ class SharedProgress:
     Args:
         descriptor: the descriptor of the memory; :meth:`close` closes it.
         local_rank: whose place :meth:`write` writes.
+
+    Attributes:
+        figures: loss, batch and passes of the next report.
     """
 
     def __init__(self, descriptor: int, local_rank: int = 0) -> None:
@@ -80,6 +91,7 @@ class SharedProgress:
         self._local_rank = local_rank
         self._file = _file(descriptor)
         self._last = WorkerProgress(0, 0, 0.0)
+        self.figures: tuple[float | None, int, int] = (None, 0, 0)
         self._lock = threading.Lock()  # the number of a closed descriptor is soon reused
 
     @staticmethod
@@ -103,8 +115,13 @@ class SharedProgress:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         last = self._last
         at = last.at if (round, step) == last[:2] else MonotonicClock().now()
-        self._last = WorkerProgress(round, step, at, activity, limit, last.number + 1, what)
-        fields = _FIELDS.pack(*self._last[:-1], what.encode(errors="replace"))
+        self._last = WorkerProgress(round, step, at, activity, limit, last.number + 1, what, *self.figures)
+        fields = _FIELDS.pack(
+            *self._last[:6],
+            what.encode(errors="replace"),
+            math.nan if self._last.loss is None else self._last.loss,
+            *self._last[8:],
+        )
         os.pwrite(self.descriptor, _RECORD.pack(fields, zlib.crc32(fields)), self._local_rank * _PLACE)
 
     def read(self, local_rank: int = 0) -> WorkerProgress | None:
@@ -118,7 +135,8 @@ class SharedProgress:
             fields, check = _RECORD.unpack(data)
             if zlib.crc32(fields) == check:
                 reached = WorkerProgress(*_FIELDS.unpack(fields))
-                reached = reached._replace(what=_text(reached.what))
+                loss = reached.loss if reached.loss is not None and math.isfinite(reached.loss) else None
+                reached = reached._replace(what=_text(reached.what), loss=loss)
                 return reached if reached.possible else None
         return None
 

@@ -134,6 +134,7 @@ VALUES: list[tuple[str, str, str, object]] = [
     ("local-ranks-filter", "0,2", "output", Output(local_ranks=frozenset({0, 2}))),
     ("duplicate-stdout-filters", "loss,a,,b", "output", Output(stdout_filters=("loss", "a,b"))),
     ("duplicate-stderr-filters", "Error", "output", Output(stderr_filters=("Error",))),
+    ("progress", "none", "progress", "none"),
     ("log-format", "json", "log_format", "json"),
     ("log-layout", "torchrun", "output", Output(layout="torchrun")),
     ("logs-specs", "default", "output", Output()),

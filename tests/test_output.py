@@ -30,6 +30,47 @@ def configured(*flags: str, **environ: str) -> Output:
     return parse([*flags, SCRIPT], environ).output
 
 
+# How the run is shown.
+
+
+@pytest.mark.parametrize(
+    ("flags", "term", "shown", "warning"),
+    [
+        ("", "xterm", "live", ""),
+        ("", "dumb", "plain", ""),
+        ("", "", "plain", ""),
+        ("--log-format json", "xterm", "plain", ""),
+        ("--progress plain", "xterm", "plain", ""),
+        ("--progress none", "xterm", "none", ""),
+        ("--progress live", "xterm", "live", ""),
+        ("--progress live", "dumb", "plain", "TERM names no terminal on which lines can be overwritten"),
+        ("--progress live --log-format json", "xterm", "plain", "--log-format json"),
+    ],
+)
+def test_a_view_is_for_terminals_that_can_show_it(
+    flags: str, term: str, shown: str, warning: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(output_flags.os, "isatty", lambda descriptor: True)
+    assert parse([*flags.split(), SCRIPT], {"TERM": term}).progress == shown
+    assert [record.getMessage() for record in caplog.records] == (
+        [f"--progress live prints lines here: {warning}."] if warning else []
+    )
+
+
+def test_there_is_no_view_elsewhere_nor_by_default_in_place_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_flags.os, "isatty", lambda descriptor: False)
+    assert parse(["--progress", "live", SCRIPT], {"TERM": "xterm"}).progress == "plain"
+    monkeypatch.setattr(output_flags.os, "isatty", lambda descriptor: True)
+    torchrun = {"TERM": "xterm", "ELASTIC_LAUNCH_TORCHRUN": "1"}
+    assert parse([SCRIPT], torchrun).progress == "plain"
+    assert parse(["--progress", "live", SCRIPT], torchrun).progress == "live"
+
+
+def test_another_way_to_show_a_run_is_refused() -> None:
+    with pytest.raises(UsageError, match="--progress fancy is no way to show a run"):
+        parse(["--progress", "fancy", SCRIPT], {})
+
+
 # Values.
 
 

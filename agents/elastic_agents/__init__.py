@@ -19,6 +19,7 @@
 ``step_events``   events about steps; ``step_timer`` estimates how long a step takes
 ``outcome``       how the node's part ended; ``summary`` is the final message of a failed run
 ``console``       the agent's own log lines; ``torch_events`` emits torch's events
+``live_view``     the last rows of a terminal, which show the run
 ``output_sinks``  the consoles and files that output goes to
 ``child``         a child process, however it was started
 ``helpers``       starts helper processes with a safe import path

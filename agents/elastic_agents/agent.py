@@ -476,6 +476,8 @@ class LocalElasticAgent(ElasticAgent):
         trained, trained_s = timer.trained
         remaining = timer.remaining()
         newest = self._snapshot_store.newest
+        told = [x for rank in view.slots if (x := self._control.progress(rank)) and x.round == number]
+        losses = [x.loss for x in told if x.loss is not None]
         return Present(
             view.phase.value,
             view.round,
@@ -490,6 +492,10 @@ class LocalElasticAgent(ElasticAgent):
             newest.step if newest else None,
             self._restarts,
             self._max_restarts,
+            tuple((member.node_id, member.workers) for member in self._formed.members),
+            losses[0] if losses else None,
+            max((x.batch for x in told), default=0),
+            max((x.passes for x in told), default=0),
         )
 
     def _beat(self) -> m.Beat | m.Progress:

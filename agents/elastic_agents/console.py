@@ -29,6 +29,9 @@ LIMIT = 1024 * 1024
 PATIENCE = 5.0
 """Seconds after which a console that accepts no data counts as unread."""
 
+TAIL = 64
+"""Bytes that are remembered: longer than an escape sequence of a terminal."""
+
 PIECE = 16384
 """Bytes per write: less than a pipe holds, so that a slow reader can be told from one that has stopped."""
 
@@ -48,6 +51,7 @@ class _Cursor:
     """Where the next byte on a console would appear: output from another source begins at the start of a line."""
 
     def __init__(self) -> None:
+        self.tail = b""  # the last bytes
         self._source: _Source | None = None  # of the current line; None at its start
         self._returned = False  # the current line has a carriage return: it is a progress bar
 
@@ -68,6 +72,7 @@ class _Cursor:
             self._returned = False
         self._returned = self._returned or b"\r" in last
         self._source = source if last else None
+        self.tail = (self.tail + data[-TAIL:])[-TAIL:]
         return start + data
 
 
@@ -81,6 +86,15 @@ class Consoles:
         """Return a function that queues one source's data for a descriptor, see :meth:`Writer.put`."""
         writer, cursor = self._writer_of(descriptor)
         return partial(writer.put, partial(_write, writer, descriptor, cursor, _Source()), wait=wait)
+
+    def draw(self, descriptor: int, picture: Callable[[bytes], bytes]) -> bool:
+        """Have a descriptor's thread write a picture, which leaves the cursor where it is; return whether it will.
+
+        Args:
+            picture: called in that thread with the last bytes on this console.
+        """
+        writer, cursor = self._writer_of(descriptor)
+        return writer.put(lambda _: _pour(writer, descriptor, picture(cursor.tail)))
 
     def flush(self) -> bool:
         """Wait until all is written, as long as the consoles are being read; return whether it is."""
@@ -107,7 +121,11 @@ class Consoles:
 
 
 def _write(writer: Writer, descriptor: int, cursor: _Cursor, source: _Source, data: bytes) -> None:
-    view = memoryview(cursor.placed(source, data))
+    _pour(writer, descriptor, cursor.placed(source, data))
+
+
+def _pour(writer: Writer, descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
     while view:
         try:
             view = view[os.write(descriptor, view[:PIECE]) :]

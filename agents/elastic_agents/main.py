@@ -9,7 +9,7 @@ import pickle
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -45,11 +45,13 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult
 
     from elastic_agents.agent import LocalElasticAgent
+    from elastic_agents.live_view import LiveView
     from elastic_agents.outcome import Outcome
     from elastic_agents.output_sinks import Kept
     from elastic_agents.probes.health import Health
     from elastic_agents.warm.fork_bootstrap import AgentState, Bootstrap
     from elastic_launch.observe.metrics import NodeMetrics
+    from elastic_launch.observe.watch import Watch
 
     class Watcher(EventSink, Protocol):
         """Observes an agent's start and end, and its events, which may come from several threads."""
@@ -78,6 +80,7 @@ class _Journal:
         self._watcher = watcher
         self.ledger = LiveLedger(clock)
         self.metrics = metrics
+        self.watch: Watch | None = None
 
     def emit(self, event: Event) -> None:
         self._file.emit(event)
@@ -87,6 +90,8 @@ class _Journal:
             _log.info("%s", line)
         if self.metrics is not None:
             self.metrics.add(event)
+        if self.watch is not None:
+            self.watch.add(event)
         for incident in self.ledger.add(event):
             _log.info("%s", incident.line())
             if self.metrics is not None:
@@ -106,7 +111,13 @@ def run(
     signal.pthread_sigmask(signal.SIG_BLOCK, claimed(config.notices))  # before any thread is started, see Withheld
     consoles = Consoles()
     with closing(consoles):
-        configure_logging(config.log_format, node=config.node_id, consoles=consoles, quiet=config.torchrun, level=level)
+        configure_logging(
+            config.log_format,
+            node=config.node_id,
+            consoles=consoles,
+            quiet=config.torchrun or config.progress == "none",
+            level=level,
+        )
         if line := untested_torch():
             _log.warning("%s", line)
         with errors_told(as_torchrun=config.torchrun):
@@ -168,10 +179,12 @@ def _run(config: LaunchConfig, begun: Bootstrap | None, consoles: Consoles, watc
         metrics,
     )
     reported = deaths_reported_to(inbox.put)
-    served = ExitStack()
+    served, shown = ExitStack(), ExitStack()
     withheld = Withheld(claimed(config.notices), inbox)
-    with closing(files), signals, reported, withheld, watchdog(inbox.put), served:
+    with closing(files), signals, reported, withheld, watchdog(inbox.put), served, shown:
         health, pages = served.enter_context(_health(config, begun)), served.enter_context(_pages(config, journal))
+        if config.progress == "live":
+            shown.enter_context(_live_view(config, journal, clock, inbox, consoles))
         if begun is None:
             announce(config)
         else:
@@ -211,6 +224,7 @@ def _run(config: LaunchConfig, begun: Bootstrap | None, consoles: Consoles, watc
                 watch.acknowledge(agent.notice)
         if watcher is not None:
             watcher.ended(agent, result)
+        shown.close()
         events.ended(agent.outcome.code, agent.outcome.cause, agent.outcome.restarts)
         if line := journal.ledger.summary(agent.max_restarts):
             _log.info("%s", line)
@@ -236,6 +250,16 @@ def _health(config: LaunchConfig, begun: Bootstrap | None) -> Iterator[Health | 
     assert listener is not None
     with closing(Health(listener)) as health:
         yield health
+
+
+def _live_view(
+    config: LaunchConfig, journal: _Journal, clock: Clock, inbox: Inbox[object], consoles: Consoles
+) -> AbstractContextManager[LiveView]:
+    from elastic_agents.live_view import LiveView
+    from elastic_launch.observe.watch import Watch
+
+    journal.watch = Watch(clock, journal.ledger)
+    return closing(LiveView(f"run {config.run_id}, node {config.node_id}", journal.watch, inbox, consoles))
 
 
 def _metrics(config: LaunchConfig) -> NodeMetrics | None:

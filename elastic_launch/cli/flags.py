@@ -153,6 +153,7 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
                 fallback="TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE",
             ),
             Flag(("--prefix",), "[node:rank] before each line that is shown"),
+            Flag(("--progress",), "auto, live view, plain lines, none", "HOW", "auto"),
             Flag(("--log-format",), "launcher's lines: plain, time, json", "NAME", LaunchConfig.log_format),
             Flag(("--logs-specs",), "entry point that says where logs go", "NAME", "default"),
         ),

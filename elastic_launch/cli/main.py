@@ -29,7 +29,13 @@ from elastic_launch.cli.options import (
     read_signals,
     read_torch_options,
 )
-from elastic_launch.cli.output_flags import make_run_directory, read_log_dir, read_log_format, read_output
+from elastic_launch.cli.output_flags import (
+    make_run_directory,
+    read_log_dir,
+    read_log_format,
+    read_output,
+    read_progress,
+)
 from elastic_launch.cli.rendezvous_flags import read_meeting
 from elastic_launch.config.launch_config import Command, Endpoint, LaunchConfig, parse_listening
 from elastic_launch.config.notice_sources import claimed
@@ -252,6 +258,7 @@ def build(line: Line, values: Values) -> LaunchConfig:
         # Local ranks are unique only on a node.
         log_name=f"{run_id}_{secrets.token_hex(4)}" if output.layout == "torchrun" else "",
         output=output,
+        progress=read_progress(values, own_agent=meeting.foreign is None),
         log_format=read_log_format(values.text("--log-format")),
         token=read_token(values.text("--token-file"), values.environ),
         signals=read_signals(values, claimed(notices)),

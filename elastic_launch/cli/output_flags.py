@@ -17,6 +17,7 @@ from elastic_launch.config.output import (
     LAYOUTS,
     LOG_FORMATS,
     LOGS_SPECS_GROUP,
+    PROGRESS,
     TORCH_HEADER,
     Output,
     Std,
@@ -27,7 +28,7 @@ from elastic_launch.config.output import (
 from elastic_launch.errors import UsageError
 from elastic_launch.system.private_files import make_private, untrusted
 
-__all__ = ["make_run_directory", "read_log_dir", "read_log_format", "read_output"]
+__all__ = ["make_run_directory", "read_log_dir", "read_log_format", "read_output", "read_progress"]
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,35 @@ def read_log_format(text: str | None) -> str:
     if text not in LOG_FORMATS:
         raise UsageError(f"--log-format {text} is no form of log lines.", f"Give {', '.join(LOG_FORMATS)}.")
     return text
+
+
+def read_progress(values: Values, *, own_agent: bool) -> str:
+    """Return how the run is shown, see :attr:`LaunchConfig.progress`.
+
+    Args:
+        own_agent: whether this project's agent runs the workers; torch's has no view.
+
+    Raises:
+        UsageError: if there is no such way.
+    """
+    asked = values.text("--progress") or "auto"
+    if asked not in PROGRESS:
+        raise UsageError(f"--progress {asked} is no way to show a run.", f"Give {', '.join(PROGRESS)}.")
+    if asked in ("plain", "none"):
+        return asked
+    if not own_agent:
+        reason = "torch's own agent runs the workers"
+    elif values.text("--log-format") == "json":
+        reason = "--log-format json"
+    elif not os.isatty(2):
+        reason = "stderr is no terminal"
+    elif values.environ.get("TERM", "") in ("", "dumb", "unknown"):
+        reason = "TERM names no terminal on which lines can be overwritten"
+    else:
+        return "plain" if asked == "auto" and values.torchrun else "live"
+    if asked == "live":
+        log.warning("--progress live prints lines here: %s.", reason)
+    return "plain"
 
 
 def read_log_dir(values: Values) -> tuple[Path, Path | None]:

@@ -221,6 +221,8 @@ class LaunchConfig:
         log_name: name of the run's directory in ``log_dir``; empty for the run id.
         link_dir: where the link ``latest`` to the run's directory is; None for ``log_dir``.
         output: how the workers' output is shown and kept.
+        progress: how the run is shown on this process' terminal, one of :data:`elastic_launch.config.output.PROGRESS`
+            other than ``auto``.
         log_format: format of the launcher's own lines, one of :data:`elastic_launch.config.output.LOG_FORMATS`.
         token: the run's secret, or None; never part of any output or digest.
         own_token: whether this agent generated it, and keeps it in a file for elasticctl.
@@ -260,6 +262,7 @@ class LaunchConfig:
     link_dir: Path | None = None
     log_name: str = ""
     output: Output = field(default_factory=Output)
+    progress: str = "plain"
     log_format: str = "time"
     token: Token | None = field(default=None, repr=False)
     own_token: bool = False

@@ -20,6 +20,7 @@ __all__ = [
     "LAYOUTS",
     "LOGS_SPECS_GROUP",
     "LOG_FORMATS",
+    "PROGRESS",
     "TORCH_HEADER",
     "Output",
     "Route",
@@ -39,6 +40,9 @@ LOGS_SPECS_GROUP = "torchrun.logs_specs"
 
 LOG_FORMATS = ("plain", "time", "json")
 """Formats of the launcher's own lines."""
+
+PROGRESS = ("auto", "live", "plain", "none")
+"""How a run is shown on a terminal: a view that is kept up to date, lines, or only warnings and errors."""
 
 TORCH_HEADER = "[${role_name}${local_rank}]:"
 """torchrun's default prefix of each line of a tee'd stream."""

@@ -6,5 +6,6 @@
 ``live``       the ledger of a run in progress
 ``report``     the ledger as text and as JSON; ``page`` shows it as one HTML file
 ``present``    how a node's part of a run is at a moment
+``watch``      figures for those who watch a run
 ``metrics``    a node's metrics for Prometheus
 """

@@ -36,7 +36,7 @@ from dataclasses import dataclass, replace
 from elastic_launch.events.types import counted
 from elastic_launch.observe.chronicle import Chronicle, RoundTold
 
-__all__ = ["PARTS", "Incident", "Ledger", "build"]
+__all__ = ["PARTS", "Incident", "Ledger", "build", "spoken"]
 
 PARTS = ("detect_s", "stop_s", "form_s", "start_s", "restore_s", "first_step_s")
 """An incident's parts, in order."""
@@ -148,6 +148,11 @@ class Ledger:
         restarts = f"restarts {self.restarts}" + (f" of {most}" if most >= 0 else "")
         ahead = f"; {counted(self.lost_ahead, 'worker')} lost before a round" if self.lost_ahead else ""
         return f"{spent}; {incidents}{lost}{ahead}; {restarts}"
+
+
+def spoken(part: str) -> str:
+    """Return the name of a part as text."""
+    return part.removesuffix("_s").replace("_", " ")
 
 
 def build(chronicle: Chronicle) -> Ledger:

@@ -20,6 +20,7 @@ class LiveLedger:
         self._lock = threading.Lock()
         self._chronicle = Chronicle()
         self._told = 0
+        self._last: tuple[Incident, ...] | None = None  # since the last event
 
     def add(self, event: Event) -> list[Incident]:
         """Add an event; return the incidents that it ends, if this host leads the run.
@@ -28,11 +29,26 @@ class LiveLedger:
         """
         with self._lock:
             self._chronicle.add(self._clock.now(), event)
+            self._last = None
             if not isinstance(event, FirstStep) or not self._chronicle.leads:
                 return []
             over = [x for x in build(self._chronicle).incidents if 0 < x.next_round <= event.round]
             told, self._told = self._told, max(self._told, len(over))
             return over[told:]
+
+    def incident(self) -> Incident | None:
+        """Return the last incident; until training goes on, it lasts until now. None if there was none."""
+        with self._lock:
+            if self._last is None or (self._last and not self._last[-1].recovered):
+                chronicle = self._chronicle
+                until = chronicle.until
+                if not chronicle.over:
+                    chronicle.until = max(until, self._clock.now())
+                try:
+                    self._last = build(chronicle).incidents[-1:]
+                finally:
+                    chronicle.until = until
+            return self._last[-1] if self._last else None
 
     def goodput(self) -> tuple[bool, float | None]:
         """Return whether this host leads the run, and the goodput so far; None if it is not known."""

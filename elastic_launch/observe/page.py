@@ -12,7 +12,7 @@ from html import escape
 from elastic_launch.events import types as ev
 from elastic_launch.events.types import counted
 from elastic_launch.observe.chronicle import Chronicle, RoundTold
-from elastic_launch.observe.ledger import PARTS, Incident, Ledger
+from elastic_launch.observe.ledger import PARTS, Incident, Ledger, spoken
 from elastic_launch.observe.reading import Host
 
 __all__ = ["as_page"]
@@ -150,7 +150,7 @@ def _incidents(incidents: Sequence[Incident]) -> str:
     rows = "".join(_row(incident, longest) for incident in incidents)
     return (
         f"<div class='wide'><table><tr>{heads}<th class='number'>steps lost</th><th>cause</th></tr>{rows}</table></div>"
-        f"<p class='dim'>Parts, from the left: {', '.join(map(_spoken, PARTS))}.</p>"
+        f"<p class='dim'>Parts, from the left: {', '.join(map(spoken, PARTS))}.</p>"
     )
 
 
@@ -159,7 +159,7 @@ def _row(incident: Incident, longest: float) -> str:
     for index, part in enumerate(PARTS):
         seconds = getattr(incident, part) or 0.0
         width = BAR * seconds / longest
-        title = f"{_spoken(part)}: {seconds:.2f} s"
+        title = f"{spoken(part)}: {seconds:.2f} s"
         bars.append(f"<rect class='p{index}' x='{x:.1f}' width='{width:.1f}' height='12'><title>{title}</title></rect>")
         x += width
     lost = "-" if incident.lost_steps is None else str(incident.lost_steps)
@@ -179,12 +179,8 @@ def _hints(incidents: Sequence[Incident]) -> list[str]:
     if not whole:
         return []
     items = [
-        f"<li>{_spoken(part)}, {spent[part]:.1f} s ({spent[part] / whole:.0%}): {escape(HINTS[part])}</li>"
+        f"<li>{spoken(part)}, {spent[part]:.1f} s ({spent[part] / whole:.0%}): {escape(HINTS[part])}</li>"
         for part in sorted(PARTS, key=lambda part: -spent[part])
         if spent[part] >= WORTH * whole
     ]
     return ["<h2>Where the time went</h2>", f"<ul>{''.join(items)}</ul>"]
-
-
-def _spoken(part: str) -> str:
-    return part.removesuffix("_s").replace("_", " ")

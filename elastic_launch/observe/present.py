@@ -23,6 +23,10 @@ class Present:
         trained_s: how long these took.
         snapshot: steps in the newest snapshot in this node's memory; None if there is none.
         restarts, max_restarts: restarts charged, and the budget.
+        members: the nodes of the current or last round, each with its number of workers.
+        loss: of the last step; None if no worker has reported one.
+        batch, passes: samples of a step, and the most forward and backward passes of a worker of this node in it; 0 if
+            that is not known.
     """
 
     phase: str
@@ -38,3 +42,7 @@ class Present:
     snapshot: int | None = None
     restarts: int = 0
     max_restarts: int = 0
+    members: tuple[tuple[str, int], ...] = ()
+    loss: float | None = None
+    batch: int = 0
+    passes: int = 0

@@ -192,6 +192,11 @@ class AgentLink:
         place, self._place = self._place, None
         return place
 
+    def note(self, loss: float | None, batch: int, passes: int) -> None:
+        """Let the next report have these, see :class:`~elastic_launch.shared_progress.WorkerProgress`."""
+        if self._progress is not None:
+            self._progress.figures = loss, batch, passes
+
     def step(self, step: int) -> None:
         """Report that a step is done: in shared memory if possible, and from time to time in a message."""
         self._step = step
@@ -474,6 +479,7 @@ class AgentLink:
                     # At once, as orders for the new round may follow.
                     self._place, self._round = place, place.round
                     self._suspend, self._stop_asked = None, ""
+                    self.note(None, 0, 0)
                     self._tells_steps, self._next_word = place.placement.first_on_node, 0.0
                 case c.Exit():
                     self._exit = True

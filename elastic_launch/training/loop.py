@@ -180,6 +180,7 @@ class Loop:
                 else:
                     self._step += 1
                     self._last = step.loss, step.metrics
+                    self._engine.note(step.loss, self._loader.batch.size, step.plan.grad_accum)
                     self._end_step()
                 self._complete()
         finally:

@@ -28,7 +28,7 @@ CTRL_S = b"\x13"
 @contextlib.contextmanager
 def started(*arguments: str, output: int) -> Iterator[subprocess.Popen[bytes]]:
     """An agent whose console the test provides."""
-    command = [sys.executable, "-m", "elastic_launch", "--standalone", *arguments]
+    command = [sys.executable, "-m", "elastic_launch", "--standalone", "--progress", "plain", *arguments]
     process = subprocess.Popen(command, stdin=output, stdout=output, stderr=output, start_new_session=True)
     try:
         yield process
