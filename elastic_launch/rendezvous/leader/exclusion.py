@@ -7,6 +7,8 @@ another leader begins anew.
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 __all__ = ["FAULTS", "LONGEST", "SECONDS", "WINDOW", "Exclusion"]
 
 FAULTS = 3
@@ -42,6 +44,11 @@ class Exclusion:
         seconds = min(SECONDS * 2.0 ** (times - 1), LONGEST)
         self._until[node_id] = now + seconds
         return seconds
+
+    @property
+    def node_ids(self) -> Set[str]:
+        """Nodes that are, or once were, left out."""
+        return self._until.keys()
 
     def excludes(self, node_id: str, now: float) -> bool:
         """Whether a node is left out now."""

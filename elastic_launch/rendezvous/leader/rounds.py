@@ -519,7 +519,8 @@ class Rounds:
         if self.phase is not broken:
             self.consider(now)  # this was the last one
             return
-        for node in [node for node in active if now >= self._due_back(node, broken)]:
+        late = now - broken.at >= self._state.timing.return_after  # this is asked after each report
+        for node in [node for node in active if late and now >= self._due_back(node, broken)]:
             limit = self._due_back(node, broken) - broken.at
             reason = f"its workers were not stopped within {limit:g} s, its shutdown timeout and return_after"
             self._state.send(node.link, m.Evicted(self._state.record.term, reason))

@@ -82,8 +82,8 @@ class LeaderState:
 
     def review(self, now: float) -> None:
         """Note which nodes are left out now."""
-        for node in self.nodes.values():
-            node.excluded = self.exclusion.excludes(node.hello.node_id, now)
+        for node_id in self.exclusion.node_ids & self.nodes.keys():
+            self.nodes[node_id].excluded = self.exclusion.excludes(node_id, now)
 
     def end(self, code: int, cause: str, failure: m.Failure | None, now: float) -> None:
         """Record the run's end, and inform all nodes."""
