@@ -194,6 +194,7 @@ def run(processes: Processes) -> None:
     say(f"rank {kept} kept its process")
     say("now the same undisturbed, as one process without a launcher, and beside it with another seed")
     same, other = undisturbed(processes)
+    say("hashes of the final weights follow: equal ones mean that the kill has changed no bit of the result")
     for name, result in (("one killed", ours), ("undisturbed", same), ("other seed", other)):
         tell(name, result)
     check(ours, same, other)

@@ -278,3 +278,14 @@ def test_the_messages_of_the_index_are_the_programs() -> None:
 def test_the_index_has_every_exit_code() -> None:
     told = " ".join(row[0] for row in rows(sections(REFERENCE / "messages.md", "##")["Exit codes"]))
     assert {str(code.value) for code in ExitCode} <= set(re.findall(r"\d+", told))
+
+
+def test_the_comparison_of_the_readme_has_the_figures_of_the_benchmarks() -> None:
+    def plain(cell: str) -> str:
+        return re.sub(r" \((\S+?)\.\.\1\)", "", cell)
+
+    measured = [[plain(cell) for cell in row] for row in rows((DOCS / "benchmarks.md").read_text())]
+    _, _, *shown = rows(sections(ROOT / "README.md", "##")["Compared with torchrun"])
+    assert len(shown) > 20
+    for what, ours, theirs in shown:
+        assert any(ours in row and theirs in row for row in measured), what
