@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_launch.batch import GlobalBatch
-from elastic_launch.cli.elasticctl import main
+from elastic_launch.cli.elasticctl import main, shown
 from elastic_launch.errors import ExitCode
+from elastic_launch.rendezvous.admin import messages as a
 
 
 def record(path: Path, ago: float, **event: object) -> None:
@@ -129,3 +130,73 @@ def test_a_plan_is_that_of_the_training(size: int, data: st.DataObject, world: i
 def test_numbers_that_are_none_are_refused(flags: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *flags]) == ExitCode.USAGE
     assert named in capsys.readouterr().err
+
+
+# Logs.
+
+
+def worker(path: Path, event: str, number: int, rank: int, pid: int) -> None:
+    record(path, 5, event=event, round=number, rank=rank, local_rank=0, pid=pid, cause="first", start_s=0.1)
+
+
+def printed_by(directory: Path, out: str, err: str = "") -> None:
+    directory.mkdir(parents=True)
+    (directory / "stdout.log").write_text(out)
+    (directory / "stderr.log").write_text(err)
+
+
+def test_the_log_of_a_rank_is_where_its_worker_was_started(
+    run: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    for name in ("a", "b"):
+        worker(run / f"events-{name}.jsonl", "worker_started", 1, "ab".index(name), 10)
+        printed_by(run / "round_1" / str("ab".index(name)), f"of {name}\n", "oh\n")
+    printed_by(run / "round_2" / "0", "of another\n")
+    worker(run / "events-b.jsonl", "worker_kept", 2, 0, 10)
+    assert main(["logs", "0", "--log-dir", str(run)]) == 0
+    assert capfdbinary.readouterr() == (b"of b\n", b"oh\n")
+    worker(run / "events-a.jsonl", "worker_started", 3, 0, 11)
+    printed_by(run / "round_3" / "0", "the third\n")
+    assert main(["logs", "0", "--log-dir", str(run), "--follow"]) == 0
+    assert capfdbinary.readouterr()[0] == b"the third\n"
+
+
+def test_the_log_of_a_worker_that_was_started_ahead(run: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    for number in (1, 2, 10):
+        printed_by(run / f"ahead_{number}" / "a" / "0", f"{number}\n")
+    worker(run / "events-a.jsonl", "worker_started", 0, -1, 12)
+    worker(run / "events-a.jsonl", "worker_placed", 4, 7, 12)
+    assert main(["logs", "7", "--log-dir", str(run)]) == 0
+    assert capfdbinary.readouterr()[0] == b"10\n"
+
+
+@pytest.mark.parametrize(
+    ("rank", "message"),
+    [
+        ("5", "have no worker of rank 5"),
+        ("3", "The output of rank 3 in round 2 is not in"),
+        ("x", "not a whole number"),
+    ],
+)
+def test_a_log_that_is_not_here_is_a_mistake(
+    rank: str, message: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker(run / "events-a.jsonl", "worker_started", 2, 3, 12)
+    assert main(["logs", rank, "--log-dir", str(run)]) == ExitCode.USAGE
+    assert message in capsys.readouterr().err
+
+
+# Status.
+
+
+def test_a_status_fits_the_terminal_and_is_whole_elsewhere() -> None:
+    name = "node-" + "x" * 60
+    node = a.NodeStatus(name, "10.0.0.1", 4, "training", 0.5)
+    status = a.Status("run", "next", 1, name, 2, 4, 1, 4, 0, 3, (node,), 7, 0.05, 61.0, 0.25)
+    lines = shown(status, "c10d 127.0.0.1:29400")
+    assert f"leader {name}; next" in lines[1]
+    assert lines[3] == "20 steps/s, about 61 s left, loss 0.25"
+    assert any(line.startswith(f"{name}  10.0.0.1        4  training     0.5 s") for line in lines)
+    for width in (60, 80, 120):
+        assert max(map(len, shown(status, "c10d 127.0.0.1:29400", width))) <= width
+        assert "0.5 s" in "\n".join(shown(status, "c10d 127.0.0.1:29400", width))

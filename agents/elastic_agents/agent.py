@@ -43,7 +43,7 @@ from elastic_agents.reporting import (
 )
 from elastic_agents.snapshots.durable_state import DurableState
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
-from elastic_agents.workers.control import Control, HungUp, ScriptEnded, Straggles
+from elastic_agents.workers.control import Control, HungUp, ScriptEnded, Straggles, loss_in
 from elastic_agents.workers.guard import Guard
 from elastic_agents.workers.logs import LogPlaces
 from elastic_agents.workers.output import OutputPump
@@ -337,11 +337,14 @@ class LocalElasticAgent(ElasticAgent):
         view = self._view
         if self._config.hang_timeout is None or view.phase is not v.Phase.RUNNING or view.alive != view.slots:
             return None
-        workers = tuple(
-            WatchedWorker(where.rank, where.local_rank, pid, logs.error_file.with_name(STACKS), str(logs.directory))
-            for where, pid, logs in self._workers.running(view.round)
-        )
+        workers = self._watched_workers()
         return Watched(view.round, workers) if len(workers) == len(view.slots) else None
+
+    def _watched_workers(self) -> tuple[WatchedWorker, ...]:
+        return tuple(
+            WatchedWorker(where.rank, where.local_rank, pid, logs.error_file.with_name(STACKS), str(logs.directory))
+            for where, pid, logs in self._workers.running(self._view.round)
+        )
 
     def _understand(self, item: object) -> v.Event | None:
         """Translate an inbox item into a policy event, and record it."""
@@ -426,6 +429,9 @@ class LocalElasticAgent(ElasticAgent):
                 if number in (0, self._view.round) and local_rank in waits:
                     self._workers.kill({local_rank})
                 return None
+            case m.TakeStacks(round=number):
+                self._hangs.tell_stacks(number, self._watched_workers() if number == self._view.round else ())
+                return None
             case m.SaveNow(round=number):
                 self._control.ask_save(number)
                 return None
@@ -476,8 +482,7 @@ class LocalElasticAgent(ElasticAgent):
         trained, trained_s = timer.trained
         remaining = timer.remaining()
         newest = self._snapshot_store.newest
-        told = [x for rank in view.slots if (x := self._control.progress(rank)) and x.round == number]
-        losses = [x.loss for x in told if x.loss is not None]
+        told = self._control.reports(number)
         return Present(
             view.phase.value,
             view.round,
@@ -493,16 +498,23 @@ class LocalElasticAgent(ElasticAgent):
             self._restarts,
             self._max_restarts,
             tuple((member.node_id, member.workers) for member in self._formed.members),
-            losses[0] if losses else None,
+            loss_in(told),
             max((x.batch for x in told), default=0),
             max((x.passes for x in told), default=0),
         )
 
     def _beat(self) -> m.Beat | m.Progress:
         """Called from the membership's thread."""
-        number, step = self._control.step_timer.reached
+        timer = self._control.step_timer
+        number, step = timer.reached
         newest = self._snapshot_store.newest
-        return m.Progress(number, step, newest.step if newest else None) if number else m.Beat()
+        if not number:
+            return m.Beat()
+        left = timer.remaining()
+        loss = loss_in(self._control.reports(number))
+        return m.Progress(
+            number, step, newest.step if newest else None, timer.step_seconds, left if left >= 0 else None, loss
+        )
 
     def _opened(self, hosting: bool, endpoint: str, address: str) -> None:
         config = self._config

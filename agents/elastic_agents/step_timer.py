@@ -106,6 +106,14 @@ class StepTimer:
         with self._lock:
             return self._step
 
+    @property
+    def step_seconds(self) -> float | None:
+        """The median of this round's last steps; None if there is none yet."""
+        self._look_again()
+        with self._lock:
+            mine = list(self._steps)[-(self._step - self._first) :] if self._step > self._first else []
+            return statistics.median(mine) if mine else None
+
     def remaining(self) -> float:
         """Seconds until the training ends at this round's pace; -1 if that is not known."""
         self._look_again()

@@ -4,7 +4,7 @@
 ``main``              ``elastic-launch``: reads flags, environment and job file, and starts the agent
 ``composer``          ``elastic-composer``: a world of fixed size, with the flags of Composer's launcher
 ``elasticctl``        status and control of a running job
-``event_lines``       ``elasticctl events``; ``batch_table`` is ``elasticctl plan``
+``event_lines``       ``elasticctl events``; ``log_tail`` is ``elasticctl logs``, ``batch_table`` is ``elasticctl plan``
 ``doctor``            ``elasticctl doctor``: why this host cannot take part in a run
 ``flags``             the table of flags and its parser; ``help`` and ``completion`` are generated from it
 ``options``           flags of torchrun that describe workers

@@ -10,6 +10,7 @@ if __name__ == "__main__":
 import argparse
 import json
 import os
+import shutil
 import sys
 import textwrap
 import time
@@ -24,6 +25,7 @@ from elastic_launch.cli.completion import SHELLS, completion_of
 from elastic_launch.cli.doctor import examine
 from elastic_launch.cli.event_lines import show_events
 from elastic_launch.cli.flags import Values
+from elastic_launch.cli.log_tail import show_logs
 from elastic_launch.config.backends import BACKENDS, kind_of
 from elastic_launch.config.launch_config import (
     LaunchConfig,
@@ -36,6 +38,7 @@ from elastic_launch.config.settings import Setting
 from elastic_launch.errors import ElasticLaunchError, EndpointError, ExitCode, RendezvousError, StoreError, UsageError
 from elastic_launch.events.types import counted
 from elastic_launch.observe.report import show_report
+from elastic_launch.observe.watch import span
 from elastic_launch.rendezvous.admin import messages as a
 from elastic_launch.rendezvous.admin.client import Address, AdminClient, RunEndedError
 from elastic_launch.rendezvous.run_file import FoundRun, RunAddress, find
@@ -53,7 +56,8 @@ WATCH = 2.0
 LOST_FOR = 30.0
 """Seconds for which ``status --watch`` searches for a lost leader."""
 
-WIDTH = 100
+COLUMNS = 31
+"""Characters of a node's line besides its names."""
 
 _WHERE = ("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--log-dir", "--token-file")
 
@@ -143,6 +147,18 @@ def parser() -> argparse.ArgumentParser:
     events.add_argument("--since", metavar="S", help="only those of the last S seconds")
     events.add_argument("--json", action="store_true", help="the lines as they are in the files")
     events.set_defaults(act=_events, offline=True)
+
+    logs = commands.add_parser("logs", parents=[where], help="show what a rank prints, from the files on this host")
+    logs.add_argument("rank", metavar="RANK", help="of the newest round in which this host has such a worker")
+    logs.add_argument(
+        "--follow", action="store_true", help="go on, also in later rounds, while the run has an agent here"
+    )
+    logs.set_defaults(act=_logs, offline=True)
+
+    stacks = commands.add_parser(
+        "stacks", parents=[where], help="show where all workers stand now, without stopping them"
+    )
+    stacks.set_defaults(act=_stacks)
 
     report = commands.add_parser("report", parents=[where], help="show what each incident cost, from the same files")
     report.add_argument("--json", action="store_true", help="one JSON object instead of a table")
@@ -276,6 +292,13 @@ def _checkpoint(options: argparse.Namespace, address: Address) -> int:
         return _tell(client.ask(a.AskSave()))
 
 
+def _stacks(options: argparse.Namespace, address: Address) -> int:
+    with AdminClient(address) as client:
+        return _tell(
+            client.ask(a.AskStacks(), lambda told: print(plain(f"node {told.node}:\n{told.text}"), flush=True))
+        )
+
+
 def _resize(options: argparse.Namespace, address: Address) -> int:
     try:
         low, high = parse_nnodes(options.nnodes)
@@ -305,6 +328,12 @@ def _events(options: argparse.Namespace) -> int:
     return show_events(directory, since=since, follow=options.follow, as_json=options.json, alive=alive)
 
 
+def _logs(options: argparse.Namespace) -> int:
+    rank = Setting("logs ", options.rank).whole()
+    directory = _directory(options)
+    return show_logs(directory, rank, follow=options.follow, alive=lambda: find(directory, None, depth=0)[1])
+
+
 def _report(options: argparse.Namespace) -> int:
     show_report(_directory(options), as_object=options.json, html=Path(options.html) if options.html else None)
     return ExitCode.DONE
@@ -316,7 +345,7 @@ def _directory(options: argparse.Namespace) -> Path:
     endpoint, run_id, log_dir = (values.text(name) for name in ("--rdzv-endpoint", "--rdzv-id", "--log-dir"))
     if endpoint is not None and not log_dir:
         raise UsageError(
-            "events are read from files, not from the run's leader.", "Name the run's directory with --log-dir."
+            "this is read from files, not from the run's leader.", "Name the run's directory with --log-dir."
         )
     if log_dir and any(Path(log_dir).glob("events-*.jsonl")):
         return Path(log_dir)
@@ -342,11 +371,16 @@ def _show(status: a.Status, address: Address, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"backend": address.backend, **asdict(status)}), flush=True)
         return
-    print(plain("\n".join(shown(status, str(address)))), flush=True)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    print(plain("\n".join(shown(status, str(address), width))), flush=True)
 
 
-def shown(status: a.Status, where: str) -> list[str]:
-    """Return a status as readable lines of at most 100 characters."""
+def shown(status: a.Status, where: str, width: int | None = None) -> list[str]:
+    """Return a status as readable lines.
+
+    Args:
+        width: of the terminal, in which each line fits; None: nothing is cut.
+    """
     limits = f"{status.min_nodes}:{status.max_nodes}"
     step = "no step reported" if status.step is None else f"step {status.step}"
     training = [node for node in status.nodes if node.state == "training"]
@@ -355,17 +389,30 @@ def shown(status: a.Status, where: str) -> list[str]:
         f"round {status.round}, term {status.term}, leader {status.leader}; {status.next}",
         f"world size {status.world_size} on {counted(len(training), 'node')} of {limits}, {step}, "
         f"restarts {status.restarts} of {status.max_restarts}",
+        *([_pace(status)] if status.step_s else []),
         f"last checkpoint: {_kept(status.checkpoint)}; last snapshot: {_kept(status.snapshot)}",
         "",
-        f"{'NODE':<32} {'ADDRESS':<32} {'WORKERS':>7}  {'STATE':<9} {'SILENT':>8}",
     ]
+    rows = [("NODE", "ADDRESS"), *((node.node_id, node.address) for node in status.nodes)]
+    # On a terminal the names get what the other columns leave.
+    most = max(16, (width - COLUMNS) // 2) if width else None
+    longest = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    first, second = (min(x, most) if most else x for x in longest)
+    lines.append(f"{'NODE':<{first}}  {'ADDRESS':<{second}}  WORKERS  {'STATE':<9} {'SILENT':>8}")
     for node in status.nodes:
-        names = f"{_cut(node.node_id, 32):<32} {_cut(node.address, 32):<32}"
-        lines.append(f"{names} {node.workers:>7}  {node.state:<9} {node.silence:>6.1f} s")
+        names = f"{_cut(node.node_id, first):<{first}}  {_cut(node.address, second):<{second}}"
+        lines.append(f"{names}  {node.workers:>7}  {node.state:<9} {node.silence:>6.1f} s")
     if status.incidents:
         lines += ["", "the leader's last decisions:"]
         lines += [f"  {_ago(incident.ago):>12}  {incident.text}" for incident in status.incidents]
-    return [_cut(line, WIDTH) for line in lines]
+    return [_cut(line, width) if width else line for line in lines]
+
+
+def _pace(status: a.Status) -> str:
+    assert status.step_s
+    left = "" if status.remaining is None else f", about {span(status.remaining)} left"
+    loss = "" if status.loss is None else f", loss {status.loss:.4g}"
+    return f"{1 / status.step_s:.3g} steps/s{left}{loss}"
 
 
 def _kept(save: a.LastSave | None) -> str:

@@ -302,3 +302,30 @@ def test_the_leader_on_etcd_can_be_drained_and_an_ended_run_tells_its_end(job: J
         assert (over.returncode, "exit code 143: stopped by elasticctl drain" in over.stderr) == (1, True)
         missing = ctl("status", *where[:-1], "another")
         assert (missing.returncode, "There is no run 'another'" in missing.stderr) == (95, True)
+
+
+@pytest.mark.slow
+def test_stacks_logs_and_the_pace_of_a_run(job: Job) -> None:
+    nodes = [job.node(name, command=digits(job)) for name in "ab"]
+    trains(job, 2)
+    seen = wait_for("a loss", lambda: (found := status(job))["loss"] is not None and found)
+    assert 0.2 < seen["step_s"] < 60
+    assert seen["remaining"] > 0
+    assert " steps/s, about " in told(job, "status")
+    stacks = told(job, "stacks")
+    assert re.findall(r"^rank (\d) \(pid \d+\): \w+$", stacks, re.MULTILINE) in (["0", "1"], ["1", "0"])
+    assert stacks.count("paced.py") >= 2
+    assert stacks.endswith("these are all workers of round 1")
+    wait_for("the log of rank 0", lambda: "step 1 loss" in told(job, "logs", "0"))
+    hurry(job)
+    done = ctl("logs", "0", "--log-dir", str(job.logs), "--follow")
+    assert "weights_sha256" in done.stdout
+    assert [node.wait(60) for node in nodes] == [0, 0]
+
+
+def test_an_endpoint_at_which_nothing_answers_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        done = ctl("status", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "r")
+    assert done.returncode == 95
+    assert re.search(rf"leader at 127\.0\.0\.1:{port} was silent for [34]\.\d s", done.stderr)

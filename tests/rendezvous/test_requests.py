@@ -527,3 +527,45 @@ def test_new_nodes_may_have_the_limits_of_the_start_or_of_a_resize() -> None:
         ("e", "--nnodes 1:3 --max-restarts 3; those of the run hold: --nnodes 1:4 --max-restarts 3"),
     ]
     assert len(run.orders("f", m.Refused)) == 1
+
+
+# Stacks.
+
+
+def test_stacks_are_passed_on_as_they_come_and_the_last_node_ends_the_request() -> None:
+    run = asked("2:2", "ab")
+    run.ask(a.AskStacks())
+    assert [order.round for name in "ab" for order in run.orders(name, m.TakeStacks)] == [1, 1]
+    run.report("b", m.StacksTaken(1, "rank 1"))
+    run.report("b", m.StacksTaken(1, "again"))
+    assert run.waits()
+    assert [order.text for order in run.answers[CALLER] if isinstance(order, a.NodeStacks)] == ["rank 1"]
+    run.report("a", m.StacksTaken(1, "rank 0"))
+    assert run.answer().done
+    assert run.answer().text == "these are all workers of round 1"
+
+
+def test_a_node_that_tells_no_stacks_is_named() -> None:
+    run = asked("2:2", "ab")
+    run.ask(a.AskStacks())
+    run.report("a", m.StacksTaken(1, "rank 0"))
+    run.advance(21.0)
+    assert not run.answer().done
+    assert run.answer().text == "no stacks from b"
+
+
+def test_there_are_no_stacks_before_a_round() -> None:
+    run = Asked("2:2")
+    run.hello("a")
+    run.call()
+    run.ask(a.AskStacks())
+    assert not run.answer().done
+    assert run.answer().text.startswith("no workers run; ")
+
+
+def test_a_status_has_the_pace_of_the_node_that_is_ahead() -> None:
+    run = asked("1:2", "ab")
+    assert (run.status().step_s, run.status().remaining, run.status().loss) == (None, None, None)
+    run.report("a", m.Progress(1, 41, None, 0.5, 30.0, 0.25))
+    run.report("b", m.Progress(1, 40, None, 0.6, 31.0, 0.75))
+    assert (run.status().step_s, run.status().remaining, run.status().loss) == (0.5, 30.0, 0.25)

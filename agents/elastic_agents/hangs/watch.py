@@ -15,7 +15,7 @@ from pathlib import Path
 from elastic_agents.hangs.lateness import Lateness, Standstill
 from elastic_agents.hangs.processes import Usage, is_stopped, is_traced, moved, others_in_session, stacks_of, usage
 from elastic_agents.hangs.stacks import Stack, debugged, in_exchange, in_loader, text_of, user_frame
-from elastic_launch.rendezvous.wire.messages import Stalled, StalledWorker
+from elastic_launch.rendezvous.wire.messages import StacksTaken, Stalled, StalledWorker
 from elastic_launch.shared_progress import WorkerProgress
 from elastic_launch.system.plain_text import clipped, one_line
 from elastic_launch.system.private_files import make_private, open_private
@@ -36,6 +36,9 @@ AGAIN = 1.25
 
 AT_ONCE = 8
 """Workers whose stacks are taken at the same time."""
+
+LONGEST_TEXT = 1024 * 1024
+"""Bytes of the stacks that are reported on request."""
 
 FRAMES, LONGEST = 20, 1000
 """Innermost frames of a stack that go into a report, and bytes of each."""
@@ -78,7 +81,7 @@ class HangWatch:
     def __init__(
         self,
         progress: Callable[[int], WorkerProgress | None],
-        report: Callable[[Stalled], object],
+        report: Callable[[Stalled | StacksTaken], object],
         timeout: float = 0.0,
     ) -> None:
         self._progress = progress
@@ -94,6 +97,7 @@ class HangWatch:
         self._used: dict[int, Usage] = {}  # by pid, before the workers were late
         self._reported = 0  # the round that was reported as stalled
         self._next = 0.0  # seconds of standstill after which it is reported again
+        self._taking: threading.Thread | None = None
         self._stop = threading.Event()
         # The run can go on without it.
         died = "hangs are no longer noticed: %s"
@@ -108,6 +112,20 @@ class HangWatch:
         """The stacks of a round's workers as text, if they have been taken; else empty."""
         number, text = self._found
         return text if number == round_number else ""
+
+    def tell_stacks(self, round_number: int, workers: tuple[WatchedWorker, ...]) -> None:
+        """Report where workers stand, from another thread; if one does so already, its report is the answer."""
+        if self._taking is None or not self._taking.is_alive():
+            self._taking = threading.Thread(target=self._tell, args=(round_number, workers), name="stacks", daemon=True)
+            self._taking.start()
+
+    def _tell(self, round_number: int, workers: tuple[WatchedWorker, ...]) -> None:
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            taken = list(pool.map(_stacks, workers))
+        found = [
+            _text(_seen(worker, stacks, moves=False), stacks) for worker, stacks in zip(workers, taken, strict=True)
+        ]
+        self._report(StacksTaken(round_number, clipped("\n".join(found), LONGEST_TEXT) or "no workers run\n"))
 
     def close(self) -> None:
         self._stop.set()

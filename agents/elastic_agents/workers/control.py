@@ -15,7 +15,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -41,7 +41,7 @@ from elastic_launch.shared_progress import SharedProgress, WorkerProgress
 from elastic_launch.system.descriptors import PAUSE, reserve, scarce
 from elastic_launch.system.threads import VitalThread
 
-__all__ = ["Control", "HungUp", "ScriptEnded", "Straggles"]
+__all__ = ["Control", "HungUp", "ScriptEnded", "Straggles", "loss_in"]
 
 _log = logging.getLogger("elastic_launch.agent")
 
@@ -257,6 +257,11 @@ class Control:
         """What the worker of a local rank has reported in shared memory; None if nothing."""
         return self._progress.read(local_rank)
 
+    def reports(self, number: int) -> list[WorkerProgress]:
+        """What the workers have reported in shared memory in a round, by local rank."""
+        found = map(self._progress.read, range(self._workers))
+        return [report for report in found if report is not None and report.round == number]
+
     def _reached(self) -> WorkerProgress | None:
         """The report of the worker that has come furthest, and was the first to; None if there is none."""
         reports = [report for local_rank in range(self._workers) if (report := self._progress.read(local_rank))]
@@ -459,6 +464,11 @@ class Control:
         _log.warning("a message to a worker could not be sent, its connection is closed: %s", reason)
         with contextlib.suppress(OSError):
             peer.sock.shutdown(socket.SHUT_RDWR)  # its thread reads what the worker has sent, and the end
+
+
+def loss_in(reports: Iterable[WorkerProgress]) -> float | None:
+    """Return the loss of the last step; None if no worker has reported one."""
+    return next((report.loss for report in reports if report.loss is not None), None)
 
 
 def _process_of(sock: socket.socket) -> tuple[int, int]:

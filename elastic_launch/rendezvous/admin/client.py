@@ -7,7 +7,7 @@ import selectors
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -31,8 +31,8 @@ from elastic_launch.secret import Token
 
 __all__ = ["Address", "AdminClient", "RunEndedError"]
 
-TIMEOUT = 10.0
-"""Seconds within which the store and the leader must first answer."""
+TIMEOUT = 4.0
+"""Seconds within which the store and the leader must first answer, both together: users are told within 5 s."""
 
 HINT_ENDPOINT = "Check --rdzv-backend, --rdzv-endpoint and --rdzv-id, and that the run is still there."
 
@@ -79,19 +79,19 @@ class AdminClient:
 
     def __init__(self, address: Address) -> None:
         self._address = address
+        until = time.monotonic() + TIMEOUT
         if address.leader is not None:
             with contextlib.suppress(RendezvousError):  # the leader may have moved, and something else may listen there
-                self._call(address.leader)
+                self._call(address.leader, until - TIMEOUT / 2)
                 return
-        self._call(_leader(address))
+        self._call(_leader(address, until), until)
 
-    def _call(self, where: Endpoint) -> None:
+    def _call(self, where: Endpoint, until: float) -> None:
         self._where = where
         self._channel = Channel.of_node(link_key(self._address.token, self._address.run_id))
         self._orders: deque[m.Order] = deque()
-        self._patience = TIMEOUT
         try:
-            self._sock = socket.create_connection((where.host, where.port), TIMEOUT)
+            self._sock = socket.create_connection((where.host, where.port), max(0.1, until - time.monotonic()))
         except (OSError, UnicodeError) as error:
             if where in self._address.endpoints:
                 raise EndpointError(
@@ -103,6 +103,7 @@ class AdminClient:
             ) from error
         try:
             self._sock.setblocking(False)
+            self._patience = max(0.1, until - time.monotonic())
             self._say(a.Caller(m.PROTOCOL_VERSION, self._address.run_id))
             welcome = self._next()
             if not isinstance(welcome, m.Welcome):
@@ -129,9 +130,17 @@ class AdminClient:
         assert isinstance(answer, a.LeaderFound)
         return answer.status
 
-    def ask(self, request: a.AskDrain | a.AskSave | a.AskResize) -> a.Answer:
-        """Send a request, and wait until it is done or can no longer be done; raises the errors of :meth:`status`."""
-        answer = self._ask(request)
+    def ask(
+        self,
+        request: a.AskDrain | a.AskSave | a.AskResize | a.AskStacks,
+        told: Callable[[a.NodeStacks], object] = lambda told: None,
+    ) -> a.Answer:
+        """Send a request, and wait until it is done or can no longer be done; raises the errors of :meth:`status`.
+
+        Args:
+            told: called with each node's stacks as they come.
+        """
+        answer = self._ask(request, told)
         assert isinstance(answer, a.Answer)
         return answer
 
@@ -141,10 +150,14 @@ class AdminClient:
         for order in self._heard_until(deadline):
             self._check(order)
 
-    def _ask(self, request: a.Request) -> a.Answer | a.LeaderFound:
+    def _ask(
+        self, request: a.Request, told: Callable[[a.NodeStacks], object] = lambda told: None
+    ) -> a.Answer | a.LeaderFound:
         self._say(request)
         while True:
             order = self._next()
+            if isinstance(order, a.NodeStacks):
+                told(order)
             if isinstance(order, a.Answer | a.LeaderFound):
                 return order
 
@@ -159,7 +172,7 @@ class AdminClient:
                     return order
             if time.monotonic() >= silent_at:
                 raise EndpointError(
-                    f"The run's leader at {self._where} was silent for {self._patience:g} s.",
+                    f"The run's leader at {self._where} was silent for {self._patience:.1f} s.",
                     "What was asked may still happen: ask for the status.",
                 )
 
@@ -214,19 +227,21 @@ class AdminClient:
         self._channel.send(m.pack(message))
 
 
-def _leader(address: Address) -> Endpoint:
-    """Return where the leader is: the endpoint itself, or the address in a store."""
+def _leader(address: Address, until: float) -> Endpoint:
+    """Return where the leader is: the endpoint itself, or the address in a store, which must answer until then."""
     kind = kind_of(address.backend)
     if kind.fixed_ranks:
         # Imported here because torch takes seconds.
         from elastic_launch.rendezvous.backends.static import published_leader
 
-        found = published_leader(address.endpoints[0], address.run_id, address.token, TIMEOUT)
+        found = published_leader(
+            address.endpoints[0], address.run_id, address.token, max(0.1, until - time.monotonic())
+        )
         return Endpoint(found.address, found.port)
     if not kind.elected:
         return address.endpoints[0]
     with contextlib.closing(open_store(address.backend, address.endpoints, address.run_id)) as store:
-        value = store.load(TIMEOUT)
+        value = store.load(max(0.1, until - time.monotonic()))
     if value is None:
         raise StoreError(f"There is no run {address.run_id!r} in {address}.", HINT_ENDPOINT)
     record = ControlRecord.parse(ValueSeal(address.token, address.run_id).open(value))

@@ -13,11 +13,13 @@ __all__ = [
     "AskDrain",
     "AskResize",
     "AskSave",
+    "AskStacks",
     "AskStatus",
     "Caller",
     "Decision",
     "LastSave",
     "LeaderFound",
+    "NodeStacks",
     "NodeStatus",
     "Request",
     "Status",
@@ -65,7 +67,12 @@ class AskResize:
     max_nodes: int
 
 
-Request = AskStatus | AskDrain | AskSave | AskResize
+@dataclass(frozen=True, slots=True)
+class AskStacks:
+    """Have all nodes of the round tell where their workers stand: a :class:`NodeStacks` each, then the answer."""
+
+
+Request = AskStatus | AskDrain | AskSave | AskResize | AskStacks
 
 # Answers.
 
@@ -83,6 +90,15 @@ class Answer:
     done: bool
     text: str
     step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStacks:
+    """The stacks of a node's workers, as text."""
+
+    term: int
+    node: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +142,9 @@ class Status:
     Attributes:
         next: what happens next, as text.
         step: optimizer steps done; None until a worker has reported some to this leader.
+        step_s: seconds of a step, the median of the last ones; None if that is not known, as with the next two.
+        remaining: seconds until the training ends at this pace.
+        loss: of the last step that has one.
         snapshot, checkpoint: the newest in memory and on storage; None until one was reported to this leader.
         incidents: the leader's last decisions, newest last.
     """
@@ -142,6 +161,9 @@ class Status:
     max_restarts: int
     nodes: tuple[NodeStatus, ...]
     step: int | None = None
+    step_s: float | None = None
+    remaining: float | None = None
+    loss: float | None = None
     snapshot: LastSave | None = None
     checkpoint: LastSave | None = None
     incidents: tuple[Decision, ...] = ()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from elastic_launch.errors import UsageError
 from elastic_launch.events.types import Event, Parked, RoundBroken, RoundDrained, RoundFormed, RunEnded
@@ -26,6 +26,9 @@ MAX_CALLERS = 64
 INCIDENTS = 10
 """Number of decisions that a leader keeps for callers."""
 
+STACKS = 20.0
+"""Seconds within which nodes tell where their workers stand; then the answer names those that have not."""
+
 LATE = 10.0
 """Seconds past its deadline after which a drain has failed, whatever the node reports."""
 
@@ -42,6 +45,7 @@ class _Waiting:
         saved: whether that state is committed to durable storage.
         unsaved: why not, if a node that should have committed it says so.
         broken: why the round has broken since.
+        stacks_of: the nodes that have not told yet where their workers stand.
         asks_again: whether the next round is to save, because this one was drained before it had.
     """
 
@@ -54,6 +58,7 @@ class _Waiting:
     unsaved: str = ""
     broken: str = ""
     asks_again: bool = False
+    stacks_of: set[str] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -62,6 +67,7 @@ class _Heard:
 
     round: int = 0
     step: int | None = None
+    progress: m.Progress | None = None  # the last report of the node that is ahead
     checkpoint: tuple[int, float] | None = None
     snapshot: tuple[int, float] | None = None
 
@@ -119,6 +125,8 @@ class AdminRequests:
                 self._depart(link, waiting, request, now)
             case a.AskSave():
                 self._save(link, now)
+            case a.AskStacks():
+                self._stacks(link, waiting, now)
             case a.AskResize(min_nodes=low, max_nodes=high):
                 self._resize(link, low, high, now)
         return self._flush()
@@ -132,6 +140,8 @@ class AdminRequests:
         match report:
             case m.Progress(round=round_number, step=step, snapshot=snapshot) if round_number == number:
                 self._reached(number, step)
+                if step == self._heard.step:
+                    self._heard.progress = report
                 if snapshot is not None and (self._heard.snapshot is None or snapshot > self._heard.snapshot[0]):
                     self._heard.snapshot = snapshot, now
             case m.Stopped(round=round_number, drained=step) if round_number == number and step >= 0:
@@ -142,6 +152,13 @@ class AdminRequests:
                     waiting.unsaved = waiting.unsaved or report.unsaved
                 if report.saved:
                     self._heard.checkpoint = step, now
+            case m.StacksTaken(text=text):
+                name, term = node.hello.node_id, self._machine.record.term
+                for caller, asked in list(self._callers.items()):
+                    if asked is not None and name in asked.stacks_of:
+                        asked.stacks_of.discard(name)
+                        self._send(caller, a.NodeStacks(term, name, text))
+                        self._told_stacks(caller, asked, now)
             case m.Saved(round=round_number, step=step) if round_number == number:
                 if not report.error:
                     self._reached(number, step)  # this report may arrive before that of the step
@@ -157,6 +174,8 @@ class AdminRequests:
     def status(self, now: float) -> a.Status:
         """Return the run's status."""
         machine, record = self._machine, self._machine.record
+        found = self._heard.progress if machine.running else None
+        progress = found if found is not None and found.round == record.round.number else m.Progress(0, 0)
         return a.Status(
             run_id=record.run_id,
             next=machine.outlook,
@@ -170,6 +189,9 @@ class AdminRequests:
             max_restarts=machine.max_restarts,
             nodes=tuple(self._node(node, now) for node in machine.nodes.values()),
             step=self._heard.step,
+            step_s=progress.step_s,
+            remaining=progress.remaining,
+            loss=progress.loss,
             snapshot=_last(self._heard.snapshot, now),
             checkpoint=_last(self._heard.checkpoint, now),
             incidents=tuple(a.Decision(text, round(now - at, 3)) for at, text in self._incidents),
@@ -204,6 +226,28 @@ class AdminRequests:
         else:
             self._follow(machine.save(), now)
 
+    def _stacks(self, link: int, waiting: _Waiting, now: float) -> None:
+        machine = self._machine
+        nodes = [node for node in machine.nodes.values() if node.active]
+        if not nodes:
+            self._answer(link, False, f"no workers run; {machine.outlook}")
+            return
+        waiting.stacks_of, waiting.until = {node.hello.node_id for node in nodes}, now + STACKS
+        order = m.TakeStacks(machine.record.term, machine.record.round.number)
+        self._out += [Send(node.link, order) for node in nodes]
+
+    def _told_stacks(self, link: int, waiting: _Waiting, now: float) -> None:
+        """Answer the caller that waits for stacks, if there are no more to come."""
+        late = waiting.until is not None and now >= waiting.until
+        active = {node.hello.node_id for node in self._machine.nodes.values() if node.active}
+        left = waiting.stacks_of & active
+        if left and not late:
+            return
+        missing = ", ".join(sorted(waiting.stacks_of))
+        number = self._machine.record.round.number
+        text = f"no stacks from {missing}" if missing else f"these are all workers of round {number}"
+        self._answer(link, not missing, text)
+
     def _resize(self, link: int, low: int, high: int, now: float) -> None:
         before = self._machine.record.round.number
         try:
@@ -228,6 +272,8 @@ class AdminRequests:
         for link, waiting in list(self._callers.items()):
             if waiting is not None and waiting.node is not None:
                 self._departing(link, waiting, waiting.node, now)
+            if waiting is not None and isinstance(waiting.request, a.AskStacks) and waiting.until is not None:
+                self._told_stacks(link, waiting, now)
             if waiting is not None and waiting.asks_again and self._can_save():
                 waiting.asks_again = False
                 self._save(link, now)

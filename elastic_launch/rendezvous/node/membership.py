@@ -420,7 +420,7 @@ class Membership:
         if isinstance(order, m.Welcome | m.Pulse):
             self._most_nodes = order.max_nodes or self._most_nodes
         match order:
-            case m.Pulse() | asking.Answer() | asking.LeaderFound():
+            case m.Pulse() | asking.Answer() | asking.LeaderFound() | asking.NodeStacks():
                 return
             case m.Welcome():
                 self._former.close()

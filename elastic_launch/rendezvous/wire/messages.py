@@ -179,11 +179,17 @@ class Progress:
 
     Attributes:
         snapshot: steps in the newest snapshot in this node's memory; None if there is none.
+        step_s: seconds of a step, the median of the last ones; None if that is not known, as with the others below.
+        remaining: seconds until the training ends at this pace.
+        loss: of the last step.
     """
 
     round: int
     step: int
     snapshot: int | None = None
+    step_s: float | None = None
+    remaining: float | None = None
+    loss: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +286,14 @@ class Stalled:
 
 
 @dataclass(frozen=True, slots=True)
+class StacksTaken:
+    """The stacks of the node's workers, as text: the answer to :class:`TakeStacks`."""
+
+    round: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Stopped:
     """The workers of the round are reaped or suspended; the node is ready for the next one.
 
@@ -365,6 +379,7 @@ Report = (
     | Ready
     | Failed
     | Stalled
+    | StacksTaken
     | Stopped
     | Slots
     | Done
@@ -504,6 +519,14 @@ class SaveNow:
 
 
 @dataclass(frozen=True, slots=True)
+class TakeStacks:
+    """Report where the node's workers stand."""
+
+    term: int
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
 class Evicted:
     """This node is no longer a member: kill its workers. ``final``: another agent replaced it, do not reconnect."""
 
@@ -557,8 +580,22 @@ class RunEnd:
     failure: Failure | None = None
 
 
-ToNode = Form | Drain | Break | StartAhead | Depart | Released | SaveNow | PeerDone | Evicted | Notice | Strike | RunEnd
-Order = Welcome | Refused | Pulse | ToNode | asking.Answer | asking.LeaderFound
+ToNode = (
+    Form
+    | Drain
+    | Break
+    | StartAhead
+    | Depart
+    | Released
+    | SaveNow
+    | TakeStacks
+    | PeerDone
+    | Evicted
+    | Notice
+    | Strike
+    | RunEnd
+)
+Order = Welcome | Refused | Pulse | ToNode | asking.Answer | asking.LeaderFound | asking.NodeStacks
 
 Spoken = Report | Order | asking.Caller | asking.Request
 

@@ -1,0 +1,119 @@
+"""``elasticctl logs``: what a rank prints, from the files that the agents on this host have written."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from elastic_launch.cli.event_lines import LOOK_EVERY
+from elastic_launch.errors import ExitCode, UsageError
+from elastic_launch.events import types as ev
+from elastic_launch.observe.reading import event_files, parse
+from elastic_launch.system.plain_text import plain
+
+__all__ = ["show_logs"]
+
+PIECE = 1024 * 1024
+"""Bytes that are read at a time."""
+
+
+class _Files:
+    """Finds the directory with the output of the newest worker of a rank."""
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        self._directory, self._rank = directory, rank
+        self._sizes: dict[Path, int] = {}
+        self._found: tuple[int, Path | None] = 0, None
+
+    def newest(self) -> tuple[int, Path | None]:
+        """Return the round, 0 if there is none; and the directory, None if the output is not in a file here."""
+        sizes = {path: path.stat().st_size for path in event_files(self._directory)}
+        if sizes != self._sizes:
+            self._sizes = sizes
+            for path in sizes:
+                self._read(path)
+        return self._found
+
+    def _read(self, path: Path) -> None:
+        node = path.name.removeprefix("events-").removesuffix(".jsonl")
+        started: dict[int, ev.WorkerStarted] = {}  # by pid
+        with path.open(errors="replace") as file:
+            for line in file:
+                if '"event": "worker_' not in line:
+                    continue
+                try:
+                    told = parse(line)
+                except ValueError:
+                    continue  # ``elasticctl events`` names it
+                match told:
+                    case (_, ev.WorkerStarted() as event):
+                        started[event.pid] = event
+                    case (_, ev.WorkerKept() | ev.WorkerPlaced() as event):
+                        pass
+                    case _:
+                        continue
+                # A worker that stays prints where it did in the round in which it was started.
+                if event.rank == self._rank and event.round >= self._found[0] and (first := started.get(event.pid)):
+                    self._found = event.round, self._place(node, first)
+
+    def _place(self, node: str, first: ev.WorkerStarted) -> Path | None:
+        local, number = str(first.local_rank), first.round
+        if number:
+            places = [Path(f"round_{number}", str(first.rank)), Path(f"attempt_{number - 1}", local)]
+            found = [path for place in places if (path := self._directory / place).is_dir()]
+        else:
+            found = [path for path in self._directory.glob(f"ahead_*/{node}/{local}") if path.is_dir()]
+            found.sort(key=lambda path: -int(path.parts[-3].removeprefix("ahead_")))
+        return found[0] if found else None
+
+
+def show_logs(directory: Path, rank: int, *, follow: bool, alive: Callable[[], bool]) -> int:
+    """Print what the newest worker of a rank has printed, stdout to stdout and stderr to stderr; return the exit code.
+
+    Args:
+        directory: the run's.
+        follow: go on while the run has an agent on this host, and with the next worker of this rank in a later round.
+
+    Raises:
+        UsageError: if the files of this host have no such worker, or not what it printed.
+    """
+    files = _Files(directory, rank)
+    number, place = files.newest()
+    if not number:
+        raise UsageError(
+            f"The event files in {directory} have no worker of rank {rank}.", "Ask on the host of its node."
+        )
+    if place is None:
+        hint = "It is kept unless --log-dir is /dev/null or --logs-specs says otherwise; ask on the host of its node."
+        raise UsageError(f"The output of rank {rank} in round {number} is not in {directory}.", hint)
+    read: dict[Path, int] = {}
+    while True:
+        living = follow and alive()
+        _pour(place, read)
+        if not living:
+            return ExitCode.DONE
+        time.sleep(LOOK_EVERY)
+        now, following = files.newest()
+        if following is not None and following != place:
+            _pour(place, read)
+            place = following
+            print(plain(f"elasticctl: rank {rank} is another worker in round {now}"), file=sys.stderr, flush=True)
+
+
+def _pour(place: Path, read: dict[Path, int]) -> None:
+    """Print what was added to the files since the last call."""
+    for name, out in (("stdout.log", sys.stdout), ("stderr.log", sys.stderr)):
+        path = place / name
+        try:
+            with path.open("rb") as file:
+                file.seek(read.get(path, 0))
+                while data := file.read(PIECE):
+                    out.buffer.write(data)
+                read[path] = file.tell()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            print(plain(f"{path} cannot be read: {error.strerror}"), file=sys.stderr)
+        out.flush()
