@@ -136,7 +136,6 @@ def test_plain_scripts_have_a_status_and_neither_checkpoint_nor_drain(job: Job) 
     job.world(1)
     shown = told(job, "status")
     assert "run plain at c10d" in shown
-    assert max(map(len, shown.splitlines())) <= 100
     assert re.search(r"^a +127\.0\.0\.1 +1  training ", shown, re.MULTILINE)
     assert "no step reported" in shown
 
