@@ -23,6 +23,9 @@ LINK_NAME = "torch-of-another-interpreter.pth"
 FRAMEWORKS = "frameworks"
 """The extra that `make test-all` adds: only its tests need it."""
 
+LEFT_OUT = (FRAMEWORKS, "deepspeed")
+"""The extras that an environment does not begin with."""
+
 EXTRAS = ("dev", "examples")
 """The purpose of an environment: with the first, it has all other extras but the frameworks."""
 
@@ -74,7 +77,7 @@ def link_torch(torch: OtherTorch, site_packages: Path, extra: str) -> None:
     dependencies: list[str] = project["dependencies"]
     extras: dict[str, list[str]] = project["optional-dependencies"]
     skipped = ("torch", project["name"])
-    names = [name for name in extras if name != FRAMEWORKS] if extra == "dev" else [extra]
+    names = [name for name in extras if name not in LEFT_OUT] if extra == "dev" else [extra]
     wanted = [
         line
         for line in (*dependencies, *(line for name in names for line in extras[name]))

@@ -4,6 +4,7 @@
 ``engine``       what happens between two steps; ``trainings`` keeps track of the trainings of one script
 ``loop``         ``run.steps``; ``steps`` is the step as a transaction
 ``trainer``      ``Trainer``, with ``callbacks`` and ``durations``
+``deepspeed``    a trainer's model in DeepSpeed's engine; ``deepspeed_config`` completes the configuration
 ``evaluations``  when to evaluate, and what came out; ``schedule`` steps learning-rate schedulers
 ``plain``        ``report_step`` and ``should_stop``, for loops without a session
 ``dist``         ``elastic_launch.dist``, with Composer's names

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,6 +66,8 @@ class LoopOptions:
         evaluations: evaluate between a step and its boundary.
         rehearse: does the forward and backward pass of a step's first micro-batch, and no more. Called in a process
             that was started ahead, before it waits for its place, with a step of which nothing remains.
+        gradients: makes the gradients of a round, by world size and rank, if they are not the loop's own.
+        stepper: steps in place of the optimizer, and has its state.
     """
 
     exact: bool = False
@@ -77,6 +80,8 @@ class LoopOptions:
     prepare: Callable[[int], None] | None = None
     evaluations: Evaluations | None = None
     rehearse: Callable[[Step], None] | None = None
+    gradients: Callable[[int, int], Gradients] | None = None
+    stepper: Any = None
 
 
 class Loop:
@@ -101,7 +106,7 @@ class Loop:
         self._engine = engine
         self._loader = loader
         self._model = as_model(model)
-        self._optimizer = as_optimizer(optimizer)
+        self._optimizer = as_optimizer(optimizer) if options.stepper is None else options.stepper
         self._trained = tuple(model.values()) if isinstance(model, Mapping) else (model,)
         self._checkpoint = checkpoint
         self._options = options
@@ -499,6 +504,8 @@ class Loop:
     def _new_gradients(self, world: World) -> Gradients:
         buffers = self._options.buffers
         world_size, rank = world.world_size, world.rank
+        if self._options.gradients is not None:
+            return self._options.gradients(world_size, rank)
         if self._options.exact:
             return ExactGradients(self._model, self._optimizer, world_size, rank, buffers=buffers)
         overlap = not self._options.redo

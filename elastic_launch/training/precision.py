@@ -19,17 +19,18 @@ class Precision:
     Args:
         name: ``fp32``, ``bf16`` or ``fp16``.
         device: the device that is trained on.
+        scales: whether to have a gradient scaler.
 
     Raises:
         UsageError: if the name is none of these.
     """
 
-    def __init__(self, name: str, device: torch.device) -> None:
+    def __init__(self, name: str, device: torch.device, *, scales: bool = True) -> None:
         if name not in _AUTOCAST:
             raise UsageError(f"precision={name!r} is none that is known.", f"Give one of {', '.join(_AUTOCAST)}.")
         self._device_type = device.type
         self._dtype = _AUTOCAST[name]
-        self.scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
+        self.scaler = torch.amp.GradScaler(device.type) if name == "fp16" and scales else None
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context in which to run a forward pass and compute its loss."""

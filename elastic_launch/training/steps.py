@@ -409,7 +409,7 @@ class Step:
                 self._table = self._posted()
             to_do = scaled if self._scaler is None else self._scaler.scale(scaled)
             with self._gradients.backward(self._current):
-                to_do.backward()  # type: ignore[no-untyped-call]
+                self._gradients.differentiate(to_do)
         except BaseException as error:
             # A script that catches this error has not done this micro-batch.
             self._losses.pop()

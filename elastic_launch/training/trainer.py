@@ -19,8 +19,11 @@ from elastic_launch.training.checkpoints.checkpoint import Checkpoint, check_che
 from elastic_launch.training.checkpoints.state import Stateful
 from elastic_launch.training.data.evaluation import evaluating
 from elastic_launch.training.data.loader import Loader, check_loader
+from elastic_launch.training.deepspeed import DeepSpeed
+from elastic_launch.training.deepspeed_config import checked, clip_norm_of, completed, precision_of
 from elastic_launch.training.durations import Interval
 from elastic_launch.training.evaluations import Evaluations, checked_eval_loader, evaluated
+from elastic_launch.training.gradients.accumulation import Gradients
 from elastic_launch.training.gradients.buffer_rules import checked_rules
 from elastic_launch.training.kinds import check_kind
 from elastic_launch.training.live.rehearsal import unchanged
@@ -60,8 +63,8 @@ class Trainer:
         loss_fn: ``(output, target) -> scalar``, the mean loss over a micro-batch.
         scheduler: stepped after every optimizer step; a ``ReduceLROnPlateau`` is stepped after every evaluation, with
             its loss. A :class:`Schedule` steps it at other times, or with another metric. Several are given as a dict.
-        precision: ``fp32``, ``bf16`` or ``fp16``. With ``bf16`` and ``fp16``, forward pass and loss run under autocast;
-            ``fp16`` also scales the loss.
+        precision: ``fp32``, ``bf16`` or ``fp16``; None: that of ``deepspeed_config``, else ``fp32``. With ``bf16`` and
+            ``fp16``, forward pass and loss run under autocast; ``fp16`` also scales the loss.
         clip_norm: maximum 2-norm of all gradients together, above 0; None: no clipping. ``math.inf`` measures the norm
             for callbacks and clips nothing.
         eval_loader: loads the evaluation data; each rank evaluates its share of every global batch.
@@ -77,6 +80,9 @@ class Trainer:
         exact: whether the weights must be bitwise equal at every world size.
         buffers: rules for buffers that micro-batches change; see :meth:`elastic_launch.Run.steps`.
         callbacks: :class:`Callback` objects that receive the training's progress.
+        deepspeed_config: trains with DeepSpeed, by a configuration as in its documentation. What it leaves out, such as
+            batch sizes, accumulation, precision and clipping, is taken from the other arguments; ``{}`` is valid. The
+            optimizer is DeepSpeed's from the first ``fit`` on.
 
     Attributes:
         step: optimizer steps done.
@@ -96,7 +102,7 @@ class Trainer:
         *,
         loss_fn: Measure,
         scheduler: Stateful | Schedule | Mapping[str, Stateful | Schedule] | None = None,
-        precision: str = "fp32",
+        precision: str | None = None,
         clip_norm: float | None = None,
         eval_loader: Loader | None = None,
         eval_every: int | str = "1ep",
@@ -107,6 +113,7 @@ class Trainer:
         exact: bool = False,
         buffers: Mapping[str, str] | None = None,
         callbacks: Sequence[Callback] = (),
+        deepspeed_config: Mapping[str, Any] | None = None,
     ) -> None:
         check_kind("Trainer(run=...)", run, Run, "Give what `with el.session() as run:` gives.")
         check_kind("Trainer(model=...)", model, nn.Module, f"Give a torch.nn.Module; {_SEVERAL}")
@@ -122,8 +129,19 @@ class Trainer:
         self.metrics: dict[str, float] = {}
         self._optimizer = optimizer
         self._loss_fn = loss_fn
-        self._precision = Precision(precision, run.device)
+        self._config = None if deepspeed_config is None else checked(deepspeed_config)
+        self._deepspeed: DeepSpeed | None = None
+        self._spare: Any = None  # a micro-batch for passes that only keep the ranks together
         self._clip_norm = _positive("clip_norm", clip_norm)
+        if self._config is None:
+            self._precision = Precision(precision or "fp32", run.device)
+        else:
+            self._number_format = precision_of(self._config, precision)
+            self._precision = Precision(self._number_format, run.device, scales=False)
+            self._clip_norm = clip_norm_of(self._config, clip_norm)
+            refused = {"exact": exact, "weight_fn": weight_fn is not None, 'micro="auto"': loader.batch.micro == "auto"}
+            for name in [name for name, given in refused.items() if given]:
+                raise UsageError(f"Trainer(deepspeed_config=...) does not support {name}.", "Leave out one of them.")
         where = "Trainer(eval_loader=...)"
         self._eval_loader = checked_eval_loader(where, eval_loader) if eval_loader is not None else None
         if exact and self._eval_loader is not None:
@@ -166,6 +184,10 @@ class Trainer:
             NonFiniteLossError: on all ranks, if a loss is NaN or infinite.
             MemoryError: if a micro-batch of one sample does not fit.
         """
+        if self._config is not None and self._deepspeed is None:
+            world_size = self.run.world_size
+            full = completed(self._config, self.loader.batch, world_size, self._number_format, self._clip_norm)
+            self._deepspeed = DeepSpeed(self.model, self._optimizer, full, world_size)
         with self.run._engine.saver.telling(self._on_checkpoint):
             self._fit(until)
 
@@ -174,7 +196,11 @@ class Trainer:
             started = time.monotonic()
             lrs = tuple(float(group["lr"]) for group in self._optimizer.param_groups if "lr" in group)
             self._work(step)
-            step.update(self._clip_norm)
+            engine = self._deepspeed
+            step.update(None if engine is not None and engine.clips else self._clip_norm)
+            if engine is not None:
+                step.skipped = engine.skipped
+                step.clipped_norm = engine.norm if engine.clips and self._clip_norm is not None else step.clipped_norm
             if step.too_large:
                 self._tell_incident("out of memory", f"a micro-batch of {self.loader.batch.micro} samples")
                 continue
@@ -223,6 +249,7 @@ class Trainer:
             "scheduler": self._schedules.part,
             "scaler": self._precision.scaler,
         }
+        engine = self._deepspeed
         options = LoopOptions(
             exact=self._exact,
             buffers=self._buffers,
@@ -233,7 +260,9 @@ class Trainer:
             redo=self._finds_micro,
             prepare=self._begin,
             evaluations=None if self._eval_loader is None else self._evaluations,
-            rehearse=self._rehearse,
+            rehearse=self._rehearse if engine is None else None,
+            gradients=None if engine is None else self._engine_gradients,
+            stepper=None if engine is None else engine.optimizer,
         )
         return Loop(
             self.run._engine,
@@ -245,8 +274,21 @@ class Trainer:
             options=options,
         )
 
+    def _engine_gradients(self, world_size: int, rank: int) -> Gradients:
+        assert self._deepspeed is not None
+        return self._deepspeed.gradients(world_size, rank, self._buffers, self._spare_loss)
+
+    def _spare_loss(self, model: Callable[..., Any]) -> Tensor:
+        """Return the loss of a micro-batch that this rank has, or of one that it loads: its value does not count."""
+        if self._spare is None:
+            with closing(self.loader.apart().epoch_from(self.step, 1, 0)) as samples:
+                self._spare = _on_device(next(iter(samples)), self.run.device)
+        return self._measure_loss(self._spare, model)[-1]
+
     def _begin(self, step: int) -> None:
         self.step = step
+        if self._deepspeed is not None:
+            self._deepspeed.optimizer.follow_model()
         if self.loader.old_order and self._eval_loader is not None:
             self._eval_loader.use_old_order()
         run, batch = self.run, self.loader.batch
@@ -289,13 +331,19 @@ class Trainer:
         """Return ``[loss, *metrics]`` of a micro-batch, and its weight (None: its number of samples)."""
         sample = _on_device(sample, self.run.device)
         output, target, loss = self._measure_loss(sample, model or self.model)
+        if self._deepspeed is not None and model is not None:
+            self._spare = sample
         with torch.no_grad():
             metrics: list[Tensor | float] = [metric(output, target) for metric in self._metrics.values()]
         return [loss, *metrics], None if self._weight_fn is None else float(self._weight_fn(sample))
 
     def _measure_loss(self, sample: Any, model: Callable[..., Any]) -> tuple[Any, Any, Tensor]:
+        if self._config is None:
+            with self._precision.autocast():
+                output, target = self._forward(model, sample)
+                return output, target, self._loss_fn(output, target)
+        output, target = self._forward(model, sample)  # DeepSpeed's model has the precision itself
         with self._precision.autocast():
-            output, target = self._forward(model, sample)
             return output, target, self._loss_fn(output, target)
 
     def _rehearse(self, step: Step) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -13,6 +14,8 @@ from typing import Any
 
 import pytest
 from harness import SCRIPTS, Job, wait_for
+
+from elastic_launch.faults import FaultPlan
 
 FRAMEWORKS = Path(__file__).parents[2] / "examples" / "frameworks"
 STEPS = 12
@@ -150,6 +153,38 @@ def test_elasticctl_makes_a_framework_save(job: Job, name: str) -> None:
     (saved,) = (job.directory / "checkpoints").glob("step-*")
     assert done.stdout.strip() == f"checkpoint of step {saved.name.removeprefix('step-')} written"
     assert job.events("round_drained") == []
+
+
+DEEPSPEED = str(FRAMEWORKS.parent / "deepspeed" / "train.py")
+
+
+def trained(job: Job, *flags: str, stage: int, epochs: int, env: dict[str, str] | None = None) -> dict[str, Any]:
+    """The result of the example with ``Trainer(deepspeed_config=...)``."""
+    options = ["--stage", str(stage), "--epochs", str(epochs), "--precision", "fp32", "--dir", str(job.work / "saved")]
+    agent = job.launch("--standalone", *flags, name=f"to-{epochs}", command=[DEEPSPEED, *options], env=env)
+    assert agent.wait(200) == 0, agent.output
+    (line,) = re.findall(r"^{.*}$", agent.output, re.MULTILINE)
+    return dict(json.loads(line))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("extensions")
+@installed("deepspeed")
+@pytest.mark.executed
+def test_a_trainer_with_zero_is_killed_and_resumed_in_another_world_and_stage(job: Job) -> None:
+    """Gradients are added in another order in each world, so the losses are equal but for rounding."""
+    kill = FaultPlan.fail_at(1, 12).environment()
+    first = trained(job, "--nproc", "2", stage=1, epochs=1, env=kill)
+    assert first["worlds"] == [2, 2]
+    assert 0 < first["resumed_step"] <= 12, "it resumed from a snapshot in memory, in which no rank had all"
+    second = trained(job, "--nproc", "3", stage=2, epochs=2)
+    assert (second["worlds"], second["resumed_step"]) == ([2, 2, 3], first["steps"])
+    (job.work / "saved").rename(job.work / "resumed")
+    undisturbed = trained(job, "--nproc", "1", stage=0, epochs=2)
+    assert undisturbed["worlds"] == [1]
+    assert second["steps"] == undisturbed["steps"]
+    assert second["loss"] == pytest.approx(undisturbed["loss"], rel=1e-3)
 
 
 NOTHING_LAST = """

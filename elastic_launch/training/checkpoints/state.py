@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import count
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from elastic_launch.training.checkpoints.matching import (
 from elastic_launch.training.gradients.parameters import OwnParameters
 from elastic_launch.training.kinds import found
 
-__all__ = ["Group", "Stateful", "TrainingState", "is_stateful"]
+__all__ = ["Gathered", "Group", "Stateful", "TrainingState", "is_stateful"]
 
 
 class Stateful(Protocol):
@@ -34,6 +34,18 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
+
+
+@runtime_checkable
+class Gathered(Protocol):
+    """A part of which each rank has a piece."""
+
+    def gather(self, *, keep: bool) -> None:
+        """Put the pieces together, before ``state_dict``; called by all ranks.
+
+        Args:
+            keep: whether this rank needs them.
+        """
 
 
 def is_stateful(part: object) -> bool:
@@ -97,7 +109,7 @@ class TrainingState:
     @property
     def calls_functions(self) -> bool:
         """Whether functions are called on all ranks as a state is taken or restored: they may exchange data."""
-        return bool(self._on_save or self._on_restore)
+        return bool(self._on_save or self._on_restore) or any(isinstance(x, Gathered) for x in self._parts.values())
 
     def on_save(self, function: Callable[[], None]) -> None:
         self._on_save.append(function)
@@ -106,13 +118,16 @@ class TrainingState:
         self._on_restore.append(function)
 
     def capture(self, *, keep: bool) -> dict[str, Any]:
-        """Call the ``on_save`` functions, then return the states of all parts by name.
+        """Call the ``on_save`` functions, gather what is in pieces, and return the states of all parts by name.
 
         Args:
             keep: whether this rank needs the state; if not, the result is empty.
         """
         for function in self._on_save:
             function()
+        for part in self._parts.values():
+            if isinstance(part, Gathered):
+                part.gather(keep=keep)
         if not keep:
             return {}
         self._frozen.verify(self._parts)

@@ -195,6 +195,10 @@ class Gradients:
                     parameter.grad = None
         self._reduction.end_pass()
 
+    def differentiate(self, loss: Tensor) -> None:
+        """Run the backward pass of a weighted loss, within :meth:`backward`."""
+        loss.backward()  # type: ignore[no-untyped-call]
+
     @property
     def took(self) -> bool:
         """Whether the last backward pass has computed any gradient."""
