@@ -75,6 +75,7 @@ class Run:
 
     def report(self, node_id: str, report: m.Report) -> None:
         self._do(self.machine.report(self.links[node_id], report, self.clock.now()))
+        self._do(self.machine.turn(self.clock.now()))
 
     def join(self, *node_ids: str) -> None:
         for node_id in node_ids:

@@ -40,6 +40,10 @@ TURN_CAP = 2.0
 """Most seconds of silence that a gap between the leader's own turns counts: a suspended leader evicts no node."""
 
 
+SAID_BY_ALL = (m.Joined, m.Ready, m.Stopped, m.Slots, m.Imported)
+"""Reports whose consequences wait for the turn after all that was received, since to find them all nodes are looked
+through: a round of N nodes would otherwise cost N * N looks."""
+
 MOST_COMPARED = 64
 """Most kinds of difference between nodes and the run that are reported to the user."""
 
@@ -151,7 +155,7 @@ class LeaderMachine:
         return self._flush()
 
     def report(self, link: int, report: m.Report, now: float) -> list[Instruction]:
-        """Handle a node's report; any report is a sign of life."""
+        """Handle a node's report; any report is a sign of life. What follows may wait for the next :meth:`turn`."""
         self._wake(now)
         node = self.node_at(link)
         if node is None or self.ended:
@@ -192,7 +196,8 @@ class LeaderMachine:
                 node.offer(slots)
             case m.Leaving(reason=reason, seconds=seconds):
                 self._rounds.leaves(node, reason, seconds, now)
-        self._consider(now)
+        if not isinstance(report, SAID_BY_ALL):
+            self._consider(now)
         return self._flush()
 
     def closed(self, link: int, now: float) -> list[Instruction]:
