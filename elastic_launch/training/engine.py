@@ -64,6 +64,7 @@ class Engine:
         saver: saves and restores.
         trainings: the training that is running, and those before it.
         groups: the process groups of the current round.
+        sharded: whether the model that is trained is sharded.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Engine:
         self.resumed_step = 0
         self.worlds: list[int] = [] if world is None else [world.world_size]
         self.state = TrainingState()
-        self.stopped = self.evaluates = False
+        self.stopped = self.evaluates = self.sharded = False
         self.checkpoint: Checkpoint | None = None
         self.saver = Saver(World() if world is None else world, link)
         self.trainings = Trainings()

@@ -190,7 +190,8 @@ class Evaluator:
                 raise RoundOverError("the round is over")
 
         def measure() -> dict[str, float]:
-            return evaluated(engine.world, self.loader, self.metrics, self._values, check)
+            world, together = engine.world, engine.sharded
+            return evaluated(world, self.loader, self.metrics, self._values, check, together=together)
 
         evaluations = Evaluations(Interval.in_training(self._every, steps_per_epoch), measure, self._on_result)
         self.history = evaluations.history
@@ -208,15 +209,21 @@ class Evaluator:
 
 
 def evaluated(
-    world: World, loader: Loader, metrics: Sequence[str], measure: Measure, check: Callable[[], None]
+    world: World,
+    loader: Loader,
+    metrics: Sequence[str],
+    measure: Measure,
+    check: Callable[[], None],
+    *,
+    together: bool,
 ) -> dict[str, float]:
     """Return the means of metrics over all samples of the evaluation data; called by all ranks.
 
     Args:
-        measure, check: see :func:`elastic_launch.training.data.evaluation.evaluate`.
+        measure, check, together: see :func:`elastic_launch.training.data.evaluation.evaluate`.
     """
     check_same(world, {**loader.identity, "metrics": list(metrics)})
-    means = evaluate(loader, measure, len(metrics), world.world_size, world.rank, check)
+    means = evaluate(loader, measure, len(metrics), world.world_size, world.rank, check, together=together)
     return dict(zip(metrics, means, strict=True))
 
 

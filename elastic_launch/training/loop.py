@@ -44,6 +44,7 @@ from elastic_launch.training.ranks.world import World
 from elastic_launch.training.steps import Recovered, Step
 from elastic_launch.training.stopping import Drained
 from elastic_launch.training.together import as_model, as_optimizer
+from elastic_launch.training.wrapped import check_elementwise, sharding_modules
 
 __all__ = ["Loop", "LoopOptions"]
 
@@ -116,6 +117,10 @@ class Loop:
         if own.state_dict():
             self._parts[OWN] = own
         self._state: TrainingState = engine.state.extended(self._parts)
+        self._sharded = bool(sharding_modules(self._model))
+        engine.sharded = self._sharded
+        if self._sharded:
+            self._check_sharded(model, optimizer)
         self._step = options.start
         self._last: tuple[float, dict[str, float]] = math.nan, {}
         self._live = False
@@ -140,6 +145,24 @@ class Loop:
                     "Draw from the global generators, which are seeded for each micro-batch, or make one where you "
                     "draw: torch.Generator().manual_seed(torch.initial_seed()).",
                 )
+
+    def _check_sharded(self, model: object, optimizer: object) -> None:
+        """Refuse what a sharded model cannot be trained with.
+
+        Raises:
+            UsageError: naming it.
+        """
+        options = self._options
+        if isinstance(model, Mapping):
+            raise UsageError("run.steps(model=...): of several models none may be sharded.", "Give one model.")
+        if options.scaler is not None:
+            raise UsageError("A scaler (fp16) does not work with a sharded model.", "Use bf16, which needs none.")
+        if options.stepper is not None:
+            raise UsageError("Trainer(deepspeed_config=...): the model is sharded already.", "Use one of the two.")
+        if options.redo:
+            raise UsageError('micro="auto" does not work with a sharded model.', "Give micro a number.")
+        if options.exact:
+            check_elementwise([*optimizer.values()] if isinstance(optimizer, Mapping) else [optimizer])
 
     def __iter__(self) -> Iterator[Step]:
         with self._engine.trainings.looping():
@@ -308,7 +331,9 @@ class Loop:
 
     def _can_live(self) -> bool:
         """Whether this training can continue in another round: a process that begins must meet it at the same place."""
-        return self._options.start == 0 and self._engine.untouched and not self._state.calls_functions
+        alone = self._options.start == 0 and self._engine.untouched and not self._state.calls_functions
+        # What is sharded keeps the round's process groups, and no process has all of the state.
+        return alone and not self._state.sharded
 
     def _change_round(self, error: RuntimeError | None, passes: Sequence[Outcome] = ()) -> None:
         """Continue in the next round, or in the one after it if that breaks, too.
@@ -439,6 +464,7 @@ class Loop:
             origin=self._origin,
             agreement=self._engine.agreement,
             change=self,
+            spare=lambda: loader.spare(number),
             done=self._received.passes if self._received is not None else (),
         )
 

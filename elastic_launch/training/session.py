@@ -34,7 +34,7 @@ from elastic_launch.training.ranks.world import GROUP_TIMEOUT, World, device_ahe
 from elastic_launch.training.steps import Step
 from elastic_launch.training.stopping import Drained
 from elastic_launch.training.together import as_part
-from elastic_launch.training.wrapped import check_not_sharded
+from elastic_launch.training.wrapped import check_not_flat
 
 __all__ = ["Run", "Stateful", "session"]
 
@@ -110,12 +110,12 @@ class Run:
             stateful: has ``state_dict()`` and ``load_state_dict(state)``.
 
         Raises:
-            UsageError: if the name is taken, the object lacks ``state_dict`` or ``load_state_dict``, is a sharded
-                model, or the state was restored already.
+            UsageError: if the name is taken, the object lacks ``state_dict`` or ``load_state_dict``, is sharded
+                by FullyShardedDataParallel, or the state was restored already.
         """
         self._engine.trainings.refuse_after_restoring(f"run.register({name!r})")
         if isinstance(stateful, torch.nn.Module):
-            check_not_sharded(stateful)
+            check_not_flat(stateful)
         self._engine.state.register(name, stateful)
 
     def on_save(self, function: Callable[[], None]) -> None:

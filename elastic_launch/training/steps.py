@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from elastic_launch.batch import BatchPlan, slice_of
 from elastic_launch.errors import REPEATS_NOTE, ElasticLaunchError, UsageError
@@ -144,6 +144,7 @@ class Step:
         agreement: Agreement | None = None,
         change: RoundChange | None = None,
         done: Sequence[Outcome] = (),
+        spare: Callable[[], Any] = lambda: None,
     ) -> None:
         """Make the step; a loop over steps does this.
 
@@ -159,6 +160,7 @@ class Step:
             agreement: its wishes are exchanged together with the losses.
             change: how the step continues in another round; None: it does not.
             done: loss and metrics of each pass that other ranks have done before this process joined them.
+            spare: returns a micro-batch for the passes of a sharded model that count nothing, if this rank has none.
         """
         self.position = position
         self.plan = plan
@@ -195,6 +197,9 @@ class Step:
         self._passes = 0
         self._pending = False  # a pass has begun and is not updated by
         self._done = list(done)
+        self._spare = spare
+        self._latest: Any = None
+        self._empty = False  # whether the current pass counts nothing, and its backward() is to come
         self._received = bool(done)  # the state after these passes, which is to be taken over
         self._moved = bool(done)  # a pass has begun in another round than one before it
         self._unscaled: set[int] = set()
@@ -236,7 +241,7 @@ class Step:
                 return
 
     def _pass(self) -> Generator[Any, None, None]:
-        if not self.plan.micro_batches:
+        if not self._gradients.passes(self.plan):
             drop_second_normal()  # as the micro-batches do on the other ranks, so that all draw the same afterwards
         else:
             with kept(devices=True):
@@ -308,6 +313,19 @@ class Step:
                         f"step {self.number}: micro-batch {micro.index} ended without step.backward(loss).",
                         "Call it once for each micro-batch.",
                     )
+            self._latest = sample
+        for number in range(self.plan.grad_accum, self._gradients.passes(self.plan)):
+            if self.plan.grad_accum == 0:
+                self._latest = self._spare()
+            with self._gradients.empty_pass(number):
+                seed_all(derive("empty pass", self._seed, self.position.step, number), devices=True)
+                self._empty = True
+                yield self._latest
+                if self._empty:
+                    raise self.misuse(
+                        f"step {self.number}: a micro-batch ended without step.backward(loss).",
+                        "Call it once for each micro-batch.",
+                    )
 
     def _begin_pass(self) -> None:
         if self._pending:
@@ -377,6 +395,10 @@ class Step:
             UsageError: if ``loss`` or a metric has more than one element, ``loss`` does not require a gradient, the
                 metrics have other names, or no micro-batch is waiting for its backward pass.
         """
+        if self._empty:
+            self._empty = False
+            loss.backward()  # type: ignore[no-untyped-call]
+            return
         if self._current is None or len(self._losses) != self._current:
             raise UsageError("step.backward() belongs once into each pass of `for sample in step`.")
         if self._told:
@@ -510,7 +532,7 @@ class Step:
         if self._scaler is not None:
             self._unscale(self._scaler, chosen)
         if clip_norm is not None:
-            self.clipped_norm = nn.utils.clip_grad_norm_(self._parameters_of(chosen), clip_norm)
+            self.clipped_norm = self._gradients.clip(self._parameters_of(chosen), clip_norm)
         if self.number == 1 and len(chosen) < len(self._optimizers):
             self._warn_without_gradients(chosen)
         self._step_optimizers(chosen)
@@ -603,7 +625,7 @@ class Step:
             UsageError: as :meth:`gradients`.
         """
         found = self.gradients(optimizer)
-        return math.nan if self._left_out else float(nn.utils.get_total_norm(found.values()))
+        return math.nan if self._left_out else float(self._gradients.norm(list(found.values())))
 
     def _parameters_of(self, chosen: Sequence[torch.optim.Optimizer]) -> list[Tensor]:
         """Return the parameters whose gradients count towards the norm when these optimizers step."""

@@ -32,6 +32,7 @@ from elastic_launch.training.precision import Precision, is_out_of_memory
 from elastic_launch.training.schedule import Schedule, Schedules
 from elastic_launch.training.session import Run
 from elastic_launch.training.steps import RoundOverError, Step
+from elastic_launch.training.wrapped import sharding_modules
 
 __all__ = ["Trainer"]
 
@@ -230,7 +231,9 @@ class Trainer:
         try:
             with evaluating(self.model):
                 names = ["loss", *self._metrics]
-                return evaluated(self.run.world, loader, names, self._measure_sample, self._check_round)
+                world, together = self.run.world, bool(sharding_modules(self.model))
+                check = self._check_round
+                return evaluated(world, loader, names, self._measure_sample, check, together=together)
         finally:
             loader.batch = given  # the training's micro-batches may become smaller, on all ranks
 

@@ -1,17 +1,36 @@
-"""Detects models that cannot be trained as they are: wrapped, sharded, or changed by their own forward pass."""
+"""Detects models that are wrapped, sharded, or changed by their own forward pass, and what does not fit these."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from elastic_launch.errors import UsageError
 
-__all__ = ["check_not_sharded", "check_trainable"]
+__all__ = [
+    "ELEMENTWISE",
+    "check_elementwise",
+    "check_not_flat",
+    "check_trainable",
+    "is_sharded",
+    "is_zero",
+    "sharding_modules",
+]
 
-_SHARDED = re.compile(r"torch\.distributed\..*(FSDPModule|FullyShardedDataParallel)")
+# By name, since importing these classes is slow.
+_FULLY_SHARD = re.compile(r"torch\.distributed\.(.*\.)?FSDPModule")
+_FLAT = re.compile(r"torch\.distributed\..*FullyShardedDataParallel")
+_ZERO = "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer"
+
+ELEMENTWISE = {
+    f"torch.optim.{name.lower()}.{name}"
+    for name in ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
+}
+"""Optimizers that treat each element for itself, with the same result in any part of a tensor."""
 
 
 def check_trainable(model: nn.Module) -> None:
@@ -20,7 +39,14 @@ def check_trainable(model: nn.Module) -> None:
     Raises:
         UsageError: naming the module, and what to do instead.
     """
-    check_not_sharded(model)
+    check_not_flat(model)
+    sharding = sharding_modules(model)
+    for name, parameter in model.named_parameters():
+        if not sharding and is_sharded(parameter):
+            raise UsageError(
+                f"{name} is a DTensor, and fully_shard has not sharded the model: its gradient would not be reduced.",
+                "Shard it by fully_shard, or write a loop of your own with run.resume() and run.boundary().",
+            )
     for name, module in model.named_modules():
         where = f"The module {name!r}" if name else "The model"
         if isinstance(module, DistributedDataParallel | DataParallel):
@@ -37,20 +63,58 @@ def check_trainable(model: nn.Module) -> None:
             )
 
 
-def check_not_sharded(model: nn.Module) -> None:
-    """Refuse a model of which each rank holds only a part.
+def check_not_flat(model: nn.Module) -> None:
+    """Refuse a model whose shards are parts of flat tensors.
 
     Raises:
         UsageError: naming the module.
     """
     for name, module in model.named_modules():
-        # By name, since importing these classes is slow.
-        kinds = [f"{kind.__module__}.{kind.__name__}" for kind in type(module).__mro__]
         tensors = {type(parameter).__name__ for parameter in module.parameters(recurse=False)}
-        if tensors & {"DTensor", "ShardedTensor"} or any(map(_SHARDED.fullmatch, kinds)):
+        if "ShardedTensor" in tensors or any(map(_FLAT.fullmatch, _classes(module))):
             where = f"The module {name!r}" if name else "The model"
             raise UsageError(
-                f"{where} is sharded (FSDP, fully_shard or tensor parallel): each rank has a part of it, and "
-                "checkpoints here hold replicated models only.",
-                "Leave sharding out, or save with torch.distributed.checkpoint in a loop of your own.",
+                f"{where} is sharded by FullyShardedDataParallel, or has a ShardedTensor; a checkpoint here could not "
+                "be resumed with another number of ranks.",
+                "Shard it by torch.distributed.fsdp.fully_shard.",
             )
+
+
+def check_elementwise(optimizers: Sequence[Any]) -> None:
+    """Refuse optimizers whose result for a shard may differ from that for the whole parameter.
+
+    Raises:
+        UsageError: naming the optimizer.
+    """
+    for optimizer in optimizers:
+        name = type(optimizer).__name__
+        if _classes(optimizer)[0] not in ELEMENTWISE:
+            raise UsageError(
+                f"exact=True: it is not known whether {name} changes each element of a sharded parameter in the same "
+                "way with any number of shards.",
+                f"Use one of torch.optim's {', '.join(sorted(x.rpartition('.')[2] for x in ELEMENTWISE))}.",
+            )
+        if any(group.get("fused") for group in optimizer.param_groups):
+            raise UsageError(
+                f"exact=True: {name}(fused=True) rounds the last elements of a shard in another way than the others.",
+                "Leave fused out.",
+            )
+
+
+def is_sharded(tensor: object) -> bool:
+    """Whether it is a DTensor, of which each rank holds a part."""
+    return hasattr(tensor, "device_mesh")
+
+
+def is_zero(optimizer: object) -> bool:
+    """Whether it is torch's ``ZeroRedundancyOptimizer``: each rank has the state of some parameters."""
+    return _ZERO in _classes(optimizer)
+
+
+def sharding_modules(model: nn.Module) -> list[Any]:
+    """Return the modules that were given to ``fully_shard``."""
+    return [module for module in model.modules() if any(map(_FULLY_SHARD.fullmatch, _classes(module)))]
+
+
+def _classes(value: object) -> list[str]:
+    return [f"{kind.__module__}.{kind.__name__}" for kind in type(value).__mro__]

@@ -46,15 +46,12 @@ def test_a_model_that_is_wrapped_or_sharded(run: Run) -> None:
     """With stand-ins that need no process group; the test under the launcher uses the real DDP and fully_shard."""
     with pytest.raises(UsageError, match=r"The model is wrapped in DataParallel(.|\n)*model\.module"):
         _steps(run, nn.DataParallel(nn.Linear(4, 4)))
-    for name, module in (
-        ("FSDPModule", "torch.distributed.fsdp"),
-        ("FullyShardedDataParallel", "torch.distributed.fsdp.fully_sharded_data_parallel"),
-    ):
-        sharded = nn.Sequential(type(name, (nn.Linear,), {"__module__": module})(4, 4))
-        with pytest.raises(UsageError, match=r"The module '0' is sharded"):
-            _steps(run, sharded)
-        with pytest.raises(UsageError, match=r"The module '0' is sharded"):
-            run.register("model", sharded)
+    module = {"__module__": "torch.distributed.fsdp.fully_sharded_data_parallel"}
+    sharded = nn.Sequential(type("FullyShardedDataParallel", (nn.Linear,), module)(4, 4))
+    with pytest.raises(UsageError, match=r"The module '0' is sharded by FullyShardedDataParallel"):
+        _steps(run, sharded)
+    with pytest.raises(UsageError, match=r"The module '0' is sharded by FullyShardedDataParallel"):
+        run.register("model", sharded)
 
 
 def test_what_is_registered_after_the_state_was_restored(run: Run, tmp_path: Path) -> None:
@@ -88,7 +85,7 @@ def test_what_is_registered_between_making_a_loop_and_its_first_step_is_saved(ru
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["max_norm", "ddp", "fsdp", "late"])
+@pytest.mark.parametrize("kind", ["max_norm", "ddp", "hybrid", "late"])
 def test_under_the_launcher_it_is_the_root_cause(job: Job, kind: str) -> None:
     command = [REFUSED, kind, str(job.directory / "checkpoints")]
     agent = job.launch("--standalone", "--nproc", "2", command=command)
@@ -96,7 +93,7 @@ def test_under_the_launcher_it_is_the_root_cause(job: Job, kind: str) -> None:
     said = {
         "max_norm": "with max_norm",
         "ddp": "wrapped in Dist",
-        "fsdp": "is sharded",
+        "hybrid": "is a DTensor with the placements",
         "late": "'optimizer') came after",
     }
     assert said[kind] in agent.output.partition("root cause")[2]

@@ -2,6 +2,8 @@
 
 ``checkpoint``         the user's :class:`~elastic_launch.training.checkpoints.checkpoint.Checkpoint`
 ``state``              what is saved: registered objects by name
+``parts``              what can be registered
+``sharded``            gathers what is sharded, and shards it again
 ``loading``            reads checkpoints in any program, and exports weights
 ``start_from``         a training that begins from another training's checkpoint
 ``saving``             saves to memory every few steps, to durable storage from time to time

@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -36,6 +36,7 @@ from elastic_launch.snapshot.storage.url_storage import check_driver
 from elastic_launch.system.threads import within
 from elastic_launch.training.checkpoints.branches import Branch, following
 from elastic_launch.training.checkpoints.node_reads import Read, read_on_node
+from elastic_launch.training.checkpoints.sharded import Gathering
 from elastic_launch.training.checkpoints.shared_directory import Writers, behind_url, in_directory
 from elastic_launch.training.checkpoints.start_from import StartFrom
 from elastic_launch.training.checkpoints.state import TrainingState
@@ -417,12 +418,14 @@ class Checkpoint:
         step: int,
         meta: dict[str, Any],
         may_commit: Callable[[], bool] = lambda: True,
+        own: Collection[int] = (),
     ) -> None:
         """Copy a state and write it in the background. Call it on all ranks, since each of them counts the interval.
 
         Args:
             state, meta: used only on ranks that write.
             may_commit: called from another thread before a checkpoint is committed; only the first call's is used.
+            own: addresses of tensors that do not change, and need not be copied.
         """
         self._last_step, self._last_time, self._owed = step, time.monotonic(), 0
         if not self.writes:
@@ -436,7 +439,7 @@ class Checkpoint:
                 owner=self._owner,
                 may_commit=may_commit,
             )
-        self._writer.submit(_copied(state), step=step, round=self.branch.round, meta=meta)
+        self._writer.submit(_copied(state, frozenset(own)), step=step, round=self.branch.round, meta=meta)
 
     def outcomes(self, report: Report = lambda outcome: None) -> list[snapshot.WriteOutcome]:
         """Return the writes that ended since the last call; does not wait.
@@ -700,24 +703,27 @@ def fingerprint() -> dict[str, str]:
     return {"torch": str(torch.__version__), "device": device, "threads": str(torch.get_num_threads())}
 
 
-def _copied(value: Any) -> Any:
-    """Copy a state so that training may continue; tensors are copied to the CPU."""
+def _copied(value: Any, own: frozenset[int] = frozenset()) -> Any:
+    """Copy a state so that training may continue; tensors are copied to the CPU, except for those in ``own``."""
     if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
+        return value.detach() if value.data_ptr() in own else value.detach().to("cpu", copy=True)
     if isinstance(value, dict | list | deque):
         copied: Any = copy(value)  # keeps attributes that a state_dict has besides its items
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            copied[key] = _copied(item)
+            copied[key] = _copied(item, own)
         return copied
     if isinstance(value, tuple):
-        items = [_copied(item) for item in value]
+        items = [_copied(item, own) for item in value]
         return getattr(type(value), "_make", type(value))(items)
     return copy(value) if isinstance(value, set) or is_array(value) else value
 
 
 def weights_sha256(model: nn.Module) -> str:
-    """Return the SHA-256 of all tensors in a model's ``state_dict``, over their names, dtypes, shapes and bytes."""
-    return snapshot.state_sha256(model.state_dict())
+    """Return the SHA-256 of all tensors in a model's ``state_dict``, over their names, dtypes, shapes and bytes.
+
+    Call it on all ranks if the model is sharded.
+    """
+    return snapshot.state_sha256(Gathering(keep=True).state(model))
 
 
 def check_checkpoint(where: str, checkpoint: object) -> None:

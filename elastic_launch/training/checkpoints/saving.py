@@ -340,7 +340,8 @@ class Saver:
         if in_memory:
             route = partial(checkpoint.route, self._world, durable) if checkpoint is not None else _nowhere
             spent = time.monotonic() - began
-            self._kept = self._keep(captured, meta, step, stays, route, last=last, spent=spent)
+            own = None if stays is None else _or_gathered(stays, state.gathered)
+            self._kept = self._keep(captured, meta, step, own, route, last=last, spent=spent)
         if durable and self._kept and durably:
             durably.requested(step, self._link)
         elif durable and durably and in_memory and self._agent_is_there() and not last:
@@ -349,7 +350,7 @@ class Saver:
                 _log.warning("checkpoint of step %d: the agent does not answer; it is put off until it does", step)
             durably.put_off(step)
         elif durable and checkpoint is not None:
-            checkpoint.save(captured, step, meta, self._may_commit)
+            checkpoint.save(captured, step, meta, self._may_commit, state.gathered)
         self.seconds = time.monotonic() - began
 
     def _doing_that(self) -> AbstractContextManager[None]:
@@ -377,7 +378,8 @@ class Saver:
             captured = state.capture(keep=in_memory)
             meta = self._meta_after(step, checkpoint, identity, worlds, state, now=False)
             if in_memory:
-                self._keep(captured, meta, step, stays, _nowhere, last=False, spent=time.monotonic() - began)
+                own = _or_gathered(stays, state.gathered)
+                self._keep(captured, meta, step, own, _nowhere, last=False, spent=time.monotonic() - began)
 
     def keep_newer(
         self,
@@ -572,6 +574,11 @@ class Saver:
     def _tell(self, outcome: snapshot.WriteOutcome) -> None:
         for listener in self._listeners:
             listener(outcome)
+
+
+def _or_gathered(stays: Stays, gathered: set[int]) -> Stays:
+    known = frozenset(gathered)
+    return lambda tensor: tensor.data_ptr() in known or stays(tensor)
 
 
 def _nowhere(job: CopyJob, size: int) -> CopyJob:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import count
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -22,49 +22,12 @@ from elastic_launch.training.checkpoints.matching import (
     other_dtype,
     reordered,
 )
+from elastic_launch.training.checkpoints.parts import Gathered, Group, Stateful, is_stateful
+from elastic_launch.training.checkpoints.sharded import Gathering, holds_shards, local_state, placed
 from elastic_launch.training.gradients.parameters import OwnParameters
 from elastic_launch.training.kinds import found
 
 __all__ = ["Gathered", "Group", "Stateful", "TrainingState", "is_stateful"]
-
-
-class Stateful(Protocol):
-    """An object whose state can be saved, such as torch's modules, optimizers and schedulers."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
-
-
-@runtime_checkable
-class Gathered(Protocol):
-    """A part of which each rank has a piece."""
-
-    def gather(self, *, keep: bool) -> None:
-        """Put the pieces together, before ``state_dict``; called by all ranks.
-
-        Args:
-            keep: whether this rank needs them.
-        """
-
-
-def is_stateful(part: object) -> bool:
-    """Return whether ``part`` is an object, not a class, with ``state_dict`` and ``load_state_dict``."""
-    return not isinstance(part, type) and hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
-
-
-class Group:
-    """Several stateful objects by name, saved as one part."""
-
-    def __init__(self, members: Mapping[str, Stateful]) -> None:
-        self.members = dict(members)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name: member.state_dict() for name, member in self.members.items()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, member in self.members.items():
-            member.load_state_dict(state[name])
 
 
 class TrainingState:
@@ -72,6 +35,8 @@ class TrainingState:
 
     def __init__(self) -> None:
         self._parts: dict[str, Stateful] = {}
+        self.gathered: set[int] = set()
+        """Addresses of the tensors that the last :meth:`capture` has gathered, which do not change."""
         self._frozen = Frozen()
         self._on_save: list[Callable[[], None]] = []
         self._on_restore: list[Callable[[], None]] = []
@@ -118,7 +83,7 @@ class TrainingState:
         self._on_restore.append(function)
 
     def capture(self, *, keep: bool) -> dict[str, Any]:
-        """Call the ``on_save`` functions, gather what is in pieces, and return the states of all parts by name.
+        """Call the ``on_save`` functions, then return the states of all parts by name; called by all ranks.
 
         Args:
             keep: whether this rank needs the state; if not, the result is empty.
@@ -128,16 +93,33 @@ class TrainingState:
         for part in self._parts.values():
             if isinstance(part, Gathered):
                 part.gather(keep=keep)
+        self.gathered.clear()
+        if self.sharded:
+            gathering = Gathering(keep=keep)
+            states = {name: gathering.state(part) for name, part in self._parts.items()}
+            self.gathered |= gathering.own
+            return states if keep else {}
         if not keep:
             return {}
         self._frozen.verify(self._parts)
         return self._states()
 
     def _states(self) -> dict[str, Any]:
+        if self.sharded:
+            return {name: local_state(part) for name, part in self._parts.items()}
         return {name: self._frozen.left(name, part.state_dict()) for name, part in self._parts.items()}
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each rank has only a part of the state."""
+        return any(map(holds_shards, self._parts.values()))
 
     def skip_frozen(self, skip: bool) -> None:
         """From now on, leave out the modules' parameters that are frozen now, or none; called before a restore."""
+        if skip and self.sharded:
+            raise UsageError(
+                "Checkpoint(skip_frozen=True): a sharded model's frozen parameters cannot be left out.", "Leave it out."
+            )
         self._frozen.begin(self._parts, skip=skip)
 
     def frozen(self) -> dict[str, int]:
@@ -305,6 +287,8 @@ def _load(
         # Torch would round the values without a message.
         _refuse(name, origin, found, "Convert the model before the training to what it was when this was saved.")
     try:
+        if holds_shards(part):
+            saved = placed(part, saved)
         part.load_state_dict(saved)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         found, hint = module_differences(part, saved) if isinstance(part, nn.Module) else ("", "")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from elastic_launch.training.data.loader import Loader
 from elastic_launch.training.gradients.means import MeanTable
 from elastic_launch.training.randomness import derive, seeded
+from elastic_launch.training.wrapped import sharding_modules
 
 __all__ = ["evaluate", "evaluating"]
 
@@ -26,6 +27,8 @@ def evaluate(
     world_size: int,
     rank: int,
     check: Callable[[], None] = lambda: None,
+    *,
+    together: bool = False,
 ) -> list[float]:
     """Return the means of the measured values over all samples of one epoch; called by all ranks.
 
@@ -34,18 +37,27 @@ def evaluate(
             the micro-batch.
         columns: number of values that ``measure`` returns.
         check: called before each micro-batch; may raise an error that ends the evaluation.
+        together: whether all ranks call ``measure`` equally often, since a sharded model needs all of them; the results
+            of further calls are not used.
     """
     steps = loader.steps_per_epoch
     # All global batches but the last have as many micro-batches as the first.
     each, last = (loader.plan(step, world_size, rank).total for step in (0, steps - 1))
     measured: list[tuple[int, list[Tensor | float], float, float | None]] = []
+    latest: list[Any] = []
     with torch.no_grad(), closing(loader.epoch_from(0, world_size, rank)) as batches:
         for step in range(steps):
-            for micro in loader.plan(step, world_size, rank).micro_batches:
+            plan = loader.plan(step, world_size, rank)
+            for micro in plan.micro_batches:
                 check()
+                latest = [next(batches)]
                 with seeded(derive("evaluation", loader.seed, step, micro.index), devices=True):
-                    values, weight = measure(next(batches))
+                    values, weight = measure(latest[0])
                 measured.append((step * each + micro.index, values, float(len(micro)), weight))
+            for _ in range(plan.grad_accum, -(-plan.total // world_size) if together else 0):
+                latest = latest or [loader.spare(step)]
+                with seeded(0, devices=True):
+                    measure(latest[0])
     table = MeanTable((steps - 1) * each + last, columns)
     for place, values, samples, weight in measured:
         table.fill(place, values, samples, weight)
@@ -64,3 +76,5 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+        for sharded in sharding_modules(model):
+            sharded.reshard()

@@ -13,6 +13,7 @@ import os
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sized
+from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing.context import BaseContext
@@ -108,6 +109,11 @@ class Loader(ABC):
         other._feed, other._generator = Feed(), torch.Generator()
         other._data_loader = other._made()
         return other
+
+    def spare(self, step: int) -> Any:
+        """Return the first micro-batch of a step's global batch, on any rank."""
+        with closing(self.apart().epoch_from(step, 1, 0)) as batches:
+            return next(batches)
 
     @property
     @abstractmethod

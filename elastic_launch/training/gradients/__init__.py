@@ -7,6 +7,7 @@
 ``reduction``     exact mode: addition in a fixed tree
 ``tree``          that tree's arithmetic, without torch
 ``shards``        the tree's sums across ranks
+``sharded``       those of models that ``fully_shard`` has sharded
 ``flat``          tensors packed into flat ones
 ``means``         means of losses and metrics over all micro-batches
 ``buffers``       buffers of micro-batches; ``buffer_rules`` chooses the rule for a buffer

@@ -24,6 +24,7 @@ from elastic_launch.training.gradients.flat import Values
 from elastic_launch.training.gradients.means import MeanTable
 from elastic_launch.training.gradients.parameters import Parameters
 from elastic_launch.training.gradients.reduction import ExactReduction
+from elastic_launch.training.gradients.sharded import ShardSums, clip, total_norm
 
 __all__ = ["ExactGradients", "Gradients", "check_model"]
 
@@ -69,6 +70,8 @@ class Gradients:
         UsageError: naming a parameter whose gradient cannot be reduced, or in which the ranks differ.
     """
 
+    exact = False
+
     def __init__(
         self,
         model: nn.Module,
@@ -105,6 +108,9 @@ class Gradients:
         self._carried = False  # whether the step's table is sent with gradients
         if world_size > 1:
             self.parameters.agree(rank)
+        self._shards: ShardSums | None = None
+        if self.parameters.sharded:
+            self._shards = ShardSums(model, self.parameters, world_size, rank, exact=self.exact)
         self._follow()
         self._carrier = self._reduction
 
@@ -115,19 +121,20 @@ class Gradients:
         self._remove_hooks()
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._take_gradient, which))  # type: ignore[no-untyped-call]
-            for which, parameter in enumerate(self.parameters.trained)
+            for which, parameter in enumerate(self.parameters.reduced)
         ]
 
     def _new_reduction(self) -> Any:
-        trained = self.parameters
-        if self.world_size == 1:
-            return LocalReduction(len(trained.trained))
+        parameters = self.parameters
+        if self.world_size == 1 or not parameters.reduced:
+            return LocalReduction(len(parameters.reduced))
         return BucketedReduction(
-            trained.trained,
-            trained.trained_names,
-            trained.sparse,
+            parameters.reduced,
+            parameters.reduced_names,
+            parameters.sparse,
             self.rank,
-            overlap=self._overlap,
+            # Beside FSDP's own collectives they would not come in the same order on all ranks.
+            overlap=self._overlap and self._shards is None,
             room=self._room if self.on_cpu else 0,
         )
 
@@ -153,6 +160,25 @@ class Gradients:
         for parameter in self.parameters.all:
             parameter.grad = None
         self._buffers.begin(plan)
+        if self._shards is not None:
+            self._shards.begin(plan)
+
+    def passes(self, plan: BatchPlan) -> int:
+        """Return the number of passes in a step: those for this rank's micro-batches, then :meth:`empty_pass`."""
+        return plan.grad_accum if self._shards is None else self._shards.passes(plan)
+
+    @contextmanager
+    def empty_pass(self, number: int) -> Iterator[None]:
+        """Context for a pass that counts nothing, which this rank makes because another one has more micro-batches."""
+        assert self._shards is not None
+        self._shards.begin_pass(number)
+        try:
+            yield
+        finally:
+            for parameter in self.parameters.reduced:
+                parameter.grad = None
+        self._shards.end_pass()
+        self._buffers.restore()
 
     @contextmanager
     def micro_batch(self, number: int) -> Iterator[None]:
@@ -178,7 +204,9 @@ class Gradients:
         """Context for the backward pass of this rank's number-th micro-batch."""
         self._took = False
         self._reduction.begin_pass(last=number == self._plan.grad_accum - 1)
-        trained = self.parameters.trained
+        if self._shards is not None:
+            self._shards.begin_pass(number)
+        trained = self.parameters.reduced
         self._totals = self._reduction.totals() if number else None
         try:
             for parameter, total in zip(trained, self._totals or [], strict=False):
@@ -194,6 +222,8 @@ class Gradients:
                 for parameter in trained:
                     parameter.grad = None
         self._reduction.end_pass()
+        if self._shards is not None:
+            self._shards.end_pass()
 
     def differentiate(self, loss: Tensor) -> None:
         """Run the backward pass of a weighted loss, within :meth:`backward`."""
@@ -265,7 +295,7 @@ class Gradients:
         if self._new and self.world_size > 1:
             self.parameters.check_new(self._new)
         self._new = []
-        for parameter, gradient in zip(self.parameters.trained, self._sums(whole), strict=True):
+        for parameter, gradient in zip(self.parameters.reduced, self._sums(whole), strict=True):
             parameter.grad = gradient
         self.waiting = True
 
@@ -334,7 +364,17 @@ class Gradients:
         self.waiting = False
         for parameter in self.parameters.all:
             parameter.grad = None
+        if self._shards is not None:
+            self._shards.reset()
         self._buffers.restore()
+
+    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Return the 2-norm of some of the gradients together; called by all ranks."""
+        return total_norm(gradients, exact=self.exact)
+
+    def clip(self, parameters: Sequence[Tensor], most: float) -> Tensor:
+        """Limit the 2-norm of the gradients of some parameters, and return it as it was; called by all ranks."""
+        return clip(parameters, most, exact=self.exact)
 
     @property
     def talks_in_between(self) -> bool:
@@ -374,6 +414,8 @@ class ExactGradients(Gradients):
         UsageError: if the model has parts that cannot be reduced in this way.
     """
 
+    exact = True
+
     def __init__(
         self,
         model: nn.Module,
@@ -397,8 +439,8 @@ class ExactGradients(Gradients):
         self._states.close()
 
     def _new_reduction(self) -> ExactReduction:
-        like = [*self.parameters.trained, *self._buffers.summed]
-        return ExactReduction(like, self.world_size, self.rank, names=self.parameters.trained_names)
+        like = [*self.parameters.reduced, *self._buffers.summed]
+        return ExactReduction(like, self.world_size, self.rank, names=self.parameters.reduced_names)
 
     def _begin_micro_batch(self, number: int) -> None:
         self._states.begin_micro_batch()
@@ -406,7 +448,7 @@ class ExactGradients(Gradients):
 
     def _end_micro_batch(self, number: int) -> None:
         moved = self._buffers.take(self._plan.micro_batches[number].index)
-        for which, value in enumerate(moved, len(self.parameters.trained)):
+        for which, value in enumerate(moved, len(self.parameters.reduced)):
             self._reduction.put(which, value)
         self._reduction.end()
 
@@ -416,7 +458,7 @@ class ExactGradients(Gradients):
 
     def _sums(self, whole: bool) -> Values:
         sums: Values = self._reduction.finish(self._plan.total, whole=whole)
-        trained = len(self.parameters.trained)
+        trained = len(self.parameters.reduced)
         self._buffer_sums = [value for value in sums[trained:] if value is not None]
         return sums[:trained]
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from elastic_launch.errors import UsageError
 from elastic_launch.training.ranks.exchange import broadcast_state, broadcast_tensors
+from elastic_launch.training.wrapped import is_sharded
 
 __all__ = ["OwnParameters", "Parameters"]
 
@@ -29,7 +30,10 @@ class Parameters:
         trained: those that need gradients.
         trained_names: names of the trained ones.
         extra: those that are not in the model, by name.
-        sparse: indices of the trained ones that get sparse gradients.
+        sharded: those that are sharded, by name.
+        reduced: the trained ones that are not sharded, whose gradients are reduced here.
+        reduced_names: names of these.
+        sparse: indices, in ``reduced``, of those that get sparse gradients.
         signature: a 40-bit number that is equal on all ranks if their parameters are, and have changed equally often.
 
     Raises:
@@ -46,6 +50,9 @@ class Parameters:
         self.trained: list[Tensor] = []
         self.trained_names: list[str] = []
         self.extra: dict[str, Tensor] = {}
+        self.sharded: dict[str, Tensor] = {}
+        self.reduced: list[Tensor] = []
+        self.reduced_names: list[str] = []
         self.sparse: frozenset[int] = frozenset()
         self.signature = 0
         self._generation = 0
@@ -106,8 +113,17 @@ class Parameters:
         trained = [(name, parameter) for name, parameter in found if parameter.requires_grad]
         self.trained = [parameter for _, parameter in trained]
         self.trained_names = [name for name, _ in trained]
+        self.sharded = {name: parameter for name, parameter in found if is_sharded(parameter)}
+        reduced = [(name, parameter) for name, parameter in trained if not is_sharded(parameter)]
+        self.reduced = [parameter for _, parameter in reduced]
+        self.reduced_names = [name for name, _ in reduced]
         sparse = _sparse(self._model)
-        self.sparse = frozenset(which for which, parameter in enumerate(self.trained) if id(parameter) in sparse)
+        if self.sharded and sparse:
+            raise UsageError(
+                "The model is sharded and has an embedding with sparse=True, whose gradient FSDP cannot reduce.",
+                "Build it with sparse=False.",
+            )
+        self.sparse = frozenset(which for which, parameter in enumerate(self.reduced) if id(parameter) in sparse)
         text = "\n".join(" ".join(map(str, line)) for line in [*self._description(), [self._generation]])
         self._generation += 1
         self.signature = int.from_bytes(hashlib.sha256(text.encode()).digest()[:5], "big")
@@ -130,7 +146,8 @@ class Parameters:
                 f"The ranks train different parameters: {_difference(self._description(), theirs, rank)}.",
                 "Build the same model and optimizer, with the same layers frozen, on every rank.",
             )
-        broadcast_tensors([*self.all, *self._model.buffers()], 0)
+        # Of a sharded parameter each rank has only a part, made by its own random numbers.
+        broadcast_tensors([*(p for p in self.all if not is_sharded(p)), *self._model.buffers()], 0)
 
     def same_everywhere(self) -> bool:
         """Whether all ranks have the same signature; called by all ranks."""
@@ -144,7 +161,7 @@ class Parameters:
         Raises:
             UsageError: naming the first parameter whose values differ between ranks.
         """
-        tensors = [p for name, p in zip(self.names, self.all, strict=True) if name in set(names)]
+        tensors = [p for name, p in zip(self.names, self.all, strict=True) if name in set(names) - self.sharded.keys()]
         digests = torch.tensor([_digest(tensor) for tensor in tensors], dtype=torch.int64)
         bounds = torch.cat([digests, -digests])
         dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
@@ -158,8 +175,9 @@ class Parameters:
 
     def not_finite(self) -> str | None:
         """Return the name of the first parameter that holds NaN or an infinity, if any."""
-        found = zip(self.names, self.all, strict=True)
-        return next((name for name, parameter in found if not bool(torch.isfinite(parameter.detach()).all())), None)
+        found = [(name, p.detach()) for name, p in zip(self.names, self.all, strict=True)]
+        own = ((name, p.to_local() if is_sharded(p) else p) for name, p in found)  # type: ignore[attr-defined]
+        return next((name for name, values in own if not bool(torch.isfinite(values).all())), None)
 
 
 class OwnParameters:
@@ -204,11 +222,6 @@ def _check(name: str, parameter: Tensor) -> None:
         )
     if parameter.is_meta:
         raise UsageError(f"{name} has no values: it is on the meta device.", "Move it to run.device before.")
-    if hasattr(parameter, "device_mesh"):
-        raise UsageError(
-            f"{name} is sharded (a DTensor), and its gradient would be reduced as if every rank had all of it.",
-            "Give a model and an optimizer that are not sharded.",
-        )
     if parameter.requires_grad and parameter.layout is not torch.strided:
         raise UsageError(f"{name} has the layout {parameter.layout}.", "Only dense parameters can be trained.")
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from elastic_launch.errors import ElasticLaunchError
 from elastic_launch.training.ranks.checksum import checksums, combined
+from elastic_launch.training.wrapped import is_zero
 
 __all__ = ["SHARE", "Named", "ReplicaCheck", "ReplicasDifferError", "replicated"]
 
@@ -240,7 +241,7 @@ def replicated(model: nn.Module, optimizer: Any, ignored: Mapping[str, object] |
             name = repr(names[id(parameter)]) if id(parameter) in names else f"parameter {number} of the optimizer"
             if id(parameter) not in names:
                 yield name, parameter
-            state = getattr(optimizer, "state", {}).get(parameter, {})
+            state = {} if is_zero(optimizer) else getattr(optimizer, "state", {}).get(parameter, {})
             for key in sorted(state, key=str) if isinstance(state, dict) else []:
                 if isinstance(state[key], Tensor):
                     yield f"optimizer's {key} of {name}", state[key]

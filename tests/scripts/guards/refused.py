@@ -15,10 +15,10 @@ with el.session() as run:
         dist.init_process_group("gloo", init_method=f"file://{directory}.store", rank=0, world_size=1)
     if kind == "ddp":
         model = nn.parallel.DistributedDataParallel(model)
-    if kind == "fsdp":
+    if kind == "hybrid":
         from torch.distributed.fsdp import fully_shard
 
-        fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (run.world_size,)))
+        fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (run.world_size, 1)))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     if kind == "late":
         run.register("model", model)

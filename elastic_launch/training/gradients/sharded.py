@@ -1,0 +1,245 @@
+"""The gradients of parameters that ``fully_shard`` has sharded: each rank gets its shard of the sums.
+
+FSDP gathers a group of parameters for each forward and backward pass, and reduces the group's gradients at the end of
+each backward pass, all in collectives: all ranks make the same number of passes, some of which count nothing. The
+reduction is replaced here by one that adds and does not average. In exact mode it keeps the gradients in the fixed tree
+of ``tree``; in the last pass each rank receives its shard of all nodes, and folds it in the tree's order. The tree
+adds element by element, so it does not matter how a group's gradients are laid out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from elastic_launch.batch import BatchPlan, slice_of
+from elastic_launch.errors import UsageError
+from elastic_launch.training.gradients.parameters import Parameters
+from elastic_launch.training.gradients.tree import Segment, fold, joins, segments
+from elastic_launch.training.wrapped import sharding_modules
+
+__all__ = ["ShardSums", "clip", "total_norm"]
+
+
+class ShardSums:
+    """Sums the gradients of sharded parameters over micro-batches and ranks, into each parameter's ``grad``.
+
+    Args:
+        model: the sharded model, whose modules get the reduction.
+        exact: whether sums must be bitwise equal at every world size.
+
+    Raises:
+        UsageError: if the parameters are not sharded over all ranks, in one dimension.
+    """
+
+    def __init__(self, model: nn.Module, parameters: Parameters, world_size: int, rank: int, *, exact: bool) -> None:
+        self._parameters = parameters
+        self._world_size = world_size
+        self._rank = rank
+        self._exact = exact
+        self._modules = sharding_modules(model)
+        self._scatters: list[_Scatter] = []
+        self._index: int | None = None  # of the micro-batch; None: the pass counts nothing
+        self._last = False
+        self._reduced = 0  # elements in the current pass
+        self._plan = BatchPlan((), 1, ())
+        for name, parameter in parameters.sharded.items():
+            _check_mesh(name, parameter, world_size)
+        for module in self._modules:
+            scatter = _Scatter(self)
+            try:
+                module.set_custom_reduce_scatter(scatter)
+                module.set_all_reduce_hook(scatter.reduced)
+            except ValueError as error:
+                raise UsageError(
+                    f"fully_shard(shard_placement_fn=...): {error}", "Give all parameters one mesh."
+                ) from error
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_requires_gradient_sync(True, recurse=False)
+            self._scatters.append(scatter)
+
+    def passes(self, plan: BatchPlan) -> int:
+        """Return the number of passes that every rank makes in a step."""
+        return -(-plan.total // self._world_size)
+
+    def begin(self, plan: BatchPlan) -> None:
+        """Start a step."""
+        self._plan = plan
+        self.reset()
+        for module in self._modules:
+            # An evaluation leaves the outermost module's parameters gathered.
+            module.reshard()
+
+    def reset(self) -> None:
+        """Drop the sums."""
+        for scatter in self._scatters:
+            scatter.stacks.clear()
+
+    def begin_pass(self, number: int) -> None:
+        """Begin this rank's number-th pass."""
+        micros = self._plan.micro_batches
+        self._index = micros[number].index if number < len(micros) else None
+        self._last = number == self.passes(self._plan) - 1
+        self._reduced = 0
+        for scatter in self._scatters:
+            scatter.calls = 0
+
+    def end_pass(self) -> None:
+        """End a pass.
+
+        Raises:
+            UsageError: naming parameters without a gradient.
+        """
+        trained = [(n, p) for n, p in self._parameters.sharded.items() if p.requires_grad]
+        if self._reduced != sum(_padded(p, self._world_size) for _, p in trained):
+            without = ", ".join(name for name, p in trained if p.grad is None)
+            raise UsageError(
+                "A backward pass of the sharded model did not compute one gradient for each parameter"
+                f"{f', such as {without}' if without else ''}: the ranks would reduce different parameters together.",
+                "Use every parameter in each micro-batch, and freeze those that are not trained "
+                "(requires_grad_(False)); call backward() once for each micro-batch.",
+            )
+        if self._exact and not self._last:
+            for _, parameter in trained:
+                parameter.grad = None  # zeros: the sums are in the tree
+
+    def reduce(self, scatter: _Scatter, output: Tensor, given: Tensor, group: dist.ProcessGroup | None) -> None:
+        """Reduce a group's gradients; called within the backward pass, with one shard for each rank."""
+        if not self._exact:
+            if self._index is None:
+                given.zero_()
+            dist.reduce_scatter_tensor(output, given, group=group)
+            return
+        stack = scatter.stack()
+        if self._index is not None:
+            stack.append(_joined(stack, self._index, given))
+        if not self._last:
+            output.zero_()
+            return
+        nodes, total = stack.copy(), self._plan.total
+        stack.clear()
+        if group is not None:
+            nodes = self._exchanged([flat for _, flat in nodes], output, group)
+        output.copy_(fold(total, nodes, lambda left, right: left.add_(right)))
+
+    def _exchanged(
+        self, mine: Sequence[Tensor], like: Tensor, group: dist.ProcessGroup
+    ) -> list[tuple[Segment, Tensor]]:
+        """Return this rank's shard of all ranks' nodes."""
+        world_size, size = self._world_size, len(like)
+        theirs = [segments(*slice_of(self._plan.total, world_size, rank)) for rank in range(world_size)]
+        shards = [flat.view(world_size, size)[rank] for rank in range(world_size) for flat in mine]
+        given = torch.cat(shards) if shards else like.new_empty(0)
+        counts = [len(nodes) * size for nodes in theirs]
+        received = like.new_empty(sum(counts))
+        dist.all_to_all_single(received, given, counts, [len(mine) * size] * world_size, group=group)
+        return list(zip([node for nodes in theirs for node in nodes], torch.split(received, size), strict=True))
+
+    def count(self, scatter: _Scatter, output: Tensor) -> None:
+        """Record that a group's gradients were reduced."""
+        self._reduced += len(output) * self._world_size
+        if self._world_size == 1 and self._exact:
+            # FSDP does not call the reduction then. The output is going to be the gradients' memory.
+            self.reduce(scatter, output, output.clone(), None)
+
+
+class _Scatter:
+    """Reduces the gradients of one module's parameters, instead of ``reduce_scatter_tensor``.
+
+    It has the methods of torch's ``ReduceScatter``, which is in a private module.
+
+    Attributes:
+        stacks: nodes of the tree; one list for each reduction in a pass.
+        calls: number of reductions in the current pass.
+    """
+
+    def __init__(self, sums: ShardSums) -> None:
+        self._sums = sums
+        self.stacks: list[list[tuple[Segment, Tensor]]] = []
+        self.calls = 0
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        self._sums.reduce(self, output_tensor, input_tensor, group)
+
+    def reduced(self, output: Tensor) -> None:
+        self._sums.count(self, output)
+
+    def stack(self) -> list[tuple[Segment, Tensor]]:
+        """Return the nodes that belong to the present call."""
+        if self.calls == len(self.stacks):
+            self.stacks.append([])
+        self.calls += 1
+        return self.stacks[self.calls - 1]
+
+
+def _joined(stack: list[tuple[Segment, Tensor]], index: int, value: Tensor) -> tuple[Segment, Tensor]:
+    """Add a leaf to all nodes that it completes; return the last of them."""
+    level = joins([segment for segment, _ in stack], index)
+    for _ in range(level):
+        value = stack.pop()[1].add_(value)
+    return (index + 1 - (1 << level), level), value
+
+
+def _padded(parameter: Any, world_size: int) -> int:
+    """Return the number of elements that a parameter's gradient has when it is reduced: equal shards, with padding."""
+    length = parameter.shape[parameter.placements[0].dim]
+    return int(parameter.numel() // max(1, length) * -(-length // world_size) * world_size)
+
+
+def _check_mesh(name: str, parameter: Any, world_size: int) -> None:
+    mesh = parameter.device_mesh
+    if mesh.ndim != 1 or mesh.mesh.tolist() != [*range(world_size)] or not parameter.placements[0].is_shard():
+        raise UsageError(
+            f"{name} is a DTensor with the placements {parameter.placements} on {mesh}, and here only models are "
+            "trained that fully_shard shards over all ranks in one dimension.",
+            "Leave hybrid sharding and tensor parallelism out, or write a loop of your own with run.resume() and "
+            "run.boundary(), which saves any DTensor.",
+        )
+
+
+def total_norm(gradients: Sequence[Any], *, exact: bool) -> Tensor:
+    """Return the 2-norm of all gradients together; called by all ranks if some are sharded.
+
+    Args:
+        exact: whether it must be bitwise equal at every world size; then each gradient is gathered, one by one.
+    """
+    sharded = [gradient for gradient in gradients if hasattr(gradient, "to_local")]
+    if not sharded:
+        total: Tensor = nn.utils.get_total_norm(gradients)
+        return total
+    if exact:
+        norms = [nn.utils.get_total_norm([x.full_tensor() if hasattr(x, "full_tensor") else x]) for x in gradients]
+        found: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        return found
+    squares = [torch.linalg.vector_norm(x.to_local(), dtype=torch.float64).square() for x in sharded]
+    whole = torch.stack(squares).sum()
+    dist.all_reduce(whole, group=sharded[0].device_mesh.get_group())
+    for x in gradients:
+        if not hasattr(x, "to_local"):
+            whole += torch.linalg.vector_norm(x, dtype=torch.float64).square()
+    return whole.sqrt().float()
+
+
+def clip(parameters: Sequence[Tensor], most: float, *, exact: bool) -> Tensor:
+    """Limit the 2-norm of the gradients of parameters, and return it as it was; called by all ranks."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not any(hasattr(gradient, "to_local") for gradient in gradients):
+        found: Tensor = nn.utils.clip_grad_norm_(parameters, most)
+        return found
+    norm = total_norm(gradients, exact=exact)
+    # On each rank's part: torch refuses to multiply sharded and other tensors by one tensor together.
+    with torch.no_grad():
+        factor = torch.clamp(most / (norm + 1e-6), max=1.0)
+        for gradient in gradients:
+            (gradient.to_local() if hasattr(gradient, "to_local") else gradient).mul_(factor)
+    return norm

@@ -1,0 +1,207 @@
+"""Sharded models, in a world of this process alone; tests/integration/test_sharded.py has several processes."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import TensorDataset
+
+import elastic_launch as el
+from elastic_launch.errors import UsageError
+from elastic_launch.snapshot import state_sha256
+from elastic_launch.training.gradients.sharded import clip, total_norm
+from elastic_launch.training.session import Run
+from elastic_launch.training.wrapped import ELEMENTWISE, check_elementwise
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's own: it uses torch.jit.script
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+DATA = TensorDataset(torch.linspace(-1, 1, 60).view(20, 3), torch.arange(20) % 4)
+
+
+@pytest.fixture(scope="module")
+def meshes() -> Iterator[list[DeviceMesh]]:
+    """Meshes of one and of two dimensions. Sharded modules keep their groups: they are made once for all tests."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield [init_device_mesh("cpu", (1,)), init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))]
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def run(meshes: list[DeviceMesh]) -> Iterator[Run]:
+    with el.session(threads=1) as run:
+        yield run
+
+
+class Branches(nn.Module):
+    """Uses one of its parts in some micro-batches only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(3, 4), nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.always(x) + (self.sometimes(x) if x[0, 0] > 0 else 0)
+
+
+def _model(shard: str = "fsdp") -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 4))
+    return _sharded(model) if shard == "fsdp" else model
+
+
+def _sharded(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (1,))
+    if isinstance(model, nn.Sequential):
+        fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def _loader() -> el.ElasticLoader:
+    return el.ElasticLoader(DATA, el.GlobalBatch(10, micro=4), seed=1)
+
+
+def _trained(
+    until: int, directory: Path | None = None, *, shard: str = "fsdp", exact: bool = True
+) -> dict[str, Tensor]:
+    """Return the weights after some steps of a training in a session of its own."""
+    model = _model(shard)
+    optimizer: Any = (
+        ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
+        if shard == "zero"
+        else torch.optim.AdamW(model.parameters(), lr=0.01)
+    )
+    saving: Any = {} if directory is None else {"checkpoint": el.Checkpoint(directory, every=2)}
+    with el.session(threads=1) as run:
+        for step in run.steps(_loader(), model, optimizer, until=f"{until}ba", exact=exact, **saving):
+            for x, y in step:
+                step.backward(nn.functional.cross_entropy(model(x), y))
+            assert step.grad_norm() > 0
+            step.update(clip_norm=0.1)
+    return {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in model.state_dict().items()}
+
+
+@pytest.mark.usefixtures("meshes")
+@pytest.mark.parametrize("shard", ["fsdp", "zero"])
+def test_exact_mode_gives_the_weights_of_the_unsharded_model_also_when_resumed(tmp_path: Path, shard: str) -> None:
+    expected = state_sha256(_trained(6, shard="none"))
+    _trained(4, tmp_path, shard=shard)
+    if shard == "fsdp":
+        # A checkpoint has whole tensors: an unsharded model goes on from it.
+        shutil.copytree(tmp_path, tmp_path / "copy")
+        assert state_sha256(_trained(6, tmp_path / "copy", shard="none")) == expected
+    assert state_sha256(_trained(6, tmp_path, shard=shard)) == expected
+    assert type(el.load_checkpoint(tmp_path)["model"]["0.weight"]) is Tensor
+
+
+@pytest.mark.usefixtures("meshes")
+def test_default_mode_gives_about_the_same_weights() -> None:
+    found, expected = _trained(6, exact=False), _trained(6, shard="none")
+    del found["0.bias"], expected["0.bias"]  # before a BatchNorm its gradient is rounding, which AdamW makes large
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_the_hash_of_a_sharded_model_is_that_of_the_whole(run: Run) -> None:
+    assert el.weights_sha256(_model()) == el.weights_sha256(_model("none"))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_norm_over_sharded_and_other_gradients(run: Run, exact: bool) -> None:
+    model, own = _model(), nn.Parameter(torch.zeros(3))
+    gradients = [torch.full_like(p, 2.0) for p in model.parameters()]
+    for p, gradient in zip(model.parameters(), gradients, strict=True):
+        p.grad = gradient
+    own.grad = torch.full((3,), 2.0)
+    count = sum(p.numel() for p in model.parameters()) + 3
+    assert float(total_norm([*gradients, own.grad], exact=exact)) == pytest.approx(2 * count**0.5)
+    assert float(clip([*model.parameters(), own], 1.0, exact=exact)) == pytest.approx(2 * count**0.5)
+    assert float(total_norm([*gradients, own.grad], exact=exact)) == pytest.approx(1.0, rel=1e-4)
+
+
+def _go(run: Run, model: Any, optimizer: Any = None, loader: Any = None, **options: Any) -> None:
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1)
+    for step in run.steps(loader or _loader(), model, optimizer, until="2ba", **options):
+        for x, y in step:
+            step.backward(nn.functional.cross_entropy(step.model(x), y))
+        step.update()
+
+
+def test_what_a_sharded_model_cannot_be_trained_with(run: Run, tmp_path: Path) -> None:
+    model = _model()
+    with pytest.raises(UsageError, match="scaler"):
+        _go(run, model, scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(UsageError, match="of several models none may be sharded"):
+        _go(run, {"a": model}, torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.raises(UsageError, match=r"skip_frozen=True\): a sharded model"):
+        _go(run, model, checkpoint=el.Checkpoint(tmp_path, skip_frozen=True))
+    with pytest.raises(UsageError, match=r"exact=True: .* SGD\(fused=True\)|exact=True: SGD\(fused=True\)"):
+        _go(run, model, torch.optim.SGD(model.parameters(), 0.1, fused=True), exact=True)
+    trainer = el.Trainer(
+        run, model, torch.optim.SGD(model.parameters(), 0.1), el.ElasticLoader(DATA, el.GlobalBatch(8, "auto")),
+        loss_fn=nn.functional.cross_entropy,
+    )  # fmt: skip
+    with pytest.raises(UsageError, match=r'micro="auto" does not work with a sharded model'):
+        trainer.fit("1ba")
+
+
+def test_a_parameter_that_a_micro_batch_does_not_use_is_an_error(run: Run) -> None:
+    with pytest.raises(UsageError, match=r"did not compute one gradient for each parameter"):
+        _go(run, _sharded(Branches()))
+
+
+def test_a_dtensor_that_fully_shard_did_not_make_is_refused(run: Run, meshes: list[DeviceMesh]) -> None:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    model = nn.Linear(3, 4)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), meshes[0], [Shard(0)]))
+    with pytest.raises(UsageError, match="weight is a DTensor, and fully_shard has not sharded the model"):
+        _go(run, model)
+    sharded = _sharded(nn.Sequential(nn.Linear(3, 4)))
+    sharded.other = nn.Linear(1, 1)
+    sharded.other.weight = nn.Parameter(distribute_tensor(torch.ones(1, 1), meshes[1], [Replicate(), Shard(0)]))
+    with pytest.raises(UsageError, match=r"other\.weight is a DTensor with the placements"):
+        _go(run, sharded)
+
+
+@pytest.mark.parametrize("kind", sorted(ELEMENTWISE))
+def test_optimizers_that_exact_mode_accepts_treat_a_shard_as_the_whole(kind: str) -> None:
+    name = kind.rpartition(".")[2]
+    torch.manual_seed(0)
+    start, gradients = torch.randn(103, 3), torch.randn(4, 103, 3).exp()
+    for foreach in (False, True):
+
+        def trained(part: slice, foreach: bool = foreach) -> Tensor:
+            parameter = nn.Parameter(start[part].clone())
+            optimizer = getattr(torch.optim, name)([parameter], lr=0.013, foreach=foreach)
+            check_elementwise([optimizer])
+            for gradient in gradients:
+                parameter.grad = gradient[part].clone()
+                optimizer.step()
+            return parameter.detach()
+
+        whole = trained(slice(None))
+        for size in (21, 26, 35, 52):
+            parts = [trained(slice(at, at + size)) for at in range(0, 103, size)]
+            assert torch.equal(torch.cat(parts), whole), (name, foreach, size)
+
+
+def test_other_optimizers_are_refused_in_exact_mode() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    with pytest.raises(UsageError, match="not known whether LBFGS changes each element"):
+        check_elementwise([torch.optim.LBFGS([parameter])])
+    with pytest.raises(UsageError, match=r"AdamW\(fused=True\) rounds the last elements"):
+        check_elementwise([torch.optim.AdamW([parameter], fused=True)])
