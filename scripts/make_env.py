@@ -5,6 +5,7 @@ only. PIP_ARGS holds further arguments for every pip install.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -14,20 +15,25 @@ import sys
 import sysconfig
 import tempfile
 import tomllib
+import venv
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 CONSTRAINTS = "constraints.txt"
 LINK_NAME = "torch-of-another-interpreter.pth"
-FRAMEWORKS = "frameworks"
-"""The extra that `make test-all` adds: only its tests need it."""
+FRAMEWORKS = ("frameworks", "ray")
+"""The extras that `make test-all` adds: only its tests need them."""
 
-LEFT_OUT = (FRAMEWORKS, "deepspeed")
+APART = "torchx"
+"""The extra that it adds in an environment within the environment: it needs an older urllib3 than the others."""
+
+LEFT_OUT = (*FRAMEWORKS, APART, "deepspeed")
 """The extras that an environment does not begin with."""
 
 EXTRAS = ("dev", "examples")
-"""The purpose of an environment: with the first, it has all other extras but the frameworks."""
+"""The purpose of an environment: with the first, it has all other extras but these."""
 
 DESCRIBE = """
 import json, os, sys, torch
@@ -44,9 +50,9 @@ class OtherTorch:
     directories: list[str]
 
 
-def pip_install(*arguments: str, constraints: str = CONSTRAINTS) -> None:
+def pip_install(*arguments: str, constraints: str = CONSTRAINTS, into: Sequence[str] = ()) -> None:
     extra = shlex.split(os.environ.get("PIP_ARGS", ""))
-    command = [sys.executable, "-m", "pip", "install", *extra, "-c", constraints, *arguments]
+    command = [sys.executable, "-m", "pip", *into, "install", *extra, "-c", constraints, *arguments]
     print("env:", shlex.join(command[1:]), flush=True)
     if code := subprocess.run(command).returncode:
         sys.exit(f"env: pip failed with exit code {code}; its message is above. PIP_ARGS= reaches pip.")
@@ -103,20 +109,32 @@ def link_torch(torch: OtherTorch, site_packages: Path, extra: str) -> None:
 
 
 def add_frameworks() -> None:
-    """Add the packages of the extra to a ready environment, whatever torch it has."""
-    project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
-    pins = [line for line in Path(CONSTRAINTS).read_text().splitlines() if not line.startswith("torch==")]
+    """Add the packages of the extras to a ready environment, whatever torch it has."""
+    extras = tomllib.loads(Path("pyproject.toml").read_text())["project"]["optional-dependencies"]
+    together = [line for name in FRAMEWORKS for line in extras[name]]
+    with pins_without("torch==", f"torch=={version('torch')}") as constraints:
+        pip_install(*together, constraints=constraints)
+    apart = Path(sys.prefix) / APART
+    venv.create(apart, symlinks=True)
+    with pins_without("urllib3==") as constraints:
+        pip_install(*extras[APART], constraints=constraints, into=("--python", str(apart)))
+
+
+@contextlib.contextmanager
+def pins_without(start: str, *others: str) -> Iterator[str]:
+    """Write the constraints to a file, without those that begin so, and with others."""
+    pins = [line for line in Path(CONSTRAINTS).read_text().splitlines() if not line.startswith(start)]
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
-        constraints.write("\n".join([*pins, f"torch=={version('torch')}"]) + "\n")
+        constraints.write("\n".join([*pins, *others]) + "\n")
         constraints.flush()
-        pip_install(*project["optional-dependencies"][FRAMEWORKS], constraints=constraints.name)
+        yield constraints.name
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--reuse-torch-of", metavar="PYTHON", help="use this interpreter's torch if it has one")
     parser.add_argument("--extra", choices=EXTRAS, default="dev", help="what the environment is for")
-    parser.add_argument("--frameworks", action="store_true", help="add the extra of that name to an environment")
+    parser.add_argument("--frameworks", action="store_true", help="add what only make test-all needs")
     args = parser.parse_args()
     if args.frameworks:
         add_frameworks()

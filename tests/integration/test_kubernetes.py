@@ -122,7 +122,7 @@ def test_a_job_that_is_resized_loses_no_step(tmp_path: Path) -> None:
     volume = {"name": "notes", "persistentVolumeClaim": {"claimName": "train"}}
     find(manifests, "Job")["spec"]["template"]["spec"]["volumes"].append(volume)
     container(manifests)["volumeMounts"].append({"name": "notes", "mountPath": "/checkpoints"})
-    own_script(manifests, SCRIPT, NOTES, "--steps", str(STEPS), "--step-time", "0.3")
+    own_script(manifests, SCRIPT, NOTES, "--steps", str(STEPS), "--step-time", "0.6")
     with cluster(manifests, tmp_path / "cluster") as made:
         training = Training(made)
         number = training.trains(1, 0)
