@@ -1,4 +1,4 @@
-"""The commands of docs/how-to/ssh.md, as they stand there, on hosts with a real sshd (network namespaces). Needs root."""
+"""The commands of docs/how-to/ssh.md, as they stand there, on hosts with a real sshd (network namespaces)."""
 
 from __future__ import annotations
 
