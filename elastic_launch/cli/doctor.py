@@ -186,7 +186,7 @@ def _resources() -> Findings:
         yield error(f"/dev/shm cannot be used: {problem.strerror}.", "Mount a tmpfs there: data loaders share memory.")
         return
     if free < LITTLE_SHARED:
-        remedy = "Give containers more (--shm-size, or an emptyDir in memory): data loaders and snapshots share memory."
+        remedy = "Give containers more (--shm-size, or an emptyDir in memory): data loaders pass samples through it."
         yield warning(f"/dev/shm has {free >> 20} MiB free.", remedy)
     else:
         yield good(f"/dev/shm has {free >> 20} MiB free; a process may open {most} files")

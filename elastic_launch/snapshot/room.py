@@ -6,20 +6,25 @@ from pathlib import Path
 
 from elastic_launch.system.memory_groups import CGROUPS, memory_groups
 
-__all__ = ["free_memory"]
+__all__ = ["free_memory", "room"]
 
 _UNLIMITED = 1 << 60
 
 
 def free_memory(proc: Path = Path("/proc"), cgroups: Path = CGROUPS) -> int:
-    """Return the bytes of memory that this process can still allocate before an out-of-memory kill.
+    """Return the bytes of memory that this process can still allocate before an out-of-memory kill."""
+    return room(proc, cgroups)[0]
+
+
+def room(proc: Path = Path("/proc"), cgroups: Path = CGROUPS) -> tuple[int, str]:
+    """Return the bytes that this process can still allocate, and in words what limits them.
 
     This is the minimum of the host's available memory and of what is left in each memory control group of the process:
     version 2 (``memory.max`` less ``memory.current``, in the group and all its ancestors) and version 1
-    (``memory.limit_in_bytes`` less ``memory.usage_in_bytes``). Reclaimable page cache of a group counts as used, so the
-    figure errs on the small side.
+    (``memory.limit_in_bytes`` less ``memory.usage_in_bytes``). Inactive page cache, such as a dataset that was read,
+    does not count as used, because the kernel drops it first.
     """
-    return min([_available(proc), *_left_in_groups(proc, cgroups)])
+    return min([(_available(proc), "on this host"), *_left_in_groups(proc, cgroups)])
 
 
 def _available(proc: Path) -> int:
@@ -30,13 +35,25 @@ def _available(proc: Path) -> int:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), _UNLIMITED)
 
 
-def _left_in_groups(proc: Path, cgroups: Path) -> list[int]:
+def _left_in_groups(proc: Path, cgroups: Path) -> list[tuple[int, str]]:
     found = []
     for group in memory_groups(proc, cgroups):
         limit, used = (_number(group.path / name) for name in (group.limit, group.used))
         if limit is not None and used is not None:
-            found.append(max(0, limit - used))
+            left = limit - max(0, used - _inactive_cache(group.path))
+            found.append((max(0, left), f"within the container's limit of {limit / 2**30:.2f} GiB ({group.path})"))
     return found
+
+
+def _inactive_cache(group: Path) -> int:
+    """Return the bytes of page cache in a group and those below it that are not in use."""
+    try:
+        lines = [line.split() for line in (group / "memory.stat").read_text().splitlines()]
+    except OSError:
+        return 0
+    found = {name: int(value) for name, value in lines}
+    # Version 1 counts the groups below in the total alone.
+    return found.get("total_inactive_file", found.get("inactive_file", 0))
 
 
 def _number(path: Path) -> int | None:

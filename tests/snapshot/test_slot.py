@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from elastic_launch.snapshot.errors import TornSnapshotError, UnsupportedStateError
 from elastic_launch.snapshot.memory.slot import Header, Slot
 from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter, read_meta, read_state
-from elastic_launch.snapshot.room import free_memory
+from elastic_launch.snapshot.room import free_memory, room
 
 
 @pytest.fixture
@@ -191,6 +191,18 @@ def test_version_1_counts(tmp_path: Path) -> None:
     limits = {"memory_dot_limit_in_bytes": "5000", "memory_dot_usage_in_bytes": "6000"}
     _group(tmp_path / "cg" / "memory" / "pods" / "a", **limits)
     assert free_memory(proc, tmp_path / "cg") == 0, "more used than allowed leaves nothing"
+
+
+@pytest.mark.parametrize(("version", "name"), [(1, "total_inactive_file"), (2, "inactive_file")])
+def test_a_dataset_that_was_read_takes_no_memory_from_snapshots(tmp_path: Path, version: int, name: str) -> None:
+    stat = f"cache 900\ninactive_file 100\nactive_file 50\n{name} 700\n"
+    if version == 1:
+        proc, place = _proc(tmp_path, 1 << 40, "4:memory:/a\n"), tmp_path / "cg" / "memory" / "a"
+        _group(place, memory_dot_limit_in_bytes="1000", memory_dot_usage_in_bytes="950", memory_dot_stat=stat)
+    else:
+        proc, place = _proc(tmp_path, 1 << 40, "0::/a\n"), tmp_path / "cg" / "a"
+        _group(place, memory_dot_max="1000", memory_dot_current="950", memory_dot_stat=stat)
+    assert room(proc, tmp_path / "cg") == (750, f"within the container's limit of 0.00 GiB ({place})")
 
 
 def test_of_this_process_something_is_left() -> None:

@@ -107,6 +107,11 @@ class BackgroundWriter:
             self._waiting = _Request(state, step, round, meta)
             self._changed.notify_all()
 
+    def drop_waiting(self) -> None:
+        """Drop the state that waits for a write in progress, since a newer one is about to be submitted."""
+        with self._changed:
+            self._waiting = None
+
     def poll(self) -> list[WriteOutcome]:
         """Return the outcomes not yet returned, oldest first; does not wait."""
         with self._changed:

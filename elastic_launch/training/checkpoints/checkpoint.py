@@ -28,6 +28,7 @@ from elastic_launch.contract import Best, Copied, CopyJob
 from elastic_launch.errors import UsageError
 from elastic_launch.snapshot.format.arrays import is_array
 from elastic_launch.snapshot.location import Place, Url, place
+from elastic_launch.snapshot.room import room
 from elastic_launch.snapshot.storage.listing import positions
 from elastic_launch.snapshot.storage.owner import claim, other_owner, owned_by
 from elastic_launch.snapshot.storage.shared_copies import Copies
@@ -68,6 +69,9 @@ SPLIT = 2**30
 
 FINAL_TIMEOUT = 600.0
 """Seconds that the end of training waits for the last checkpoint to be written."""
+
+MOST_OF_FREE = 0.9
+"""Fraction of the free memory that a copy of the state may take."""
 
 LOOK_TIMEOUT = 10.0
 """Seconds that storage has to list its checkpoints if the training can also resume from memory."""
@@ -218,6 +222,7 @@ class Checkpoint:
         self._awaited = 0
         self._owed = 0  # step of a checkpoint that was put off
         self._lost: list[snapshot.WriteOutcome] = []
+        self._waits = False  # whether it was reported that training waits for checkpoints
         self._last_step = 0
         self._last_time = 0.0
         self._writer: snapshot.BackgroundWriter | None = None
@@ -439,7 +444,44 @@ class Checkpoint:
                 owner=self._owner,
                 may_commit=may_commit,
             )
-        self._writer.submit(_copied(state, frozenset(own)), step=step, round=self.branch.round, meta=meta)
+        self._submit(self._writer, state, step, meta, frozenset(own))
+
+    def _submit(
+        self,
+        writer: snapshot.BackgroundWriter,
+        state: dict[str, Any],
+        step: int,
+        meta: dict[str, Any],
+        own: frozenset[int],
+    ) -> None:
+        """Have a copy of the state written; if memory has no room for one, wait until the state itself is written."""
+        writer.drop_waiting()  # the copies would add up
+        size, (free, where) = _bytes_to_copy(state, own), room()
+        if size > MOST_OF_FREE * free:
+            if not writer.flush(FINAL_TIMEOUT):
+                error = self._still_writing("which has the only copy of the state that there is memory for")
+                self._lost.append(snapshot.WriteOutcome(step, self.branch.round, FINAL_TIMEOUT, error=error))
+                return
+            free, where = room()
+        if fits := size <= MOST_OF_FREE * free:
+            state = _copied(state, own)
+        elif not self._waits:
+            self._waits = True
+            _log.warning(
+                "from step %d on training waits until a checkpoint is written, because there is no memory for a "
+                "copy of the state: it needs %.2f GiB, and %.2f GiB are free %s",
+                step,
+                size / 2**30,
+                free / 2**30,
+                where,
+            )
+        writer.submit(state, step=step, round=self.branch.round, meta=meta)
+        if not fits and not writer.flush(FINAL_TIMEOUT):
+            raise self._still_writing("and training waits for it, as there is no memory for a copy of the state")
+
+    def _still_writing(self, why: str) -> snapshot.CheckpointError:
+        message = f"A checkpoint in {self.directory} was still being written after {FINAL_TIMEOUT:g} s, {why}."
+        return snapshot.CheckpointWriteError(message, "Check the storage that holds it.")
 
     def outcomes(self, report: Report = lambda outcome: None) -> list[snapshot.WriteOutcome]:
         """Return the writes that ended since the last call; does not wait.
@@ -716,6 +758,13 @@ def _copied(value: Any, own: frozenset[int] = frozenset()) -> Any:
         items = [_copied(item, own) for item in value]
         return getattr(type(value), "_make", type(value))(items)
     return copy(value) if isinstance(value, set) or is_array(value) else value
+
+
+def _bytes_to_copy(value: Any, own: frozenset[int]) -> int:
+    if isinstance(value, Tensor):
+        return 0 if value.data_ptr() in own else value.numel() * value.element_size()
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | deque) else ()
+    return sum(_bytes_to_copy(item, own) for item in items)
 
 
 def weights_sha256(model: nn.Module) -> str:

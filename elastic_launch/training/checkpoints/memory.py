@@ -22,7 +22,7 @@ from elastic_launch import faults, snapshot
 from elastic_launch.contract import CopyJob, Stored
 from elastic_launch.snapshot.memory.slot import Header, Slot
 from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter, read_meta, read_state
-from elastic_launch.snapshot.room import free_memory
+from elastic_launch.snapshot.room import room
 from elastic_launch.training.checkpoints.snapshot_interval import Cost, Rhythm
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.ranks.exchange import broadcast_state
@@ -190,15 +190,17 @@ class MemorySnapshots:
     def _has_room(self, size: int) -> bool:
         """Whether the memory that all slots need for snapshots of a size is free or already allocated."""
         grows = max(0, size * len(self._slots) - sum(slot.allocated for slot in self._slots))
-        free = free_memory() if grows else 0
+        free, where = room() if grows else (0, "")
         if grows > (1 - RESERVE) * free:
             _log.warning(
-                "no snapshots in memory: %d of %.2f GiB each need %.2f GiB more, and %.2f GiB are free; a fault costs "
-                "the steps since the last checkpoint",
+                "no snapshots in memory: %d of %.2f GiB each need %.2f GiB more, and %.2f GiB are free %s, of which "
+                "%d %% are left free; a fault costs the steps since the last checkpoint",
                 len(self._slots),
                 size / 2**30,
                 grows / 2**30,
                 free / 2**30,
+                where,
+                100 * RESERVE,
             )
             return False
         return True
