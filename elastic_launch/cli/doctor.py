@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from elastic_launch import __version__
-from elastic_launch.config.backends import kind_of
 from elastic_launch.config.launch_config import Endpoint
 from elastic_launch.config.torch_options import installed_torch, untested_torch
 from elastic_launch.errors import ElasticLaunchError, EndpointError, ExitCode
@@ -226,7 +225,7 @@ def _devices() -> Findings:
 def _run(address: Address) -> Findings:
     reached = []
     for endpoint in address.endpoints:
-        reached.append((yield from _endpoint(endpoint, elected=kind_of(address.backend).elected)))
+        reached.append((yield from _endpoint(endpoint, elected=address.kind.elected and not address.kind.voting)))
     if any(reached):
         yield from _leader(address)
 

@@ -32,6 +32,7 @@ from elastic_launch.config.launch_config import (
     parse_endpoint,
     parse_endpoints,
     parse_nnodes,
+    parse_voters,
     state_directory,
 )
 from elastic_launch.config.settings import Setting
@@ -197,7 +198,7 @@ def _address(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[A
     if backend not in BACKENDS:
         raise UsageError(f"--rdzv-backend {backend} is not supported.", f"Supported: {', '.join(BACKENDS)}.")
     if not kind_of(backend).elected:
-        return Address(run_id or LaunchConfig.run_id, backend, (parse_endpoint(endpoint),), token, leader), found
+        return Address(run_id or LaunchConfig.run_id, backend, parse_voters(endpoint), token, leader), found
     if not run_id:
         raise UsageError(f"--rdzv-backend {backend} keeps many runs.", "Name one with --rdzv-id ID.")
     return Address(run_id, backend, parse_endpoints(endpoint), token, leader), found
@@ -279,7 +280,7 @@ def _ended(error: RunEndedError, *, as_json: bool) -> int:
 def _drain(options: argparse.Namespace, address: Address) -> int:
     seconds = None if options.deadline is None else Setting("--deadline ", options.deadline).seconds()
     with AdminClient(address) as client:
-        if options.node and not kind_of(address.backend).elected and options.node == client.status().leader:
+        if options.node and not address.kind.elected and options.node == client.status().leader:
             raise UsageError(
                 f"Node {options.node} hosts the run: without it the run cannot go on.",
                 f"{PROGRAM} drain without a node stops the whole run, and says whether its state is saved.",

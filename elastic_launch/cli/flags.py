@@ -84,7 +84,7 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
         "Where nodes meet",
         (
             Flag(("--rdzv-backend",), "c10d, etcd, static, or torch's", "NAME", "c10d"),
-            Flag(("--rdzv-endpoint",), "host of the record, or etcd's", "HOST:PORT", "this one"),
+            Flag(("--rdzv-endpoint",), "host(s) of the record, or etcd's", "HOST:PORT", "this one"),
             Flag(("--rdzv-id",), "name of the run [none; random if no endpoint]", "ID"),
             Flag(("--rdzv-conf",), "settings of the rendezvous, several merge", "K=V,..."),
             Flag(("--node-rank",), "wanted rank of this node", "N", "any"),

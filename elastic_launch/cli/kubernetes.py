@@ -85,7 +85,7 @@ def found_out(values: Values, name: str | None = None) -> Mapping[str, Sourced]:
     pod = Pod.of(index, name)
     endpoint = values.text("--rdzv-endpoint")
     backend = (values.text("--rdzv-backend") or LaunchConfig.backend).removeprefix("elastic-")
-    elected = kind_of(backend).elected
+    elected = kind_of(backend, 1 + (endpoint or "").count(",")).elected
     if endpoint is None and not elected and (pod is None or not pod.endpoint):
         raise UsageError(
             f"{ENV_INDEX}={index} says that this pod is one of several, but its host name, {name}, does not tell "

@@ -10,7 +10,14 @@ from typing import Any
 
 from elastic_launch.cli.flags import Values
 from elastic_launch.config.backends import BACKENDS, BackendKind, kind_of
-from elastic_launch.config.launch_config import Endpoint, LaunchConfig, Limits, parse_endpoint, parse_endpoints
+from elastic_launch.config.launch_config import (
+    Endpoint,
+    LaunchConfig,
+    Limits,
+    parse_endpoint,
+    parse_endpoints,
+    parse_voters,
+)
 from elastic_launch.config.settings import conf_items
 from elastic_launch.config.torch_options import Foreign
 from elastic_launch.config.torchrun_mode import DEFAULT_ENDPOINT, SOURCE
@@ -45,7 +52,7 @@ class Meeting:
 
     @property
     def kind(self) -> BackendKind:
-        return kind_of(self.backend)
+        return kind_of(self.backend, len(self.endpoints))
 
     @property
     def endpoint(self) -> Endpoint | None:
@@ -129,9 +136,15 @@ def _registered() -> Mapping[str, Any]:
 
 
 def _endpoints(asked: str | None, backend: str, run_id: str | None) -> tuple[Endpoint, ...]:
-    """Return where the store is: one address, or several of an etcd cluster; none if this node hosts it."""
+    """Return where the record is: one address, or several of hosts or an etcd cluster; none if this node hosts it."""
     if not kind_of(backend).elected:
-        return () if asked is None else (parse_endpoint(asked),)
+        found = () if asked is None else parse_voters(asked)
+        if len(found) > 1 and not run_id:
+            raise UsageError(
+                "--rdzv-endpoint with several hosts needs a name for the run: they keep its record in files.",
+                "Give one that no earlier run had, the same on all nodes, with --rdzv-id ID.",
+            )
+        return found
     if asked is None:
         raise UsageError(
             f"--rdzv-backend {backend} needs the addresses of the cluster.",

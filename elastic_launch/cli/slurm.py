@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from elastic_launch.cli.flags import Sourced, Values
-from elastic_launch.config.backends import BACKENDS
+from elastic_launch.config.backends import BACKENDS, kind_of
 from elastic_launch.config.launch_config import parse_endpoint, parse_nnodes
 from elastic_launch.errors import UsageError
 
@@ -119,8 +119,9 @@ def found_out(values: Values) -> Mapping[str, Sourced]:
     endpoint, master = values.text("--rdzv-endpoint"), values.text("--master-addr")
     static = master is not None or values.text("--master-port") is not None
     implied = "static" if static and endpoint is None else "c10d"
-    kind = BACKENDS.get((values.text("--rdzv-backend") or implied).removeprefix("elastic-"))
-    if high < 2 or kind is None:  # alone, or with torch's own agent
+    backend = (values.text("--rdzv-backend") or implied).removeprefix("elastic-")
+    kind = kind_of(backend, 1 + (endpoint or "").count(","))
+    if high < 2 or backend not in BACKENDS:  # alone, or with torch's own agent
         return {}
     if not kind.elected and not _hosted_as_told(values):
         _check_place(step, values, low)

@@ -36,6 +36,7 @@ __all__ = [
     "parse_endpoints",
     "parse_listening",
     "parse_nnodes",
+    "parse_voters",
     "state_directory",
     "writable",
 ]
@@ -45,6 +46,9 @@ LONGEST_WAIT = 1e6
 
 BEATS_PER_SECOND = 1000
 """Beats that a leader reads, and sends, per second before nodes beat less often than ``beat`` says."""
+
+MOST_VOTERS = 7
+"""Most hosts that keep a record together."""
 
 ETCD_PORT = 2379
 """etcd's default client port."""
@@ -202,7 +206,8 @@ class LaunchConfig:
         command: what the workers execute; :mod:`elastic_launch.api` sets it from its call.
         nproc: workers on this node.
         endpoint: where the control store is; None if this node hosts it.
-        endpoints: all addresses of an etcd cluster, the first of which is ``endpoint``; empty on c10d.
+        endpoints: all addresses of an etcd cluster, or of the hosts that keep the record together; the first is
+            ``endpoint``. Empty on c10d with one endpoint.
         announce: whether to print how to join, since this node chose the endpoint itself and others may join.
         found_out: the defaults that this node derived by itself, as text.
         node_id: name of this node, unique in the run; a second agent with the same name replaces the first.
@@ -304,7 +309,7 @@ class LaunchConfig:
     @property
     def kind(self) -> BackendKind:
         """The kind of the backend."""
-        return kind_of(self.backend)
+        return kind_of(self.backend, len(self.endpoints))
 
     @property
     def keeps_workers(self) -> bool:
@@ -323,8 +328,10 @@ class LaunchConfig:
         return self.limits.max_nodes == 1 and unknown and self.foreign is None
 
     def digest(self) -> str:
-        """Return the SHA-256 over what must be equal on all nodes: what is run, and the backend."""
+        """Return the SHA-256 over what must be equal on all nodes: what is run, the backend, and its voters."""
         value = [*self.command.target, self.backend]
+        if self.kind.voting:
+            value += sorted(map(str, self.endpoints))
         return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
@@ -423,6 +430,29 @@ def parse_endpoints(text: str) -> tuple[Endpoint, ...]:
             f"--rdzv-endpoint {text!r} has port 0, where no etcd can be.",
             "Write HOST:PORT, or several with commas, as in --rdzv-endpoint etcd0:2379,[::1]:2379.",
         )
+    return found
+
+
+def parse_voters(text: str) -> tuple[Endpoint, ...]:
+    """Parse the endpoint of c10d: one, or the comma-separated hosts that keep the run's record together.
+
+    Raises:
+        UsageError: if it is neither, or the number of hosts is not one that makes sense.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    found = tuple(parse_endpoint(part) for part in parts)
+    if len(found) == 1:
+        return found
+    asked = f"--rdzv-endpoint {text!r}"
+    hint = "Name 3 hosts, of which one may be lost, or 5 or 7, of which two or three may."
+    if len(found) % 2 == 0:
+        raise UsageError(f"{asked} names {len(found)} hosts: with an even number, none more may be lost.", hint)
+    if len(found) > MOST_VOTERS:
+        raise UsageError(f"{asked} names {len(found)} hosts, of at most {MOST_VOTERS}.", hint)
+    if len(set(found)) < len(found):
+        raise UsageError(f"{asked} names a host and port twice.", hint)
+    if any(endpoint.port == 0 for endpoint in found):
+        raise UsageError(f"{asked} has port 0, any free one, which other nodes cannot know.", "Give a port.")
     return found
 
 

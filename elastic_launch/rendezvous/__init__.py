@@ -2,8 +2,9 @@
 
 ``leader/``             decides which nodes train together
 ``node/``               the member's side of the protocol
-``backends/``           how a node finds or becomes the leader: c10d, etcd, static
+``backends/``           how a node finds or becomes the leader: c10d, etcd, voters, static
 ``stores/``             storage of the control record
+``voters/``             the control record kept by a majority of named hosts
 ``wire/``               messages, their encoding and authentication
 ``admin/``              the protocol of ``elasticctl``
 ``record``              the control record, one value per run; ``continuity`` decides which values a node accepts

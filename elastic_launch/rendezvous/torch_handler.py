@@ -268,6 +268,11 @@ class TorchrunHandler(RendezvousHandler):
 
 def _endpoints(params: RendezvousParameters, backend: str) -> tuple[Endpoint, ...]:
     if not kind_of(backend).elected:
+        if "," in params.endpoint:
+            raise UsageError(
+                f"--rdzv-backend elastic-{backend} takes one endpoint, not {params.endpoint}.",
+                "Hosts that keep the record together are for elastic-launch only; torchrun can use elastic-etcd.",
+            )
         return (parse_endpoint(params.endpoint),) if params.endpoint else ()
     if params.endpoint and params.run_id != "none":  # torchrun's default
         return parse_endpoints(params.endpoint)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from simulation.cluster import Cluster
 from simulation.node import SimNode
+from simulation.voters import VOTERS
 
 EXAMPLES = os.environ.get("HYPOTHESIS_EXAMPLES")
 
@@ -25,6 +26,9 @@ NODE_IDS = "abcd"
 class TakeoverRun(RuleBasedStateMachine):
     """A run on up to four hosts and an etcd elsewhere."""
 
+    voters = False
+    """Whether three of the hosts keep the record instead."""
+
     @initialize(
         seed=st.integers(0, 1000),
         nodes=st.sampled_from(["1:3", "2:3", "1:2", "2:4"]),
@@ -34,7 +38,7 @@ class TakeoverRun(RuleBasedStateMachine):
         live=st.sampled_from([True, False]),
     )
     def begin(self, seed: int, nodes: str, max_restarts: int, start: int, seconds: float, live: bool) -> None:
-        self.cluster = Cluster(nodes, seed=seed, max_restarts=max_restarts, live=live)
+        self.cluster = Cluster(nodes, seed=seed, max_restarts=max_restarts, live=live, voters=self.voters)
         self.cluster.start(*NODE_IDS[:start])
         self.cluster.run(seconds)
 
@@ -137,7 +141,20 @@ class TakeoverRun(RuleBasedStateMachine):
         staying = {node.node_id for node in cluster.nodes if node.view.leaving is None}
         missing = cluster.limits.min_nodes - len(staying)
         cluster.start(*[node_id for node_id in NODE_IDS if node_id not in staying][: max(0, missing)])
+        if self.voters:
+            cluster.start(*sorted(VOTERS - {node.node_id for node in cluster.nodes}))
         cluster.recover()
+
+
+class VotingRun(TakeoverRun):
+    """A run on up to four hosts, of which three keep the record by majority."""
+
+    voters = True
+
+    @rule(node_id=st.sampled_from(sorted(VOTERS)))
+    def lose_file(self, node_id: str) -> None:
+        assert self.cluster.voters is not None
+        self.cluster.voters.lose_file(node_id)
 
 
 def _profile(examples: int, *, random: bool) -> settings:
@@ -154,6 +171,16 @@ def _profile(examples: int, *, random: bool) -> settings:
 
 def test_under_random_faults_rounds_have_one_number_each_and_the_run_continues() -> None:
     run_state_machine_as_test(TakeoverRun, settings=_profile(int(EXAMPLES or 40), random=EXAMPLES is not None))
+
+
+def test_the_same_holds_if_hosts_of_the_run_keep_the_record() -> None:
+    run_state_machine_as_test(VotingRun, settings=_profile(int(EXAMPLES or 15), random=EXAMPLES is not None))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_the_same_under_many_random_faults_if_hosts_of_the_run_keep_the_record() -> None:
+    run_state_machine_as_test(VotingRun, settings=_profile(1500, random=False))
 
 
 @pytest.mark.slow

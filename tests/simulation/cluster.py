@@ -12,6 +12,7 @@ from simulation.kernel import Kernel
 from simulation.leader import SimLeader
 from simulation.network import Network, SimStore
 from simulation.node import SimNode
+from simulation.voters import SimVoters
 
 __all__ = ["Cluster"]
 
@@ -29,6 +30,7 @@ class Cluster:
         all: these and all earlier ones.
         disturbed: incarnations that existed when a process was frozen or the network was faulty.
         live: whether workers can be suspended.
+        voters: the nodes that keep the record; None: it is in a store elsewhere.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class Cluster:
         max_restarts: int = 100,
         timing: Timing = TIMING,
         live: bool = False,
+        voters: bool = False,
     ) -> None:
         self.live = live
         low, _, high = nodes.partition(":")
@@ -48,7 +51,8 @@ class Cluster:
         self.checks = Checks(self)
         self.kernel = Kernel(seed, self.checks.always)
         self.network = Network(self.kernel)
-        self.store = SimStore(self.network, self.checks.written)
+        self.voters = SimVoters(self, self.network, self.checks.written) if voters else None
+        self.store = self.voters or SimStore(self.network, self.checks.written)
         self.all: list[SimNode] = []
         self.leaders: list[SimLeader] = []
         self.disturbed: set[str] = set()

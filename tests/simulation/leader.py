@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from elastic_launch.errors import StoreError
 from elastic_launch.rendezvous.backends.c10d import ACK_TIMEOUT
 from elastic_launch.rendezvous.backends.election import WATCH
+from elastic_launch.rendezvous.backends.voting import STEP_DOWN
 from elastic_launch.rendezvous.continuity import Claim, Sight
 from elastic_launch.rendezvous.leader import types as to_do
 from elastic_launch.rendezvous.leader.machine import LeaderMachine
@@ -205,8 +206,15 @@ class SimLeader:
         look = min(WATCH, self.cluster.timing.dead_after / 5)
         while self.alive:
             began = self.kernel.now
+            voters = self.cluster.voters
+            if voters is not None and self.unsure_for() >= STEP_DOWN * self.cluster.timing.dead_after:
+                self.depose()
+                return
             try:
-                value = yield self.cluster.store.load(self.node, look)
+                if voters is not None:
+                    value = yield voters.load(self.node, look, leading=True)
+                else:
+                    value = yield self.cluster.store.load(self.node, look)
                 sight = self._claim.look(value)
                 if sight is not Sight.OWN and (yield self.cluster.store.load(self.node, look)) != value:
                     continue

@@ -24,6 +24,7 @@ from elastic_launch.rendezvous.wire.seal import Patience
 from simulation.kernel import Host, Mailbox, Resume, Task, Wait
 from simulation.leader import COMMAND, SEAL, SimLeader
 from simulation.network import END, Connection
+from simulation.voters import VOTERS
 from simulation.workers import SUSPENSION, SimWorkers
 
 if TYPE_CHECKING:
@@ -72,6 +73,8 @@ class SimNode(Host):
                 m.PROTOCOL_VERSION, "run", "digest", COMMAND, limits, node_id, incarnation, NPROC, f"host-{node_id}", 1
             )
         )
+        if cluster.voters is not None:
+            cluster.voters.started(self)
         self.kernel.spawn(self, self._agent())
         self.kernel.spawn(self, self._membership())
 
@@ -353,7 +356,10 @@ class SimNode(Host):
                 raise StoreError("waiting for the repair.") from spoiled
             record = self._newest()
             self._spoiled_at = now if self._spoiled_at is None else self._spoiled_at
+        may_lead = self.cluster.voters is None or self.node_id in VOTERS
         if record is None:
+            if not may_lead:
+                raise StoreError("no node leads yet.")
             first = ControlRecord("run", "digest", 1, me, limits=self.cluster.limits, run="01")
             return (yield from self._take_over(None, first, timeout, ""))
         leading = self.leading is not None and self.leading.alive
@@ -362,7 +368,7 @@ class SimNode(Host):
         stands = self._spoiled_at is None or now - self._spoiled_at >= dead_after
         leading = self.leading if record.leader.incarnation == self.incarnation else None
         led = leading is not None and now - leading.sure <= dead_after
-        if takeover is None or not (led or stands):
+        if takeover is None or not may_lead or not (led or stands):
             return record
         following = record if self._spoiled_at is None else repairing(record, None if led else self.kernel.random)
         following = replace(following, term=following.term + 1, leader=me)

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 
-from elastic_launch.config.backends import kind_of
+from elastic_launch.clock import MonotonicClock
+from elastic_launch.config.backends import BackendKind, kind_of
 from elastic_launch.config.launch_config import Endpoint
 from elastic_launch.errors import (
     ElasticLaunchError,
@@ -23,6 +24,7 @@ from elastic_launch.errors import (
 )
 from elastic_launch.rendezvous.admin import messages as a
 from elastic_launch.rendezvous.record import ControlRecord
+from elastic_launch.rendezvous.stores.majority import MajorityStore
 from elastic_launch.rendezvous.stores.registry import open_store
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.rendezvous.wire.authentication import Channel, link_key
@@ -54,7 +56,7 @@ class Address:
     """How to reach a run.
 
     Attributes:
-        endpoints: one endpoint, or with etcd several members of the cluster.
+        endpoints: one endpoint; or several hosts that keep the record, or members of an etcd cluster.
         token: the run's token, or None.
         leader: where the leader may be, if known.
     """
@@ -67,6 +69,11 @@ class Address:
 
     def __str__(self) -> str:
         return f"{self.backend} {','.join(map(str, self.endpoints))}"
+
+    @property
+    def kind(self) -> BackendKind:
+        """What distinguishes its backend."""
+        return kind_of(self.backend, len(self.endpoints))
 
 
 class AdminClient:
@@ -229,7 +236,7 @@ class AdminClient:
 
 def _leader(address: Address, until: float) -> Endpoint:
     """Return where the leader is: the endpoint itself, or the address in a store, which must answer until then."""
-    kind = kind_of(address.backend)
+    kind = address.kind
     if kind.fixed_ranks:
         # Imported here because torch takes seconds.
         from elastic_launch.rendezvous.backends.static import published_leader
@@ -240,8 +247,17 @@ def _leader(address: Address, until: float) -> Endpoint:
         return Endpoint(found.address, found.port)
     if not kind.elected:
         return address.endpoints[0]
-    with contextlib.closing(open_store(address.backend, address.endpoints, address.run_id)) as store:
-        value = store.load(max(0.1, until - time.monotonic()))
+    patience = max(0.1, until - time.monotonic())
+    if kind.voting:
+        key = link_key(address.token, address.run_id)
+        voters = MajorityStore(address.endpoints, address.run_id, key, MonotonicClock())
+        try:
+            value = voters.load(patience)
+        finally:
+            voters.end()
+    else:
+        with contextlib.closing(open_store(address.backend, address.endpoints, address.run_id)) as store:
+            value = store.load(patience)
     if value is None:
         raise StoreError(f"There is no run {address.run_id!r} in {address}.", HINT_ENDPOINT)
     record = ControlRecord.parse(ValueSeal(address.token, address.run_id).open(value))

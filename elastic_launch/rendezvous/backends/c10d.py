@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import secrets
@@ -22,7 +21,7 @@ from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.rendezvous.wire.addresses import (
     ANY_ADDRESS,
     is_hidden,
-    listen_anywhere,
+    listen_at,
     routable_address,
     source_address,
     try_listen,
@@ -159,15 +158,8 @@ class C10dBackend:
         return NodeAddress(address, incarnation, self._endpoint, hosting=True)
 
     def _listen(self, wanted: Endpoint, *, hidden: bool) -> tuple[socket.socket | None, bool]:
-        """Listen at the endpoint if it is on this host; return the listener, and whether the port is in use."""
-        if not hidden:
-            return try_listen(wanted)
-        try:
-            return listen_anywhere(wanted.port), False
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                return None, True
-            raise
+        """Listen at the endpoint; see :func:`listen_at`."""
+        return listen_at(wanted, hidden=hidden)
 
     def _lead(self, listener: socket.socket, address: str, incarnation: str) -> None:
         """Become the leader, with links at the endpoint itself."""

@@ -59,15 +59,25 @@ class ElectedBackend:
 
     Args:
         open_store: opens another client of the store; called for the node, and for a leader's watch and its writes.
+        most_unsure: seconds without a confirmation from the store after which a leader steps down.
     """
 
+    may_lead = True
+    """Whether this node may be elected."""
+
     def __init__(
-        self, config: LaunchConfig, clock: Clock, events: EventSink, open_store: Callable[[], ControlStore]
+        self,
+        config: LaunchConfig,
+        clock: Clock,
+        events: EventSink,
+        open_store: Callable[[], ControlStore],
+        most_unsure: float = math.inf,
     ) -> None:
         self._config = config
         self._clock = clock
         self._events = events
         self._open_store = open_store
+        self._most_unsure = most_unsure
         self._store: ControlStore | None = None
         self._address = ""
         self._links: socket.socket | None = None  # listens for links while it leads, or once it does
@@ -84,9 +94,17 @@ class ElectedBackend:
 
     def open(self) -> NodeAddress:
         config = self._config
-        self._address = config.local_addr or _address(config)
+        self._address = config.local_addr or self._advertised()
         self._store = self._open_store()
         return NodeAddress(self._address, self._incarnation, config.endpoint, hosting=False)
+
+    def _advertised(self) -> str:
+        """Return the address at which other nodes reach this one."""
+        return _address(self._config)
+
+    def _removal(self) -> str:
+        """Return how the user removes the record."""
+        return f"etcdctl del /elastic-launch/runs/{self._config.run_id}/record"
 
     def find_leader(self, timeout: float) -> FoundLeader:
         """Return where the leader is by the record; if there is no leader, write a record as the leader.
@@ -102,6 +120,8 @@ class ElectedBackend:
             return self._without_record(stored, spoiled, timeout)
         self._spoiled_at = None
         if record is None:
+            if not self.may_lead:
+                raise StoreError("no node leads yet.")
             config = self._config
             record = ControlRecord(config.run_id, config.digest(), 1, self._candidate(), limits=config.limits)
             return self._take(None, replace(record, run=secrets.token_hex(8)), timeout, "first")
@@ -112,7 +132,7 @@ class ElectedBackend:
         if record.end is not None:
             return found_by(record)
         takeover = self._succession.decide(record, self._clock.now(), leading=self._leads)
-        if takeover is None:
+        if takeover is None or not self.may_lead:
             return found_by(record)
         self._check_same(record)
         return self._take(stored, self._following(record), timeout, takeover.cause, dead=takeover.dead)
@@ -173,7 +193,7 @@ class ElectedBackend:
         dead_after = self._config.timing.dead_after
         leader_term = self._leader_term if newest.leader.incarnation == self._incarnation else None
         led = leader_term is not None and now - leader_term.sure <= dead_after
-        if takeover is None or not (led or now - self._spoiled_at >= dead_after):
+        if takeover is None or not self.may_lead or not (led or now - self._spoiled_at >= dead_after):
             return found_by(newest)
         self._check_same(newest)
         following = self._following(repairing(newest, None if led else random.SystemRandom()))
@@ -198,6 +218,8 @@ class ElectedBackend:
         config, run = self._config, f"run {ended.run_id!r}"
         if config.token is not None and not self._patience.stands(stored, self._clock.now()):
             raise StoreError(f"the record says that {run} has ended; whether a leader contradicts is waited for.")
+        if config.reuse and not self.may_lead:
+            raise StoreError(f"{run} has ended, and no node has begun a new one yet.")
         if config.reuse:
             # Terms and rounds continue, so that no old message can be mistaken for a new one.
             term, last, leader = ended.term + 1, Round(ended.round.number), self._candidate()
@@ -229,7 +251,7 @@ class ElectedBackend:
             raise RefusedError(
                 f"No node leads run {record.run_id!r}, and this node came with another script than it was begun with.",
                 "Give the same script to go on with it; for another run give another --rdzv-id, or remove its record: "
-                f"etcdctl del /elastic-launch/runs/{record.run_id}/record",
+                + self._removal(),
             )
 
     def _take(
@@ -270,7 +292,7 @@ class ElectedBackend:
         # Several reads within the time after which a leader that cannot see the record is no longer sure.
         look = min(WATCH, self._config.timing.dead_after / 5)
         rivals = Rivals(record.run, self._incarnation, self._config.token)
-        self._leader_term = _LeaderTerm(service, watched, claimed, self._clock, look, rivals)
+        self._leader_term = _LeaderTerm(service, watched, claimed, self._clock, look, rivals, self._most_unsure)
         self._events.emit(LeaderElected(self._config.node_id, record.term, cause))
         self._leader_term.start()
         return found_by(record)
@@ -351,8 +373,10 @@ class _LeaderTerm:
         clock: Clock,
         look: float,
         rivals: Rivals,
+        most_unsure: float,
     ) -> None:
         self._rivals = rivals
+        self._most_unsure = most_unsure
         self.yielded = self.counted = False
         self._service = service
         self._watched = watched
@@ -406,6 +430,7 @@ class _LeaderTerm:
             resigned = replace(standing, leader=replace(standing.leader, port=0)).renewed()
             with contextlib.suppress(StoreError):  # the other nodes detect it by themselves
                 self._claimed.compare_and_set(self._service.committed, resigned.encode(), RESIGN_TIMEOUT)
+                self._claimed.resign()
         self._watched.close()
         self._claimed.close()
         self._rivals.close()
@@ -419,8 +444,12 @@ class _LeaderTerm:
         told = False
         while not self._stop.is_set() and self._service.alive:
             began = self._clock.now()
+            left = self._most_unsure - (began - self._claimed.sure)
+            if left <= 0:
+                self._service.depose("the store has not confirmed for too long that no other node leads")
+                return
             try:
-                known = self._watched.wait_changed(known, self._look)
+                known = self._watched.wait_changed(known, min(self._look, left))
                 told = False
                 if not self._judge(known):
                     return
@@ -429,7 +458,7 @@ class _LeaderTerm:
                 if not told:
                     _log.warning("the control record cannot be read, training goes on: %s", error.message)
                 told = True
-                self._stop.wait(WATCH)
+                self._stop.wait(max(0.0, min(WATCH, self._most_unsure - (self._clock.now() - self._claimed.sure))))
 
     def _judge(self, stored: bytes | None) -> bool:
         """Check what the store holds, and restore it if that is safe; return whether this node still leads.

@@ -20,6 +20,10 @@ def backend_of(config: LaunchConfig, clock: Clock, events: EventSink) -> Backend
         from elastic_launch.rendezvous.backends.static import StaticBackend
 
         return StaticBackend(config, clock, events)
+    if config.kind.voting:
+        from elastic_launch.rendezvous.backends.voting import VotingBackend
+
+        return VotingBackend(config, clock, events)
     if config.kind.elected:
         from elastic_launch.rendezvous.backends.election import ElectedBackend
 

@@ -97,6 +97,9 @@ class ClaimedStore(ControlStore):
     def wait_changed(self, known: bytes | None, timeout: float) -> bytes | None:
         return self.load(timeout)
 
+    def resign(self) -> None:
+        self._store.resign()
+
     def close(self) -> None:
         self._store.close()
 

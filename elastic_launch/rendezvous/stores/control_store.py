@@ -41,6 +41,10 @@ class ControlStore(Protocol):
         """
         ...
 
+    def resign(self) -> None:
+        """Note that the last writer leads no longer: a store that would protect it need not."""
+        return
+
     def close(self) -> None:
         """Release what the store holds."""
         ...

@@ -27,6 +27,7 @@ import etcd_client
 
 from elastic_launch.config.launch_config import Endpoint
 from elastic_launch.errors import DeniedError, EndpointError, InternalError, RecordTooLargeError, StoreError
+from elastic_launch.rendezvous.stores.control_store import ControlStore
 from elastic_launch.system.threads import ThreadDied, VitalThread
 
 __all__ = ["EtcdStore", "EtcdUnreachableError"]
@@ -146,7 +147,7 @@ async def _leave(context: Any, opening: asyncio.Task[Any]) -> None:
         await context.__aexit__(None, None, None)
 
 
-class EtcdStore:
+class EtcdStore(ControlStore):
     """One run's control record in etcd, under ``/elastic-launch/runs/<run id>/record``.
 
     Creating one does not connect. Thread-safe; one daemon thread serves all callers.

@@ -22,6 +22,7 @@ __all__ = [
     "is_loopback",
     "listen",
     "listen_anywhere",
+    "listen_at",
     "resolve",
     "routable_address",
     "source_address",
@@ -111,6 +112,22 @@ def listen(address: str, port: int = 0) -> socket.socket:
     if taken:
         raise EndpointError(f"Port {port} of {address} is in use.", "Give another port, or end what listens there.")
     return listener or listen_anywhere(port)
+
+
+def listen_at(endpoint: Endpoint, *, hidden: bool) -> tuple[socket.socket | None, bool]:
+    """Listen at the endpoint if it is on this host; return the listener, and whether the port is in use.
+
+    Args:
+        hidden: see :func:`is_hidden`; then at all addresses of this host.
+    """
+    if not hidden:
+        return try_listen(endpoint)
+    try:
+        return listen_anywhere(endpoint.port), False
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return None, True
+        raise
 
 
 def listen_anywhere(port: int) -> socket.socket:

@@ -1,0 +1,176 @@
+"""A run whose record three hosts keep together: real agents, of which any may be lost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+from typing import Any
+
+import pytest
+from changes import Changes, ctl
+from harness import Agent, Job, free_port, tree, wait_for
+
+pytestmark = pytest.mark.timeout(600)
+
+TIMING = ["--rdzv-conf", "dead_after=3,beat=0.3"]
+
+
+class Run:
+    """Nodes of one run, of which a, b and c are voters."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.changes = Changes(job, live=True)
+        self.endpoints = [f"127.0.0.1:{free_port()}" for _ in "abc"]
+        self.agents: dict[str, Agent] = {}
+
+    def start(self, *names: str, nnodes: str = "1:3", **options: Any) -> None:
+        for name in names:
+            several = ["--nnodes", nnodes, "--nproc", "1", "--node-id", name, "--rdzv-id", "run", *TIMING]
+            where = ["--rdzv-endpoint", ",".join(self.endpoints)]
+            env = {"NODE": name}
+            command = self.changes.command
+            self.agents[name] = self.job.launch(*several, *where, name=name, command=command, env=env, **options)
+
+    def leader(self, term: int = 1) -> str:
+        """The node that was elected last, in this term or a later one."""
+
+        def found() -> list[dict[str, Any]]:
+            return [event for event in self.job.events("leader_elected") if event["term"] >= term]
+
+        return str(max(wait_for(f"a leader of term {term}", found), key=lambda event: event["term"])["node"])
+
+    @property
+    def term(self) -> int:
+        return max(int(event["term"]) for event in self.job.events("leader_elected"))
+
+    def kill(self, name: str) -> None:
+        """Kill all processes of a node, as when its host loses power."""
+        agent = self.agents.pop(name)
+        for pid in tree(agent.process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        agent.process.wait()
+
+    def finish(self, undisturbed: str) -> None:
+        assert self.changes.finish(*self.agents.values())["hash"] == undisturbed
+        assert not self.job.events("restart_charged")
+        left = self.job.logs.glob("run/voter-*.json")  # of killed agents
+        assert not [path for path in left if any(_of(agent, path.name) for agent in self.agents.values())]
+
+
+@pytest.fixture
+def run(job: Job) -> Run:
+    return Run(job)
+
+
+@pytest.mark.slow
+def test_training_goes_on_without_the_leaders_host_and_takes_it_in_again(run: Run, undisturbed: str) -> None:
+    run.start("a", "b", "c")
+    run.changes.trains(3, steps=5)
+    leader = run.leader()
+    found = ctl("status", "--rdzv-endpoint", ",".join(run.endpoints), "--rdzv-id", "run")
+    assert f"leader {leader}" in found.stdout, found
+    run.kill(leader)
+    after = run.changes.trains(2, after=1, steps=5)
+    second = run.leader(2)
+    assert second != leader
+    assert ctl("status", "--log-dir", str(run.job.logs)).returncode == 0
+    run.start(leader)
+    run.changes.trains(3, after=after)
+    run.finish(undisturbed)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("line", ["is voter", "the first round forms", "round 1 formed in", "a new round forms"])
+def test_the_leaders_host_is_lost_as_a_round_forms(run: Run, undisturbed: str, line: str) -> None:
+    run.start("a", "b", "c", nnodes="2:3")
+    leader = run.leader()
+    if line == "a new round forms":
+        run.changes.trains(3, steps=3)
+        run.kill(next(name for name in "abc" if name != leader))
+        run.agents[leader].says(line)
+        run.kill(leader)
+        run.start(*(name for name in "abc" if name not in run.agents))
+    else:
+        run.agents[leader].says(line)
+        run.kill(leader)
+    run.changes.trains(2 if line != "a new round forms" else 3, after=0)
+    run.leader(2)
+    run.finish(undisturbed)
+
+
+@pytest.mark.slow
+def test_a_frozen_leader_is_succeeded_and_comes_back_as_a_new_node(run: Run, undisturbed: str) -> None:
+    run.start("a", "b", "c")
+    number = run.changes.trains(3, steps=3)
+    leader = run.leader()
+    frozen = run.agents[leader].freeze()
+    number = run.changes.trains(2, after=number)
+    assert run.leader(2) != leader
+    run.agents[leader].thaw(frozen)
+    run.changes.trains(3, after=number)
+    run.finish(undisturbed)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param("its file is there", marks=pytest.mark.soak),
+        pytest.param("its file is lost", marks=pytest.mark.slow),
+    ],
+)
+def test_without_a_majority_the_last_node_parks_until_one_comes_back(run: Run, undisturbed: str, how: str) -> None:
+    run.start("a", "b", "c")
+    number = run.changes.trains(3, steps=3)
+    leader = run.leader()
+    first, second = (name for name in "abc" if name != leader)
+    run.kill(first)
+    number = run.changes.trains(2, after=number)
+    run.kill(second)
+    last = run.agents[leader]
+    last.says("2 of 3 voters lost")
+    if how == "its file is lost":
+        lost = [path for path in run.job.logs.glob("run/voter-*.json") if not _of(last, path.name)]
+        lost[0].unlink()
+        run.start(first)
+        run.start(second)
+    else:
+        run.start(first)
+    run.changes.trains(3 if how == "its file is lost" else 2, after=number)
+    run.finish(undisturbed)
+
+
+def _of(agent: Agent, file: str) -> bool:
+    """Whether a voter's file is that of this agent."""
+    found = re.search(r"this node is voter ([\d.]+):(\d+)", agent.output)
+    return found is not None and file == f"voter-{found[1]}_{found[2]}.json"
+
+
+@pytest.mark.soak
+def test_a_node_that_is_no_voter_trains_and_never_leads(run: Run, undisturbed: str) -> None:
+    run.start("a", "b", "c", nnodes="1:4")
+    run.leader()
+    run.changes.trains(3)
+    run.start("d", nnodes="1:4")
+    number = run.changes.trains(4)
+    run.agents["d"].says("none of the 3 hosts that keep the run's record together, so it never leads")
+    run.kill(run.leader())
+    run.changes.trains(3, after=number)
+    assert run.leader(2) != "d"
+    run.finish(undisturbed)
+
+
+@pytest.mark.soak
+def test_an_orderly_leave_of_the_leader_is_not_waited_for(run: Run, undisturbed: str) -> None:
+    run.start("a", "b", "c")
+    number = run.changes.trains(3, steps=3)
+    leader = run.leader()
+    agent = run.agents.pop(leader)
+    agent.signal(signal.SIGTERM)
+    assert agent.wait() == 143, agent.output
+    run.changes.trains(2, after=number)
+    assert f"leader {leader} left" in run.job.events("leader_elected")[-1]["cause"]
+    run.finish(undisturbed)

@@ -1,0 +1,476 @@
+"""The record kept by a majority of voters, under any order of faults.
+
+Real voters and registers on a network that loses, repeats, reorders and delays; processes die and come back with and
+without their files. Checked after each step: one value per position, one writer per ballot, and that the reads and
+writes look as if each had happened at one moment between its beginning and its end.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+
+from elastic_launch.rendezvous.voters.messages import (
+    Accept,
+    Answer,
+    Ballot,
+    Position,
+    Prepare,
+    Read,
+    Report,
+    Request,
+    group_of,
+)
+from elastic_launch.rendezvous.voters.register import Outcome, Register
+from elastic_launch.rendezvous.voters.voter import Voter, VoterState
+
+EXAMPLES = os.environ.get("HYPOTHESIS_EXAMPLES")
+
+DEAD_AFTER = 5.0
+
+READER = "reader"
+"""A process without a voter."""
+
+
+@dataclass(eq=False)
+class Operation:
+    """What a process wants; ``floor`` is the depth of the newest value that was known when it began."""
+
+    floor: int
+    expected: str | None = None
+    value: str | None = None
+
+
+@dataclass(eq=False)
+class Process:
+    name: str
+    register: Register
+    voter: Voter | None
+    alive: bool = True
+    doing: Operation | None = None
+
+
+@dataclass
+class World:
+    """Some voters, a reader, and the messages between them."""
+
+    size: int
+    random: random.Random
+    now: float = 0.0
+    processes: dict[str, Process] = field(default_factory=dict)
+    files: dict[str, VoterState] = field(default_factory=dict)
+    wire: list[tuple[Process, str, Request | Answer]] = field(default_factory=list)
+    parents: dict[str, str | None] = field(default_factory=dict)
+    known: set[str] = field(default_factory=set)
+    newest: int = 0
+    values: dict[Position, str] = field(default_factory=dict)
+    writers: dict[Ballot, Process] = field(default_factory=dict)
+    lives: int = 0
+    done: int = 0
+
+    def __post_init__(self) -> None:
+        self.names = frozenset("abcdefg"[: self.size])
+        self.group = group_of("run", self.names)
+        for name in sorted(self.names):
+            self.start(name)
+        self.start(READER)
+
+    def start(self, name: str) -> None:
+        voter = None
+        if name in self.names:
+            self.lives += 1
+            state = self.files.get(name)
+            voter = Voter(name, self.names - {name}, self.group, state, DEAD_AFTER, self.now, f"{name}{self.lives}")
+        register = Register(self.group, self.names, name if voter else "", DEAD_AFTER)
+        self.processes[name] = Process(name, register, voter)
+
+    def stop(self, name: str, *, lose_file: bool) -> None:
+        process = self.processes[name]
+        process.alive, process.doing = False, None
+        others = [x for x in self.names if x != name]
+        if lose_file and all(x in self.files and self.files[x].founded for x in others):
+            self.files.pop(name, None)
+
+    # Messages.
+
+    def send(self, process: Process) -> None:
+        for voter, request in process.register.take():
+            if isinstance(request, Accept):
+                assert self.values.setdefault(request.position, request.value) == request.value, "two values"
+                assert self.writers.setdefault(request.position.ballot, process) is process, "two writers"
+            if voter == process.name:
+                self.serve(process, voter, request)
+            else:
+                self.wire.append((process, voter, request))
+
+    def serve(self, client: Process, name: str, request: Request) -> None:
+        process = self.processes[name]
+        if not process.alive:
+            return
+        assert process.voter is not None
+        answer = process.voter.handle(request, self.now)
+        self.save(process)
+        if client is process:
+            self.hear(client, answer)
+        else:
+            self.wire.append((client, "", answer))
+
+    def save(self, process: Process) -> None:
+        assert process.voter is not None
+        if process.voter.born:
+            self.files[process.name] = process.voter.state
+        else:
+            self.files.pop(process.name, None)
+
+    def hear(self, process: Process, answer: Answer) -> None:
+        if not process.alive:
+            return
+        if process.voter is not None:
+            process.voter.heard(answer)
+            self.save(process)
+        process.register.hear(answer)
+        self.send(process)
+        self.finish(process)
+
+    def deliver(self, index: int, *, keep: bool = False) -> None:
+        if not self.wire:
+            return
+        index %= len(self.wire)
+        client, voter, message = self.wire[index]
+        if not keep:
+            del self.wire[index]
+        if isinstance(message, Answer):
+            self.hear(client, message)
+        else:
+            self.serve(client, voter, message)
+
+    def pass_on(self, kind: type, *, to: str) -> None:
+        """Deliver the messages of one kind to one process, and only these."""
+        chosen = [x for x in self.wire if isinstance(x[2], kind) and (x[1] or x[0].name) == to]
+        self.wire = [x for x in self.wire if x not in chosen]
+        for client, voter, message in chosen:
+            if isinstance(message, Answer):
+                self.hear(client, message)
+            else:
+                self.serve(client, voter, message)
+
+    # Operations.
+
+    def begin(self, process: Process, *, swap: bool, settle: bool = False, stale: bool = False) -> None:
+        if process.doing is not None or not process.alive:
+            return
+        register, voter = process.register, process.voter
+        process.doing = Operation(self.newest)
+        if voter is None or not (swap or settle):
+            register.begin_read(leading=swap)
+        elif settle:
+            register.begin_settle(voter.state.life, voter.state.promised)
+        else:
+            value = f"{process.name}{len(self.parents)}"
+            expected = self.random.choice([None, *self.parents]) if stale else register.read[1]
+            self.parents[value] = expected
+            process.doing = Operation(self.newest, expected, value)
+            register.begin_swap(expected, value, voter.state.life, voter.state.promised)
+        self.send(process)
+        self.finish(process)
+
+    def give_up(self, process: Process) -> None:
+        if process.alive:
+            process.doing = None
+            process.register.give_up()
+
+    def finish(self, process: Process) -> None:
+        outcome, doing = process.register.outcome, process.doing
+        if outcome is None or doing is None:
+            return
+        process.doing = None
+        if not outcome.known:
+            return
+        self.done += 1
+        if doing.value is not None and not outcome.written:
+            assert outcome.value != doing.expected, "refused, although the value was the expected one"
+        if outcome.written:
+            assert outcome.value == doing.value
+            assert self.depth(doing.expected) >= doing.floor, "written over a value that it had not read"
+        self.learned(outcome.value, doing.floor)
+
+    def learned(self, value: str | None, floor: int) -> None:
+        depth = self.depth(value)
+        assert depth >= floor, f"{value} is older than what was known before"
+        if value is not None:
+            chain = set(self.chain(value))
+            newest = max(self.known, key=self.depth, default=None)
+            assert newest is None or newest in chain or value in set(self.chain(newest)), f"{value} and {newest}"
+            self.known.add(value)
+        self.newest = max(self.newest, depth)
+
+    def chain(self, value: str | None) -> list[str]:
+        found = []
+        while value is not None:
+            found.append(value)
+            value = self.parents[value]
+        return found
+
+    def depth(self, value: str | None) -> int:
+        return len(self.chain(value))
+
+    def report(self, process: Process) -> None:
+        voter = process.voter
+        if process.alive and voter is not None and not (voter.born and voter.state.founded):
+            for other in sorted(voter.others):
+                self.wire.append((process, other, voter.report_to(other, 0)))
+
+    def calm(self, seconds: float = 0.0) -> None:
+        """Deliver everything in order, and let voters report to each other until nothing changes."""
+        self.now += seconds
+        for _ in range(6):
+            for process in list(self.processes.values()):
+                self.report(process)
+            while self.wire:
+                self.deliver(0)
+
+
+class Voting(RuleBasedStateMachine):
+    @initialize(
+        seed=st.integers(0, 10_000), size=st.sampled_from([3, 3, 3, 5]), calm=st.sampled_from([True, True, False])
+    )
+    def set_up(self, seed: int, size: int, calm: bool) -> None:
+        self.world = World(size, random.Random(seed))
+        if calm:
+            self.world.calm()
+
+    def pick(self, index: int) -> Process:
+        names = sorted(self.world.processes)
+        return self.world.processes[names[index % len(names)]]
+
+    @rule(index=st.integers(0, 5), what=st.sampled_from(["read", "renew", "swap", "swap", "settle", "stale"]))
+    def begin(self, index: int, what: str) -> None:
+        swap = what in ("swap", "stale", "renew")
+        process = self.pick(index)
+        if what == "renew" and process.doing is None and process.alive:
+            process.doing = Operation(self.world.newest)
+            process.register.begin_read(leading=True)
+            self.world.send(process)
+            return
+        self.world.begin(process, swap=swap, settle=what == "settle", stale=what == "stale")
+
+    @rule(count=st.integers(1, 40), orderly=st.booleans())
+    def run(self, count: int, orderly: bool) -> None:
+        world = self.world
+        for _ in range(count):
+            world.deliver(0 if orderly and world.random.random() < 0.8 else world.random.randrange(1000))
+
+    @rule(count=st.integers(1, 3), how=st.sampled_from(["lost", "doubled"]))
+    def spoil(self, count: int, how: str) -> None:
+        world = self.world
+        for _ in range(count):
+            if world.wire and how == "lost":
+                del world.wire[world.random.randrange(len(world.wire))]
+            elif world.wire:
+                world.deliver(world.random.randrange(1000), keep=True)
+
+    @rule(index=st.integers(0, 4))
+    def give_up(self, index: int) -> None:
+        self.world.give_up(self.pick(index))
+
+    @rule(index=st.integers(0, 4), lose_file=st.booleans(), back=st.booleans())
+    def die(self, index: int, lose_file: bool, back: bool) -> None:
+        name = self.pick(index).name
+        self.world.stop(name, lose_file=lose_file)
+        if back:
+            self.world.start(name)
+            self.world.report(self.world.processes[name])
+
+    @rule()
+    def come_back(self) -> None:
+        for name, process in list(self.world.processes.items()):
+            if not process.alive:
+                self.world.start(name)
+            self.world.report(self.world.processes[name])
+
+    @rule(seconds=st.sampled_from([1.0, 6.0]))
+    def wait(self, seconds: float) -> None:
+        self.world.now += seconds
+
+    @rule(index=st.integers(0, 5))
+    def swap_at_once(self, index: int) -> None:
+        """Without faults during it, after a read: what the elected backend does."""
+        process = self.pick(index)
+        self.world.now += DEAD_AFTER
+        self.world.give_up(process)
+        self.world.begin(process, swap=False)
+        self.run(15, True)
+        self.world.give_up(process)
+        self.world.begin(process, swap=True)
+        self.run(20, True)
+
+    def teardown(self) -> None:
+        """Once the faults are over, values are read and written."""
+        if not hasattr(self, "world"):
+            return
+        world = self.world
+        self.come_back()
+        world.calm(DEAD_AFTER)
+        for process in world.processes.values():
+            world.give_up(process)
+        writer = world.processes["a"]
+        for _ in range(4):
+            for step in ("settle", "swap"):
+                world.begin(writer, swap=step == "swap", settle=step == "settle")
+                world.calm(DEAD_AFTER)
+            if writer.register.outcome is not None and writer.register.outcome.written:
+                return
+        assert not all(name in world.files for name in world.names), "no progress"
+
+
+def _profile(examples: int, *, random: bool) -> settings:
+    return settings(
+        max_examples=examples,
+        stateful_step_count=40,
+        derandomize=not random,
+        report_multiple_bugs=False,
+        phases=[Phase.explicit, Phase.generate, *([Phase.shrink] if random else [])],
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+def test_under_random_faults_reads_and_writes_are_in_one_order() -> None:
+    run_state_machine_as_test(Voting, settings=_profile(int(EXAMPLES or 60), random=EXAMPLES is not None))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_many_random_faults() -> None:
+    run_state_machine_as_test(Voting, settings=_profile(5000, random=False))
+
+
+def _written(world: World, name: str) -> None:
+    """A node writes a value, and all voters accept it."""
+    world.calm(DEAD_AFTER)
+    world.begin(world.processes[name], swap=True)
+    world.calm()
+    assert world.newest == len(world.known)
+
+
+def _lose_file(world: World, name: str) -> Process:
+    """A voter comes back without its file, and is born again."""
+    world.stop(name, lose_file=True)
+    world.start(name)
+    process = world.processes[name]
+    world.report(process)
+    for other in sorted(world.names - {name}):
+        world.pass_on(Report, to=other)
+    world.pass_on(Answer, to=name)
+    assert process.voter is not None
+    assert process.voter.born
+    return process
+
+
+def test_an_answer_from_before_the_loss_of_a_file_does_not_count() -> None:
+    world = World(3, random.Random(0))
+    _written(world, "c")
+    reader = world.processes[READER]
+    world.begin(world.processes["c"], swap=True)  # on the way to the others
+    world.begin(reader, swap=False)
+    world.pass_on(Read, to="c")
+    world.pass_on(Answer, to=READER)
+    _lose_file(world, "c")
+    world.pass_on(Accept, to="a")
+    world.pass_on(Read, to="a")
+    world.pass_on(Answer, to=READER)
+    assert set(reader.register.answers) == {"a", "c"}
+    assert len({answer.position for answer in reader.register.answers.values()}) == 1
+    assert reader.register.outcome is None
+    world.calm(DEAD_AFTER)
+
+
+def test_a_value_that_was_taken_over_from_another_voter_does_not_count_under_a_higher_promise() -> None:
+    world = World(3, random.Random(0))
+    _written(world, "b")
+    candidate, reader = world.processes["a"], world.processes[READER]
+    world.begin(world.processes["b"], swap=True)
+    world.wire.clear()
+    world.give_up(world.processes["b"])
+    world.now += 2 * DEAD_AFTER
+    world.begin(candidate, swap=False, settle=True)
+    world.pass_on(Prepare, to="c")
+    late = [x for x in world.wire if isinstance(x[2], Answer)]  # to the candidate: it has promised
+    world.wire.clear()
+    _lose_file(world, "c")
+    world.begin(reader, swap=False)
+    for voter in "bc":
+        world.pass_on(Read, to=voter)
+    world.pass_on(Answer, to=READER)
+    assert len({answer.position for answer in reader.register.answers.values()}) == 1
+    assert reader.register.outcome is None
+    world.wire += late
+    world.calm(DEAD_AFTER)
+
+
+def test_a_run_begins_only_with_all_voters_and_then_needs_a_majority() -> None:
+    world = World(3, random.Random(0))
+    world.stop("c", lose_file=False)
+    world.calm()
+    assert not world.files
+    world.start("c")
+    world.calm()
+    assert all(state.founded for state in world.files.values())
+    world.stop("a", lose_file=False)
+    _written(world, "c")
+
+
+def test_two_voters_that_have_lost_their_files_do_not_vote() -> None:
+    world = World(3, random.Random(0))
+    _written(world, "a")
+    for name in "ab":
+        world.stop(name, lose_file=False)
+        del world.files[name]
+        world.start(name)
+    world.calm(2 * DEAD_AFTER)
+    assert set(world.files) == {"c"}
+    world.begin(world.processes[READER], swap=False)
+    world.calm()
+    assert world.processes[READER].register.outcome is None
+
+
+def test_another_candidate_waits_for_the_leader_it_has_heard_and_for_its_own_start() -> None:
+    world = World(3, random.Random(0))
+    _written(world, "a")
+    candidate = world.processes["b"]
+    world.begin(candidate, swap=True)
+    assert candidate.register.outcome == Outcome(False, wait=DEAD_AFTER)
+    world.stop("b", lose_file=False)
+    world.now += DEAD_AFTER
+    world.start("b")
+    candidate = world.processes["b"]
+    world.begin(candidate, swap=True)
+    assert candidate.register.outcome == Outcome(False, wait=DEAD_AFTER)
+    world.processes["a"].register.begin_release()
+    world.send(world.processes["a"])
+    world.calm()
+    world.begin(candidate, swap=False)
+    world.calm()
+    world.begin(candidate, swap=True)
+    world.calm()
+    assert candidate.register.outcome is not None
+    assert candidate.register.outcome.written
+
+
+def test_a_voter_that_is_another_process_by_now_begins_again() -> None:
+    world = World(3, random.Random(0))
+    _written(world, "a")
+    old = world.processes["c"].voter
+    assert old is not None
+    _lose_file(world, "c")
+    before = old.state.life
+    report = world.processes["a"].voter.handle(old.report_to("a", 1), world.now)  # type: ignore[union-attr]
+    old.heard(report)
+    assert not old.born
+    assert old.state.life != before
