@@ -71,7 +71,7 @@ def check_not_flat(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         tensors = {type(parameter).__name__ for parameter in module.parameters(recurse=False)}
-        if "ShardedTensor" in tensors or any(map(_FLAT.fullmatch, _classes(module))):
+        if "ShardedTensor" in tensors or any(map(_FLAT.fullmatch, _classes(type(module)))):
             where = f"The module {name!r}" if name else "The model"
             raise UsageError(
                 f"{where} is sharded by FullyShardedDataParallel, or has a ShardedTensor; a checkpoint here could not "
@@ -88,7 +88,7 @@ def check_elementwise(optimizers: Sequence[Any]) -> None:
     """
     for optimizer in optimizers:
         name = type(optimizer).__name__
-        if _classes(optimizer)[0] not in ELEMENTWISE:
+        if _classes(type(optimizer))[0] not in ELEMENTWISE:
             raise UsageError(
                 f"exact=True: it is not known whether {name} changes each element of a sharded parameter in the same "
                 "way with any number of shards.",
@@ -108,13 +108,15 @@ def is_sharded(tensor: object) -> bool:
 
 def is_zero(optimizer: object) -> bool:
     """Whether it is torch's ``ZeroRedundancyOptimizer``: each rank has the state of some parameters."""
-    return _ZERO in _classes(optimizer)
+    return _ZERO in _classes(type(optimizer))
 
 
 def sharding_modules(model: nn.Module) -> list[Any]:
     """Return the modules that were given to ``fully_shard``."""
-    return [module for module in model.modules() if any(map(_FULLY_SHARD.fullmatch, _classes(module)))]
+    kinds = {type(module) for module in model.modules()}
+    sharding = {kind for kind in kinds if any(map(_FULLY_SHARD.fullmatch, _classes(kind)))}
+    return [module for module in model.modules() if type(module) in sharding] if sharding else []
 
 
-def _classes(value: object) -> list[str]:
-    return [f"{kind.__module__}.{kind.__name__}" for kind in type(value).__mro__]
+def _classes(kind: type) -> list[str]:
+    return [f"{base.__module__}.{base.__name__}" for base in kind.__mro__]

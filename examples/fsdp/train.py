@@ -71,7 +71,7 @@ class Sorter(nn.Module):
         x = self.tokens(numbers) + self.places.weight
         for block in self.blocks:
             x = block(x)
-        return self.head(x)
+        return self.head(x.flatten(0, 1))
 
 
 def get_batch(step: int, micro: el.MicroBatch) -> tuple[Tensor, Tensor]:
@@ -80,7 +80,7 @@ def get_batch(step: int, micro: el.MicroBatch) -> tuple[Tensor, Tensor]:
 
 
 def loss_fn(output: Tensor, sorted_numbers: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(output.flatten(0, 1), sorted_numbers.flatten())
+    return nn.functional.cross_entropy(output, sorted_numbers.flatten())
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import SLOWNESS, Job
+from harness import SCRIPTS, SLOWNESS, Job
 
 from elastic_launch.faults import FaultPlan
 
@@ -44,3 +44,19 @@ def test_a_kill_and_other_worlds_end_with_the_weights_of_an_undisturbed_unsharde
         [*alone, "--steps", "12", "--result", str(result)], check=True, capture_output=True, timeout=100 * SLOWNESS
     )
     assert json.loads(result.read_text())["hash"] == found["hash"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_exact_mode_gives_the_same_weights_and_evaluations_at_each_world(job: Job) -> None:
+    found = {}
+    for world in (1, 2, 3):
+        result = job.directory / f"result-{world}.json"
+        command = [str(SCRIPTS / "sharded.py"), str(result)]
+        agent = job.launch("--standalone", "--nproc", str(world), name=f"world-{world}", command=command)
+        assert agent.wait(120 * SLOWNESS) == 0, agent.output
+        found[world] = json.loads(result.read_text())
+    whole = {kind: found[1].pop(f"{kind} whole") for kind in list(found[1]) if f"{kind} whole" in found[1]}
+    assert found[2] == found[3] == found[1]
+    assert found[1] | whole == found[1]
+    assert len(whole) == 5
