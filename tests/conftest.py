@@ -97,7 +97,7 @@ LONG = (
     *("tutorial_examples", "takeover_midpoints", "examples", "first_second", "newest_state", "ledger", "torch"),
     *("etcd_bad_input", "trainer_ranks", "kills_exact", "freezes", "checkpoint_faults", "exact_matrix", "token"),
     *("beginnings", "several_nodes", "one_node", "snapshot_store", "bad_input", "options", "server", "front_ends"),
-    *("console",),
+    *("console", "pages", "distributions"),
 )
 """The files that take longest, of make test-all and of make test, in this order."""
 

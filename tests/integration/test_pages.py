@@ -1,0 +1,180 @@
+"""The commands of the tutorial and the how-tos, run as the pages show them, and what they print.
+
+A block of commands that cannot run here has a comment before it, ``<!-- not run: why -->``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from harness import wait_for
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+TUTORIAL = DOCS / "tutorial.md"
+HOW_TOS = sorted((DOCS / "how-to").glob("*.md"))
+
+BLOCK = re.compile(r"(<!-- not run: .+? -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+INSTALLS = re.compile(r"^pip install '\.\[(\w+)\]'.*\n", re.MULTILINE)
+
+CHANCE = ("rank ", "this node was frozen", "step ", "...")
+"""Lines that need not come: a worker may end before it is killed, and a node may be told that it was left out before it
+notices that it was frozen."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of a page: commands (sh), or what a program prints (no language)."""
+
+    language: str
+    text: str
+    runs: bool
+    before: str
+    """The text between it and the block before it."""
+
+
+def blocks(page: Path) -> list[Block]:
+    text, found, end = page.read_text(), [], 0
+    for match in BLOCK.finditer(text):
+        found.append(Block(match[2], match[3], match[1] is None, text[end : match.start()]))
+        end = match.end()
+    return found
+
+
+def commands(page: Path) -> list[str]:
+    """The blocks of commands that are run, without installations."""
+    found = [INSTALLS.sub("", block.text) for block in blocks(page) if block.language == "sh" and block.runs]
+    return [text for text in found if text]
+
+
+@pytest.fixture
+def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with the examples, as in a clone, in an activated environment."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path
+
+
+def test_what_pages_install_are_extras() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = {name for page in [TUTORIAL, *HOW_TOS] for name in INSTALLS.findall(page.read_text())}
+    assert named
+    assert named <= extras.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("page", [page for page in HOW_TOS if commands(page)], ids=lambda page: page.stem)
+def test_the_commands_of_a_how_to_run(page: Path, clone: Path) -> None:
+    for command in commands(page):
+        done = subprocess.run(["bash", "-euc", command], capture_output=True, text=True, timeout=250)
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+
+
+class Terminals:
+    """The tutorial's terminals: node a in the first, node b in the second, kills from the third."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.agents: dict[str, subprocess.Popen[bytes]] = {}
+        self.read = {"a": 0, "b": 0}
+        self.helpers = ""
+
+    def type(self, command: str) -> None:
+        """Enter a block of commands; a node's goes to the background, in the node's terminal."""
+        if node := re.search(r"--node-id (\w)", command):
+            command = command.replace("29400", str(self.port))
+            if node[1] in self.agents:
+                self.agents[node[1]].wait(60)
+            with open(f"{node[1]}.out", "ab") as out:
+                agent = subprocess.Popen(["bash", "-c", f"exec {command}"], stdout=out, stderr=subprocess.STDOUT)
+            self.agents[node[1]] = agent
+        elif "() {" in command:
+            self.helpers = command
+        elif command.strip() == "fg":
+            self.agents["b"].send_signal(signal.SIGCONT)
+        else:
+            subprocess.run(["bash", "-euc", f"{self.helpers}\n{command}"], check=True, timeout=60)
+            if killed := re.search(r"kill -9 \$\(agent_of (\w)\)", command):
+                self.agents[killed[1]].wait(60)
+
+    def sees(self, node: str, patterns: Sequence[str]) -> None:
+        """Wait for lines in a node's terminal, in any order, behind those that were seen before."""
+
+        def found() -> list[re.Match[str]] | None:
+            text = Path(f"{node}.out").read_text(errors="replace")
+            seen = [re.compile(pattern).search(text, self.read[node]) for pattern in patterns]
+            missing[:] = [pattern for pattern, match in zip(patterns, seen, strict=True) if match is None]
+            return None if missing else [match for match in seen if match is not None]
+
+        missing = list(patterns)
+        try:
+            seen = wait_for(f"what the page shows in the terminal of {node}", found, 100)
+        except AssertionError as error:
+            error.add_note(f"missing: {missing}")
+            for name in self.agents:
+                error.add_note(f"{name}:\n{Path(f'{name}.out').read_text(errors='replace')[-6000:]}")
+            raise
+        assert seen is not None
+        self.read[node] = max(match.end() for match in seen)
+
+    def close(self) -> None:
+        for agent in self.agents.values():
+            if agent.poll() is None:
+                agent.kill()
+            agent.wait(60)
+
+
+@pytest.fixture
+def terminals(clone: Path) -> Iterator[Terminals]:
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    made = Terminals(port)
+    yield made
+    made.close()
+
+
+def as_pattern(line: str) -> str:
+    """A line of the launcher's output, with any numbers and any directory."""
+    parts = re.split(r"(/home/\S+|\d[\d.]*)", line)
+    return "".join(
+        re.escape(part) if at % 2 == 0 else r"\S+" if part[0] == "/" else r"[\d.]+" for at, part in enumerate(parts)
+    )
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_the_tutorial_runs_as_it_is_written(terminals: Terminals) -> None:
+    """The lines of each terminal on the page come in the node's output, block by block."""
+    node = "a"
+    shown = 0
+    for block in blocks(TUTORIAL):
+        if not block.runs:
+            continue
+        if mentioned := re.findall(r"\b(first|second)\b", block.before):
+            node = {"first": "a", "second": "b"}[mentioned[-1]]
+        if re.search(r"[Pp]ress Ctrl-C", block.before):
+            terminals.agents[node].send_signal(signal.SIGINT)
+        if block.language == "sh":
+            terminals.type(block.text)
+            continue
+        lines = [line.removeprefix("^C").removeprefix("[elastic-launch] ") for line in block.text.splitlines()]
+        checked = [as_pattern(line) for line in lines if line and not line.startswith(CHANCE)]
+        terminals.sees(node, checked)
+        shown += len(checked)
+        if lines[-1].startswith("step "):
+            terminals.sees(node, [r"step \d+ loss"])
+    assert shown > 30
+    assert [terminals.agents[name].wait(60) for name in "ab"] == [0, 0]
