@@ -15,11 +15,14 @@ import subprocess
 import sys
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import TaskUnschedulableError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-LEAVE = 120
-"""Seconds that the other agents have to end when the first one has."""
+AGAIN = 1000
+"""How often one agent may be started again."""
+
+LEAVE = 30
+"""Seconds that the other agents have to end when the run is over. The first agent leaves last if it hosts the run."""
 
 
 @ray.remote
@@ -31,7 +34,7 @@ def find_host() -> tuple[str, str]:
     return ray.get_runtime_context().get_node_id(), f"{ray.util.get_node_ip_address()}:{port}"
 
 
-@ray.remote(max_retries=-1, retry_exceptions=[ChildProcessError])
+@ray.remote(max_retries=AGAIN, retry_exceptions=[ChildProcessError])
 def agent(arguments: list[str], directory: str, token: str) -> int:
     """Run an agent, and return its exit code."""
     # It leaves the run when the task's process ends: Ray then starts another one.
@@ -43,10 +46,10 @@ def agent(arguments: list[str], directory: str, token: str) -> int:
 
 
 def run(agents: int, resources: dict[str, float], arguments: list[str]) -> int:
-    """Run the agents until the first one ends, and return its exit code.
+    """Run the agents until the run is over, and return its exit code.
 
     Raises:
-        RayError: if the node of the first one is lost.
+        TaskUnschedulableError: if the node of the first one is lost, which hosts the run.
     """
     given = any(argument.startswith(("--rdzv-endpoint", "--rdzv_endpoint")) for argument in arguments)
     first = "SPREAD"
@@ -61,13 +64,19 @@ def run(agents: int, resources: dict[str, float], arguments: list[str]) -> int:
         agent.options(**resources, scheduling_strategy=strategy).remote(arguments, os.getcwd(), token)
         for strategy in where
     ]
+    waiting, code = tasks, 0
     try:
-        code = int(ray.get(tasks[0]))
-        ray.wait(tasks, num_returns=agents, timeout=LEAVE)
+        while waiting:
+            (ended,), waiting = ray.wait(waiting)
+            code = ray.get(ended)
+            if code == 0 or (ended == tasks[0] and not given):
+                break  # others may still wait for room
+        if given and waiting:
+            ray.wait(waiting, num_returns=len(waiting), timeout=LEAVE)
         return code
     finally:
         for task in ray.wait(tasks, num_returns=agents, timeout=0)[1]:
-            ray.cancel(task, force=True)  # its agent leaves the run, or it was still waiting for room
+            ray.cancel(task, force=True)  # its agent leaves the run
 
 
 def main() -> int:
@@ -81,7 +90,7 @@ def main() -> int:
     while True:
         try:
             return run(args.agents, {"num_cpus": args.cpus, "num_gpus": args.gpus}, args.arguments)
-        except RayError as error:
+        except TaskUnschedulableError as error:
             print(f"The first agent's node is lost, so all agents start again: {error}", file=sys.stderr)
 
 
