@@ -122,11 +122,9 @@ class RayCluster:
             "RAY_ADDRESS": f"{hosts[0].address}:6379",
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
-            # A lost node is noticed within two seconds.
-            "RAY_health_check_initial_delay_ms": "500",
+            # A node whose connections are closed is noticed within seconds, and a slow one is not taken for lost.
             "RAY_health_check_period_ms": "500",
-            "RAY_health_check_timeout_ms": "1000",
-            "RAY_health_check_failure_threshold": "3",
+            "RAY_health_check_timeout_ms": "60000",
         }
 
     def start(self, host: Host) -> None:
@@ -136,8 +134,10 @@ class RayCluster:
         own = (f"--node-ip-address={host.address}", "--num-cpus=1", "--num-gpus=0", "--object-store-memory=80000000")
         command = [*host.prefix, str(BIN / "ray"), "start", *role, *own, "--disable-usage-stats"]
         # Its daemons stay, and must not hold a pipe.
-        with (self._directory / "start.log").open("a") as log:
-            subprocess.run(command, env=self.env, stdout=log, stderr=log, check=True, timeout=40 * SLOWNESS)
+        output = self._directory / f"start-{host.name}.log"
+        with output.open("w") as log:
+            done = subprocess.run(command, env=self.env, stdout=log, stderr=log, timeout=40 * SLOWNESS)
+        assert done.returncode == 0, output.read_text()
 
     def pids(self, host: Host, name: str) -> list[int]:
         """The processes of a host that run a program of this name."""
