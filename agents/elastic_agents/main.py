@@ -75,12 +75,18 @@ PATIENCE = 3.0
 class _Journal:
     """Writes events to the node's file; prints the leader's decisions, and their cost, as one line each."""
 
-    def __init__(self, file: JsonLines, clock: Clock, watcher: Watcher | None, metrics: NodeMetrics | None) -> None:
+    def __init__(
+        self, file: JsonLines, clock: Clock, watcher: Watcher | None, metrics: NodeMetrics | None, *, watched: bool
+    ) -> None:
         self._file = file
         self._watcher = watcher
         self.ledger = LiveLedger(clock)
-        self.metrics = metrics
         self.watch: Watch | None = None
+        if watched:
+            from elastic_launch.observe.watch import Watch
+
+            self.watch = Watch(clock, self.ledger)
+        self.metrics = metrics
 
     def emit(self, event: Event) -> None:
         self._file.emit(event)
@@ -177,6 +183,7 @@ def _run(config: LaunchConfig, begun: Bootstrap | None, consoles: Consoles, watc
         clock,
         watcher,
         metrics,
+        watched=config.progress == "live" or metrics is not None,
     )
     reported = deaths_reported_to(inbox.put)
     served, shown = ExitStack(), ExitStack()
@@ -184,13 +191,13 @@ def _run(config: LaunchConfig, begun: Bootstrap | None, consoles: Consoles, watc
     with closing(files), signals, reported, withheld, watchdog(inbox.put), served, shown:
         health, pages = served.enter_context(_health(config, begun)), served.enter_context(_pages(config, journal))
         if config.progress == "live":
-            shown.enter_context(_live_view(config, journal, clock, inbox, consoles))
+            shown.enter_context(_live_view(config, journal, inbox, consoles))
         if begun is None:
             announce(config)
         else:
             signal.pthread_sigmask(signal.SIG_SETMASK, begun.mask)
         if pages is not None:
-            _log.info("metrics and status of this node: http://%s/metrics and /status", pages.endpoint)
+            _log.info("a page of this run: http://%s/, with /metrics and /status of this node", pages.endpoint)
         _check(config)
         if config.node_check:
             checked = check_node(config)
@@ -253,12 +260,11 @@ def _health(config: LaunchConfig, begun: Bootstrap | None) -> Iterator[Health | 
 
 
 def _live_view(
-    config: LaunchConfig, journal: _Journal, clock: Clock, inbox: Inbox[object], consoles: Consoles
+    config: LaunchConfig, journal: _Journal, inbox: Inbox[object], consoles: Consoles
 ) -> AbstractContextManager[LiveView]:
     from elastic_agents.live_view import LiveView
-    from elastic_launch.observe.watch import Watch
 
-    journal.watch = Watch(clock, journal.ledger)
+    assert journal.watch is not None
     return closing(LiveView(f"run {config.run_id}, node {config.node_id}", journal.watch, inbox, consoles))
 
 
@@ -273,7 +279,7 @@ def _metrics(config: LaunchConfig) -> NodeMetrics | None:
 @contextmanager
 def _pages(config: LaunchConfig, journal: _Journal) -> Iterator[Health | None]:
     """Serve the node's metrics and status, if that is configured."""
-    if journal.metrics is None:
+    if journal.metrics is None or journal.watch is None:
         yield None
         return
     from elastic_agents.probes.health import Health, page_listener
@@ -281,7 +287,7 @@ def _pages(config: LaunchConfig, journal: _Journal) -> Iterator[Health | None]:
 
     listener = page_listener(config)
     assert listener is not None
-    with closing(Health(listener, node_pages(config, journal.metrics, journal.ledger))) as pages:
+    with closing(Health(listener, node_pages(config, journal.metrics, journal.ledger, journal.watch))) as pages:
         yield pages
 
 

@@ -94,7 +94,7 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
             Flag(("--master-port",), "its port, for static", "PORT", "29500"),
             Flag(("--token-file",), "file with the run's token", "PATH"),
             Flag(("--health-port",), "answer /livez and /readyz there", "[HOST:]PORT"),
-            Flag(("--http",), "serve /metrics and /status there", "[HOST:]PORT"),
+            Flag(("--http",), "serve a page and metrics there", "[HOST:]PORT"),
         ),
     ),
     (

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from elastic_launch.clock import Clock
-from elastic_launch.events.types import Event, FirstStep
-from elastic_launch.observe.chronicle import Chronicle
-from elastic_launch.observe.ledger import Incident, build
+from elastic_launch.events.types import CheckpointSaved, Event, FirstStep, OrderReceived, RoundBroken, RoundFormed
+from elastic_launch.observe.chronicle import Chronicle, RoundTold
+from elastic_launch.observe.ledger import Incident, Ledger, build
 
 __all__ = ["LiveLedger"]
+
+MOST = 1000
+"""Events that are kept to be drawn: the last ones."""
+
+DRAWN = (CheckpointSaved, OrderReceived, RoundBroken, RoundFormed)
+
+T = TypeVar("T")
 
 
 class LiveLedger:
@@ -20,6 +30,7 @@ class LiveLedger:
         self._lock = threading.Lock()
         self._chronicle = Chronicle()
         self._told = 0
+        self._drawn: deque[tuple[float, Event]] = deque(maxlen=MOST)
         self._last: tuple[Incident, ...] | None = None  # since the last event
 
     def add(self, event: Event) -> list[Incident]:
@@ -28,7 +39,10 @@ class LiveLedger:
         For plain scripts this returns none: only once a round is over is it known that they do not report steps.
         """
         with self._lock:
-            self._chronicle.add(self._clock.now(), event)
+            now = self._clock.now()
+            self._chronicle.add(now, event)
+            if isinstance(event, DRAWN):
+                self._drawn.append((now, event))
             self._last = None
             if not isinstance(event, FirstStep) or not self._chronicle.leads:
                 return []
@@ -40,20 +54,44 @@ class LiveLedger:
         """Return the last incident; until training goes on, it lasts until now. None if there was none."""
         with self._lock:
             if self._last is None or (self._last and not self._last[-1].recovered):
-                chronicle = self._chronicle
-                until = chronicle.until
-                if not chronicle.over:
-                    chronicle.until = max(until, self._clock.now())
-                try:
-                    self._last = build(chronicle).incidents[-1:]
-                finally:
-                    chronicle.until = until
+                self._last = self._until_now(lambda ledger: ledger.incidents[-1:])
             return self._last[-1] if self._last else None
 
-    def goodput(self) -> tuple[bool, float | None]:
-        """Return whether this host leads the run, and the goodput so far; None if it is not known."""
+    def drawn(
+        self, draw: Callable[[Chronicle, Sequence[tuple[float, Event]], Ledger], T], step: int | None = None
+    ) -> T:
+        """Return what a function makes of the run until now: chronicle, last events that are drawn, ledger.
+
+        Args:
+            step: optimizer steps done, if that is known.
+        """
         with self._lock:
-            return self._chronicle.leads, build(self._chronicle).goodput
+            return self._until_now(lambda ledger: draw(self._chronicle, tuple(self._drawn), ledger), step)
+
+    def goodput(self, step: int | None = None) -> tuple[bool, float | None]:
+        """Return whether this host leads the run, and the goodput; None if it is not known.
+
+        Args:
+            step: optimizer steps done; if that is not known, the goodput is that of the last event.
+        """
+        with self._lock:
+            if step is None:
+                return self._chronicle.leads, build(self._chronicle).goodput
+            return self._chronicle.leads, self._until_now(lambda ledger: ledger.goodput, step)
+
+    def _until_now(self, look: Callable[[Ledger], T], step: int | None = None) -> T:
+        """Return what a function makes of the ledger with the time, and the steps, since the last event."""
+        chronicle = self._chronicle
+        told = chronicle.rounds[max(chronicle.rounds)] if chronicle.rounds else RoundTold(0)
+        before = chronicle.until, told.last, told.trained
+        if not chronicle.over and chronicle.since is not None:
+            chronicle.until = max(chronicle.until, self._clock.now())
+            if step is not None and told.begun is not None and told.trained is None and told.ended is None:
+                told.last, told.trained = max(told.last, step), chronicle.until - told.begun
+        try:
+            return look(build(chronicle))
+        finally:
+            chronicle.until, told.last, told.trained = before
 
     def summary(self, max_restarts: int) -> str:
         """Return the run in one line; empty if another host leads it, no round was formed, or nothing happened."""

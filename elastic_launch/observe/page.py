@@ -1,6 +1,6 @@
-"""The report on a run as one HTML file: no script, no other file, no other host.
+"""A run as HTML: the report, which is one file without scripts, and the page of a run in progress. No other host.
 
-It shows the rounds on a time axis, each as high as its world, what each incident cost, and the flags that may make the
+Both show the rounds on a time axis, each as high as its world, what each incident cost, and the flags that may make the
 costly parts shorter.
 """
 
@@ -15,7 +15,7 @@ from elastic_launch.observe.chronicle import Chronicle, RoundTold
 from elastic_launch.observe.ledger import PARTS, Incident, Ledger, spoken
 from elastic_launch.observe.reading import Host
 
-__all__ = ["as_page"]
+__all__ = ["SECTIONS", "as_page", "live_page", "now_section", "sections"]
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, FLOOR = 960, 180, 48, 8, 20, 156
 """Of the picture, its margins, and the top and the bottom of its bars, in pixels."""
@@ -25,6 +25,14 @@ BAR = 160
 
 WORTH = 0.1
 """Share of all standstill from which a part is named."""
+
+SECTIONS = ("summary", "rounds", "incidents")
+
+LOOK_EVERY = 1000
+"""Milliseconds after which a page asks for what is new."""
+
+MOST = 300
+"""Rounds and incidents that the page of a run in progress shows: the last ones."""
 
 HINTS = {
     "detect_s": "--dead-after: silence after which a node is dead",
@@ -47,11 +55,43 @@ h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; } .dim { col
 .wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; }
 th, td { text-align: left; padding: .25rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top; }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-svg { max-width: 100%; height: auto; } svg text { fill: var(--dim); font-size: 12px; }
+dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(11rem, 1fr)); gap: .5rem 1rem; margin: 0; }
+dt { color: var(--dim); font-size: .85rem; } dd { margin: 0; overflow-wrap: anywhere; }
+.doing { font-weight: 600; overflow-wrap: anywhere; } button { font: inherit; padding: .25rem .8rem; }
+svg { max-width: 100%; height: auto; } td svg { max-width: none; } svg text { fill: var(--dim); font-size: 12px; }
 .round { fill: var(--fill); } .axis { stroke: var(--line); } .saved { stroke: var(--p3); stroke-width: 2; }
 .broken { stroke: var(--p1); stroke-width: 2; }
 .p0 { fill: var(--p0); } .p1 { fill: var(--p1); } .p2 { fill: var(--p2); }
 .p3 { fill: var(--p3); } .p4 { fill: var(--p4); } .p5 { fill: var(--p5); }
+"""
+
+_ONLY_HERE = (
+    "<meta http-equiv='Content-Security-Policy' content=\"default-src 'none'; connect-src 'self'; "
+    "style-src 'unsafe-inline'; script-src 'unsafe-inline'\">"
+)
+
+# An event stream that ends is asked for again by the browser, after the time that it names.
+_SCRIPT = """
+const state = document.getElementById('state'), button = document.getElementById('pause'), shown = {};
+let source = null, tries = 0;
+function begin() {
+  source = new EventSource('live');
+  source.onmessage = event => {
+    state.textContent = 'live';
+    for (const [name, html] of Object.entries(JSON.parse(event.data)))
+      if (shown[name] !== html) document.getElementById(name).innerHTML = shown[name] = html;
+  };
+  source.onopen = () => { tries = 0; };
+  source.onerror = () => {
+    if (++tries > 3) state.textContent = 'the agent does not answer: the run has ended, or it cannot be reached';
+    if (source.readyState === EventSource.CLOSED) setTimeout(() => button.dataset.paused || begin(), 2000);
+  };
+}
+button.onclick = () => {
+  if (button.dataset.paused) { delete button.dataset.paused; button.textContent = 'Pause'; begin(); }
+  else { button.dataset.paused = '1'; button.textContent = 'Go on'; state.textContent = 'paused'; source.close(); }
+};
+begin();
 """
 
 
@@ -63,20 +103,44 @@ def as_page(name: str, host: Host, ledger: Ledger) -> str:
         host: the host whose clock is used.
         ledger: that of :func:`elastic_launch.observe.report.joined`.
     """
+    found = sections(host, ledger)
+    return _document(name, "".join(found.values()))
+
+
+def live_page(name: str) -> str:
+    """Return the page of a run in progress: its script fills it with what ``live`` beside it sends."""
+    parts = "".join(f"<section id='{name}'></section>" for name in ("now", *SECTIONS))
+    state = "<p><button id='pause'>Pause</button> <span id='state' role='status' class='dim'>connects</span></p>"
+    return _document(
+        name, f"{state}{parts}<noscript>This page needs scripts.</noscript><script>{_SCRIPT}</script>", _ONLY_HERE
+    )
+
+
+def now_section(figures: Sequence[tuple[str, str]], doing: str) -> str:
+    """Return how the run is, as HTML."""
+    cells = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in figures)
+    return f"<p class='doing'>{escape(doing)}</p><dl>{cells}</dl>"
+
+
+def sections(host: Host, ledger: Ledger) -> dict[str, str]:
+    """Return the parts of a report, as HTML by the names of :data:`SECTIONS`."""
+    return {
+        "summary": f"<p>{escape(ledger.line())}</p>"
+        f"<p class='dim'>Times are those of node {escape(host.node)}'s clock, from its first event.</p>",
+        "rounds": f"<h2>Rounds</h2><div class='wide' tabindex='0'>{_Picture(host.chronicle, host.told).svg()}</div>"
+        "<p class='dim'>Each bar is a round, as high as its world size. Red lines: rounds that broke. Green lines: "
+        "durable checkpoints.</p>",
+        "incidents": "<h2>Incidents</h2>" + _incidents(ledger.incidents) + "".join(_hints(ledger.incidents)),
+    }
+
+
+def _document(name: str, body: str, head: str = "") -> str:
     parts = [
         f"<!doctype html>\n<html lang='en'><head><meta charset='utf-8'><title>{escape(name)}</title>",
         "<meta name='viewport' content='width=device-width, initial-scale=1'>",
-        f"<style>{_STYLE}</style></head><body>",
+        f"{head}<style>{_STYLE}</style></head><body>",
         f"<h1>Run {escape(name)}</h1>",
-        f"<p>{escape(ledger.line())}</p>",
-        f"<p class='dim'>Times are those of node {escape(host.node)}'s clock, from its first event.</p>",
-        "<h2>Rounds</h2>",
-        f"<div class='wide'>{_Picture(host.chronicle, host.told).svg()}</div>",
-        "<p class='dim'>Each bar is a round, as high as its world size. Red lines: rounds that broke. Green lines: "
-        "durable checkpoints.</p>",
-        "<h2>Incidents</h2>",
-        _incidents(ledger.incidents),
-        *_hints(ledger.incidents),
+        body,
         "</body></html>\n",
     ]
     return "\n".join(parts)

@@ -26,7 +26,7 @@ def sample(port: int, name: str, **labels: str) -> float | None:
 def test_the_metrics_tell_of_a_killed_worker(job: Job) -> None:
     port = free_port()
     agent = job.launch("--standalone", "--nproc", "2", "--http", str(port))
-    agent.says(f"metrics and status of this node: http://127.0.0.1:{port}/metrics and /status")
+    agent.says(f"a page of this run: http://127.0.0.1:{port}/, with /metrics and /status of this node")
     workers = job.world(2)
     wait_for("a running node", lambda: sample(port, "phase", phase="running") == 1)
     assert sample(port, "world_size") == 2
@@ -44,8 +44,8 @@ def test_the_metrics_tell_of_a_killed_worker(job: Job) -> None:
 
 def test_port_0_means_any_free_port(job: Job) -> None:
     agent = job.launch("--standalone", "--http", "0")
-    agent.says("metrics and status of this node: ")
-    port = int(re.findall(r"http://127\.0\.0\.1:(\d+)/metrics", agent.output)[0])
+    agent.says("a page of this run: ")
+    port = int(re.findall(r"http://127\.0\.0\.1:(\d+)/,", agent.output)[0])
     assert asked(f"http://127.0.0.1:{port}/livez")[0] == 200
     job.finish()
     assert agent.wait() == 0

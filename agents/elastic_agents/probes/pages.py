@@ -1,30 +1,54 @@
-"""What ``--http`` serves: a node's metrics for Prometheus, and its status as JSON."""
+"""What ``--http`` serves: a page of the run, a node's metrics for Prometheus, and its status as JSON."""
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 
 from elastic_agents.probes.health import Page
 from elastic_agents.probes.http_server import Response
 from elastic_launch.config.launch_config import LaunchConfig
+from elastic_launch.events.types import Event
+from elastic_launch.observe.chronicle import Chronicle
+from elastic_launch.observe.ledger import Ledger
 from elastic_launch.observe.live import LiveLedger
 from elastic_launch.observe.metrics import CONTENT_TYPE, NodeMetrics
+from elastic_launch.observe.page import LOOK_EVERY, MOST, live_page, now_section, sections
 from elastic_launch.observe.present import Present
+from elastic_launch.observe.reading import Host
+from elastic_launch.observe.watch import Watch
 
 __all__ = ["node_pages"]
 
 
-def node_pages(config: LaunchConfig, metrics: NodeMetrics, ledger: LiveLedger) -> Mapping[str, Page]:
+def node_pages(config: LaunchConfig, metrics: NodeMetrics, ledger: LiveLedger, watch: Watch) -> Mapping[str, Page]:
     """Return the pages by their paths."""
 
+    def show_page(present: Present) -> Response:
+        return Response(200, live_page(config.run_id).encode(), "text/html; charset=utf-8")
+
+    def show_live(present: Present) -> Response:
+        # One event, after which the browser asks again: so a reader that is slow, or stays, holds nothing here.
+        found = {"now": now_section(watch.figures(present), watch.doing(present))}
+        found |= ledger.drawn(draw, present.step)
+        return Response(200, f"retry: {LOOK_EVERY}\ndata: {json.dumps(found)}\n\n".encode(), "text/event-stream")
+
+    def draw(chronicle: Chronicle, told: Sequence[tuple[float, Event]], found: Ledger) -> dict[str, str]:
+        if len(chronicle.rounds) > MOST:
+            chronicle = copy.copy(chronicle)
+            chronicle.rounds = dict(sorted(chronicle.rounds.items())[-MOST:])
+            chronicle.since = next((x.formed for x in chronicle.rounds.values() if x.formed is not None), None)
+        host = Host(config.node_id, chronicle, (), tuple(told))
+        return sections(host, replace(found, incidents=found.incidents[-MOST:]))
+
     def show_metrics(present: Present) -> Response:
-        leads, goodput = ledger.goodput()
+        leads, goodput = ledger.goodput(present.step)
         return Response(200, metrics.text(present, leads=leads, goodput=goodput), CONTENT_TYPE)
 
     def show_status(present: Present) -> Response:
-        leads, goodput = ledger.goodput()
+        leads, goodput = ledger.goodput(present.step)
         found = {
             "run_id": config.run_id,
             "node": config.node_id,
@@ -33,4 +57,4 @@ def node_pages(config: LaunchConfig, metrics: NodeMetrics, ledger: LiveLedger) -
         }
         return Response(200, json.dumps(found | asdict(present)).encode() + b"\n", "application/json")
 
-    return {"/metrics": show_metrics, "/status": show_status}
+    return {"/": show_page, "/live": show_live, "/metrics": show_metrics, "/status": show_status}
