@@ -12,6 +12,7 @@ import threading
 import time
 import unicodedata
 from collections.abc import Sequence
+from functools import partial
 
 from elastic_agents.console import Consoles
 from elastic_agents.inbox import HowAreYou, Inbox
@@ -109,8 +110,12 @@ class LiveView:
                 self._asked = True
                 self._inbox.put(HowAreYou(self._answered))
             # A console that is not being read holds one picture, not many.
-            if not self._queued:
-                self._queued = self._consoles.draw(2, self._picture)
+            if not self._queued and (size := _size()) is not None:
+                # Here and not in the consoles' thread, on which others depend.
+                lines = self._lines(size[1])
+                self._queued = True
+                if not self._consoles.draw(2, partial(self._picture, lines, size)):
+                    self._queued = False
             self._stop.wait(TICK)
 
     def _answered(self, present: Present) -> None:
@@ -118,15 +123,14 @@ class LiveView:
         self._present, self._heard = present, time.monotonic()
         self._asked = False
 
-    def _picture(self, tail: bytes) -> bytes:
+    def _picture(self, lines: Sequence[str], size: tuple[int, int], tail: bytes) -> bytes:
         """Called from the console's thread."""
         self._queued = False
-        size = _size()
-        if size is None or _OPEN.search(tail):
+        if _OPEN.search(tail):
             return b""
         if not _in_foreground():
             return self._panel.erased(size).encode()
-        return self._panel.drawn(self._lines(size[1]), size)
+        return self._panel.drawn(lines, size)
 
     def _last_picture(self, tail: bytes) -> bytes:
         # CAN ends an escape sequence that is not complete.

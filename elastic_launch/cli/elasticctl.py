@@ -331,6 +331,8 @@ def _events(options: argparse.Namespace) -> int:
 
 def _logs(options: argparse.Namespace) -> int:
     rank = Setting("logs ", options.rank).whole()
+    if rank < 0:
+        raise UsageError(f"logs {rank}: ranks begin at 0.", "Write the rank before the flags.")
     directory = _directory(options)
     return show_logs(directory, rank, follow=options.follow, alive=lambda: find(directory, None, depth=0)[1])
 

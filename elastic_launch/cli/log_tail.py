@@ -29,11 +29,14 @@ class _Files:
 
     def newest(self) -> tuple[int, Path | None]:
         """Return the round, 0 if there is none; and the directory, None if the output is not in a file here."""
-        sizes = {path: path.stat().st_size for path in event_files(self._directory)}
-        if sizes != self._sizes:
-            self._sizes = sizes
-            for path in sizes:
-                self._read(path)
+        for path in event_files(self._directory):
+            try:
+                size = path.stat().st_size
+                if size != self._sizes.get(path):
+                    self._sizes[path] = size
+                    self._read(path)
+            except OSError as error:
+                print(plain(f"{path} cannot be read: {error.strerror}"), file=sys.stderr)
         return self._found
 
     def _read(self, path: Path) -> None:

@@ -25,7 +25,8 @@ class Served:
         self.ledger = LiveLedger(self)
         self.watch = Watch(self, self.ledger)
         config = LaunchConfig(run_id="<r>", node_id="a")
-        self.pages = node_pages(config, NodeMetrics("<r>", "a", "1"), self.ledger, self.watch)
+        self.made = lambda: node_pages(config, NodeMetrics("<r>", "a", "1"), self.ledger, self.watch)
+        self.pages = self.made()
 
     def now(self) -> float:
         return self.at
@@ -37,6 +38,8 @@ class Served:
             self.watch.add(event)
 
     def live(self, present: Present) -> dict[str, str]:
+        """What a page shows that was opened now."""
+        self.pages = self.made()
         response = self.pages["/live"](present)
         found = re.fullmatch(rb"retry: 1000\ndata: (.*)\n\n", response.body)
         assert found
@@ -84,6 +87,12 @@ def test_the_page_needs_no_other_host_and_shows_names_as_text() -> None:
     assert "Run &lt;r&gt;" in text
     assert not re.search(r"https?://|src=|href=|@import|url\(", text)
     assert "default-src 'none'" in text
+
+
+def test_many_readers_are_shown_what_was_drawn_for_one() -> None:
+    served = Served()
+    first = served.pages["/live"](Present("running", step=1))
+    assert served.pages["/live"](Present("running", step=2)) is first
 
 
 def test_of_many_rounds_the_last_are_drawn() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
@@ -22,6 +23,9 @@ from elastic_launch.observe.watch import Watch
 
 __all__ = ["node_pages"]
 
+REDRAW = 0.5
+"""Seconds for which what was drawn is shown, also to others: more readers do not cause more work."""
+
 
 def node_pages(config: LaunchConfig, metrics: NodeMetrics, ledger: LiveLedger, watch: Watch) -> Mapping[str, Page]:
     """Return the pages by their paths."""
@@ -29,7 +33,14 @@ def node_pages(config: LaunchConfig, metrics: NodeMetrics, ledger: LiveLedger, w
     def show_page(present: Present) -> Response:
         return Response(200, live_page(config.run_id).encode(), "text/html; charset=utf-8")
 
+    drawn: list[tuple[float, Response]] = []  # the last one, and when
+
     def show_live(present: Present) -> Response:
+        if not drawn or time.monotonic() - drawn[0][0] >= REDRAW:
+            drawn[:] = [(time.monotonic(), redrawn(present))]
+        return drawn[0][1]
+
+    def redrawn(present: Present) -> Response:
         # One event, after which the browser asks again: so a reader that is slow, or stays, holds nothing here.
         found = {"now": now_section(watch.figures(present), watch.doing(present))}
         found |= ledger.drawn(draw, present.step)
