@@ -1,6 +1,7 @@
 """The commands of the tutorial and the how-tos, run as the pages show them, and what they print.
 
-A block of commands that cannot run here has a comment before it, ``<!-- not run: why -->``.
+A block of commands that cannot run here has a comment before it, ``<!-- not run: why -->``, or runs the reader's own
+``train.py``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ TUTORIAL = DOCS / "tutorial.md"
 HOW_TOS = sorted((DOCS / "how-to").glob("*.md"))
 
 BLOCK = re.compile(r"(<!-- not run: .+? -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-INSTALLS = re.compile(r"^pip install '\.\[(\w+)\]'.*\n", re.MULTILINE)
+OWN_SCRIPT = re.compile(r"(?<![\w/])train\.py")
+INSTALLS = re.compile(r"^pip install '(?:\.|elastic-launch)\[(\w+)\]'.*\n", re.MULTILINE)
 
 CHANCE = ("rank ", "this node was frozen", "step ", "...")
 """Lines that need not come: a worker may end before it is killed, and a node may be told that it was left out before it
@@ -54,7 +56,7 @@ def blocks(page: Path) -> list[Block]:
 def commands(page: Path) -> list[str]:
     """The blocks of commands that are run, without installations."""
     found = [INSTALLS.sub("", block.text) for block in blocks(page) if block.language == "sh" and block.runs]
-    return [text for text in found if text]
+    return [text for text in found if text and not OWN_SCRIPT.search(text)]
 
 
 @pytest.fixture
