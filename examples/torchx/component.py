@@ -45,6 +45,8 @@ def elastic(
         max_retries: how often the scheduler starts a lost replica again
         env: further variables of the replicas
     """
+    if j.count("x") != 1:
+        raise ValueError(f"j must be like 4x8 or 2:4x8, not {j!r}")
     nodes, workers = j.split("x")
     least, _, most = nodes.rpartition(":")
     options = ["--nnodes", f"{least or most}:{most}", "--nproc", workers, "--rdzv-id", specs.macros.app_id]
