@@ -9,7 +9,7 @@ from pathlib import Path
 from jobs import Figures, Job, descendants
 from launchers import start_alone
 
-__all__ = ["measure"]
+__all__ = ["helpers_cpu", "measure"]
 
 SAMPLES = 10
 SETTLED = 200
@@ -28,7 +28,7 @@ def measure(job: Job, who: str, seconds: float, *options: str) -> Figures:
     agent, _began = start_alone(job, who, 2, *options)
     for rank in (0, 1):
         job.step(rank, 2, SETTLED)
-    began, before = time.monotonic(), _cpu(_helpers(job, agent))
+    began, before = time.monotonic(), helpers_cpu(job, agent)
     memory, whole, most = [], [], 0
     for look in range(1, SAMPLES + 1):
         job.sleep(began + seconds * look / SAMPLES)
@@ -36,7 +36,7 @@ def measure(job: Job, who: str, seconds: float, *options: str) -> Figures:
         memory.append(sum(map(_pss, helpers)) / 2**20)
         whole.append(sum(map(_pss, [agent, *descendants(agent)])) / 2**20)
         most = max(most, len(helpers))
-    after, took = _cpu(_helpers(job, agent)), time.monotonic() - began
+    after, took = helpers_cpu(job, agent), time.monotonic() - began
     spent = sum(after[pid] - before.get(pid, 0.0) for pid in after)
     return {
         "memory": sorted(memory)[SAMPLES // 2],
@@ -62,10 +62,10 @@ def _pss(pid: int) -> int:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)
 
 
-def _cpu(pids: list[int]) -> dict[int, float]:
-    """CPU seconds of each, including the children that it has reaped."""
+def helpers_cpu(job: Job, agent: int) -> dict[int, float]:
+    """CPU seconds of each process of an agent but the workers and theirs, including the children that it has reaped."""
     found = {}
-    for pid in pids:
+    for pid in _helpers(job, agent):
         try:
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 
 import pyte
 import pytest
@@ -136,3 +138,11 @@ def test_figures_are_laid_out_in_order() -> None:
     figures = [("world size", "4"), ("step", "12 of 90"), ("loss", "0.5"), ("restarts left", "3 of 3")]
     assert laid_out(figures, 40, 3) == [" world size 4   step 12 of 90   loss 0.5", " restarts left 3 of 3", ""]
     assert not re.search("loss", "".join(laid_out(figures, 30, 1)))
+
+
+def test_a_plain_start_imports_nothing_of_it() -> None:
+    program = (
+        "import sys, elastic_agents.main; print([x for x in sys.modules if 'live_view' in x or 'observe.watch' in x])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip() == "[]"
