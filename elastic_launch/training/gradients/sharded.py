@@ -45,6 +45,7 @@ class ShardSums:
         self._scatters: list[_Scatter] = []
         self._index: int | None = None  # of the micro-batch; None: the pass counts nothing
         self._last = False
+        self._signature = 0
         self._reduced = 0  # elements in the current pass
         self._plan = BatchPlan((), 1, ())
         for name, parameter in parameters.sharded.items():
@@ -71,6 +72,10 @@ class ShardSums:
         """Start a step."""
         self._plan = plan
         self.reset()
+        if self._signature != self._parameters.signature:  # some were frozen or unfrozen
+            self._signature = self._parameters.signature
+            for scatter in self._scatters:
+                scatter.sizes.clear()
         for module in self._modules:
             # An evaluation leaves the outermost module's parameters gathered.
             module.reshard()
@@ -87,7 +92,7 @@ class ShardSums:
         self._last = number == self.passes(self._plan) - 1
         self._reduced = 0
         for scatter in self._scatters:
-            scatter.calls = 0
+            scatter.calls = scatter.made = 0
 
     def end_pass(self) -> None:
         """End a pass.
@@ -98,12 +103,7 @@ class ShardSums:
         trained = [(n, p) for n, p in self._parameters.sharded.items() if p.requires_grad]
         if self._reduced != sum(_padded(p, self._world_size) for _, p in trained):
             without = ", ".join(name for name, p in trained if p.grad is None)
-            raise UsageError(
-                "A backward pass of the sharded model did not compute one gradient for each parameter"
-                f"{f', such as {without}' if without else ''}: the ranks would reduce different parameters together.",
-                "Use every parameter in each micro-batch, and freeze those that are not trained "
-                "(requires_grad_(False)); call backward() once for each micro-batch.",
-            )
+            raise _partial(f", such as {without}" if without else "")
         if self._exact and not self._last:
             for _, parameter in trained:
                 parameter.grad = None  # zeros: the sums are in the tree
@@ -155,13 +155,16 @@ class _Scatter:
 
     Attributes:
         stacks: nodes of the tree; one list for each reduction in a pass.
-        calls: number of reductions in the current pass.
+        calls: number of reductions in the current pass that have a stack.
+        made: number of reductions in the current pass.
+        sizes: number of elements of each reduction, as in the first pass.
     """
 
     def __init__(self, sums: ShardSums) -> None:
         self._sums = sums
         self.stacks: list[list[tuple[Segment, Tensor]]] = []
-        self.calls = 0
+        self.calls = self.made = 0
+        self.sizes: list[int] = []
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -169,6 +172,11 @@ class _Scatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
+        self.made += 1
+        if len(self.sizes) < self.made:
+            self.sizes.append(len(input_tensor))
+        if self.sizes[self.made - 1] != len(input_tensor):
+            raise _partial("")  # before the ranks exchange different sizes, which may end a process
         self._sums.reduce(self, output_tensor, input_tensor, group)
 
     def reduced(self, output: Tensor) -> None:
@@ -180,6 +188,15 @@ class _Scatter:
             self.stacks.append([])
         self.calls += 1
         return self.stacks[self.calls - 1]
+
+
+def _partial(names: str) -> UsageError:
+    return UsageError(
+        f"A backward pass of the sharded model did not compute one gradient for each parameter{names}: the ranks would "
+        "reduce different parameters together.",
+        "Use every parameter in each micro-batch, and freeze those that are not trained (requires_grad_(False)); call "
+        "backward() once for each micro-batch.",
+    )
 
 
 def _joined(stack: list[tuple[Segment, Tensor]], index: int, value: Tensor) -> tuple[Segment, Tensor]:
