@@ -91,7 +91,7 @@ class _Failures:
 
 
 LONG = (
-    "slurm",
+    *("slurm", "engines"),
     *("frameworks", "kubernetes", "containers", "benchmarks", "teardown", "drains", "elasticctl", "planned_exact"),
     *("two_runs", "etcd", "exact", "clouds", "memory_snapshots", "checkpoint_urls", "partitions", "leavers_serve"),
     *("tutorial_examples", "takeover_midpoints", "examples", "first_second", "newest_state", "ledger", "torch"),
