@@ -23,7 +23,7 @@ TIMING = ["--rdzv-conf", "dead_after=4,beat=0.5"]
 
 
 class Run:
-    """A run whose nodes a, b, ... are on separate hosts; the record is on a, or in etcd on one more host."""
+    """A run whose nodes a, b, ... are on separate hosts; the record is on a, on all, or in etcd on one more host."""
 
     def __init__(self, job: Job, hosts: list[Host], where: list[str]) -> None:
         self.job = job
@@ -56,6 +56,11 @@ def hosts() -> Iterator[list[Host]]:
 @pytest.fixture
 def c10d(job: Job, hosts: list[Host]) -> Run:
     return Run(job, hosts, ["--rdzv-endpoint", f"{hosts[0].address}:29400"])
+
+
+@pytest.fixture
+def voters(job: Job, hosts: list[Host]) -> Run:
+    return Run(job, hosts, ["--rdzv-endpoint", ",".join(f"{host.address}:29400" for host in hosts[:3])])
 
 
 @pytest.fixture
@@ -116,6 +121,39 @@ def test_a_host_that_is_cut_off_continues_alone_and_readmits_the_others(c10d: Ru
     job.assert_nothing_done("b", number, job.first_step(shrunk))
     assert {x["node"] for x in job.noted("steps.jsonl", number=shrunk)} == {"a"}
     c10d.finish()
+
+
+def test_a_voter_that_leads_and_is_cut_off_is_succeeded_and_comes_back(voters: Run) -> None:
+    job = voters.job
+    for name in "abc":
+        voters.start(name)
+    number = job.trained(3)
+    leader = job.events("leader_elected")[-1]["node"]
+    with cut(voters.hosts[leader]):
+        shrunk = job.trained(2, after=number)
+        voters.agents[leader].says("this node leads no longer")
+    job.trained(3, after=shrunk)
+    job.assert_nothing_done(leader, number, job.first_step(shrunk))
+    assert job.events("leader_elected")[-1]["node"] != leader
+    voters.finish()
+
+
+@pytest.mark.soak
+def test_a_leader_without_a_majority_steps_down_and_leads_again_with_one(voters: Run) -> None:
+    job = voters.job
+    for name in "abc":
+        voters.start(name)
+    number = job.trained(3)
+    leader = job.events("leader_elected")[-1]["node"]
+    others = [name for name in "abc" if name != leader]
+    with cut(voters.hosts[others[0]]), cut(voters.hosts[others[1]]):
+        voters.agents[leader].says("2 of 3 voters lost")
+        voters.agents[leader].says("this node leads no longer")
+    seen = len(job.noted("steps.jsonl"))
+    wait_for("further steps", lambda: len(job.noted("steps.jsonl")) >= seen + 20)
+    assert {x["round"] for x in job.noted("steps.jsonl")} == {number}
+    assert {event["node"] for event in job.events("leader_elected")} == {leader}
+    voters.finish()
 
 
 @pytest.mark.parametrize("which", ["leader", "member"])

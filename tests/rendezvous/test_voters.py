@@ -168,7 +168,7 @@ def test_two_voters_without_their_files_say_how_to_begin_again(voters: Voters) -
     def said() -> bool:
         with pytest.raises(StoreError) as caught:
             voters.stores["b"].load(0.2)
-        return "have lost their files" in caught.value.message and "--rdzv-id" in caught.value.hint
+        return "have no file, but another one has" in caught.value.message and "--rdzv-id" in caught.value.hint
 
     wait_for("what is to be done", said)
 

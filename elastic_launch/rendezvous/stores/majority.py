@@ -297,9 +297,9 @@ class MajorityStore(ControlStore):
                 _HINT_START,
             )
         if voter.unborn:
+            names = ", ".join(sorted([own.name, *voter.unborn]))
             return StoreError(
-                f"Voters {', '.join(sorted([own.name, *voter.unborn]))} have lost their files, so the run's record may "
-                "be lost.",
+                f"Voters {names} have no file, but another one has: the run is just beginning, or files are lost.",
                 _HINT_LOST,
             )
         return StoreError(f"Voter {own.name} has only just begun.")
