@@ -18,7 +18,10 @@ with el.session() as run:
     if kind == "hybrid":
         from torch.distributed.fsdp import fully_shard
 
-        fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (run.world_size, 1)))
+        fully_shard(
+            model,
+            mesh=torch.distributed.init_device_mesh("cpu", (run.world_size, 1), mesh_dim_names=("replicate", "shard")),
+        )
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     if kind == "late":
         run.register("model", model)
