@@ -84,8 +84,8 @@ class Seen(el.Callback):
             exec(TRACKER, {})  # not under this file's name
 
 
-def torn_evaluate(*arguments: Any) -> list[float]:
-    means = evaluate(*arguments)
+def torn_evaluate(*arguments: Any, **options: Any) -> list[float]:
+    means = evaluate(*arguments, **options)
     if (run.world.round, run.rank, trainer.step) == (1, 1, args.torn):
         time.sleep(0.5)  # until another rank is killed
         raise RuntimeError("Connection closed by peer, as far as this rank knows")
