@@ -67,7 +67,7 @@ def test_there_is_no_view_elsewhere_nor_by_default_in_place_of_torchrun(monkeypa
 
 
 def test_another_way_to_show_a_run_is_refused() -> None:
-    with pytest.raises(UsageError, match="--progress fancy is no way to show a run"):
+    with pytest.raises(UsageError, match="--progress fancy is unknown"):
         parse(["--progress", "fancy", SCRIPT], {})
 
 

@@ -44,7 +44,7 @@ class Panel:
     """Returns what a terminal needs to be sent to show lines in its last rows.
 
     Attributes:
-        size: rows and columns for which the margins are set; None: there is no panel.
+        size: rows and columns for which the margins are set; None while no panel is shown.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class LiveView:
     def close(self) -> None:
         """Remove the view."""
         self._stop.set()
-        self._thread.join()
+        self._thread.join(SILENCE)
         self._consoles.draw(2, self._last_picture)
 
     def _run(self) -> None:

@@ -81,7 +81,7 @@ def read_progress(values: Values, *, own_agent: bool) -> str:
     """
     asked = values.text("--progress") or "auto"
     if asked not in PROGRESS:
-        raise UsageError(f"--progress {asked} is no way to show a run.", f"Give {', '.join(PROGRESS)}.")
+        raise UsageError(f"--progress {asked} is unknown.", f"Give {', '.join(PROGRESS)}.")
     if asked in ("plain", "none"):
         return asked
     if not own_agent:
