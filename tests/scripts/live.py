@@ -36,8 +36,8 @@ def say(kind, **fields):
 
 
 def begin():
-    note("begins")
     say("ready", step=0, total=0, restore_s=0.0, uncompared=0, live=True)
+    say("maycommit", number=place["round"])
 
 
 def listen():
@@ -45,6 +45,8 @@ def listen():
         for line in lines:
             message = json.loads(line)
             kind = message["type"]
+            if kind == "commit":  # the answer to a later message: the agent knows that this worker can be suspended
+                note("begins")
             if kind == "stop":
                 say("drained", step=7, seconds=0.0)
             if kind == "suspend":
