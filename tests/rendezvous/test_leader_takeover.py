@@ -112,6 +112,21 @@ def test_a_crash_that_the_last_leader_has_charged_is_not_charged_again() -> None
     assert (run.number, run.record.restarts) == (5, 2)
 
 
+@pytest.mark.parametrize("others_first", [False, True])
+def test_a_round_is_not_judged_again_if_others_have_been_in_a_later_one(others_first: bool) -> None:
+    """This leader was cut off, repaired the record, and knows only the round in which its own worker crashed."""
+    run = Run("1:3", record=replace(record_of_running_round("abc"), term=100, floor=90))
+    if others_first:
+        run.hello("b", "c", **STOPPED | {"seen_term": 7, "seen_round": 6})
+    run.hello("a", **STOPPED, failed=failure("a", round=4))
+    if not others_first:
+        run.hello("b", "c", **STOPPED | {"seen_term": 7, "seen_round": 6})
+    run.advance(6)
+    assert (run.number, run.members, run.record.restarts) == (91, "abc", 1)
+    causes = [event.cause for event in run.told(RoundBroken) + run.told(CauseFound)]
+    assert (causes[-1] == "round 6 has been formed since") is not others_first
+
+
 def test_a_crash_of_an_earlier_round_says_nothing_about_the_current_one() -> None:
     run = Run("1:2", record=record_of_running_round())
     run.hello("a", "b", **HELD, failed=failure("a", round=3))

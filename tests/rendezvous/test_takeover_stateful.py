@@ -212,3 +212,22 @@ def test_a_leader_that_was_succeeded_does_not_repair_what_is_spoiled_right_after
     cluster.store.spoil()
     cluster.run(10.0)
     cluster.recover()
+
+
+def test_a_node_that_repairs_the_record_charges_nothing_for_a_round_that_others_have_left_behind() -> None:
+    """Its worker had crashed in round 1 when it was cut off; another leader has charged that, and formed two rounds."""
+    cluster = Cluster("2:4", seed=1, max_restarts=2)
+    cluster.start("a", "b", "c", "d")
+    cluster.run(3.0)
+    assert cluster.leader is cluster["c"]
+    cluster.partition("c")
+    cluster.network.cut_off.add("b")
+    cluster.run(27.0)
+    cluster.network.cut_off.add("a")
+    cluster.run(3.0)
+    cluster.store.spoil()
+    cluster.heal()
+    cluster.recover()
+    assert cluster.leader is cluster["b"]
+    assert cluster.record is not None
+    assert cluster.record.restarts == 1

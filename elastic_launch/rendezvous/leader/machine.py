@@ -303,6 +303,7 @@ class LeaderMachine:
         """Take over what a member of an earlier term knows: the record may have been lost with its host."""
         self._state.budget.learn(hello.seen_restarts)
         self._state.floor = max(self._state.floor, hello.seen_round)
+        self._state.seen = max(self._state.seen, hello.seen_round)
         ahead = hello.seen_term == self.record.term and hello.seen_round > self.record.round.number
         if ahead or hello.seen_term > self.record.term:
             self._state.commit(replace(self.record, term=hello.seen_term + 1))

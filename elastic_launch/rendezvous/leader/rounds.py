@@ -542,6 +542,10 @@ class Rounds:
         return broken.at + self._state.timing.return_after + (grace if 0 <= grace <= LONGEST_WAIT else 0.0)
 
     def _judge(self, broken: Broken, now: float) -> None:
+        if self._state.seen > self._state.record.round.number:  # the leader that formed that round has judged this one
+            self._impose(broken, Kind.NODE_LOSS, f"round {self._state.seen} has been formed since")
+            broken.judged_at = now
+            return
         broken.judged_at = now
         if broken.ends:
             return  # no other round follows

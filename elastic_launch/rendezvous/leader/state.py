@@ -29,6 +29,7 @@ class LeaderState:
         last_arrival: when a node last joined.
         owed: members of a previous leader's round: they may be training until they connect, or are silent for long.
         floor: rounds up to this number may have been formed.
+        seen: the highest round that a node is known to have taken part in.
         departing: whether this leader's own node leaves.
         exclusion: which nodes are left out because of their faults.
         drill: the planned faults.
@@ -45,6 +46,7 @@ class LeaderState:
         self.began = self.turned = self.last_arrival = now
         self.owed = {member.node_id for member in record.round.members if member.incarnation not in dead}
         self.floor = max(record.round.number, record.floor)
+        self.seen = record.round.number
         if record.repaired:
             self.owed.add("")  # unknown members may still connect, for as long as any other owed member
         self.departing = False
