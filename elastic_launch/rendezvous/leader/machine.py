@@ -346,7 +346,7 @@ class LeaderMachine:
             self._send(other.link, m.Strike(self.record.term, report.fault, node.hello.node_id))
 
     def _admit(self, link: int, hello: m.Hello, now: float) -> None:
-        node = Node(hello, link, self._arrivals, now, hello.store_port, heard=now)
+        node = Node(hello, link, self._arrivals, hello.store_port, heard=now)
         node.importing, node.held = hello.importing, hello.held
         node.offer(hello.slots)
         self._arrivals += 1

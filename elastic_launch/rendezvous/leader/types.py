@@ -67,7 +67,6 @@ class Node:
     hello: m.Hello
     link: int
     arrival: int
-    arrived: float
     store_port: int
     active: bool = False
     joined: bool = False

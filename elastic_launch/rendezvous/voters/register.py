@@ -97,7 +97,6 @@ class Register:
         self._need = len(voters) // 2 + 1
         self._phase = _Phase.IDLE
         self._id = 0
-        self._request: Request | None = None
         self._outbox: list[tuple[str, Request]] = []
         self._held: _Held | None = None
         self._renews = False
