@@ -11,18 +11,23 @@ import os
 import struct
 import threading
 import zlib
+from bisect import bisect_left
 from enum import IntEnum
 from typing import NamedTuple
 
 from elastic_launch.clock import MonotonicClock
 from elastic_launch.system.plain_text import one_line, plain
 
-__all__ = ["Activity", "SharedProgress", "WorkerProgress"]
+__all__ = ["STEP_BOUNDS", "Activity", "SharedProgress", "WorkerProgress"]
 
-_FIELDS = struct.Struct("<QQdQdQ32sdQQ")
+STEP_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+"""Seconds: steps are counted by the first of these that they did not exceed."""
+
+_COUNTS = len(STEP_BOUNDS) + 1
+_FIELDS = struct.Struct(f"<QQdQdQ32sdQQdd{_COUNTS}Q")
 _MOST = 2**53
 _RECORD = struct.Struct(f"<{_FIELDS.size}sI")  # fields, their CRC-32
-_PLACE = 128
+_PLACE = 256
 """Bytes of one worker's place."""
 
 TRIES = 3
@@ -54,6 +59,9 @@ class WorkerProgress(NamedTuple):
         loss: of the last step; None if the worker has reported none, or one that is not finite.
         batch: samples of a step, of all ranks; 0 if that is not known.
         passes: forward and backward passes of this worker in a step; likewise.
+        lr: learning rate of the first parameter group; None if the worker has not reported it.
+        steps_s: seconds of all steps of the workers that had this place, each from the end of the one before.
+        durations: numbers of these steps by their durations, see :data:`STEP_BOUNDS`; the last are longer than all.
     """
 
     round: int
@@ -66,13 +74,16 @@ class WorkerProgress(NamedTuple):
     loss: float | None = None
     batch: int = 0
     passes: int = 0
+    lr: float | None = None
+    steps_s: float = 0.0
+    durations: tuple[int, ...] = (0,) * _COUNTS
 
     @property
     def possible(self) -> bool:
         """Whether this is plausible: a worker's script has access to the memory and may write anything."""
         known = self.activity <= max(Activity) and 0 <= self.limit < _MOST
-        counts = self.round, self.step, self.batch, self.passes
-        return known and max(counts) < _MOST and 0 <= self.at <= MonotonicClock().now()
+        counts = self.round, self.step, self.batch, self.passes, *self.durations
+        return known and max(counts) < _MOST > self.steps_s >= 0 and 0 <= self.at <= MonotonicClock().now()
 
 
 class SharedProgress:
@@ -83,16 +94,18 @@ class SharedProgress:
         local_rank: whose place :meth:`write` writes.
 
     Attributes:
-        figures: loss, batch and passes of the next report.
+        figures: loss, batch, passes and learning rate of the next report.
     """
 
     def __init__(self, descriptor: int, local_rank: int = 0) -> None:
         self.descriptor = descriptor
         self._local_rank = local_rank
         self._file = _file(descriptor)
-        self._last = WorkerProgress(0, 0, 0.0)
-        self.figures: tuple[float | None, int, int] = (None, 0, 0)
+        self.figures: tuple[float | None, int, int, float | None] = (None, 0, 0, None)
         self._lock = threading.Lock()  # the number of a closed descriptor is soon reused
+        # Counters go on after the worker that had this place before.
+        before = self.read(local_rank) or WorkerProgress(0, 0, 0.0)
+        self._last = WorkerProgress(0, 0, 0.0, steps_s=before.steps_s, durations=before.durations)
 
     @staticmethod
     def make(name: str) -> SharedProgress:
@@ -115,13 +128,16 @@ class SharedProgress:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         last = self._last
         at = last.at if (round, step) == last[:2] else MonotonicClock().now()
-        self._last = WorkerProgress(round, step, at, activity, limit, last.number + 1, what, *self.figures)
-        fields = _FIELDS.pack(
-            *self._last[:6],
-            what.encode(errors="replace"),
-            math.nan if self._last.loss is None else self._last.loss,
-            *self._last[8:],
-        )
+        steps_s, durations = last.steps_s, last.durations
+        if round == last.round and step > last.step:
+            place = bisect_left(STEP_BOUNDS, (at - last.at) / (step - last.step))
+            durations = (*durations[:place], durations[place] + step - last.step, *durations[place + 1 :])
+            steps_s += at - last.at
+        count, figures = last.number + 1, self.figures
+        self._last = WorkerProgress(round, step, at, activity, limit, count, what, *figures, steps_s, durations)
+        loss, batch, passes, lr = (math.nan if figure is None else figure for figure in figures)
+        words = what.encode(errors="replace")
+        fields = _FIELDS.pack(*self._last[:6], words, loss, batch, passes, lr, steps_s, *durations)
         os.pwrite(self.descriptor, _RECORD.pack(fields, zlib.crc32(fields)), self._local_rank * _PLACE)
 
     def read(self, local_rank: int = 0) -> WorkerProgress | None:
@@ -134,9 +150,9 @@ class SharedProgress:
                 return None
             fields, check = _RECORD.unpack(data)
             if zlib.crc32(fields) == check:
-                reached = WorkerProgress(*_FIELDS.unpack(fields))
-                loss = reached.loss if reached.loss is not None and math.isfinite(reached.loss) else None
-                reached = reached._replace(what=_text(reached.what), loss=loss)
+                *known, what, loss, batch, passes, lr, steps_s = _FIELDS.unpack(fields)[:-_COUNTS]
+                figures = (_finite(loss), batch, passes, _finite(lr), steps_s)
+                reached = WorkerProgress._make((*known, _text(what), *figures, _FIELDS.unpack(fields)[-_COUNTS:]))
                 return reached if reached.possible else None
         return None
 
@@ -146,8 +162,11 @@ class SharedProgress:
         os.close(descriptor)
 
 
-def _text(data: bytes | str) -> str:
-    assert isinstance(data, bytes)
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _text(data: bytes) -> str:
     return one_line(plain(data.rstrip(b"\0").decode(errors="ignore")))
 
 

@@ -501,6 +501,8 @@ class LocalElasticAgent(ElasticAgent):
             loss_in(told),
             max((x.batch for x in told), default=0),
             max((x.passes for x in told), default=0),
+            next((x.lr for x in told if x.lr is not None), None),
+            *self._control.steps(),
         )
 
     def _beat(self) -> m.Beat | m.Progress:

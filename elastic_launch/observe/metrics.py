@@ -10,12 +10,14 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from elastic_launch.errors import UsageError
 from elastic_launch.events import types as ev
 from elastic_launch.observe.ledger import PARTS, Incident
 from elastic_launch.observe.present import Present
+from elastic_launch.shared_progress import STEP_BOUNDS
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -62,8 +64,11 @@ METRICS = {
     "elastic_launch_step": _Kind("gauge", "Optimizer steps done; it falls when steps are repeated."),
     "elastic_launch_total_steps": _Kind("gauge", "Optimizer steps of the whole training, if that is known."),
     "elastic_launch_remaining_seconds": _Kind("gauge", "Time until the training ends at this pace, if that is known."),
-    "elastic_launch_step_seconds": _Kind("summary", "Optimizer steps, repeated ones included, and the time they took."),
+    "elastic_launch_step_seconds": _Kind(
+        "histogram", "Optimizer steps of the node's workers, repeated ones included, each from the end of the last."
+    ),
     "elastic_launch_snapshot_step": _Kind("gauge", "Steps in the newest snapshot in the node's memory."),
+    "elastic_launch_snapshot_timestamp_seconds": _Kind("gauge", "When that was first seen there, in Unix time."),
     "elastic_launch_checkpoint_step": _Kind("gauge", "Steps in the last durable checkpoint that the node wrote."),
     "elastic_launch_checkpoint_timestamp_seconds": _Kind("gauge", "When that was committed, in Unix time."),
     "elastic_launch_checkpoints_total": _Kind("counter", "Durable checkpoints that the node has written."),
@@ -138,6 +143,7 @@ class NodeMetrics:
         self._version = version
         self._counted = _Counted()
         self._present = Present("starting")
+        self._snapshot = 0.0  # when the newest one was first seen
         self._leads = False
         self._goodput: float | None = None
         self._registry: CollectorRegistry = CollectorRegistry(auto_describe=False)
@@ -181,6 +187,12 @@ class NodeMetrics:
         for part in PARTS:
             count("elastic_launch_incident_seconds_total", part.removesuffix("_s"), by=getattr(incident, part) or 0.0)
 
+    def see(self, present: Present) -> None:
+        """Note how this node is; called about once a second, from any thread."""
+        if present.snapshot != self._present.snapshot:
+            self._snapshot = time.time()
+        self._present = present
+
     def text(self, present: Present, *, leads: bool, goodput: float | None) -> bytes:
         """Return all metrics in Prometheus' text format.
 
@@ -191,24 +203,27 @@ class NodeMetrics:
         """
         from prometheus_client import generate_latest
 
-        self._present, self._leads, self._goodput = present, leads, goodput
+        self.see(present)
+        self._leads, self._goodput = leads, goodput
         return generate_latest(self._registry)
 
     def collect(self) -> Iterable[Metric]:
         """Yield the metrics; called by the registry."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
         gauges = self._gauges()
         for name, kind in METRICS.items():
             labels = [*_RUN, *kind.labels]
-            if kind.type == "summary":
-                summary = SummaryMetricFamily(name, kind.help, labels=labels)
-                summary.add_metric(self._run, self._present.trained, self._present.trained_s)
-                yield summary
+            if kind.type == "histogram":
+                histogram = HistogramMetricFamily(name, kind.help, labels=labels)
+                counts = accumulate(self._present.durations or (0,) * (len(STEP_BOUNDS) + 1))
+                bounds = (*map(str, STEP_BOUNDS), "+Inf")
+                histogram.add_metric(self._run, list(zip(bounds, counts, strict=True)), self._present.steps_s)
+                yield histogram
                 continue
-            counts = kind.type == "counter"
-            family = (CounterMetricFamily if counts else GaugeMetricFamily)(name, kind.help, labels=labels)
-            for found, value in (self._counted.of(name) if counts else gauges.get(name, {})).items():
+            counted = kind.type == "counter"
+            family = (CounterMetricFamily if counted else GaugeMetricFamily)(name, kind.help, labels=labels)
+            for found, value in (self._counted.of(name) if counted else gauges.get(name, {})).items():
                 family.add_metric([*self._run, *found], value)
             yield family
 
@@ -225,6 +240,7 @@ class NodeMetrics:
             "total_steps": present.total or None,
             "remaining_seconds": present.remaining,
             "snapshot_step": present.snapshot,
+            "snapshot_timestamp_seconds": None if present.snapshot is None else self._snapshot,
             "checkpoint_step": None if checkpoint is None else checkpoint[0],
             "checkpoint_timestamp_seconds": None if checkpoint is None else checkpoint[1],
             "restarts": present.restarts,

@@ -27,6 +27,9 @@ class Present:
         loss: of the last step; None if no worker has reported one.
         batch, passes: samples of a step, and the most forward and backward passes of a worker of this node in it; 0 if
             that is not known.
+        lr: learning rate of the first parameter group; None if no worker has reported it.
+        steps_s, durations: seconds of all steps of this node's workers, and numbers of these steps by duration, see
+            :data:`elastic_launch.shared_progress.STEP_BOUNDS`; the last are longer than all.
     """
 
     phase: str
@@ -46,3 +49,6 @@ class Present:
     loss: float | None = None
     batch: int = 0
     passes: int = 0
+    lr: float | None = None
+    steps_s: float = 0.0
+    durations: tuple[int, ...] = ()

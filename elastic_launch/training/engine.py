@@ -256,10 +256,10 @@ class Engine:
         self.saver.poll(step, self.checkpoint)
         self.saver.keep(step, self.checkpoint, identity, state, self.worlds, stays)
 
-    def note(self, loss: float, batch: int, passes: int) -> None:
+    def note(self, loss: float, batch: int, passes: int, lr: float | None) -> None:
         """Let the agent know of the step that was just done; the report of the step has it."""
         if self._link is not None:
-            self._link.note(loss, batch, passes)
+            self._link.note(loss, batch, passes, lr)
 
     def request_stop(self) -> None:
         """Make all ranks stop after the same step: the next one, or the one after it."""

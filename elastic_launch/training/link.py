@@ -192,10 +192,10 @@ class AgentLink:
         place, self._place = self._place, None
         return place
 
-    def note(self, loss: float | None, batch: int, passes: int) -> None:
+    def note(self, loss: float | None, batch: int, passes: int, lr: float | None = None) -> None:
         """Let the next report have these, see :class:`~elastic_launch.shared_progress.WorkerProgress`."""
         if self._progress is not None:
-            self._progress.figures = loss, batch, passes
+            self._progress.figures = loss, batch, passes, lr
 
     def step(self, step: int) -> None:
         """Report that a step is done: in shared memory if possible, and from time to time in a message."""

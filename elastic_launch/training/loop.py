@@ -208,7 +208,11 @@ class Loop:
                 else:
                     self._step += 1
                     self._last = step.loss, step.metrics
-                    self._engine.note(step.loss, self._loader.batch.size, step.plan.grad_accum)
+                    # Of the first group; a tensor may be on a GPU, and to read it would wait for the step.
+                    groups = getattr(self._optimizer, "param_groups", None) or [{}]
+                    lr = groups[0].get("lr")
+                    lr = lr if isinstance(lr, int | float) else None
+                    self._engine.note(step.loss, self._loader.batch.size, step.plan.grad_accum, lr)
                     self._end_step()
                 self._complete()
         finally:

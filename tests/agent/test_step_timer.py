@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from elastic_agents.step_timer import StepTimer
 from elastic_agents.workers.start import UNKNOWN_START, StartTimer
-from elastic_launch.shared_progress import SharedProgress, WorkerProgress
+from elastic_launch.shared_progress import STEP_BOUNDS, SharedProgress, WorkerProgress
 
 
 def trained(steps: int, *, total: int, first: int = 0, first_takes: float = 9.0) -> StepTimer:
@@ -123,3 +124,28 @@ def test_leaving_a_round_may_take_some_steps_within_limits() -> None:
     slow.begin(1, 0, 0.0)
     slow.step(1, 1, 500.0)
     assert slow.suspend_seconds() == 60.0
+
+
+def test_steps_are_counted_by_their_durations_and_on_by_the_next_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 10.0
+    monkeypatch.setattr("elastic_launch.shared_progress.MonotonicClock", lambda: SimpleNamespace(now=lambda: now))
+    agent = SharedProgress.make("test")
+    worker = SharedProgress(os.dup(agent.descriptor), 1)
+    for number, step, at in ((1, 5, 10.0), (1, 6, 10.25), (1, 6, 11.0), (1, 8, 12.25), (2, 8, 90.0), (2, 9, 590.0)):
+        now = at
+        worker.write(number, step)
+    worker.close()
+    counted = agent.read(1)
+    assert counted is not None
+    assert counted.steps_s == 502.25
+    expected = {0.25: 1, 1.0: 2}
+    assert counted.durations == (*(expected.get(bound, 0) for bound in STEP_BOUNDS), 1)
+    following = SharedProgress(os.dup(agent.descriptor), 1)
+    following.write(3, 5)
+    now += 0.001
+    following.write(3, 6)
+    found = agent.read(1)
+    assert found is not None
+    assert (found.durations[0], sum(found.durations)) == (1, 5)
+    for progress in (agent, following):
+        progress.close()

@@ -55,7 +55,8 @@ def test_a_node_that_starts_shows_what_is_known() -> None:
 
 
 def test_a_node_that_trains_shows_its_progress() -> None:
-    present = Present("running", 3, 2, 8, 4, 120, 500, 38.0, 130, 6.5, 118, 1, 3)
+    steps = {"steps_s": 6.5, "durations": (0, 0, 0, 100, 28, *(0,) * 9, 1, 1)}
+    present = Present("running", 3, 2, 8, 4, 120, 500, 38.0, 130, 6.5, 118, 1, 3, **steps)
     shown = values(metrics(), present, goodput=0.9)
     expected = {
         "round": 3, "nodes": 2, "world_size": 8, "workers": 4, "step": 120, "total_steps": 500, "remaining_seconds": 38,
@@ -63,6 +64,17 @@ def test_a_node_that_trains_shows_its_progress() -> None:
         "goodput_ratio": 0.9, "leads": 1,
     }  # fmt: skip
     assert {name: shown[f"elastic_launch_{name}"] for name in expected} == expected
+    buckets = {bound: shown[f"elastic_launch_step_seconds_bucket{{le={bound}}}"] for bound in ("0.025", "0.05", "0.1")}
+    assert buckets == {"0.025": 0, "0.05": 100, "0.1": 128}
+    assert shown["elastic_launch_step_seconds_bucket{le=300.0}"] == 129
+    assert shown["elastic_launch_step_seconds_bucket{le=+Inf}"] == 130
+
+
+def test_a_snapshot_has_the_time_at_which_it_was_first_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, times = metrics(), iter([1000.0, 1020.0])
+    monkeypatch.setattr("elastic_launch.observe.metrics.time.time", lambda: next(times))
+    seen = [values(found, Present("running", snapshot=step)) for step in (7, 7, 9)]
+    assert [shown["elastic_launch_snapshot_timestamp_seconds"] for shown in seen] == [1000, 1000, 1020]
 
 
 def test_a_world_that_does_not_train_has_no_size() -> None:
@@ -169,13 +181,13 @@ def expressions() -> list[str]:
 
 @pytest.mark.parametrize("expression", expressions())
 def test_alerts_and_dashboard_use_metrics_and_labels_that_exist(expression: str) -> None:
-    known = {f"{name}{suffix}" for name in METRICS for suffix in ("", "_count", "_sum")}
+    series = {"histogram": ("_bucket", "_count", "_sum")}
+    known = {f"{name}{suffix}" for name, kind in METRICS.items() for suffix in series.get(kind.type, ("",))}
     used = NAME.findall(expression)
     assert used
     assert set(used) <= known
-    labels = {"run_id", "node"} | {
-        label for name in used for label in METRICS[re.sub(r"_(count|sum)$", "", name)].labels
-    }
+    labels = {"run_id", "node"} | {"le" for name in used if name.endswith("_bucket")}
+    labels |= {label for name in used for label in METRICS[re.sub(r"_(bucket|count|sum)$", "", name)].labels}
     grouped = {label.strip() for found in BY.findall(expression) for label in found.split(",")}
     chosen = set(re.findall(r"[{,](\w+)=~?\"", expression))
     assert grouped | chosen <= labels

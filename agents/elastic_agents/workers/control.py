@@ -262,6 +262,11 @@ class Control:
         found = map(self._progress.read, range(self._workers))
         return [report for report in found if report is not None and report.round == number]
 
+    def steps(self) -> tuple[float, tuple[int, ...]]:
+        """Seconds of all steps of this node's workers, and their numbers by duration, as they have reported them."""
+        found = [report for rank in range(self._workers) if (report := self._progress.read(rank)) is not None]
+        return sum(x.steps_s for x in found), tuple(map(sum, zip(*(x.durations for x in found), strict=True)))
+
     def _reached(self) -> WorkerProgress | None:
         """The report of the worker that has come furthest, and was the first to; None if there is none."""
         reports = [report for local_rank in range(self._workers) if (report := self._progress.read(local_rank))]
