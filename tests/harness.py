@@ -67,6 +67,24 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
+def trains(notes: Path, world: int, after: int, outputs: Callable[[], str]) -> int:
+    """Wait until the last step of ``changes.py`` was done in a world of that size, in a later round; return the round.
+
+    Args:
+        notes: the script's directory.
+        outputs: what to show if that does not come.
+    """
+
+    def probe() -> int:
+        done = read_lines(notes / "steps.jsonl")[-1:]
+        return int(done[0]["round"]) if done and done[0]["world"] == world and done[0]["round"] > after else 0
+
+    try:
+        return wait_for(f"a step in a world of {world} after round {after}", probe, 60)
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{outputs()}") from None
+
+
 def free_port() -> int:
     """Return a port with no listener, which stays free until it is used.
 

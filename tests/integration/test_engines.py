@@ -20,8 +20,8 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from changes import SCRIPT
-from harness import LOOP, SLOWNESS, Agent, Job, free_port, name_of, read_lines, wait_for
+from changes import SCRIPT, undisturbed_hash
+from harness import LOOP, SLOWNESS, Agent, Job, free_port, name_of, read_lines, trains
 from netns import Host, ip, kill_all, missing, net
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -169,16 +169,7 @@ def test_on_ray_a_worker_an_agent_and_a_node_are_lost(tmp_path: Path, ray_hosts:
     driver = Agent(own, tmp_path, "driver", cluster.env, tmp_path, hosts[0].prefix, program=())
 
     def steps(world: int, after: int = 0) -> int:
-        """Wait until a round beyond one, of this world size, has done a step; return its number."""
-
-        def probe() -> int:
-            done = read_lines(notes / "steps.jsonl")[-1:]
-            return done[0]["round"] if done and done[0]["world"] == world and done[0]["round"] > after else 0
-
-        try:
-            return wait_for(f"steps of world size {world} after round {after}", probe, 60)
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{driver.output}") from None
+        return trains(notes, world, after, lambda: driver.output)
 
     with contextlib.ExitStack() as ends:
         ends.callback(driver.kill)
@@ -199,8 +190,5 @@ def test_on_ray_a_worker_an_agent_and_a_node_are_lost(tmp_path: Path, ray_hosts:
     result = json.loads((notes / "result.json").read_text())
     alone = tmp_path / "alone"
     alone.mkdir()
-    (alone / "hurry").touch()
-    command = [sys.executable, SCRIPT, str(alone), "--steps", "400"]
-    subprocess.run(command, check=True, capture_output=True, timeout=80 * SLOWNESS)
-    assert result["hash"] == json.loads((alone / "result.json").read_text())["hash"], driver.output
+    assert result["hash"] == undisturbed_hash(alone, 400), driver.output
     assert result["restarts"] == 1, driver.output

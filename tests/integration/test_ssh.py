@@ -13,8 +13,8 @@ from pathlib import Path
 
 import netns
 import pytest
-from changes import SCRIPT
-from harness import SLOWNESS, read_lines, wait_for
+from changes import SCRIPT, undisturbed_hash
+from harness import SLOWNESS, trains, wait_for
 from netns import Host, kill_all, net
 
 ROOT = Path(__file__).parents[2]
@@ -137,19 +137,12 @@ def test_a_host_is_lost_and_comes_back(tmp_path: Path, hosts: Hosts) -> None:
         shell.stdin.write(text.encode())
         shell.stdin.flush()
 
+    def logs() -> str:
+        paths = [*work.glob("*.log"), *tmp_path.glob("sshd.*")]
+        return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')}" for path in paths)
+
     def steps(world: int, after: int = 0) -> int:
-        """Wait until a round beyond one, of this world size, has done a step; return its number."""
-
-        def probe() -> int:
-            done = read_lines(notes / "steps.jsonl")[-1:]
-            return done[0]["round"] if done and done[0]["world"] == world and done[0]["round"] > after else 0
-
-        try:
-            return wait_for(f"steps of world size {world} after round {after}", probe, 60)
-        except AssertionError as error:
-            logs = [*work.glob("*.log"), *tmp_path.glob("sshd.*")]
-            texts = [f"--- {log.name}\n{log.read_text(errors='replace')}" for log in logs]
-            raise AssertionError("\n".join([str(error), *texts])) from None
+        return trains(notes, world, after, logs)
 
     type_in(whole)
     number = steps(2)
@@ -165,10 +158,7 @@ def test_a_host_is_lost_and_comes_back(tmp_path: Path, hosts: Hosts) -> None:
     result = json.loads((notes / "result.json").read_text())
     alone = tmp_path / "alone"
     alone.mkdir()
-    (alone / "hurry").touch()
-    command = [sys.executable, SCRIPT, str(alone), "--steps", "400"]
-    subprocess.run(command, check=True, capture_output=True, timeout=80 * SLOWNESS)
-    assert result["hash"] == json.loads((alone / "result.json").read_text())["hash"], outputs
+    assert result["hash"] == undisturbed_hash(alone, 400), outputs
     assert result["restarts"] == 0, outputs
     assert "done: all workers finished" in outputs["n1"]
     assert "node n2 lost: its connection closed" in outputs["n1"]
