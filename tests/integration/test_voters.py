@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from changes import Changes, ctl
-from harness import Agent, Job, free_port, tree, wait_for
+from harness import LOOP, Agent, Job, free_port, round_of, tree, wait_for
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -18,21 +18,21 @@ TIMING = ["--rdzv-conf", "dead_after=3,beat=0.3"]
 
 
 class Run:
-    """Nodes of one run, of which a, b and c are voters."""
+    """Nodes of one run, of which the first ones are voters."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, voters: int = 3, command: list[str] | None = None) -> None:
         self.job = job
         self.changes = Changes(job, live=True)
-        self.endpoints = [f"127.0.0.1:{free_port()}" for _ in "abc"]
+        self.command = command or self.changes.command
+        self.endpoints = [f"127.0.0.1:{free_port()}" for _ in range(voters)]
         self.agents: dict[str, Agent] = {}
 
-    def start(self, *names: str, nnodes: str = "1:3", **options: Any) -> None:
+    def start(self, *names: str, nnodes: str = "1:3", flags: tuple[str, ...] = ()) -> None:
         for name in names:
-            several = ["--nnodes", nnodes, "--nproc", "1", "--node-id", name, "--rdzv-id", "run", *TIMING]
+            several = ["--nnodes", nnodes, "--nproc", "1", "--node-id", name, "--rdzv-id", "run", *TIMING, *flags]
             where = ["--rdzv-endpoint", ",".join(self.endpoints)]
             env = {"NODE": name}
-            command = self.changes.command
-            self.agents[name] = self.job.launch(*several, *where, name=name, command=command, env=env, **options)
+            self.agents[name] = self.job.launch(*several, *where, name=name, command=self.command, env=env)
 
     def leader(self, term: int = 1) -> str:
         """The node that was elected last, in this term or a later one."""
@@ -174,3 +174,69 @@ def test_an_orderly_leave_of_the_leader_is_not_waited_for(run: Run, undisturbed:
     run.changes.trains(2, after=number)
     assert f"leader {leader} left" in run.job.events("leader_elected")[-1]["cause"]
     run.finish(undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["gathering", "running", "draining", "broken", "ending", "ended"])
+def test_the_leaders_host_is_lost_in_each_phase(job: Job, phase: str) -> None:
+    """Its workers need no torch, except for a drain: that takes workers which stop after the same step."""
+    drains = Changes(job, step_time=1.5, live=True).command
+    stays = [LOOP, str(job.work), "--ignore-term"]  # so that the phases in which a node stops its workers last
+    run = Run(job, command=drains if phase == "draining" else stays)
+    most = "1" if phase != "ending" else "0"
+    run.start("a", "b", "c", nnodes="2:3", flags=("--shutdown-timeout", "4", "--max-restarts", most))
+    name = run.leader()
+    leader, others = run.agents[name], [run.agents[other] for other in "abc" if other != name]
+    if phase == "gathering":
+        leader.says("the first round forms")
+        run.kill(name)
+    elif phase == "draining":
+        number = run.changes.trains(3)
+        others[0].signal(signal.SIGTERM)
+        leader.says(f"round {number} drains")
+        run.kill(name)
+        assert others[0].wait() == 143
+        run.start(others.pop(0).name)
+        run.changes.trains(2, after=number)
+        assert job.events("leader_elected")[-1]["term"] > 1
+        run.changes.hurry()
+    else:
+        workers = job.world(3)
+        lost = next(worker for worker in workers if worker["env"]["NODE"] != name)
+        if phase in ("broken", "ending"):
+            job.tell(f"exit-{lost['env']['RANK']}", "7")
+            leader.says("broken after")
+        elif phase == "ended":
+            job.finish()
+            leader.says("done: all workers finished")
+        run.kill(name)
+    if phase in ("gathering", "running", "broken", "ending"):
+        job.world(2, after=round_of(job.started()[-1]) if job.started() else 0)
+        run.leader(2)
+        job.finish()
+    assert [agent.wait(60) for agent in run.agents.values()] == [0] * len(run.agents), [x.output for x in others]
+    assert not job.events("restart_charged")
+
+
+@pytest.mark.slow
+def test_of_five_voters_two_may_be_lost(job: Job) -> None:
+    run = Run(job, 5, [LOOP, str(job.work)])
+    run.start(*"abcde", nnodes="1:5")
+    number = round_of(job.world(5)[0])
+    leader = run.leader()
+    first, second, *rest = [leader, *(name for name in "abcde" if name != leader)]
+    run.kill(first)
+    run.kill(second)
+    number = round_of(job.world(3, after=number)[0])
+    leads = run.leader(2)
+    third = next(name for name in rest if name != leads)
+    run.kill(third)
+    for agent in run.agents.values():
+        agent.says("3 of 5 voters lost")
+    run.start(third, nnodes="1:5")
+    number = round_of(job.world(3, after=number)[0])
+    run.start(first, second, nnodes="1:5")
+    job.world(5, after=number)
+    job.finish()
+    assert [agent.wait() for agent in run.agents.values()] == [0] * 5, [x.output for x in run.agents.values()]
+    assert not job.events("restart_charged")
