@@ -86,6 +86,18 @@ def test_overlays_change_what_they_are_for() -> None:
 
 
 @needs_kubectl
+def test_the_voters_are_pods_of_the_job_that_find_each_other() -> None:
+    manifests = rendered("overlays/voters")
+    job, service = find(manifests, "Job"), find(manifests, "Service")["metadata"]["name"]
+    (container,) = pod_of(job)["containers"]
+    config = parse([*container["args"][:-1], __file__], {**variables(container), "ELASTIC_LAUNCH_TOKEN": "0" * 16})
+    names = [f"{job['metadata']['name']}-{index}.{service}" for index in range(3)]
+    assert [(endpoint.host, endpoint.port) for endpoint in config.endpoints] == [(name, 29400) for name in names]
+    assert job["spec"]["completions"] >= 3
+    assert job["spec"]["successPolicy"] == {"rules": [{"succeededCount": 1}]}
+
+
+@needs_kubectl
 @pytest.mark.parametrize("directory", ["overlays/kueue-elastic", "overlays/kueue-partial"])
 def test_kueue_would_admit_the_jobs(directory: str) -> None:
     """By the rules of its webhook for jobs, which no schema has."""

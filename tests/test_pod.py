@@ -62,6 +62,18 @@ def test_with_the_users_rendezvous_settings_only_the_nodes_name_is_derived() -> 
     }
 
 
+def test_a_pod_that_the_endpoints_do_not_name_is_no_voter() -> None:
+    """An address that DNS still has for one of them may be this pod's by now."""
+
+    def settings(*indexes: int) -> str | None:
+        endpoints = ",".join(f"digits-{index}.workers:29400" for index in indexes)
+        return told("--nnodes", "2:4", PET_RDZV_ENDPOINT=endpoints).get("--rdzv-conf")
+
+    assert settings(0, 1, 3) == "is_host=false"
+    assert settings(0, 1, 2) is None
+    assert "--rdzv-conf" not in told("--nnodes", "2:4", PET_RDZV_ENDPOINT="node-a:1,node-b:1,node-c:1")
+
+
 def test_an_endpoint_is_enough_if_the_name_is_not_of_a_job() -> None:
     assert told("--nnodes", "2:4", "--rdzv-endpoint", "a:1", name="node17") == {}
 

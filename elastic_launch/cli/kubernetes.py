@@ -8,7 +8,8 @@ https://kubernetes.io/docs/concepts/services-networking/dns-pod-service/). Pods 
 pods, too.
 
 Pod 0 hosts the run because of its index, not because it can bind the address: an address that DNS still returns for a
-former pod 0 may by now belong to another pod.
+former pod 0 may by now belong to another pod. For the same reason, a pod is not a voter if the endpoints name only
+other pods of its job.
 """
 
 from __future__ import annotations
@@ -100,7 +101,16 @@ def found_out(values: Values, name: str | None = None) -> Mapping[str, Sourced]:
     if endpoint is None and not elected:
         hosts = "true" if pod.index == 0 else "false"
         told |= {"--rdzv-endpoint": pod.endpoint, "--rdzv-id": pod.job, "--rdzv-conf": f"is_host={hosts}"}
+    elif endpoint is not None and _is_of_others(pod, endpoint):
+        told["--rdzv-conf"] = "is_host=false"
     return {flag: Sourced(text, source) for flag, text in told.items()}
+
+
+def _is_of_others(pod: Pod, endpoint: str) -> bool:
+    """Whether several endpoints name pods of this pod's job, but not this one."""
+    hosts = {part.strip().partition(":")[0].partition(".")[0] for part in endpoint.split(",")}
+    named = {host for host in hosts if host.startswith(f"{pod.job}-") and host.rpartition("-")[2].isdecimal()}
+    return len(hosts) > 1 and bool(named) and f"{pod.job}-{pod.index}" not in named
 
 
 def _meets_by_itself(values: Values) -> bool:

@@ -18,6 +18,7 @@ from harness import LOOP, Job
 from kubelet.cluster import UID, Cluster, cluster
 from kubelet.manifests import EXAMPLES, Manifest, documents, find, rendered
 from kubelet.operators import as_jobset, as_trainer, as_training_operator
+from kubelet.pods import Pod
 from netns import missing
 
 MISSING = missing()
@@ -190,6 +191,26 @@ def test_pods_of_operators_meet_by_the_names_and_variables_that_these_set(operat
         assert ("PET_MASTER_ADDR has no effect" in made.outputs()) is (operator == "trainer")
 
 
+class Rounds:
+    """Worlds of ``scripts/loop.py``, whose notes are on the pods' shared volume."""
+
+    def __init__(self, directory: Path) -> None:
+        self.notes = directory / "claims" / "train" / "notes"
+        self.notes.mkdir(parents=True)
+
+    def of(self, world: int) -> list[int]:
+        """The round of each worker that was started in a world of this size."""
+        path = self.notes / "started.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        found = [json.loads(line)["env"] for line in lines if line.endswith("\n")]
+        return [int(env["ELASTIC_LAUNCH_ROUND"]) for env in found if env["WORLD_SIZE"] == str(world)]
+
+    def complete(self, world: int, after: int) -> bool:
+        """Whether all workers of a later round of this size have started."""
+        found = self.of(world)
+        return max(found, default=0) > after and found.count(max(found)) == world
+
+
 @needs_kubectl
 @pytest.mark.slow
 def test_with_the_record_in_etcd_the_pod_that_leads_is_lost_as_any_other_is(tmp_path: Path) -> None:
@@ -197,27 +218,45 @@ def test_with_the_record_in_etcd_the_pod_that_leads_is_lost_as_any_other_is(tmp_
     manifests = rendered("overlays/etcd")
     find(manifests, "Job")["spec"] |= {"completions": 3, "parallelism": 3}
     own_script(manifests, LOOP, "/checkpoints/notes")
-    notes = tmp_path / "claims" / "train" / "notes"
-    notes.mkdir(parents=True)
-
-    def rounds(world: int) -> list[int]:
-        path = notes / "started.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        found = [json.loads(line)["env"] for line in lines if line.endswith("\n")]
-        return [int(env["ELASTIC_LAUNCH_ROUND"]) for env in found if env["WORLD_SIZE"] == str(world)]
-
+    rounds = Rounds(tmp_path)
     with cluster(manifests, tmp_path) as made:
         made.until("members that are a cluster", lambda: [pod.ready for pod in made.kept] == [True] * 3)
-        made.until("three pods that train", lambda: len(rounds(3)) >= 3)
+        made.until("three pods that train", lambda: rounds.complete(3, 0))
         leads = next(pod for pod in made.pods if re.search(r"round \d+ formed in ", pod.output))
-        number = max(rounds(3))
+        number = max(rounds.of(3))
         leads.lose()
         made.until("another that leads", lambda: any("leads the run (term 2)" in pod.output for pod in made.pods))
-        made.until("three again", lambda: rounds(3)[-3:] == [max(rounds(3))] * 3 != [number] * 3)
-        (notes / "finish").touch()
+        made.until("three again", lambda: rounds.complete(3, number))
+        (rounds.notes / "finish").touch()
         made.until("the job's end", lambda: made.job.over)
         assert (made.job.over, made.job.succeeded) == ("Complete", {0, 1, 2})
         assert [pod.restarts for pod in made.kept] == [0] * 3
+
+
+@needs_kubectl
+@pytest.mark.slow
+def test_with_the_record_on_three_pods_each_that_leads_is_lost_as_any_other_is(tmp_path: Path) -> None:
+    """A replacement has another address and no file: the second loss leaves a majority only if it votes again."""
+    manifests = rendered("overlays/voters")
+    own_script(manifests, LOOP, "/checkpoints/notes")
+    rounds = Rounds(tmp_path)
+
+    def leader(term: int) -> Pod | None:
+        return next((pod for pod in made.pods if f"leads the run (term {term})" in pod.output), None)
+
+    with cluster(manifests, tmp_path) as made:
+        made.until("four pods that train", lambda: rounds.complete(4, 0))
+        for term in (1, 2):
+            number = max(rounds.of(4))
+            leads = made.until(f"the leader of term {term}", lambda term=term: leader(term))
+            leads.lose()
+            made.until("another that leads", lambda term=term: leader(term + 1))
+            made.until("four again", lambda number=number: rounds.complete(4, number))
+        (rounds.notes / "finish").touch()
+        made.until("the job's end", lambda: made.job.over)
+        assert made.job.over == "Complete"
+        fourth = next(pod for pod in made.pods if pod.hostname == "train-3")
+        assert "none of the 3 hosts that keep the run's record together" in fourth.output
 
 
 @needs_kubectl

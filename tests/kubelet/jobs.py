@@ -126,8 +126,12 @@ class IndexedJob:
     def _is_success(self) -> bool:
         if len(self.succeeded) == self._spec["completions"]:
             return True
-        rules = self._spec.get("successPolicy", {}).get("rules", ())
-        return any({int(index) for index in rule["succeededIndexes"].split(",")} <= self.succeeded for rule in rules)
+        return any(map(self._is_met, self._spec.get("successPolicy", {}).get("rules", ())))
+
+    def _is_met(self, rule: Manifest) -> bool:
+        named = rule.get("succeededIndexes")
+        counted = {int(index) for index in named.split(",")} if named else {*range(self._spec["completions"])}
+        return len(counted & self.succeeded) >= rule.get("succeededCount", len(counted))
 
     def _end(self, how: str) -> None:
         self.over = how

@@ -16,6 +16,7 @@ from harness import free_port, wait_for
 from elastic_launch.clock import MonotonicClock
 from elastic_launch.config.launch_config import Command, Endpoint, LaunchConfig, parse_voters
 from elastic_launch.errors import EndpointError, RecordTooLargeError, StoreError, UsageError
+from elastic_launch.rendezvous.backends.voting import VotingBackend
 from elastic_launch.rendezvous.stores import majority
 from elastic_launch.rendezvous.stores.majority import MajorityStore, OwnVoter
 from elastic_launch.rendezvous.voters.messages import MESSAGES, Answer, Greeting, group_of
@@ -289,3 +290,15 @@ def test_the_voters_are_part_of_what_nodes_must_agree_on() -> None:
     assert (
         config.digest() != LaunchConfig(command, endpoint=three[0], endpoints=(*three[:2], Endpoint("c", 1))).digest()
     )
+
+
+def test_a_host_is_the_voter_of_its_name_rather_than_of_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DNS may still give its address for the name of a host that is gone."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost.localdomain")
+    hosts = ("127.0.0.1", "localhost", "127.0.0.1")
+    endpoints = tuple(Endpoint(host, free_port()) for host in hosts)
+    config = LaunchConfig(Command(("python",), ("train.py",)), run_id="run", endpoint=endpoints[0], endpoints=endpoints)
+    endpoint, listener = VotingBackend(config, MonotonicClock(), lambda event: None)._bind()
+    assert listener is not None
+    listener.close()
+    assert endpoint == endpoints[1]

@@ -107,7 +107,7 @@ class VotingBackend(ElectedBackend):
         return self._majority
 
     def _bind(self) -> tuple[Endpoint | None, socket.socket | None]:
-        """Listen at the first endpoint that is an address of this host and free.
+        """Listen at the first endpoint that is an address of this host and free; one with its name comes before others.
 
         Raises:
             UnresolvedError: if the name may be this host's, and does not resolve yet.
@@ -118,12 +118,14 @@ class VotingBackend(ElectedBackend):
         self._taken = taken
         if config.is_host is False:
             return None, None
-        for endpoint in config.endpoints:
+        name = socket.gethostname().partition(".")[0]
+        # DNS may still give this host's address for the name of one that is gone.
+        for endpoint in sorted(config.endpoints, key=lambda each: each.host.partition(".")[0] != name):
             try:
                 listener, in_use = listen_at(endpoint, hidden=is_hidden(endpoint))
             except UnresolvedError:
                 # A host that is gone may have lost its name; this host's own name may only not be known yet.
-                if endpoint.host.partition(".")[0] == socket.gethostname().partition(".")[0]:
+                if endpoint.host.partition(".")[0] == name:
                     raise
                 continue
             if listener is not None:
