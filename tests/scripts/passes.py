@@ -2,8 +2,8 @@
 
 The discriminator is trained in every step, the generator in every fifth one. Between the two passes the script changes
 something of its own that is saved. ``--end R:K:S:PLACE:HOW``: in round R, rank K ends at a PLACE of step S: ``first``
-``second`` or ``third`` (in the forward pass of that pass), ``between`` or ``after`` (once all ranks have made the
-step), and HOW is ``kill``, ``lose`` (with its agent) or ``raise``. ``--behind R:K:S``: there the first pass' exchange
+``second`` or ``third`` (in the forward pass of that pass), ``between`` or ``after``, once all ranks have come to that
+place, and HOW is ``kill``, ``lose`` (with its agent) or ``raise``. ``--behind R:K:S``: there the first pass' exchange
 fails on this rank alone, when the others have it. Rank 0 writes ``result.json``.
 """
 
@@ -86,19 +86,19 @@ def main() -> None:
             number, rank, step_number = map(int, args.behind.split(":"))
             behind(run, (number, rank), step_number)
 
-        def await_others(step: el.Step) -> None:
-            """A rank can have made a step while another one still waits for a part of its gradients."""
-            made = args.directory / f"made-{run.world.round}-{step.number}"
-            made.mkdir(exist_ok=True)
-            (made / str(run.rank)).touch()
-            deadline = time.monotonic() + 30
-            while len(list(made.iterdir())) < run.world_size:
-                assert time.monotonic() < deadline, f"not all ranks made step {step.number}"
+        def await_others(place: str, step: el.Step) -> None:
+            """A rank can have made a pass while another one still waits for a part of its gradients."""
+            come = args.directory / f"come-{run.world.round}-{step.number}-{place}"
+            come.mkdir(exist_ok=True)
+            (come / str(run.rank)).touch()
+            deadline = time.monotonic() + 90
+            while len(list(come.iterdir())) < run.world_size:
+                assert time.monotonic() < deadline, f"not all ranks came to this place of step {step.number}: {place}"
                 time.sleep(0.001)
 
         def reached(place: str, step: el.Step) -> None:
-            if place == "after" and any(end[2:] == (str(step.number), place) for end in ends):
-                await_others(step)
+            if any((end[0], *end[2:]) == (str(run.world.round), str(step.number), place) for end in ends):
+                await_others(place, step)
             how = ends.get((str(run.world.round), str(run.rank), str(step.number), place))
             if how == "raise":
                 raise ValueError(f"told to fail: {place}")
