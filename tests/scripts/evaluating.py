@@ -1,7 +1,8 @@
 """A training by el.Trainer that evaluates: ``evaluating.py DIRECTORY [--die-in-evaluation R:S:K] [--torn S]``.
 
 Each process notes the evaluations that it begins (``begun.jsonl``) and, at its end, what its callbacks saw
-(``results.jsonl``). Rank K of round R kills itself in the evaluation after step S, or in step S with ``--die-in-step``.
+(``results.jsonl``). Rank K of round R kills itself in the evaluation after step S, or in step S with ``--die-in-step``,
+once the others have come there. Snapshots in memory are complete before training goes on.
 With ``--torn S`` the last exchange of the evaluation after step S succeeds everywhere, but fails for rank 1 of the
 first round, as if the connection had been lost at its very end. With ``--fail S`` a callback fails after step S.
 """
@@ -11,17 +12,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from ranks import await_end, await_ranks, come, end
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import elastic_launch as el
 from elastic_launch.training.callbacks import Evaluation, RoundStart, StepEnd
+from elastic_launch.training.checkpoints.memory import MemorySnapshots
 from elastic_launch.training.data import evaluation
 
 # What is put in the place of the library's functions below counts as the library's own.
@@ -45,8 +46,14 @@ def note(file: str, **what: Any) -> None:
 
 def dies(when: str, step: int) -> None:
     if when == f"{run.world.round}:{step}:{run.rank}":
-        time.sleep(0.2)  # snapshots in memory are whole, and the others wait
-        os.kill(os.getpid(), signal.SIGKILL)
+        # The rank for which an exchange has failed does not come.
+        torn = {1} if args.torn and run.world.round == 1 else set()
+        await_ranks(args.directory, here(step), {*range(run.world_size)} - torn)
+        end(args.directory)
+
+
+def here(step: int) -> str:
+    return f"{run.world.round}-{step}-{'training' if model.training else 'evaluation'}"
 
 
 class Net(nn.Module):
@@ -56,13 +63,16 @@ class Net(nn.Module):
         self.begun = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            dies(args.die_in_step, trainer.step + 1)
-        elif self.begun != (now := (run.world.round, trainer.step)):
+        step = trainer.step + self.training
+        if not self.training and self.begun != (now := (run.world.round, step)):
             self.begun = now
-            note("begun.jsonl", step=trainer.step)
+            note("begun.jsonl", step=step)
+            come(args.directory, here(step), run.rank)
+        elif self.training:
+            come(args.directory, here(step), run.rank)
+            dies(args.die_in_step, step)
         else:
-            dies(args.die_in_evaluation, trainer.step)  # in its second micro-batch
+            dies(args.die_in_evaluation, step)  # in its second micro-batch
         return self.body(x)
 
 
@@ -87,11 +97,17 @@ class Seen(el.Callback):
 def torn_evaluate(*arguments: Any, **options: Any) -> list[float]:
     means = evaluate(*arguments, **options)
     if (run.world.round, run.rank, trainer.step) == (1, 1, args.torn):
-        time.sleep(0.5)  # until another rank is killed
+        await_end(args.directory)
         raise RuntimeError("Connection closed by peer, as far as this rank knows")
     return means
 
 
+def complete(*arguments: Any, **options: Any) -> bool:
+    return store(*arguments, **options | {"wait": True})
+
+
+store = MemorySnapshots.store
+MemorySnapshots.store = complete  # type: ignore[method-assign]
 evaluate = evaluation.evaluate
 if args.torn:
     import elastic_launch.training.evaluations

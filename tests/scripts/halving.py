@@ -1,21 +1,20 @@
 """A training by el.Trainer with ``micro="auto"`` in which rank 1 has too little memory from step 6 on.
 
 ``halving.py DIRECTORY [gives-up | knows | later]``: rank 2 of round 1 kills itself in step 6: while rank 1 reports that
-it has too little memory, or after all ranks know, except that for rank 1 that exchange has failed at its very end; or
-in step 9.
+it has too little memory, or once rank 0 knows, while for rank 1 that exchange has failed at its very end; or in step 9,
+to which all have come.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from ranks import await_end, await_ranks, come, end
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -38,9 +37,12 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         late = trainer.step >= 5
         now = "later" if trainer.step == 8 else {SIZE: "gives-up"}.get(len(x), "knows")
-        if late and run.rank == 2 and run.world.round == 1 and when == now:
-            time.sleep(0.5)
-            os.kill(os.getpid(), signal.SIGKILL)
+        if late and run.world.round == 1 and when == now:
+            if when != "gives-up":
+                come(work, when, run.rank)
+            if run.rank == 2:
+                await_ranks(work, when, {"gives-up": [1], "knows": [0], "later": [0, 1]}[when])
+                end(work)
         if late and run.rank == 1 and len(x) == SIZE:
             torch.empty(2**60)
         return self.body(x)
@@ -52,12 +54,14 @@ class Seen(el.Callback):
 
     def on_incident(self, incident: Incident) -> None:
         self.incidents.append([incident.kind, incident.step])
+        if run.world.round == 1:
+            come(work, "gives-up", run.rank)
 
 
 def torn(step: Step) -> Any:
     means = exchange(step)
     if when == "knows" and step.number == 6 and run.world.round == 1 and run.rank == 1:
-        time.sleep(1)  # until rank 2 is killed
+        await_end(work)
         raise RuntimeError("Connection closed by peer, as far as this rank knows")
     return means
 

@@ -11,11 +11,11 @@ import argparse
 import json
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from ranks import await_ranks, come
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
@@ -86,19 +86,12 @@ def main() -> None:
             number, rank, step_number = map(int, args.behind.split(":"))
             behind(run, (number, rank), step_number)
 
-        def await_others(place: str, step: el.Step) -> None:
-            """A rank can have made a pass while another one still waits for a part of its gradients."""
-            come = args.directory / f"come-{run.world.round}-{step.number}-{place}"
-            come.mkdir(exist_ok=True)
-            (come / str(run.rank)).touch()
-            deadline = time.monotonic() + 90
-            while len(list(come.iterdir())) < run.world_size:
-                assert time.monotonic() < deadline, f"not all ranks came to this place of step {step.number}: {place}"
-                time.sleep(0.001)
-
         def reached(place: str, step: el.Step) -> None:
             if any((end[0], *end[2:]) == (str(run.world.round), str(step.number), place) for end in ends):
-                await_others(place, step)
+                # A rank can have made a pass while another one still waits for a part of its gradients.
+                here = f"{run.world.round}-{step.number}-{place}"
+                come(args.directory, here, run.rank)
+                await_ranks(args.directory, here, range(run.world_size))
             how = ends.get((str(run.world.round), str(run.rank), str(step.number), place))
             if how == "raise":
                 raise ValueError(f"told to fail: {place}")

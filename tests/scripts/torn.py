@@ -1,8 +1,9 @@
 """A training in which one rank ends a step that another has not: ``torn.py DIRECTORY BEHIND [lost]``.
 
 In round 1 the exchange of step 10 succeeds everywhere, but fails for local rank BEHIND, as if the connection had been
-lost at its very end. Local rank 2 is killed in the next step. With ``lost``, all ranks but BEHIND are killed in round
-2, before its first step and after they have sent their state. Each step that a process ends is noted.
+lost at its very end. Local rank 2 is killed in the next step, to which the other one has come. With ``lost``, all ranks
+but BEHIND are killed in round 2, before its first step and after BEHIND has got their state. Each step that a process
+ends is noted.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from ranks import await_end, await_ranks, come, end
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -35,12 +36,15 @@ first = os.environ["ELASTIC_LAUNCH_ROUND"] == "1"
 
 def torn(step: Step) -> Any:
     global first
-    if first and step.number == 11 and local_rank == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
+    if first and step.number == 11:
+        come(work, "step-11", local_rank)
+        if local_rank == 2:
+            await_ranks(work, "step-11", [1 - behind])
+            end(work)
     means = exchange(step)
     if first and step.number == 10 and local_rank == behind:
         first = False
-        time.sleep(0.5)  # until local rank 2 is killed
+        await_end(work)
         raise RuntimeError("Connection closed by peer, as far as this rank knows")
     return means
 
@@ -50,9 +54,11 @@ lost = len(sys.argv) > 3 and local_rank != behind
 
 
 def lost_in_round_2(loop: Loop, world: World) -> Any:
-    if os.environ["ELASTIC_LAUNCH_ROUND"] == "2" and lost:
-        time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGKILL)
+    if os.environ["ELASTIC_LAUNCH_ROUND"] == "2":
+        come(work, "state", local_rank)
+        if lost:
+            await_ranks(work, "state", [behind])
+            os.kill(os.getpid(), signal.SIGKILL)
     return new_gradients(loop, world)
 
 
