@@ -52,8 +52,9 @@ def test_each_fault_of_a_drill_happens_once_and_the_result_stays_the_same(job: J
 def test_a_drill_takes_a_node_away_by_sigterm_and_another_by_its_loss(job: Job) -> None:
     changes = Changes(job, step_time=0.05)
     faults = drill(job, {"step": 30, "rank": 1, "do": "sigterm"}, {"step": 60, "rank": 1, "do": "lose"})
-    a = changes.node("a", *faults, rank=0)
-    b, c = (changes.node(name, *faults) for name in "bc")
+    together = ("--join-settle", "100", *faults)  # the round of the first fault has all of them
+    a = changes.node("a", *together, rank=0, nnodes="1:3")
+    b, c = (changes.node(name, *together, nnodes="1:3") for name in "bc")
     assert {b.wait(100), c.wait(100)} == {143, -signal.SIGKILL}
     changes.finish(a)
     assert landed(job) == [(0, 30), (1, 60)]
@@ -64,10 +65,10 @@ def test_a_drill_takes_a_node_away_by_sigterm_and_another_by_its_loss(job: Job) 
 
 @pytest.mark.slow
 def test_a_drill_cuts_a_nodes_link_and_the_node_comes_back(job: Job, tmp_path: Path) -> None:
-    changes = Changes(job, step_time=0.05)
+    changes = Changes(job, step_time=0.2)  # enough is left for a resize to pay
     faults = drill(job, {"step": 20, "rank": 1, "do": "cut_link", "seconds": 6})
-    fast = ("--dead-after", "2", "--rdzv-conf", "beat=0.4")
-    a, b = changes.node("a", *fast, *faults, rank=0), changes.node("b", *fast, *faults)
+    fast = ("--dead-after", "2", "--rdzv-conf", "beat=0.4,join_settle=100", *faults)
+    a, b = changes.node("a", *fast, rank=0, nnodes="1:2"), changes.node("b", *fast, nnodes="1:2")
     a.says("node b lost")
     changes.trains(2, after=job.events("node_lost")[0]["broke"])
     result = changes.finish(a, b)
@@ -96,12 +97,12 @@ def test_a_drill_has_copies_to_storage_fail_for_a_while(job: Job) -> None:
     changes = Changes(job, "--checkpoint", str(job.directory / "checkpoints"), "--every", "20", step_time=0.05)
     faults = drill(
         job,
-        {"step": 45, "rank": 0, "do": "fail_copies", "seconds": 5},
+        {"step": 55, "rank": 0, "do": "fail_copies", "seconds": 5},
         {"step": 100, "rank": 0, "do": "cut_link", "seconds": 2},
     )
     agent = changes.alone(*faults)
     assert agent.wait(150) == 0, agent.output
-    assert landed(job) == [(0, 45)]
+    assert landed(job) == [(0, 55)]
     assert re.search(r"checkpoint of step \d+: Could not write a checkpoint in .*: File too large", agent.output)
     assert "drill: fault 1 does not happen: this node leads the run" in agent.output
     assert "drill: 1 of 2 faults happened; not fault 1" in agent.output

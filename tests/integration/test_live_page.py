@@ -32,7 +32,7 @@ def told(job: Job) -> list[str]:
 @pytest.mark.system
 @pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
 def test_the_page_tells_of_a_node_that_joins_and_a_killed_worker(job: Job) -> None:
-    changes, port = Changes(job, live=True, step_time=0.15), free_port()
+    changes, port = Changes(job, live=True, step_time=0.4), free_port()
     a = changes.node("a", "--http", str(port))
     changes.trains(1)
     b = changes.node("b")

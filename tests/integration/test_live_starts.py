@@ -21,8 +21,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return undisturbed_hash(tmp_path_factory.mktemp("undisturbed"))
 
 
-def training(job: Job) -> Changes:
-    return Changes(job, "--start-time", str(START), live=True)
+def training(job: Job, step_time: float = 0.1) -> Changes:
+    return Changes(job, "--start-time", str(START), live=True, step_time=step_time)
 
 
 def pids(job: Job, number: int) -> dict[int, int]:
@@ -96,7 +96,7 @@ def test_a_node_joins_and_leaves_while_another_one_trains(job: Job, undisturbed:
 
 @pytest.mark.parametrize("when", ["as it starts", "as it joins"])
 def test_a_newcomer_is_killed(job: Job, undisturbed: str, when: str) -> None:
-    changes = training(job)
+    changes = training(job, step_time=0.3)  # it lasts until the second newcomer has come
     agent = changes.alone("--nproc", "2", *WAIT, "--max-restarts", "9")
     changes.trains(2, steps=5)
     first = pids(job, 1)

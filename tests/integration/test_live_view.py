@@ -29,7 +29,7 @@ def shows(seen: Terminal, pattern: str, seconds: float = 20.0) -> None:
 
 @pytest.mark.slow
 def test_it_tells_of_a_killed_worker_and_of_a_node_that_joins(job: Job) -> None:
-    changes = Changes(job, live=True, step_time=0.15)
+    changes = Changes(job, live=True, step_time=0.3)
     with terminal(*flags(job), *changes.command, NODE="a") as seen:
         shows(seen, r"-- elastic-launch: run none, node a -+")
         shows(seen, r"world size 1 on 1 node: a 1 step \d+ of 200 \(\d+%\) steps/s [\d.]+ time left \d+ s loss [\d.]+")

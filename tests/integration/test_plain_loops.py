@@ -21,7 +21,7 @@ STEPS = 200
 class Plain:
     def __init__(self, job: Job, steps: int = STEPS) -> None:
         self.job = job
-        self.command = [SCRIPT, str(job.work), str(steps), "0.05"]
+        self.command = [SCRIPT, str(job.work), str(steps), "0.2"]
 
     def node(self, name: str, *flags: str) -> Agent:
         here = "is_host=true" if name == "a" else "is_host=false"

@@ -39,9 +39,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Samples]
     return digest, found
 
 
-def running(job: Job, rank: int) -> int:
-    """The process of a rank of the newest round that trains."""
-    number = max(event["round"] for event in job.events("first_step"))
+def running(job: Job, number: int, rank: int) -> int:
+    """The process of a rank of a round."""
     events = [e for e in job.events() if e["event"] in ("worker_started", "worker_kept") and e["round"] == number]
     (pid,) = [event["pid"] for event in events if event["rank"] == rank]
     return int(pid)
@@ -54,21 +53,21 @@ def test_three_kills_and_two_three_and_one_worker_use_the_undisturbed_samples(
     job: Job, undisturbed: tuple[str, Samples], workers: int, live: bool
 ) -> None:
     options = ["--loader-workers", str(workers), *(["--persistent"] if workers else [])]
-    changes = Changes(job, "--stream", "skip", *options, live=live)
+    changes = Changes(job, "--stream", "skip", *options, live=live, step_time=0.2)  # enough is left for a resize to pay
     a = changes.node("a")
     a.says("hosts the run")
     b = changes.node("b")
     number = changes.trains(2, steps=3)
-    os.kill(running(job, 1), signal.SIGKILL)
+    os.kill(running(job, number, 1), signal.SIGKILL)
     number = changes.trains(2, after=number, steps=3)
     c = changes.node("c")
     number = changes.trains(3, after=number, steps=3)
-    os.kill(running(job, 2), signal.SIGKILL)
+    os.kill(running(job, number, 2), signal.SIGKILL)
     number = changes.trains(3, after=number, steps=3)
     for node in (b, c):
         node.signal(signal.SIGTERM)
     number = changes.trains(1, after=number, steps=3)
-    os.kill(running(job, 0), signal.SIGKILL)
+    os.kill(running(job, number, 0), signal.SIGKILL)
     changes.trains(1, after=number, steps=2)
     result = changes.finish(a)
     assert result["restarts"] == 3
