@@ -76,6 +76,7 @@ def test_a_checkpoint_a_resize_and_a_drain_of_a_node_cost_no_step(job: Job) -> N
     command = digits(job, "--epochs", "12", "--step-time", "0.8")
     nodes = [job.node(name, "--join-settle", "100", nnodes="1:2", command=command) for name in "abc"]
     trains(job, 2)
+    wait_for("the spare", lambda: len(job.events("node_joined")) == 3)
 
     text = told(job, "checkpoint")
     (written,) = (job.directory / "checkpoints").glob("step-*")
@@ -305,7 +306,7 @@ def test_the_leader_on_etcd_can_be_drained_and_an_ended_run_tells_its_end(job: J
 
 @pytest.mark.slow
 def test_stacks_logs_and_the_pace_of_a_run(job: Job) -> None:
-    nodes = [job.node(name, command=digits(job)) for name in "ab"]
+    nodes = [job.node(name, nnodes="2", command=digits(job)) for name in "ab"]
     trains(job, 2)
     # The time left is known after a few steps.
     seen = wait_for("the time left", lambda: (found := status(job))["remaining"] is not None and found, 60)

@@ -46,11 +46,10 @@ def test_a_killed_worker_costs_no_step_and_no_other_process(job: Job, undisturbe
 def test_the_new_first_rank_gets_the_state_of_the_one_that_is_left(job: Job, undisturbed: str) -> None:
     changes = Changes(job, live=True)
     agent = changes.alone("--nproc", "3")
-    changes.trains(3, steps=5)
+    number = changes.trains(3, steps=5)
     for _ in range(3):
-        number = max(event["round"] for event in job.events("first_step"))
         os.kill(pids(job, number)[0], signal.SIGKILL)
-        changes.trains(3, after=number, steps=2)
+        number = changes.trains(3, after=number, steps=2)
     result = changes.finish(agent)
     done = [step["step"] for step in changes.steps()]
     assert len(done) == len(set(done)) >= STEPS - 3, "a killed one may not have noted its last step"
@@ -69,8 +68,8 @@ def test_two_kills_50_ms_apart_and_one_of_a_worker_that_has_just_come(job: Job, 
     time.sleep(0.05)
     os.kill(first[1], signal.SIGKILL)
     new = wait_for("a new worker", lambda: set(_started(job)) - set(first.values()), 60)
+    number = next(event["round"] for event in job.events("worker_started") if event["pid"] == min(new))
     os.kill(min(new), signal.SIGKILL)
-    number = len(job.events("round_formed"))
     changes.trains(4, after=number)
     result = changes.finish(agent)
     assert changes.done_again() == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 from changes import ctl
-from harness import SCRIPTS, Job, wait_for
+from harness import SCRIPTS, Job, alive, wait_for
 
 DIGITS = str(Path(__file__).parents[2] / "examples" / "digits" / "train.py")
 
@@ -117,12 +118,20 @@ def _copiers(job: Job) -> list[int]:
     return found
 
 
+def _stopped(job: Job) -> int:
+    """Stop a copying process, and return its pid; 0 if there is none."""
+    for pid in _copiers(job):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+            return pid if alive(pid) else 0
+    return 0
+
+
 @pytest.mark.slow
 def test_storage_that_hangs_delays_only_the_end(job: Job, undisturbed: str) -> None:
     saving = ["--checkpoint", str(job.directory / "checkpoints"), "--every", "3"]
     agent = job.launch("--standalone", "--no-live", "--nproc", "2", command=digits(job, *saving))
-    (hanging,) = wait_for("a copying process", lambda: _copiers(job), 60)
-    os.kill(hanging, signal.SIGSTOP)
+    hanging = wait_for("a copying process", lambda: _stopped(job), 60)
     wait_for("60 steps", lambda: 60 in printed(job, 1), 60)
     os.kill(hanging, signal.SIGCONT)
     hurry(job)

@@ -45,6 +45,11 @@ def _started(job: Job, workers: int) -> list[list[str]]:
     return wait_for(f"{workers} workers", probe)
 
 
+def _pids(job: Job, place: tuple[int, int]) -> list[int]:
+    """The worker that was started in a (round, local rank), once its event is written."""
+    return [e["pid"] for e in job.events("worker_started") if (e["round"], e["local_rank"]) == place]
+
+
 def _states(pid: int) -> list[str]:
     """States of a process's children."""
     found = []
@@ -62,7 +67,7 @@ def test_process_one_reaps_all_orphans_and_drains_on_sigterm(job: Job) -> None:
     assert {text for _, _, text in started} == {"''"}  # their stdin is empty, not missing
     one = _process_one(agent)
     for number in (1, 2):
-        (victim,) = [e["pid"] for e in job.events("worker_started") if (e["round"], e["local_rank"]) == (number, 0)]
+        (victim,) = wait_for("the event of its start", lambda at=(number, 0): _pids(job, at))  # type: ignore[misc]
         subprocess.run(["nsenter", "--target", str(one), "--pid", "kill", "-9", str(victim)], check=True)
         _started(job, 2 * number + 2)
     wait_for("all zombies to be reaped", lambda: "Z" not in _states(one), 60)

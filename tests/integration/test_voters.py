@@ -69,12 +69,12 @@ def run(job: Job) -> Run:
 @pytest.mark.slow
 def test_training_goes_on_without_the_leaders_host_and_takes_it_in_again(run: Run, undisturbed: str) -> None:
     run.start("a", "b", "c")
-    run.changes.trains(3, steps=5)
+    before = run.changes.trains(3, steps=5)
     leader = run.leader()
     found = ctl("status", "--rdzv-endpoint", ",".join(run.endpoints), "--rdzv-id", "run")
     assert f"leader {leader}" in found.stdout, found
     run.kill(leader)
-    after = run.changes.trains(2, after=1, steps=5)
+    after = run.changes.trains(2, after=before, steps=5)
     second = run.leader(2)
     assert second != leader
     assert ctl("status", "--log-dir", str(run.job.logs)).returncode == 0
