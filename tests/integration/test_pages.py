@@ -108,6 +108,9 @@ class Terminals:
         elif command.strip() == "fg":
             self.agents["b"].send_signal(signal.SIGCONT)
         else:
+            if command.startswith("rm "):  # agents write until they have ended
+                for agent in self.agents.values():
+                    agent.wait(60)
             subprocess.run(["bash", "-euc", f"{self.helpers}\n{command}"], check=True, timeout=60)
             if killed := re.search(r"kill -9 \$\(agent_of (\w)\)", command):
                 self.agents[killed[1]].wait(60)
