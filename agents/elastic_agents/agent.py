@@ -195,6 +195,11 @@ class LocalElasticAgent(ElasticAgent):
         """What happened to the workers' log files; only after :meth:`run`."""
         return self._pump.kept
 
+    def output(self, rank: int) -> list[str]:
+        """Return the last lines that a rank of this node has printed; thread-safe, and empty before :meth:`run`."""
+        workers = getattr(self, "_workers", None)
+        return [] if workers is None else workers.output(rank)
+
     def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
         return self._group
 
@@ -390,8 +395,10 @@ class LocalElasticAgent(ElasticAgent):
                 cause = f"internal error: the agent's thread {name!r} ended by {error}"
                 self._outcome = self._outcome or Outcome(ExitCode.TRAINING_FAILED, cause, self._restarts)
                 return None
-            case HowAreYou(answer=answer):
+            case HowAreYou(answer=answer, every=every):
                 answer(self._present())
+                if every is not None:
+                    self._inbox.put_later(every, item)
                 return None
             case CanStart(round=number):
                 if pid := self._starts.next(number):
@@ -502,6 +509,7 @@ class LocalElasticAgent(ElasticAgent):
             max((x.batch for x in told), default=0),
             max((x.passes for x in told), default=0),
             next((x.lr for x in told if x.lr is not None), None),
+            tuple(mine.rank for mine in self._formed.ranks_of(self._rank)) if self._formed.members else (),
             *self._control.steps(),
         )
 

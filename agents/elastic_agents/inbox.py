@@ -81,9 +81,14 @@ class EstimateDue:
 
 @dataclass(frozen=True, slots=True)
 class HowAreYou:
-    """An HTTP request asks how this node's part of the run is."""
+    """An HTTP request asks how this node's part of the run is.
+
+    Attributes:
+        every: seconds after which it is asked again; None: it is asked once.
+    """
 
     answer: Callable[[Present], None]
+    every: float | None = None
 
 
 class Inbox(Generic[T]):

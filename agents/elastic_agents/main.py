@@ -8,7 +8,7 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from elastic_agents.probes.health import Health
     from elastic_agents.warm.fork_bootstrap import AgentState, Bootstrap
     from elastic_launch.observe.metrics import NodeMetrics
+    from elastic_launch.observe.present import Present
     from elastic_launch.observe.watch import Watch
 
     class Watcher(EventSink, Protocol):
@@ -87,6 +88,7 @@ class _Journal:
 
             self.watch = Watch(clock, self.ledger)
         self.metrics = metrics
+        self.output: Callable[[int], Sequence[str]] = lambda rank: ()
 
     def emit(self, event: Event) -> None:
         self._file.emit(event)
@@ -189,7 +191,8 @@ def _run(config: LaunchConfig, begun: Bootstrap | None, consoles: Consoles, watc
     served, shown = ExitStack(), ExitStack()
     withheld = Withheld(claimed(config.notices), inbox)
     with closing(files), signals, reported, withheld, watchdog(inbox.put), served, shown:
-        health, pages = served.enter_context(_health(config, begun)), served.enter_context(_pages(config, journal))
+        health = served.enter_context(_health(config, begun))
+        pages = served.enter_context(_pages(config, journal, inbox, clock))
         if config.progress == "live":
             shown.enter_context(_live_view(config, journal, inbox, consoles))
         if begun is None:
@@ -221,6 +224,7 @@ def _run(config: LaunchConfig, begun: Bootstrap | None, consoles: Consoles, watc
         events.group = agent.get_worker_group()
         if watcher is not None:
             watcher.begun(agent)
+        journal.output = agent.output
         for asking in (health, pages):
             if asking is not None:
                 asking.ask(inbox)
@@ -277,17 +281,27 @@ def _metrics(config: LaunchConfig) -> NodeMetrics | None:
 
 
 @contextmanager
-def _pages(config: LaunchConfig, journal: _Journal) -> Iterator[Health | None]:
+def _pages(config: LaunchConfig, journal: _Journal, inbox: Inbox[object], clock: Clock) -> Iterator[Health | None]:
     """Serve the node's metrics and status, if that is configured."""
     if journal.metrics is None or journal.watch is None:
         yield None
         return
+    from elastic_agents.inbox import HowAreYou
     from elastic_agents.probes.health import Health, page_listener
-    from elastic_agents.probes.pages import node_pages
+    from elastic_agents.probes.pages import SAMPLE_EVERY, node_pages
+    from elastic_launch.observe.history import History
+
+    metrics, history = journal.metrics, History(clock)
+
+    def sample(present: Present) -> None:
+        metrics.see(present)
+        history.add(present)
 
     listener = page_listener(config)
     assert listener is not None
-    with closing(Health(listener, node_pages(config, journal.metrics, journal.ledger, journal.watch))) as pages:
+    made = node_pages(config, metrics, journal.ledger, journal.watch, history, lambda rank: journal.output(rank))
+    inbox.put(HowAreYou(sample, SAMPLE_EVERY))
+    with closing(Health(listener, made)) as pages:
         yield pages
 
 

@@ -5,6 +5,7 @@
 ``ledger``     incidents and goodput
 ``live``       the ledger of a run in progress
 ``report``     the ledger as text and as JSON; ``page`` shows it as one HTML file
+``history``    how its figures went over time
 ``present``    how a node's part of a run is at a moment
 ``watch``      figures for those who watch a run
 ``metrics``    a node's metrics for Prometheus

@@ -1,24 +1,26 @@
 """A run as HTML: the report, which is one file without scripts, and the page of a run in progress. No other host.
 
 Both show the rounds on a time axis, each as high as its world, what each incident cost, and the flags that may make the
-costly parts shorter.
+costly parts shorter. The page also has charts of the training's figures, and what a rank prints.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 
 from elastic_launch.events import types as ev
 from elastic_launch.events.types import counted
 from elastic_launch.observe.chronicle import Chronicle, RoundTold
+from elastic_launch.observe.history import Sample
 from elastic_launch.observe.ledger import PARTS, Incident, Ledger, spoken
 from elastic_launch.observe.reading import Host
 
-__all__ = ["SECTIONS", "as_page", "live_page", "now_section", "sections"]
+__all__ = ["SECTIONS", "as_page", "charts_section", "live_page", "now_section", "rank_options", "sections"]
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, FLOOR = 960, 180, 48, 8, 20, 156
-"""Of the picture, its margins, and the top and the bottom of its bars, in pixels."""
+WIDTH, HEIGHT, FLOOR, MARGIN = 960, 140, 128, 4
+"""Of a picture, whose width is stretched to that of the window; the bottom of what it draws, and its distance from the
+top."""
 
 BAR = 160
 """Width of the longest incident's bar, in pixels."""
@@ -52,14 +54,18 @@ _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--back); margin: 2rem auto;
   max-width: 62rem; padding: 0 1rem; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; } .dim { color: var(--dim); }
-.wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; }
+.wide { overflow-x: auto; } figure { margin: .75rem 0; } figcaption { color: var(--dim); font-size: .85rem; }
+figcaption span { float: right; } table { border-collapse: collapse; width: 100%; }
 th, td { text-align: left; padding: .25rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top; }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(11rem, 1fr)); gap: .5rem 1rem; margin: 0; }
+dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(9rem, 1fr)); gap: .5rem 1rem; margin: 0; }
 dt { color: var(--dim); font-size: .85rem; } dd { margin: 0; overflow-wrap: anywhere; }
 .doing { font-weight: 600; overflow-wrap: anywhere; } button { font: inherit; padding: .25rem .8rem; }
-svg { max-width: 100%; height: auto; } td svg { max-width: none; } svg text { fill: var(--dim); font-size: 12px; }
-.round { fill: var(--fill); } .axis { stroke: var(--line); } .saved { stroke: var(--p3); stroke-width: 2; }
+figure svg { width: 100%; height: 8.5rem; display: block; } svg * { vector-effect: non-scaling-stroke; }
+select { font: inherit; } pre { border: 1px solid var(--line); padding: .5rem; height: 16rem; overflow: auto;
+  font-size: .85rem; white-space: pre-wrap; overflow-wrap: anywhere; } [hidden] { display: none; }
+.round { fill: var(--fill); } .curve { stroke: var(--fill); stroke-width: 2; fill: none; } .still { fill: var(--p1);
+  opacity: .25; } .axis { stroke: var(--line); } .saved { stroke: var(--p3); stroke-width: 2; }
 .broken { stroke: var(--p1); stroke-width: 2; }
 .p0 { fill: var(--p0); } .p1 { fill: var(--p1); } .p2 { fill: var(--p2); }
 .p3 { fill: var(--p3); } .p4 { fill: var(--p4); } .p5 { fill: var(--p5); }
@@ -72,14 +78,35 @@ _ONLY_HERE = (
 
 # An event stream that ends is asked for again by the browser, after the time that it names.
 _SCRIPT = """
-const state = document.getElementById('state'), button = document.getElementById('pause'), shown = {};
+const [state, button, rank, log] = ['state', 'pause', 'rank', 'log'].map(name => document.getElementById(name));
+const shown = {};
 let source = null, tries = 0;
+function put(part, html) {  // keeps what a reader has chosen, scrolled to or put the focus on
+  const before = part.querySelector('.wide'), left = before && before.scrollLeft, value = part.value;
+  const held = before && before === document.activeElement;
+  part.innerHTML = html;
+  const after = part.querySelector('.wide');
+  if (after) { after.scrollLeft = left; if (held) after.focus({preventScroll: true}); }
+  if (value) part.value = value;
+  if (part.selectedIndex < 0) part.selectedIndex = 0;
+}
+async function look() {
+  const chosen = rank.value, end = log.scrollHeight - log.scrollTop - log.clientHeight < 8;
+  log.hidden = !chosen;
+  if (!chosen) return;
+  const text = await fetch('log?rank=' + chosen).then(answer => answer.text(), () => null);
+  if (text === null || chosen !== rank.value || text === log.textContent) return;
+  log.textContent = text;
+  if (end) log.scrollTop = log.scrollHeight;
+}
+rank.onchange = () => { log.textContent = ''; look(); };
 function begin() {
   source = new EventSource('live');
   source.onmessage = event => {
     state.textContent = 'live';
     for (const [name, html] of Object.entries(JSON.parse(event.data)))
-      if (shown[name] !== html) document.getElementById(name).innerHTML = shown[name] = html;
+      if (shown[name] !== html) put(document.getElementById(name), shown[name] = html);
+    look();
   };
   source.onopen = () => { tries = 0; };
   source.onerror = () => {
@@ -109,7 +136,11 @@ def as_page(name: str, host: Host, ledger: Ledger) -> str:
 
 def live_page(name: str) -> str:
     """Return the page of a run in progress: its script fills it with what ``live`` beside it sends."""
-    parts = "".join(f"<section id='{name}'></section>" for name in ("now", *SECTIONS))
+    parts = "".join(f"<section id='{name}'></section>" for name in ("now", "charts", *SECTIONS))
+    parts += (
+        "<section><h2>Output</h2><p><label>The last lines of rank <select id='rank'></select></label></p>"
+        "<pre id='log' tabindex='0' aria-label='output of the rank' hidden></pre></section>"
+    )
     state = "<p><button id='pause'>Pause</button> <span id='state' role='status' class='dim'>connects</span></p>"
     return _document(
         name, f"{state}{parts}<noscript>This page needs scripts.</noscript><script>{_SCRIPT}</script>", _ONLY_HERE
@@ -122,14 +153,52 @@ def now_section(figures: Sequence[tuple[str, str]], doing: str) -> str:
     return f"<p class='doing'>{escape(doing)}</p><dl>{cells}</dl>"
 
 
+def rank_options(ranks: Iterable[int]) -> str:
+    """Return the ranks whose output can be chosen, as HTML."""
+    return "".join(f"<option value='{rank}'>{rank}</option>" for rank in ("", *ranks))
+
+
+def charts_section(samples: Sequence[Sample], chronicle: Chronicle, incidents: Sequence[Incident]) -> str:
+    """Return charts of the figures that workers report over the time of the run, as HTML; empty if they report none."""
+    axis = _Axis(chronicle)
+    found = []
+    for name, unit, values in (
+        ("loss", "", [(x.at, x.loss) for x in samples]),
+        ("seconds per step", " s", [(x.at, x.step_s) for x in samples]),
+        ("learning rate", "", [(x.at, x.lr) for x in samples]),
+    ):
+        known = [(at, value) for at, value in values if value is not None and at >= axis.since]
+        if known:
+            found.append(_chart(name, unit, known, axis, axis.bands(incidents)))
+    return "<h2>Training</h2>" + "".join(found) if found else ""
+
+
+def _chart(name: str, unit: str, known: Sequence[tuple[float, float]], axis: _Axis, bands: str) -> str:
+    least, most = min(value for _, value in known), max(value for _, value in known)
+    scale = (FLOOR - MARGIN) / (most - least) if most > least else 0.0
+    points = " ".join(f"{axis.across(at):.1f},{FLOOR - scale * (value - least):.1f}" for at, value in known)
+    text = f"{name}: {known[-1][1]:.4g}{unit}"
+    return _figure(
+        f"{text}<span>{least:.4g} to {most:.4g}</span>", text, f"{bands}<polyline class='curve' points='{points}'/>"
+    )
+
+
+def _figure(caption: str, label: str, drawn: str) -> str:
+    return (
+        f"<figure><figcaption>{caption}</figcaption><svg viewBox='0 0 {WIDTH} {HEIGHT}' preserveAspectRatio='none' "
+        f"role='img' aria-label='{label}'>{drawn}<line class='axis' x1='0' x2='{WIDTH}' y1='{FLOOR}' y2='{FLOOR}'/>"
+        "</svg></figure>"
+    )
+
+
 def sections(host: Host, ledger: Ledger) -> dict[str, str]:
     """Return the parts of a report, as HTML by the names of :data:`SECTIONS`."""
     return {
         "summary": f"<p>{escape(ledger.line())}</p>"
         f"<p class='dim'>Times are those of node {escape(host.node)}'s clock, from its first event.</p>",
-        "rounds": f"<h2>Rounds</h2><div class='wide' tabindex='0'>{_Picture(host.chronicle, host.told).svg()}</div>"
-        "<p class='dim'>Each bar is a round, as high as its world size. Red lines: rounds that broke. Green lines: "
-        "durable checkpoints.</p>",
+        "rounds": f"<h2>Rounds</h2>{_Picture(host.chronicle, host.told, ledger.incidents).svg()}"
+        "<p class='dim'>Each bar is a round, as high as its world size. Red areas: training stood still. Red lines: "
+        "rounds that broke. Green lines: durable checkpoints.</p>",
         "incidents": "<h2>Incidents</h2>" + _incidents(ledger.incidents) + "".join(_hints(ledger.incidents)),
     }
 
@@ -146,42 +215,67 @@ def _document(name: str, body: str, head: str = "") -> str:
     return "\n".join(parts)
 
 
+class _Axis:
+    """The time of a run, from its first event until now or its last one, as the width of a picture."""
+
+    def __init__(self, chronicle: Chronicle) -> None:
+        self._rounds, self._until = chronicle.rounds, chronicle.until
+        self.since = chronicle.since or 0.0
+        self.whole = max(chronicle.until - self.since, 1e-6)
+
+    def across(self, moment: float) -> float:
+        return WIDTH * min(max((moment - self.since) / self.whole, 0.0), 1.0)
+
+    def bands(self, incidents: Sequence[Incident]) -> str:
+        """Return when training stood still, as SVG."""
+        drawn = []
+        for incident in incidents:
+            told = self._rounds.get(incident.next_round, RoundTold(0))
+            known = [x for x in (told.first, told.started, told.formed) if x is not None]
+            end = known[0] if incident.recovered and known else self._until
+            left, right = self.across(end - incident.still_s), self.across(end)
+            drawn.append(
+                f"<rect class='still' x='{left:.1f}' y='0' width='{max(2.0, right - left):.1f}' height='{FLOOR}'>"
+                f"<title>{escape(incident.line())}</title></rect>"
+            )
+        return "".join(drawn)
+
+
 class _Picture:
     """The rounds of one host on a time axis, as SVG."""
 
-    def __init__(self, chronicle: Chronicle, told: Sequence[tuple[float, ev.Event]]) -> None:
+    def __init__(
+        self, chronicle: Chronicle, told: Sequence[tuple[float, ev.Event]], incidents: Sequence[Incident]
+    ) -> None:
+        self._axis = _Axis(chronicle)
+        self._bands = self._axis.bands(incidents)
         self._rounds = [chronicle.rounds[number] for number in sorted(chronicle.rounds)]
         self._told = told
-        self._since, self._until = chronicle.since or 0.0, chronicle.until
-        self._whole = max(self._until - self._since, 1e-6)
+        self._until = chronicle.until
         # Only the leader's node knows the others' workers.
         mine = {x.round: x.workers for _, x in told if isinstance(x, ev.OrderReceived) and x.order == "form"}
         self._worlds = mine | {x.round: x.world_size for _, x in told if isinstance(x, ev.RoundFormed)}
         self._largest = max([1, *self._worlds.values()])
 
     def svg(self) -> str:
-        label = f"{counted(len(self._rounds), 'round')} in {self._whole:.1f} s, world size up to {self._largest}"
+        label = f"{counted(len(self._rounds), 'round')} in {self._axis.whole:.1f} s, world size up to {self._largest}"
         ends = [x.formed for x in self._rounds[1:]] + [self._until] * bool(self._rounds)
-        return "".join(
+        drawn = "".join(
             [
-                f"<svg viewBox='0 0 {WIDTH} {HEIGHT}' width='{WIDTH}' role='img' aria-label='{label}'>",
                 *(self._bar(told, end or self._until) for told, end in zip(self._rounds, ends, strict=True)),
+                self._bands,
                 *(self._mark(moment, event) for moment, event in self._told),
-                f"<line class='axis' x1='{LEFT}' x2='{WIDTH - RIGHT}' y1='{FLOOR}' y2='{FLOOR}'/>",
-                f"<text x='{LEFT - 8}' y='{FLOOR}' text-anchor='end'>0</text>",
-                f"<text x='{LEFT - 8}' y='{TOP + 10}' text-anchor='end'>{self._largest}</text>",
-                f"<text x='{LEFT}' y='{HEIGHT - 4}'>0 s</text>",
-                f"<text x='{WIDTH - RIGHT}' y='{HEIGHT - 4}' text-anchor='end'>{self._whole:.1f} s</text></svg>",
             ]
         )
+        return _figure(label, label, drawn)
 
     def _bar(self, told: RoundTold, end: float) -> str:
         if told.formed is None:
             return ""
         end = min(x for x in (told.ended, told.reaped, end) if x is not None)
         world = self._worlds.get(told.number, 0)
-        high = (FLOOR - TOP) * world / self._largest
-        left, right = self._across(told.formed), self._across(end)
+        high = (FLOOR - MARGIN) * world / self._largest
+        left, right = self._axis.across(told.formed), self._axis.across(end)
         steps = "" if told.begun is None else f", steps {told.step} to {told.last}"
         what = f"round {told.number}: world size {world}{steps}; {told.kind or 'trains'} {told.cause}"
         return (
@@ -197,13 +291,8 @@ class _Picture:
                 kind, what = "broken", cause
             case _:
                 return ""
-        x = f"{self._across(moment):.1f}"
-        return (
-            f"<line class='{kind}' x1='{x}' x2='{x}' y1='{FLOOR}' y2='{FLOOR + 8}'><title>{escape(what)}</title></line>"
-        )
-
-    def _across(self, moment: float) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * min(max((moment - self._since) / self._whole, 0.0), 1.0)
+        x = f"{self._axis.across(moment):.1f}"
+        return f"<line class='{kind}' x1='{x}' x2='{x}' y1='{FLOOR}' y2='{HEIGHT}'><title>{escape(what)}</title></line>"
 
 
 def _incidents(incidents: Sequence[Incident]) -> str:
@@ -213,7 +302,8 @@ def _incidents(incidents: Sequence[Incident]) -> str:
     heads = "<th class='number'>#</th><th>rounds</th><th>kind</th><th class='number'>stood still</th><th>parts</th>"
     rows = "".join(_row(incident, longest) for incident in incidents)
     return (
-        f"<div class='wide'><table><tr>{heads}<th class='number'>steps lost</th><th>cause</th></tr>{rows}</table></div>"
+        f"<div class='wide' tabindex='0'><table><tr>{heads}<th class='number'>steps lost</th><th>cause</th></tr>{rows}"
+        "</table></div>"
         f"<p class='dim'>Parts, from the left: {', '.join(map(spoken, PARTS))}.</p>"
     )
 

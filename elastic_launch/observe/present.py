@@ -28,6 +28,7 @@ class Present:
         batch, passes: samples of a step, and the most forward and backward passes of a worker of this node in it; 0 if
             that is not known.
         lr: learning rate of the first parameter group; None if no worker has reported it.
+        ranks: this node's ranks in the current or last round.
         steps_s, durations: seconds of all steps of this node's workers, and numbers of these steps by duration, see
             :data:`elastic_launch.shared_progress.STEP_BOUNDS`; the last are longer than all.
     """
@@ -50,5 +51,6 @@ class Present:
     batch: int = 0
     passes: int = 0
     lr: float | None = None
+    ranks: tuple[int, ...] = ()
     steps_s: float = 0.0
     durations: tuple[int, ...] = ()

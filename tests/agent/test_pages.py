@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
 
 from elastic_agents.probes.pages import node_pages
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.events import types as ev
+from elastic_launch.observe.history import MOST as SAMPLES
+from elastic_launch.observe.history import History
 from elastic_launch.observe.ledger import build
 from elastic_launch.observe.live import LiveLedger
 from elastic_launch.observe.metrics import NodeMetrics
@@ -24,8 +27,12 @@ class Served:
         self.at = 100.0
         self.ledger = LiveLedger(self)
         self.watch = Watch(self, self.ledger)
+        self.history = History(self)
         config = LaunchConfig(run_id="<r>", node_id="a")
-        self.made = lambda: node_pages(config, NodeMetrics("<r>", "a", "1"), self.ledger, self.watch)
+        metrics = NodeMetrics("<r>", "a", "1")
+        self.made = lambda: node_pages(
+            config, metrics, self.ledger, self.watch, self.history, lambda rank: [f"<{rank}>\x1b[31m", "b"]
+        )
         self.pages = self.made()
 
     def now(self) -> float:
@@ -104,3 +111,48 @@ def test_of_many_rounds_the_last_are_drawn() -> None:
     assert f"round {MOST + 49}: " in found["rounds"]
     assert found["incidents"].count("<tr><td") <= MOST
     assert len(build(served.ledger._chronicle).incidents) > MOST
+
+
+def test_charts_have_the_time_of_the_run_and_its_incidents() -> None:
+    served = Served()
+    assert served.live(Present("running"))["charts"] == ""
+    served.add(*begun(1))
+    for steps, loss in ((2, 0.5), (4, None), (4, 0.1), (8, 0.25)):
+        served.at += 4
+        served.history.add(Present("running", trained=steps, trained_s=0.5 * steps, loss=loss, lr=0.1))
+    served.add(ev.RoundBroken(1, "crash", "<b>", 3.0, ""), *begun(2))
+    charts = served.live(Present("running", 2, step=5))["charts"]
+    captions = re.findall(r"<figcaption>(.*?)<span>(.*?)</span>", charts)
+    assert captions == [
+        ("loss: 0.25", "0.25 to 0.5"),
+        ("seconds per step: 0.5 s", "0.5 to 0.5"),
+        ("learning rate: 0.1", "0.1 to 0.1"),
+    ]
+    assert [len(points.split()) for points in re.findall(r"points='(.*?)'", charts)] == [2, 3, 3]
+    assert charts.count("class='still'") == 3
+    assert "incident 1: crash (&lt;b&gt;)" in charts
+
+
+def test_a_long_run_keeps_a_bounded_number_of_samples_of_all_of_it() -> None:
+    served = Served()
+    for step in range(1, 20 * SAMPLES):
+        served.at += 1
+        served.history.add(Present("running", trained=step, trained_s=2.0 * step, loss=1.0))
+    samples = served.history.samples()
+    assert SAMPLES / 3 < len(samples) <= SAMPLES
+    assert {sample.step_s for sample in samples} == {2.0}
+    gaps = [after.at - before.at for before, after in pairwise(samples)]
+    assert max(gaps) <= 3 * min(gaps)
+    assert served.at - samples[-1].at <= max(gaps)
+    assert samples[0].at - 100 <= max(gaps)
+
+
+def test_the_output_is_that_of_ranks_of_the_node() -> None:
+    show, present = Served().pages["/log"], Present("running", ranks=(2, 3))
+    response = show(present, "rank=3")
+    assert (response.status, response.body.decode()) == (200, "<3>\nb\n")
+    assert response.content_type.startswith("text/plain")
+    for query in ("", "rank=1", "rank=-1", "rank=x", "rank=3&x=1", "rank=\u0663"):
+        response = show(present, query)
+        assert (response.status, response.body) == (404, b"Write /log?rank=N. The ranks of this node are: 2, 3.\n")
+    assert "The ranks of this node are: none." in show(Present("waiting"), "rank=0").body.decode()

@@ -3,50 +3,118 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import signal
-import subprocess
-import tempfile
+import urllib.error
+import urllib.request
+from itertools import count
+from pathlib import Path
+from typing import Any
 
 import pytest
+from browser import Browser, browser
 from changes import Changes
-from harness import SLOWNESS, Job, free_port, read_lines, wait_for
+from harness import Job, free_port, wait_for
+
+FIGURES = (
+    "Object.fromEntries([...document.querySelectorAll('dt')].map(x => [x.textContent, x.nextSibling.textContent]))"
+)
+CHARTS = (
+    "[...document.querySelectorAll('#charts figure')].map(x => ["
+    "x.querySelector('figcaption').textContent.split(':')[0], "
+    "x.querySelector('polyline').points.length, x.querySelectorAll('.still').length])"
+)
 
 
-def seen_at(url: str) -> str:
-    """What Chromium makes of a page, as HTML, a few seconds after it was loaded."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--user-data-dir={profile}"]
-        command = ["chromium", *flags, "--virtual-time-budget=3000", "--dump-dom", url]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60 * SLOWNESS).stdout
+def figure(page: Browser, name: str) -> str:
+    return str(page.value(FIGURES).get(name, ""))
 
 
-def told(job: Job) -> list[str]:
-    """The nodes that have told of the first step of the newest round."""
-    newest = ("first_step", max(event["round"] for event in job.events("round_formed")))
-    files = {path.stem.removeprefix("events-"): read_lines(path) for path in job.logged("events-*.jsonl")}
-    return sorted(node for node, lines in files.items() if newest in [(x["event"], x.get("round")) for x in lines])
+def number(page: Browser, selector: str) -> int:
+    return int(page.value(f"document.querySelectorAll({selector!r}).length"))
+
+
+def text(page: Browser, selector: str) -> str:
+    return str(page.value(f"document.querySelector({selector!r}).innerText"))
+
+
+def luminance(colour: str) -> float:
+    """Of a colour as a browser names it; https://www.w3.org/TR/WCAG21/#dfn-relative-luminance."""
+    parts = [int(part) / 255 for part in colour.removeprefix("rgb(").removesuffix(")").split(",")]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(page: Browser, selector: str) -> float:
+    of = "getComputedStyle(document.querySelector({})).{}".format
+    colours = page.value(of(repr(selector), "color")), page.value(of("'body'", "backgroundColor"))
+    least, most = sorted(map(luminance, colours))
+    return (most + 0.05) / (least + 0.05)
 
 
 @pytest.mark.system
 @pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
 def test_the_page_tells_of_a_node_that_joins_and_a_killed_worker(job: Job) -> None:
-    changes, port = Changes(job, live=True, step_time=0.4), free_port()
-    a = changes.node("a", "--http", str(port))
-    changes.trains(1)
-    b = changes.node("b")
-    before = changes.trains(2)
-    os.kill([int(x["pid"]) for x in job.started() if x["env"]["NODE"] == "b"][-1], signal.SIGKILL)
-    changes.trains(2, after=before)
-    wait_for("the incident's end", lambda: told(job) == ["a", "b"])
-    page = seen_at(f"http://127.0.0.1:{port}/")
-    assert re.search(r'role="status"[^>]*>live<', page)
-    assert re.search(r'class="doing">trains; incident \d+ cost [\d.]+ s: crash', page)
-    assert re.search(r"<dt>world size</dt><dd>2 on 2 nodes: a 1, b 1<", page)
-    assert re.search(r"<dt>loss</dt><dd>[\d.]+<", page)
-    assert page.count('class="round"') == max(event["round"] for event in job.events("round_formed"))
-    assert "<td>membership, drained</td>" in page
-    assert "<td>crash</td>" in page
-    changes.hurry()
-    assert [agent.wait(60) for agent in (a, b)] == [0, 0]
+    """One page, which is never loaded again, shows both as they happen; then everything is used by keyboard."""
+    saves = ["--checkpoint", str(job.directory / "checkpoints"), "--every", "4", "--say", "a line of a worker"]
+    changes, port = Changes(job, *saves, live=True, step_time=0.4), free_port()
+    with browser() as page:
+        a = changes.node("a", "--http", str(port))
+        changes.trains(1)
+        page.open(f"http://127.0.0.1:{port}/")
+        wait_for("a live page", lambda: page.value("document.getElementById('state')?.textContent") == "live")
+        wait_for("one node", lambda: figure(page, "world size") == "1 on 1 node: a 1")
+        b = changes.node("b")
+        wait_for("both nodes", lambda: figure(page, "world size") == "2 on 2 nodes: a 1, b 1")
+        before = changes.trains(2)
+        wait_for("the resize", lambda: "membership, drained" in text(page, "#incidents"))
+        os.kill([int(x["pid"]) for x in job.started() if x["env"]["NODE"] == "b"][-1], signal.SIGKILL)
+        changes.trains(2, after=before)
+        wait_for(
+            "the crash", lambda: "crash" in text(page, "#incidents") and "trains; incident" in text(page, ".doing")
+        )
+        wait_for("a checkpoint", lambda: figure(page, "checkpoint"))
+
+        incidents = number(page, "#incidents tbody tr") - 1
+        assert incidents >= 2
+        assert number(page, "#rounds .round") == max(event["round"] for event in job.events("round_formed"))
+        assert number(page, "#rounds .still") == incidents
+        assert number(page, "#rounds .saved") > 0
+        charts: list[list[Any]] = page.value(CHARTS)
+        assert [name for name, _, _ in charts] == ["loss", "seconds per step", "learning rate"]
+        assert all(points > 1 and still == incidents for _, points, still in charts), charts
+        assert "learning rate: 0.05" in text(page, "#charts")
+
+        if shown := os.environ.get("PAGE_PICTURE"):  # for docs/live-page.png
+            page.picture(Path(shown))
+        chosen_by_keyboard(page)
+        wait_for("the rank's output", lambda: "a line of a worker" in text(page, "#log"))
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/log?rank=../../etc/passwd")
+        page.width(360)
+        assert page.value("document.documentElement.scrollWidth") == 360
+        backs = []
+        for scheme in ("light", "dark"):
+            page.colours(scheme)
+            backs.append(page.value("getComputedStyle(document.body).backgroundColor"))
+            for selector in ("body", ".dim", "dt", "figcaption", "#log"):
+                assert contrast(page, selector) > 4.5, (scheme, selector)
+        assert luminance(backs[0]) > 0.9 > 0.1 > luminance(backs[1])
+        assert page.errors == []
+        changes.hurry()
+        assert [agent.wait(60) for agent in (a, b)] == [0, 0]
+        wait_for("the end to be told", lambda: "the run has ended" in text(page, "#state"))
+        assert figure(page, "world size"), "what was shown last stays"
+
+
+def chosen_by_keyboard(page: Browser) -> None:
+    """Choose a rank's output with keys alone."""
+    for pressed in count():
+        assert pressed < 10
+        if page.value("document.activeElement.id") == "rank":
+            break
+        page.press("Tab")
+    page.press("ArrowDown")
+    wait_for("a chosen rank", lambda: page.value("document.getElementById('rank').value") != "")
+    page.press("Tab")
+    assert page.value("document.activeElement.id") == "log"

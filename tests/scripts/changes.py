@@ -124,6 +124,7 @@ def main() -> None:
     parser.add_argument("--loader-workers", type=int, default=0)
     parser.add_argument("--persistent", action="store_true")
     parser.add_argument("--die-within", default="0:0:0")
+    parser.add_argument("--say", default="")
     parser.add_argument("--start-time", type=float, default=0.0)
     parser.add_argument("--stream", choices=["seek", "skip"])
     args = parser.parse_args()
@@ -132,6 +133,7 @@ def main() -> None:
     with el.session() as run:
         notes = Notes(args.directory, run)
         notes.start()
+        print(args.say, end="", flush=True)
         notes.follow_snapshots(args.room_until)
         due = Rhythm.due
         Rhythm.due = lambda self, step: step < args.due_until and due(self, step)  # type: ignore[method-assign]

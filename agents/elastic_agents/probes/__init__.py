@@ -1,7 +1,7 @@
 """Health of a node: HTTP probes for a supervisor such as the kubelet, metrics, and a test of the hardware.
 
 ``health``       the answers to HTTP requests
-``pages``        metrics for Prometheus, and the status as JSON
+``pages``        the page of a run, output of ranks, metrics for Prometheus, and the status as JSON
 ``http_server``  a small bounded server
 ``node_check``   a test of memory, arithmetic and disk before the node joins
 """

@@ -29,8 +29,11 @@ from elastic_launch.rendezvous.wire.addresses import (
 
 __all__ = ["Health", "Page", "health_listener", "page_listener"]
 
-Page = Callable[[Present], Response]
-"""Shows how this node's part of the run is; called in the server's thread, so it must not block."""
+Page = Callable[[Present, str], Response]
+"""Shows how this node's part of the run is, given what follows the question mark in the address.
+
+Called in the server's thread, so it must not block.
+"""
 
 PATIENCE = 5.0
 """Seconds that the agent may take to answer."""
@@ -114,23 +117,24 @@ class Health:
         self._listener.close()
 
     def _livez(self, request: Request) -> Response | None:
-        return self._show(lambda present: Response.text(200, present.phase), request)
+        return self._show(lambda present, _: Response.text(200, present.phase), request)
 
     def _readyz(self, request: Request) -> Response | None:
         return self._show(
-            lambda present: Response.text(200 if present.phase == "running" else 503, present.phase), request
+            lambda present, _: Response.text(200 if present.phase == "running" else 503, present.phase), request
         )
 
     def _show(self, page: Page, request: Request) -> Response | None:
         """Respond with a page; with 503 if the agent has not answered; with None while it may still answer."""
         inbox = self._inbox
         if inbox is None:
-            return page(Present("starting"))
+            return page(Present("starting"), request.query)
         if inbox.closed:
             # What takes long after the loop is saving what must not be lost.
-            return page(replace(self._said[0], phase="leaving") if self._said else Present("leaving"))
+            present = replace(self._said[0], phase="leaving") if self._said else Present("leaving")
+            return page(present, request.query)
         if self._said is not None and self._said[1] >= request.at:
-            return page(self._said[0])
+            return page(self._said[0], request.query)
         now = time.monotonic()
         if not self._asking and now - self._asked_at >= ASK_EVERY:
             self._asking, self._asked_at = True, now

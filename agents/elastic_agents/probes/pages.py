@@ -1,11 +1,12 @@
-"""What ``--http`` serves: a page of the run, a node's metrics for Prometheus, and its status as JSON."""
+"""What ``--http`` serves: a page of the run, what ranks print, a node's metrics for Prometheus, its status as JSON."""
 
 from __future__ import annotations
 
 import copy
 import json
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 
 from elastic_agents.probes.health import Page
@@ -13,29 +14,45 @@ from elastic_agents.probes.http_server import Response
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.events.types import Event
 from elastic_launch.observe.chronicle import Chronicle
+from elastic_launch.observe.history import History
 from elastic_launch.observe.ledger import Ledger
 from elastic_launch.observe.live import LiveLedger
 from elastic_launch.observe.metrics import CONTENT_TYPE, NodeMetrics
-from elastic_launch.observe.page import LOOK_EVERY, MOST, live_page, now_section, sections
+from elastic_launch.observe.page import LOOK_EVERY, MOST, charts_section, live_page, now_section, rank_options, sections
 from elastic_launch.observe.present import Present
 from elastic_launch.observe.reading import Host
 from elastic_launch.observe.watch import Watch
+from elastic_launch.system.plain_text import plain
 
 __all__ = ["node_pages"]
+
+SAMPLE_EVERY = 1.0
+"""Seconds after which figures are noted for the charts, whether or not there are readers."""
 
 REDRAW = 0.5
 """Seconds for which what was drawn is shown, also to others: more readers do not cause more work."""
 
 
-def node_pages(config: LaunchConfig, metrics: NodeMetrics, ledger: LiveLedger, watch: Watch) -> Mapping[str, Page]:
-    """Return the pages by their paths."""
+def node_pages(
+    config: LaunchConfig,
+    metrics: NodeMetrics,
+    ledger: LiveLedger,
+    watch: Watch,
+    history: History,
+    output: Callable[[int], Sequence[str]],
+) -> Mapping[str, Page]:
+    """Return the pages by their paths.
 
-    def show_page(present: Present) -> Response:
+    Args:
+        output: returns the last lines that a rank of this node has printed.
+    """
+
+    def show_page(present: Present, query: str = "") -> Response:
         return Response(200, live_page(config.run_id).encode(), "text/html; charset=utf-8")
 
     drawn: list[tuple[float, Response]] = []  # the last one, and when
 
-    def show_live(present: Present) -> Response:
+    def show_live(present: Present, query: str = "") -> Response:
         if not drawn or time.monotonic() - drawn[0][0] >= REDRAW:
             drawn[:] = [(time.monotonic(), redrawn(present))]
         return drawn[0][1]
@@ -43,7 +60,7 @@ def node_pages(config: LaunchConfig, metrics: NodeMetrics, ledger: LiveLedger, w
     def redrawn(present: Present) -> Response:
         # One event, after which the browser asks again: so a reader that is slow, or stays, holds nothing here.
         found = {"now": now_section(watch.figures(present), watch.doing(present))}
-        found |= ledger.drawn(draw, present.step)
+        found |= ledger.drawn(draw, present.step) | {"rank": rank_options(present.ranks)}
         return Response(200, f"retry: {LOOK_EVERY}\ndata: {json.dumps(found)}\n\n".encode(), "text/event-stream")
 
     def draw(chronicle: Chronicle, told: Sequence[tuple[float, Event]], found: Ledger) -> dict[str, str]:
@@ -52,13 +69,21 @@ def node_pages(config: LaunchConfig, metrics: NodeMetrics, ledger: LiveLedger, w
             chronicle.rounds = dict(sorted(chronicle.rounds.items())[-MOST:])
             chronicle.since = next((x.formed for x in chronicle.rounds.values() if x.formed is not None), None)
         host = Host(config.node_id, chronicle, (), tuple(told))
-        return sections(host, replace(found, incidents=found.incidents[-MOST:]))
+        found = replace(found, incidents=found.incidents[-MOST:])
+        return {"charts": charts_section(history.samples(), chronicle, found.incidents), **sections(host, found)}
 
-    def show_metrics(present: Present) -> Response:
+    def show_metrics(present: Present, query: str = "") -> Response:
         leads, goodput = ledger.goodput(present.step)
         return Response(200, metrics.text(present, leads=leads, goodput=goodput), CONTENT_TYPE)
 
-    def show_status(present: Present) -> Response:
+    def show_log(present: Present, query: str) -> Response:
+        wanted = re.fullmatch(r"rank=([0-9]{1,9})", query)
+        if wanted is not None and int(wanted[1]) in present.ranks:
+            return Response.text(200, plain("\n".join(output(int(wanted[1])))))
+        own = ", ".join(map(str, present.ranks)) or "none"
+        return Response.text(404, f"Write /log?rank=N. The ranks of this node are: {own}.")
+
+    def show_status(present: Present, query: str = "") -> Response:
         leads, goodput = ledger.goodput(present.step)
         found = {
             "run_id": config.run_id,
@@ -68,4 +93,4 @@ def node_pages(config: LaunchConfig, metrics: NodeMetrics, ledger: LiveLedger, w
         }
         return Response(200, json.dumps(found | asdict(present)).encode() + b"\n", "application/json")
 
-    return {"/": show_page, "/live": show_live, "/metrics": show_metrics, "/status": show_status}
+    return {"/": show_page, "/live": show_live, "/log": show_log, "/metrics": show_metrics, "/status": show_status}

@@ -19,7 +19,9 @@ from elastic_launch.system.writer_thread import Writer
 
 __all__ = ["OutputPump", "Stream"]
 
-TAIL_LINES = 20
+TAIL_LINES, PAGE_LINES = 20, 200
+"""Last lines of a stream for failure reports, and those for the page of the run."""
+
 TAIL_LINE_BYTES = 2000
 HEAD_BYTES = 1400
 CUT = b" [...] "
@@ -39,7 +41,7 @@ class Stream:
         self.ended = threading.Event()
         self._sinks = sinks
         self._clock = MonotonicClock()
-        self._lines: deque[tuple[float, bytes]] = deque(maxlen=TAIL_LINES)
+        self._lines: deque[tuple[float, bytes]] = deque(maxlen=PAGE_LINES)
         self._partial = b""
 
     def write(self, data: bytes) -> None:
@@ -55,12 +57,12 @@ class Stream:
         """Return the last lines, oldest first."""
         return tuple(line for _, line in self.timed_tail())
 
-    def timed_tail(self) -> tuple[tuple[float, str], ...]:
-        """Return the same lines, each with its arrival time by the agent's clock."""
+    def timed_tail(self, most: int = TAIL_LINES) -> tuple[tuple[float, str], ...]:
+        """Return so many last lines, each with its arrival time by the agent's clock."""
         lines = list(self._lines)
         if self._partial:
             lines.append((self._clock.now(), self._partial))
-        return tuple((at, line.decode(errors="replace")) for at, line in lines[-TAIL_LINES:])
+        return tuple((at, line.decode(errors="replace")) for at, line in lines[-most:])
 
     def close(self) -> None:
         """Called by the output pump at the end of the stream."""

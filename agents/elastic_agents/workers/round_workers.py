@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 
 from elastic_agents.policy_types import WorkerEnded
 from elastic_agents.step_timer import StepTimer
@@ -23,7 +24,7 @@ from elastic_agents.workers.failures import (
 )
 from elastic_agents.workers.guard import Guard
 from elastic_agents.workers.logs import WorkerLogs, keep_error
-from elastic_agents.workers.output import OutputPump, Stream
+from elastic_agents.workers.output import PAGE_LINES, OutputPump, Stream
 from elastic_agents.workers.processes import StartRequest, WorkerProcesses
 from elastic_agents.workers.sessions import empty_sessions, kill_sessions, reap_orphans
 from elastic_agents.workers.signal_forwarding import heeds, ignores
@@ -83,6 +84,7 @@ class _Worker:
     pid: int
     started: float
     logs: WorkerLogs
+    stdout: Stream
     stderr: Stream
     suspends: float | None = None
     stopped: float | None = None
@@ -144,7 +146,7 @@ class RoundWorkers:
         Raises:
             OSError: if its command cannot be executed.
         """
-        _, out = self._pump.open(1, logs.stdout)
+        stdout, out = self._pump.open(1, logs.stdout)
         try:
             stderr, err = self._pump.open(2, logs.stderr)
         except OSError:
@@ -158,7 +160,7 @@ class RoundWorkers:
             os.close(err)
         self._guard.add(pid)
         self._sessions.add(pid)
-        self._alive[pid] = _Worker(round_number, placement, began, pid, began, logs, stderr)
+        self._alive[pid] = _Worker(round_number, placement, began, pid, began, logs, stdout, stderr)
         return pid
 
     def keep(self, round_number: int, placement: Placement) -> int:
@@ -172,6 +174,16 @@ class RoundWorkers:
     def logs(self) -> dict[int, WorkerLogs]:
         """Return where the output goes of the workers that run, newcomers too, by local rank."""
         return {worker.placement.local_rank: worker.logs for worker in self._alive.values()}
+
+    def output(self, rank: int) -> list[str]:
+        """Return the last lines that the newest worker of a rank has printed; may be called by any thread."""
+        workers = [*(worker for worker, _ in list(self._reaped.values())), *list(self._alive.values())]
+        found = [worker for worker in workers if worker.placement.rank == rank]
+        if not found:
+            return []
+        newest = max(found, key=lambda worker: worker.round)
+        lines = sorted(newest.stdout.timed_tail(PAGE_LINES) + newest.stderr.timed_tail(PAGE_LINES), key=itemgetter(0))
+        return [line for _, line in lines[-PAGE_LINES:]]
 
     def age_of(self, local_rank: int, *, new: bool = False) -> tuple[int, float] | None:
         """Return the pid of a worker, and the seconds since it was started; None if it does not run.
