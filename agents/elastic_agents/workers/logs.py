@@ -124,8 +124,9 @@ class LogPlaces:
         return logs, envs
 
     def close(self) -> None:
-        """Remove the local directory."""
+        """Remove the local directory, once all exceptions are copied or the file system does not answer."""
         if self.local is not None:
+            self._files.flush()
             shutil.rmtree(self.local, ignore_errors=True)
 
     def _own(self, name: str, placement: Placement) -> WorkerLogs:
