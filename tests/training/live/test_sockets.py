@@ -186,6 +186,6 @@ def test_a_search_is_quick_with_many_descriptors(stack: ExitStack) -> None:
         Loop(stack).connect()
     for _ in range(300):
         stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
-    began = time.monotonic()
+    began = time.thread_time()
     assert sockets.shut_down() == 1
-    assert time.monotonic() - began < 0.05 * SLOWNESS
+    assert time.thread_time() - began < 0.05 * SLOWNESS
