@@ -180,7 +180,7 @@ def test_a_worker_that_can_never_be_replaced_ends_the_run_when_the_budget_is_spe
 
 
 def test_a_newcomer_that_never_comes_is_killed(job: Job) -> None:
-    agent = launch(job, "--rdzv-conf", "join_timeout=2")
+    agent = launch(job, "--rdzv-conf", "join_timeout=4")  # of which a round needs a part for its start
     first = begun(job, 1)
     os.kill(first[0], signal.SIGKILL)
     begun(job, 2, workers=1)
