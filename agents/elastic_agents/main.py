@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from elastic_agents.warm.fork_bootstrap import AgentState, Bootstrap
     from elastic_launch.observe.metrics import NodeMetrics
     from elastic_launch.observe.present import Present
+    from elastic_launch.observe.spans import Spans
     from elastic_launch.observe.watch import Watch
 
     class Watcher(EventSink, Protocol):
@@ -88,6 +89,7 @@ class _Journal:
 
             self.watch = Watch(clock, self.ledger)
         self.metrics = metrics
+        self.spans: Spans | None = None
         self.output: Callable[[int], Sequence[str]] = lambda rank: ()
 
     def emit(self, event: Event) -> None:
@@ -100,10 +102,14 @@ class _Journal:
             self.metrics.add(event)
         if self.watch is not None:
             self.watch.add(event)
+        if self.spans is not None:
+            self.spans.add(event)
         for incident in self.ledger.add(event):
             _log.info("%s", incident.line())
             if self.metrics is not None:
                 self.metrics.over(incident)
+            if self.spans is not None:
+                self.spans.over(incident)
 
 
 def run(
@@ -202,6 +208,7 @@ def _run(config: LaunchConfig, begun: Bootstrap | None, consoles: Consoles, watc
         if pages is not None:
             _log.info("a page of this run: http://%s/, with /metrics and /status of this node", pages.endpoint)
         _check(config)
+        served.enter_context(_spans(config, journal, clock))
         if config.node_check:
             checked = check_node(config)
             journal.emit(checked)
@@ -303,6 +310,23 @@ def _pages(config: LaunchConfig, journal: _Journal, inbox: Inbox[object], clock:
     inbox.put(HowAreYou(sample, SAMPLE_EVERY))
     with closing(Health(listener, made)) as pages:
         yield pages
+
+
+@contextmanager
+def _spans(config: LaunchConfig, journal: _Journal, clock: Clock) -> Iterator[None]:
+    """Send rounds and incidents as OpenTelemetry spans, if its variables name a place for them."""
+    if not any(name.startswith("OTEL_") for name in os.environ):
+        yield
+        return
+    from elastic_launch.observe.spans import Spans, processor, wanted
+
+    sends = processor(os.environ) if wanted(os.environ) else None
+    if sends is None:
+        yield
+        return
+    journal.spans = Spans(config.run_id, config.node_id, clock, sends)
+    with closing(journal.spans):
+        yield
 
 
 def _check(config: LaunchConfig) -> None:

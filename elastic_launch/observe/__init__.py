@@ -9,4 +9,5 @@
 ``present``    how a node's part of a run is at a moment
 ``watch``      figures for those who watch a run
 ``metrics``    a node's metrics for Prometheus
+``spans``      rounds and incidents as OpenTelemetry spans
 """

@@ -1,4 +1,4 @@
-"""``--http`` of real agents: what Prometheus reads while a worker is killed."""
+"""``--http`` of real agents: what Prometheus reads while a worker is killed, and the spans that are sent."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import signal
 import socket
 
 from harness import Job, asked, free_port, wait_for
+from otlp_receiver import receiver
 from prometheus_client.parser import text_string_to_metric_families
 
 
@@ -24,8 +25,14 @@ def sample(port: int, name: str, **labels: str) -> float | None:
 
 
 def test_the_metrics_tell_of_a_killed_worker(job: Job) -> None:
+    with receiver() as (address, spans):
+        killed_worker(job, {"OTEL_EXPORTER_OTLP_ENDPOINT": address})
+    assert {"round 1", "round 2", "start", "run"} <= set(spans)
+
+
+def killed_worker(job: Job, env: dict[str, str]) -> None:
     port = free_port()
-    agent = job.launch("--standalone", "--nproc", "2", "--http", str(port))
+    agent = job.launch("--standalone", "--nproc", "2", "--http", str(port), env=env)
     agent.says(f"a page of this run: http://127.0.0.1:{port}/, with /metrics and /status of this node")
     workers = job.world(2)
     wait_for("a running node", lambda: sample(port, "phase", phase="running") == 1)
