@@ -93,11 +93,11 @@ def link_torch(torch: OtherTorch, site_packages: Path, extra: str) -> None:
     # them as installed, and their commands would be missing from this environment.
     link = site_packages / LINK_NAME
     link.unlink(missing_ok=True)
-    pip_install(*wanted)
+    pip_install(*wanted, "packaging")
     link.write_text("".join(f"{directory}\n" for directory in torch.directories))
     pip_install("--no-deps", "-e", ".")
 
-    # Only now is a library installed that compares versions.
+    # Only now is it installed.
     from packaging.requirements import Requirement
 
     required = next(r for r in map(Requirement, dependencies) if r.name == "torch")

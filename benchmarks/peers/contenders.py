@@ -30,12 +30,13 @@ class Contender:
         packages: what the result names the versions of.
         start: starts a node with so many workers in a job and returns the pid of its agent.
         environment: the folder of its virtual environment, inside the one given; empty: the project's own.
+        elastic: whether it trains with a number of nodes that changes.
     """
 
-    title: str
     packages: tuple[str, ...]
     start: Callable[[Run, str, int], int]
     environment: str = ""
+    elastic: bool = True
 
 
 class Run:
@@ -98,7 +99,8 @@ def versions(contender: Contender, environments: Path) -> dict[str, str]:
 
 def start_ours(run: Run, node: str, nproc: int) -> int:
     flags = ["--nnodes", f"1:{run.nodes}", "--rdzv-endpoint", f"localhost:{run.port}", "--rdzv-id", RUN_ID, *RESTARTS]
-    flags += ["--nproc", str(nproc), "--node-id", node, "--local-addr", "localhost"]
+    flags += ["--rdzv-conf", f"is_host={int(node == 'host')}", "--local-addr", "localhost"]
+    flags += ["--nproc", str(nproc), "--node-id", node]
     flags += ["--log-dir", str(run.job.directory / "logs")]
     return run.launch([run.program("elastic-launch"), *flags], "library.py")
 
@@ -141,8 +143,8 @@ def start_replica(run: Run, number: int) -> int:
 
 
 CONTENDERS = {
-    "elastic-launch": Contender("elastic-launch", ("elastic-launch", "torch"), start_ours),
-    "torchrun": Contender("torchrun", ("torch",), start_torchrun),
-    "ft_launcher": Contender("ft_launcher", ("nvidia-resiliency-ext", "torch"), start_ft_launcher, "nvrx"),
-    "torchft": Contender("torchft", ("torchft-nightly", "torch"), start_torchft, "torchft"),
+    "elastic-launch": Contender(("elastic-launch", "torch"), start_ours),
+    "torchrun": Contender(("torch",), start_torchrun),
+    "ft_launcher": Contender(("nvidia-resiliency-ext", "torch"), start_ft_launcher, "nvrx", elastic=False),
+    "torchft": Contender(("torchft-nightly", "torch"), start_torchft, "torchft"),
 }

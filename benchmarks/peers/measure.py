@@ -128,7 +128,8 @@ def main() -> int:
     try:
         for _number in range(args.runs):
             for event in args.only or EVENTS:
-                for who in found["versions"]:
+                one_node = EVENTS[event][2] == 2
+                for who in [x for x in found["versions"] if one_node or CONTENDERS[x].elastic]:
                     load, cost = os.getloadavg()[0], None
                     try:
                         cost = measure(event, who, new_job, args.environments, args.limit)

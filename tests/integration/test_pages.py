@@ -85,6 +85,22 @@ def test_the_commands_of_a_how_to_run(page: Path, clone: Path) -> None:
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_script_of_the_readme_survives_a_kill(clone: Path) -> None:
+    """The reader saves the script, types the command below it, and sees what the page shows."""
+    found = blocks(ROOT / "README.md")
+    at = next(number for number, block in enumerate(found) if block.language == "python")
+    Path("train.py").write_text(found[at].text)
+    done = subprocess.run(["bash", "-euc", found[at + 1].text], capture_output=True, text=True, timeout=200)
+    printed = done.stdout + done.stderr
+    assert done.returncode == 0, printed
+    for line in found[at + 2].text.splitlines():
+        if line != "...":
+            shown = line.removeprefix("[elastic-launch] ").partition("; logs in")[0]
+            assert re.search(as_pattern(shown), printed), f"{shown}\n{printed}"
+
+
 class Terminals:
     """The tutorial's terminals: node a in the first, node b in the second, kills from the third."""
 
