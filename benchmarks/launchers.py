@@ -24,7 +24,7 @@ class Contender:
     """A launcher with its settings, and a script.
 
     Attributes:
-        ours: whether it is elastic-launch; its settings are the defaults.
+        ours: whether it is elastic-launch.
         library: whether the script trains with this project's library; otherwise it saves and loads by itself.
         options: additional options of the launcher.
         conf: of its rendezvous, with several nodes.
