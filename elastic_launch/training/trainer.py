@@ -333,7 +333,7 @@ class Trainer:
     ) -> tuple[list[Tensor | float], float | None]:
         """Return ``[loss, *metrics]`` of a micro-batch, and its weight (None: its number of samples)."""
         sample = _on_device(sample, self.run.device)
-        output, target, loss = self._measure_loss(sample, model or self.model)
+        output, target, loss = self._measure_loss(sample, self.model if model is None else model)
         if self._deepspeed is not None and model is not None:
             self._spare = sample
         with torch.no_grad():

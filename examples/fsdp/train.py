@@ -33,6 +33,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--exact", action="store_true", help="bitwise the same weights at every world size")
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, by FSDP's policy")
     parser.add_argument("--keep-activations", action="store_true", help="do not compute them again")
+    parser.add_argument("--compile", metavar="BACKEND", help="torch.compile the blocks: inductor, aot_eager, ...")
     parser.add_argument("--result", type=Path, help="file to which rank 0 writes the result as JSON")
     return parser.parse_args()
 
@@ -89,6 +90,9 @@ def main() -> None:
         # All ranks must build the same model: from it each keeps its shards.
         torch.manual_seed(0)
         model = Sorter(recompute=not args.keep_activations).to(run.device)
+        if args.compile:
+            for block in model.blocks:
+                block.compile(backend=args.compile)  # in place: parameters keep their names
         if args.shard == "fsdp":
             mesh = init_device_mesh(run.device.type, (run.world_size,))
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if args.bf16 else MixedPrecisionPolicy()

@@ -1,8 +1,9 @@
-"""Sharded models and optimizers under the launcher: a kill, other worlds, and one hash in exact mode."""
+"""Sharded models and optimizers under the launcher: kills, lost nodes, other worlds, and one hash in exact mode."""
 
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,15 +12,28 @@ from typing import Any
 import pytest
 from harness import SCRIPTS, SLOWNESS, Job
 
+import elastic_launch as el
 from elastic_launch.faults import FaultPlan
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "fsdp" / "train.py")
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one process writes after 12 steps of the unsharded model in exact mode."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    saving = ["--checkpoint", str(directory / "saved"), "--result", str(directory / "result.json")]
+    command = [sys.executable, EXAMPLE, "--shard", "none", "--exact", "--steps", "12", *saving]
+    subprocess.run(command, check=True, capture_output=True, timeout=100 * SLOWNESS)
+    return dict(json.loads((directory / "result.json").read_text()))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("shard", ["fsdp", "zero"])
-def test_a_kill_and_other_worlds_end_with_the_weights_of_an_undisturbed_unsharded_run(job: Job, shard: str) -> None:
+def test_a_kill_and_other_worlds_end_with_the_weights_of_an_undisturbed_unsharded_run(
+    job: Job, undisturbed: dict[str, Any], shard: str
+) -> None:
     """The example on 2 processes, one of which is killed, then on 3, then on 1."""
     result = job.directory / "result.json"
     command = [EXAMPLE, "--checkpoint", str(job.directory / "saved"), "--exact", "--shard", shard]
@@ -39,11 +53,32 @@ def test_a_kill_and_other_worlds_end_with_the_weights_of_an_undisturbed_unsharde
         else:
             assert (found["worlds"][-1], found["resumed"]) == (world, resumed)
         resumed = steps
-    alone = [sys.executable, EXAMPLE, "--checkpoint", str(job.directory / "alone"), "--exact", "--shard", "none"]
-    subprocess.run(
-        [*alone, "--steps", "12", "--result", str(result)], check=True, capture_output=True, timeout=100 * SLOWNESS
-    )
-    assert json.loads(result.read_text())["hash"] == found["hash"]
+    assert found["hash"] == undisturbed["hash"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mode", ["fsdp --exact", "zero"])
+def test_a_lost_node_takes_no_shard_with_it_also_of_a_compiled_model(
+    job: Job, undisturbed: dict[str, Any], mode: str
+) -> None:
+    """Of two nodes that save behind a URL one is lost with its worker; the other goes on from its memory, alone."""
+    result, saved, drill = (job.directory / name for name in ("result.json", "saved", "drill.yaml"))
+    drill.write_text(json.dumps([{"rank": 1, "step": 7, "do": "lose"}]))
+    saving = ["--checkpoint", f"file://{saved}", "--every", "3", "--steps", "12", "--result", str(result)]
+    command = [EXAMPLE, *saving, "--compile", "aot_eager", "--shard", *mode.split()]
+    # Neither begins without the other.
+    flags = ("--nnodes", "1:2", "--join-settle", "300", "--drill", str(drill))
+    a = job.node("a", *flags, command=command)
+    a.says("hosts the run")
+    b = job.node("b", *flags, command=command)
+    assert (b.wait(120), a.wait(120)) == (-signal.SIGKILL, 0), a.output
+    found = json.loads(result.read_text())
+    assert (found["worlds"], 0 < found["resumed"] <= 7) == ([2, 1], True), found
+    if "--exact" in mode:
+        assert found["hash"] == undisturbed["hash"]
+    assert found["loss"] == pytest.approx(undisturbed["loss"], rel=1e-3)
+    assert list(el.load_checkpoint(saved)["model"]) == list(el.load_checkpoint(f"file://{saved}")["model"])
 
 
 @pytest.mark.slow

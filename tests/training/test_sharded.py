@@ -140,6 +140,19 @@ def _go(run: Run, model: Any, optimizer: Any = None, loader: Any = None, **optio
         step.update()
 
 
+def test_a_trainer_takes_what_torch_compile_returns(run: Run) -> None:
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model: Any = _sharded(nn.Linear(3, 4))
+        model = torch.compile(model, backend="eager") if compiled else model
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        trainer = el.Trainer(run, model, optimizer, _loader(), loss_fn=nn.functional.cross_entropy, exact=True)
+        trainer.fit("2ba")
+        found.append([p.full_tensor() for p in model.parameters()])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
 def test_what_a_sharded_model_cannot_be_trained_with(run: Run, tmp_path: Path) -> None:
     model = _model()
     with pytest.raises(UsageError, match="scaler"):
