@@ -144,8 +144,6 @@ def test_the_keys_of_rdzv_conf_are_shown_with_their_defaults() -> None:
 def test_the_exit_codes_are_shown() -> None:
     section = sections(REFERENCE / "command-line.md", "##")["Exit codes"]
     assert re.findall(r"^\| `(\d+)` \| (\w+) \|", section, re.MULTILINE) == [(str(c.value), c.name) for c in ExitCode]
-    told = " ".join(row[0] for row in rows((DOCS / "how-a-run-lives-and-dies.md").read_text()))
-    assert {str(code.value) for code in ExitCode} <= set(re.findall(r"\d+", told))
 
 
 def test_the_defaults_of_torchrun_are_shown_beside_ours() -> None:
