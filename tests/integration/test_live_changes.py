@@ -101,7 +101,7 @@ def _started(job: Job) -> list[int]:
 
 @pytest.mark.slow
 def test_a_node_joins_and_leaves_and_another_is_lost(job: Job, undisturbed: str) -> None:
-    changes = Changes(job, live=True)
+    changes = Changes(job, live=True, step_time=0.2)  # it lasts until all have come
     a = changes.node("a")
     changes.trains(1, steps=3)
     b = changes.node("b")
@@ -210,7 +210,7 @@ def _alone(job: Job) -> dict[str, Any]:
 def test_a_spot_notice_costs_no_step_and_a_replacement_from_another_address_joins(job: Job, undisturbed: str) -> None:
     """The replacements are like a pod that comes back: they have the same node id."""
     notice = job.directory / "leave"
-    changes = Changes(job, live=True)
+    changes = Changes(job, live=True, step_time=0.3)  # it lasts until all have come
     a = changes.node("a")
     changes.trains(1, steps=3)
     b = changes.node("b", "--local-addr", "127.0.0.2", "--notice", f"file:{notice}")

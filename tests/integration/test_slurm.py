@@ -54,7 +54,7 @@ class Training:
         self.directory = directory
         self.example = example
         output = ("--output", str(slurm.directory / f"{example}-%j.out"))
-        saving = ("--checkpoint", str(directory / "checkpoints"), "--step-time", "0.3", "--steps", str(steps))
+        saving = ("--checkpoint", str(directory / "checkpoints"), "--step-time", "0.6", "--steps", str(steps))
         logs = ("--log-dir", str(directory / "logs"))
         script = str(EXAMPLES / f"{example}.sbatch")
         self.job = slurm.submit(
