@@ -14,6 +14,7 @@ always. The differences:
 - Imports have read the environment of the tests. ``OMP_NUM_THREADS`` is applied later; if another such variable is
   given, the agent is executed, see ``harness.Job.launch``.
 - The process' environment in ``/proc`` is that of the process that forks.
+- Workers have 6 s, not 2 s, to leave a round: on a busy machine, the agent would kill those that need longer.
 """
 
 from __future__ import annotations
@@ -307,6 +308,7 @@ def main() -> None:
     gc.disable()
     for name in MODULES:
         importlib.import_module(name)
+    importlib.import_module("elastic_agents.step_timer").SHORTEST_SUSPENSION = 6.0
     gc.freeze()
     gc.enable()
     _serve(orders)()

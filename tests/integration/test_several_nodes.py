@@ -13,7 +13,7 @@ from harness import LOOP, Job, alive, round_of, wait_for
 
 def test_two_nodes_form_one_world(job: Job) -> None:
     a = job.node("a", "--role", "trainer", nnodes="2", nproc=2)
-    a.says("hosts the run")
+    a.says("node a joined")
     b = job.node("b", "--role", "reader", nnodes="2", nproc=1)
     workers = job.world(3)
     env = [worker["env"] for worker in workers]
@@ -58,7 +58,7 @@ def test_a_lost_node_shrinks_the_world_and_its_return_grows_it(job: Job) -> None
 def test_a_frozen_node_is_dead_after_its_silence(job: Job) -> None:
     timing = ["--dead-after", "2"]
     host = job.node("a", *timing, nnodes="1:2")
-    host.says("hosts")
+    host.says("node a joined")
     other = job.node("b", *timing, nnodes="1:2")
     frozen = job.world(2)[1]
     os.kill(other.process.pid, signal.SIGSTOP)
@@ -74,7 +74,7 @@ def test_a_frozen_node_is_dead_after_its_silence(job: Job) -> None:
 
 def test_members_park_while_the_host_is_gone_and_continue_with_it(job: Job) -> None:
     host = job.node("a", nnodes="1:2")
-    host.says("hosts")
+    host.says("node a joined")
     other = job.node("b", nnodes="1:2")
     first = job.world(2)
     host.kill()
@@ -90,7 +90,7 @@ def test_members_park_while_the_host_is_gone_and_continue_with_it(job: Job) -> N
 
 def test_a_leaving_node_is_not_waited_for(job: Job) -> None:
     host = job.node("a", nnodes="1:2")
-    host.says("hosts")
+    host.says("node a joined")
     other = job.node("b", nnodes="1:2")
     job.world(2)
     other.signal(signal.SIGTERM)
@@ -106,7 +106,7 @@ def test_a_leaving_node_is_not_waited_for(job: Job) -> None:
 def test_below_min_the_run_parks_and_ends_with_94(job: Job) -> None:
     flags = ["--min-wait", "12"]
     host = job.node("a", *flags, nnodes="2")
-    host.says("hosts")
+    host.says("node a joined")
     other = job.node("b", *flags, nnodes="2")
     first = job.world(2)
     other.kill()
@@ -118,7 +118,7 @@ def test_below_min_the_run_parks_and_ends_with_94(job: Job) -> None:
 
 def test_a_spare_waits_and_takes_over(job: Job) -> None:
     host = job.node("a", nnodes="1:2")
-    host.says("hosts")
+    host.says("node a joined")
     second = job.node("b", nnodes="1:2")
     job.world(2)
     spare = job.node("c", nnodes="1:2")
@@ -152,7 +152,7 @@ def test_a_node_with_other_arguments_and_limits_takes_part_by_those_of_the_first
 @pytest.mark.slow
 def test_a_newer_agent_takes_the_place_of_the_older_with_its_node_id(job: Job) -> None:
     host = job.node("a", nnodes="1:2")
-    host.says("hosts")
+    host.says("node a joined")
     older = job.node("b", nnodes="1:2")
     first = job.world(2)
     newer = job.node("b", nnodes="1:2")
@@ -165,7 +165,7 @@ def test_a_newer_agent_takes_the_place_of_the_older_with_its_node_id(job: Job) -
 
 def test_node_ranks_are_honoured(job: Job) -> None:
     host = job.node("a", "--node-rank", "1", nnodes="2")
-    host.says("hosts")
+    host.says("node a joined")
     other = job.node("b", "--node-rank", "0", nnodes="2")
     job.world(2)
     job.finish()
@@ -176,7 +176,7 @@ def test_node_ranks_are_honoured(job: Job) -> None:
 def test_all_processes_of_a_dead_programs_session_are_ended(job: Job) -> None:
     command = ["bash", "-c", f"echo $$ > {job.work}/pid-$GROUP_RANK-$WORLD_SIZE; sleep 600; true"]
     host = job.node("a", "--no-python", nnodes="1:2", command=command)
-    host.says("hosts")
+    host.says("node a joined")
     other = job.node("b", "--no-python", nnodes="1:2", command=command)
     wait_for("both workers", lambda: (job.work / "pid-0-2").exists() and (job.work / "pid-1-2").exists())
     pids = [int(wait_for("a pid", (job.work / f"pid-{i}-2").read_text)) for i in (0, 1)]
