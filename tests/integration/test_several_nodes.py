@@ -73,14 +73,15 @@ def test_a_frozen_node_is_dead_after_its_silence(job: Job) -> None:
 
 
 def test_members_park_while_the_host_is_gone_and_continue_with_it(job: Job) -> None:
-    host = job.node("a", nnodes="1:2")
+    flags = ["--join-settle", "60"]
+    host = job.node("a", *flags, nnodes="1:2")
     host.says("node a joined")
-    other = job.node("b", nnodes="1:2")
+    other = job.node("b", *flags, nnodes="1:2")
     first = job.world(2)
     host.kill()
     other.says("goes on when an agent is back at the endpoint")
     wait_for("b's worker to be stopped", lambda: not any(alive(worker["pid"]) for worker in first))
-    again = job.node("a", nnodes="1:2")
+    again = job.node("a", *flags, nnodes="1:2")
     second = job.world(2, after=round_of(first[0]))
     assert round_of(second[0]) == round_of(first[0]) + 1
     job.finish()
