@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Annotated, NamedTuple
 
@@ -68,7 +69,7 @@ class Member:
         return self.slots or tuple(range(self.workers))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, for the cached property
 class Round:
     """The nodes that train together, in rank order. Number 0 means that no round has been formed yet."""
 
@@ -82,10 +83,12 @@ class Round:
 
     def index(self, node_id: str, incarnation: str) -> int | None:
         """Return the node's rank among the members, or None if it is not a member."""
-        for rank, member in enumerate(self.members):
-            if member.node_id == node_id and member.incarnation == incarnation:
-                return rank
-        return None
+        return self._ranks.get((node_id, incarnation))
+
+    @cached_property
+    def _ranks(self) -> dict[tuple[str, str], int]:
+        """The leader asks for thousands of nodes in a round of as many."""
+        return {(member.node_id, member.incarnation): rank for rank, member in enumerate(self.members)}
 
     def node_of(self, rank: int) -> str:
         """Return the id of the node of the worker with a global rank; empty if there is no such rank."""

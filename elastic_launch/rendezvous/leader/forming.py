@@ -108,8 +108,11 @@ def start_ahead(state: LeaderState, phase: Running | Draining | Broken) -> None:
     a node whose workers have started says so again.
     """
     over = not isinstance(phase, Running) and bool(phase.ends)
-    if not state.live or over or any(node.done for node in state.members()):
+    if not state.live or over:
         return
-    for node in newcomers(state.nodes, state.record.round):
+    found = newcomers(state.nodes, state.record.round)
+    if found and any(node.done for node in state.members()):
+        return
+    for node in found:
         node.ahead = node.importing = True
         state.send(node.link, m.StartAhead(state.record.term, state.record.round.number))

@@ -220,12 +220,16 @@ class LeaderMachine:
         turned, self._state.turned = self._state.turned, now
         if self.ended:
             return []
-        cap = min(TURN_CAP, self.timing.dead_after / 2)
-        for node in list(self.nodes.values()):
-            node.silence += min(now - max(turned, node.heard), cap)
-            if node.silence >= self.timing.dead_after:
-                self._close(node.link)
-                self._rounds.lose(node, f"silent for {node.silence:.1f} s", now, node.silence)
+        cap, dead_after = min(TURN_CAP, self.timing.dead_after / 2), self.timing.dead_after
+        silent = []
+        for node in self.nodes.values():  # of which there may be thousands: min and max would take most of the time
+            gap = now - (node.heard if node.heard > turned else turned)
+            node.silence += gap if gap < cap else cap
+            if node.silence >= dead_after:
+                silent.append(node)
+        for node in silent:
+            self._close(node.link)
+            self._rounds.lose(node, f"silent for {node.silence:.1f} s", now, node.silence)
         self._consider(now)
         return self._flush()
 

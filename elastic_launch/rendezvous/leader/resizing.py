@@ -75,9 +75,10 @@ class Resizing:
 
         Nor before all members have returned to a new leader: until then the round cannot be drained.
         """
+        if everybody >= max_nodes or not prepared(self._nodes):
+            return False
         members = [node for node in self._nodes.values() if node.active]
-        finishing = any(node.done for node in members)
-        return bool(prepared(self._nodes)) and len(members) == everybody and everybody < max_nodes and not finishing
+        return len(members) == everybody and not any(node.done for node in members)
 
     def pays(self, formed: Round, max_nodes: int, now: float, joining: Sequence[Node] | None = None) -> bool:
         """Whether a resize of the running round pays off, or was ordered regardless of its cost.
