@@ -1,4 +1,4 @@
-"""Log a training's steps and evaluations to a file of JSON lines, and to TensorBoard.
+"""Log a training's steps and evaluations to a file of JSON lines, to TensorBoard, W&B and MLflow.
 
     elastic-launch --standalone --nproc 2 examples/loggers/train.py --log runs/loggers/log.jsonl
 
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LinearLR, ReduceLROnPlateau
 from torch.utils.data import TensorDataset
+from trackers import MLflow, WandB
 
 import elastic_launch as el
 
@@ -92,6 +93,10 @@ class TensorBoard(el.Callback):
     def on_evaluation(self, evaluation: el.Evaluation) -> None:
         self.write(evaluation.step, {f"evaluation/{name}": value for name, value in evaluation.metrics.items()})
 
+    def on_incident(self, incident: el.Incident) -> None:
+        if self.writer:
+            self.writer.add_text("incident", f"{incident.kind}: {incident.cause}", incident.step)
+
     def write(self, step: int, values: dict[str, float]) -> None:
         if self.writer:
             for name, value in values.items():
@@ -108,6 +113,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--log", type=Path, required=True, help="file for the lines, in a directory of all nodes")
     parser.add_argument("--tensorboard", type=Path, help="directory for TensorBoard")
+    parser.add_argument("--wandb", type=Path, help="directory for W&B's offline runs, for all nodes")
+    parser.add_argument("--mlflow", help="MLflow's tracking URI")
+    parser.add_argument("--name", default="loggers", help="of the run in W&B and MLflow; a resumed one has the same")
     parser.add_argument("--checkpoint", help="directory or URL to save to and to resume from")
     parser.add_argument("--epochs", type=int, default=6)
     args = parser.parse_args()
@@ -122,6 +130,10 @@ def main() -> None:
         run.register("log", loggers[0])
         if args.tensorboard:
             loggers.append(TensorBoard(args.tensorboard))
+        if args.wandb:
+            loggers.append(WandB(args.wandb, args.name, args.log))
+        if args.mlflow:
+            loggers.append(MLflow(args.mlflow, args.name))
         trainer = el.Trainer(
             run,
             model,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -115,3 +117,55 @@ print(json.dumps([event.step for event in board.Scalars(".", "loss")]))
     done = subprocess.run([sys.executable, "-c", read, job.work / "board"], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == list(range(1, 61))
+
+
+def logged_by_wandb(directory: Path) -> list[dict[str, Any]]:
+    """What the last offline run holds: a file of records in the format of LevelDB's log."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (path,) = (directory / "wandb" / "latest-run").glob("run-*.wandb")
+    data, at, held, found = path.read_bytes(), 7, b"", []
+    while at + 7 <= len(data):
+        size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        if not kind or at % 32768 > 32768 - 7:  # a block's rest is not used
+            at += 32768 - at % 32768
+            continue
+        held, at = held + data[at + 7 : at + 7 + size], at + 7 + size
+        if kind in (1, 4):  # a whole record, or the end of one
+            record, held = Record.FromString(held), b""
+            if record.HasField("history"):
+                items = record.history.item
+                found.append({item.key or item.nested_key[0]: json.loads(item.value_json) for item in items})
+    return found
+
+
+@pytest.mark.slow
+def test_trackers_have_each_step_once_and_the_incidents(job: Job) -> None:
+    for package in ("wandb", "mlflow"):
+        if find_spec(package) is None:
+            pytest.skip(f"needs {package}, which make env with --frameworks brings")
+    board, store = job.work / "board", f"file://{job.work / 'mlflow'}"
+    command = [LOGGERS, "--log", str(job.work / "log.jsonl"), "--wandb", str(board), "--mlflow", store]
+    env = {"MLFLOW_ALLOW_FILE_STORE": "true", "WANDB_SILENT": "true"}
+    flags = ("--standalone", "--nproc", "2", "--no-live")
+    agent = job.launch(*flags, command=command, env={**env, **FaultPlan.fail_at(0, 10).environment()})
+    assert agent.wait(200) == 0, agent.output
+    assert len(job.events("round_broken")) == 1
+    steps = logged_by_wandb(board)
+    assert [step["_step"] for step in steps] == list(range(1, 61))
+    assert [step["loss"] for step in steps] == [x["loss"] for x in read_lines(job.work / "log.jsonl") if "loss" in x]
+    assert ["restart: rank 0" in line["text"] for line in read_lines(board / "loggers-incidents.jsonl")] == [True]
+    read = """
+import json, sys
+from mlflow import MlflowClient
+client = MlflowClient(sys.argv[1])
+(run,) = client.search_runs([client.get_experiment_by_name("elastic-launch").experiment_id])
+steps = [[metric.step for metric in client.get_metric_history(run.info.run_id, name)] for name in ("loss", "lr")]
+print(json.dumps([steps, run.data.tags]))
+"""
+    command = [sys.executable, "-W", "ignore", "-c", read, store]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100 * SLOWNESS, env={**os.environ, **env})
+    assert done.returncode == 0, done.stderr
+    found, tags = json.loads(done.stdout)
+    assert found == [list(range(1, 61))] * 2
+    assert [text.startswith("restart: rank 0") for name, text in tags.items() if name.startswith("incident.")] == [True]
