@@ -56,7 +56,9 @@ def processor(environ: Mapping[str, str]) -> SpanProcessor | None:
 
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        (exporter,) = entry_points(group="opentelemetry_traces_exporter", name=name)
+        exporter = next(iter(entry_points(group="opentelemetry_traces_exporter", name=name)), None)
+        if exporter is None:
+            raise LookupError("it is not installed")
         made = BatchSpanProcessor(exporter.load()())
     except Exception as error:  # of any exporter, about any variable  # noqa: BLE001
         hint = "Install the exporter with pip install 'elastic-launch[otel]', or set OTEL_TRACES_EXPORTER=none."

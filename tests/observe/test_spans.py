@@ -136,7 +136,7 @@ def test_the_standard_variables_decide(environ: dict[str, str], expected: bool) 
 
 def test_an_exporter_that_is_not_there_is_named(caplog: pytest.LogCaptureFixture) -> None:
     assert processor({"OTEL_TRACES_EXPORTER": "nothing"}) is None
-    assert "no spans are sent: the exporter nothing cannot be used" in caplog.text
+    assert "no spans are sent: the exporter nothing cannot be used: it is not installed." in caplog.text
 
 
 def test_spans_reach_a_receiver(monkeypatch: pytest.MonkeyPatch) -> None:
