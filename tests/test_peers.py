@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PEERS = ROOT / "benchmarks" / "peers"
+COMPARISON = ROOT / "docs" / "explanation" / "comparison.md"
 STEP = 0.02
 
 
@@ -71,3 +73,9 @@ def test_a_table_has_medians_ranges_and_what_is_missing(modules: dict[str, Modul
         "| a node is lost: until the world is whole | 4.00 s (2.00..6.00) | none within 60 s |",
         "| a node is lost: steps done again | 5 | none within 60 s |",
     ]
+
+
+def test_the_comparison_shows_the_raw_data(modules: dict[str, ModuleType]) -> None:
+    kept = [json.loads(path.read_text()) for path in sorted((PEERS / "results").glob("*.json"))]
+    assert len({json.dumps(found["versions"]) for found in kept}) == 1
+    assert modules["results"].table(modules["results"].joined(kept)) in COMPARISON.read_text()

@@ -1,6 +1,6 @@
-"""Reads what measure.py wrote, and prints it as a Markdown table.
+"""Reads what measure.py wrote, in one run or several, and prints it as a Markdown table.
 
-python benchmarks/peers/results.py benchmarks/peers/results/DATE.json
+python benchmarks/peers/results.py benchmarks/peers/results/*.json
 """
 
 from __future__ import annotations
@@ -36,6 +36,15 @@ def table(found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def joined(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Several results as one, as if all had been measured in one run."""
+    return {
+        "limit": results[0]["limit"],
+        "versions": results[0]["versions"],
+        "measured": [one for found in results for one in found["measured"]],
+    }
+
+
 def runs_of(found: Mapping[str, Any], event: str, who: str) -> list[dict[str, float]]:
     """The figures of each run; none for a training that did not begin."""
     return [one["figures"] or {} for one in found["measured"] if (one["event"], one["who"]) == (event, who)]
@@ -57,4 +66,4 @@ def cell(runs: Sequence[Mapping[str, float]], key: str, limit: float) -> str:
 
 
 if __name__ == "__main__":
-    print(table(json.loads(Path(sys.argv[1]).read_text())))
+    print(table(joined([json.loads(Path(name).read_text()) for name in sys.argv[1:]])))
