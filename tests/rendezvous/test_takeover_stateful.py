@@ -231,3 +231,23 @@ def test_a_node_that_repairs_the_record_charges_nothing_for_a_round_that_others_
     assert cluster.leader is cluster["b"]
     assert cluster.record is not None
     assert cluster.record.restarts == 1
+
+
+def test_an_end_that_is_spoiled_before_any_node_has_seen_it_comes_again() -> None:
+    """The leader got no answer to its write, so it repairs the record without the end; all workers are done."""
+    cluster = Cluster("1:2", seed=143, max_restarts=2, live=True)
+    cluster.start("a", "b", "c", "d")
+    cluster.run(6.0)
+    assert cluster.leader is cluster["a"]
+    cluster.store.mute.add("a")
+    for node_id in "ad":
+        cluster[node_id].workers.finish()
+    cluster.run(0.3)
+    assert cluster.record is not None
+    assert cluster.record.end is not None
+    cluster.store.spoil()
+    cluster.run(20.0)
+    cluster.recover()
+    cluster.run(20.0)
+    assert cluster.record.end is not None
+    assert (cluster.record.end.code, cluster.record.restarts) == (0, 0)

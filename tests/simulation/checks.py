@@ -36,6 +36,7 @@ class Checks:
         self._taken_over: set[tuple[int, int]] = set()
         self._left_behind: set[tuple[str, int]] = set()
         self._obeyed: dict[str, int] = {}
+        self._end_seen = False
 
     # The record.
 
@@ -48,10 +49,12 @@ class Checks:
         )
         if before is None or record == before:  # a retried write, after a stranger has spoiled the first one
             return
-        assert before.end is None or replace(record, nonce="") == replace(before, nonce=""), "a change after the end"
-        assert record.nonce != before.nonce
-        # A member that repairs a spoiled record may not know the last rounds, their members and their cost.
+        # A node that repairs a spoiled record may not know the last rounds, their members and their cost; nor the end,
+        # if no node has seen it, and the leader that wrote it got no answer.
         repairs = record.repaired and record.floor != before.floor
+        ended = before.end is not None and not (repairs and not self._end_seen)
+        assert not ended or replace(record, nonce="") == replace(before, nonce=""), "a change after the end"
+        assert record.nonce != before.nonce
         assert repairs or record.term > before.term or (record.term, record.leader) == (before.term, before.leader)
         assert repairs or before.restarts <= record.restarts
         assert record.restarts <= self.cluster.limits.max_restarts
@@ -137,6 +140,7 @@ class Checks:
 
     def obeyed(self, node: SimNode, event: Any) -> None:
         """An order reached the agent itself."""
+        self._end_seen = self._end_seen or isinstance(event, m.RunEnd)
         self._note(f"to {node.incarnation}: {str(event)[:120]}")
         term = getattr(event, "term", None)
         if term is not None:
