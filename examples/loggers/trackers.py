@@ -100,7 +100,8 @@ def _read(path: Path) -> list[dict[str, Any]]:
 class MLflow(Tracker):
     """Writes to the server, database or directory that ``uri`` names, which needs ``pip install mlflow``.
 
-    The run is found again by a tag, and is asked for the last step that it has.
+    MLflow refuses directories unless ``MLFLOW_ALLOW_FILE_STORE`` is ``true``. The run is found again by a tag, and is
+    asked for the last step that it has.
     """
 
     def __init__(self, uri: str, name: str, experiment: str = "elastic-launch") -> None:
