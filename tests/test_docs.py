@@ -231,7 +231,7 @@ def test_command_lines_are_understood(page: str, line: str) -> None:
         assert (ROOT / understood.script).exists()
 
 
-@pytest.mark.parametrize("name", ["ddp", "nanogpt", "transformers"])
+@pytest.mark.parametrize("name", ["ddp", "nanogpt", "torchtitan", "transformers"])
 def test_a_conversion_shows_the_difference_of_its_scripts(name: str) -> None:
     paths = [ROOT / "examples" / "convert" / name / f"{which}.py" for which in ("before", "after")]
     before, after = (path.read_text().splitlines() for path in paths)

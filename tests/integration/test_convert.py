@@ -18,20 +18,22 @@ CONVERT = Path(__file__).parents[2] / "examples" / "convert"
 NEEDED = pytest.mark.skipif(
     find_spec("transformers") is None or find_spec("accelerate") is None, reason="pip install '.[frameworks]'"
 )
-ALL = pytest.mark.parametrize("name", ["ddp", "nanogpt", pytest.param("transformers", marks=NEEDED)])
+ALL = pytest.mark.parametrize("name", ["ddp", "nanogpt", "torchtitan", pytest.param("transformers", marks=NEEDED)])
 
 
 def arguments(name: str, directory: Path) -> list[str]:
     return {
         "ddp": ["2", "1", "--snapshot_path", str(directory / "snapshots")],
         "nanogpt": [str(directory / "out")],
+        "torchtitan": ["--folder", str(directory / "saved")],
         "transformers": ["--output_dir", str(directory)],
     }[name]
 
 
 def weights(name: str, directory: Path) -> tuple[int, str]:
     """The last step that a converted script has saved, and a hash of its weights."""
-    checkpoints = directory / {"ddp": "snapshots", "nanogpt": "out", "transformers": "checkpoints"}[name]
+    saved = {"ddp": "snapshots", "nanogpt": "out", "torchtitan": "saved", "transformers": "checkpoints"}
+    checkpoints = directory / saved[name]
     steps = [int(path.name.split(".")[0].removeprefix("step-")) for path in checkpoints.glob("step-*")]
     digest = hashlib.sha256()
     for key, value in sorted(el.load_checkpoint(checkpoints, weights_only=True)["model"].items()):
@@ -49,7 +51,7 @@ def test_the_script_before_runs_under_torchrun_and_resumes(tmp_path: Path, name:
     for _ in range(2):
         done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
-    first = {"ddp": "Epoch 0 ", "nanogpt": "step 20:", "transformers": "epoch 0:"}[name]
+    first = {"ddp": "Epoch 0 ", "nanogpt": "step 20:", "torchtitan": "step 10:", "transformers": "epoch 0:"}[name]
     assert first not in done.stdout, "it has resumed"
 
 
@@ -59,9 +61,10 @@ def test_the_script_before_runs_under_torchrun_and_resumes(tmp_path: Path, name:
 def test_the_script_after_has_the_undisturbed_weights_through_three_kills(job: Job, name: str) -> None:
     script = str(CONVERT / name / "after.py")
     alone, killed = job.directory / "alone", job.directory / "killed"
-    done = subprocess.run(
-        [sys.executable, script, *arguments(name, alone)], capture_output=True, text=True, timeout=200
-    )
+    # A sharded model needs a process group, also in one process.
+    launcher = ["-m", "torch.distributed.run", "--standalone"] if name == "torchtitan" else []
+    command = [sys.executable, *launcher, script, *arguments(name, alone)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     plan = FaultPlan.fail_at(1, 7) + FaultPlan.fail_at(0, 20, round=2) + FaultPlan.fail_at(1, 31, round=3)
     agent = job.launch(

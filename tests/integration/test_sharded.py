@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from harness import SCRIPTS, SLOWNESS, Job
 import elastic_launch as el
 from elastic_launch.faults import FaultPlan
 
-EXAMPLE = str(Path(__file__).parents[2] / "examples" / "fsdp" / "train.py")
+EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLE = str(EXAMPLES / "fsdp" / "train.py")
 
 
 @pytest.fixture(scope="module")
@@ -95,3 +97,23 @@ def test_exact_mode_gives_the_same_weights_and_evaluations_at_each_world(job: Jo
     assert found[2] == found[3] == found[1]
     assert found[1] | whole == found[1]
     assert len(whole) == 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(find_spec("transformers") is None, reason="pip install '.[frameworks]'")
+def test_a_killed_lora_ends_with_the_undisturbed_weights_also_sharded_and_saves_its_adapters_alone(job: Job) -> None:
+    result = job.directory / "result.json"
+    command = [str(EXAMPLES / "lora" / "train.py"), "--steps", "24", "--result", str(result), "--checkpoint"]
+    alone = [sys.executable, *command, str(job.directory / "alone")]
+    subprocess.run(alone, check=True, capture_output=True, timeout=100 * SLOWNESS)
+    expected = json.loads(result.read_text())["hash"]
+    for name, options in (("lora", []), ("sharded", ["--fsdp"])):
+        saved = job.directory / name
+        told, environ = [*command, str(saved), *options], FaultPlan.fail_at(1, 22).environment()
+        agent = job.launch("--standalone", "--nproc", "2", name=name, command=told, env=environ)
+        assert agent.wait(120) == 0, agent.output
+        found = json.loads(result.read_text())
+        assert (found["hash"], found["worlds"], found["resumed"] > 0) == (expected, [2, 2], True)
+        names = el.load_checkpoint(saved)["model"]
+        assert all(".up." in key or ".down." in key for key in names) is not bool(options)
