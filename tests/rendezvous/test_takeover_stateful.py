@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from simulation.cluster import Cluster
+from simulation.cluster import RECOVERY, Cluster
 from simulation.node import SimNode
 from simulation.voters import VOTERS
 
@@ -142,6 +142,10 @@ class TakeoverRun(RuleBasedStateMachine):
         missing = cluster.limits.min_nodes - len(staying)
         cluster.start(*[node_id for node_id in NODE_IDS if node_id not in staying][: max(0, missing)])
         if self.voters:
+            end = cluster.kernel.now + RECOVERY
+            # The run begins only once all voters are there, and one that leaves may have to give up a connection first.
+            while cluster.kernel.now < end and any(node.view.leaving is not None for node in cluster.nodes):
+                cluster.run(1.0)
             cluster.start(*sorted(VOTERS - {node.node_id for node in cluster.nodes}))
         cluster.recover()
 

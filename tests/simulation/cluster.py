@@ -14,7 +14,7 @@ from simulation.network import Network, SimStore
 from simulation.node import SimNode
 from simulation.voters import SimVoters
 
-__all__ = ["Cluster"]
+__all__ = ["RECOVERY", "Cluster"]
 
 TIMING = Timing(join_settle=1.0, min_wait=600.0, return_after=10.0, join_timeout=300.0, read_timeout=4.0)
 
