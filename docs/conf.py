@@ -57,7 +57,7 @@ def toctrees(index: str) -> str:
 
 
 def prepare(app: Sphinx, page: str, text: list[str]) -> None:
-    """Add the navigation to the index; show the text of a link to a directory, for which there is no page."""
+    """Add the navigation to the index; show links to directories, which have no page, as text."""
     if page == root_doc:
         text[0] += "\n" + toctrees(text[0])
     here = (ROOT / page).parent

@@ -97,7 +97,7 @@ def link_torch(torch: OtherTorch, site_packages: Path, extra: str) -> None:
     link.write_text("".join(f"{directory}\n" for directory in torch.directories))
     pip_install("--no-deps", "-e", ".")
 
-    # Only now is it installed.
+    # It is installed only now.
     from packaging.requirements import Requirement
 
     required = next(r for r in map(Requirement, dependencies) if r.name == "torch")

@@ -81,7 +81,7 @@ class EstimateDue:
 
 @dataclass(frozen=True, slots=True)
 class HowAreYou:
-    """An HTTP request asks how this node's part of the run is.
+    """Asks how this node's part of the run is, for an HTTP request or for the charts of the page.
 
     Attributes:
         every: seconds after which it is asked again; None: it is asked once.

@@ -1,4 +1,4 @@
-"""Lets a training hang from outside, whatever launcher runs it."""
+"""Makes a training hang on request, under any launcher."""
 
 import os
 import time
