@@ -467,6 +467,7 @@ class Copied(Message):
         error, hint: why there is none, or, with a path, why old ones could not be removed; empty without an error.
         final: whether retrying is pointless.
         pruning: the checkpoint is written, and old ones are being removed: another message follows.
+        directory: directory or URL of the checkpoints, as in the ``CopyJob``.
     """
 
     step: Count
@@ -479,6 +480,7 @@ class Copied(Message):
     hint: Text = ""
     final: bool = False
     pruning: bool = False
+    directory: OsText = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,17 @@ def test_a_run_that_is_resumed_takes_the_directory_again(tmp_path: Path) -> None
     assert save(tmp_path, owner.owned_by("mine")) == 3
 
 
+def test_a_later_process_of_a_run_does_not_refuse_the_copies_that_an_earlier_one_has_requested(tmp_path: Path) -> None:
+    first = owner.claim(tmp_path, "mine", again=True)
+    second = owner.claim(tmp_path, "mine", again=True)
+    assert [save(tmp_path, first), save(tmp_path, second)] == [1, 2]
+    other = owner.claim(tmp_path, "another", again=True)
+    for mine in (first, second):
+        with pytest.raises(TakenError):
+            save(tmp_path, mine)
+    assert save(tmp_path, other) == 3
+
+
 def test_two_runs_without_an_id_are_distinguished(tmp_path: Path) -> None:
     first = owner.claim(tmp_path, "")
     owner.claim(tmp_path, "")

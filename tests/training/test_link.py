@@ -154,6 +154,24 @@ def test_a_copy_is_awaited_as_long_as_the_agent_reports_progress(ends: tuple[soc
     assert not link.wait_copied(0.1)
 
 
+def test_a_copy_of_another_training_of_the_script_is_not_taken_for_the_own_one(
+    ends: tuple[socket.socket, AgentLink], tmp_path: Path
+) -> None:
+    """An earlier process has requested it, and a fault has ended that process."""
+    agent, link = ends
+    checkpoint = el.Checkpoint(tmp_path / "b", every=1)
+    checkpoint.requested(9, link)
+    other, own = str(tmp_path / "a"), str(tmp_path / "b")
+    agent.sendall(c.pack(c.Copied(13, 3, path=f"{other}/step-13", directory=other)))
+    agent.sendall(c.pack(c.Copied(14, 3, error="no room", directory=other)))
+    assert link.wait_copied(10.0)
+    assert checkpoint.outcomes() == []
+    agent.sendall(c.pack(c.Copied(9, 4, path=f"{own}/step-9", directory=own)))
+    (outcome,) = checkpoint.finish()
+    assert (outcome.step, outcome.error) == (9, None)
+    assert checkpoint.failed() is None
+
+
 def test_a_final_checkpoint_whose_agent_is_gone_does_not_count_as_saved(
     ends: tuple[socket.socket, AgentLink], tmp_path: Path
 ) -> None:

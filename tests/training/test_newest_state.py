@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -119,6 +120,22 @@ def test_a_later_save_of_another_run_is_not_a_newer_state_of_this_one(
     assert step == 210
     assert branch.round == 10
     assert "was taken by run 'another run'" in caplog.text
+
+
+@pytest.mark.parametrize("memory", [None, (2, 210)])
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_a_copy_that_an_earlier_round_has_requested_is_still_committed(
+    node: Node, memory: tuple[int, int] | None, scheme: str
+) -> None:
+    """What the next round begins with is read from storage while that copy is under way."""
+    node.place = f"{scheme}{node.directory}"
+    assert node.resumes(1)[0] == 0
+    requested = f"{json.loads((node.directory / owner.OWNER).read_text())['token']} {RUN}"
+    if memory is not None:
+        node.remembers(*memory)
+    node.saved(3, 422)
+    assert node.resumes(4)[0] == 422
+    owner.check(node.directory, requested)
 
 
 def test_storage_that_hangs_does_not_prevent_a_resume_from_memory(

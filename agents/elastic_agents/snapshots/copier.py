@@ -88,7 +88,7 @@ class Copier:
             if said is not None:
                 os.close(said)
         self._directory = job.directory
-        self._there = Copied(job.step, job.round)
+        self._there = Copied(job.step, job.round, directory=job.directory)
         self._stall = URL_STALL if url else STALL
         self._pending = b""
         self._begun = False

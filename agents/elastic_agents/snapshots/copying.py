@@ -62,7 +62,7 @@ def copy(
         written: called with the result once the checkpoint is written, before old ones are removed.
     """
     began = time.monotonic()
-    done = Copied(job.step, job.round)
+    done = Copied(job.step, job.round, directory=job.directory)
     slot = _Followed(tensors, head, progress)
     header = slot.header()
     if header is None or (header.sequence, header.step, header.round) != (job.sequence, job.step, job.round):

@@ -360,14 +360,14 @@ class SnapshotStore:
         # Leftovers of an earlier run, on a node that this run has just come to. URLs have no such place.
         take = job.directory not in self._took and not url
         job = replace(job, sequence=held.sequence, step=held.step, round=held.round, take=take)
+        nothing = Copied(held.step, held.round, directory=job.directory)
         with self._changed:
             if self._closing:
-                return Copied(held.step, held.round, error="the agent ends")
+                return replace(nothing, error="the agent ends")
             try:
                 copier = self._copier = Copier(job, (slot.tensors, slot.head), url=url, stderr=self._stderr)
             except OSError as error:
-                text = f"The process that copies it cannot be started: {error}."
-                return Copied(held.step, held.round, error=text)
+                return replace(nothing, error=f"The process that copies it cannot be started: {error}.")
             if time.monotonic() < self._failing_until:
                 copier.fail()
         try:

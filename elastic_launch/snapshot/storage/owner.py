@@ -25,15 +25,19 @@ _FORMAT = "elastic-launch owner"
 _LIMIT = 16 * 1024
 
 
-def claim(where: Place, run: str) -> str:
+def claim(where: Place, run: str, *, again: bool = False) -> str:
     """Take a directory or URL; return the ``owner`` to pass to :func:`check`.
 
     Args:
         run: the run's id; may be empty.
+        again: the id is unique, and earlier processes of the run may have taken the location: then their mark stays,
+            since copies that they have requested may be under way.
 
     Raises:
         CheckpointWriteError: if nothing can be written there.
     """
+    if again and (found := _read(where)) is not None and found.get("run") == run:
+        return owned_by(run)
     token = secrets.token_hex(8)
     _put(where, run, token)
     return f"{token} {run}"

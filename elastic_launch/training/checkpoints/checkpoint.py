@@ -495,7 +495,9 @@ class Checkpoint:
             if outcome.error is not None:
                 self._failed(outcome.step, outcome.error, saved=outcome.info is not None)
             report(outcome)
-        copied = [] if self._link is None else [self._outcome(copied) for copied in self._link.copies()]
+        told = [] if self._link is None else self._link.copies()
+        # Copies that an earlier process has requested may go to the directory of another training of the script.
+        copied = [self._outcome(copied) for copied in told if copied.directory == str(self.directory.absolute())]
         for outcome in [*own, *copied]:
             if outcome.info is not None:
                 self._saved = max(self._saved, outcome.step)  # also if old ones could not be removed
@@ -612,7 +614,7 @@ class Checkpoint:
         if not self.writes:
             return
         try:
-            self._owner = claim(directory, run_id())
+            self._owner = claim(directory, run_id(), again=world.round > 1)
         except snapshot.CheckpointError:
             # The first save reports the error, unless there is room again by then.
             self._owner = owned_by(run_id()) if world.round else ""

@@ -70,7 +70,7 @@ def open_url(
             f"Checkpoints cannot be saved to {url} under elastic-launch: that is the memory of one process.",
             "Leave the checkpoint out: snapshots in the node's memory are taken anyway. Or give a directory.",
         )
-    look = partial(_open, url, run, check, skip)
+    look = partial(_open, url, run, check, skip, again=world.round > 1)
     if above is not None:
         look = partial(_open_newer, url, run, check, skip, above)
 
@@ -86,7 +86,7 @@ def open_url(
     return replace(found, owner="")
 
 
-def _open(url: Url, run: str, check: Check, skip: Callable[[Exception], None]) -> Found:
+def _open(url: Url, run: str, check: Check, skip: Callable[[Exception], None], *, again: bool) -> Found:
     remote.probe(url)
     damaged: list[snapshot.CheckpointReadError] = []
 
@@ -101,7 +101,7 @@ def _open(url: Url, run: str, check: Check, skip: Callable[[Exception], None]) -
     if loaded is not None:
         check(loaded.meta, loaded.step)
     # Last: a training that does not belong here must not take the URL from one that does.
-    return _found(url, loaded, owner.claim(url, run))
+    return _found(url, loaded, owner.claim(url, run, again=again))
 
 
 def _open_newer(url: Url, run: str, check: Check, skip: Callable[[Exception], None], above: tuple[int, int]) -> Found:
@@ -112,7 +112,7 @@ def _open_newer(url: Url, run: str, check: Check, skip: Callable[[Exception], No
         loaded = snapshot.newest(url, on_damaged=skip, above=above)
         if loaded is not None:
             check(loaded.meta, loaded.step)
-            mine = owner.claim(url, run)
+            mine = owner.claim(url, run, again=True)
         return _found(url, loaded, mine)
     except snapshot.CheckpointError as error:
         skip(error)
