@@ -1,12 +1,15 @@
-"""What the workers of a round report about their steps, as events: start of training, first step, and all steps."""
+"""What workers report about their steps, as events: start of training, first step, progress, and all steps."""
 
 from __future__ import annotations
 
 from elastic_launch.clock import Clock
 from elastic_launch.contract import Hello, Ready
-from elastic_launch.events.types import EventSink, FirstStep, RoundSteps, TrainingBegun
+from elastic_launch.events.types import EventSink, FirstStep, RoundProgress, RoundSteps, TrainingBegun
 
 __all__ = ["StepEvents"]
+
+FIRST, MOST = 4.0, 60.0
+"""Seconds from the first step to the first progress that is recorded, and the most between two; they double."""
 
 
 class StepEvents:
@@ -22,6 +25,9 @@ class StepEvents:
         self._open = 0
         self._first = self._last = 0
         self._began = self._at = 0.0
+        self._written = 0
+        self._every = FIRST
+        self._due: float | None = None
 
     def begin(self, who: Hello, ready: Ready) -> None:
         """A worker begins to train."""
@@ -32,6 +38,7 @@ class StepEvents:
             self._round = who.round
             self._first = self._last = ready.step
             self._began = self._at = self._clock.now()
+            self._due = None
             took = round(ready.restore_s, 6)
             self._events.emit(TrainingBegun(who.round, who.rank, ready.step, ready.total, took, ready.uncompared))
         self._open += 1
@@ -44,6 +51,22 @@ class StepEvents:
         self._last, self._at = step, max(at, self._at)
         if first:
             self._events.emit(FirstStep(round_number, step))
+            self._written, self._every = step, FIRST
+            self._due = self._clock.now() + FIRST
+
+    def until_progress(self) -> float | None:
+        """Return the seconds until progress has to be recorded; None if no round is known to train."""
+        return None if self._due is None else max(0.0, self._due - self._clock.now())
+
+    def progress(self) -> None:
+        """Record how far the round has come, if it is time for that and steps have been done."""
+        if self.until_progress() != 0.0:
+            return
+        self._every = min(MOST, 2 * self._every)
+        self._due = self._clock.now() + self._every
+        if self._last > self._written:
+            self._written = self._last
+            self._events.emit(RoundProgress(self._round, self._last, round(self._at - self._began, 6)))
 
     def hung_up(self, round_number: int) -> None:
         """A worker that had begun has disconnected."""
@@ -59,4 +82,5 @@ class StepEvents:
             self._write()
 
     def _write(self) -> None:
+        self._due = None
         self._events.emit(RoundSteps(self._round, self._first, self._last, round(self._at - self._began, 6)))

@@ -13,6 +13,7 @@ __all__ = [
     "NodeEnded",
     "NoticeReceived",
     "OrderReceived",
+    "RoundProgress",
     "RoundSteps",
     "TrainingBegun",
     "WorkerAhead",
@@ -211,6 +212,22 @@ class FirstStep(Event):
 
     round: int
     step: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoundProgress(Event):
+    """How far this node's workers have come in a round that goes on: after 4 s, then ever more rarely, up to a minute.
+
+    It tells what a run has done that is in progress, and what an agent's had that was killed.
+
+    Attributes:
+        step: optimizer steps done.
+        trained_s: seconds from the beginning of training to that step.
+    """
+
+    round: int
+    step: int
+    trained_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,9 @@ class RoundTold:
         started: when the last of this host's workers was started, or got its place.
         kept, anew, ahead: how many of them kept their processes, were started, and had started ahead of the round.
         begun, first: when the first of them reached the beginning of training; when its first step was done.
-        step, last, trained, restore: steps done when training began and when it ended; seconds of all steps, and of
-            restoring.
+        step, last, trained, restore: steps done when training began, and the last ones that are known; seconds until
+            those were done, and of restoring.
+        closed: whether these were the last; if not, the round goes on, or its agent was killed.
         ended: when it was broken or had drained; or, without an order, when its workers were stopped.
         draining: when its drain was ordered.
         failed: when the first worker of this host ended unsuccessfully by itself.
@@ -44,6 +45,7 @@ class RoundTold:
     step: int = 0
     last: int = 0
     trained: float | None = None
+    closed: bool = False
     restore: float = 0.0
     draining: float | None = None
     ended: float | None = None
@@ -66,7 +68,7 @@ class Chronicle:
         restarts, max_restarts: restarts charged, as far as this host knows, and the budget; -1 if unknown.
         leads: whether this host made the last decision that it knows of.
         over: whether the run has ended.
-        code: exit code of the run, or of this node's part; None if neither has ended.
+        code, why: exit code of the run, or of this node's part, and the cause; None if neither has ended.
         saved: steps in the last checkpoint that this host knows of; None if there is none.
         lost_ahead: workers of this host that had started ahead, and ended before they had a place in a round.
     """
@@ -79,6 +81,7 @@ class Chronicle:
         self.max_restarts = -1
         self.over = False
         self.code: int | None = None
+        self.why = ""
         self.saved: int | None = None
         self.lost_ahead = 0
         self._led_term = 0
@@ -88,6 +91,19 @@ class Chronicle:
     @property
     def leads(self) -> bool:
         return 0 < self._led_term >= self._seen_term
+
+    @property
+    def known(self) -> float:
+        """Until when the events tell what the run did.
+
+        While a round trains, that is the last progress that they tell: events after it say nothing of its steps.
+        """
+        told = self.rounds[max(self.rounds)] if self.rounds else RoundTold(0)
+        if self.over or self.code is not None or told.begun is None or told.first is None or told.closed:
+            return self.until
+        if any(x is not None for x in (told.ended, told.failed, told.reaped, told.draining)):
+            return self.until
+        return min(self.until, max(told.first, told.begun + (told.trained or 0.0)))
 
     def add(self, clock: float, event: ev.Event) -> None:
         """Add an event.
@@ -112,12 +128,16 @@ class Chronicle:
             case ev.RestartCharged(round=number, kind=kind, restarts=restarts, max_restarts=most):
                 self._of(number).kind = kind
                 self.restarts, self.max_restarts = max(self.restarts, restarts), most
-            case ev.RunEnded(restarts=restarts, code=code):
-                self.restarts, self.over, self.code = max(self.restarts, restarts), True, code
-            case ev.NodeEnded(code=code):
-                self.code = code
-            case ev.CheckpointSaved(step=step):
+            case ev.RunEnded(restarts=restarts, code=code, cause=cause):
+                self.restarts, self.over = max(self.restarts, restarts), True
+                self.code, self.why = code, cause
+            case ev.NodeEnded(code=code, cause=cause):
+                self.code, self.why = code, self.why or cause
+            case ev.CheckpointSaved(round=number, step=step):
                 self.saved = step
+                told = self.rounds.get(number)
+                if told is not None and told.begun is not None and not told.closed and step > told.last:
+                    told.last, told.trained = step, clock - told.begun
             case ev.OrderReceived():
                 self._ordered(clock, event)
             case ev.LinkChanged(up=up, cause=cause):
@@ -142,9 +162,13 @@ class Chronicle:
             case ev.FirstStep(round=number, step=step):
                 told = self._of(number)
                 told.first, told.last = clock, max(step, told.last)
+            case ev.RoundProgress(round=number, step=last, trained_s=seconds):
+                told = self._of(number)
+                if not told.closed and last >= told.last:
+                    told.last, told.trained = last, max(0.0, seconds)
             case ev.RoundSteps(round=number, last=last, trained_s=seconds):
                 told = self._of(number)
-                told.last, told.trained = max(last, told.last), max(0.0, seconds)
+                told.last, told.trained, told.closed = max(last, told.last), max(0.0, seconds), True
 
     def _gone(self, node: str) -> None:
         if self.rounds:

@@ -18,10 +18,11 @@ Lost steps are the steps done when the round ended minus those done where traini
 work was done, or a node ended alone, the steps since the last checkpoint in durable storage are also lost.
 
 **Goodput** is productive time / total time. Total time is from the host's first event to its last, without rounds in
-which it had no workers, about which it knows nothing. Productive time is time in steps that were kept. It excludes time
-in steps that were repeated later, all time between rounds, and the time by which the first step of a round exceeds the
-mean of the others (compilation, caches). If a round began at step f, reached step l and training went back to step k,
-the share (k - f) / (l - f) of its steps' time is productive.
+which it had no workers, about which it knows nothing. If the events end while a round trains (a run in progress, or an
+agent that was killed), it is until the last progress that they tell. Productive time is time in steps that were kept.
+It excludes time in steps that were repeated later, all time between rounds, and the time by which the first step of a
+round exceeds the mean of the others (compilation, caches). If a round began at step f, reached step l and training
+went back to step k, the share (k - f) / (l - f) of its steps' time is productive.
 
 Scripts that do not train with this library do not report steps. Then a round's productive time is from the start of its
 workers to its end, and goodput is unknown; start covers only the processes; restore, first step and lost steps are
@@ -158,14 +159,15 @@ def spoken(part: str) -> str:
 def build(chronicle: Chronicle) -> Ledger:
     """Build the ledger from a host's events so far."""
     rounds = [told for _, told in sorted(chronicle.rounds.items())]
+    until = chronicle.known
     by_steps = any(told.begun is not None for told in rounds)
     incidents: list[Incident] = []
-    faults = _faults(rounds, chronicle.since or 0.0)
+    faults = _faults(rounds, chronicle.since or 0.0, chronicle.until)
     for index, (told, fault) in enumerate(zip(rounds, faults, strict=True)):
         following = rounds[index + 1] if index + 1 < len(rounds) else None
         if fault is None or (following is None and told.kind in _PLANNED):
             continue  # a planned end without a next round is the end of the run, or of this node's part
-        end = next((moment for moment in faults[index + 1 :] if moment is not None), chronicle.until)
+        end = next((moment for moment in faults[index + 1 :] if moment is not None), until)
         if (following is None and chronicle.over) or (following is not None and _unknown(following)):
             formed = following.formed if following is not None else None
             end = min(end, max(x for x in (fault, told.ended, told.reaped, formed) if x is not None))
@@ -173,8 +175,8 @@ def build(chronicle: Chronicle) -> Ledger:
         incident = _incident(told, following, (fault, max(fault, end)), lost, by_steps=by_steps)
         incidents.append(replace(incident, number=len(incidents) + 1))
     unsaved = _unsaved(chronicle, rounds) if by_steps else 0
-    kept, productive = _productive(rounds, by_steps=by_steps, until=chronicle.until, unsaved=unsaved)
-    total = max(0.0, chronicle.until - (chronicle.since or 0.0) - _unseen(rounds, chronicle.until))
+    kept, productive = _productive(rounds, by_steps=by_steps, until=until, unsaved=unsaved)
+    total = max(0.0, until - (chronicle.since or 0.0) - _unseen(rounds, until))
     known = [x.lost_steps for x in incidents if x.lost_steps is not None]
     complete = not any(x.round == told.number for x in incidents for told in rounds if _unknown(told))
     return Ledger(
@@ -191,13 +193,13 @@ def build(chronicle: Chronicle) -> Ledger:
     )
 
 
-def _faults(rounds: list[RoundTold], since: float) -> list[float | None]:
+def _faults(rounds: list[RoundTold], since: float, until: float) -> list[float | None]:
     """Return when each round's training stopped advancing: not before the first event or an earlier round's fault."""
     faults: list[float | None] = []
     latest = since
     for told in rounds:
         fault = _fault(told, last=told is rounds[-1])
-        latest = latest if fault is None else max(fault, latest)
+        latest = latest if fault is None else max(min(fault, until), latest)
         faults.append(None if fault is None else latest)
     return faults
 
@@ -208,7 +210,7 @@ def _fault(told: RoundTold, *, last: bool) -> float | None:
     if ended is None:
         return None
     if _drained(told):
-        fault = ended if told.begun is None or told.trained is None else told.begun + told.trained
+        fault = ended if told.begun is None or told.trained is None or not told.closed else told.begun + told.trained
     elif told.failed is not None and told.failed <= ended:
         fault = told.failed
     else:

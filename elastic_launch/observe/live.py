@@ -86,7 +86,7 @@ class LiveLedger:
         before = chronicle.until, told.last, told.trained
         if not chronicle.over and chronicle.since is not None:
             chronicle.until = max(chronicle.until, self._clock.now())
-            if step is not None and told.begun is not None and told.trained is None and told.ended is None:
+            if step is not None and told.begun is not None and not told.closed and told.ended is None:
                 told.last, told.trained = max(told.last, step), chronicle.until - told.begun
         try:
             return look(build(chronicle))

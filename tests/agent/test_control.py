@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from harness import wait_for
 
+from elastic_agents import step_events
 from elastic_agents.policy_types import (
     WorkerAhead,
     WorkerDisconnected,
@@ -27,7 +28,8 @@ from elastic_agents.snapshots.snapshot_store import SnapshotStore
 from elastic_agents.warm.ending import SOCKET, last_words
 from elastic_agents.workers.control import Control, HungUp, ScriptEnded
 from elastic_launch import contract as c
-from elastic_launch.events.types import Event, FirstStep, RoundSteps, TrainingBegun
+from elastic_launch.clock import MonotonicClock
+from elastic_launch.events.types import Event, FirstStep, RoundProgress, RoundSteps, TrainingBegun
 from elastic_launch.rendezvous.wire.messages import Saved
 from elastic_launch.shared_progress import SharedProgress
 from elastic_launch.system import descriptors
@@ -154,6 +156,34 @@ def test_steps_are_read_from_shared_memory_and_the_last_one_after_the_worker_hun
     assert isinstance(last, RoundSteps)
     assert (last.round, last.first, last.last) == (1, 5, 41)
     assert control.step_timer.done == 41
+
+
+def test_progress_of_a_round_that_goes_on_is_recorded_without_a_word_of_the_worker(
+    said: Said, events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_events, "FIRST", 0.2)
+    store = SnapshotStore(lambda: True, lambda copied: True)
+    with contextlib.ExitStack() as owned:
+        store.start()
+        owned.callback(store.close)
+        control = owned.enter_context(contextlib.closing(Control(MonotonicClock(), store, said.put, events, 2, 7.0)))
+        sock = owned.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        sock.settimeout(5)
+        sock.connect("\0" + control.address[1:])
+        sock.sendall(c.pack(c.Hello(1, 0, 0)) + c.pack(c.Ready(5)))
+        _, descriptors, _, _ = socket.recv_fds(sock, 4096, 16)
+        said.get(timeout=5)
+        with contextlib.closing(SharedProgress(descriptors.pop())) as progress:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            progress.write(1, 6)
+            sock.sendall(c.pack(c.StepDone(6)))
+            wait_for("the first step", lambda: len(events) == 2)
+            progress.write(1, 40)
+            wait_for("the progress", lambda: len(events) == 3, 10)
+    found = events[2]
+    assert isinstance(found, RoundProgress)
+    assert (found.round, found.step) == (1, 40)
 
 
 def place(number: int, rank: int) -> c.Place:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from elastic_agents.step_events import StepEvents
+from elastic_agents.step_events import FIRST, MOST, StepEvents
 from elastic_launch.contract import Hello, Ready
-from elastic_launch.events.types import Event, FirstStep, RoundSteps, TrainingBegun
+from elastic_launch.events.types import Event, FirstStep, RoundProgress, RoundSteps, TrainingBegun
 from elastic_launch.testing import FakeClock
 
 
@@ -71,3 +71,30 @@ def test_messages_of_an_older_round_are_ignored() -> None:
     book.step(1, 9)
     book.step_events.hung_up(1)
     assert book.events == before
+
+
+def test_progress_is_recorded_ever_more_rarely_and_only_if_steps_were_done() -> None:
+    book = Book()
+    assert book.step_events.until_progress() is None, "nothing trains"
+    book.ready(1)
+    assert book.step_events.until_progress() is None, "no step was done"
+    book.step(1, 1)
+    started = book.clock.now()
+    told: list[float] = []
+    for step in range(2, 602):
+        book.step(1, step)
+        before = len(book.events)
+        book.step_events.progress()
+        told += [book.clock.now() - started] * (len(book.events) - before)
+    assert told[:5] == [FIRST, 3 * FIRST, 7 * FIRST, 15 * FIRST, 15 * FIRST + MOST]
+    assert len(told) < 15, "at most one a minute in the long run"
+    assert book.events[2] == RoundProgress(1, 5, 5.0)
+    before = len(book.events)
+    book.clock.advance(2 * MOST)
+    assert book.step_events.until_progress() == 0.0
+    book.step_events.progress()
+    assert book.step_events.until_progress() == MOST
+    assert book.events[before:] == [], "no step since then, or it was recorded"
+    book.step_events.hung_up(1)
+    assert isinstance(book.events[-1], RoundSteps)
+    assert book.step_events.until_progress() is None

@@ -339,6 +339,51 @@ def test_a_node_that_does_not_lead_reports_nothing() -> None:
     assert live.summary(3) == ""
 
 
+def training_until(*more: tuple[float, ev.Event]) -> Ledger:
+    """A round that trains a step each second from 5 s, after a first one of 2 s, and has not ended."""
+    return ledger(*first_round()[:-1], *more)
+
+
+def test_what_follows_the_last_known_progress_of_an_open_round_is_not_time_lost() -> None:
+    told = training_until((605.0, ev.NodeJoined("c", 1, "c:1", "it waits")))
+    assert (told.steps, told.total_s, told.productive_s) == (1, 7.0, 2.0)
+    told = training_until((65.0, ev.RoundProgress(1, 59, 60.0)), (605.0, ev.NodeJoined("c", 1, "c:1", "it waits")))
+    assert (told.steps, told.total_s) == (59, 65.0)
+    assert told.productive_s == pytest.approx(59.0)
+    assert told.goodput == pytest.approx(59 / 65)
+
+
+def test_a_checkpoint_tells_how_far_an_open_round_has_come_at_least() -> None:
+    told = training_until((605.0, ev.CheckpointSaved(1, 590, "checkpoints/step-590")))
+    assert (told.steps, told.total_s) == (590, 605.0)
+    assert told.goodput == pytest.approx(0.99, abs=0.01)
+    older = [(65.0, ev.RoundProgress(1, 59, 60.0)), (66.0, ev.CheckpointSaved(1, 50, "checkpoints/step-50"))]
+    assert training_until(*older).total_s == 65.0
+
+
+def test_the_first_step_that_is_waited_for_counts_until_the_last_event() -> None:
+    told = ledger(*first_round()[:-2], (305.0, ev.NodeJoined("c", 1, "c:1", "it waits")))
+    assert (told.total_s, told.productive_s) == (305.0, 0.0)
+
+
+def test_a_round_whose_agent_was_killed_ended_at_its_last_known_progress() -> None:
+    """The agent was started again, and wrote to the same file."""
+    told = training_until((65.0, ev.RoundProgress(1, 59, 60.0)), (100.0, formed(2)), (100.0, form(2)))
+    (incident,) = told.incidents
+    assert (incident.round, incident.kind, incident.still_s) == (1, "unknown", 35.0)
+
+
+def test_the_page_of_a_run_in_progress_knows_more_steps_than_the_last_event() -> None:
+    clock = FakeClock(0.0)
+    live = LiveLedger(clock)
+    for at, event in [*first_round()[:-1], (65.0, ev.RoundProgress(1, 59, 60.0))]:
+        clock.advance(at - clock.now())
+        live.add(event)
+    clock.advance(35.0)
+    assert live.goodput(94)[1] == pytest.approx(0.94)
+    assert live.goodput()[1] == pytest.approx(59 / 65)
+
+
 # Whatever the events.
 
 
@@ -360,7 +405,9 @@ EVENTS: st.SearchStrategy[ev.Event] = st.one_of(
     st.builds(ev.WorkerExited, NUMBERS, STEPS, STEPS, STEPS, st.sampled_from([0, 1, -9]), SECONDS, st.booleans()),
     st.builds(ev.TrainingBegun, NUMBERS, STEPS, STEPS, STEPS, SECONDS),
     st.builds(ev.FirstStep, NUMBERS, STEPS),
+    st.builds(ev.RoundProgress, NUMBERS, STEPS, SECONDS),
     st.builds(ev.RoundSteps, NUMBERS, STEPS, STEPS, SECONDS),
+    st.builds(ev.CheckpointSaved, NUMBERS, STEPS, st.just("")),
     st.builds(ev.LinkChanged, st.booleans(), TEXT),
     st.builds(ev.RunEnded, st.just(0), TEXT, st.integers(0, 3), NUMBERS, SECONDS),
 )

@@ -281,7 +281,7 @@ class Control:
         try:
             closing = False
             while not closing:
-                for key, _ in self._selector.select(self._until_accepting()):
+                for key, _ in self._selector.select(self._until_due()):
                     if key.fileobj is self._wake_in:
                         closing = True  # after reading what the workers have sent so far
                     elif key.fileobj is self._listener:
@@ -289,6 +289,9 @@ class Control:
                     else:
                         assert isinstance(key.fileobj, socket.socket)
                         self._receive(self._peers[key.fileobj])
+                if self._step_events.until_progress() == 0.0:
+                    self._look()
+                    self._step_events.progress()
         finally:
             self._look()
             self._step_events.close()
@@ -297,6 +300,11 @@ class Control:
             self._selector.close()
             self._listener.close()
             self._wake_in.close()
+
+    def _until_due(self) -> float | None:
+        """Return the seconds until this thread has something to do without being told."""
+        known = [x for x in (self._until_accepting(), self._step_events.until_progress()) if x is not None]
+        return min(known, default=None)
 
     def _until_accepting(self) -> float | None:
         """Return the seconds until workers are accepted again after descriptors ran out."""
