@@ -271,7 +271,17 @@ def test_free_restarts_count_as_restarts_without_a_new_step() -> None:
     budget = RestartBudget(Limits(max_restarts=100, max_idle_restarts=2))
     assert not rule(budget, PREEMPTED, begun=7).ends
     assert not rule(budget, None, Kind.NODE_LOSS, begun=7).ends
-    assert not rule(budget, None, Kind.MEMBERSHIP, begun=7).ends
+    assert rule(budget, CRASH, begun=7).ends
+
+
+def test_resizes_do_not_count_as_restarts_and_do_not_hide_them() -> None:
+    budget = RestartBudget(Limits(max_restarts=100, max_idle_restarts=2))
+    for _ in range(5):
+        assert not rule(budget, None, Kind.MEMBERSHIP, begun=7).ends
+    assert not rule(budget, CRASH, begun=7).ends, "no restart has come before it"
+    for _ in range(5):
+        assert not rule(budget, None, Kind.MEMBERSHIP, begun=7).ends
+    assert not rule(budget, CRASH, begun=7).ends, "one has"
     assert rule(budget, CRASH, begun=7).ends
 
 

@@ -60,7 +60,7 @@ class RestartBudget:
         self._soon = 0  # consecutive failures soon after the start
         self._repeats, self._reached = "", 0  # the last failure that a restart may repeat, and the steps done before it
         self._best = -1 if mark is None else mark  # the highest step that was reached
-        self._judged = False  # whether a round was judged before
+        self._restarted = False  # whether the round is, or continues after a resize, one that a restart began
         self._stuck = 0  # consecutive restarts without a new step
         self._healthy = 0.0  # seconds of rounds with new steps since a restart was last given back
 
@@ -89,7 +89,7 @@ class RestartBudget:
         if gained:
             self.idle = 0
             self.mark = begun
-        self._refill(broken, failure, lasted)
+        self._refill(broken, failure, lasted, restarted=kind is not Kind.MEMBERSHIP)
         if kind is Kind.MEMBERSHIP:
             return BudgetDecision(kind)
         if kind.is_final:
@@ -124,15 +124,20 @@ class RestartBudget:
         unit = zlib.crc32(f"{self._run} {self.spent}".encode()) / 2**32
         return float(round(even * (1 + JITTER * (2 * unit - 1)), 3))
 
-    def _refill(self, broken: Broken, failure: Failure | None, lasted: float) -> None:
-        """Count a round that has ended: give restarts back for time in which the training advanced."""
+    def _refill(self, broken: Broken, failure: Failure | None, lasted: float, *, restarted: bool) -> None:
+        """Count a round that has ended: give restarts back for time in which the training advanced.
+
+        Args:
+            restarted: whether the next round is a restart, and not a resize.
+        """
         begun = -1 if broken.begun is None else broken.begun
         reached = max(begun, broken.reached, begun + max(0, failure.trained) if failure is not None else -1)
         # A script that does not report its steps is believed to advance if it runs for long.
         advanced = reached > self._best if reached >= 0 else self._best < 0 and lasted >= LONG
         self._best = max(self._best, reached)
-        self._stuck = 0 if advanced else self._stuck + self._judged
-        self._judged = True
+        self._stuck = 0 if advanced else self._stuck + (restarted and self._restarted)
+        if restarted or advanced:
+            self._restarted = restarted
         every = self._limits.restart_refill
         if not every or not advanced:
             return
