@@ -99,6 +99,7 @@ class Engine:
         self._agreement: Agreement | None = None
         self._replicas: ReplicaCheck | None = None
         self._warned = self._warned_of_average = False
+        self._forgets = False  # whether the script has a scheduler or an average that is not saved
         self._settings = settings
         self._timeout = timeout
         self._unchecked = False
@@ -297,7 +298,7 @@ class Engine:
 
     def _may_live(self, link: AgentLink) -> bool:
         # How to leave NCCL's communicators is written but was never run: a worker with a GPU is started again.
-        return link.patience > 0 and self.device.type == "cpu"
+        return link.patience > 0 and self.device.type == "cpu" and not self._forgets
 
     def watch(self, step: int | None) -> None:
         """Have the agent notice from now on if no step follows those done; None: no further ones are expected."""
@@ -505,13 +506,18 @@ class Engine:
         if self.checkpoint is None and self._link is None:
             return
         state.check()
-        if self.world.rank == 0 and not self._warned_of_average and has_forgotten_average(state.parts):
+        average, scheduler = has_forgotten_average(state.parts), bool(forgotten(state.parts))
+        if average or scheduler:
+            # A process that joins would begin with another one than those that are kept.
+            self._forgets = True
+            self.end_with_round()
+        if self.world.rank == 0 and average and not self._warned_of_average:
             self._warned_of_average = True
             _log.warning(
                 "an AveragedModel is not saved: after a restart it would begin anew; give it to "
                 'run.register("average", averaged) before the loop'
             )
-        if self.world.rank == 0 and not self._warned and forgotten(state.parts):
+        if self.world.rank == 0 and scheduler and not self._warned:
             self._warned = True
             _log.warning(
                 "the learning-rate scheduler of the optimizer is not saved: after a restart it would begin anew; "

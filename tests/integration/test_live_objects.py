@@ -51,3 +51,22 @@ def test_the_loaders_processes_are_kept_if_they_are_persistent_and_none_is_left(
     else:
         assert not {*before[-1]["loaders"]} & {*after[0]["loaders"]}
     assert digest == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("forgotten", ["scheduler", "average"])
+def test_what_is_not_saved_ends_processes_with_their_round(job: Job, forgotten: str) -> None:
+    """A process that joins would begin with another one than those that are kept."""
+    changes = Changes(job, "--forget", forgotten, live=True)
+    a = changes.node("a")
+    changes.trains(1, steps=3)
+    b = changes.node("b")
+    number = changes.trains(2, steps=10)
+    b.signal(signal.SIGTERM)
+    changes.trains(1, after=number, steps=3)
+    assert b.wait() == 143
+    result = changes.finish(a)
+    assert changes.kinds()[:2] == [("drained", 1, "membership"), ("drained", number, "preemption")]
+    assert not job.events("worker_kept")
+    assert result["restarts"] == 0
+    assert changes.done_again() == 0

@@ -4,7 +4,8 @@ Each rank 0 notes its steps in ``steps.jsonl``, so a step that is there twice wa
 in ``snapshots.jsonl`` what is whole in memory. From ``--due-until`` on, no snapshot is due. ``--start-time`` passes
 before the training begins. Steps take ``--step-time`` until there is a file ``hurry``. With ``--die-within R:S:K``
 rank K of round R kills itself in the forward pass of step S. With ``--stream`` the
-data are in shards, and each rank notes in ``samples.jsonl`` which samples it has loaded.
+data are in shards, and each rank notes in ``samples.jsonl`` which samples it has loaded. With ``--forget`` there is a
+scheduler, or an average of the model, that nothing saves.
 """
 
 from __future__ import annotations
@@ -127,6 +128,7 @@ def main() -> None:
     parser.add_argument("--say", default="")
     parser.add_argument("--start-time", type=float, default=0.0)
     parser.add_argument("--stream", choices=["seek", "skip"])
+    parser.add_argument("--forget", choices=["scheduler", "average"])
     args = parser.parse_args()
     deadly = tuple(map(int, args.die_within.split(":")))
 
@@ -153,6 +155,11 @@ def main() -> None:
         loader = el.ElasticLoader(dataset, el.GlobalBatch(16, 4), seed=1, **options)
         if args.compile:
             model.compile(backend="eager")
+        scheduler = average = None
+        if args.forget == "scheduler":
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+        if args.forget == "average":
+            average = torch.optim.swa_utils.AveragedModel(model)
         for step in run.steps(loader, model, optimizer, checkpoint=checkpoint, until=f"{args.steps}ba", exact=True):
             began = time.monotonic()
             notes.resumed()
@@ -166,6 +173,10 @@ def main() -> None:
             while time.monotonic() < began + args.step_time and not (args.directory / "hurry").exists():
                 time.sleep(0.01)
             step.update()
+            if scheduler is not None:
+                scheduler.step()
+            if average is not None:
+                average.update_parameters(model)
             notes.resumed()  # the round may have changed within the step
             if run.rank == 0:
                 notes.note("steps.jsonl", step=step.number, interval=notes.interval, **seen(args))
