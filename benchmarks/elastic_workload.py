@@ -30,13 +30,18 @@ def main() -> None:
             loader = el.ElasticLoader(data, el.GlobalBatch(GLOBAL_BATCH, micro=GLOBAL_BATCH // 2), seed=SEED)
             checkpoint = el.Checkpoint(args.checkpoint, every=args.every) if args.checkpoint else None
             restored = False
-            for step in run.steps(loader, network, optimizer, checkpoint=checkpoint, until=f"{args.steps}ba"):
-                if not restored:
-                    note(0, mark="restored")
-                    restored = True
+
+            def work(step: el.Step) -> None:
                 for inputs, targets in step:
                     step.backward(torch.nn.functional.mse_loss(step.model(inputs), targets))
                 step.update()
+
+            until, rehearse = f"{args.steps}ba", work if args.compile else None
+            for step in run.steps(loader, network, optimizer, checkpoint=checkpoint, until=until, rehearse=rehearse):
+                if not restored:
+                    note(0, mark="restored")
+                    restored = True
+                work(step)
                 note(step.number, loss=step.loss)
                 time.sleep(args.sleep)
 

@@ -41,7 +41,7 @@ from elastic_launch.training.ranks.pace import Pace
 from elastic_launch.training.ranks.replicas import replicated
 from elastic_launch.training.ranks.same_arguments import check_same
 from elastic_launch.training.ranks.world import World
-from elastic_launch.training.steps import Recovered, Step
+from elastic_launch.training.steps import Recovered, RehearsedStep, Step
 from elastic_launch.training.stopping import Drained
 from elastic_launch.training.together import as_model, as_optimizer
 from elastic_launch.training.wrapped import check_elementwise, sharding_modules
@@ -65,8 +65,8 @@ class LoopOptions:
         parts: parts of the state besides model and optimizer, by name.
         prepare: called with the number of steps done once the training is restored, before the first step.
         evaluations: evaluate between a step and its boundary.
-        rehearse: does the forward and backward pass of a step's first micro-batch, and no more. Called in a process
-            that was started ahead, before it waits for its place, with a step of which nothing remains.
+        rehearse: goes through a step as the loop over steps does. Called in a process that was started ahead, before
+            it waits for its place, with a step of one micro-batch, of which nothing remains.
         gradients: makes the gradients of a round, by world size and rank, if they are not the loop's own.
         stepper: steps in place of the optimizer, and has its state.
     """
@@ -236,7 +236,7 @@ class Loop:
                 unchanged(self._model, *gradients.parameters.all),
                 closing(loader.epoch_from(number, 1, 0)) as batches,
             ):
-                step = Step(
+                step = RehearsedStep(
                     loader.position(number),
                     loader.plan(number, 1, 0),
                     batches,
@@ -251,7 +251,8 @@ class Loop:
                 finally:
                     gradients.discard()
         except Exception as error:  # noqa: BLE001 - what fails in a step, too, is raised there
-            _log.debug("no step was rehearsed: %s: %s", type(error).__name__, error)
+            text = "this process could not rehearse its first step, which may therefore take longer: %s: %s"
+            _log.warning(text, type(error).__name__, error)
             error.__traceback__ = error.__context__ = error.__cause__ = None  # they may hold the loader's processes
 
     def _begin(self) -> None:

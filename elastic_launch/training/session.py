@@ -23,7 +23,7 @@ from elastic_launch.training.durations import seconds_of
 from elastic_launch.training.engine import Engine
 from elastic_launch.training.evaluations import Evaluator
 from elastic_launch.training.gradients.buffer_rules import checked_rules
-from elastic_launch.training.kinds import check_kind
+from elastic_launch.training.kinds import check_kind, found
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.live.groups import RoundGroups
 from elastic_launch.training.loop import Loop, LoopOptions
@@ -192,6 +192,7 @@ class Run:
         scaler: torch.amp.GradScaler | None = None,
         metrics: Sequence[str] = (),
         evaluator: Evaluator | None = None,
+        rehearse: Callable[[Step], None] | None = None,
     ) -> Iterator[Step]:
         """Restore the newest checkpoint, then yield the optimizer steps that remain.
 
@@ -212,6 +213,10 @@ class Run:
             scaler: a gradient scaler; saved and restored with the rest.
             metrics: names of the metrics passed to ``step.backward``, which are averaged over the global batch.
             evaluator: evaluates between steps; its results are saved and restored with the rest.
+            rehearse: a function that goes through a step as the body of the loop does. A process that is started while
+                others train calls it once, before it joins them, so that what is slow in the first step, such as
+                compilation, does not hold them up. Its step has one micro-batch, and ``update`` does nothing; model,
+                optimizer and random numbers are then as before.
 
         Raises:
             UsageError: if an argument has the wrong type, a step ends without ``update``, the checkpoint belongs to
@@ -226,6 +231,8 @@ class Run:
             "scheduler": as_part("run.steps(scheduler=...)", scheduler),
             "scaler": as_part("run.steps(scaler=...)", scaler),
         }
+        if rehearse is not None and not callable(rehearse):
+            raise UsageError(f"run.steps(rehearse=...) is {found(rehearse)}.", "Give a function that takes the step.")
         evaluations = None
         if evaluator is not None:
             check_kind("run.steps(evaluator=...)", evaluator, Evaluator, "Give an el.Evaluator of its data.")
@@ -238,6 +245,7 @@ class Run:
             scaler=scaler,
             metrics=metrics,
             evaluations=evaluations,
+            rehearse=rehearse,
         )
         return iter(Loop(self._engine, loader, model, optimizer, until=until, checkpoint=checkpoint, options=options))
 

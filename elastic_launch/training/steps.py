@@ -14,7 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,7 +32,7 @@ from elastic_launch.training.randomness import derive, drop_second_normal, kept,
 from elastic_launch.training.ranks.agreement import Agreement
 from elastic_launch.training.together import Optimizers
 
-__all__ = ["NonFiniteLossError", "Recovered", "RoundChange", "RoundOverError", "Step"]
+__all__ = ["NonFiniteLossError", "Recovered", "RehearsedStep", "RoundChange", "RoundOverError", "Step"]
 
 _log = logging.getLogger(__name__)
 
@@ -755,6 +755,27 @@ class Step:
             _check_scalar(f"metric {name!r}", value)
         ordered = [metrics[name] for name in self._metric_names]
         return [value.detach() if isinstance(value, Tensor) else value for value in ordered]
+
+
+class RehearsedStep(Step):
+    """A step before the process has a place in a round: each pass has one micro-batch, and an update does nothing."""
+
+    def passes(self) -> Generator[Any, None, None]:
+        self._begin_pass()
+        with kept(devices=True), closing(self._samples_of_pass()) as samples:
+            yield next(samples)
+
+    def update(self, clip_norm: float | None = None, *, optimizer: str | None = None) -> None:
+        self.updated, self._pending = True, False
+
+    def _checked(self, metrics: Mapping[str, Tensor | float]) -> list[float | Tensor]:
+        return []
+
+    def gradients(self, optimizer: str | None = None) -> dict[str, Tensor]:
+        return {}
+
+    def grad_norm(self, optimizer: str | None = None) -> float:
+        return math.nan
 
 
 def _check_scalar(what: str, value: Tensor | float) -> None:

@@ -351,9 +351,9 @@ class Trainer:
 
     def _rehearse(self, step: Step) -> None:
         functions = [getattr(each, "__self__", each) for each in (self._loss_fn, self._forward)]
-        with unchanged(*functions), closing(step.passes()) as samples:
-            sample = _on_device(next(samples), self.run.device)
-            step.backward(self._measure_loss(sample, step.model)[-1])
+        with unchanged(*functions):
+            for sample in step:
+                step.backward(self._measure_loss(_on_device(sample, self.run.device), step.model)[-1])
 
     def _check_round(self) -> None:
         if self._evaluations.running and self.run._engine.is_over:

@@ -144,11 +144,11 @@ def test_a_run_that_ends_ends_its_newcomer(job: Job, undisturbed: str) -> None:
     assert len(job.events("round_formed")) == 2
 
 
-@pytest.mark.parametrize("wait", [1, 600])
-def test_a_trainer_s_model_is_compiled_while_the_others_train(job: Job, tmp_path: Path, wait: int) -> None:
+@pytest.mark.parametrize(("wait", "form"), [(1, []), (600, []), (1, ["--loop"])], ids=["ahead", "waiting", "loop"])
+def test_a_model_is_compiled_while_the_others_train(job: Job, tmp_path: Path, wait: int, form: list[str]) -> None:
     """Its start is short, and its first step long; if a start may take so long, the others wait for both."""
     script = str(SCRIPTS / "rehearsing.py")
-    changes = Changes(job, live=True, script=script)
+    changes = Changes(job, *form, live=True, script=script)
     agent = changes.alone("--nproc", "2", "--rdzv-conf", f"start_wait={wait},resize_delay=0.2")
     changes.trains(2, steps=10)
     first = pids(job, 1)
@@ -163,6 +163,10 @@ def test_a_trainer_s_model_is_compiled_while_the_others_train(job: Job, tmp_path
     assert {x["pid"] for x in compiled} == {*first.values(), new}
     assert {x["ahead"] for x in compiled if x["pid"] == new} == {wait == 1}
     assert not any(x["ahead"] for x in compiled if x["pid"] != new)
+    if form:
+        assert [(x["pid"], x["ahead"], x["changed"]) for x in read_lines(job.work / "rehearsed.jsonl")] == [
+            (new, True, [False, False])
+        ]
     assert changes.done_again() == 0
     alone = tmp_path / "alone"
     alone.mkdir()

@@ -1,5 +1,8 @@
 """A training by el.Trainer whose model takes ``--compile-time`` to compile: ``rehearsing.py DIRECTORY [FLAGS]``.
 
+With ``--loop`` it is one by run.steps. Then the newcomer also rehearses an update, and notes in ``rehearsed.jsonl``
+what that has changed.
+
 It notes the same as ``changes.py``, and in ``compiled.jsonl`` each process that compiles, and whether it has a place.
 """
 
@@ -26,6 +29,7 @@ parser.add_argument("directory", type=Path)
 parser.add_argument("--steps", type=int, default=200)
 parser.add_argument("--step-time", type=float, default=0.1)
 parser.add_argument("--compile-time", type=float, default=2.0)
+parser.add_argument("--loop", action="store_true")
 args = parser.parse_args()
 
 
@@ -42,13 +46,17 @@ def backend(graph: Any, inputs: Any) -> Any:
     return graph.forward
 
 
+def note(step: int) -> None:
+    began = time.monotonic()
+    if run.rank == 0:
+        write("steps.jsonl", node="", round=run.world.round, rank=0, world=run.world_size, step=step)
+    while time.monotonic() < began + args.step_time and not (args.directory / "hurry").exists():
+        time.sleep(0.01)
+
+
 class Steps(el.Callback):
     def on_step(self, end: StepEnd) -> None:
-        began = time.monotonic()
-        if run.rank == 0:
-            write("steps.jsonl", node="", round=run.world.round, rank=0, world=run.world_size, step=end.step)
-        while time.monotonic() < began + args.step_time and not (args.directory / "hurry").exists():
-            time.sleep(0.01)
+        note(end.step)
 
 
 class Net(nn.Module):
@@ -73,17 +81,41 @@ with el.session() as run:
     inputs = torch.randn(96, 6, generator=torch.Generator().manual_seed(3))
     model = Net()
     model.compile(backend=backend)
-    trainer = el.Trainer(
-        run,
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
-        el.ElasticLoader(TensorDataset(inputs, inputs[:, :3].argmax(dim=1)), el.GlobalBatch(16, 4), seed=1),
-        loss_fn=nn.functional.cross_entropy,
-        forward=forward,
-        exact=True,
-        callbacks=[Steps()],
-    )
-    trainer.fit(f"{args.steps}ba")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    loader = el.ElasticLoader(TensorDataset(inputs, inputs[:, :3].argmax(dim=1)), el.GlobalBatch(16, 4), seed=1)
+    until = f"{args.steps}ba"
+
+    def work(step: el.Step) -> None:
+        for sample in step:
+            output, target = forward(step.model, sample)
+            step.backward(nn.functional.cross_entropy(output, target), metrics={"size": float(len(target))})
+        step.update()
+
+    def rehearse(step: el.Step) -> None:
+        before = [each.detach().clone() for each in model.parameters()]
+        work(step)
+        assert step.updated
+        same = all(map(torch.equal, before, model.parameters()))
+        changed = [not same, bool(optimizer.state)]
+        write("rehearsed.jsonl", ahead=ENV_AHEAD in os.environ, changed=changed)
+
+    if args.loop:
+        steps = run.steps(loader, model, optimizer, until=until, exact=True, metrics=["size"], rehearse=rehearse)
+        for step in steps:
+            work(step)
+            note(step.number)
+    else:
+        trainer = el.Trainer(
+            run,
+            model,
+            optimizer,
+            loader,
+            loss_fn=nn.functional.cross_entropy,
+            forward=forward,
+            exact=True,
+            callbacks=[Steps()],
+        )
+        trainer.fit(until)
     if run.rank == 0:
         result = {"hash": el.weights_sha256(model), "worlds": run.worlds, "restarts": run.restarts}
         (args.directory / "result.json").write_text(json.dumps(result))
