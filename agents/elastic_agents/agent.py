@@ -490,6 +490,8 @@ class LocalElasticAgent(ElasticAgent):
         remaining = timer.remaining()
         newest = self._snapshot_store.newest
         told = self._control.reports(number)
+        # What the leader has said; until then others may have used up what this node's own flags allow.
+        known = view.round > 0
         return Present(
             view.phase.value,
             view.round,
@@ -502,8 +504,8 @@ class LocalElasticAgent(ElasticAgent):
             trained,
             trained_s,
             newest.step if newest else None,
-            self._restarts,
-            self._max_restarts,
+            self._restarts if known else None,
+            self._max_restarts if known else None,
             tuple((member.node_id, member.workers) for member in self._formed.members),
             loss_in(told),
             max((x.batch for x in told), default=0),

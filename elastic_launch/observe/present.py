@@ -22,7 +22,7 @@ class Present:
         trained: steps of all rounds in which this agent's workers took part, repeated ones included.
         trained_s: how long these took.
         snapshot: steps in the newest snapshot in this node's memory; None if there is none.
-        restarts, max_restarts: restarts charged, and the budget.
+        restarts, max_restarts: restarts charged, and the budget; None until this node's first round says so.
         members: the nodes of the current or last round, each with its number of workers.
         loss: of the last step; None if no worker has reported one.
         batch, passes: samples of a step, and the most forward and backward passes of a worker of this node in it; 0 if
@@ -44,8 +44,8 @@ class Present:
     trained: int = 0
     trained_s: float = 0.0
     snapshot: int | None = None
-    restarts: int = 0
-    max_restarts: int = 0
+    restarts: int | None = None
+    max_restarts: int | None = None
     members: tuple[tuple[str, int], ...] = ()
     loss: float | None = None
     batch: int = 0

@@ -87,8 +87,8 @@ class Watch:
                 found.append(("loss", f"{present.loss:.4g}"))
             if present.batch:
                 found.append(("global batch", f"{present.batch}, accumulation {present.passes}"))
-            most = present.max_restarts
-            found.append(("restarts left", f"{max(0, most - present.restarts)} of {most}"))
+            if present.restarts is not None and (most := present.max_restarts) is not None:
+                found.append(("restarts left", f"{max(0, most - present.restarts)} of {most}"))
             for name, saved in (("snapshot", self._snapshot), ("checkpoint", self._checkpoint)):
                 if saved is not None:
                     found.append((name, f"step {saved[0]}, {span(now - saved[1])} ago"))

@@ -49,6 +49,17 @@ def killed_worker(job: Job, env: dict[str, str]) -> None:
     assert agent.wait() == 0
 
 
+def test_a_node_that_waits_has_no_budget_yet(job: Job) -> None:
+    """0 of 0 restarts would look like a budget that is used up."""
+    port = free_port()
+    agent = job.node("a", "--http", str(port), nnodes="2")
+    agent.says("a page of this run: ")
+    wait_for("a waiting node", lambda: sample(port, "phase", phase="waiting") == 1)
+    assert (sample(port, "restarts"), sample(port, "max_restarts")) == (None, None)
+    agent.signal(signal.SIGTERM)
+    assert agent.wait() == 143
+
+
 def test_port_0_means_any_free_port(job: Job) -> None:
     agent = job.launch("--standalone", "--http", "0")
     agent.says("a page of this run: ")

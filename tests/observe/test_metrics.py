@@ -51,6 +51,7 @@ def test_a_node_that_starts_shows_what_is_known() -> None:
     assert shown["elastic_launch_info{version=0.0.1}"] == 1
     assert shown["elastic_launch_nodes_lost_total"] == 0, "so that the first one is seen to rise"
     unknown = {"step", "total_steps", "remaining_seconds", "snapshot_step", "checkpoint_step", "goodput_ratio"}
+    unknown |= {"restarts", "max_restarts"}  # a budget of 0 would look as if it were used up
     assert not {f"elastic_launch_{name}" for name in unknown} & shown.keys()
 
 
@@ -192,6 +193,11 @@ def test_alerts_and_dashboard_use_metrics_and_labels_that_exist(expression: str)
     chosen = set(re.findall(r"[{,](\w+)=~?\"", expression))
     assert grouped | chosen <= labels
     assert expression.count("(") == expression.count(")")
+
+
+def test_no_alert_takes_a_budget_of_one_restart_for_a_low_one_before_it_is_charged() -> None:
+    (low,) = [expression for expression in expressions() if "max_restarts) -" in expression and "<=" in expression]
+    assert low.endswith("<= 1 and max by (run_id) (elastic_launch_restarts) > 0")
 
 
 def test_the_page_names_every_alert() -> None:
