@@ -492,6 +492,7 @@ class LocalElasticAgent(ElasticAgent):
         told = self._control.reports(number)
         # What the leader has said; until then others may have used up what this node's own flags allow.
         known = view.round > 0
+        saved = self._membership.checkpoint
         return Present(
             view.phase.value,
             view.round,
@@ -512,6 +513,9 @@ class LocalElasticAgent(ElasticAgent):
             max((x.passes for x in told), default=0),
             next((x.lr for x in told if x.lr is not None), None),
             tuple(mine.rank for mine in self._formed.ranks_of(self._rank)) if self._formed.members else (),
+            self._membership.outlook if self._member else "",
+            saved[0] if saved else None,
+            self._clock.now() - saved[1] if saved else None,
             *self._control.steps(),
         )
 

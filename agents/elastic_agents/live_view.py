@@ -18,7 +18,7 @@ from elastic_agents.console import Consoles
 from elastic_agents.inbox import HowAreYou, Inbox
 from elastic_agents.output_sinks import has_colours
 from elastic_launch.observe.present import Present
-from elastic_launch.observe.watch import Watch
+from elastic_launch.observe.watch import NODES, Watch
 
 __all__ = ["LiveView", "Panel", "laid_out"]
 
@@ -27,6 +27,9 @@ TICK = 0.5
 
 ROWS = 5
 """Of the view, at all times: what is printed above does not jump."""
+
+NAMED = range(NODES, -1, -1)
+"""Nodes that are named at most: fewer if not all figures fit, which are worth more."""
 
 LEAST_ROWS, LEAST_COLUMNS = 10, 30
 """Of a terminal on which there is room for the view."""
@@ -138,33 +141,40 @@ class LiveView:
 
     def _lines(self, columns: int) -> list[str]:
         present = self._present
-        doing = self._watch.doing(present)
+        width = columns - 1
+        doing = self._watch.doing(present, width - 1)
         silent = time.monotonic() - self._heard
         if self._inbox.closed:
             doing = "leaves the run"
         elif present.phase != "starting" and silent > SILENCE:
             doing = f"the agent has not answered for {silent:.0f} s"
-        width = columns - 1
-        head = _cut(f"-- elastic-launch: {self._title} ", width)
-        head += "-" * (width - _cells(head))
-        body = laid_out(self._watch.figures(present), width, ROWS - 2)
+        for named in NAMED:
+            *figures, (name, age) = self._watch.figures(present, named)
+            body, whole = laid_out(figures, width, ROWS - 2)
+            if whole:
+                break
+        end = f" {name} {age} --"
+        head = _cut(f"-- elastic-launch: {self._title} ", width - len(end))
+        head += "-" * (width - _cells(head) - len(end)) + end
         lines = [head, *body, _cut(f" {doing}", width)]
         if self._coloured:
             lines[0], lines[-1] = f"\x1b[{_DIM}m{lines[0]}", f"\x1b[{_REVERSED}m{lines[-1]}"
         return lines
 
 
-def laid_out(figures: Sequence[tuple[str, str]], width: int, rows: int) -> list[str]:
-    """Return names and values in so many lines; what does not fit is left out."""
-    lines = [""]
+def laid_out(figures: Sequence[tuple[str, str]], width: int, rows: int) -> tuple[list[str], bool]:
+    """Return names and values in so many lines, and whether all fit; what does not is cut or left out."""
+    lines, whole = [""] * rows, True
     for name, value in figures:
-        text = _cut(f" {name} {value}", width)
-        if lines[-1] and _cells(lines[-1]) + 2 + _cells(text) > width:
-            if len(lines) == rows:
+        text = _cut(uncut := f" {name} {value}", width)
+        whole = whole and text == uncut
+        for at, line in enumerate(lines):
+            if not line or _cells(line) + 2 + _cells(text) <= width:
+                lines[at] += ("  " if line else "") + text
                 break
-            lines.append("")
-        lines[-1] += ("  " if lines[-1] else "") + text
-    return lines + [""] * (rows - len(lines))
+        else:
+            whole = False
+    return lines, whole
 
 
 def _cut(text: str, width: int) -> str:

@@ -50,12 +50,19 @@ class LiveLedger:
             told, self._told = self._told, max(self._told, len(over))
             return over[told:]
 
-    def incident(self) -> Incident | None:
-        """Return the last incident; until training goes on, it lasts until now. None if there was none."""
+    def incident(self) -> tuple[Incident, float] | None:
+        """Return the last incident, and the seconds since its end; None if there was none.
+
+        Until training goes on, it lasts until now.
+        """
         with self._lock:
             if self._last is None or (self._last and not self._last[-1].recovered):
                 self._last = self._until_now(lambda ledger: ledger.incidents[-1:])
-            return self._last[-1] if self._last else None
+            if not self._last:
+                return None
+            told = self._chronicle.rounds.get(self._last[-1].next_round, RoundTold(0))
+            end = told.first if told.first is not None else told.started
+            return self._last[-1], self._clock.now() - end if self._last[-1].recovered and end is not None else 0.0
 
     def drawn(
         self, draw: Callable[[Chronicle, Sequence[tuple[float, Event]], Ledger], T], step: int | None = None

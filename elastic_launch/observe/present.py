@@ -29,6 +29,9 @@ class Present:
             that is not known.
         lr: learning rate of the first parameter group; None if no worker has reported it.
         ranks: this node's ranks in the current or last round.
+        outlook: what the leader says happens next; empty if this node has no link to it.
+        checkpoint, checkpoint_age: steps in the run's newest durable checkpoint that a leader has told of, and seconds
+            since it was written; None if it has told of none.
         steps_s, durations: seconds of all steps of this node's workers, and numbers of these steps by duration, see
             :data:`elastic_launch.shared_progress.STEP_BOUNDS`; the last are longer than all.
     """
@@ -52,5 +55,8 @@ class Present:
     passes: int = 0
     lr: float | None = None
     ranks: tuple[int, ...] = ()
+    outlook: str = ""
+    checkpoint: int | None = None
+    checkpoint_age: float | None = None
     steps_s: float = 0.0
     durations: tuple[int, ...] = ()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import deque
+from collections.abc import Sequence
 
 from elastic_launch.clock import Clock
 from elastic_launch.events import types as ev
@@ -13,13 +15,28 @@ from elastic_launch.observe.live import LiveLedger
 from elastic_launch.observe.present import Present
 from elastic_launch.system.plain_text import one_line
 
-__all__ = ["Watch", "span"]
+__all__ = ["NODES", "Watch", "short_names", "span"]
 
 WINDOW = 15.0
 """Seconds whose steps make the rate of steps."""
 
 NODES = 8
-"""Nodes that are named; of the others there is the number."""
+"""Nodes that are named at most; of the others there is the number."""
+
+LONGEST = 20
+"""Characters of a node's name that are shown."""
+
+QUIET = 5.0, 5.0
+"""A round does not advance if it has done no step for so many seconds, and so many times as long as a step takes."""
+
+PARTS_SHOWN = 2
+"""Parts of an incident in progress that are shown: those that have taken the longest, and a tenth of it at least."""
+
+_STILL = ("waiting", "suspended", "stopping")
+"""Phases of an agent in which none of its workers trains."""
+
+_RANDOM = re.compile("-[0-9a-f]{6}$")
+"""The end of a node's default name."""
 
 
 class Watch:
@@ -34,21 +51,30 @@ class Watch:
         self._ledger = ledger
         self._lock = threading.Lock()
         self._since = clock.now()
+        self._linked = False
         self._next = "finds the run's leader"
+        self._ended: tuple[float, str] | None = None  # when something last happened that may end a round, and what
+        self._still: tuple[float, str] | None = None  # since when this node's workers do not train, and why
         self._started = 0  # workers of this node in the round
         self._stepless: str | None = "workers start"  # what the round waits for before its first step; None: it steps
         self._checkpoint: tuple[int, float] | None = None
         self._snapshot: tuple[int, float] | None = None
         self._steps: deque[tuple[float, int, float]] = deque()
+        self._moved = 0, self._since  # the steps done, and when they were first seen
 
     def add(self, event: ev.Event) -> None:
         """Add an event."""
         with self._lock:
             match event:
-                case ev.LinkChanged(up=up, cause=cause):
-                    self._next = "waits for a round to form" if up else f"no link to the leader: {cause}"
+                case ev.LinkChanged(up=True):
+                    # Of the leader's node, more may be known already.
+                    self._next = self._next if self._linked else "waits for a round to form"
+                    self._linked, self._ended = True, None
+                case ev.LinkChanged(cause=cause):
+                    self._linked, self._next = False, f"no link to the leader: {cause}"
+                    self._ends(self._next)
                 case ev.NodeJoined(next=following):
-                    self._next = following
+                    self._linked, self._next = True, following
                 case ev.Parked():
                     self._next = event.line()
                 case ev.RoundDraining(cause=cause) | ev.RoundBroken(cause=cause):
@@ -57,76 +83,132 @@ class Watch:
                     self._started, self._stepless = 0, "workers start"
                 case ev.OrderReceived(order="drain" | "break" | "evicted", cause=cause):
                     self._next = cause
+                    self._ends(cause)
                 case ev.WorkerStarted() | ev.WorkerKept() | ev.WorkerPlaced() if event.round:
                     self._started += 1
+                    self._ended = self._still = None
+                case ev.WorkerStarted():
+                    self._next = "its workers start ahead of a round"
+                case ev.WorkerAhead():
+                    self._next = "its workers wait for a place in a round"
                 case ev.TrainingBegun():
                     self._stepless = "first step"
                 case ev.FirstStep():
                     self._stepless = None
+                    self._moved = self._moved[0], self._clock.now()
                 case ev.CheckpointSaved(step=step):
                     self._checkpoint = step, self._clock.now()
 
-    def figures(self, present: Present) -> list[tuple[str, str]]:
-        """Return names and values, the most important first."""
+    def figures(self, present: Present, named: int = NODES) -> list[tuple[str, str]]:
+        """Return names and values, the most important first.
+
+        Args:
+            named: nodes that are named at most.
+        """
         with self._lock:
             now = self._clock.now()
             rate = self._rate(present, now)
+            advances = present.phase not in _STILL and self._quiet(present, now) is None
             if present.snapshot is None:
                 self._snapshot = None
             elif self._snapshot is None or self._snapshot[0] != present.snapshot:
                 self._snapshot = present.snapshot, now
-            found = [("world size", self._world(present))]
+            found = [("world size", _world(present, named))]
             if present.step is not None:
                 share = f" of {present.total} ({present.step / present.total:.0%})" if present.total else ""
                 found.append(("step", f"{present.step}{share}"))
-            if rate is not None:
+            if rate is not None and advances:
                 found.append(("steps/s", f"{rate:.3g}" if rate < 100 else f"{rate:.0f}"))
-            if present.remaining is not None:
+            if present.remaining is not None and advances:
                 found.append(("time left", span(present.remaining)))
             if present.loss is not None:
                 found.append(("loss", f"{present.loss:.4g}"))
-            if present.batch:
-                found.append(("global batch", f"{present.batch}, accumulation {present.passes}"))
             if present.restarts is not None and (most := present.max_restarts) is not None:
                 found.append(("restarts left", f"{max(0, most - present.restarts)} of {most}"))
-            for name, saved in (("snapshot", self._snapshot), ("checkpoint", self._checkpoint)):
+            for name, saved in (("snapshot", self._snapshot), ("checkpoint", self._saved(present, now))):
                 if saved is not None:
                     found.append((name, f"step {saved[0]}, {span(now - saved[1])} ago"))
+            if present.batch:
+                found.append(("global batch", f"{present.batch}, accumulation {present.passes}"))
             found.append(("running for", span(now - self._since)))
             return found
 
-    def doing(self, present: Present) -> str:
-        """Return what the node does or waits for, and the last incident, in one line."""
-        incident = self._ledger.incident()
-        with self._lock:
-            match present.phase:
-                case "starting":
-                    text = "starts: imports torch"
-                case "running" if self._stepless == "workers start":
-                    text = f"workers start: {self._started} of {present.workers} have; none has begun to train yet"
-                case "running":
-                    text = f"trains; {self._stepless}" if self._stepless else "trains"
-                case "leaving" | "over" | "finished" | "saving":
-                    text = present.phase
-                case phase:
-                    text = f"{phase}: {self._next}"
-        if incident is None:
-            return one_line(text)
-        cause = f"{incident.kind}, {incident.cause}" if incident.cause else incident.kind
-        if incident.recovered:
-            lost = f", {counted(incident.lost_steps, 'step')} lost" if incident.lost_steps else ""
-            return one_line(f"{text}; incident {incident.number} cost {incident.still_s:.1f} s{lost}: {cause}")
-        known = [(part, seconds) for part in PARTS if (seconds := getattr(incident, part)) is not None]
-        phases = ", ".join(f"{spoken(part)} {seconds:.1f} s" for part, seconds in known)
-        return one_line(f"still for {incident.still_s:.1f} s ({phases}): {cause}; {text}")
+    def doing(self, present: Present, width: int | None = None) -> str:
+        """Return what the node does or waits for, and the last incident, in one line.
 
-    def _world(self, present: Present) -> str:
-        members = [f"{one_line(node)} {workers}" for node, workers in present.members[:NODES]]
-        if len(present.members) > NODES:
-            members.append(f"{len(present.members) - NODES} more")
-        if not members:
-            return "none yet"
-        return f"{present.world_size} on {counted(present.nodes, 'node')}: {', '.join(members)}"
+        Args:
+            width: a longer line has its cause cut, so that the rest is seen.
+        """
+        last = self._ledger.incident()
+        with self._lock:
+            now = self._clock.now()
+            phase, why = self._phase(present, now)
+            if present.phase not in _STILL:
+                self._still = None
+            elif self._still is None and present.round:
+                self._still = self._ended or (now, self._next)
+            still = self._still
+        if last is not None and not last[0].recovered:
+            incident = last[0]
+            cause = f"{incident.kind}, {incident.cause}" if incident.cause else incident.kind
+            known = [(x, seconds) for x in PARTS if (seconds := getattr(incident, x) or 0.0) > incident.still_s / 10]
+            most = sorted(known, key=lambda part: -part[1])[:PARTS_SHOWN]
+            phases = ", ".join(f"{spoken(part)} {seconds:.1f} s" for part, seconds in most)
+            before, after = f"still for {incident.still_s:.1f} s: ", f" ({phases})" if phases else ""
+        elif still is not None:
+            cause, before, after = still[1], f"still for {span(now - still[0])}: ", ""
+        else:
+            text = f"{phase}: {why}" if why else phase
+            if last is None:
+                return _plain(text, present)
+            incident, ago = last
+            cause = f"{incident.kind}, {incident.cause}" if incident.cause else incident.kind
+            lost = f", {counted(incident.lost_steps, 'step')} lost" if incident.lost_steps else ""
+            head = f"{text}; incident {incident.number}, {span(ago)} ago, cost {incident.still_s:.1f} s{lost}"
+            return _plain(f"{head}: {cause}", present)
+        cause, why = _plain(cause, present), _plain(why, present)
+        after += f"; {phase}" if not why or why in cause else f"; {phase}: {why}"
+        room = len(cause) if width is None else max(LONGEST, width - len(before) - len(after))
+        return f"{before}{cause if len(cause) <= room else cause[: room - 1] + '…'}{after}"
+
+    def _phase(self, present: Present, now: float) -> tuple[str, str]:
+        """Return what the node does, and why or what it waits for."""
+        match present.phase:
+            case "starting":
+                return "starts: imports torch", ""
+            case "running" if self._stepless == "workers start":
+                return f"workers start: {self._started} of {present.workers} have; none has begun to train yet", ""
+            case "running" if self._stepless:
+                return f"trains; {self._stepless}", ""
+            case "running":
+                quiet = self._quiet(present, now)
+                return "trains" if quiet is None else f"trains; no step for {span(quiet)}", ""
+            case "leaving" | "over" | "finished" | "saving":
+                return present.phase, ""
+            case "waiting" if present.outlook:
+                return present.phase, present.outlook
+            case phase:
+                return phase, self._next
+
+    def _ends(self, cause: str) -> None:
+        if self._ended is None:
+            self._ended = self._clock.now(), cause
+
+    def _saved(self, present: Present, now: float) -> tuple[int, float] | None:
+        """Return the newest checkpoint, of this node or of which the leader has told, and when it was written."""
+        if present.checkpoint is None or (self._checkpoint is not None and self._checkpoint[0] >= present.checkpoint):
+            return self._checkpoint
+        return present.checkpoint, now - (present.checkpoint_age or 0.0)
+
+    def _quiet(self, present: Present, now: float) -> float | None:
+        """Return the seconds since the last step, if they are many and steps are due."""
+        if present.trained != self._moved[0]:
+            self._moved = present.trained, now
+        least, times = QUIET
+        each = present.trained_s / present.trained if present.trained else 0.0
+        seconds = now - self._moved[1]
+        due = present.phase == "running" and self._stepless is None and present.trained > 0
+        return seconds if due and seconds > max(least, times * each) else None
 
     def _rate(self, present: Present, now: float) -> float | None:
         self._steps.append((now, present.trained, present.trained_s))
@@ -136,6 +218,45 @@ class Watch:
             if present.trained > trained and present.trained_s > seconds:
                 return (present.trained - trained) / (present.trained_s - seconds)
         return None
+
+
+def _world(present: Present, named: int) -> str:
+    if not present.members:
+        return "none yet"
+    names = short_names([node for node, _ in present.members])
+    shown = [f"{names[node]} {workers}" for node, workers in present.members[:named]]
+    if shown and len(present.members) > named:
+        shown.append(f"{len(present.members) - named} more")
+    text = f"{present.world_size} on {counted(present.nodes, 'node')}" + (f": {', '.join(shown)}" if shown else "")
+    return f"none trains; the last was {text}" if present.phase in _STILL else text
+
+
+def short_names(names: Sequence[str]) -> dict[str, str]:
+    """Return nodes' names as they are shown: without the domain that all have, and not longer than others can be."""
+    parts = {name: (_RANDOM.sub("", name), "".join(_RANDOM.findall(name))) for name in names}
+    domains = {base.partition(".")[2] for base, _ in parts.values()}
+    bare = {name: base.partition(".")[0] + random for name, (base, random) in parts.items()}
+    (domain,) = domains if len(domains) == 1 else ("",)
+    needed = len(names) > 1 or len("".join(names)) > LONGEST
+    if not (domain and needed and len(set(bare.values())) == len(names)) or domain.replace(".", "").isdigit():
+        bare = {name: name for name in names}
+    shown = {name: one_line(text) for name, text in bare.items()}
+    if max(map(len, shown.values()), default=0) <= LONGEST:
+        return shown
+    # Mostly the end is what differs, a number for example.
+    ends = {name: text if len(text) <= LONGEST else "…" + text[1 - LONGEST :] for name, text in shown.items()}
+    if len(set(ends.values())) == len(ends):
+        return ends
+    return {name: text if len(text) <= LONGEST else text[: LONGEST - 1] + "…" for name, text in shown.items()}
+
+
+def _plain(text: str, present: Present) -> str:
+    """Return a text in one line, with the names of nodes as they are shown elsewhere."""
+    text = one_line(text)
+    for name, short in short_names([node for node, _ in present.members]).items():
+        if len(short) < len(name):
+            text = text.replace(name, short)
+    return text
 
 
 def span(seconds: float) -> str:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pyte
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_agents.live_view import _OPEN, ROWS, Panel, _cells, laid_out
+from elastic_agents.console import Consoles
+from elastic_agents.inbox import Inbox
+from elastic_agents.live_view import _OPEN, ROWS, LiveView, Panel, _cells, laid_out
+from elastic_launch.clock import MonotonicClock
+from elastic_launch.events.types import CheckpointSaved
+from elastic_launch.observe.live import LiveLedger
+from elastic_launch.observe.present import Present
+from elastic_launch.observe.watch import Watch
 
 LINES = [f"view {number}" for number in range(ROWS)]
 
@@ -129,15 +136,43 @@ def test_a_picture_follows_whole_ones(tail: bytes) -> None:
     st.lists(st.tuples(st.text("ab 漢é", max_size=8), st.text("cd 字", max_size=60)), max_size=12), st.integers(29, 90)
 )
 def test_figures_fit(figures: list[tuple[str, str]], width: int) -> None:
-    lines = laid_out(figures, width, 3)
+    lines, _ = laid_out(figures, width, 3)
     assert len(lines) == 3
     assert all(_cells(line) <= width for line in lines)
 
 
 def test_figures_are_laid_out_in_order() -> None:
     figures = [("world size", "4"), ("step", "12 of 90"), ("loss", "0.5"), ("restarts left", "3 of 3")]
-    assert laid_out(figures, 40, 3) == [" world size 4   step 12 of 90   loss 0.5", " restarts left 3 of 3", ""]
-    assert not re.search("loss", "".join(laid_out(figures, 30, 1)))
+    lines = [" world size 4   step 12 of 90   loss 0.5", " restarts left 3 of 3", ""]
+    assert laid_out(figures, 40, 3) == (lines, True)
+    assert laid_out(figures, 30, 1) == ([" world size 4   step 12 of 90"], False)
+
+
+@pytest.mark.parametrize(("columns", "named"), [(110, 3), (80, 0)])
+def test_fewer_nodes_are_named_rather_than_a_figure_left_out(columns: int, named: int) -> None:
+    clock = MonotonicClock()
+    watch = Watch(clock, LiveLedger(clock))
+    watch.add(CheckpointSaved(1, 180_000, "/c"))
+    nodes = [(f"rack-{number}-train-job-worker.train.cluster.example.com", 8) for number in range(8)]
+    present = Present("running", 1, 8, 64, 8, 182_345, 1_000_000, 45_000.0, 182_345, 9117.0, 182_345, 1, 3)
+    present = replace(present, members=tuple(nodes), loss=2.345, batch=4096, passes=4)
+    view = LiveView("run r, node rack-0", watch, Inbox(clock), consoles := Consoles())
+    view._present = present
+    lines = view._lines(columns)
+    view.close()
+    consoles.close()
+    assert lines[0].endswith("- running for 0 s --")
+    assert all(_cells(line) < columns for line in lines), lines
+    shown = " ".join(lines)
+    for text in (
+        "64 on 8 nodes",
+        "time left 12 h 30 min",
+        "snapshot step 182345, 0 s ago",
+        "checkpoint step 180000, 0 s",
+    ):
+        assert text in shown
+    assert shown.count("-train-job-worker 8") == named
+    assert "example.com" not in shown
 
 
 def test_a_plain_start_imports_nothing_of_it() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from elastic_launch.events import types as ev
 from elastic_launch.observe.live import LiveLedger
 from elastic_launch.observe.present import Present
-from elastic_launch.observe.watch import Watch, span
+from elastic_launch.observe.watch import Watch, short_names, span
 
 
 class Told:
@@ -75,6 +77,14 @@ def test_what_a_start_waits_for() -> None:
     assert told.watch.doing(Present("waiting")) == "waiting: finds the run's leader"
     told.add(ev.LinkChanged(up=True, cause="hello accepted"), ev.NodeJoined("a", 2, "::1", "1 more node is needed"))
     assert told.watch.doing(Present("waiting")) == "waiting: 1 more node is needed"
+    # A node of another leader has only what that says; it says it with each beat.
+    far = Told()
+    far.add(ev.LinkChanged(up=True, cause="hello accepted"))
+    assert far.watch.doing(Present("waiting")) == "waiting: waits for a round to form"
+    text = "waiting for nodes: 2 of at least 3"
+    assert far.watch.doing(Present("waiting", outlook=text)) == f"waiting: {text}"
+    far.add(ev.WorkerStarted(0, -1, 0, 10, "ahead", 0.1))
+    assert far.watch.doing(Present("waiting")) == "waiting: its workers start ahead of a round"
     *starts, training, first = begun(1, 0)
     told.add(*starts[:-1])
     running = Present("running", workers=2)
@@ -92,13 +102,85 @@ def test_an_incident_is_told_with_its_phases_until_training_goes_on() -> None:
     )
     told.at += 2
     text = told.watch.doing(Present("stopping"))
-    assert text == "still for 2.1 s (detect 0.1 s, stop 0.0 s, form 2.0 s): crash, rank 1 fell; stopping: rank 1 fell"
+    assert text == "still for 2.1 s: crash, rank 1 fell (form 2.0 s); stopping"
     told.add(*begun(2, 1)[:-1])
     text = told.watch.doing(Present("running", workers=2))
-    assert "start 0.4 s" in text
-    assert text.endswith("crash, rank 1 fell; trains; first step")
+    assert text == "still for 2.6 s: crash, rank 1 fell (form 2.1 s, start 0.4 s); trains; first step"
     told.add(ev.FirstStep(2, 2))
-    assert told.watch.doing(Present("running")) == "trains; incident 1 cost 2.7 s: crash, rank 1 fell"
+    told.at += 7
+    assert told.watch.doing(Present("running")) == "trains; incident 1, 7 s ago, cost 2.7 s: crash, rank 1 fell"
+
+
+def test_a_long_cause_leaves_room_for_the_rest() -> None:
+    told = Told()
+    told.add(*begun(1, 0), ev.RoundBroken(1, "crash", "rank 1 on node b: " + "x" * 100, 3.0, ""))
+    told.at += 2
+    text = told.watch.doing(Present("stopping"), 79)
+    assert len(text) == 79
+    assert text.startswith("still for 2.0 s: crash, rank 1 on node b: xxx")
+    assert text.endswith("xx… (form 2.0 s); stopping")
+
+
+def test_the_leaders_reason_is_not_replaced_when_its_own_node_joins() -> None:
+    told = Told()
+    told.add(ev.NodeJoined("a", 2, "::1", "1 more node is needed"), ev.LinkChanged(up=True, cause="hello accepted"))
+    assert told.watch.doing(Present("waiting")) == "waiting: 1 more node is needed"
+
+
+def test_a_member_that_has_lost_its_leader_stands_still() -> None:
+    told = Told()
+    told.add(*begun(1, 0))
+    members = (("a", 1), ("b", 1))
+    present = Present("running", 1, 2, 2, 1, 30, 100, 61.0, 30, 3.0, members=members)
+    assert told.figures(present).keys() >= {"steps/s", "time left"}
+    told.add(ev.LinkChanged(up=False, cause="Nothing answers at a:1"))
+    assert told.watch.doing(present) == "trains", "the workers may train on"
+    told.at += 12
+    lost = replace(present, phase="suspended", workers=0)
+    assert told.watch.doing(lost) == "still for 12 s: no link to the leader: Nothing answers at a:1; suspended"
+    figures = told.figures(lost)
+    assert figures["world size"] == "none trains; the last was 2 on 2 nodes: a 1, b 1"
+    assert not figures.keys() & {"steps/s", "time left"}
+    told.add(*begun(2, 30))
+    assert told.watch.doing(replace(present, trained=31, trained_s=3.1)).startswith("trains; incident 1, 0 s ago")
+
+
+def test_a_round_without_steps_does_not_look_as_if_it_trained() -> None:
+    told = Told()
+    told.add(*begun(1, 0))
+    present = Present("running", 1, 1, 2, 2, 30, 100, 61.0, 30, 3.0)
+    assert told.watch.doing(present) == "trains"
+    told.at += 20
+    assert told.watch.doing(present) == "trains; no step for 20 s"
+    assert not told.figures(present).keys() & {"steps/s", "time left"}
+    slow = replace(present, trained_s=300.0)
+    assert told.watch.doing(slow) == "trains", "a step takes 10 s"
+
+
+def test_a_checkpoint_of_another_node_has_its_age() -> None:
+    told = Told()
+    present = Present("running", 1, checkpoint=20, checkpoint_age=90.0)
+    assert told.figures(present)["checkpoint"] == "step 20, 90 s ago"
+    told.add(ev.CheckpointSaved(1, 40, "/c"))
+    assert told.figures(present)["checkpoint"] == "step 40, 0 s ago", "this node's own is newer"
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        (["a", "b"], ["a", "b"]),
+        (["w-0.jobs.example.com", "w-1.jobs.example.com"], ["w-0", "w-1"]),
+        (["w-0.jobs.example.com", "w-1.example.org"], ["w-0.jobs.example.com", "w-1.example.org"]),
+        (["h.example.com-0a1b2c", "h.example.com-3d4e5f"], ["h-0a1b2c", "h-3d4e5f"]),
+        (["w.a.example.com", "w.b.example.com"], ["w.a.example.com", "w.b.example.com"]),
+        (["10.0.0.1", "11.0.0.1"], ["10.0.0.1", "11.0.0.1"]),
+        (["v1.2"], ["v1.2"]),
+        (["1-very-long-name-of-a-job", "2-very-long-name-of-a-job"], ["1-very-long-name-of…", "2-very-long-name-of…"]),
+        (["a-very-long-name-of-a-job-worker-17", "b"], ["…-of-a-job-worker-17", "b"]),
+    ],
+)
+def test_names_of_nodes_are_short(names: list[str], shown: list[str]) -> None:
+    assert list(short_names(names).values()) == shown
 
 
 @pytest.mark.parametrize(

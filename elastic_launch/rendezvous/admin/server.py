@@ -171,6 +171,10 @@ class AdminRequests:
         self._follow(instructions, now)
         return self._flush()
 
+    def checkpoint(self, now: float) -> a.LastSave | None:
+        """Return the newest checkpoint on storage; None until one was reported."""
+        return _last(self._heard.checkpoint, now)
+
     def status(self, now: float) -> a.Status:
         """Return the run's status."""
         machine, record = self._machine, self._machine.record
@@ -193,7 +197,7 @@ class AdminRequests:
             remaining=progress.remaining,
             loss=progress.loss,
             snapshot=_last(self._heard.snapshot, now),
-            checkpoint=_last(self._heard.checkpoint, now),
+            checkpoint=self.checkpoint(now),
             incidents=tuple(a.Decision(text, round(now - at, 3)) for at, text in self._incidents),
         )
 

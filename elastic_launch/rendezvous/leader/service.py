@@ -412,8 +412,9 @@ class LeaderService:
         if self._deaf:
             self._deaf = False
             self._selector.register(self._listener, selectors.EVENT_READ, None)
-        record = self._machine.record
-        pulse = m.pack(m.Pulse(record.term, record.round.number, record.restarts, record.limits.max_nodes))
+        machine, record = self._machine, self._machine.record
+        told = machine.outlook, self._requests.checkpoint(now)
+        pulse = m.pack(m.Pulse(record.term, record.round.number, record.restarts, record.limits.max_nodes, *told))
         for number, link in list(self._links.items()):
             if link.greeted and not link.closing:
                 link.channel.send(pulse)

@@ -68,6 +68,11 @@ class Membership:
         notify: called from the membership's thread with each event; must not block.
         reserve: called with the node's advertised address; returns the port of its next worker store.
         beat: called from the membership's thread for each beat; returns the report to send.
+
+    Attributes:
+        outlook: what the leader last said happens next; empty until it has.
+        checkpoint: steps in the newest checkpoint on storage that a leader has told of, and when it was reported, by
+            the node's clock; None until then.
     """
 
     def __init__(
@@ -99,6 +104,8 @@ class Membership:
         self._found: FoundLeader | None = None
         self._cut_until = 0.0  # by a drill
         self._most_nodes = config.limits.max_nodes  # until the leader sends the run's limit
+        self.outlook = ""
+        self.checkpoint: tuple[int, float] | None = None
         timing = config.timing
         self._detector = FailureDetector(timing.dead_after, timing.beat_among(config.limits.max_nodes))
         # A silent link is kept until the next one is accepted: a leader that thaws would read its end as this node's.
@@ -420,8 +427,12 @@ class Membership:
         if isinstance(order, m.Welcome | m.Pulse):
             self._most_nodes = order.max_nodes or self._most_nodes
         match order:
-            case m.Pulse() | asking.Answer() | asking.LeaderFound() | asking.NodeStacks():
-                return
+            case m.Pulse(outlook=outlook, checkpoint=saved):
+                self.outlook = outlook
+                if saved is not None:
+                    self.checkpoint = saved.step, self._clock.now() - saved.ago
+            case asking.Answer() | asking.LeaderFound() | asking.NodeStacks():
+                return  # to a caller
             case m.Welcome():
                 self._former.close()
                 self._welcomed = True
@@ -432,6 +443,7 @@ class Membership:
             case m.RunEnd(cause=cause):
                 self._notify(replace(order, cause=self._end_cause(cause)))
             case _:
+                self.outlook = ""  # what was to happen next has happened
                 if isinstance(order, m.Form):
                     self._detector.formed()
                 self._notify(order)

@@ -425,12 +425,16 @@ class Pulse:
     Attributes:
         round, restarts: the last round's number, and the restarts charged.
         max_nodes: see :class:`Welcome`.
+        outlook: what happens next, as text for users.
+        checkpoint: the newest on storage; None until one was reported to this leader.
     """
 
     term: int
     round: int = 0
     restarts: int = 0
     max_nodes: int = 0
+    outlook: str = ""
+    checkpoint: asking.LastSave | None = None
 
 
 @dataclass(frozen=True, slots=True)
