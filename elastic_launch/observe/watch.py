@@ -86,7 +86,7 @@ class Watch:
                     self._ends(cause)
                 case ev.WorkerStarted() | ev.WorkerKept() | ev.WorkerPlaced() if event.round:
                     self._started += 1
-                    self._ended = self._still = None
+                    self._ended, self._still, self._next = None, None, "its workers have left the round"
                 case ev.WorkerStarted():
                     self._next = "its workers start ahead of a round"
                 case ev.WorkerAhead():
@@ -146,8 +146,8 @@ class Watch:
             if present.phase not in _STILL:
                 self._still = None
             elif self._still is None and present.round:
-                self._still = self._ended or (now, self._next)
-            still = self._still
+                self._still = self._ended or (now, "")  # workers may leave a round before its end is known here
+            still = None if self._still is None else (self._still[0], self._still[1] or self._next)
         if last is not None and not last[0].recovered:
             incident = last[0]
             cause = f"{incident.kind}, {incident.cause}" if incident.cause else incident.kind

@@ -141,8 +141,19 @@ def test_a_member_that_has_lost_its_leader_stands_still() -> None:
     figures = told.figures(lost)
     assert figures["world size"] == "none trains; the last was 2 on 2 nodes: a 1, b 1"
     assert not figures.keys() & {"steps/s", "time left"}
-    told.add(*begun(2, 30))
+    told.add(ev.LinkChanged(up=True, cause="hello accepted"), *begun(2, 30))
     assert told.watch.doing(replace(present, trained=31, trained_s=3.1)).startswith("trains; incident 1, 0 s ago")
+
+
+def test_workers_that_have_left_their_round_stand_still_before_the_cause_is_known() -> None:
+    told = Told()
+    told.add(*begun(1, 0), ev.OrderReceived("break", 1, 1, "rank 1 fell", kind="crash"), *begun(2, 0))
+    left = Present("suspended", 2, members=(("a", 1), ("b", 1)))
+    told.watch.doing(Present("running", 2))
+    assert told.watch.doing(left) == "still for 0 s: its workers have left the round; suspended"
+    told.add(ev.LinkChanged(up=False, cause="silence"))
+    told.at += 3
+    assert told.watch.doing(left) == "still for 3 s: no link to the leader: silence; suspended"
 
 
 def test_a_round_without_steps_does_not_look_as_if_it_trained() -> None:
