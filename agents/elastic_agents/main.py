@@ -294,7 +294,7 @@ def _pages(config: LaunchConfig, journal: _Journal, inbox: Inbox[object], clock:
         yield None
         return
     from elastic_agents.inbox import HowAreYou
-    from elastic_agents.probes.health import Health, page_listener
+    from elastic_agents.probes.health import Health, own_names, page_listener
     from elastic_agents.probes.pages import SAMPLE_EVERY, node_pages
     from elastic_launch.observe.history import History
 
@@ -308,7 +308,7 @@ def _pages(config: LaunchConfig, journal: _Journal, inbox: Inbox[object], clock:
     assert listener is not None
     made = node_pages(config, metrics, journal.ledger, journal.watch, history, lambda rank: journal.output(rank))
     inbox.put(HowAreYou(sample, SAMPLE_EVERY))
-    with closing(Health(listener, made)) as pages:
+    with closing(Health(listener, made, own_names(config))) as pages:
         yield pages
 
 

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from harness import asked, free_port
 
 from elastic_agents.inbox import HowAreYou, Inbox
 from elastic_agents.probes import health as module
-from elastic_agents.probes.health import Health, health_listener
+from elastic_agents.probes.health import Health, health_listener, own_names
 from elastic_agents.warm.fork_bootstrap import answering
 from elastic_launch.clock import MonotonicClock
 from elastic_launch.config.launch_config import Command, Endpoint, LaunchConfig, Limits
@@ -38,6 +39,18 @@ def listener(port: int, host: str | None = None, **fields: Any) -> socket.socket
 def health() -> Iterator[Health]:
     with contextlib.closing(Health(listen("127.0.0.1"))) as served:
         yield served
+
+
+def test_healthz_is_livez(health: Health) -> None:
+    assert asked(f"http://{health.endpoint}/healthz") == (200, "starting")
+    with loop(health, "waiting"):
+        assert asked(f"http://{health.endpoint}/healthz") == (200, "waiting")
+        assert asked(f"http://{health.endpoint}/readyz") == (503, "waiting")
+
+
+def test_pages_have_the_names_of_this_node() -> None:
+    names = own_names(replace(config(1), http=Endpoint("Node.example.com", 9400), local_addr="10.0.0.5"))
+    assert names >= {"node.example.com", "10.0.0.5", socket.gethostname().lower()}
 
 
 @contextlib.contextmanager

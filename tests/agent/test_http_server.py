@@ -71,6 +71,34 @@ def get(path: str = "/") -> bytes:
     return f"GET {path} HTTP/1.1\r\nHost: here\r\n\r\n".encode()
 
 
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:9400", 200),
+        ("[::1]:9400", 200),
+        ("10.1.2.3", 200),
+        ("localhost:9400", 200),
+        ("a.localhost", 200),
+        ("NODE-0.:9400", 200),
+        ("evil.example.com:9400", 421),
+        ("127.0.0.1.evil.example.com", 421),
+        ("node-0.evil.example.com", 421),
+        ("localhost.evil.example.com", 421),
+        ("[::1].evil.example.com", 421),
+        ("127.0.0.1@evil.example.com", 421),
+    ],
+)
+def test_a_website_cannot_ask_by_a_name_of_its_own(host: str, status: int) -> None:
+    listener = listen("127.0.0.1")
+    served = HttpServer(listener, {"/": lambda _: Response.text(200, "page")}, hosts={"node-0"})
+    with contextlib.closing(listener), contextlib.closing(served):
+        with socket.create_connection(listener.getsockname()[:2], timeout=20) as connection:
+            connection.sendall(f"GET / HTTP/1.1\r\nHost:  {host} \r\n\r\n".encode())
+            said = b"".join(iter(lambda: connection.recv(65536), b""))
+        assert int(said.split()[1]) == status
+        assert (b"Ask by its address, or name it in --http." in said) == (status == 421)
+
+
 def test_a_response_conforms_to_http_1_1(server: Server) -> None:
     client = http.client.HTTPConnection(*server.address, timeout=20)
     with contextlib.closing(client):

@@ -1,7 +1,8 @@
 """Answers HTTP probes by a kubelet or another supervisor, and requests for pages about this node's part of the run.
 
-``/livez``: the agent answers, and not just this server: its main loop takes the question out of its inbox. So an agent
-that waits for other nodes is alive, and one that is stuck is not. ``/readyz``: its workers train.
+``/livez``, and ``/healthz``, its older name: the agent answers, and not just this server: its main loop takes the
+question out of its inbox. So an agent that waits for other nodes is alive, and one that is stuck is not. ``/readyz``:
+its workers train.
 
 The kubelet treats status 200 to 399 as success and everything else, or silence, as failure
 (https://kubernetes.io/docs/concepts/workloads/pods/probes/).
@@ -9,9 +10,10 @@ The kubelet treats status 200 to 399 as success and everything else, or silence,
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -26,8 +28,9 @@ from elastic_launch.rendezvous.wire.addresses import (
     listen_anywhere,
     try_listen,
 )
+from elastic_launch.system.threads import within
 
-__all__ = ["Health", "Page", "health_listener", "page_listener"]
+__all__ = ["Health", "Page", "health_listener", "own_names", "page_listener"]
 
 Page = Callable[[Present, str], Response]
 """Shows how this node's part of the run is, given what follows the question mark in the address.
@@ -37,6 +40,9 @@ Called in the server's thread, so it must not block.
 
 PATIENCE = 5.0
 """Seconds that the agent may take to answer."""
+
+NAMING = 0.5
+"""Seconds that the resolver has to tell this host's full name."""
 
 ASK_EVERY = 0.05
 """Seconds between two questions to the agent's loop: more clients do not cause more questions."""
@@ -64,6 +70,14 @@ def page_listener(config: LaunchConfig) -> socket.socket | None:
     return _listener("--http", config.http.host, config.http.port, config)
 
 
+def own_names(config: LaunchConfig) -> frozenset[str]:
+    """Return the names by which this node is asked for pages."""
+    names = [socket.gethostname(), config.local_addr, config.http.host if config.http else None]
+    with contextlib.suppress(TimeoutError):  # without a network the resolver may take long
+        names.append(within(NAMING, "the resolver", socket.getfqdn))
+    return frozenset(name.lower().rstrip(".") for name in names if name)
+
+
 def _listener(flag: str, host: str | None, port: int, config: LaunchConfig) -> socket.socket:
     try:
         if host is None:
@@ -89,17 +103,20 @@ class Health:
     Args:
         listener: taken over.
         pages: further paths, and what they show of this node's part of the run.
+        hosts: see :class:`HttpServer`.
     """
 
-    def __init__(self, listener: socket.socket, pages: Mapping[str, Page] | None = None) -> None:
+    def __init__(
+        self, listener: socket.socket, pages: Mapping[str, Page] | None = None, hosts: Collection[str] | None = None
+    ) -> None:
         self._inbox: Inbox[object] | None = None
         self._listener = listener
         self._asked_at = 0.0
         self._asking = False
         self._said: tuple[Present, float] | None = None  # the agent's last answer, and when it was given
         shown = {path: partial(self._show, page) for path, page in (pages or {}).items()}
-        routes: dict[str, Responder] = {"/livez": self._livez, "/readyz": self._readyz, **shown}
-        self._server = HttpServer(listener, routes, name="http" if pages else "health")
+        alive: dict[str, Responder] = {"/livez": self._livez, "/healthz": self._livez, "/readyz": self._readyz}
+        self._server = HttpServer(listener, alive | shown, name="http" if pages else "health", hosts=hosts)
 
     @property
     def endpoint(self) -> Endpoint:

@@ -16,7 +16,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 __all__ = ["HttpServer", "Request", "Responder", "Response"]
@@ -45,6 +45,7 @@ REASONS = {
     400: "Bad Request",
     404: "Not Found",
     405: "Method Not Allowed",
+    421: "Misdirected Request",
     431: "Request Header Fields Too Large",
     500: "Internal Server Error",
     503: "Service Unavailable",
@@ -61,6 +62,7 @@ class Request:
 
     Attributes:
         query: the part after the question mark.
+        host: the name by which the client asks for this server, without a port; empty if it gives none.
         at: when it was complete, by ``time.monotonic``.
         bare: whether it is a HEAD request: the response is sent without its body.
     """
@@ -69,6 +71,7 @@ class Request:
     query: str
     at: float
     bare: bool = False
+    host: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +99,23 @@ class HttpServer:
         listener: keeps listening after the server is closed: its owner closes it.
         routes: responders by path.
         name: of the server's thread.
+        hosts: names by which it may be asked for, besides addresses and ``localhost``; None: any. A website that has
+            its own name resolve to this host (DNS rebinding) could otherwise read what a browser can reach here.
 
     Raises:
         OSError: if no descriptor is left.
         RuntimeError: if no thread is left.
     """
 
-    def __init__(self, listener: socket.socket, routes: Mapping[str, Responder], *, name: str = "http") -> None:
-        self._listener, self._routes = listener, routes
+    def __init__(
+        self,
+        listener: socket.socket,
+        routes: Mapping[str, Responder],
+        *,
+        name: str = "http",
+        hosts: Collection[str] | None = None,
+    ) -> None:
+        self._listener, self._routes, self._hosts = listener, routes, hosts
         self._connections: dict[int, _Connection] = {}  # by number, oldest first
         self._next_number = 0
         self._accept_at = 0.0
@@ -225,6 +237,8 @@ class HttpServer:
             return
         fits = end and len(head) <= MAX_HEAD
         found = _parse(bytes(head)) if fits else Response.text(431, "The request is too long.")
+        if isinstance(found, Request) and self._hosts is not None and not _meant(found.host, self._hosts):
+            found = Response.text(421, f"This server is not {found.host}. Ask by its address, or name it in --http.")
         if isinstance(found, Response):
             self._answer(connection, found)
             return
@@ -305,18 +319,34 @@ def _parse(head: bytes) -> Request | Response:
     method, target, major, minor = asked.groups()
     if major != b"1":
         return Response.text(505, "This is a server for HTTP/1.1.")
-    hosts = 0
+    hosts = []
     for field in fields:
-        found = re.fullmatch(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[^\x00\r\n]*", field)
+        found = re.fullmatch(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([^\x00\r\n]*)", field)
         if found is None:
             return Response.text(400, "A header is malformed.")
-        hosts += found[1].lower() == b"host"
-    if hosts > 1 or (minor != b"0" and hosts == 0):
+        if found[1].lower() == b"host":
+            hosts.append(found[2].strip(b" \t"))
+    if len(hosts) > 1 or (minor != b"0" and not hosts):
         return Response.text(400, "There must be one Host header.")
     if method not in (b"GET", b"HEAD"):
         return Response.text(405, "Use GET or HEAD.")
     path, _, query = re.sub(rb"^https?://[^/?]*", b"", target, flags=re.IGNORECASE).decode("ascii").partition("?")
-    return Request(path or "/", query, time.monotonic(), bare=method == b"HEAD")
+    host = re.sub(rb":[0-9]*$", b"", hosts[0]).decode("ascii", "replace") if hosts else ""
+    return Request(path or "/", query, time.monotonic(), method == b"HEAD", host)
+
+
+def _meant(host: str, names: Collection[str]) -> bool:
+    """Whether a client that asks for this host means this server: a website's page can only ask for a name."""
+    import ipaddress
+
+    host = host.lower().rstrip(".")
+    if host in ("", "localhost") or host.endswith(".localhost") or host in names:
+        return True
+    try:
+        ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+    return True
 
 
 def _head(response: Response) -> bytes:

@@ -261,6 +261,7 @@ def answering(listener: socket.socket) -> Iterator[None]:
     """
     routes = {
         "/livez": lambda _: Response.text(200, "starting"),
+        "/healthz": lambda _: Response.text(200, "starting"),
         "/readyz": lambda _: Response.text(503, "starting"),
     }
     with contextlib.ExitStack() as served:
