@@ -39,8 +39,8 @@ def printed(capsys: pytest.CaptureFixture[str]) -> list[str]:
 def test_events_of_all_nodes_are_in_the_order_of_their_times(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["events", "--log-dir", str(run)]) == 0
     kept, ended, lost = printed(capsys)
-    assert kept.split("Z  ")[1] == "a  worker_kept: round=2 rank=0 local_rank=0 pid=7"
-    assert ended.split("Z  ")[1] == "b  node_ended: code=0 cause=all done"
+    assert kept.split("Z  ")[1] == "a  worker_kept: a worker kept its process (pid 7) and is rank 0 in round 2"
+    assert ended.split("Z  ")[1] == "b  node_ended: this node's part of the run ended with exit code 0: all done"
     assert lost.split("Z  ")[1] == "a  node_lost: node b lost (silent); on"
 
 
@@ -65,11 +65,35 @@ def test_broken_lines_are_named_and_left_out(run: Path, capsys: pytest.CaptureFi
         file.write(b'\xff\x00nothing\n{"event": "node_ended", "clock": 1}\n{"event": "from_later", "clock": 1.0}\n{"ev')
     assert main(["events", "--log-dir", str(run)]) == 0
     out, err = capsys.readouterr()
-    assert len(err.splitlines()) == 2
-    assert "no JSON" in err
-    assert "node_ended has no code" in err
+    (said,) = err.splitlines()
+    assert "events-a.jsonl: 2 of 5 lines cannot be used, the first is line 3: no JSON" in said
+    assert said.endswith("; 1 of 5 lines is of kinds unknown here (from_later)")
     assert "from_later: an event of another version" in out, "the last line is not complete yet"
     assert len(out.splitlines()) == 4
+
+
+def test_a_file_of_something_else_is_named_once_and_has_no_figures(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "events-b.jsonl").unlink()
+    with (run / "events-a.jsonl").open("ab") as file:
+        file.write(b"\x7fELF\x00\xff\x1b[2J\n" * 1000)
+    assert main(["events", "--log-dir", str(run)]) == 0
+    out, err = capsys.readouterr()
+    assert (len(out.splitlines()), len(err.splitlines())) == (2, 1)
+    assert "1000 of 1002 lines cannot be used" in err
+    assert "\x1b" not in err
+    assert main(["report", "--log-dir", str(run)]) == ExitCode.USAGE
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "1000 of 1002 lines cannot be used" in err
+    assert "of which most can be read" in err
+
+
+def test_a_file_of_another_version_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record(run / "events-c.jsonl", 5, event="from_later", version="9.9")
+    assert main(["report", "--log-dir", str(run)]) == 0
+    assert "1 of 1 lines is of kinds unknown here (from_later); the file is of version 9.9" in capsys.readouterr().err
 
 
 def test_a_directory_without_events_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

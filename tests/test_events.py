@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from elastic_launch.events import types as ev
+from elastic_launch.events.sentences import sentence
+from elastic_launch.observe.reading import parse
 from elastic_launch.testing import FakeClock
 
 KINDS: list[type[ev.Event]] = [
@@ -154,6 +156,56 @@ def test_the_leaders_decisions_are_shown_to_people() -> None:
 )
 def test_lines_for_people(event: ev.Event, line: str) -> None:
     assert event.line() == line
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_any_event_is_a_sentence_without_names_of_fields(kind: type[ev.Event]) -> None:
+    said = sentence(example(kind))
+    assert len(said.split()) >= 3
+    assert "=" not in said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("event", "said"),
+    [
+        (ev.LinkChanged(True, "hello accepted"), "the link to the leader is up: hello accepted"),
+        (
+            ev.WorkerExited(2, 1, 1, 42, -9, 3.04, False),
+            "rank 1 of round 2 (pid 42) ended with signal 9 (SIGKILL) after 3.0 s",
+        ),
+        (
+            ev.WorkerExited(0, -1, 1, 42, 0, 3.04, True),
+            "the worker of local rank 1 started ahead (pid 42) was stopped and ended with exit code 0 after 3.0 s",
+        ),
+        (ev.OrderReceived("form", 1, 1, "first", workers=2), "order: round 1 begins, with 2 workers of this node"),
+        (ev.OrderReceived("break", 1, 1, "rank 1 failed", "crash"), "order: round 1 is broken: rank 1 failed (crash)"),
+        (
+            ev.NodeLost("b", "silent", 5.0, 3, "a new round forms"),
+            "node b lost (silent), and with it round 3; a new round forms",
+        ),
+        (
+            ev.RunEnded(91, "all spent", 3, 4, 99.0),
+            "the run ended with exit code 91: all spent (4 rounds, 3 restarts, 99.0 s)",
+        ),
+    ],
+)
+def test_sentences(event: ev.Event, said: str) -> None:
+    assert sentence(event) == said
+
+
+def test_the_first_line_has_the_version(tmp_path: Path) -> None:
+    sink = ev.JsonLines(tmp_path / "events.jsonl", FakeClock(), fail, version="1.2")
+    for _ in range(2):
+        sink.emit(ev.LinkChanged(up=True, cause="x"))
+    assert [value.get("version") for value in read(sink.path)] == ["1.2", None]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_any_event_is_read_as_it_was_written(kind: type[ev.Event], tmp_path: Path) -> None:
+    sink = ev.JsonLines(tmp_path / "events.jsonl", FakeClock(), fail)
+    sink.emit(example(kind))
+    assert parse(sink.path.read_text()) == (0.0, example(kind))
 
 
 def test_what_is_reported_elsewhere_has_no_line() -> None:

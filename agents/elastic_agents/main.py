@@ -187,6 +187,7 @@ def _run(config: LaunchConfig, begun: Bootstrap | None, consoles: Consoles, watc
             clock,
             lambda error: _log.warning("events are not recorded: %s", error),
             files,
+            __version__,
         ),
         clock,
         watcher,

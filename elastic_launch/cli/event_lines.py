@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 from elastic_launch.errors import ExitCode
-from elastic_launch.events.types import event_name
-from elastic_launch.observe.reading import event_files, parse
+from elastic_launch.events import types as ev
+from elastic_launch.events.sentences import sentence
+from elastic_launch.observe.reading import Refused, event_files, node_of
 from elastic_launch.system.plain_text import one_line, plain
 
 __all__ = ["show_events"]
@@ -36,7 +37,8 @@ class _Tail:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._node = path.name.removeprefix("events-").removesuffix(".jsonl")
+        self._refused = Refused(path)
+        self._complained = False
         self._offset = 0
         self._pending = b""
 
@@ -46,23 +48,27 @@ class _Tail:
                 file.seek(self._offset)
                 data = file.read()
         except OSError as error:
-            print(plain(f"{self.path} cannot be read: {error.strerror}"), file=sys.stderr)
+            if not self._complained:
+                self._complained = True
+                print(plain(f"{self.path} cannot be read: {error.strerror}"), file=sys.stderr)
             return
         self._offset += len(data)
         *lines, self._pending = (self._pending + data).split(b"\n")
         for line in lines:
             text = line.decode(errors="replace")
-            try:
-                yield self._understood(text)
-            except ValueError as error:
-                print(plain(f"{self.path}: a line is left out: {error}"), file=sys.stderr)
+            found = self._refused.parse(text)
+            if found is not None:
+                yield self._line(text, *found)
 
-    def _understood(self, text: str) -> _Line:
-        found = parse(text)
-        value = json.loads(text)
-        name = event_name(type(found[1])) if found is not None else str(value["event"])
-        words = found[1].line() if found is not None else "an event of another version"
-        return _Line(str(value.get("time", "")), self._node, text, f"{name}: {one_line(words)}" if words else name)
+    def _line(self, text: str, value: dict[str, Any], found: tuple[float, ev.Event] | None) -> _Line:
+        words = sentence(found[1]) if found is not None else "an event of another version"
+        return _Line(str(value.get("time", "")), node_of(self.path), text, f"{value['event']}: {one_line(words)}")
+
+    def complain(self) -> None:
+        """Say what could not be used, in one line."""
+        text = self._refused.text()
+        if text:
+            print(plain(text), file=sys.stderr)
 
 
 def show_events(directory: Path, *, since: float | None, follow: bool, as_json: bool, alive: Callable[[], bool]) -> int:
@@ -83,6 +89,8 @@ def show_events(directory: Path, *, since: float | None, follow: bool, as_json: 
         ends = not follow or not alive()  # before the files are read, so that the last lines are not missed
         _print([line for tail in tails.values() for line in tail.read() if line.time >= first], as_json=as_json)
         if ends:
+            for tail in tails.values():
+                tail.complain()
             return ExitCode.DONE
         time.sleep(LOOK_EVERY)
         tails |= {path: _Tail(path) for path in directory.glob("events-*.jsonl") if path not in tails}

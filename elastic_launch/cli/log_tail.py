@@ -10,7 +10,7 @@ from pathlib import Path
 from elastic_launch.cli.event_lines import LOOK_EVERY
 from elastic_launch.errors import ExitCode, UsageError
 from elastic_launch.events import types as ev
-from elastic_launch.observe.reading import event_files, parse
+from elastic_launch.observe.reading import event_files, node_of, parse
 from elastic_launch.system.plain_text import plain
 
 __all__ = ["show_logs"]
@@ -40,7 +40,7 @@ class _Files:
         return self._found
 
     def _read(self, path: Path) -> None:
-        node = path.name.removeprefix("events-").removesuffix(".jsonl")
+        node = node_of(path)
         started: dict[int, ev.WorkerStarted] = {}  # by pid
         with path.open(errors="replace") as file:
             for line in file:

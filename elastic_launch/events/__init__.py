@@ -2,5 +2,6 @@
 
 ``types``       every event, with those that the leader emits
 ``node_types``  events of a single node
+``sentences``   each event as a sentence for people
 ``sinks``       the base class of events, and where they are written
 """

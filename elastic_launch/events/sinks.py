@@ -27,14 +27,15 @@ __all__ = ["Event", "EventSink", "JsonLines", "event_name"]
 class Event:
     """Base class of all events. ``leader`` events are decisions about membership, shown to users, one line each.
 
-    An event whose ``line`` is empty is covered by another event.
+    An event whose ``line`` is empty is covered by another event, or is none of the leader's;
+    :func:`elastic_launch.events.sentences.sentence` has a sentence for each.
     """
 
     leader: ClassVar[bool] = False
 
     def line(self) -> str:
         """Return which node, why, and what happens next, in one line."""
-        return " ".join(f"{name}={value}" for name, value in asdict(self).items())
+        return ""
 
 
 class EventSink(Protocol):
@@ -52,23 +53,32 @@ class JsonLines:
         path: the file; created with its directory at the first event.
         on_error: called once if the file cannot be written; the run continues.
         writer: writes in the background; without one, events are written synchronously.
+        version: of elastic-launch; the first line has it, for readers of another version.
     """
 
     def __init__(
-        self, path: Path, clock: Clock, on_error: Callable[[OSError], None], writer: Writer | None = None
+        self,
+        path: Path,
+        clock: Clock,
+        on_error: Callable[[OSError], None],
+        writer: Writer | None = None,
+        version: str = "",
     ) -> None:
         self.path = path
         self._clock = clock
         self._on_error: Callable[[OSError], None] | None = on_error
         self._writer = writer
         self._lock = threading.Lock()
+        self._about = {"version": version} if version else {}
 
     def emit(self, event: Event) -> None:
+        about, self._about = self._about, {}
         line = json.dumps(
             {
                 "event": event_name(type(event)),
                 "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
                 "clock": round(self._clock.now(), 6),
+                **about,
                 **asdict(event),
             }
         )

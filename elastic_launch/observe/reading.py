@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import MISSING, dataclass, fields
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from elastic_launch import __version__
 from elastic_launch.errors import UsageError
 from elastic_launch.events import types as ev
 from elastic_launch.observe.chronicle import Chronicle
 
-__all__ = ["Host", "event_files", "parse", "read"]
+__all__ = ["Host", "Refused", "event_files", "node_of", "parse", "read"]
 
 LONGEST_LINE = 4 * 1024 * 1024
 """Longest line that is read, in characters; a round of 16,000 nodes has fewer."""
@@ -30,6 +33,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "float | None": (int, float, type(None)),
     "bool": (bool,),
     "tuple[str, ...]": (list,),
+    "tuple[int, ...]": (list,),
 }
 
 
@@ -42,12 +46,71 @@ class Host:
         chronicle: the events of the last run in the file, if there are several.
         told: these events with the host's clock.
         complaints: what could not be used, and where.
+        offset: seconds by which Unix time is ahead of the host's clock, by its last event; None if that has no time.
+        usable: whether most of the file's lines could be used.
     """
 
     node: str
     chronicle: Chronicle
     complaints: tuple[str, ...]
     told: tuple[tuple[float, ev.Event], ...] = ()
+    offset: float | None = None
+    usable: bool = True
+
+    def time(self, moment: float) -> datetime | None:
+        """Return a moment of the host's clock as UTC."""
+        try:
+            return None if self.offset is None else datetime.fromtimestamp(moment + self.offset, UTC)
+        except (ValueError, OverflowError, OSError):
+            return None
+
+
+class Refused:
+    """What could not be used of one file: the first of it is said, and how much there is."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._first = ""
+        self._version = ""
+        self._unknown: Counter[str] = Counter()
+        self.lines = self.bad = 0
+
+    def parse(self, line: str) -> tuple[dict[str, Any], tuple[float, ev.Event] | None] | None:
+        """Return a line's object and its event, None if its kind is not known; or None if it cannot be used."""
+        self.lines += 1
+        try:
+            value, found = _parsed(line)
+        except ValueError as error:
+            self.bad += 1
+            self._first = self._first or f"line {self.lines}: {error}"
+            return None
+        if isinstance(value.get("version"), str):
+            self._version = value["version"]
+        if found is None:
+            self._unknown[value["event"]] += 1
+        return value, found
+
+    def text(self) -> str:
+        """Return the complaint in one line; empty if there is none."""
+        said = []
+        if self.bad:
+            said.append(f"{self.bad} of {self.lines} lines cannot be used, the first is {self._first}")
+        if self._unknown:
+            names = ", ".join(name[:40] for name in list(self._unknown)[:3]) + (
+                ", ..." if len(self._unknown) > 3 else ""
+            )
+            count = self._unknown.total()
+            said.append(
+                f"{count} of {self.lines} lines {'is' if count == 1 else 'are'} of kinds unknown here ({names})"
+            )
+        if said and self._version and self._version != __version__:
+            said.append(f"the file is of version {self._version[:40]}, this is {__version__}")
+        return f"{self._path}: {'; '.join(said)}" if said else ""
+
+
+def node_of(path: Path) -> str:
+    """Return the node whose event file this is."""
+    return path.name.removeprefix("events-").removesuffix(".jsonl")
 
 
 def event_files(directory: Path) -> list[Path]:
@@ -74,33 +137,38 @@ def event_files(directory: Path) -> list[Path]:
 
 
 def read(path: Path) -> Host:
-    """Read one file; unusable lines are left out and listed as complaints.
+    """Read one file; unusable lines are left out, and counted in a complaint.
 
     A run id can be reused, and a host can be restarted: where the clock or the number of a formed round decreases,
     another run begins. Everything before that is left out.
     """
-    node = path.name.removeprefix("events-").removesuffix(".jsonl")
-    chronicle, complaints = Chronicle(), []
+    chronicle, further, refused = Chronicle(), [], Refused(path)
     told: list[tuple[float, ev.Event]] = []
+    offset: float | None = None
     try:
         with path.open(errors="replace") as file:
-            for number, line in enumerate(file, 1):
-                try:
-                    found = parse(line)
-                except ValueError as error:
-                    complaints.append(f"{path}, line {number}: {error}")
+            for line in file:
+                known = refused.parse(line)
+                if known is None or known[1] is None:
                     continue
-                if found is None:
-                    continue
-                clock, event = found
+                value, (clock, event) = known[0], known[1]
                 if _begins_another(chronicle, clock, event):
-                    complaints.append(f"{path}: a further run begins in line {number}; what is before is left out")
+                    further.append(f"{path}: a further run begins in line {refused.lines}; what is before is left out")
                     chronicle, told = Chronicle(), []
                 chronicle.add(clock, event)
-                told.append(found)
+                told.append((clock, event))
+                offset = _offset(value.get("time"), clock)
     except OSError as error:
-        complaints.append(f"{path} cannot be read: {error.strerror}")
-    return Host(node, chronicle, tuple(complaints), tuple(told))
+        further.append(f"{path} cannot be read: {error.strerror}")
+    complaints = [text for text in (refused.text(), *further) if text]
+    return Host(node_of(path), chronicle, tuple(complaints), tuple(told), offset, 2 * refused.bad <= refused.lines)
+
+
+def _offset(time: object, clock: float) -> float | None:
+    try:
+        return datetime.fromisoformat(time).timestamp() - clock if isinstance(time, str) else None
+    except (ValueError, OverflowError):
+        return None
 
 
 def parse(line: str) -> tuple[float, ev.Event] | None:
@@ -109,6 +177,10 @@ def parse(line: str) -> tuple[float, ev.Event] | None:
     Raises:
         ValueError: if it is not an event, or a field is missing or has the wrong type.
     """
+    return _parsed(line)[1]
+
+
+def _parsed(line: str) -> tuple[dict[str, Any], tuple[float, ev.Event] | None]:
     if len(line) > LONGEST_LINE:
         raise ValueError(f"it has more than {LONGEST_LINE} characters")
     try:
@@ -120,14 +192,14 @@ def parse(line: str) -> tuple[float, ev.Event] | None:
     clock = _checked("clock", "float", value.get("clock"))
     kind = KINDS.get(value["event"])
     if kind is None:
-        return None
+        return value, None
     found: dict[str, Any] = {}
     for item in fields(kind):
         if item.name in value:
             found[item.name] = _checked(f"{value['event']}.{item.name}", str(item.type), value[item.name])
         elif item.default is MISSING:
             raise ValueError(f"{value['event']} has no {item.name}")
-    return clock, kind(**found)
+    return value, (clock, kind(**found))
 
 
 def _checked(name: str, hint: str, found: Any) -> Any:
@@ -136,7 +208,11 @@ def _checked(name: str, hint: str, found: Any) -> Any:
         fits = fits and -1e300 < found < 1e300  # excludes infinity and NaN
     if not fits:
         raise ValueError(f"{name} is {str(found)[:60]!r}, not of type {hint}")
-    return tuple(map(str, found)) if isinstance(found, list) else found
+    if not isinstance(found, list):
+        return found
+    if hint == "tuple[int, ...]":
+        return tuple(_checked(name, "int", one) for one in found)
+    return tuple(map(str, found))
 
 
 def _begins_another(chronicle: Chronicle, clock: float, event: ev.Event) -> bool:

@@ -13,6 +13,7 @@ from elastic_launch.errors import UsageError
 from elastic_launch.observe.ledger import PARTS, Incident, Ledger, build
 from elastic_launch.observe.page import as_page
 from elastic_launch.observe.reading import Host, event_files, read
+from elastic_launch.system.plain_text import plain
 
 __all__ = ["as_json", "as_table", "joined", "show_report"]
 
@@ -101,11 +102,14 @@ def show_report(directory: Path, *, as_object: bool, html: Path | None) -> None:
         UsageError: if there is nothing to read, or the file cannot be written.
     """
     hosts = [read(path) for path in event_files(directory)]
-    for complaint in (text for host in hosts for text in host.complaints):
-        print(f"elastic_launch.observe: {complaint}", file=sys.stderr)
-    hosts = [host for host in hosts if host.chronicle.since is not None]
+    for host in hosts:
+        for complaint in host.complaints:
+            left_out = "" if host.usable else "; the file is left out"
+            print(plain(f"elastic_launch.observe: {complaint}{left_out}"), file=sys.stderr)
+    # Of a file that is mostly something else, what was understood says little of the run.
+    hosts = [host for host in hosts if host.chronicle.since is not None and host.usable]
     if not hosts:
-        raise UsageError(f"The event files in {directory} have no event that can be read.")
+        raise UsageError(f"There is no event file in {directory} of which most can be read.", "See the lines above.")
     node, ledger = joined(hosts)
     if html is not None:
         name = event_files(directory)[0].resolve().parent.name

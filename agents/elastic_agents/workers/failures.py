@@ -11,6 +11,7 @@ from pathlib import Path
 
 from elastic_launch.error_file import ErrorFile
 from elastic_launch.errors import FINAL_NOTE, REPEATS_NOTE, ExitCode
+from elastic_launch.events.sentences import ending as describe
 from elastic_launch.rendezvous.wire.messages import Failure
 from elastic_launch.symptoms import BROKEN_CONNECTION, symptom_in, symptom_of_abort
 from elastic_launch.system.memory_groups import CGROUPS, memory_groups
@@ -64,16 +65,6 @@ def _event_files() -> list[Path]:
     own = [group.path / group.events for group in memory_groups() if group.own]
     roots = [CGROUPS / "memory.events", CGROUPS / "memory" / "memory.oom_control"]
     return [*own, *roots]
-
-
-def describe(exit_code: int) -> str:
-    """Return ``exit code 3`` or ``signal 9 (SIGKILL)``."""
-    if exit_code >= 0:
-        return f"exit code {exit_code}"
-    try:
-        return f"signal {-exit_code} ({signal.Signals(-exit_code).name})"
-    except ValueError:
-        return f"signal {-exit_code}"
 
 
 def report(
