@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from elastic_agents.output_sinks import Kept
     from elastic_agents.probes.health import Health
     from elastic_agents.warm.fork_bootstrap import AgentState, Bootstrap
+    from elastic_launch.observe.ledger import Incident
     from elastic_launch.observe.metrics import NodeMetrics
     from elastic_launch.observe.present import Present
     from elastic_launch.observe.spans import Spans
@@ -90,6 +91,7 @@ class _Journal:
             self.watch = Watch(clock, self.ledger)
         self.metrics = metrics
         self.spans: Spans | None = None
+        self.over: Callable[[Incident], None] = lambda incident: None
         self.output: Callable[[int], Sequence[str]] = lambda rank: ()
 
     def emit(self, event: Event) -> None:
@@ -110,6 +112,7 @@ class _Journal:
                 self.metrics.over(incident)
             if self.spans is not None:
                 self.spans.over(incident)
+            self.over(incident)
 
 
 def run(
@@ -230,6 +233,7 @@ def _run(config: LaunchConfig, begun: Bootstrap | None, consoles: Consoles, watc
             config, backend, events, files, consoles, clock=clock, inbox=inbox, processes=processes, env=env
         )
         events.group = agent.get_worker_group()
+        journal.over = events.over
         if watcher is not None:
             watcher.begun(agent)
         journal.output = agent.output

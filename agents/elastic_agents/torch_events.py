@@ -1,4 +1,4 @@
-"""Status events in torch's format, for ``--event-log-handler``."""
+"""Events in torch's format, for ``--event-log-handler``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import WorkerGroup
@@ -20,7 +21,8 @@ from elastic_agents.console import Consoles
 from elastic_launch.clock import Clock
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.errors import UsageError
-from elastic_launch.events.types import Event, EventSink, WorkerExited
+from elastic_launch.events.types import CheckpointSaved, Event, EventSink, OrderReceived, WorkerExited, event_name
+from elastic_launch.observe.ledger import Incident
 
 __all__ = ["TorchEvents", "check_handler"]
 
@@ -41,10 +43,12 @@ def check_handler(name: str) -> None:
 
 
 class TorchEvents:
-    """A sink that passes events on, and reports the end of workers and agent to a handler of torch's.
+    """A sink that passes events on, and reports some to a handler of torch's.
 
-    The events have the names and the metadata of those that torch's agent records
-    (https://docs.pytorch.org/docs/stable/elastic/events.html), but for every end of a worker, not just the last.
+    The ends of workers and agent have the names and the metadata of those that torch's agent records
+    (https://docs.pytorch.org/docs/stable/elastic/events.html), but for every end of a worker, not just the last. This
+    node's orders about rounds, checkpoints and incidents are ``elastic_launch.<event>``, with their fields as metadata.
+    The leader's own decisions are not reported: a handler that is slow would hold up the leader.
 
     Args:
         consoles: write what a handler would otherwise write to stderr itself, blocking.
@@ -62,12 +66,20 @@ class TorchEvents:
         self._sink = sink
         self._clock = clock
         self._began = clock.now()
+        self._host = ""
         self.group: WorkerGroup | None = None
 
     def emit(self, event: Event) -> None:
         self._sink.emit(event)
-        if isinstance(event, WorkerExited):
-            self._worker(event)
+        match event:
+            case WorkerExited():
+                self._worker(event)
+            case OrderReceived() | CheckpointSaved():
+                self._report(event_name(type(event)), asdict(event))
+
+    def over(self, incident: Incident) -> None:
+        """Report an incident that is over; only on the node that leads."""
+        self._report("incident", asdict(incident))
 
     def ended(self, code: int, cause: str, restarts: int) -> None:
         """Report how the agent ended."""
@@ -85,6 +97,9 @@ class TorchEvents:
         about = {"local_rank": exited.local_rank, "exit_code": exited.exit_code, "worker_pid": exited.pid}
         self._record(state, EventSource.WORKER, more, error, about)
 
+    def _report(self, name: str, about: dict[str, Any]) -> None:
+        self._record(name.upper(), EventSource.AGENT, {}, None, about, name=f"elastic_launch.{name}")
+
     def _record(
         self,
         state: str,
@@ -92,10 +107,12 @@ class TorchEvents:
         more: dict[str, Any],
         error: str | None,
         about: dict[str, Any] | None = None,
+        name: str = "",
     ) -> None:
         config, group = self._config, self.group
         if self._name == "null":
             return  # looking up this host's name may take long without a network
+        self._host = self._host or socket.getfqdn()
         about = {
             "group_world_size": group.group_world_size if group else None,
             "entry_point": os.path.basename(config.command.argv[0]),
@@ -107,7 +124,7 @@ class TorchEvents:
             "group_rank": group.group_rank if group else None,
             "worker_id": None,
             "role": config.role,
-            "hostname": socket.getfqdn(),
+            "hostname": self._host,
             "state": state,
             "total_run_time": int(self._clock.now() - self._began),
             "rdzv_backend": config.backend,
@@ -115,7 +132,7 @@ class TorchEvents:
             "metadata": json.dumps(about),
             **more,
         }
-        name = f"torchelastic.worker.status.{state}"
+        name = name or f"torchelastic.worker.status.{state}"
         record(TorchEvent(name, source=source, metadata=metadata), self._name)
 
 

@@ -94,13 +94,16 @@ def test_local_addr_is_where_the_workers_meet(job: Job) -> None:
 # Torch's events.
 
 
-def test_the_event_log_handler_gets_the_ends_of_workers_and_agent(job: Job) -> None:
+def test_the_event_log_handler_gets_rounds_and_the_ends_of_workers_and_agent(job: Job) -> None:
     agent = job.launch("--standalone", "--event-log-handler", "console", "--max-restarts", "1", "--rdzv-id", "abc")
     os.kill(job.world(1)[0]["pid"], signal.SIGKILL)
     job.world(1, after=1)
     job.finish()
     assert agent.wait() == 0
-    found = [json.loads(line) for line in agent.output.splitlines() if '{"name"' in line]
+    told = [json.loads(line) for line in agent.output.splitlines() if '{"name"' in line]
+    orders = [event["metadata"]["metadata"] for event in told if event["name"] == "elastic_launch.order_received"]
+    assert [json.loads(order)["order"] for order in orders] == ["form", "break", "form", "end"]
+    found = [event for event in told if event["name"].startswith("torchelastic.")]
     assert [(event["source"], event["metadata"]["state"]) for event in found] == [
         ("WORKER", "FAILED"),
         ("WORKER", "SUCCEEDED"),
