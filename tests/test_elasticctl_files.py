@@ -115,6 +115,15 @@ def test_the_report_is_a_table_an_object_or_a_page(run: Path, capsys: pytest.Cap
     assert (run / "x.html").read_text().startswith("<!doctype html>")
 
 
+def test_the_report_names_its_run_by_a_directory(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(run)]) == 0
+    assert "0 incidents" in capsys.readouterr().out
+    assert main(["report", str(run), "--rdzv-id", "x"]) == ExitCode.USAGE
+    assert "Name it once" in capsys.readouterr().err
+    assert main(["report", "no-such-run", "--log-dir", str(run.parent / "nowhere")]) == ExitCode.RENDEZVOUS
+    assert "no-such-run" in capsys.readouterr().err
+
+
 def test_a_plan_shows_each_world(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--global-batch", "96", "--micro-batch", "8", "--world", "5:8"]) == 0
     lines = printed(capsys)

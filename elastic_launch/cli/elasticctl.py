@@ -162,6 +162,7 @@ def parser() -> argparse.ArgumentParser:
     stacks.set_defaults(act=_stacks)
 
     report = commands.add_parser("report", parents=[where], help="show what each incident cost, from the same files")
+    report.add_argument("run", metavar="RUN", nargs="?", help="the run's directory, or its id [--rdzv-id]")
     report.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     report.add_argument("--html", metavar="FILE", help="write a report to look at in a browser: one file")
     report.set_defaults(act=_report, offline=True)
@@ -338,7 +339,16 @@ def _logs(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    show_report(_directory(options), as_object=options.json, html=Path(options.html) if options.html else None)
+    if options.run:
+        if options.rdzv_id or (options.log_dir and Path(options.run).is_dir()):
+            raise UsageError(f"report {options.run!r} names the run, and so does a flag.", "Name it once.")
+        # A directory is one that elastic-launch has named in its first line; anything else is an id.
+        name = "log_dir" if Path(options.run).is_dir() else "rdzv_id"
+        setattr(options, name, options.run)
+    directory = _directory(options)
+    alive = find(directory, None, depth=0)[1]
+    html = Path(options.html) if options.html else None
+    show_report(directory, as_object=options.json, html=html, alive=alive)
     return ExitCode.DONE
 
 

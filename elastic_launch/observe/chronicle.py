@@ -70,6 +70,7 @@ class Chronicle:
         over: whether the run has ended.
         code, why: exit code of the run, or of this node's part, and the cause; None if neither has ended.
         saved: steps in the last checkpoint that this host knows of; None if there is none.
+        link_cause: why the link to the leader is down; empty if it is up.
         lost_ahead: workers of this host that had started ahead, and ended before they had a place in a round.
     """
 
@@ -86,7 +87,7 @@ class Chronicle:
         self.lost_ahead = 0
         self._led_term = 0
         self._seen_term = 0
-        self._link_cause = ""
+        self.link_cause = ""
 
     @property
     def leads(self) -> bool:
@@ -141,7 +142,7 @@ class Chronicle:
             case ev.OrderReceived():
                 self._ordered(clock, event)
             case ev.LinkChanged(up=up, cause=cause):
-                self._link_cause = "" if up else cause
+                self.link_cause = "" if up else cause
             case ev.WorkerStarted(round=0):
                 pass  # it is ahead of a round
             case ev.WorkerExited(round=0, stopped=stopped):
@@ -216,4 +217,4 @@ class Chronicle:
         if event.exit_code != 0 and not event.stopped and told.failed is None:
             told.failed = clock
         if event.stopped and told.ended is None and told.draining is None and not told.cause:
-            told.cause = self._link_cause  # there was no order: the leader is gone
+            told.cause = self.link_cause  # there was no order: the leader is gone

@@ -63,6 +63,7 @@ class Incident:
         led: whether this host's leader formed the next round.
         kept, anew, ahead: how many of this host's workers in the next round kept their processes, were started, and had
             started ahead of it.
+        at_s: when training stopped advancing, in seconds from the host's first event.
     """
 
     number: int
@@ -84,6 +85,7 @@ class Incident:
     kept: int = 0
     anew: int = 0
     ahead: int = 0
+    at_s: float = 0.0
 
     def line(self) -> str:
         """Return the incident in one line."""
@@ -173,7 +175,8 @@ def build(chronicle: Chronicle) -> Ledger:
             end = min(end, max(x for x in (fault, told.ended, told.reaped, formed) if x is not None))
         lost = _lost(told, rounds[index + 1 :]) if by_steps else None
         incident = _incident(told, following, (fault, max(fault, end)), lost, by_steps=by_steps)
-        incidents.append(replace(incident, number=len(incidents) + 1))
+        at = round(fault - (chronicle.since or 0.0), 6)
+        incidents.append(replace(incident, number=len(incidents) + 1, at_s=at))
     unsaved = _unsaved(chronicle, rounds) if by_steps else 0
     kept, productive = _productive(rounds, by_steps=by_steps, until=until, unsaved=unsaved)
     total = max(0.0, until - (chronicle.since or 0.0) - _unseen(rounds, until))

@@ -1,7 +1,7 @@
 """A run as HTML: the report, which is one file without scripts, and the page of a run in progress. No other host.
 
-Both show the rounds on a time axis, each as high as its world, what each incident cost, and the flags that may make the
-costly parts shorter. The page also has charts of the training's figures, and what a rank prints.
+Both show the rounds on a time axis, each as high as its world, what each incident cost, and what to change.
+The page also has charts of the training's figures, and what a rank prints.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from html import escape
 
 from elastic_launch.events import types as ev
 from elastic_launch.events.types import counted
+from elastic_launch.observe.advice import advice
 from elastic_launch.observe.chronicle import Chronicle, RoundTold
 from elastic_launch.observe.history import Sample
 from elastic_launch.observe.ledger import PARTS, Incident, Ledger, spoken
 from elastic_launch.observe.reading import Host
 
-__all__ = ["SECTIONS", "as_page", "charts_section", "live_page", "now_section", "rank_options", "sections"]
+__all__ = ["SECTIONS", "as_page", "charts_section", "live_page", "now_section", "rank_options", "sections", "when"]
 
 WIDTH, HEIGHT, FLOOR, MARGIN = 960, 140, 128, 4
 """Of a picture, whose width is stretched to that of the window; the bottom of what it draws, and its distance from the
@@ -25,8 +26,8 @@ top."""
 BAR = 160
 """Width of the longest incident's bar, in pixels."""
 
-WORTH = 0.1
-"""Share of all standstill from which a part is named."""
+TICKS = 4
+"""Parts into which the marks of the time axis divide it."""
 
 SECTIONS = ("summary", "rounds", "incidents")
 
@@ -35,16 +36,6 @@ LOOK_EVERY = 1000
 
 MOST = 300
 """Rounds and incidents that the page of a run in progress shows: the last ones."""
-
-HINTS = {
-    "detect_s": "--dead-after: silence after which a node is dead",
-    "stop_s": "--shutdown-timeout: what workers get to end; scripts on the training library leave a round at once",
-    "form_s": "--join-settle and --return-after: how long a round waits for nodes",
-    "start_s": "--preload for imports that come late; with the training library, replacements start ahead",
-    "restore_s": "snapshots in memory, which the training library takes: they are restored without storage",
-    "first_step_s": "compilation and caches of the script's first step",
-}
-"""What makes a part of an incident shorter."""
 
 _STYLE = """
 :root { color-scheme: light dark; --text: #1f2328; --dim: #59636e; --line: #d1d9e0; --back: #ffffff; --fill: #2f6fde;
@@ -61,6 +52,7 @@ td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; wh
 dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(9rem, 1fr)); gap: .5rem 1rem; margin: 0; }
 dt { color: var(--dim); font-size: .85rem; } dd { margin: 0; overflow-wrap: anywhere; }
 .doing { font-weight: 600; overflow-wrap: anywhere; } button { font: inherit; padding: .25rem .8rem; }
+.swatch { vertical-align: baseline; } .ticks { display: flex; justify-content: space-between; }
 figure svg { width: 100%; height: 8.5rem; display: block; } svg * { vector-effect: non-scaling-stroke; }
 select { font: inherit; } pre { border: 1px solid var(--line); padding: .5rem; height: 16rem; overflow: auto;
   font-size: .85rem; white-space: pre-wrap; overflow-wrap: anywhere; } [hidden] { display: none; }
@@ -122,16 +114,19 @@ begin();
 """
 
 
-def as_page(name: str, host: Host, ledger: Ledger) -> str:
+def as_page(name: str, host: Host, ledger: Ledger, standing: Sequence[str] = (), hosts: Sequence[Host] = ()) -> str:
     """Return the report.
 
     Args:
         name: of the run.
         host: the host whose clock is used.
         ledger: that of :func:`elastic_launch.observe.report.joined`.
+        standing: how the run ended, or that it did not.
+        hosts: all of which there are files.
     """
-    found = sections(host, ledger)
-    return _document(name, "".join(found.values()))
+    lines = [f"From {when(host, host.chronicle.since or 0.0)} to {when(host, host.chronicle.until)}.", *standing]
+    head = "".join(f"<p>{escape(line)}</p>" for line in lines)
+    return _document(name, head + "".join(sections(host, ledger).values()) + (_nodes(hosts) if hosts else ""))
 
 
 def live_page(name: str) -> str:
@@ -197,9 +192,10 @@ def sections(host: Host, ledger: Ledger) -> dict[str, str]:
         "summary": f"<p>{escape(ledger.line())}</p>"
         f"<p class='dim'>Times are those of node {escape(host.node)}'s clock, from its first event.</p>",
         "rounds": f"<h2>Rounds</h2>{_Picture(host.chronicle, host.told, ledger.incidents).svg()}"
+        f"{_ticks(host)}"
         "<p class='dim'>Each bar is a round, as high as its world size. Red areas: training stood still. Red lines: "
         "rounds that broke. Green lines: durable checkpoints.</p>",
-        "incidents": "<h2>Incidents</h2>" + _incidents(ledger.incidents) + "".join(_hints(ledger.incidents)),
+        "incidents": "<h2>Incidents</h2>" + _incidents(host, ledger.incidents) + _hints(ledger),
     }
 
 
@@ -295,20 +291,41 @@ class _Picture:
         return f"<line class='{kind}' x1='{x}' x2='{x}' y1='{FLOOR}' y2='{HEIGHT}'><title>{escape(what)}</title></line>"
 
 
-def _incidents(incidents: Sequence[Incident]) -> str:
+def when(host: Host, moment: float) -> str:
+    """Return a moment of a host's clock as date and time; in seconds from its first event, if that is not known."""
+    time = host.time(moment)
+    return f"{moment - (host.chronicle.since or 0.0):.1f} s" if time is None else f"{time:%Y-%m-%d %H:%M:%S} UTC"
+
+
+def _moment(host: Host, seconds: float) -> str:
+    """Return the time of day, or the seconds from the first event."""
+    time = host.time((host.chronicle.since or 0.0) + seconds)
+    return f"+{seconds:.1f} s" if time is None else f"{time:%H:%M:%S}"
+
+
+def _ticks(host: Host) -> str:
+    whole = max(0.0, host.chronicle.until - (host.chronicle.since or 0.0))
+    marks = "".join(f"<span>{_moment(host, whole * part / TICKS)}</span>" for part in range(TICKS + 1))
+    return f"<div class='ticks dim'>{marks}</div>"
+
+
+def _incidents(host: Host, incidents: Sequence[Incident]) -> str:
     if not incidents:
         return "<p>None.</p>"
     longest = max(incident.still_s for incident in incidents) or 1.0
-    heads = "<th class='number'>#</th><th>rounds</th><th>kind</th><th class='number'>stood still</th><th>parts</th>"
-    rows = "".join(_row(incident, longest) for incident in incidents)
+    swatch = "<svg class='swatch' width='10' height='10'><rect class='p{}' width='10' height='10'/></svg> {}"
+    legend = " &ensp; ".join(swatch.format(index, spoken(part)) for index, part in enumerate(PARTS))
+    heads = "<th class='number'>#</th><th>at</th><th>rounds</th><th>kind</th>"
+    heads += "<th class='number'>stood still</th><th>parts</th>"
+    rows = "".join(_row(host, incident, longest) for incident in incidents)
     return (
         f"<div class='wide' tabindex='0'><table><tr>{heads}<th class='number'>steps lost</th><th>cause</th></tr>{rows}"
         "</table></div>"
-        f"<p class='dim'>Parts, from the left: {', '.join(map(spoken, PARTS))}.</p>"
+        f"<p class='dim'>Parts: {legend}</p>"
     )
 
 
-def _row(incident: Incident, longest: float) -> str:
+def _row(host: Host, incident: Incident, longest: float) -> str:
     x, bars = 0.0, []
     for index, part in enumerate(PARTS):
         seconds = getattr(incident, part) or 0.0
@@ -316,25 +333,43 @@ def _row(incident: Incident, longest: float) -> str:
         title = f"{spoken(part)}: {seconds:.2f} s"
         bars.append(f"<rect class='p{index}' x='{x:.1f}' width='{width:.1f}' height='12'><title>{title}</title></rect>")
         x += width
+    spent = ", ".join(f"{spoken(part)} {getattr(incident, part) or 0.0:.2f} s" for part in PARTS)
     lost = "-" if incident.lost_steps is None else str(incident.lost_steps)
     kind = escape(incident.kind) + (", drained" if incident.drained else "")
     return (
-        f"<tr><td class='number'>{incident.number}</td><td>{incident.round} → {incident.next_round or 'end'}</td>"
+        f"<tr><td class='number'>{incident.number}</td><td>{_moment(host, incident.at_s)}</td>"
+        f"<td>{incident.round} → {incident.next_round or 'end'}</td>"
         f"<td>{kind}</td><td class='number'>{incident.still_s:.2f} s</td>"
-        f"<td><svg width='{BAR}' height='12' role='img' aria-label='parts'>{''.join(bars)}</svg></td>"
+        f"<td><svg width='{BAR}' height='12' role='img' aria-label='{spent}'>{''.join(bars)}</svg></td>"
         f"<td class='number'>{lost}</td><td>{escape(' '.join(incident.cause.split()))}</td></tr>"
     )
 
 
-def _hints(incidents: Sequence[Incident]) -> list[str]:
-    """What may make the parts shorter that cost the most."""
-    spent = {part: sum(getattr(incident, part) or 0.0 for incident in incidents) for part in PARTS}
-    whole = sum(spent.values())
-    if not whole:
-        return []
-    items = [
-        f"<li>{spoken(part)}, {spent[part]:.1f} s ({spent[part] / whole:.0%}): {escape(HINTS[part])}</li>"
-        for part in sorted(PARTS, key=lambda part: -spent[part])
-        if spent[part] >= WORTH * whole
-    ]
-    return ["<h2>Where the time went</h2>", f"<ul>{''.join(items)}</ul>"]
+def _hints(ledger: Ledger) -> str:
+    """What to change."""
+    items = "".join(f"<li>{escape(line)}</li>" for line in advice(ledger))
+    return f"<h2>What to change</h2><ul>{items}</ul>" if items else ""
+
+
+def _nodes(hosts: Sequence[Host]) -> str:
+    """The nodes whose files there are, with the workers of their last rounds and how their parts ended."""
+    addresses = {x.node: x.address for host in hosts for _, x in host.told if isinstance(x, ev.NodeJoined)}
+    rows = ""
+    for host in hosts:
+        ranks: dict[int, tuple[int, int]] = {}
+        failed = 0
+        for _, event in host.told:
+            match event:
+                case ev.WorkerStarted() | ev.WorkerKept() | ev.WorkerPlaced() if event.round:
+                    newest = max((number for number, _ in ranks.values()), default=0)
+                    ranks = ranks if event.round <= newest else {}
+                    ranks[event.rank] = event.round, event.pid
+                case ev.WorkerExited(exit_code=code, stopped=False) if code:
+                    failed += 1
+        workers = ", ".join(f"rank {rank} (pid {pid})" for rank, (_, pid) in sorted(ranks.items())) or "none"
+        told = host.chronicle
+        end = "the events end without an end" if told.code is None else f"exit code {told.code}: {told.why}"
+        cells = (host.node, addresses.get(host.node, "-"), workers, str(failed), f"{when(host, told.until)}: {end}")
+        rows += "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
+    heads = "<tr><th>node</th><th>address</th><th>workers of its last round</th><th>failed</th><th>end</th></tr>"
+    return f"<h2>Nodes</h2><div class='wide' tabindex='0'><table>{heads}{rows}</table></div>"

@@ -11,11 +11,11 @@ from typing import Any
 
 from elastic_launch.errors import UsageError
 from elastic_launch.observe.ledger import PARTS, Incident, Ledger, build
-from elastic_launch.observe.page import as_page
+from elastic_launch.observe.page import as_page, when
 from elastic_launch.observe.reading import Host, event_files, read
-from elastic_launch.system.plain_text import plain
+from elastic_launch.system.plain_text import one_line, plain
 
-__all__ = ["as_json", "as_table", "joined", "show_report"]
+__all__ = ["as_json", "as_table", "joined", "show_report", "standing"]
 
 _HEADINGS = ("", "rounds", "kind", "detect", "stop", "form", "start", "restore", "first", "still", "lost", "cause")
 
@@ -91,12 +91,38 @@ def as_json(node: str, ledger: Ledger) -> dict[str, Any]:
     return {"node": node, "goodput": ledger.goodput, **asdict(ledger)}
 
 
-def show_report(directory: Path, *, as_object: bool, html: Path | None) -> None:
+def standing(host: Host, hosts: Sequence[Host], *, alive: bool | None) -> list[str]:
+    """Return how the run ended, or until when its events tell of it; then what the files tell of lost agents.
+
+    Args:
+        host: the host whose ledger is shown.
+        alive: whether an agent of the run is alive on this host; None if that is not known.
+    """
+    known = [one for one in (host, *hosts) if one.chronicle.code is not None]
+    ended = next((one for one in known if one.chronicle.over), host if host in known else None)
+    if ended is not None:
+        told = ended.chronicle
+        lines = [f"ended at {when(ended, told.until)} with exit code {told.code}: {told.why}"]
+    else:
+        until = f"figures until {when(host, host.chronicle.known)}"
+        lines = [f"{'in progress' if alive else 'the events end without an end of the run'}; {until}"]
+    for one in hosts:
+        told = one.chronicle
+        if told.link_cause and told.code is None:
+            lines.append(f"node {one.node} has lost its link to the leader: {told.link_cause}")
+        if told.code is None and not alive:
+            end = f"the events of node {one.node} end at {when(one, told.until)} without an end of its agent"
+            lines.append(f"{end}, which was killed" + (" or lost" if alive is not None else ", or runs"))
+    return [one_line(line) for line in lines]
+
+
+def show_report(directory: Path, *, as_object: bool, html: Path | None, alive: bool | None = None) -> None:
     """Print the ledger of a run's directory, or write it to an HTML file.
 
     Args:
         as_object: print one JSON object instead of a table.
         html: write this file instead.
+        alive: whether an agent of the run is alive on this host; None if that is not known.
 
     Raises:
         UsageError: if there is nothing to read, or the file cannot be written.
@@ -111,14 +137,15 @@ def show_report(directory: Path, *, as_object: bool, html: Path | None) -> None:
     if not hosts:
         raise UsageError(f"There is no event file in {directory} of which most can be read.", "See the lines above.")
     node, ledger = joined(hosts)
+    (host,) = (host for host in hosts if host.node == node)
+    stands = standing(host, hosts, alive=alive)
     if html is not None:
         name = event_files(directory)[0].resolve().parent.name
-        (host,) = (host for host in hosts if host.node == node)
         try:
-            html.write_text(as_page(name, host, ledger))
+            html.write_text(as_page(name, host, ledger, stands, hosts))
         except OSError as error:
             raise UsageError(f"--html {html} cannot be written: {error.strerror}.") from error
     elif as_object:
-        print(json.dumps(as_json(node, ledger), indent=2))
+        print(json.dumps({**as_json(node, ledger), "standing": stands}, indent=2))
     else:
-        print(as_table(ledger))
+        print("\n".join([as_table(ledger), *(plain(line) for line in stands)]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,7 +13,10 @@ import pytest
 
 from elastic_launch.events import types as ev
 from elastic_launch.observe.__main__ import main
+from elastic_launch.observe.advice import SHORTER, advice
+from elastic_launch.observe.ledger import PARTS, Incident, Ledger
 from elastic_launch.observe.reading import parse
+from elastic_launch.observe.report import show_report
 from elastic_launch.testing import FakeClock
 
 Told = list[tuple[float, ev.Event]]
@@ -55,7 +59,7 @@ def test_one_file_makes_a_table_and_the_summary(tmp_path: Path, capsys: pytest.C
     write(tmp_path, "a", LEADER + WORKERS)
     assert main([str(tmp_path)]) == 0
     out, err = capsys.readouterr()
-    heading, row, _, summary = out.splitlines()
+    heading, row, _, summary, standing = out.splitlines()
     assert err == ""
     assert heading == ("   rounds  kind       detect  stop  form  start  restore  first  still  lost  cause")
     assert row == (
@@ -63,6 +67,7 @@ def test_one_file_makes_a_table_and_the_summary(tmp_path: Path, capsys: pytest.C
         "node b lost: its connection closed"
     )
     assert summary == ("goodput 82.0 %: 41.0 of 50.0 s in 41 steps; 1 incident (1 node loss), 3 steps lost; restarts 0")
+    assert re.fullmatch(r"ended at \S+ \S+ UTC with exit code 0: all workers finished", standing)
 
 
 def test_json_has_all_fields(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -247,3 +252,54 @@ def test_a_page_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.C
     write(tmp_path, "a", LEADER)
     assert main([str(tmp_path), "--html", str(tmp_path / "no" / "report.html")]) == 2
     assert "--html" in capsys.readouterr().err
+
+
+def test_a_killed_agent_and_a_lost_link_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, "a", LEADER[:1] + WORKERS[:3] + [(40.0, ev.RoundProgress(1, 27, 27.0))])
+    write(tmp_path, "b", [WORKERS[0], (42.0, ev.LinkChanged(False, "connection closed"))])
+    assert main([str(tmp_path)]) == 0
+    summary, standing, killed, link, _ = capsys.readouterr().out.splitlines()
+    assert "goodput 93.1 %: 27.0 of 29.0 s in 27 steps; 0 incidents" in summary
+    assert standing.startswith("the events end without an end of the run; figures until ")
+    assert re.fullmatch(
+        r"the events of node a end at .* without an end of its agent, which was killed, or runs", killed
+    )
+    assert link == "node b has lost its link to the leader: connection closed"
+    show_report(tmp_path, as_object=False, html=None, alive=True)
+    assert "in progress; figures until " in capsys.readouterr().out
+
+
+def test_advice_follows_causes_and_costs() -> None:
+    def told(kind: str, cause: str, **costs: float) -> Incident:
+        spent = [costs.get(part, 0.0) for part in PARTS]
+        return Incident(1, 1, 2, kind, cause, False, *spent, sum(spent), 0, True, True)
+
+    def given(*incidents: Incident, lost: int = 0, unsaved: int = 0, restarts: int = 0) -> list[str]:
+        return advice(Ledger(incidents, True, 90.0, 100.0, 100, unsaved, lost + unsaved, restarts, 3))
+
+    assert given() == []
+    assert given(told("membership", "node b joined", start_s=0.9, form_s=0.5)) == [], "costs next to nothing"
+    (killed,) = given(told("crash", "rank 1 on node a: signal 9 (SIGKILL)", start_s=0.2))
+    assert "lacked memory" in killed
+    assert "micro-batches" in given(told("out of memory", "x"))[0]
+    assert "1 node lost" in given(told("node loss", "x"))[0]
+    assert "elasticctl stacks" in given(told("hang", "x"))[0]
+    assert "snapshots more often" in given(lost=9)[0]
+    assert "checkpoints more often" in given(unsaved=9)[0]
+    assert "--max-restarts" in given(restarts=2)[0]
+    assert given(told("membership", "x", start_s=3.0, form_s=1.0)) == [
+        f"start, 3.0 s (75%): {SHORTER['start_s']}",
+        f"form, 1.0 s (25%): {SHORTER['form_s']}",
+    ]
+
+
+def test_the_page_has_dates_ticks_a_legend_and_the_nodes(tmp_path: Path) -> None:
+    write(tmp_path, "a", [*LEADER, *WORKERS, (10.5, ev.WorkerStarted(1, 0, 0, 4711, "first", 0.1))])
+    tags, text = page(tmp_path)
+    shown = " ".join(tags.texts)
+    assert len(re.findall(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", shown)) >= 4, "first, last, the end, the node's end"
+    assert len(re.findall(r"<span>\d\d:\d\d:\d\d</span>", text)) == 5
+    assert "with exit code 0: all workers finished" in shown
+    assert "rank 0 (pid 4711)" in shown
+    assert text.count("class='swatch'") == len(PARTS)
+    assert re.search(r"<td class='number'>1</td><td>\d\d:\d\d:\d\d</td>", text)
