@@ -206,3 +206,21 @@ def test_a_resolver_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.M
     for thread in threading.enumerate():
         if thread.name == "bounded call":
             thread.join(20)
+
+
+def test_a_run_on_this_host_is_examined_while_it_is_alive(capsys: pytest.CaptureFixture[str], job: Job) -> None:
+    agent = job.launch("--standalone", "--rdzv-id", "r")
+    job.world(1)
+    _, lines = told(capsys, "--log-dir", str(job.logs))
+    assert any("ok       run r has 1 node of 1:1; its leader" in line for line in lines), lines
+    job.finish()
+    assert agent.wait() == 0
+    code, lines = told(capsys, "--log-dir", str(job.logs))
+    assert code == 0
+    assert lines[-1] == "ok       run r has ended with exit code 0: all workers finished"
+
+
+def test_without_a_run_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    code, lines = told(capsys)
+    assert code == 0
+    assert lines[-1].startswith("ok       There is no run in ")

@@ -88,12 +88,13 @@ def error(text: str, remedy: str) -> Finding:
     return Finding(Level.ERROR, text, remedy)
 
 
-def examine(address: Address | None, log_dir: Path, environ: Mapping[str, str]) -> int:
+def examine(address: Address | None, log_dir: Path, environ: Mapping[str, str], about: str = "") -> int:
     """Print the findings; return 1 if there is an error among them, else 0.
 
     Args:
         address: of the run that this host is to take part in; None if none is given.
         log_dir: where logs and events are written.
+        about: why there is no address.
     """
     checks: list[Callable[[], Findings]] = [
         _versions,
@@ -105,6 +106,8 @@ def examine(address: Address | None, log_dir: Path, environ: Mapping[str, str]) 
     ]
     if address is not None:
         checks.append(lambda: _run(address))
+    elif about:
+        checks.append(lambda: iter([good(about)]))
     failed = False
     for check in checks:
         for found in check():

@@ -367,10 +367,16 @@ def _directory(options: argparse.Namespace) -> Path:
 
 def _doctor(options: argparse.Namespace) -> int:
     values = Values({name: [text] for name in _WHERE if (text := _given(options, name)) is not None}, os.environ)
-    address = None
-    if any(values.text(name) is not None for name in _WHERE[:3]):
-        address, _ = _address(options, os.environ)
-    return examine(address, Path(values.text("--log-dir") or state_directory(os.environ)), os.environ)
+    address, found, about = None, None, ""
+    try:
+        address, found = _address(options, os.environ)
+    except ElasticLaunchError as error:
+        if any(values.text(name) is not None for name in _WHERE[:3]):
+            raise
+        about = error.message  # there is no run alive, or there are several: the host itself can be examined
+    if found is not None and found.code is not None:
+        address, about = None, f"run {found.run_id} has ended with exit code {found.code}: {found.cause}"
+    return examine(address, Path(values.text("--log-dir") or state_directory(os.environ)), os.environ, about)
 
 
 def _plan(options: argparse.Namespace) -> int:
