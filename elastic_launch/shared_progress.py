@@ -44,6 +44,10 @@ class Activity(IntEnum):
     EVALUATION = 4
     PAUSE = 5
     """The script has announced a pause, and for how long."""
+    FORMING = 6
+    """It takes its place in a round, and does nothing but wait for the other ranks of it, or receive from them."""
+    RESTORE = 7
+    """It does the rest of that: it reads from storage, or runs what the script does as a state is restored."""
 
 
 class WorkerProgress(NamedTuple):
@@ -127,9 +131,10 @@ class SharedProgress:
         if _file(self.descriptor) != self._file:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         last = self._last
-        at = last.at if (round, step) == last[:2] else MonotonicClock().now()
+        begins = activity == Activity.FIRST_STEP  # then the steps up to this one were not done in this round
+        at = last.at if (round, step) == last[:2] and not begins else MonotonicClock().now()
         steps_s, durations = last.steps_s, last.durations
-        if round == last.round and step > last.step:
+        if round == last.round and step > last.step and not begins:
             place = bisect_left(STEP_BOUNDS, (at - last.at) / (step - last.step))
             durations = (*durations[:place], durations[place] + step - last.step, *durations[place + 1 :])
             steps_s += at - last.at

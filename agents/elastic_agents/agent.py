@@ -328,6 +328,7 @@ class LocalElasticAgent(ElasticAgent):
 
     def _end_hung(self, order: m.Break) -> None:
         """Kill the workers that hang, since they would not react; keep the stacks of all."""
+        self._hangs.broken()
         for where, pid, _ in self._workers.running(order.round):
             if where.rank in order.hung and where.local_rank in self._view.alive:
                 _log.error("rank %d (pid %d) hangs, and is killed", where.rank, pid)
@@ -347,7 +348,14 @@ class LocalElasticAgent(ElasticAgent):
 
     def _watched_workers(self) -> tuple[WatchedWorker, ...]:
         return tuple(
-            WatchedWorker(where.rank, where.local_rank, pid, logs.error_file.with_name(STACKS), str(logs.directory))
+            WatchedWorker(
+                where.rank,
+                where.local_rank,
+                pid,
+                logs.error_file.with_name(STACKS),
+                str(logs.directory),
+                where.local_rank in self._view.live,
+            )
             for where, pid, logs in self._workers.running(self._view.round)
         )
 

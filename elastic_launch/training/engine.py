@@ -33,6 +33,7 @@ from elastic_launch.training.live.errors import is_of_exchange
 from elastic_launch.training.live.groups import GroupsRemainError, RoundGroups
 from elastic_launch.training.ranks.agreement import Agreement, Wishes
 from elastic_launch.training.ranks.determinism import Determinism
+from elastic_launch.training.ranks.exchange import telling
 from elastic_launch.training.ranks.pace import Straggler
 from elastic_launch.training.ranks.place import refuse_in_rehearsal, rehearsing, take, wait_for_place
 from elastic_launch.training.ranks.replicas import Named, ReplicaCheck, ReplicasDifferError
@@ -190,15 +191,16 @@ class Engine:
         self.trainings.begin(trained, checkpoint)
         self.checkpoint = checkpoint
         began = time.monotonic()
-        resumed = self.saver.restore(checkpoint, dict(identity), state, live)
-        self.step = self.resumed_step = resumed.step
-        self.worlds = [*resumed.worlds, self.world.world_size]
-        self._restore_seconds += time.monotonic() - began
-        self._uncompared = resumed.uncompared
-        if live is None:
-            # Checked now, and again once the optimizer has state: at the first save, hours of work may be lost.
-            self._check(state)
-            self._unchecked = True
+        with telling(self._link):
+            resumed = self.saver.restore(checkpoint, dict(identity), state, live)
+            self.step = self.resumed_step = resumed.step
+            self.worlds = [*resumed.worlds, self.world.world_size]
+            self._restore_seconds += time.monotonic() - began
+            self._uncompared = resumed.uncompared
+            if live is None:
+                # Checked now, and again once the optimizer has state: at the first save, hours of work may be lost.
+                self._check(state)
+                self._unchecked = True
         return resumed
 
     def step_boundary(
@@ -395,8 +397,12 @@ class Engine:
         """Join the round in which this process has got a place."""
         if self.is_over:  # the order came before there was anything to disconnect
             self.groups.disconnect()
-        with self.groups.forming():
+        with self.forming(), self.groups.forming():
             join(self.world, self._timeout)
+
+    def forming(self) -> AbstractContextManager[None]:
+        """Let the agent know that this process enters a round meanwhile, see :meth:`AgentLink.forming`."""
+        return nullcontext() if self._link is None else self._link.forming()
 
     def _leave_round(self, *, broken: bool) -> None:
         if broken:

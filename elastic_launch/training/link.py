@@ -45,6 +45,9 @@ FETCH_TIMEOUT = 600.0
 SILENCE = 1.0
 """Minimum seconds between two messages about steps, as long as steps can be written to shared memory."""
 
+ADVANCES = 0.5
+"""Minimum seconds between two reports of a state's parts that have arrived."""
+
 PAUSE = 0.2
 """Seconds between two looks at what else may end a suspended worker's wait."""
 
@@ -93,6 +96,9 @@ class AgentLink:
         self._tells_steps = True
         self._round = self._local_rank = self._step = 0
         self._watched = False
+        self._forms = False  # whether the others of a round may be waiting for this process alone, as it joins them
+        self._forming = 0  # how many contexts of this kind the process is in
+        self._advanced = 0.0  # time of the last report of a state's part
         self._doing: tuple[Activity, float, str] = (Activity.UNWATCHED, 0.0, "")
         self._progress: SharedProgress | None = None
         self._next_word = 0.0  # time of the next message about steps
@@ -115,6 +121,8 @@ class AgentLink:
         link = AgentLink._connect(c.Hello(world.round, world.rank, world.local_rank, saves))
         if link is not None:
             link._tells_steps = world.first_on_node  # all workers take the same steps: one report is enough
+            # The first processes of a run may take long to find each other: nothing is known of their network.
+            link._forms = os.environ.get(c.ENV_START_REASON, "first") != "first"
         return link
 
     @staticmethod
@@ -190,6 +198,10 @@ class AgentLink:
         while self._place is None and not self._exit and self._sock is not None and not ends():
             self._hear_until(lambda: self._place is not None or self._exit, PAUSE)
         place, self._place = self._place, None
+        if place is not None:
+            self._forms = self._watched = True
+            self._doing = Activity.FORMING, 0.0, ""
+            self._written()
         return place
 
     def note(self, loss: float | None, batch: int, passes: int, lr: float | None = None) -> None:
@@ -213,6 +225,31 @@ class AgentLink:
         self._step = self._step if step is None else step
         self._doing = Activity.FIRST_STEP if self._watched else Activity.UNWATCHED, 0.0, ""
         self._written()
+
+    @contextlib.contextmanager
+    def forming(self) -> Iterator[None]:
+        """Within this context, until :meth:`watch`, have the agent notice if the ranks of a round wait for each other.
+
+        This does not hold for the first processes of a run.
+        """
+        if not self._forms or not self.patience:
+            yield
+            return
+        self._forming += 1
+        self._watched, self._doing = True, (Activity.FORMING, 0.0, "")
+        self._written()
+        try:
+            yield
+        finally:
+            self._forming -= 1
+            if not self._forming and self._doing[0] is Activity.FORMING:
+                self.watch(None)
+
+    def advanced(self) -> None:
+        """Report that a part of a state has arrived."""
+        if self._watched and time.monotonic() >= self._advanced + ADVANCES:
+            self._advanced = time.monotonic()
+            self._written()
 
     @contextlib.contextmanager
     def doing(self, activity: Activity, limit: float = 0.0, what: str = "") -> Iterator[None]:

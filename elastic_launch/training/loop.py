@@ -277,6 +277,10 @@ class Loop:
         Args:
             live: the training that continues in this process; None: it begins here.
         """
+        with self._engine.forming():
+            self._take_part(live)
+
+    def _take_part(self, live: Live | None) -> None:
         engine, world = self._engine, self._engine.world
         check_same(world, self._given)
         resumed = self._resume(live)
@@ -291,7 +295,8 @@ class Loop:
         self._train_the_same(resumed.trained)
         _warn_of_idle_ranks(world, self._loader.batch)
         if self._options.prepare is not None and self._received is None:
-            self._options.prepare(self._step)
+            with engine.doing(Activity.RESTORE):
+                self._options.prepare(self._step)
         self._agree(resumed.step)
         self._gradients = gradients = self._new_gradients(world)
         if gradients.parameters.apart() and world.rank == 0:
@@ -358,9 +363,10 @@ class Loop:
                     self._engine.keep_newer(step, self._loader.identity, self._state)
                 raise
             try:
-                self._engine.join_round()
-                live = Live(step, self._engine.worlds, last, done, self._trains())
-                self._enter(live if self._has_state else None)
+                with self._engine.forming():
+                    self._engine.join_round()
+                    live = Live(step, self._engine.worlds, last, done, self._trains())
+                    self._enter(live if self._has_state else None)
                 return
             except RuntimeError as again:
                 if not self._engine.caused(again):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 
 import torch
@@ -367,9 +367,15 @@ def _ahead(settings: Determinism, timeout: float) -> Engine:
 
 def _joined(settings: Determinism, timeout: float) -> Engine:
     world, groups = environment(), RoundGroups()
-    with groups.forming():
-        device = join(world, timeout)
-    return Engine(world, device, AgentLink.connect(world), groups=groups, settings=settings, timeout=timeout)
+    link = AgentLink.connect(world)
+    try:
+        with nullcontext() if link is None else link.forming(), groups.forming():
+            device = join(world, timeout)
+    except BaseException:
+        if link is not None:
+            link.close()
+        raise
+    return Engine(world, device, link, groups=groups, settings=settings, timeout=timeout)
 
 
 def _seconds(timeout: float | timedelta | None) -> float:

@@ -107,14 +107,15 @@ class Reports:
             (watch, "TICK", 0.02),
             (watch, "WINDOW", 0.3),
             (lateness, "LEAST", {Activity.STEP: 0.5}),
+            (lateness, "FORMING", 0.5),
         ):
             monkeypatch.setattr(module, name, value)
         self.progress = SharedProgress.make("test")
         self.all: list[Stalled] = []
 
     @contextmanager
-    def watching(self, pid: int, directory: Path, timeout: float = 0.0) -> Iterator[HangWatch]:
-        worker = WatchedWorker(3, 0, pid, directory / "stacks.txt", "logs")
+    def watching(self, pid: int, directory: Path, timeout: float = 0.0, *, placed: bool = False) -> Iterator[HangWatch]:
+        worker = WatchedWorker(3, 0, pid, directory / "stacks.txt", "logs", placed)
         with closing(self.progress), closing(HangWatch(self.progress.read, self.all.append, timeout)) as watching:
             watching.follow(Watched(1, (worker,)))
             yield watching
@@ -157,6 +158,28 @@ def test_a_stopped_worker_is_reported_as_such(tmp_path: Path, monkeypatch: pytes
         freeze(pid)
         reports.progress.write(1, 6, Activity.STEP)
         assert reports.come(lambda report: report.seconds > 0).workers[0].state == "stopped"
+
+
+def test_a_worker_that_does_not_take_its_place_in_a_round_is_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports = Reports(monkeypatch)
+    reports.progress.write(0, 6, Activity.STEP)
+    with process(tmp_path, "stands()") as pid, reports.watching(pid, tmp_path, placed=True):
+        assert reports.come(lambda report: report.seconds > 0).doing == "the forming of the round"
+        reports.progress.write(1, 6, Activity.UNWATCHED)
+        assert reports.come(lambda report: not report.seconds) == Stalled(1), "its script has not come to the training"
+
+
+def test_a_worker_that_was_stopped_as_it_restores_is_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reports = Reports(monkeypatch)
+    with process(tmp_path, "stands()") as pid, reports.watching(pid, tmp_path):
+        reports.progress.write(1, 6, Activity.RESTORE)
+        with pytest.raises(AssertionError, match="a report"):
+            wait_for("a report", lambda: reports.all, 0.5)
+        freeze(pid)
+        report = reports.come(lambda report: report.seconds > 0)
+        assert (report.doing, report.workers[0].state) == ("the restoring of its state", "stopped")
 
 
 def test_workers_whose_steps_are_not_known_are_late_once_they_are_idle(

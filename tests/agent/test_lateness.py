@@ -6,7 +6,15 @@ from itertools import count
 
 import pytest
 
-from elastic_agents.hangs.lateness import FACTOR, LEAST_OF_OTHERS, UNKNOWN, Lateness, Standstill
+from elastic_agents.hangs.lateness import (
+    FACTOR,
+    FORMING,
+    LEAST_OF_OTHERS,
+    MOST_FORMING,
+    UNKNOWN,
+    Lateness,
+    Standstill,
+)
 from elastic_launch.shared_progress import Activity, WorkerProgress
 
 
@@ -20,6 +28,7 @@ class Node:
     def __init__(self, workers: int = 1) -> None:
         self.lateness = Lateness()
         self.reports: dict[int, WorkerProgress | None] = dict.fromkeys(range(workers))
+        self.stopped: set[int] = set()
         self._numbers = count()
 
     def says(
@@ -28,7 +37,7 @@ class Node:
         self.reports[rank] = WorkerProgress(number, step, 0.0, activity, limit, next(self._numbers), what)
 
     def look(self, elapsed: float = 1.0, number: int = 1) -> Standstill | None:
-        return self.lateness.look(number, self.reports, elapsed)
+        return self.lateness.look(number, self.reports, elapsed, self.stopped)
 
     def left(self, elapsed: float = 1.0) -> float:
         found = self.look(elapsed)
@@ -140,3 +149,72 @@ def test_a_part_of_the_script_of_which_nothing_is_known_is_not_watched() -> None
     node.train(3)
     node.says(Activity.UNWATCHED, 3)
     assert node.look(1e6) is None
+
+
+def test_ranks_that_wait_for_each_other_as_they_enter_a_round_are_late_after_ten_seconds() -> None:
+    node = Node(workers=2)
+    node.train(300, seconds=1.0)
+    for rank in (0, 1):
+        node.says(Activity.FORMING, 300, rank=rank, number=2)
+    assert node.look(number=2) == Standstill(0.0, FORMING, "the forming of the round")
+    node.look(9.0, number=2)
+    node.says(Activity.FORMING, 300, rank=1, number=2)
+    found = node.look(number=2)
+    assert found is not None
+    assert found.left == FORMING, "a part of the state has arrived"
+    found = node.look(FORMING, number=2)
+    assert found is not None
+    assert found.left == 0
+
+
+def test_the_start_of_a_process_does_not_count() -> None:
+    """It says nothing until its script has come to the training; between its session and that it is not watched."""
+    node = Node(workers=2)
+    node.says(Activity.FORMING, rank=0)
+    node.reports[1] = None
+    assert node.look(1e6) is None
+    node.says(Activity.UNWATCHED, rank=1)
+    assert node.look(1e6) is None
+    node.says(Activity.FORMING, rank=1)
+    assert node.look() is not None
+
+
+def test_what_a_script_does_as_a_state_is_restored_may_take_long_unless_the_process_is_stopped() -> None:
+    node = Node(workers=2)
+    for _ in range(2):
+        node.says(Activity.FORMING, rank=0)
+        node.says(Activity.RESTORE, rank=1)
+        found = node.look()
+        assert found is not None
+        assert (found.left, found.doing) == (UNKNOWN, "the restoring of its state"), (
+            "no limit is learned from the first"
+        )
+        node.look(100.0)
+    node.stopped = {1}
+    found = node.look(1.0)
+    assert found is not None
+    assert found.left < 0
+
+
+def test_after_a_round_was_broken_as_it_formed_the_next_has_more_time() -> None:
+    node = Node()
+    for number in range(1, 9):
+        node.says(Activity.FORMING, number=number)
+        found = node.look(number=number)
+        assert found is not None
+        assert found.left == min(FORMING * 2 ** (number - 1), MOST_FORMING)
+        node.lateness.broken()
+    node.train(3)
+    node.lateness.broken()
+    assert node.left(0.0) == 10.0, "steps have their own limit"
+
+
+def test_the_time_of_entering_a_round_is_not_learned() -> None:
+    node = Node()
+    node.says(Activity.FORMING)
+    node.look()
+    node.look(100.0)  # it waits for another node's processes
+    node.says(Activity.FORMING, number=2)
+    found = node.look(number=2)
+    assert found is not None
+    assert found.left == FORMING

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,12 @@ from torch import nn
 
 import elastic_launch as el
 from elastic_launch import contract as c
+from elastic_launch.shared_progress import Activity, SharedProgress
 from elastic_launch.snapshot import newest
 from elastic_launch.snapshot.memory.slot import Slot
 from elastic_launch.training.engine import Engine
 from elastic_launch.training.link import AgentLink
+from elastic_launch.training.ranks.exchange import exchanging, telling
 from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
 
@@ -281,3 +284,44 @@ def test_what_a_worker_writes_itself_appears_only_if_the_agent_allows_it(
     assert (outcome.error is None) == bool(allowed)
     if not allowed:
         assert "was not committed" in str(outcome.error)
+
+
+def test_what_a_process_does_as_it_enters_a_round_is_reported(ends: tuple[socket.socket, AgentLink]) -> None:
+    _, link = ends
+    link._progress = SharedProgress.make("test")
+
+    def doing() -> int | None:
+        report = link._progress.read() if link._progress is not None else None
+        return None if report is None else report.activity
+
+    with link.forming():
+        assert doing() is None, "nothing is known of the network when a run's first processes find each other"
+    link._forms, link.patience = True, 1.0
+    with link.forming(), telling(link):
+        assert doing() == Activity.RESTORE
+        with exchanging():
+            assert doing() == Activity.FORMING
+            first = link._progress.read()
+            time.sleep(0.6)
+            link.advanced()
+            assert link._progress.read() != first
+        assert doing() == Activity.RESTORE
+    assert doing() == Activity.UNWATCHED, "the script may do anything"
+    with link.forming():
+        with link.forming():
+            pass
+        assert doing() == Activity.FORMING
+        link.watch(7)
+    assert doing() == Activity.FIRST_STEP
+
+
+def test_the_steps_that_a_process_receives_are_not_counted_as_its_own() -> None:
+    with closing(SharedProgress.make("test")) as progress:
+        progress.write(2, 0, Activity.FORMING)
+        time.sleep(0.1)
+        progress.write(2, 500, Activity.FIRST_STEP)
+        began = time.monotonic()
+        progress.write(2, 501, Activity.STEP)
+        found = progress.read()
+        assert found is not None
+        assert (sum(found.durations), found.steps_s < 0.1 + time.monotonic() - began) == (1, True)

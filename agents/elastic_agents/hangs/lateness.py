@@ -6,7 +6,7 @@ has seen none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from elastic_launch.shared_progress import Activity, WorkerProgress
@@ -27,6 +27,16 @@ LEAST_OF_OTHERS = 300.0
 
 UNKNOWN = 1800.0
 """Seconds for what was not done before: a first step may include compiling the model."""
+
+FORMING = 10.0
+"""Seconds for which the workers of a round may wait for each other as they enter it."""
+
+MOST_FORMING = 300.0
+"""The same after rounds were broken because they did: the network may be slow."""
+
+
+_NOT_LEARNED = (Activity.PAUSE, Activity.FORMING, Activity.RESTORE)
+"""Their times depend on what other processes do meanwhile, or on storage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +63,21 @@ class Lateness:
     def __init__(self) -> None:
         self._longest: dict[int, float] = {}
         self._seen: dict[int, tuple[WorkerProgress, float]] = {}  # by local rank; for how long it has not changed
+        self._forming = FORMING
 
     def look(
-        self, round_number: int, reports: Mapping[int, WorkerProgress | None], elapsed: float
+        self,
+        round_number: int,
+        reports: Mapping[int, WorkerProgress | None],
+        elapsed: float,
+        stopped: Collection[int] = (),
     ) -> Standstill | None:
         """Take note of the workers' last reports.
 
         Args:
             reports: by local rank.
             elapsed: seconds since the last call in which this agent ran.
+            stopped: local ranks that restore a state, and were stopped by a signal.
 
         Returns:
             None if some have not begun to train in the round, or are in a part of their script that nothing is known
@@ -74,14 +90,20 @@ class Lateness:
             elif report == before:
                 self._seen[local_rank] = report, stood + elapsed
             else:
-                if before is not None and before.round == round_number and before.activity != Activity.PAUSE:
+                if before is not None and before.round == round_number and before.activity not in _NOT_LEARNED:
                     self._learn(before.activity, stood)
                 self._seen[local_rank] = report, 0.0
         seen = [self._seen[local_rank] for local_rank in reports if local_rank in self._seen]
         if len(seen) < len(reports) or any(report.activity == Activity.UNWATCHED for report, _ in seen):
             return None
-        left, slowest = max((self._limit(report) - stood, report) for report, stood in seen)
+        limits = {rank: FORMING if rank in stopped else self._limit(self._seen[rank][0]) for rank in reports}
+        left, slowest = max((limits[rank] - self._seen[rank][1], self._seen[rank][0]) for rank in reports)
         return Standstill(min(stood for _, stood in seen), left, _doing(slowest))
+
+    def broken(self) -> None:
+        """The round was broken because its workers were late: if they entered it, those of the next have more time."""
+        if any(report.activity == Activity.FORMING for report, _ in self._seen.values()):
+            self._forming = min(2 * self._forming, MOST_FORMING)
 
     def _learn(self, activity: int, seconds: float) -> None:
         longest = self._longest.get(activity, 0.0)
@@ -90,6 +112,8 @@ class Lateness:
     def _limit(self, report: WorkerProgress) -> float:
         if report.activity == Activity.PAUSE:
             return report.limit
+        if report.activity == Activity.FORMING:
+            return self._forming
         longest = self._longest.get(report.activity)
         if longest is None and report.activity != Activity.STEP:
             return UNKNOWN
@@ -98,6 +122,10 @@ class Lateness:
 
 def _doing(report: WorkerProgress) -> str:
     match report.activity:
+        case Activity.FORMING:
+            return "the forming of the round"
+        case Activity.RESTORE:
+            return "the restoring of its state"
         case Activity.CHECKPOINT:
             return f"the checkpoint after step {report.step}"
         case Activity.EVALUATION:

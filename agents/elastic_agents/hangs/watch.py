@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from elastic_agents.hangs.lateness import Lateness, Standstill
 from elastic_agents.hangs.processes import Usage, is_stopped, is_traced, moved, others_in_session, stacks_of, usage
 from elastic_agents.hangs.stacks import Stack, debugged, in_exchange, in_loader, text_of, user_frame
 from elastic_launch.rendezvous.wire.messages import StacksTaken, Stalled, StalledWorker
-from elastic_launch.shared_progress import WorkerProgress
+from elastic_launch.shared_progress import Activity, WorkerProgress
 from elastic_launch.system.plain_text import clipped, one_line
 from elastic_launch.system.private_files import make_private, open_private
 from elastic_launch.system.threads import VitalThread
@@ -51,6 +51,7 @@ class WatchedWorker:
     Attributes:
         stacks: the file that it writes its stacks to.
         log: the location of its log files.
+        placed: whether it ran before this round, and has got its place in it.
     """
 
     rank: int
@@ -58,6 +59,7 @@ class WatchedWorker:
     pid: int
     stacks: Path
     log: str = ""
+    placed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,7 @@ class HangWatch:
         self._unchecked, self._idle_round = 0.0, 0
         self._before: dict[int, Usage] = {}  # by pid, when this was last checked
         self._used: dict[int, Usage] = {}  # by pid, before the workers were late
+        self._broken = False
         self._reported = 0  # the round that was reported as stalled
         self._next = 0.0  # seconds of standstill after which it is reported again
         self._taking: threading.Thread | None = None
@@ -107,6 +110,10 @@ class HangWatch:
     def follow(self, watched: Watched | None) -> None:
         """Watch these workers from now on; None: those of the last call are no longer to advance."""
         self._watched = watched
+
+    def broken(self) -> None:
+        """A round was broken because it hung."""
+        self._broken = True
 
     def stacks_of(self, round_number: int) -> str:
         """The stacks of a round's workers as text, if they have been taken; else empty."""
@@ -143,7 +150,11 @@ class HangWatch:
         if watched is None:
             self._advances()
             return
-        found = self._lateness.look(watched.round, self._reports(watched), elapsed)
+        if self._broken:
+            self._broken = False
+            self._lateness.broken()
+        reports = self._reports(watched)
+        found = self._lateness.look(watched.round, reports, elapsed, _stopped(watched, reports))
         if found is None and self._timeout:
             found = self._idleness(watched, elapsed)
         if found is None or found.left > WINDOW:
@@ -164,7 +175,13 @@ class HangWatch:
         return Standstill(self._idle, self._timeout - self._idle, "its script")
 
     def _reports(self, watched: Watched) -> dict[int, WorkerProgress | None]:
-        return {worker.local_rank: self._progress(worker.local_rank) for worker in watched.workers}
+        found = {worker.local_rank: self._progress(worker.local_rank) for worker in watched.workers}
+        for worker in watched.workers:
+            report = found[worker.local_rank]
+            if worker.placed and (report is None or report.round != watched.round):
+                # It has only to read this: a worker that started with its round may still be importing.
+                found[worker.local_rank] = WorkerProgress(watched.round, 0, 0.0, Activity.FORMING)
+        return found
 
     def _advances(self) -> None:
         self._used, self._next = {}, 0.0
@@ -193,6 +210,12 @@ class HangWatch:
         self._found = watched.round, "\n".join(texts)
         where = found.doing, self._host, tuple(seen)
         self._report(Stalled(watched.round, round(found.seconds, 1), *where, asked=self._idle >= self._timeout > 0))
+
+
+def _stopped(watched: Watched, reports: Mapping[int, WorkerProgress | None]) -> list[int]:
+    """Return the local ranks of workers that were stopped as they restore, which may otherwise take long."""
+    restore = {rank for rank, report in reports.items() if report is not None and report.activity == Activity.RESTORE}
+    return [worker.local_rank for worker in watched.workers if worker.local_rank in restore and is_stopped(worker.pid)]
 
 
 def _stacks(worker: WatchedWorker) -> list[list[Stack]]:

@@ -46,7 +46,7 @@ from elastic_launch.training.data.samplers import SAMPLE_ORDER
 from elastic_launch.training.durations import Interval
 from elastic_launch.training.kinds import check_kind
 from elastic_launch.training.link import AgentLink
-from elastic_launch.training.ranks.exchange import broadcast_state
+from elastic_launch.training.ranks.exchange import broadcast_state, exchanging
 from elastic_launch.training.ranks.world import World
 
 __all__ = [
@@ -690,7 +690,8 @@ def _from_all(world: World, numbers: list[int]) -> list[list[int]]:
     if world.world_size == 1:
         return [numbers]
     gathered = [torch.zeros(len(numbers), dtype=torch.int64) for _ in range(world.world_size)]
-    dist.all_gather(gathered, torch.tensor(numbers, dtype=torch.int64))
+    with exchanging():
+        dist.all_gather(gathered, torch.tensor(numbers, dtype=torch.int64))
     return [[int(x) for x in entry] for entry in gathered]
 
 

@@ -25,7 +25,7 @@ from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter, rea
 from elastic_launch.snapshot.room import room
 from elastic_launch.training.checkpoints.snapshot_interval import Cost, Rhythm
 from elastic_launch.training.link import AgentLink
-from elastic_launch.training.ranks.exchange import broadcast_state
+from elastic_launch.training.ranks.exchange import broadcast_state, exchanging
 from elastic_launch.training.ranks.world import World
 
 __all__ = ["MemorySnapshots", "Newest", "Route", "newest", "restore", "settled"]
@@ -262,7 +262,8 @@ def newest(
     everybody = [mine]
     if world.world_size > 1:
         gathered = [torch.zeros(len(mine), dtype=torch.int64) for _ in range(world.world_size)]
-        dist.all_gather(gathered, torch.tensor(mine, dtype=torch.int64))
+        with exchanging():
+            dist.all_gather(gathered, torch.tensor(mine, dtype=torch.int64))
         everybody = [[int(x) for x in entry] for entry in gathered]
     in_slots, in_processes = [tuple(entry[:3]) for entry in everybody], [tuple(entry[3:]) for entry in everybody]
     best = max([*in_slots, *in_processes])

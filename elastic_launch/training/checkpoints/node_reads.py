@@ -22,6 +22,7 @@ from elastic_launch import snapshot
 from elastic_launch.snapshot.errors import MalformedError
 from elastic_launch.snapshot.stall import STALL, while_advancing
 from elastic_launch.snapshot.storage.shared_copies import CopiedFiles, Copies
+from elastic_launch.training.ranks.exchange import exchanging
 from elastic_launch.training.ranks.world import World
 
 __all__ = ["Read", "read_on_node"]
@@ -73,7 +74,8 @@ def _on_node(world: World) -> list[int]:
         return [world.rank]
     mine = torch.tensor([world.first_on_node, world.local_rank, world.local_world_size])
     gathered = [torch.zeros_like(mine) for _ in range(world.world_size)]
-    dist.all_gather(gathered, mine)
+    with exchanging():
+        dist.all_gather(gathered, mine)
     found = [entry.tolist() for entry in gathered]
     begins = [rank for rank, (first, _, _) in enumerate(found) if first or not rank]
     nodes = [[*range(*ends)] for ends in pairwise([*begins, world.world_size])]
@@ -101,7 +103,8 @@ def _read_for(others: list[int], directory: Path, read: Callable[[Copies | None]
             told["copies"] = copies.told() if copies.info is not None else None
         _say(others, json.dumps(told).encode())
         for other in others:
-            dist.recv(torch.zeros(1, dtype=torch.int64), src=other)  # it has the files
+            with exchanging():
+                dist.recv(torch.zeros(1, dtype=torch.int64), src=other)  # it has the files
         return found
     finally:
         copies.close()
@@ -160,6 +163,7 @@ def _hear(reader: int) -> bytes:
 
 
 def _receive(target: torch.Tensor, reader: int) -> None:
-    work = dist.irecv(target, src=reader)
-    assert work is not None
-    work.wait(timedelta(seconds=PATIENCE))
+    with exchanging():
+        work = dist.irecv(target, src=reader)
+        assert work is not None
+        work.wait(timedelta(seconds=PATIENCE))

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from elastic_launch.training.ranks.exchange import exchanging
 from elastic_launch.training.ranks.world import World
 
 __all__ = ["Writers", "behind_url", "in_directory"]
@@ -45,7 +46,8 @@ def in_directory(directory: Path, world: World) -> Writers:
     # The name is new, so that no cache of a network file system can know it as absent.
     own = bool(drawn) and world.first_on_node and not os.path.exists(_path(directory, drawn))
     others = torch.tensor([float(own)])
-    dist.all_reduce(others)  # also waits until all ranks have looked
+    with exchanging():
+        dist.all_reduce(others)  # also waits until all ranks have looked
     if mark:
         with suppress(OSError):
             _path(directory, mark).unlink()
@@ -61,7 +63,8 @@ def behind_url(world: World) -> Writers:
 
 def _broadcast(number: int) -> int:
     told = torch.tensor([number])
-    dist.broadcast(told, src=0)
+    with exchanging():
+        dist.broadcast(told, src=0)
     return int(told)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,10 +13,38 @@ from torch import Tensor
 
 from elastic_launch import snapshot
 from elastic_launch.errors import UsageError
+from elastic_launch.shared_progress import Activity
 from elastic_launch.snapshot.format import tree
+from elastic_launch.training.link import AgentLink
 from elastic_launch.training.ranks.world import World
 
-__all__ = ["broadcast_state", "broadcast_tensors", "from_first"]
+__all__ = ["broadcast_state", "broadcast_tensors", "exchanging", "from_first", "telling"]
+
+CHUNK = 64 * 2**20
+"""Bytes of a tensor that are sent at once: what has arrived is reported."""
+
+_links: list[AgentLink] = []
+
+
+@contextmanager
+def telling(link: AgentLink | None) -> Iterator[None]:
+    """Within this context, a state is restored: the agent knows when that is an exchange with other ranks."""
+    if link is None:
+        yield
+        return
+    _links.append(link)
+    try:
+        with link.doing(Activity.RESTORE):
+            yield
+    finally:
+        _links.remove(link)
+
+
+@contextmanager
+def exchanging() -> Iterator[None]:
+    """Within this context, this process only waits for other ranks, or sends to them and receives from them."""
+    with _links[-1].doing(Activity.FORMING) if _links else nullcontext():
+        yield
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], source: int) -> None:
@@ -47,14 +76,23 @@ def broadcast_state(state: Any, source: int, rank: int) -> Any:
         tensors, rest = tree.encode(state)
         shapes = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()]
         header = json.dumps([shapes, rest]).encode()
-    shapes, rest = json.loads(_broadcast_bytes(header, source, rank))
+    with exchanging():
+        shapes, rest = json.loads(_broadcast_bytes(header, source, rank))
     for name, dtype, shape in shapes:
         tensor = tensors[name].cpu() if rank == source else torch.empty(shape, dtype=getattr(torch, dtype))
         dense = tensor.contiguous()
-        if dense.numel():
-            dist.broadcast(dense.reshape(-1).view(torch.uint8), src=source)
+        _broadcast(dense, source)
         tensors[name] = dense
     return tree.decode(rest, tensors) if rank != source else state
+
+
+def _broadcast(dense: Tensor, source: int) -> None:
+    sent = dense.reshape(-1).view(torch.uint8) if dense.numel() else dense
+    with exchanging():
+        for begin in range(0, sent.numel(), CHUNK):
+            dist.broadcast(sent[begin : begin + CHUNK], src=source)
+            if _links:
+                _links[-1].advanced()
 
 
 def from_first(world: World, read: Callable[[], Any]) -> Any:

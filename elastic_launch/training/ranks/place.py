@@ -84,7 +84,9 @@ def find_place() -> None:
         if _joins:
             _joins[-1]()
         else:
-            wait_for_place().close()
+            link = wait_for_place()
+            link.watch(None)  # the script goes on with what may take long
+            link.close()
 
 
 def wait_for_place() -> AgentLink:
