@@ -34,6 +34,8 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^()\s]+)\)")
 NAME = re.compile(r"`([^`]+)`")
+VARIABLES = re.compile(r"^(?:\w+=(?:'[^']*'|\S+) +)+(?=\w)")
+"""Those that are set for one command, before it."""
 
 
 def rows(text: str) -> list[list[str]]:
@@ -53,7 +55,7 @@ def commands() -> list[tuple[str, str]]:
         for language, text in BLOCK.findall(page.read_text()):
             if language == "sh":
                 lines = text.replace("\\\n", " ").splitlines()
-                found += [(page.name, line.removeprefix("$ ")) for line in lines]
+                found += [(page.name, VARIABLES.sub("", line.removeprefix("$ "))) for line in lines]
     return found
 
 
@@ -229,6 +231,12 @@ def test_command_lines_are_understood(page: str, line: str) -> None:
     assert understood.wants or understood.script
     if understood.script and "/" in understood.script:
         assert (ROOT / understood.script).exists()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_command_changes_how_later_ones_run(page: Path) -> None:
+    """An exported variable would hold for the commands of the next sections, too."""
+    assert "export ELASTIC_LAUNCH_" not in page.read_text()
 
 
 @pytest.mark.parametrize("name", ["ddp", "nanogpt", "torchtitan", "transformers"])
