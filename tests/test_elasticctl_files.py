@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -113,6 +114,14 @@ def test_the_report_is_a_table_an_object_or_a_page(run: Path, capsys: pytest.Cap
     assert json.loads(capsys.readouterr().out)["node"] in ("a", "b")
     assert main(["report", "--log-dir", str(run), "--html", str(run / "x.html")]) == 0
     assert (run / "x.html").read_text().startswith("<!doctype html>")
+
+
+def test_a_report_as_a_picture_needs_matplotlib(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["report", str(run), "--png", str(run / "x.png")]) == ExitCode.USAGE
+    assert "--png needs the package matplotlib" in capsys.readouterr().err
 
 
 def test_the_report_names_its_run_by_a_directory(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -165,6 +165,7 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument("run", metavar="RUN", nargs="?", help="the run's directory, or its id [--rdzv-id]")
     report.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     report.add_argument("--html", metavar="FILE", help="write a report to look at in a browser: one file")
+    report.add_argument("--png", metavar="FILE", help="write it as a picture, which needs matplotlib")
     report.set_defaults(act=_report, offline=True)
 
     doctor = commands.add_parser("doctor", parents=[where], help="find out why nodes cannot meet, with remedies")
@@ -347,8 +348,8 @@ def _report(options: argparse.Namespace) -> int:
         setattr(options, name, options.run)
     directory = _directory(options)
     alive = find(directory, None, depth=0)[1]
-    html = Path(options.html) if options.html else None
-    show_report(directory, as_object=options.json, html=html, alive=alive)
+    html, png = (Path(text) if text else None for text in (options.html, options.png))
+    show_report(directory, as_object=options.json, html=html, png=png, alive=alive)
     return ExitCode.DONE
 
 

@@ -12,12 +12,24 @@ from html import escape
 from elastic_launch.events import types as ev
 from elastic_launch.events.types import counted
 from elastic_launch.observe.advice import advice
-from elastic_launch.observe.chronicle import Chronicle, RoundTold
+from elastic_launch.observe.chronicle import Chronicle
 from elastic_launch.observe.history import Sample
 from elastic_launch.observe.ledger import PARTS, Incident, Ledger, spoken
 from elastic_launch.observe.reading import Host
+from elastic_launch.observe.timeline import Bar, bars, still
 
-__all__ = ["SECTIONS", "as_page", "charts_section", "live_page", "now_section", "rank_options", "sections", "when"]
+__all__ = [
+    "SECTIONS",
+    "TICKS",
+    "as_page",
+    "charts_section",
+    "live_page",
+    "now_section",
+    "rank_options",
+    "sections",
+    "time_of_day",
+    "when",
+]
 
 WIDTH, HEIGHT, FLOOR, MARGIN = 960, 140, 128, 4
 """Of a picture, whose width is stretched to that of the window; the bottom of what it draws, and its distance from the
@@ -215,7 +227,7 @@ class _Axis:
     """The time of a run, from its first event until now or its last one, as the width of a picture."""
 
     def __init__(self, chronicle: Chronicle) -> None:
-        self._rounds, self._until = chronicle.rounds, chronicle.until
+        self._chronicle = chronicle
         self.since = chronicle.since or 0.0
         self.whole = max(chronicle.until - self.since, 1e-6)
 
@@ -225,11 +237,8 @@ class _Axis:
     def bands(self, incidents: Sequence[Incident]) -> str:
         """Return when training stood still, as SVG."""
         drawn = []
-        for incident in incidents:
-            told = self._rounds.get(incident.next_round, RoundTold(0))
-            known = [x for x in (told.first, told.started, told.formed) if x is not None]
-            end = known[0] if incident.recovered and known else self._until
-            left, right = self.across(end - incident.still_s), self.across(end)
+        for incident, start, end in still(self._chronicle, incidents):
+            left, right = self.across(start), self.across(end)
             drawn.append(
                 f"<rect class='still' x='{left:.1f}' y='0' width='{max(2.0, right - left):.1f}' height='{FLOOR}'>"
                 f"<title>{escape(incident.line())}</title></rect>"
@@ -245,35 +254,28 @@ class _Picture:
     ) -> None:
         self._axis = _Axis(chronicle)
         self._bands = self._axis.bands(incidents)
-        self._rounds = [chronicle.rounds[number] for number in sorted(chronicle.rounds)]
+        self._bars = bars(chronicle, told)
+        self._rounds = len(chronicle.rounds)
         self._told = told
-        self._until = chronicle.until
-        # Only the leader's node knows the others' workers.
-        mine = {x.round: x.workers for _, x in told if isinstance(x, ev.OrderReceived) and x.order == "form"}
-        self._worlds = mine | {x.round: x.world_size for _, x in told if isinstance(x, ev.RoundFormed)}
-        self._largest = max([1, *self._worlds.values()])
+        self._largest = max([1, *(bar.world for bar in self._bars)])
 
     def svg(self) -> str:
-        label = f"{counted(len(self._rounds), 'round')} in {self._axis.whole:.1f} s, world size up to {self._largest}"
-        ends = [x.formed for x in self._rounds[1:]] + [self._until] * bool(self._rounds)
+        label = f"{counted(self._rounds, 'round')} in {self._axis.whole:.1f} s, world size up to {self._largest}"
         drawn = "".join(
             [
-                *(self._bar(told, end or self._until) for told, end in zip(self._rounds, ends, strict=True)),
+                *map(self._bar, self._bars),
                 self._bands,
                 *(self._mark(moment, event) for moment, event in self._told),
             ]
         )
         return _figure(label, label, drawn)
 
-    def _bar(self, told: RoundTold, end: float) -> str:
-        if told.formed is None:
-            return ""
-        end = min(x for x in (told.ended, told.reaped, end) if x is not None)
-        world = self._worlds.get(told.number, 0)
-        high = (FLOOR - MARGIN) * world / self._largest
-        left, right = self._axis.across(told.formed), self._axis.across(end)
+    def _bar(self, bar: Bar) -> str:
+        told = bar.told
+        high = (FLOOR - MARGIN) * bar.world / self._largest
+        left, right = self._axis.across(bar.since), self._axis.across(bar.until)
         steps = "" if told.begun is None else f", steps {told.step} to {told.last}"
-        what = f"round {told.number}: world size {world}{steps}; {told.kind or 'trains'} {told.cause}"
+        what = f"round {told.number}: world size {bar.world}{steps}; {told.kind or 'trains'} {told.cause}"
         return (
             f"<rect class='round' x='{left:.1f}' y='{FLOOR - high:.1f}' width='{max(1.0, right - left):.1f}' "
             f"height='{high:.1f}'><title>{escape(what)}</title></rect>"
@@ -297,7 +299,7 @@ def when(host: Host, moment: float) -> str:
     return f"{moment - (host.chronicle.since or 0.0):.1f} s" if time is None else f"{time:%Y-%m-%d %H:%M:%S} UTC"
 
 
-def _moment(host: Host, seconds: float) -> str:
+def time_of_day(host: Host, seconds: float) -> str:
     """Return the time of day, or the seconds from the first event."""
     time = host.time((host.chronicle.since or 0.0) + seconds)
     return f"+{seconds:.1f} s" if time is None else f"{time:%H:%M:%S}"
@@ -305,7 +307,7 @@ def _moment(host: Host, seconds: float) -> str:
 
 def _ticks(host: Host) -> str:
     whole = max(0.0, host.chronicle.until - (host.chronicle.since or 0.0))
-    marks = "".join(f"<span>{_moment(host, whole * part / TICKS)}</span>" for part in range(TICKS + 1))
+    marks = "".join(f"<span>{time_of_day(host, whole * part / TICKS)}</span>" for part in range(TICKS + 1))
     return f"<div class='ticks dim'>{marks}</div>"
 
 
@@ -337,7 +339,7 @@ def _row(host: Host, incident: Incident, longest: float) -> str:
     lost = "-" if incident.lost_steps is None else str(incident.lost_steps)
     kind = escape(incident.kind) + (", drained" if incident.drained else "")
     return (
-        f"<tr><td class='number'>{incident.number}</td><td>{_moment(host, incident.at_s)}</td>"
+        f"<tr><td class='number'>{incident.number}</td><td>{time_of_day(host, incident.at_s)}</td>"
         f"<td>{incident.round} → {incident.next_round or 'end'}</td>"
         f"<td>{kind}</td><td class='number'>{incident.still_s:.2f} s</td>"
         f"<td><svg width='{BAR}' height='12' role='img' aria-label='{spent}'>{''.join(bars)}</svg></td>"
