@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from harness import SCRIPTS, Agent, Job, read_lines, wait_for
 
 SCRIPT = str(SCRIPTS / "plain.py")
+OWN_LOOP = str(Path(__file__).parents[2] / "examples" / "convert" / "ddp" / "own_loop.py")
 STEPS = 200
 
 
@@ -96,3 +98,40 @@ def test_a_script_that_fails_as_it_saves_is_charged(job: Job) -> None:
     os.kill(job.events("worker_started")[0]["pid"], signal.SIGTERM)
     assert agent.wait(60) not in (0, 143), agent.output
     assert "exit code 3" in agent.output
+
+
+def trained(job: Job, directory: Path, launches: list[tuple[int, int]]) -> list[frozenset[float]]:
+    """Train in several launches, each with a world size, up to an epoch; return the samples of each step."""
+    directory.mkdir()
+    (directory / "hold").write_text("0")
+    for world, epoch in launches:
+        options = [str(epoch), "1", "--batch_size", "64", "--snapshot_path", str(directory / "snapshot.pt")]
+        command = [str(SCRIPTS / "shares.py"), str(directory), OWN_LOOP, *options]
+        agent = job.launch("--standalone", "--nproc", str(world), name=f"{directory.name}-{epoch}", command=command)
+        assert agent.wait(100) == 0, agent.output
+    lines = read_lines(directory / "shares.jsonl")
+    steps: list[frozenset[float]] = []
+    before = 0
+    for world, epoch in launches:
+        count = 2048 // 64 * (epoch - before) * world
+        ranks = [[x["samples"] for x in lines[:count] if x["rank"] == rank] for rank in range(world)]
+        del lines[:count]
+        for parts in zip(*ranks, strict=True):
+            samples = [sample for part in parts for sample in part]
+            assert len(set(samples)) == len(samples) == 64, "the global batch is kept, and has no sample twice"
+            steps.append(frozenset(samples))
+        before = epoch
+    assert not lines
+    return steps
+
+
+@pytest.mark.slow
+def test_a_ddp_script_with_ten_changed_lines_keeps_its_global_batch_from_4_to_3_to_4_workers(
+    job: Job, tmp_path: Path
+) -> None:
+    alone, changed = tmp_path / "alone", tmp_path / "changed"
+    expected = trained(job, alone, [(1, 3)])
+    assert len(frozenset().union(*expected[:32])) == 2048, "an epoch has each sample once"
+    assert trained(job, changed, [(4, 1), (3, 2), (4, 3)]) == expected
+    states = [torch.load(x / "snapshot.pt", weights_only=True)["MODEL_STATE"] for x in (changed, alone)]
+    torch.testing.assert_close(*states, rtol=1e-4, atol=1e-6)
