@@ -143,7 +143,7 @@ class Ledger:
             goodput = "unknown" if self.goodput is None else f"{100 * self.goodput:.1f} %"
             spent = f"goodput {goodput}: {time} in {_steps(self.steps or 0)}"
         else:
-            spent = f"workers ran for {time}"
+            spent = f"workers ran for {time}" if self.productive_s > 0 else "no round has trained on this node"
         kinds = Counter(incident.kind for incident in self.incidents)
         named = ", ".join(f"{number} {' '.join(kind.split())}" for kind, number in sorted(kinds.items()))
         incidents = counted(len(self.incidents), "incident") + (f" ({named})" if named else "")
