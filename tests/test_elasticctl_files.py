@@ -15,6 +15,7 @@ from elastic_launch.batch import GlobalBatch
 from elastic_launch.cli.elasticctl import main, shown
 from elastic_launch.errors import ExitCode
 from elastic_launch.rendezvous.admin import messages as a
+from elastic_launch.rendezvous.run_file import RunAddress, RunFile
 
 
 def record(path: Path, ago: float, **event: object) -> None:
@@ -131,6 +132,31 @@ def test_the_report_names_its_run_by_a_directory(run: Path, capsys: pytest.Captu
     assert "Name it once" in capsys.readouterr().err
     assert main(["report", "no-such-run", "--log-dir", str(run.parent / "nowhere")]) == ExitCode.RENDEZVOUS
     assert "no-such-run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["events"], ["report"], ["logs", "0"]])
+def test_another_id_than_that_of_the_directory_is_an_error(
+    command: list[str], run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = [*command, "--log-dir", str(run)]
+    assert main([*where, "--rdzv-id", "no-such-run"]) == ExitCode.RENDEZVOUS
+    assert f"There is no run 'no-such-run' in {run}: it is the directory of run {run.name}." in capsys.readouterr().err
+    file = RunFile(run)
+    file.write(RunAddress("mine", "c10d", "127.0.0.1:29400", "a"))
+    file.end(0, "done")
+    assert main([*where, "--rdzv-id", run.name]) == ExitCode.RENDEZVOUS
+    assert "it is the directory of run mine." in capsys.readouterr().err
+    assert "no run" not in (main([*where, "--rdzv-id", "mine"]), capsys.readouterr().err)[1]
+    monkeypatch.setenv("PET_RDZV_ID", "no-such-run")
+    assert "no run" not in (main(where), capsys.readouterr().err)[1], "the flag says more than the variable"
+    monkeypatch.setenv("PET_LOG_DIR", str(run))
+    assert main(command) == ExitCode.RENDEZVOUS
+    assert "There is no run 'no-such-run'" in capsys.readouterr().err
+
+
+def test_a_report_by_the_id_of_another_run_is_an_error(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "no-such-run", "--log-dir", str(run)]) == ExitCode.RENDEZVOUS
+    assert "There is no run 'no-such-run'" in capsys.readouterr().err
 
 
 def test_a_plan_shows_each_world(capsys: pytest.CaptureFixture[str]) -> None:

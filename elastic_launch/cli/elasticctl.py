@@ -362,8 +362,22 @@ def _directory(options: argparse.Namespace) -> Path:
             "this is read from files, not from the run's leader.", "Name the run's directory with --log-dir."
         )
     if log_dir and any(Path(log_dir).glob("events-*.jsonl")):
-        return Path(log_dir)
+        directory = Path(log_dir)
+        # A variable is for many commands; the directory of one run on this command line says more.
+        if options.rdzv_id or not options.log_dir:
+            _check_id(directory, run_id)
+        return directory
     return _found(log_dir, run_id, os.environ).directory
+
+
+def _check_id(directory: Path, run_id: str | None) -> None:
+    """Refuse another id than that of the run with this directory, whose name is the id if no file has it."""
+    here = {each.run.run_id for each in find(directory, None, depth=0)[0]} or {directory.resolve().name}
+    if run_id and run_id not in here:
+        raise EndpointError(
+            f"There is no run {run_id!r} in {directory}: it is the directory of run {', '.join(sorted(here))}.",
+            "Leave --rdzv-id out, or name the directory that was given to elastic-launch.",
+        )
 
 
 def _doctor(options: argparse.Namespace) -> int:
