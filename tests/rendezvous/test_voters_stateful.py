@@ -463,6 +463,40 @@ def test_another_candidate_waits_for_the_leader_it_has_heard_and_for_its_own_sta
     assert candidate.register.outcome.written
 
 
+@pytest.mark.parametrize("lose_file", [True, False])
+def test_a_voter_that_comes_back_waits_for_a_leader_of_which_it_may_have_heard_before(lose_file: bool) -> None:
+    """It may have confirmed the leader just before it was lost, and the leader may not hear it any more."""
+    world = World(3, random.Random(0))
+    _written(world, "b")
+    candidate, leader = world.processes["a"], world.processes["b"]
+    world.now += DEAD_AFTER  # the candidate, cut off from the leader, waits for it no longer
+    if lose_file:
+        voter = _lose_file(world, "c").voter
+    else:
+        world.stop("c", lose_file=False)
+        world.start("c")
+        voter = world.processes["c"].voter
+    assert voter is not None
+    assert voter.state.founded
+    world.begin(candidate, swap=False, settle=True)
+    world.pass_on(Prepare, to="c")
+    world.pass_on(Answer, to="a")
+    assert candidate.register.outcome is None or not candidate.register.outcome.known
+    assert world.newest == voter.state.promised.number == 1
+    world.wire.clear()
+    world.give_up(candidate)
+    world.now += DEAD_AFTER - 1
+    leader.register.begin_read(leading=True)  # which it goes on doing, so the voter goes on waiting
+    world.send(leader)
+    world.pass_on(Read, to="c")
+    world.wire.clear()
+    world.now += DEAD_AFTER - 1
+    answer = voter.handle(Prepare(1, world.group, Ballot(9, "a"), "a1"), world.now)
+    assert not answer.granted
+    assert answer.wait == 1
+    assert voter.handle(Prepare(2, world.group, Ballot(9, "a"), "a1"), world.now + 1).granted
+
+
 def test_a_voter_that_is_another_process_by_now_begins_again() -> None:
     world = World(3, random.Random(0))
     _written(world, "a")

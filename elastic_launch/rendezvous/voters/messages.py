@@ -65,6 +65,7 @@ class Read:
         known: the position of the value that the asker has; the answer leaves out a value that it has.
         ballot: that of a leader, whose lease this renews.
         lease: seconds for which other candidates are refused.
+        life: that of the leader's own voter.
     """
 
     id: int
@@ -72,6 +73,7 @@ class Read:
     known: Position | None = None
     ballot: Ballot | None = None
     lease: float = 0.0
+    life: str = ""
 
 
 @dataclass(frozen=True, slots=True)

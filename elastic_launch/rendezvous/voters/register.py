@@ -125,7 +125,7 @@ class Register:
         self._begin(_Phase.READ)
         self._renews = leading and self._held is not None
         ballot = self._held.ballot if self._renews and self._held is not None else None
-        self._ask(lambda id: Read(id, self._group, self.read[0], ballot, self._lease), self._voters)
+        self._ask(lambda id: Read(id, self._group, self.read[0], ballot, self._lease, self._life), self._voters)
 
     def begin_swap(self, expected: str | None, value: str, life: str, promised: Ballot) -> None:
         """Begin to write a value if the present one is the expected one.

@@ -70,7 +70,7 @@ class Voter:
         name: its own.
         others: the names of the other voters.
         state: what its file holds; None without a file.
-        dead_after: seconds after its start for which it refuses candidates, if there may be a leader.
+        dead_after: seconds after its start for which it refuses candidates, unless the run begins with it.
         life: for tests, that of a voter without a file.
 
     Attributes:
@@ -94,7 +94,8 @@ class Voter:
         self.state = state or VoterState(group, life or secrets.token_hex(8))
         self._reports: dict[str, Answer] = {}
         self._leader: tuple[str, str] | None = None  # name and life of the one that has the lease
-        self._until = now + dead_after if self.state.position is not None else now
+        self._started = now + dead_after
+        self._until = self._started if self.born else now
 
     @property
     def missing(self) -> list[str]:
@@ -122,12 +123,11 @@ class Voter:
                 granted, known = True, state.position
             case _ if not (self.born and state.founded):
                 pass
-            case Read(ballot=ballot, lease=lease):
+            case Read(ballot=ballot):
                 known = request.known
                 granted = ballot is None or ballot == state.promised
-                leads = ballot is not None and self._leader is not None and self._leader[0] == ballot.voter
-                if granted and leads and lease > 0:
-                    self._until = now + min(lease, LONGEST_LEASE)
+                if granted and ballot is not None:
+                    self._lease(ballot.voter, request, now)
             case Prepare(ballot=ballot, life=life):
                 granted = ballot > state.promised and (now >= self._until or self._leader == (ballot.voter, life))
                 if granted:
@@ -170,6 +170,8 @@ class Voter:
         promised = max(x.promised for x in reports)
         self.born = True
         self.state = replace(self.state, founded=founded, promised=promised)
+        if founded:  # the life before may have heard a leader just before it was lost
+            self._until = max(self._until, self._started)
         if last is not None:
             self.state = replace(self.state, position=last.position, value=last.value)
 
@@ -185,10 +187,13 @@ class Voter:
             return False
         if position != state.position:
             self.state = replace(state, promised=position.ballot, position=position, value=value)
-        if request.lease > 0:
-            self._leader = (position.ballot.voter, request.life)
-            self._until = now + min(request.lease, LONGEST_LEASE)
+        self._lease(position.ballot.voter, request, now)
         return True
+
+    def _lease(self, leader: str, request: Read | Accept, now: float) -> None:
+        if request.lease > 0:
+            self._leader = (leader, request.life)
+            self._until = now + min(request.lease, LONGEST_LEASE)
 
     def _learn(self, voter: str, life: str) -> None:
         """Note a life of another voter; one that is not known yet is its last."""
