@@ -12,7 +12,7 @@ import pytest
 from elastic_launch.clock import MonotonicClock
 from elastic_launch.config.launch_config import Limits, Timing
 from elastic_launch.errors import StoreError
-from elastic_launch.events.types import Event
+from elastic_launch.events.types import Event, RunEnded
 from elastic_launch.rendezvous.leader.link import Link
 from elastic_launch.rendezvous.leader.service import LeaderService
 from elastic_launch.rendezvous.record import ControlRecord, Leader
@@ -40,6 +40,14 @@ class Failing(MemoryStore):
 class NoEvents:
     def emit(self, event: Event) -> None:
         return
+
+
+class Seen:
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def emit(self, event: Event) -> None:
+        self.events.append(event)
 
 
 def _say(sock: socket.socket, channel: Channel, *reports: m.Report) -> None:
@@ -83,6 +91,30 @@ def test_a_leader_that_could_not_write_the_end_orders_nothing_more() -> None:
         left = _orders(sock, channel, None)
         assert not [order for order in left if not isinstance(order, m.Pulse)]
         assert not leader.alive
+
+
+def test_a_leader_that_thaws_says_and_writes_nothing_before_it_steps_down() -> None:
+    """Another node may lead by now. The node's last reports arrived while it was frozen."""
+    listener = listen("127.0.0.1")
+    address = listener.getsockname()
+    record = ControlRecord("run", "digest", 1, Leader("a", "a1", "127.0.0.1", address[1])).renewed()
+    store, sure, said = MemoryStore(), [True], Seen()
+    assert store.compare_and_set(None, record.encode(), 1)
+    leader = LeaderService(listener, store, record, Timing(), "train.py", MonotonicClock(), said, sure=lambda: sure[0])
+    leader.start()
+    with contextlib.ExitStack() as stack:
+        stack.callback(leader.close, 0.0)
+        sock = stack.enter_context(socket.create_connection(address, timeout=20))
+        channel = Channel.of_node(None)
+        _say(sock, channel, HELLO)
+        assert isinstance(_orders(sock, channel, m.Form)[-1], m.Form)
+        before = store.load(1)
+        sure[0] = False
+        _say(sock, channel, m.Joined(1), m.Done(1))
+        assert not [order for order in _orders(sock, channel, m.RunEnd) if not isinstance(order, m.Pulse)]
+        assert not leader.alive
+        assert store.load(1) == before
+        assert not [event for event in said.events if isinstance(event, RunEnded)]
 
 
 class Breaking(Failing):

@@ -30,7 +30,7 @@ from elastic_launch.rendezvous.backends.c10d import ACK_TIMEOUT, FoundLeader, No
 from elastic_launch.rendezvous.backends.rival import Rivals
 from elastic_launch.rendezvous.backends.succession import Succession
 from elastic_launch.rendezvous.continuity import REPAIR, STANDS, Claim, Continuity, Sight, SpoiledError, repairing
-from elastic_launch.rendezvous.leader.service import LeaderService
+from elastic_launch.rendezvous.leader.service import UNSURE, LeaderService
 from elastic_launch.rendezvous.record import ControlRecord, Leader, Round
 from elastic_launch.rendezvous.stores.claimed_store import ClaimedStore
 from elastic_launch.rendezvous.stores.control_store import ControlStore
@@ -277,6 +277,7 @@ class ElectedBackend:
             links = undo.enter_context(contextlib.closing(listener.dup()))
             leader = replace(record.leader, port=int(links.getsockname()[1]))
             record = replace(record, leader=leader).renewed()
+            began = self._clock.now()
             if not self._store.compare_and_set(expected, self._seal.close(record.encode()), timeout):
                 return self._beaten(timeout)
             undo.pop_all()
@@ -284,10 +285,12 @@ class ElectedBackend:
             self._leader_term.close()
         self._continuity.wrote(record)
         self._spoiled_at = None
-        claim = Claim(self._seal, record, self._clock.now())
+        claim = Claim(self._seal, record, began)  # not later: its answer may have waited in a frozen process
         claimed = ClaimedStore(written, claim, self._clock, _log)
         gone = frozenset({dead} - {""})
-        service = LeaderService.of(self._config, links, claimed, record, self._clock, self._events, gone)
+        most, now = self._most_unsure, self._clock.now
+        sure = lambda: now() - claimed.sure < most  # noqa: E731
+        service = LeaderService.of(self._config, links, claimed, record, self._clock, self._events, gone, sure)
         self._succession.reached()
         # Several reads within the time after which a leader that cannot see the record is no longer sure.
         look = min(WATCH, self._config.timing.dead_after / 5)
@@ -446,7 +449,7 @@ class _LeaderTerm:
             began = self._clock.now()
             left = self._most_unsure - (began - self._claimed.sure)
             if left <= 0:
-                self._service.depose("the store has not confirmed for too long that no other node leads")
+                self._service.depose(UNSURE)
                 return
             try:
                 known = self._watched.wait_changed(known, min(self._look, left))

@@ -10,6 +10,7 @@ import selectors
 import socket
 import threading
 from collections import deque
+from collections.abc import Callable
 
 from elastic_launch import codec
 from elastic_launch.clock import Clock
@@ -29,7 +30,7 @@ from elastic_launch.rendezvous.wire.log_once import LogOnce
 from elastic_launch.secret import HINT_NO_TOKEN, HINT_TOKEN
 from elastic_launch.system.threads import ThreadDied, VitalThread
 
-__all__ = ["LeaderService"]
+__all__ = ["UNSURE", "LeaderService"]
 
 _log = logging.getLogger(__name__)
 
@@ -52,6 +53,8 @@ MOST_WAITING = 4096
 DRAIN_LINGER = 2.0
 """Seconds that a leaving leader waits for a drain to end; its own node has ended by then."""
 
+UNSURE = "the store has not confirmed for too long that no other node leads"
+
 
 class LeaderService:
     """Leads a run until closed or deposed.
@@ -61,6 +64,7 @@ class LeaderService:
         record: the record as committed for this leader's term; ``store`` holds it.
         dead: see :class:`LeaderMachine`.
         key: the key of the links, derived from the run's token; None without a token.
+        sure: whether no other node can lead yet; asked in each turn, since this process may have been frozen.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class LeaderService:
         events: EventSink,
         dead: frozenset[str] = frozenset(),
         key: bytes | None = None,
+        sure: Callable[[], bool] = lambda: True,
     ) -> None:
         self._listener = listener
         self._store = store
@@ -85,6 +90,7 @@ class LeaderService:
         self._machine = LeaderMachine(record, timing, command, clock.now(), dead)
         self._requests = AdminRequests(self._machine)
         self._key = key
+        self._sure = sure
         self._once = LogOnce(_log)
         self._links: dict[int, Link] = {}
         self._strangers: dict[int, None] = {}  # links without a hello, oldest first
@@ -113,10 +119,11 @@ class LeaderService:
         clock: Clock,
         events: EventSink,
         dead: frozenset[str] = frozenset(),
+        sure: Callable[[], bool] = lambda: True,
     ) -> LeaderService:
         """Return the leader of a launch's run, with the launch's times, command and token."""
         key = link_key(config.token, config.run_id)
-        return cls(listener, store, record, config.timing, str(config.command), clock, events, dead, key)
+        return cls(listener, store, record, config.timing, str(config.command), clock, events, dead, key, sure)
 
     def start(self) -> None:
         """Begin to lead."""
@@ -208,7 +215,10 @@ class LeaderService:
                     self._flush_all()
                     return
             wait = 0.05 if give_up is not None else max(0.0, min(next_turn, next_pulse) - now)
-            for key, _ in self._selector.select(wait):
+            ready = self._selector.select(wait)
+            if not self._deposed and not self._sure():
+                self.depose(UNSURE)
+            for key, _ in ready:
                 self._ready(key)
             now = clock.now()
             if self._given_way:
