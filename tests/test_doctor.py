@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from etcd_servers import cluster
 from harness import Job, free_port
 
 from elastic_launch.cli import doctor
@@ -17,12 +19,15 @@ from elastic_launch.errors import ExitCode
 from elastic_launch.rendezvous.admin import client
 from elastic_launch.rendezvous.wire import addresses
 
+IMPORTS = doctor._TORCH
+
 
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     for name in doctor._INTERFACES:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(doctor, "_TORCH", "print('[null, null]')")  # the import takes seconds
 
 
 def told(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, list[str]]:
@@ -60,9 +65,12 @@ def answering(words: bytes) -> Iterator[int]:
             thread.join()
 
 
-def test_this_host_is_fit_to_run_the_tests(capsys: pytest.CaptureFixture[str]) -> None:
+def test_this_host_is_fit_to_run_the_tests(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_TORCH", IMPORTS)
     code, lines = told(capsys)
     assert code == 0
+    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
+    assert any(f"torch can be imported; it has {cuda} and " in line for line in lines), lines
     assert lines[0].startswith("ok       elastic-launch ")
     assert not [line for line in lines if line.startswith("error")]
 
@@ -99,6 +107,109 @@ def test_a_torch_without_cuda_beside_gpus_is_an_error(
     code, lines = told(capsys)
     assert code == 1
     assert any("this host has 2 GPUs, but torch 2.13.0+cpu is a CPU build." in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (
+            "raise ImportError('libcudart.so.12: no such file')",
+            "error    torch cannot be imported: ImportError: libcuda",
+        ),
+        ("print('[]')", "error    torch cannot be imported: exit code 0"),
+        ("import time; time.sleep(60)", "error    importing torch takes more than 0.5 s."),
+        ('print(\'["12.8", "2.27.3"]\')', "ok       torch can be imported; it has CUDA 12.8 and NCCL 2.27.3; other"),
+    ],
+)
+def test_what_torch_is_built_with_is_asked_in_a_process(
+    script: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_TORCH", script)
+    if "sleep" in script:
+        monkeypatch.setattr(doctor, "IMPORT_PATIENCE", 0.5)
+    code, lines = told(capsys)
+    assert any(line.startswith(said) for line in lines), lines
+    assert code == said.startswith("error")
+
+
+def test_the_checkpoints_directory_is_examined(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    new = tmp_path / "not" / "yet"
+    code, lines = told(capsys, "--checkpoint", str(new))
+    assert code == 0
+    assert any(line.startswith(f"ok       checkpoints can be written to {new}, with ") for line in lines)
+    assert not list(tmp_path.iterdir()), "the file is removed"
+    code, lines = told(capsys, "--checkpoint", "/proc/checkpoints")
+    assert code == 1
+    assert any(line.startswith("error    checkpoints cannot be written to /proc/checkpoints") for line in lines)
+    _, lines = told(capsys, "--checkpoint", "s3://bucket/run")
+    assert any(line.startswith("warning  s3 is not examined") for line in lines)
+    stop = threading.Event()
+    monkeypatch.setattr(doctor, "_written", lambda directory: stop.wait(20))
+    monkeypatch.setattr(doctor, "PATIENCE", 0.1)
+    code, lines = told(capsys, "--checkpoint", str(new))
+    stop.set()
+    assert code == 1
+    assert any(line.startswith(f"error    {new} does not take a file within 0.1 s.") for line in lines)
+
+
+def test_the_address_that_gloo_takes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the addresses of this host's name: another host's, a loopback one, and one that others reach."""
+    found: list[str] = []
+
+    def getaddrinfo(*args: object, **more: object) -> list[tuple[object, ...]]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, 0)) for address in found]
+
+    def said(given: str | None = None) -> str:
+        (finding,) = doctor._gloo("n1", "10.0.0.5", given)
+        assert bool(finding.remedy) == (finding.level is not doctor.Level.GOOD)
+        return f"{finding.level.value} {finding.text}"
+
+    monkeypatch.setattr(doctor.socket, "getaddrinfo", getaddrinfo)
+    found = ["192.0.2.77"]
+    assert said().startswith("warning this host has no address to which n1 resolves: gloo takes a loopback one.")
+    found = ["192.0.2.77", "127.0.0.1", "127.0.0.2"]
+    assert said().startswith("warning the first address of n1 is 127.0.0.1, which other hosts cannot reach")
+    here = addresses.routable_address()
+    if here != "127.0.0.1":  # of a host without a network
+        found = [here]
+        assert said() == f"ok gloo takes {here} on the interface {addresses.interface_of(here)}"
+    assert said("eth7") == "ok gloo takes the interface eth7 (GLOO_SOCKET_IFNAME)"
+
+
+@pytest.mark.parametrize(
+    ("ahead", "unsure", "said"),
+    [
+        (0.1, 0.05, "ok       this host's clock is within 0.2 s"),
+        (-3.0, 1.5, "ok       this host's clock is within 4.5 s"),
+        (3.0, 0.5, "warning  this host's clock is 3.0 s ahead of the leader's"),
+        (-90.0, 0.5, "warning  this host's clock is 90.0 s behind the leader's"),
+    ],
+)
+def test_a_clock_is_off_only_if_it_surely_is(ahead: float, unsure: float, said: str) -> None:
+    found = doctor._clock(ahead, unsure)
+    assert f"{found.level.value:<8} {found.text}".startswith(said)
+    assert bool(found.remedy) == said.startswith("warning")
+
+
+def test_etcds_health_is_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with cluster(tmp_path, options=("--quota-backend-bytes", "1000000")) as (member,):
+        flags = ("--rdzv-backend", "etcd", "--rdzv-id", "x", "--rdzv-endpoint", member.address)
+        _, lines = told(capsys, *flags)
+        assert any(line.endswith(f"at {member.address} is healthy, without an alarm") for line in lines), lines
+        member.fill()
+        code, lines = told(capsys, *flags)
+        assert code == 1
+        (found,) = [line for line in lines if "has raised the alarm NOSPACE." in line]
+        assert "etcdctl alarm disarm" in found
+
+
+def test_what_is_not_etcd_does_not_tell_its_health(capsys: pytest.CaptureFixture[str]) -> None:
+    with answering(b"no HTTP\r\n\r\n") as port:
+        flags = ("--rdzv-backend", "etcd", "--rdzv-id", "x", "--rdzv-endpoint", f"127.0.0.1:{port}")
+        _, lines = told(capsys, *flags)
+    assert any("does not tell its health: /version answers no HTTP (BadStatusLine)" in line for line in lines), lines
 
 
 def test_a_slow_resolver_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +276,8 @@ def test_a_run_that_can_be_joined_is_shown(job: Job, capsys: pytest.CaptureFixtu
     job.world(1)
     code, lines = told(capsys, "--rdzv-endpoint", f"127.0.0.1:{job.port}")
     assert code == 0
-    assert "its leader a answers in" in lines[-2]
+    assert "its leader a answers in" in lines[-3]
+    assert lines[-1].startswith("ok       this host's clock is within ")
     code, lines = told(capsys, "--rdzv-endpoint", f"127.0.0.1:{job.port}", "--rdzv-id", "other")
     assert code == 1
     assert "another run than 'other' is led here" in lines[-1]

@@ -1,24 +1,28 @@
 """``elasticctl doctor``: what keeps this host from taking part in a run, each finding with its remedy.
 
-It asks the resolver, the kernel, the endpoint and the leader, each for a bounded time, and changes nothing but a file
-in the log directory, which it removes.
+It asks the resolver, the kernel, torch in a process of its own, the endpoint and the leader, each for a bounded time,
+and changes nothing but a file in the log directory and one in the checkpoints', which it removes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
+import json
 import os
 import resource
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from elastic_launch import __version__
 from elastic_launch.config.launch_config import Endpoint
@@ -34,7 +38,8 @@ from elastic_launch.rendezvous.wire.addresses import (
     source_address,
     try_listen,
 )
-from elastic_launch.system.plain_text import plain
+from elastic_launch.snapshot.location import Url, place
+from elastic_launch.system.plain_text import one_line, plain
 from elastic_launch.system.threads import within
 
 __all__ = ["examine"]
@@ -50,6 +55,26 @@ PATIENCE = 5.0
 FEW_FILES = 4096
 LITTLE_SHARED = 64 * 1024 * 1024
 LITTLE_DISK = 1024 * 1024 * 1024
+
+LONGEST_ANSWER = 65536
+"""Bytes of an answer of etcd that are read."""
+
+IMPORT_PATIENCE = 60.0
+"""Seconds that torch has to be imported."""
+
+IMPORT_SLOW = 20.0
+
+CLOCK_OFF = 2.0
+"""Seconds by which a clock may differ from the leader's: people who compare two logs do not notice less."""
+
+_TORCH = """
+import json, torch
+nccl = torch.cuda.nccl.version() if torch.distributed.is_available() and torch.distributed.is_nccl_available() else None
+print(json.dumps([torch.version.cuda, ".".join(map(str, nccl)) if isinstance(nccl, tuple) else nccl]))
+"""
+"""Prints which CUDA and NCCL torch has, in a process of its own: the import takes seconds, and may hang."""
+
+_TRY_URL = "Open it with fsspec on this host, as docs/how-to/object-stores.md shows."
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
@@ -88,22 +113,28 @@ def error(text: str, remedy: str) -> Finding:
     return Finding(Level.ERROR, text, remedy)
 
 
-def examine(address: Address | None, log_dir: Path, environ: Mapping[str, str], about: str = "") -> int:
+def examine(
+    address: Address | None, log_dir: Path, environ: Mapping[str, str], about: str = "", checkpoint: str = ""
+) -> int:
     """Print the findings; return 1 if there is an error among them, else 0.
 
     Args:
         address: of the run that this host is to take part in; None if none is given.
         log_dir: where logs and events are written.
         about: why there is no address.
+        checkpoint: the directory of the training's checkpoints; empty if it is not given.
     """
     checks: list[Callable[[], Findings]] = [
         _versions,
+        _torch,
         lambda: _own_name(environ),
         lambda: _interfaces(environ),
         _resources,
-        lambda: _directory(log_dir),
+        lambda: _directory(log_dir, "logs", "Give a directory{} with --log-dir."),
         _devices,
     ]
+    if checkpoint:
+        checks.append(lambda: _checkpoints(checkpoint))
     if address is not None:
         checks.append(lambda: _run(address))
     elif about:
@@ -134,6 +165,41 @@ def _versions() -> Findings:
         yield warning(f"{line}.", "Use a tested version, or report what fails.")
 
 
+def _torch() -> Findings:
+    if not installed_torch():
+        return
+    command = [sys.executable, "-P", "-c", _TORCH]
+    began = time.monotonic()
+    try:
+        # Only a thread bounds the wait for a process that a file system without a server has stopped.
+        ended = within(IMPORT_PATIENCE + 1, "it", lambda: _finished(command))
+    except TimeoutError:
+        remedy = "Put the environment on a local disk, and look at the load of this host."
+        yield error(f"importing torch takes more than {IMPORT_PATIENCE:g} s.", remedy)
+        return
+    took = time.monotonic() - began
+    try:
+        cuda, nccl = json.loads(ended.stdout.splitlines()[-1] if ended.returncode == 0 else "null")
+    except (ValueError, TypeError, IndexError):
+        last = one_line((ended.stderr.splitlines() or [f"exit code {ended.returncode}"])[-1])
+        yield error(f"torch cannot be imported: {last}.", f"Try {sys.executable} -c 'import torch', and reinstall it.")
+        return
+    if took > IMPORT_SLOW:
+        remedy = "Put the environment on a local disk: each start of a worker may take as long."
+        yield warning(f"importing torch takes {took:.0f} s.", remedy)
+    if nccl:
+        yield good(f"torch can be imported; it has CUDA {cuda} and NCCL {nccl}; other nodes need the same NCCL")
+    else:
+        yield good(f"torch can be imported; it has {f'CUDA {cuda}' if cuda else 'no CUDA'} and no NCCL")
+
+
+def _finished(command: list[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=IMPORT_PATIENCE)
+    except subprocess.TimeoutExpired as problem:
+        raise TimeoutError from problem
+
+
 def _own_name(environ: Mapping[str, str]) -> Findings:
     name, here = socket.gethostname(), routable_address()
     if ipaddress.ip_address(here).is_loopback:
@@ -155,6 +221,7 @@ def _own_name(environ: Mapping[str, str]) -> Findings:
         yield good(text) if interface else warning(f"{reason}.", f"Add {here} {name} to /etc/hosts.")
     else:
         yield good(f"this host is {name}; others reach it at {here}")
+        yield from _gloo(name, here, given)
     try:
         _, took = _timed(lambda: socket.getnameinfo((here, 0), 0))
     except (OSError, TimeoutError):
@@ -164,6 +231,35 @@ def _own_name(environ: Mapping[str, str]) -> Findings:
             f"finding the name of {here} takes {took:.1f} s or more; torch does it for each connection to its store.",
             f"Add {here} {name} to /etc/hosts on all nodes, or have the DNS server answer for that address.",
         )
+
+
+def _gloo(name: str, here: str, given: str | None) -> Findings:
+    """Which interface gloo takes: of the addresses of this host's name, the first that this host has."""
+    if given:
+        yield good(f"gloo takes the interface {given} (GLOO_SOCKET_IFNAME)")
+        return
+    try:
+        taken, _ = _timed(lambda: _first_own(name))
+    except (OSError, TimeoutError) as problem:
+        taken, reason = "", f" ({problem})"
+    else:
+        reason = ""
+    remedy = f"Set GLOO_SOCKET_IFNAME={interface_of(here)}, or have {name} resolve to {here} (/etc/hosts)."
+    if not taken:
+        yield warning(f"this host has no address to which {name} resolves{reason}: gloo takes a loopback one.", remedy)
+    elif ipaddress.ip_address(taken.partition("%")[0]).is_loopback:
+        yield warning(f"the first address of {name} is {taken}, which other hosts cannot reach; gloo takes it.", remedy)
+    else:
+        yield good(f"gloo takes {taken} on the interface {interface_of(taken) or 'unknown'}")
+
+
+def _first_own(name: str) -> str:
+    """Return the first address of a name that a socket of this host can be bound to; "" if there is none."""
+    for family, kind, protocol, _, address in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM):
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+            return str(address[0])
+    return ""
 
 
 def _interfaces(environ: Mapping[str, str]) -> Findings:
@@ -194,21 +290,45 @@ def _resources() -> Findings:
         yield good(f"/dev/shm has {free >> 20} MiB free; a process may open {most} files")
 
 
-def _directory(log_dir: Path) -> Findings:
-    place = next(path for path in (log_dir, *log_dir.absolute().parents) if path.exists())
+def _directory(directory: Path, what: str, remedy: str) -> Findings:
+    """Examine a directory that is made when it is needed.
+
+    Args:
+        what: is written there.
+        remedy: with a place for the words that say where another one is.
+    """
     try:
-        with tempfile.NamedTemporaryFile(dir=place) as file:
-            file.write(b"x" * 4096)
-            file.flush()
-            os.fsync(file.fileno())
-        free = shutil.disk_usage(place).free
-    except OSError as problem:
-        yield error(f"logs cannot be written to {log_dir}: {problem.strerror}.", "Give a directory with --log-dir.")
+        (place, free), took = _timed(lambda: _written(directory))
+    except TimeoutError:
+        yield error(f"{directory} does not take a file within {PATIENCE:g} s.", "Look at its file system's server.")
         return
+    except OSError as problem:
+        yield error(f"{what} cannot be written to {directory}: {problem.strerror}.", remedy.format(""))
+        return
+    if took > SLOW:
+        yield warning(f"writing 4 KiB to {place} takes {took:.1f} s.", remedy.format(" on a faster disk"))
     if free < LITTLE_DISK:
-        yield warning(f"{place} has {free >> 20} MiB free.", "Give a directory on another disk with --log-dir.")
+        yield warning(f"{place} has {free >> 20} MiB free.", remedy.format(" on another disk"))
     else:
-        yield good(f"logs can be written to {log_dir}, with {free >> 30} GiB free")
+        yield good(f"{what} can be written to {directory}, with {free >> 30} GiB free")
+
+
+def _written(directory: Path) -> tuple[Path, int]:
+    """Write a file to a directory, or to that in which it would be made, and remove it; return where, and the room."""
+    place = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    with tempfile.NamedTemporaryFile(dir=place) as file:
+        file.write(b"x" * 4096)
+        file.flush()
+        os.fsync(file.fileno())
+    return place, shutil.disk_usage(place).free
+
+
+def _checkpoints(given: str) -> Findings:
+    location = place(given)
+    if isinstance(location, Url):
+        yield warning(f"{location.scheme} is not examined: checkpoints need a directory for that.", _TRY_URL)
+        return
+    yield from _directory(location, "checkpoints", "Give the training a directory{} that all nodes see.")
 
 
 def _devices() -> Findings:
@@ -227,8 +347,11 @@ def _devices() -> Findings:
 
 def _run(address: Address) -> Findings:
     reached = []
+    etcd = address.kind.elected and not address.kind.voting
     for endpoint in address.endpoints:
-        reached.append((yield from _endpoint(endpoint, elected=address.kind.elected and not address.kind.voting)))
+        reached.append((yield from _endpoint(endpoint, elected=etcd)))
+        if etcd and reached[-1]:
+            yield from _etcd(endpoint)
     if any(reached):
         yield from _leader(address)
 
@@ -278,10 +401,63 @@ def _unreachable(endpoint: Endpoint, problem: OSError, *, elected: bool) -> Find
     return good(f"{endpoint} is this host and the port is free: the agent that starts here hosts the run")
 
 
+def _etcd(endpoint: Endpoint) -> Findings:
+    """Ask a member for its health over HTTP, which it serves on the same port: the client has no call for it."""
+    try:
+        version = str(_answer(endpoint, "GET", "/version").get("etcdserver", "unknown"))
+        health = _answer(endpoint, "GET", "/health")
+        raised = _answer(endpoint, "POST", "/v3/maintenance/alarm", {"action": "GET"}).get("alarms", ())
+    except (OSError, ValueError) as problem:
+        yield warning(
+            f"etcd at {endpoint} does not tell its health: {one_line(str(problem)) or type(problem).__name__}.",
+            f"Check that it is etcd, without TLS: etcdctl --endpoints {endpoint} endpoint health.",
+        )
+        return
+    kinds = {str(alarm.get("alarm")) for alarm in raised if isinstance(alarm, dict)}
+    remedy = "Look at its log; most members must run and reach each other (etcdctl endpoint status --cluster)."
+    if "NOSPACE" in kinds:
+        remedy = "Compact and defragment it, then etcdctl alarm disarm; or raise --quota-backend-bytes."
+    elif "CORRUPT" in kinds:
+        remedy = "A member's data is damaged: replace that member, then etcdctl alarm disarm."
+    if kinds:
+        names = ", ".join(sorted(kinds))
+        yield error(f"etcd {version} at {endpoint} has raised the alarm {names}.", remedy)
+    elif str(health.get("health")) != "true":
+        reason = one_line(str(health.get("reason", ""))) or "it has no leader, or cannot reach it"
+        yield error(f"etcd {version} at {endpoint} is not healthy: {reason}.", remedy)
+    else:
+        yield good(f"etcd {version} at {endpoint} is healthy, without an alarm")
+
+
+def _answer(endpoint: Endpoint, method: str, path: str, body: object = None) -> dict[str, Any]:
+    """Return what a member answers in JSON, with whatever status.
+
+    Raises:
+        ValueError: if it is something else.
+    """
+
+    def ask() -> bytes:
+        link = HTTPConnection(endpoint.host, endpoint.port, timeout=PATIENCE)
+        with contextlib.closing(link):
+            try:
+                link.request(method, path, None if body is None else json.dumps(body))
+                return link.getresponse().read(LONGEST_ANSWER)
+            except HTTPException as problem:
+                raise OSError(f"{path} answers no HTTP ({type(problem).__name__})") from problem
+
+    try:
+        found = json.loads(within(PATIENCE, path, ask))
+    except ValueError:
+        raise ValueError(f"{path} answers something else than JSON") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} answers something else than an object")
+    return found
+
+
 def _leader(address: Address) -> Findings:
     try:
         with AdminClient(address) as client:
-            asked = time.monotonic()
+            asked, sent = time.monotonic(), time.time()
             status = client.status()
     except RunEndedError as ended:
         yield warning(ended.message, "Use another --rdzv-id for a new run.")
@@ -290,9 +466,27 @@ def _leader(address: Address) -> Findings:
         yield error(problem.message, problem.hint)
         return
     nodes = f"{counted(len(status.nodes), 'node')} of {status.min_nodes}:{status.max_nodes}"
-    milliseconds = 1000 * (time.monotonic() - asked)
-    yield good(f"run {status.run_id} has {nodes}; its leader {status.leader} answers in {milliseconds:.0f} ms")
+    took = time.monotonic() - asked
+    yield good(f"run {status.run_id} has {nodes}; its leader {status.leader} answers in {1000 * took:.0f} ms")
     yield good(f"{status.next}")
+    if status.time is not None:
+        yield _clock(sent + took / 2 - status.time, took / 2)
+
+
+def _clock(ahead: float, unsure: float) -> Finding:
+    """Compare this host's clock with the leader's.
+
+    Args:
+        ahead: seconds by which it is ahead; if the answer took as long as the question.
+        unsure: by how much that may be wrong.
+    """
+    if abs(ahead) - unsure <= CLOCK_OFF:
+        return good(f"this host's clock is within {abs(ahead) + unsure:.1f} s of the leader's")
+    return warning(
+        f"this host's clock is {abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} the leader's: events and "
+        "logs of the nodes cannot be compared. The run itself does not use it.",
+        "Run an NTP client on all nodes (chronyc tracking, or timedatectl).",
+    )
 
 
 def _timed(act: Callable[[], T]) -> tuple[T, float]:

@@ -169,6 +169,7 @@ def parser() -> argparse.ArgumentParser:
     report.set_defaults(act=_report, offline=True)
 
     doctor = commands.add_parser("doctor", parents=[where], help="find out why nodes cannot meet, with remedies")
+    doctor.add_argument("--checkpoint", metavar="DIR", default="", help="the directory of the training's checkpoints")
     doctor.set_defaults(act=_doctor, offline=True)
 
     plan = commands.add_parser("plan", help="show how a global batch is divided at each world size")
@@ -391,7 +392,8 @@ def _doctor(options: argparse.Namespace) -> int:
         about = error.message  # there is no run alive, or there are several: the host itself can be examined
     if found is not None and found.code is not None:
         address, about = None, f"run {found.run_id} has ended with exit code {found.code}: {found.cause}"
-    return examine(address, Path(values.text("--log-dir") or state_directory(os.environ)), os.environ, about)
+    logs = Path(values.text("--log-dir") or state_directory(os.environ))
+    return examine(address, logs, os.environ, about, options.checkpoint)
 
 
 def _plan(options: argparse.Namespace) -> int:

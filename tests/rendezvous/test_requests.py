@@ -25,7 +25,7 @@ class Asked(Run):
 
     def __init__(self, nodes: str = "1:2", **arguments: Any) -> None:
         super().__init__(nodes, **arguments)
-        self.requests = AdminRequests(self.machine)
+        self.requests = AdminRequests(self.machine, lambda: 1.7e9)
         self.answers: dict[int, list[m.Order]] = {}
         self.closed: list[int] = []
 
@@ -105,6 +105,7 @@ def test_a_status_lists_every_node_and_counts_no_caller() -> None:
     assert (status.round, status.world_size, status.step, status.leader) == (1, 2, 41, "a")
     assert (status.min_nodes, status.max_nodes, status.restarts, status.max_restarts) == (1, 2, 0, 3)
     assert status.next == "round is full, 1 spare"
+    assert status.time == 1.7e9
     assert len(run.machine.nodes) == 3
 
 

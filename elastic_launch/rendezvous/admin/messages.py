@@ -147,6 +147,7 @@ class Status:
         loss: of the last step that has one.
         snapshot, checkpoint: the newest in memory and on storage; None until one was reported to this leader.
         incidents: the leader's last decisions, newest last.
+        time: of the leader's host, in seconds since 1970. Only reports use it: no decision depends on hosts' clocks.
     """
 
     run_id: str
@@ -167,6 +168,7 @@ class Status:
     snapshot: LastSave | None = None
     checkpoint: LastSave | None = None
     incidents: tuple[Decision, ...] = ()
+    time: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ A caller's link is not a node's. A request that takes time is answered once it i
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -77,10 +78,12 @@ class AdminRequests:
 
     Args:
         machine: the leader's machine.
+        wall: this host's time, in seconds since 1970; only callers are told of it.
     """
 
-    def __init__(self, machine: LeaderMachine) -> None:
+    def __init__(self, machine: LeaderMachine, wall: Callable[[], float] = time.time) -> None:
         self._machine = machine
+        self._wall = wall
         self._callers: dict[int, _Waiting | None] = {}
         self._incidents: deque[tuple[float, str]] = deque(maxlen=INCIDENTS)
         self._heard = _Heard()
@@ -199,6 +202,7 @@ class AdminRequests:
             snapshot=_last(self._heard.snapshot, now),
             checkpoint=self.checkpoint(now),
             incidents=tuple(a.Decision(text, round(now - at, 3)) for at, text in self._incidents),
+            time=self._wall(),
         )
 
     # Requests.
