@@ -229,6 +229,25 @@ def test_the_log_of_a_rank_is_where_its_worker_was_started(
     assert capfdbinary.readouterr()[0] == b"the third\n"
 
 
+def test_the_output_of_the_worker_that_failed_before_is_named(
+    run: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    path = run / "events-a.jsonl"
+    worker(path, "worker_started", 3, 0, 10)
+    printed_by(run / "round_3" / "0", "the third\n")
+    ended = {"event": "worker_exited", "round": 3, "local_rank": 0, "ran_s": 1.0}
+    record(path, 4, **ended, rank=0, pid=10, exit_code=-9, stopped=False)
+    record(path, 4, **ended, rank=1, pid=11, exit_code=1, stopped=False)
+    assert main(["logs", "0", "--log-dir", str(run)]) == 0
+    assert capfdbinary.readouterr() == (b"the third\n", b""), "this is its output"
+    worker(path, "worker_started", 4, 0, 12)
+    printed_by(run / "round_4" / "0", "the fourth\n")
+    record(path, 3, **{**ended, "round": 4}, rank=0, pid=12, exit_code=-15, stopped=True)
+    assert main(["logs", "0", "--log-dir", str(run)]) == 0
+    said = f"elasticctl: rank 0 of round 3 (pid 10) ended by signal 9; its output is in {run / 'round_3' / '0'}\n"
+    assert capfdbinary.readouterr() == (b"the fourth\n", said.encode())
+
+
 def test_the_log_of_a_worker_that_was_started_ahead(run: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     for number in (1, 2, 10):
         printed_by(run / f"ahead_{number}" / "a" / "0", f"{number}\n")

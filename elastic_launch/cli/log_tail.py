@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_launch.cli.event_lines import LOOK_EVERY
@@ -19,13 +20,33 @@ PIECE = 1024 * 1024
 """Bytes that are read at a time."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """A worker of the rank that ended by itself and unsuccessfully; ``place`` is None if no file has its output."""
+
+    round: int
+    pid: int
+    code: int
+    place: Path | None
+
+    def line(self, rank: int) -> str:
+        how = f"with exit code {self.code}" if self.code > 0 else f"by signal {-self.code}"
+        where = "is not in a file here" if self.place is None else f"is in {self.place}"
+        return f"elasticctl: rank {rank} of round {self.round} (pid {self.pid}) ended {how}; its output {where}"
+
+
 class _Files:
-    """Finds the directory with the output of the newest worker of a rank."""
+    """Finds the directory with the output of the newest worker of a rank.
+
+    Attributes:
+        failed: the last worker of the rank that failed, None if none did.
+    """
 
     def __init__(self, directory: Path, rank: int) -> None:
         self._directory, self._rank = directory, rank
         self._sizes: dict[Path, int] = {}
         self._found: tuple[int, Path | None] = 0, None
+        self.failed: _Failed | None = None
 
     def newest(self) -> tuple[int, Path | None]:
         """Return the round, 0 if there is none; and the directory, None if the output is not in a file here."""
@@ -55,6 +76,12 @@ class _Files:
                         started[event.pid] = event
                     case (_, ev.WorkerKept() | ev.WorkerPlaced() as event):
                         pass
+                    case (_, ev.WorkerExited(rank=self._rank, stopped=False, exit_code=code) as ended) if code:
+                        began = started.get(ended.pid)
+                        place = self._place(node, began) if began else None
+                        if self.failed is None or ended.round >= self.failed.round:
+                            self.failed = _Failed(ended.round, ended.pid, code, place)
+                        continue
                     case _:
                         continue
                 # A worker that stays prints where it did in the round in which it was started.
@@ -91,6 +118,8 @@ def show_logs(directory: Path, rank: int, *, follow: bool, alive: Callable[[], b
     if place is None:
         hint = "It is kept unless --log-dir is /dev/null or --logs-specs says otherwise; ask on the host of its node."
         raise UsageError(f"The output of rank {rank} in round {number} is not in {directory}.", hint)
+    if files.failed is not None and files.failed.place != place:
+        print(plain(files.failed.line(rank)), file=sys.stderr, flush=True)
     read: dict[Path, int] = {}
     while True:
         living = follow and alive()
@@ -101,6 +130,8 @@ def show_logs(directory: Path, rank: int, *, follow: bool, alive: Callable[[], b
         now, following = files.newest()
         if following is not None and following != place:
             _pour(place, read)
+            if files.failed is not None and files.failed.place == place:
+                print(plain(files.failed.line(rank)), file=sys.stderr, flush=True)
             place = following
             print(plain(f"elasticctl: rank {rank} is another worker in round {now}"), file=sys.stderr, flush=True)
 
