@@ -331,3 +331,31 @@ def test_an_endpoint_at_which_nothing_answers_is_named() -> None:
         done = ctl("status", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "r")
     assert done.returncode == 95
     assert re.search(rf"leader at 127\.0\.0\.1:{port} was silent for [34]\.\d s", done.stderr)
+
+
+@pytest.mark.slow
+def test_output_and_events_are_followed_through_the_kill_of_a_worker(job: Job) -> None:
+    nodes = [job.node(name, nnodes="2", command=digits(job)) for name in "ab"]
+    trains(job, 2)
+    program = ["-m", "elastic_launch.cli.elasticctl"]
+    where = ["--log-dir", str(job.logs), "--follow"]
+    logs = job.program([*program, "logs", "0", *where], "logs")
+    events = job.program([*program, "events", *where], "events")
+    logs.says("step 1 loss")
+    events.says("first_step: ")
+    (victim,) = (event for event in job.events("worker_started") if event["rank"] == 0 and event["round"] == 1)
+    os.kill(victim["pid"], signal.SIGKILL)
+    logs.says("elasticctl: rank 0 is another worker in round 2", timeout=60)
+    logs.says(f"rank 0 of round 1 (pid {victim['pid']}) ended by signal 9; its output is in ")
+    events.says("round_formed: round 2", timeout=60)
+    hurry(job)
+    assert [node.wait(60) for node in nodes] == [0, 0]
+    assert (logs.wait(30), events.wait(30)) == (0, 0)
+    shown = logs.output
+    assert "step 1 loss" in shown.split("is another worker in round 2")[0]
+    assert "loss" in shown.split("is another worker in round 2")[1]
+    text = events.output
+    assert text.index("worker_exited") < text.index("round_formed: round 2") < text.index("run_ended")
+    said = ctl("logs", "0", *where[:2]).stderr
+    (place,) = re.findall(r"its output is in (\S+)", said)
+    assert (Path(place) / "stdout.log").is_file()
