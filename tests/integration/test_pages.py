@@ -28,6 +28,12 @@ HOW_TOS = sorted((DOCS / "how-to").glob("*.md"))
 BLOCK = re.compile(r"(<!-- not run: .+? -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OWN_SCRIPT = re.compile(r"(?<![\w/])train\.py")
 INSTALLS = re.compile(r"^pip install '(?:\.|elastic-launch)\[(\w+)\]'.*\n", re.MULTILINE)
+PROGRAMS = (
+    "aws az curl docker elastic-composer elastic-launch elasticctl export for gcloud kubectl make pip podman python "
+    "python3 ray rm sbatch scancel scontrol sky srun ssh torchrun torchx"
+)
+SHELL = re.compile(rf"^\s*(?:\$ )?(?:\w+=\S+ )*(?:{'|'.join(PROGRAMS.split())})(?=\s)")
+"""What a block of commands begins with, of the programs that the pages use."""
 
 CHANCE = ("rank ", "this node was frozen", "step ", "...")
 """Lines that need not come: a worker may end before it is killed, and a node may be told that it was left out before it
@@ -74,6 +80,29 @@ def test_what_pages_install_are_extras() -> None:
     named = {name for page in [TUTORIAL, *HOW_TOS] for name in INSTALLS.findall(page.read_text())}
     assert named
     assert named <= extras.keys()
+
+
+def hidden_commands(page: Path) -> list[str]:
+    """The blocks with commands that are not labelled sh, so that they would neither be run nor have a reason."""
+    others = [block for block in blocks(page) if block.language in ("", "bash", "console", "shell")]
+    return [
+        block.text
+        for block in others
+        if not block.text.startswith("#!") and (block.language or SHELL.match(block.text))
+    ]
+
+
+@pytest.mark.parametrize("page", [TUTORIAL, *HOW_TOS], ids=lambda page: page.stem)
+def test_blocks_of_commands_are_labelled(page: Path) -> None:
+    assert hidden_commands(page) == []
+
+
+def test_commands_without_a_label_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```\nsrun: error: Node failure on n2\n```\n\n```bash\n#!/bin/bash\nmake\n```\n")
+    assert hidden_commands(page) == []
+    page.write_text("```\nETCD=a:1 sbatch job\n```\n\n```bash\nstart HOST\n```\n\n```sh\nmake env\n```\n")
+    assert hidden_commands(page) == ["ETCD=a:1 sbatch job\n", "start HOST\n"]
 
 
 @pytest.mark.slow

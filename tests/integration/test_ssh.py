@@ -112,7 +112,7 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
 def commands() -> tuple[str, str]:
     """The page's commands for a run, and the one that starts a host again."""
     section = (ROOT / "docs" / "how-to" / "ssh.md").read_text().partition("## ssh")[2].partition("\n## ")[0]
-    whole, again = re.findall(r"^```bash\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+    whole, again = re.findall(r"^```sh\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
     return whole, again
 
 
