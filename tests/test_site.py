@@ -6,6 +6,7 @@ import inspect
 import re
 import subprocess
 import sys
+from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,33 @@ import elastic_launch
 ROOT = Path(__file__).parent.parent
 API = (ROOT / "docs" / "reference" / "api.md").read_text()
 SHOWN = set(re.findall(r"^\.\. auto(?:class|exception|function):: (\w+)", API, re.MULTILINE))
+
+OF_LOADERS = (
+    "apart check_exact contents endless epoch_from go_on identity own_generators plan position samples_in spare"
+)
+ENGINES = {
+    "Checkpoint": "by_clock doubt due due_everywhere failed finish go_on has_newer lost needs open outcomes owes "
+    "put_off record requested rescue route save standing torn wanted writes",
+    "ElasticLoader": f"{OF_LOADERS} use_old_order",
+    "Evaluator": "begin",
+    "FunctionLoader": f"{OF_LOADERS} indices use_old_order",
+    "GlobalBatch": "halved settled",
+    "Progress": "on_checkpoint on_evaluation on_incident on_round on_step",
+    "ShardedStream": "describe fingerprint",
+    "Step": "exchanged give_up misuse passes",
+    "Trainer": "load_state_dict state_dict",
+}
+"""Public methods and properties that the library itself calls; scripts do not, and the API page does not show them."""
+
+
+def public_classes() -> list[str]:
+    return [name for name in elastic_launch.__all__ if inspect.isclass(getattr(elastic_launch, name))]
+
+
+def shown_members(name: str) -> set[str]:
+    options = re.search(rf"^\.\. auto(?:class|exception):: {name}(?:\(\))?\n((?:   .*\n)*)", API, re.MULTILINE)
+    assert options
+    return set(re.findall(r"\w+", options[1].removeprefix("   :members:")))
 
 
 def test_the_api_page_shows_every_public_name() -> None:
@@ -37,6 +65,21 @@ def test_the_members_of_a_class_have_docstrings(name: str) -> None:
         for key, value in members.items()
         if (callable(value) or isinstance(value, property)) and not inspect.getdoc(value)
     ]
+
+
+@pytest.mark.parametrize("name", public_classes())
+def test_the_api_page_shows_what_scripts_call_and_nothing_else(name: str) -> None:
+    cls = getattr(elastic_launch, name)
+    kinds = (property, staticmethod, classmethod, cached_property)
+    members = {
+        key
+        for base in cls.__mro__
+        if base.__module__.startswith("elastic_launch.")
+        for key, value in vars(base).items()
+        if not key.startswith("_") and (inspect.isfunction(value) or isinstance(value, kinds))
+    }
+    assert members - shown_members(name) == set(ENGINES.get(name, "").split())
+    assert shown_members(name) <= members
 
 
 @pytest.mark.slow

@@ -404,7 +404,7 @@ class Step:
         if self._told:
             raise self.misuse(
                 "step.backward() cannot be tried again: other ranks or the gradients have a part of what failed.",
-                "Let the error end this process, or use exact=True and step.give_up().",
+                "Let the error end this process.",
             )
         if not isinstance(loss, Tensor):
             raise UsageError(f"step.backward() got a loss of type {type(loss).__name__}.", "Give a tensor.")
