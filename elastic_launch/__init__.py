@@ -51,7 +51,9 @@ if TYPE_CHECKING:
     from elastic_launch.snapshot.errors import DamagedCheckpointError as DamagedCheckpointError
     from elastic_launch.snapshot.errors import ForeignCheckpointError as ForeignCheckpointError
     from elastic_launch.snapshot.errors import UnsupportedStateError as UnsupportedStateError
+    from elastic_launch.snapshot.location import Url as Url
     from elastic_launch.snapshot.storage.background import WriteOutcome as WriteOutcome
+    from elastic_launch.snapshot.storage.listing import CheckpointInfo as CheckpointInfo
     from elastic_launch.training import dist as dist
     from elastic_launch.training.callbacks import Callback as Callback
     from elastic_launch.training.callbacks import CheckpointEnd as CheckpointEnd
@@ -64,15 +66,19 @@ if TYPE_CHECKING:
     from elastic_launch.training.checkpoints.checkpoint import weights_sha256 as weights_sha256
     from elastic_launch.training.checkpoints.loading import export as export
     from elastic_launch.training.checkpoints.loading import load_checkpoint as load_checkpoint
+    from elastic_launch.training.checkpoints.parts import Stateful as Stateful
     from elastic_launch.training.data import samplers as samplers
     from elastic_launch.training.data.loader import ElasticLoader as ElasticLoader
     from elastic_launch.training.data.loader import FunctionLoader as FunctionLoader
+    from elastic_launch.training.data.loader import Loader as Loader
+    from elastic_launch.training.data.loader import Position as Position
     from elastic_launch.training.data.streams import ShardedStream as ShardedStream
     from elastic_launch.training.data.streams import count_shards as count_shards
     from elastic_launch.training.evaluations import Evaluator as Evaluator
     from elastic_launch.training.plain import report_step as report_step
     from elastic_launch.training.plain import should_stop as should_stop
     from elastic_launch.training.ranks.replicas import ReplicasDifferError as ReplicasDifferError
+    from elastic_launch.training.ranks.world import World as World
     from elastic_launch.training.schedule import Schedule as Schedule
     from elastic_launch.training.session import Run as Run
     from elastic_launch.training.session import session as session
@@ -91,15 +97,19 @@ _HOMES = {
             "CheckpointError CheckpointGoneError CheckpointReadError CheckpointWriteError "
             "DamagedCheckpointError ForeignCheckpointError UnsupportedStateError"
         ),
+        "elastic_launch.snapshot.location": "Url",
         "elastic_launch.snapshot.storage.background": "WriteOutcome",
+        "elastic_launch.snapshot.storage.listing": "CheckpointInfo",
         "elastic_launch.training.callbacks": "Callback CheckpointEnd Evaluation Incident Progress RoundStart StepEnd",
         "elastic_launch.training.checkpoints.checkpoint": "Checkpoint weights_sha256",
         "elastic_launch.training.checkpoints.loading": "export load_checkpoint",
-        "elastic_launch.training.data.loader": "ElasticLoader FunctionLoader",
+        "elastic_launch.training.checkpoints.parts": "Stateful",
+        "elastic_launch.training.data.loader": "ElasticLoader FunctionLoader Loader Position",
         "elastic_launch.training.data.streams": "ShardedStream count_shards",
         "elastic_launch.training.evaluations": "Evaluator",
         "elastic_launch.training.plain": "report_step should_stop",
         "elastic_launch.training.ranks.replicas": "ReplicasDifferError",
+        "elastic_launch.training.ranks.world": "World",
         "elastic_launch.training.schedule": "Schedule",
         "elastic_launch.training.session": "Run session",
         "elastic_launch.training.steps": "NonFiniteLossError Step",
@@ -123,6 +133,7 @@ __all__ = [
     "CheckpointEnd",
     "CheckpointError",
     "CheckpointGoneError",
+    "CheckpointInfo",
     "CheckpointReadError",
     "CheckpointWriteError",
     "DamagedCheckpointError",
@@ -134,19 +145,24 @@ __all__ = [
     "FunctionLoader",
     "GlobalBatch",
     "Incident",
+    "Loader",
     "MicroBatch",
     "NonFiniteLossError",
+    "Position",
     "Progress",
     "ReplicasDifferError",
     "RoundStart",
     "Run",
     "Schedule",
     "ShardedStream",
+    "Stateful",
     "Step",
     "StepEnd",
     "Trainer",
     "UnsupportedStateError",
+    "Url",
     "UsageError",
+    "World",
     "WriteOutcome",
     "__version__",
     "count_shards",

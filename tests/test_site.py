@@ -6,8 +6,10 @@ import inspect
 import re
 import subprocess
 import sys
+from dataclasses import is_dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any, get_args, get_type_hints, is_typeddict
 
 import pytest
 
@@ -27,10 +29,14 @@ ENGINES = {
     "Evaluator": "begin",
     "FunctionLoader": f"{OF_LOADERS} indices use_old_order",
     "GlobalBatch": "halved settled",
+    "Loader": f"{OF_LOADERS} indices use_old_order",
     "Progress": "on_checkpoint on_evaluation on_incident on_round on_step",
     "ShardedStream": "describe fingerprint",
+    "Stateful": "load_state_dict state_dict",
     "Step": "exchanged give_up misuse passes",
     "Trainer": "load_state_dict state_dict",
+    "Url": "absolute",
+    "World": "device of",
 }
 """Public methods and properties that the library itself calls; scripts do not, and the API page does not show them."""
 
@@ -80,6 +86,29 @@ def test_the_api_page_shows_what_scripts_call_and_nothing_else(name: str) -> Non
     }
     assert members - shown_members(name) == set(ENGINES.get(name, "").split())
     assert shown_members(name) <= members
+
+
+def named_types(hint: Any) -> set[type]:
+    """The classes of this package in an annotation, except the names of keyword arguments."""
+    if isinstance(hint, list | tuple):
+        return set().union(*map(named_types, hint))
+    own = isinstance(hint, type) and hint.__module__.startswith("elastic_launch.") and not is_typeddict(hint)
+    return ({hint} if own else set()) | named_types(get_args(hint))
+
+
+@pytest.mark.parametrize("name", sorted(SHOWN - {"Drain"}))
+def test_the_types_in_a_public_name_s_annotations_are_public(name: str) -> None:
+    found = getattr(elastic_launch, name)
+    hinted = [found] if inspect.isfunction(found) or is_dataclass(found) else []
+    if inspect.isclass(found):
+        made_by_scripts = f" {name}()\n" not in API and not issubclass(found, Exception)
+        for key in shown_members(name) | ({"__init__"} if made_by_scripts else set()):
+            member = getattr(found, key)
+            hinted.append(member.fget if isinstance(member, property) else member)
+    public = [getattr(elastic_launch, key) for key in SHOWN - {"Drain"}]
+    public += [getattr(elastic_launch.samplers, key) for key in elastic_launch.samplers.__all__]
+    types = set().union(*(named_types(hint) for one in hinted for hint in get_type_hints(one).values()))
+    assert [cls.__qualname__ for cls in types if cls not in public] == []
 
 
 @pytest.mark.slow
