@@ -25,11 +25,11 @@ OF_LOADERS = (
 ENGINES = {
     "Checkpoint": "by_clock doubt due due_everywhere failed finish go_on has_newer lost needs open outcomes owes "
     "put_off record requested rescue route save standing torn wanted writes",
-    "ElasticLoader": f"{OF_LOADERS} use_old_order",
+    "ElasticLoader": OF_LOADERS,
     "Evaluator": "begin",
-    "FunctionLoader": f"{OF_LOADERS} indices use_old_order",
+    "FunctionLoader": f"{OF_LOADERS} indices",
     "GlobalBatch": "halved settled",
-    "Loader": f"{OF_LOADERS} indices use_old_order",
+    "Loader": f"{OF_LOADERS} indices",
     "Progress": "on_checkpoint on_evaluation on_incident on_round on_step",
     "ShardedStream": "describe fingerprint",
     "Stateful": "load_state_dict state_dict",

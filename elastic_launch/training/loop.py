@@ -559,7 +559,7 @@ class Loop:
         if resumed.state is None:
             resumed = replace(resumed, step=self._step)
         else:
-            self._loader.go_on(resumed.identity, resumed.origin)
+            self._loader.go_on(resumed.identity)
         return resumed
 
     def _end_step(self) -> None:

@@ -292,8 +292,6 @@ class Trainer:
         self.step = step
         if self._deepspeed is not None:
             self._deepspeed.optimizer.follow_model()
-        if self.loader.old_order and self._eval_loader is not None:
-            self._eval_loader.use_old_order()
         run, batch = self.run, self.loader.batch
         start = RoundStart(
             round=run.world.round,

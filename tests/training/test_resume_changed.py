@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,11 +21,13 @@ from elastic_launch.errors import UsageError
 from elastic_launch.snapshot.format.small_values import UnknownMember
 from elastic_launch.training.checkpoints.matching import differences
 from elastic_launch.training.checkpoints.state import TrainingState
+from elastic_launch.training.data.samplers import SAMPLE_ORDER
 from elastic_launch.training.engine import Engine
 from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
 
 DATA = torch.randn(24, 3, generator=torch.Generator().manual_seed(1))
+DATASET = TensorDataset(DATA, DATA.sum(1, keepdim=True))
 FIRST_FORMAT = Path(__file__).parent / "data" / "first_format"
 
 Make = Callable[[], nn.Module]
@@ -50,7 +54,7 @@ def _train(
     run, model = Run(Engine(World(), torch.device("cpu"))), make()
     made = optimizer(model)
     scheduler = schedule(made) if schedule is not None else None
-    loader = el.ElasticLoader(TensorDataset(DATA, DATA.sum(1, keepdim=True)), el.GlobalBatch(size, 4), shuffle=False)
+    loader = el.ElasticLoader(DATASET, el.GlobalBatch(size, 4), shuffle=False)
     checkpoint = el.Checkpoint(directory, every=100)
     options = {"checkpoint": checkpoint, "exact": True, "scheduler": scheduler}
     for step in run.steps(loader, model, made, until=until, **options):
@@ -180,10 +184,49 @@ def test_names_of_several_models_and_optimizers_are_compared(tmp_path: Path) -> 
         train("a", "c")
 
 
+def _first_format(directory: Path) -> None:
+    """Copy a checkpoint of the first format, and add the order of samples, which that format did not record."""
+    shutil.copytree(FIRST_FORMAT, directory)
+    (file,) = directory.glob("*/manifest.json")
+    manifest = json.loads(file.read_text())
+    del manifest["sha256"]
+    loader = el.ElasticLoader(DATASET, el.GlobalBatch(8, 4), shuffle=False)
+    manifest["meta"]["identity"][SAMPLE_ORDER] = loader.identity[SAMPLE_ORDER]
+    digest = hashlib.sha256(json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    file.write_text(json.dumps({**manifest, "sha256": digest}, indent=1) + "\n")
+
+
+def test_a_checkpoint_without_an_order_of_samples_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(FIRST_FORMAT, tmp_path / "old")
+    with pytest.raises(
+        UsageError, match=r"checkpoint of step 3 in .* was made without order of samples \(as a hash\), this training has \d+"
+    ):
+        _train(tmp_path / "old", schedule=lambda optimizer: MultiStepLR(optimizer, [2, 4]))
+
+
+@pytest.mark.parametrize("changed", ["shuffle", "drop_last", "sampler"])
+def test_another_order_of_samples_is_refused(tmp_path: Path, changed: str) -> None:
+    def train(until: str, **options: Any) -> int:
+        run, model = Run(Engine(World(), torch.device("cpu"))), nn.Linear(3, 1)
+        loader = el.ElasticLoader(TensorDataset(DATA[:20]), el.GlobalBatch(8, 4), **options)
+        optimizer, checkpoint = torch.optim.SGD(model.parameters()), el.Checkpoint(tmp_path, every=100)
+        for step in run.steps(loader, model, optimizer, until=until, checkpoint=checkpoint):
+            for (x,) in step:
+                step.backward(model(x).mean())
+            step.update()
+        return run.resumed_step
+
+    others = {"shuffle": False, "drop_last": True, "sampler": el.samplers.Weighted([1.0] * 20)}
+    train("2ba")
+    with pytest.raises(UsageError, match=r"step 2 in .* was made with order of samples \(as a hash\) \d+, this"):
+        train("4ba", **{changed: others[changed]})
+    assert train("4ba", shuffle=True) == 2
+
+
 def test_a_checkpoint_of_the_first_format_can_be_resumed(tmp_path: Path) -> None:
     """It was written by the first version with checkpoints; what that version did not record is not compared."""
     schedule = {"schedule": lambda optimizer: MultiStepLR(optimizer, [2, 4], gamma=0.5)}
-    shutil.copytree(FIRST_FORMAT, tmp_path / "old")
+    _first_format(tmp_path / "old")
     _train(tmp_path / "old", until="6ba", **schedule)
     _train(tmp_path / "new", until="6ba", **schedule)
     states = [snapshot.newest(tmp_path / name).state for name in ("old", "new")]  # type: ignore[union-attr]
@@ -193,7 +236,7 @@ def test_a_checkpoint_of_the_first_format_can_be_resumed(tmp_path: Path) -> None
 
 
 def test_another_class_of_optimizers_is_known_by_its_settings_where_no_name_was_saved(tmp_path: Path) -> None:
-    shutil.copytree(FIRST_FORMAT, tmp_path / "old")
+    _first_format(tmp_path / "old")
     with pytest.raises(UsageError, match="another class of optimizers than the SGD here: it has no 'dampening'"):
         _train(
             tmp_path / "old",

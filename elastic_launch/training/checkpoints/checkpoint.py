@@ -42,7 +42,6 @@ from elastic_launch.training.checkpoints.shared_directory import Writers, behind
 from elastic_launch.training.checkpoints.start_from import StartFrom
 from elastic_launch.training.checkpoints.state import TrainingState
 from elastic_launch.training.checkpoints.urls import open_url
-from elastic_launch.training.data.samplers import SAMPLE_ORDER
 from elastic_launch.training.durations import Interval
 from elastic_launch.training.kinds import check_kind
 from elastic_launch.training.link import AgentLink
@@ -725,11 +724,10 @@ def check_identity(identity: dict[str, int], meta: dict[str, Any], origin: str) 
     """
     saved = meta.get("identity", {})
     for name, value in identity.items():
-        if name == SAMPLE_ORDER and name not in saved:
-            continue  # an older checkpoint without it: the loader continues in the old order
         if saved.get(name) != value:
+            was = f"with {name} {saved[name]}" if name in saved else f"without {name}"
             raise UsageError(
-                f"{origin} was made with {name} {saved.get(name)}, this training has {value}.",
+                f"{origin} was made {was}, this training has {value}.",
                 "Use the same, or another directory: the samples of the steps to come would not be those left over. If "
                 "that is wanted: Checkpoint(another directory, start_from=this one, allow=[...]).",
             )

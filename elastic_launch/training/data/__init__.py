@@ -4,7 +4,6 @@
 ``samplers``     the sample at each position of an epoch
 ``streams``      shards as one dataset
 ``permutation``  random order in constant memory
-``old_order``    the sample order of checkpoints made before ``permutation``
 ``batches``      fetches one micro-batch, in any process
 ``generators``   finds random generators that the library does not seed
 ``evaluation``   evaluation, divided among the ranks

@@ -27,7 +27,6 @@ from elastic_launch.batch import BatchPlan, GlobalBatch
 from elastic_launch.errors import UsageError
 from elastic_launch.training.data.batches import Batches, Drawn, Feed, GetBatch, Request
 from elastic_launch.training.data.generators import own_generators
-from elastic_launch.training.data.old_order import OldBatches, OldShuffled
 from elastic_launch.training.data.samplers import SAMPLE_ORDER, InOrder, Sampler, Shuffled
 from elastic_launch.training.data.streams import ShardedStream, StreamOrder
 from elastic_launch.training.durations import ENDLESS
@@ -87,14 +86,12 @@ class Loader(ABC):
         batch: the global batch.
         seed: all randomness in the data derives from it.
         length: number of samples in an epoch.
-        old_order: whether samples come in the order used before orders were computed position by position.
     """
 
     def __init__(self, batch: GlobalBatch, seed: int, length: int, options: Mapping[str, Any]) -> None:
         self.batch = batch
         self.seed = seed
         self.length = length
-        self.old_order = False
         self._options = _checked(type(self).__name__, options)
         self._feed = Feed()
         # Without a generator, DataLoader would draw from the global one once per epoch and restart.
@@ -183,8 +180,6 @@ class Loader(ABC):
         identity = {"global batch": self.batch.size, "seed": self.seed, **self._of_data()}
         if self.batch.micro != "auto":
             identity["micro-batch"] = self.batch.micro
-        if self.old_order:
-            return identity
         if self._order_hash is None:
             self._order_hash = self._hashed()
         return identity | {SAMPLE_ORDER: self._order_hash}
@@ -192,30 +187,10 @@ class Loader(ABC):
     def _of_data(self) -> dict[str, int]:
         return {}
 
-    def go_on(self, identity: Mapping[str, int], origin: str) -> None:
-        """Continue a checkpoint's training, with its micro-batch size, and its order of samples if that is the old one.
-
-        Args:
-            identity: the checkpoint's.
-            origin: names the checkpoint in error messages.
-
-        Raises:
-            UsageError: if the checkpoint has the old order and this loader does not support it.
-        """
+    def go_on(self, identity: Mapping[str, int]) -> None:
+        """Continue the training of a checkpoint with this identity: with its micro-batch size, if the loader has none."""
         if self.batch.micro == "auto" and "micro-batch" in identity:
             self.batch = GlobalBatch(self.batch.size, identity["micro-batch"])
-        if SAMPLE_ORDER in identity:
-            return
-        self.use_old_order()
-        if not self.old_order:
-            raise UsageError(
-                f"{origin} was made with the order of ElasticLoader without a sampler.",
-                "Use the same, or another directory: the samples of the steps to come would not be those left over.",
-            )
-
-    @abstractmethod
-    def use_old_order(self) -> None:
-        """Use the old order of samples, if this kind of loader had one."""
 
     def epoch_from(self, step: int, world_size: int, rank: int) -> Generator[Any]:
         """Yield a rank's collated micro-batches one by one, from a step to the end of its epoch.
@@ -318,7 +293,6 @@ class ElasticLoader(Loader):
             )
         self.dataset = dataset
         self._samples = len(dataset)
-        self._shuffle = shuffle is None or shuffle
         self._sampler = _checked_sampler(sampler, shuffle, dataset, batch)
         self._own_sampler = sampler is not None
         self._drop_last = drop_last
@@ -351,21 +325,13 @@ class ElasticLoader(Loader):
         name = self.dataset.describe if isinstance(self.dataset, ShardedStream) else str
         return f"the dataset's items {', '.join(map(name, items[:8]))}{', ...' if len(items) > 8 else ''}"
 
-    def use_old_order(self) -> None:
-        if self._own_sampler or self.old_order:
-            return
-        self.old_order = True
-        self._sampler = OldShuffled(self.length) if self._shuffle else self._sampler
-        self._data_loader = self._made()
-
     def own_generators(self) -> list[str]:
         found = own_generators(self.dataset, type(self.dataset).__name__)
         found += own_generators(self._collate, "collate_fn")
         return found + own_generators(self._sampler, type(self._sampler).__name__)
 
     def _source(self) -> Dataset[Any]:
-        kind = OldBatches if self.old_order else Batches
-        return kind(self.dataset, self._collate, self.seed)
+        return Batches(self.dataset, self._collate, self.seed)
 
     def _of_data(self) -> dict[str, int]:
         identity = {"dataset length": self._samples}
@@ -458,9 +424,6 @@ class FunctionLoader(Loader):
 
     def contents(self, step: int, micro: int) -> str:
         return f"what {_name(self._get_batch)}() gives for step {step} and micro-batch {micro}"
-
-    def use_old_order(self) -> None:
-        """Do nothing: this kind of loader never had the old order."""
 
     def _source(self) -> Dataset[Any]:
         return Drawn(self._get_batch, self.seed)

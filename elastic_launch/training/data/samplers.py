@@ -18,7 +18,7 @@ from elastic_launch.training.data.permutation import Permutation, uniform
 __all__ = ["ByLength", "InOrder", "Permutation", "Sampler", "Shuffled", "Weighted", "uniform"]
 
 SAMPLE_ORDER = "order of samples (as a hash)"
-"""Name of the sample order in a checkpoint's identity; checkpoints with the old order do not have it."""
+"""Name of the sample order in a checkpoint's identity."""
 
 
 @runtime_checkable
