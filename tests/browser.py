@@ -18,7 +18,14 @@ from typing import Any
 
 from harness import SLOWNESS
 
-FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-pipe")
+FLAGS = (
+    "--headless",
+    "--hide-scrollbars",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--remote-debugging-pipe",
+)
 KEYS = {"Tab": 9, "ArrowDown": 40}
 
 
@@ -81,9 +88,15 @@ class Browser:
     def colours(self, scheme: str) -> None:
         self.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
-    def picture(self, path: Path) -> None:
+    def picture(self, path: Path, width: int) -> None:
+        """Take a picture of the whole page in a window of this width and as high as the page."""
+        size = {"width": width, "deviceScaleFactor": 1, "mobile": False}
+        self.ask("Emulation.setDeviceMetricsOverride", height=740, **size)
+        height = self.value("document.documentElement.scrollHeight")
+        self.ask("Emulation.setDeviceMetricsOverride", height=height, **size)
         data = self.ask("Page.captureScreenshot", captureBeyondViewport=True)["data"]
         path.write_bytes(base64.b64decode(data))
+        self.ask("Emulation.clearDeviceMetricsOverride")
 
 
 @contextlib.contextmanager

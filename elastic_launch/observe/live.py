@@ -23,12 +23,17 @@ T = TypeVar("T")
 
 
 class LiveLedger:
-    """Follows one host's events as they happen. Thread-safe."""
+    """Follows one host's events as they happen. Thread-safe.
+
+    Attributes:
+        events: how many there were.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._chronicle = Chronicle()
+        self.events = 0
         self._told = 0
         self._drawn: deque[tuple[float, Event]] = deque(maxlen=MOST)
         self._last: tuple[Incident, ...] | None = None  # since the last event
@@ -41,6 +46,7 @@ class LiveLedger:
         with self._lock:
             now = self._clock.now()
             self._chronicle.add(now, event)
+            self.events += 1
             if isinstance(event, DRAWN):
                 self._drawn.append((now, event))
             self._last = None

@@ -27,6 +27,7 @@ __all__ = [
     "now_section",
     "rank_options",
     "sections",
+    "summary_section",
     "time_of_day",
     "when",
 ]
@@ -165,9 +166,9 @@ def rank_options(ranks: Iterable[int]) -> str:
     return "".join(f"<option value='{rank}'>{rank}</option>" for rank in ("", *ranks))
 
 
-def charts_section(samples: Sequence[Sample], chronicle: Chronicle, incidents: Sequence[Incident]) -> str:
+def charts_section(samples: Sequence[Sample], host: Host, incidents: Sequence[Incident]) -> str:
     """Return charts of the figures that workers report over the time of the run, as HTML; empty if they report none."""
-    axis = _Axis(chronicle)
+    axis = _Axis(host.chronicle)
     found = []
     for name, unit, values in (
         ("loss", "", [(x.at, x.loss) for x in samples]),
@@ -176,14 +177,15 @@ def charts_section(samples: Sequence[Sample], chronicle: Chronicle, incidents: S
     ):
         known = [(at, value) for at, value in values if value is not None and at >= axis.since]
         if known:
-            found.append(_chart(name, unit, known, axis, axis.bands(incidents)))
+            found.append(_chart(name, unit, known, axis, axis.bands(incidents)) + _ticks(host))
     return "<h2>Training</h2>" + "".join(found) if found else ""
 
 
 def _chart(name: str, unit: str, known: Sequence[tuple[float, float]], axis: _Axis, bands: str) -> str:
     least, most = min(value for _, value in known), max(value for _, value in known)
-    scale = (FLOOR - MARGIN) / (most - least) if most > least else 0.0
-    points = " ".join(f"{axis.across(at):.1f},{FLOOR - scale * (value - least):.1f}" for at, value in known)
+    middle, height = (least + most) / 2, FLOOR - MARGIN
+    scale = height / (most - least) if most > least else 0.0  # a value that stays is drawn in the middle
+    points = " ".join(f"{axis.across(at):.1f},{FLOOR - height / 2 - scale * (at_y - middle):.1f}" for at, at_y in known)
     text = f"{name}: {known[-1][1]:.4g}{unit}"
     return _figure(
         f"{text}<span>{least:.4g} to {most:.4g}</span>", text, f"{bands}<polyline class='curve' points='{points}'/>"
@@ -201,14 +203,19 @@ def _figure(caption: str, label: str, drawn: str) -> str:
 def sections(host: Host, ledger: Ledger) -> dict[str, str]:
     """Return the parts of a report, as HTML by the names of :data:`SECTIONS`."""
     return {
-        "summary": f"<p>{escape(ledger.line())}</p>"
-        f"<p class='dim'>Times are those of node {escape(host.node)}'s clock, from its first event.</p>",
+        "summary": summary_section(host, ledger),
         "rounds": f"<h2>Rounds</h2>{_Picture(host.chronicle, host.told, ledger.incidents).svg()}"
         f"{_ticks(host)}"
         "<p class='dim'>Each bar is a round, as high as its world size. Red areas: training stood still. Red lines: "
         "rounds that broke. Green lines: durable checkpoints.</p>",
         "incidents": "<h2>Incidents</h2>" + _incidents(host, ledger.incidents) + _hints(ledger),
     }
+
+
+def summary_section(host: Host, ledger: Ledger) -> str:
+    """Return the run in one line, as HTML."""
+    clock = f"Times are those of node {escape(host.node)}'s clock, from its first event."
+    return f"<p>{escape(ledger.line())}</p><p class='dim'>{clock}</p>"
 
 
 def _document(name: str, body: str, head: str = "") -> str:

@@ -6,6 +6,9 @@ import json
 import re
 from itertools import pairwise
 
+import pytest
+
+from elastic_agents.probes import pages
 from elastic_agents.probes.pages import node_pages
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.events import types as ev
@@ -131,6 +134,56 @@ def test_charts_have_the_time_of_the_run_and_its_incidents() -> None:
     assert [len(points.split()) for points in re.findall(r"points='(.*?)'", charts)] == [2, 3, 3]
     assert charts.count("class='still'") == 3
     assert "incident 1: crash (&lt;b&gt;)" in charts
+
+
+def test_a_value_that_stays_is_drawn_in_the_middle_above_a_time_axis() -> None:
+    served = Served()
+    served.add(*begun(1))
+    for steps, loss in ((2, 0.5), (4, 0.1)):
+        served.at += 4
+        served.history.add(Present("running", trained=steps, trained_s=0.5 * steps, loss=loss, lr=0.1))
+    charts = served.live(Present("running", 1, step=4))["charts"]
+    heights = [[float(x.split(",")[1]) for x in y.split()] for y in re.findall(r"points='(.*?)'", charts)]
+    assert heights == [[4.0, 128.0], [66.0, 66.0], [66.0, 66.0]]
+    assert charts.count("<span>+0.0 s</span>") == charts.count("<span>+11.0 s</span>") == 3
+
+
+def test_what_has_not_changed_is_not_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "REDRAW", 0.0)
+    served = Served()
+    served.add(*begun(1))
+    served.at += 1000
+    step = 0
+
+    def drawn() -> dict[str, str]:
+        nonlocal step
+        step += 1
+        body = served.pages["/live"](Present("running", 1, step=step)).body
+        return dict(json.loads(body.decode().splitlines()[1].removeprefix("data: ")))
+
+    def sample(trained: int) -> None:
+        served.history.add(Present("running", trained=trained, trained_s=1.0 * trained, loss=0.5 * trained))
+
+    sample(1)
+    first = drawn()
+    served.at += 5
+    second = drawn()
+    assert [second[name] == first[name] for name in ("charts", "rounds", "incidents", "summary")] == [True] * 3 + [
+        False
+    ]
+    sample(2)
+    third = drawn()
+    assert third["charts"] != second["charts"]
+    assert third["rounds"] == second["rounds"]
+    served.at += 20
+    fourth = drawn()
+    assert fourth["rounds"] != third["rounds"], "a hundredth of the time has passed"
+    assert fourth["charts"] == third["charts"]
+    served.add(ev.RoundBroken(1, "crash", "b", 3.0, ""))
+    fifth = drawn()
+    assert fifth["charts"] != fourth["charts"]
+    served.at += 1
+    assert drawn()["incidents"] != fifth["incidents"], "an incident that lasts grows"
 
 
 def test_a_long_run_keeps_a_bounded_number_of_samples_of_all_of_it() -> None:

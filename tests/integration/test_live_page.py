@@ -86,7 +86,7 @@ def test_the_page_tells_of_a_node_that_joins_and_a_killed_worker(job: Job) -> No
         assert "learning rate: 0.05" in text(page, "#charts")
 
         if shown := os.environ.get("PAGE_PICTURE"):  # for docs/live-page.png
-            page.picture(Path(shown))
+            page.picture(Path(shown), 1000)
         chosen_by_keyboard(page)
         wait_for("the rank's output", lambda: "a line of a worker" in text(page, "#log"))
         with pytest.raises(urllib.error.HTTPError, match="404"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,16 @@ from elastic_launch.observe.history import History
 from elastic_launch.observe.ledger import Ledger
 from elastic_launch.observe.live import LiveLedger
 from elastic_launch.observe.metrics import CONTENT_TYPE, NodeMetrics
-from elastic_launch.observe.page import LOOK_EVERY, MOST, charts_section, live_page, now_section, rank_options, sections
+from elastic_launch.observe.page import (
+    LOOK_EVERY,
+    MOST,
+    charts_section,
+    live_page,
+    now_section,
+    rank_options,
+    sections,
+    summary_section,
+)
 from elastic_launch.observe.present import Present
 from elastic_launch.observe.reading import Host
 from elastic_launch.observe.watch import Watch
@@ -31,6 +41,10 @@ SAMPLE_EVERY = 1.0
 
 REDRAW = 0.5
 """Seconds for which what was drawn is shown, also to others: more readers do not cause more work."""
+
+
+SEEN = 0.01
+"""Share of a run's time by which the pictures of its rounds may be old, if nothing has happened since."""
 
 
 def node_pages(
@@ -57,6 +71,14 @@ def node_pages(
             drawn[:] = [(time.monotonic(), redrawn(present))]
         return drawn[0][1]
 
+    kept: dict[str, tuple[object, float, dict[str, str]]] = {}  # what was drawn, of what, and when
+
+    def again(name: str, of: object, now: float, most: float, make: Callable[[], dict[str, str]]) -> dict[str, str]:
+        """Draw only if that of which it is drawn has changed, or if it is older than ``most``."""
+        if name not in kept or kept[name][0] != of or now - kept[name][1] > most:
+            kept[name] = of, now, make()
+        return kept[name][2]
+
     def redrawn(present: Present) -> Response:
         # One event, after which the browser asks again: so a reader that is slow, or stays, holds nothing here.
         found = {"now": now_section(watch.figures(present), watch.doing(present))}
@@ -70,7 +92,19 @@ def node_pages(
             chronicle.since = next((x.formed for x in chronicle.rounds.values() if x.formed is not None), None)
         host = Host(config.node_id, chronicle, (), tuple(told))
         found = replace(found, incidents=found.incidents[-MOST:])
-        return {"charts": charts_section(history.samples(), chronicle, found.incidents), **sections(host, found)}
+        samples, until = history.samples(), chronicle.until
+        charts = again(
+            "charts",
+            (ledger.events, samples[-1:]),
+            until,
+            math.inf,
+            lambda: {"charts": charts_section(samples, host, found.incidents)},
+        )
+        # An incident that lasts grows; a round does too, but slowly beside what is drawn already.
+        lasts = bool(found.incidents) and not found.incidents[-1].recovered
+        most = 0.0 if lasts else SEEN * (until - (chronicle.since or 0.0))
+        rounds = again("rounds", ledger.events, until, most, lambda: sections(host, found))
+        return {**charts, **rounds, "summary": summary_section(host, found)}
 
     def show_metrics(present: Present, query: str = "") -> Response:
         leads, goodput = ledger.goodput(present.step)
