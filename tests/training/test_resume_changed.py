@@ -199,7 +199,7 @@ def _first_format(directory: Path) -> None:
 def test_a_checkpoint_without_an_order_of_samples_is_refused(tmp_path: Path) -> None:
     shutil.copytree(FIRST_FORMAT, tmp_path / "old")
     with pytest.raises(
-        UsageError, match=r"checkpoint of step 3 in .* was made without order of samples \(as a hash\), this training has \d+"
+        UsageError, match=r"step 3 in .* was made without order of samples \(as a hash\), this training"
     ):
         _train(tmp_path / "old", schedule=lambda optimizer: MultiStepLR(optimizer, [2, 4]))
 

@@ -188,7 +188,7 @@ class Loader(ABC):
         return {}
 
     def go_on(self, identity: Mapping[str, int]) -> None:
-        """Continue the training of a checkpoint with this identity: with its micro-batch size, if the loader has none."""
+        """Continue the training of a checkpoint with this identity: take its micro-batch size if there is none here."""
         if self.batch.micro == "auto" and "micro-batch" in identity:
             self.batch = GlobalBatch(self.batch.size, identity["micro-batch"])
 
