@@ -1,8 +1,9 @@
 """Versionable JSON for frozen dataclasses: strict on types, bounded in size, never a pickle.
 
-All messages and records of this project are encoded here. Unknown fields are ignored and missing ones take their
-defaults, so the output of a newer version can be read. The bounds of a field are part of its type:
-``Annotated[int, rule]``, where the rule returns the value to use, or raises ValueError with the values it allows.
+Messages between nodes and between agent and worker, records and copy jobs are encoded here. Unknown fields are ignored
+and missing ones take their defaults, so the output of a newer version can be read. The bounds of a field are part of
+its type: ``Annotated[int, rule]``, where the rule returns the value to use, or raises ValueError with the values
+it allows.
 """
 
 from __future__ import annotations
