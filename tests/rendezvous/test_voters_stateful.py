@@ -65,6 +65,7 @@ class World:
     now: float = 0.0
     processes: dict[str, Process] = field(default_factory=dict)
     files: dict[str, VoterState] = field(default_factory=dict)
+    discarded: set[str] = field(default_factory=set)
     wire: list[tuple[Process, str, Request | Answer]] = field(default_factory=list)
     parents: dict[str, str | None] = field(default_factory=dict)
     known: set[str] = field(default_factory=set)
@@ -93,8 +94,8 @@ class World:
     def stop(self, name: str, *, lose_file: bool) -> None:
         process = self.processes[name]
         process.alive, process.doing = False, None
-        others = [x for x in self.names if x != name]
-        if lose_file and all(x in self.files and self.files[x].founded for x in others):
+        others = [self.files.get(x) for x in self.names if x != name]
+        if lose_file and all(x is not None and x.founded and x.life not in self.discarded for x in others):
             self.files.pop(name, None)
 
     # Messages.
@@ -125,8 +126,8 @@ class World:
         assert process.voter is not None
         if process.voter.born:
             self.files[process.name] = process.voter.state
-        else:
-            self.files.pop(process.name, None)
+        elif process.name in self.files:  # as of a voter that began again: its old file stays until it is born
+            self.discarded.add(self.files[process.name].life)
 
     def hear(self, process: Process, answer: Answer) -> None:
         if not process.alive:
