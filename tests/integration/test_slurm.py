@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from changes import undisturbed_hash
 from etcd_servers import cluster as etcd_cluster
 from etcd_servers import endpoints
 from harness import LOOP, SCRIPTS, read_lines, wait_for
@@ -30,6 +31,12 @@ STEPS = 60
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with cluster(tmp_path_factory.mktemp("slurm"), 3) as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The hash with which a training of so many steps ends."""
+    return undisturbed_hash(tmp_path_factory.mktemp("undisturbed"), STEPS)
 
 
 class Training:
@@ -147,7 +154,9 @@ def test_mistakes_are_errors_and_the_agents_of_a_job_are_placed_by_slurm(slurm: 
     assert re.search("node-rank: 1 ", one)
 
 
-def test_preempted_by_another_job_it_is_requeued_and_no_step_is_lost(slurm: Cluster, tmp_path: Path) -> None:
+def test_preempted_by_another_job_it_is_requeued_and_no_step_is_lost(
+    slurm: Cluster, tmp_path: Path, undisturbed: str
+) -> None:
     training = Training(slurm, tmp_path, "requeue", "--nodes=2", "--nodelist=n[1-2]")
     training.trains(2)
     urgent = slurm.submit("--partition=high", "--nodes=2", "--nodelist=n[1-2]", "--exclusive", "--wrap=true")
@@ -157,19 +166,20 @@ def test_preempted_by_another_job_it_is_requeued_and_no_step_is_lost(slurm: Clus
     training.trains(2, after=training.steps()[-1]["step"])
     result = training.finish()
     training.assert_no_step_was_done_twice()
-    assert result["restarts"] == 0
+    assert (result["restarts"], result["hash"]) == (0, undisturbed)
     assert training.output.count("exit code 143: stopped by SIGTERM") == 2
 
 
-def test_warned_of_its_end_a_job_saves_and_requeues_itself(slurm: Cluster, tmp_path: Path) -> None:
+def test_warned_of_its_end_a_job_saves_and_requeues_itself(slurm: Cluster, tmp_path: Path, undisturbed: str) -> None:
     training = Training(slurm, tmp_path, "requeue", "--nodes=2", "--nodelist=n[1-2]")
     training.trains(2)
     slurm.command("scancel", "--batch", "--signal=USR1", training.job)
     training.start_again()
     training.says("; n1 hosts; SLURM_RESTART_COUNT=1")
     training.trains(2, after=training.steps()[-1]["step"])
-    training.finish()
+    result = training.finish()
     training.assert_no_step_was_done_twice()
+    assert result["hash"] == undisturbed
     assert training.output.count("exit code 143: stopped by SIGUSR1") == 2
 
 
