@@ -37,6 +37,7 @@ class Run:
         max_restarts: int = 3,
         record: ControlRecord | None = None,
         dead: frozenset[str] = frozenset(),
+        silent: frozenset[str] = frozenset(),
         **timing: float,
     ) -> None:
         low, _, high = nodes.partition(":")
@@ -44,7 +45,7 @@ class Run:
         self.clock = FakeClock(1000.0)
         record = record or ControlRecord("run", "digest", 1, Leader("a", "a1", "10.0.0.1", 1)).renewed()
         self.record = record if record.limits != Limits() else replace(record, limits=self.limits)
-        self.machine = LeaderMachine(self.record, Timing(**timing), COMMAND, self.clock.now(), dead)
+        self.machine = LeaderMachine(self.record, Timing(**timing), COMMAND, self.clock.now(), dead, silent)
         self.links: dict[str, int] = {}
         self.silent: set[str] = set()
         self.commits: list[ControlRecord] = []

@@ -104,12 +104,16 @@ def test_the_leaders_host_is_lost_as_a_round_forms(run: Run, undisturbed: str, l
 
 @pytest.mark.slow
 def test_a_frozen_leader_is_succeeded_and_comes_back_as_a_new_node(run: Run, undisturbed: str) -> None:
-    run.start("a", "b", "c")
+    dead_after = 8
+    run.start("a", "b", "c", flags=("--rdzv-conf", f"dead_after={dead_after}"))
     number = run.changes.trains(3, steps=3)
     leader = run.leader()
     frozen = run.agents[leader].freeze()
     number = run.changes.trains(2, after=number)
     assert run.leader(2) != leader
+    elected = next(event for event in run.job.events("leader_elected") if event["term"] == 2)
+    formed = next(event for event in run.job.events("round_formed") if event["round"] == number)
+    assert formed["clock"] - elected["clock"] < dead_after, "it was waited for a second time"
     run.agents[leader].thaw(frozen)
     run.changes.trains(3, after=number)
     run.finish(undisturbed)

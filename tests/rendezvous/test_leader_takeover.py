@@ -159,6 +159,29 @@ def test_a_member_that_is_known_to_be_dead_is_not_awaited() -> None:
     assert (run.number, run.members, run.record.restarts) == (5, "bc", 1)
 
 
+def test_a_member_that_was_silent_for_long_before_has_little_time_to_come() -> None:
+    run = Run("1:3", record=record_of_running_round("abc"), silent=frozenset({"a1"}))
+    run.hello("b", **HELD)
+    run.advance(0.4)
+    assert not run.told(RoundBroken)
+    run.advance(0.2)
+    assert run.told(RoundBroken)[0].cause == "node a did not come to the new leader"
+    run.stop("b")
+    assert run.number == 4, "c may have its workers still"
+    run.hello("c", **STOPPED)
+    assert (run.number, run.members, run.record.restarts) == (5, "bc", 1)
+    late = Run("1:3", record=record_of_running_round("abc"), silent=frozenset({"a1"}))
+    late.hello("b", "c", **STOPPED, failed=failure("b", round=4))
+    assert late.number == 4
+    late.advance(0.6)
+    assert (late.number, late.members, late.record.restarts) == (5, "bc", 1), "its loss is the cause"
+    back = Run("1:2", record=record_of_running_round(), silent=frozenset({"a1"}))
+    back.advance(0.4)
+    back.hello("a", "b", **HELD)
+    back.advance(60)
+    assert back.number == 4
+
+
 def test_a_newer_agent_of_a_member_shows_that_the_older_is_gone() -> None:
     run = Run("1:2", record=record_of_running_round())
     run.hello("a", **HELD)

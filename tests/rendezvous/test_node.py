@@ -170,7 +170,7 @@ def test_a_leader_is_succeeded_when_it_refuses_or_was_silent_for_long() -> None:
         assert succession.decide(record, wait - 0.1, leading=False) is None
         takeover = succession.decide(record, wait, leading=False)
         assert takeover is not None
-        assert takeover.dead == ("b1" if refused else "")
+        assert (takeover.dead, takeover.silent) == (("b1", "") if refused else ("", "b1"))
 
 
 def test_the_hello_brings_the_failure_of_the_round_until_another_one_is_formed() -> None:

@@ -69,6 +69,28 @@ def _live_scenario(cluster: Cluster) -> None:
     assert sum(node.workers.kept for node in cluster.nodes) in (3, 4)
 
 
+@pytest.mark.parametrize("fault", ["killed", "powered off", "frozen for 20 s", "cut off"])
+def test_voters_wait_once_for_a_leader_and_hardly_longer_for_its_node(fault: str) -> None:
+    for seed in range(4):
+        cluster = Cluster("1:3", seed=seed, voters=True)
+        cluster.start("a", "b", "c")
+        cluster.run(8.0)
+        assert cluster.trains
+        before, lost = cluster.record, cluster.kernel.now
+        assert before is not None
+        FAULTS[fault](cluster)
+        elected = 0.0
+        while cluster.record is not None and cluster.record.round == before.round:
+            cluster.kernel.step(cluster.kernel.now + 0.1)
+            if cluster.record.term > before.term:
+                elected = elected or cluster.kernel.now
+        dead_after = cluster.timing.dead_after
+        assert elected - lost < dead_after + 0.5
+        assert cluster.kernel.now - elected < dead_after / 2  # in which workers stop
+        cluster.run(20.0)
+        cluster.recover()
+
+
 class _Stopped(Exception):
     """The scenario has reached the point."""
 

@@ -90,11 +90,23 @@ class Checks:
             replaced = node is not self.cluster[node.node_id]  # a newer agent with its id shows that it is gone
             late = (node.incarnation, node.workers.training)  # an earlier round need not have waited for it
             excused = replaced or node.incarnation in leader.closed or silent_for >= dead_after - 1e-6
+            excused = excused or self._led_before(leader, node)
             assert excused or late in self._left_behind, (
                 f"{node.name} still trains in round {node.workers.training}, {silent_for:.2f} s silent"
             )
             assert record.round.index(node.node_id, node.incarnation) is None, "a member that still trains"
             self._left_behind.add(late)
+
+    def _led_before(self, leader: SimLeader, node: SimNode) -> bool:
+        """Whether a node that voters elected before need not be waited for: dead_after has passed for it, too.
+
+        Until it thaws it cannot know that. Workers that can train without those of others must be dead.
+        """
+        terms = [x for x in self.cluster.leaders if x.node is node]
+        if node.incarnation not in leader.silent or not terms:
+            return False
+        alone = len(self.rounds[node.workers.training]) == 1
+        return leader.began - terms[-1].sure >= self.cluster.timing.dead_after - 1e-6 and (node.frozen or not alone)
 
     def _ended(self, record: ControlRecord) -> None:
         assert record.end is not None
@@ -108,6 +120,7 @@ class Checks:
     # Leaders.
 
     def ordered(self, leader: SimLeader, order: m.Order) -> None:
+        self._acts_in_time(leader)
         assert self._leaders[order.term] == leader.node.incarnation, "an order of a term that it does not lead"
         if isinstance(order, m.Form):
             assert self.rounds.get(order.round.number) == tuple(x.node_id for x in order.round.members)
@@ -115,7 +128,12 @@ class Checks:
             assert self.record is not None
             assert self.record.end is not None
 
+    def _acts_in_time(self, leader: SimLeader) -> None:
+        unsure = self.cluster.kernel.now - leader.sure
+        assert self.cluster.voters is None or unsure < self.cluster.timing.dead_after, "another node may lead"
+
     def emitted(self, leader: SimLeader, event: Event) -> None:
+        self._acts_in_time(leader)
         self._note(f"{leader.node.incarnation} {event}")
         match event:
             case RoundBroken(round=number, kind=kind, lasted_s=lasted) if kind in FREE:

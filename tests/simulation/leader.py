@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from elastic_launch.errors import StoreError
 from elastic_launch.rendezvous.backends.c10d import ACK_TIMEOUT
 from elastic_launch.rendezvous.backends.election import WATCH
+from elastic_launch.rendezvous.backends.succession import Takeover
 from elastic_launch.rendezvous.backends.voting import STEP_DOWN
 from elastic_launch.rendezvous.continuity import Claim, Sight
 from elastic_launch.rendezvous.leader import types as to_do
@@ -35,16 +36,20 @@ class SimLeader:
     Attributes:
         heard: when a node's incarnation was last heard from on a link.
         closed: incarnations whose last link was seen to end.
+        silent: see :class:`LeaderMachine`.
     """
 
-    def __init__(self, node: SimNode, record: ControlRecord, dead: frozenset[str]) -> None:
+    def __init__(self, node: SimNode, record: ControlRecord, takeover: Takeover, sure: float) -> None:
         self.node = node
         self.cluster, self.kernel = node.cluster, node.cluster.kernel
         self.port = record.leader.port
         self.began = self.kernel.now
         self.mailbox = Mailbox(self.kernel, node)
         timing = self.cluster.timing
-        self.machine = LeaderMachine(record, timing, COMMAND, self.began, dead)
+        dead, self.silent = frozenset({takeover.dead} - {""}), frozenset({takeover.silent} - {""})
+        if self.cluster.voters is None:
+            self.silent = frozenset()
+        self.machine = LeaderMachine(record, timing, COMMAND, self.began, dead, self.silent)
         self.links: dict[int, Connection] = {}
         self.greeted: dict[int, str] = {}
         self.heard: dict[str, float] = {}
@@ -53,7 +58,7 @@ class SimLeader:
         self.over = False
         self._stopping = False
         self._numbers: dict[Connection, int] = {}
-        self._claim = Claim(SEAL, record, self.began)
+        self._claim = Claim(SEAL, record, sure)
         self._writing = False
 
     @property
@@ -68,6 +73,10 @@ class SimLeader:
     def unsure_for(self) -> float:
         """Seconds since its term was last seen in the record, or written there; infinite if it has ended."""
         return self.kernel.now - self._claim.sure if self.alive else math.inf
+
+    def _may_lead(self) -> bool:
+        """Whether no other node can lead yet."""
+        return self.cluster.voters is None or self.unsure_for() < STEP_DOWN * self.cluster.timing.dead_after
 
     @property
     def record(self) -> ControlRecord:
@@ -116,7 +125,10 @@ class SimLeader:
                     break
             wait = 0.05 if give_up is not None else max(0.0, min(next_turn, next_pulse) - now)
             news = False
-            for connection, message in (yield self.mailbox.get(wait)):
+            messages = yield self.mailbox.get(wait)
+            if not self._may_lead():
+                self.depose()
+            for connection, message in messages:
                 news = news or not isinstance(message, m.Beat)
                 yield from self._receive(connection, message)
             now = kernel.now
@@ -207,7 +219,7 @@ class SimLeader:
         while self.alive:
             began = self.kernel.now
             voters = self.cluster.voters
-            if voters is not None and self.unsure_for() >= STEP_DOWN * self.cluster.timing.dead_after:
+            if not self._may_lead():
                 self.depose()
                 return
             try:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from elastic_agents import policy_types as v
 from elastic_agents.policy import decide
 from elastic_launch.errors import RefusedError, StoreError
-from elastic_launch.rendezvous.backends.succession import Succession
+from elastic_launch.rendezvous.backends.succession import Succession, Takeover
 from elastic_launch.rendezvous.continuity import REPAIR, Continuity, SpoiledError, repairing
 from elastic_launch.rendezvous.node.failure_detector import FailureDetector
 from elastic_launch.rendezvous.node.machine import NodeMachine, Search
@@ -361,7 +361,7 @@ class SimNode(Host):
             if not may_lead:
                 raise StoreError("no node leads yet.")
             first = ControlRecord("run", "digest", 1, me, limits=self.cluster.limits, run="01")
-            return (yield from self._take_over(None, first, timeout, ""))
+            return (yield from self._take_over(None, first, timeout, Takeover("first")))
         leading = self.leading is not None and self.leading.alive
         takeover = self.succession.decide(record, now, leading=leading)
         dead_after = self.cluster.timing.dead_after
@@ -372,7 +372,7 @@ class SimNode(Host):
             return record
         following = record if self._spoiled_at is None else repairing(record, None if led else self.kernel.random)
         following = replace(following, term=following.term + 1, leader=me)
-        return (yield from self._take_over(value, following, timeout, takeover.dead))
+        return (yield from self._take_over(value, following, timeout, takeover))
 
     def _newest(self) -> ControlRecord | None:
         newest = self._continuity.newest
@@ -381,11 +381,12 @@ class SimNode(Host):
             return self.leading.record
         return newest
 
-    def _take_over(self, expected: bytes | None, record: ControlRecord, timeout: float, dead: str) -> Task:
+    def _take_over(self, expected: bytes | None, record: ControlRecord, timeout: float, takeover: Takeover) -> Task:
         yield from self._end_leading()
         store = self.cluster.store
         self.port = self.port or self.cluster.next_port()
         record = replace(record, leader=replace(record.leader, port=self.port)).renewed()
+        began = self.kernel.now
         if not (yield store.compare_and_set(self, expected, record.encode(), timeout)):
             value = yield store.load(self, timeout)
             try:
@@ -395,7 +396,7 @@ class SimNode(Host):
         self.succession.reached()
         self._continuity.wrote(record)
         self._spoiled_at = None
-        self.leading = SimLeader(self, record, frozenset({dead} - {""}))
+        self.leading = SimLeader(self, record, takeover, began)
         self.cluster.leaders.append(self.leading)
         self.leading.start()
         return record

@@ -28,7 +28,7 @@ from elastic_launch.errors import EndpointError, ExitCode, InternalError, Refuse
 from elastic_launch.events.types import EventSink, LeaderElected
 from elastic_launch.rendezvous.backends.c10d import ACK_TIMEOUT, FoundLeader, NodeAddress
 from elastic_launch.rendezvous.backends.rival import Rivals
-from elastic_launch.rendezvous.backends.succession import Succession
+from elastic_launch.rendezvous.backends.succession import Succession, Takeover
 from elastic_launch.rendezvous.continuity import REPAIR, STANDS, Claim, Continuity, Sight, SpoiledError, repairing
 from elastic_launch.rendezvous.leader.service import UNSURE, LeaderService
 from elastic_launch.rendezvous.record import ControlRecord, Leader, Round
@@ -124,7 +124,7 @@ class ElectedBackend:
                 raise StoreError("no node leads yet.")
             config = self._config
             record = ControlRecord(config.run_id, config.digest(), 1, self._candidate(), limits=config.limits)
-            return self._take(None, replace(record, run=secrets.token_hex(8)), timeout, "first")
+            return self._take(None, replace(record, run=secrets.token_hex(8)), timeout, Takeover("first"))
         if record.end is not None and not self._continuity.member:
             return self._come_late(stored, record, timeout)
         self._patience.over()
@@ -135,7 +135,7 @@ class ElectedBackend:
         if takeover is None or not self.may_lead:
             return found_by(record)
         self._check_same(record)
-        return self._take(stored, self._following(record), timeout, takeover.cause, dead=takeover.dead)
+        return self._take(stored, self._following(record), timeout, takeover)
 
     def unreachable(self, found: FoundLeader, *, refused: bool, silent_for: float = 0.0, seen_round: int = 0) -> None:
         now = self._clock.now()
@@ -197,7 +197,7 @@ class ElectedBackend:
             return found_by(newest)
         self._check_same(newest)
         following = self._following(repairing(newest, None if led else random.SystemRandom()))
-        return self._take(stored, following, timeout, takeover.cause, dead=takeover.dead)
+        return self._take(stored, following, timeout, takeover)
 
     @property
     def _leads(self) -> bool:
@@ -227,7 +227,7 @@ class ElectedBackend:
                 ended.run_id, config.digest(), term, leader, round=last, first_term=term, limits=config.limits
             )
             begun = replace(begun, run=secrets.token_hex(8))
-            return self._take(stored, begun, timeout, f"a new run under the id {ended.run_id}")
+            return self._take(stored, begun, timeout, Takeover(f"a new run under the id {ended.run_id}"))
         if ended.end.code == ExitCode.DONE and config.token is None:
             raise RefusedError(
                 f"The record says that {run} had ended with 0 before this node came, which nothing proves without a "
@@ -254,15 +254,7 @@ class ElectedBackend:
                 + self._removal(),
             )
 
-    def _take(
-        self,
-        expected: bytes | None,
-        record: ControlRecord,
-        timeout: float,
-        cause: str,
-        *,
-        dead: str = "",
-    ) -> FoundLeader:
+    def _take(self, expected: bytes | None, record: ControlRecord, timeout: float, takeover: Takeover) -> FoundLeader:
         """Try to write a record with this node as its leader and to lead; return where the leader is then.
 
         Args:
@@ -287,16 +279,25 @@ class ElectedBackend:
         self._spoiled_at = None
         claim = Claim(self._seal, record, began)  # not later: its answer may have waited in a frozen process
         claimed = ClaimedStore(written, claim, self._clock, _log)
-        gone = frozenset({dead} - {""})
         most, now = self._most_unsure, self._clock.now
-        sure = lambda: now() - claimed.sure < most  # noqa: E731
-        service = LeaderService.of(self._config, links, claimed, record, self._clock, self._events, gone, sure)
+        service = LeaderService.of(
+            self._config,
+            links,
+            claimed,
+            record,
+            self._clock,
+            self._events,
+            dead=frozenset({takeover.dead} - {""}),
+            # Only if leaders step down in time: its node was cut off before another one could be elected.
+            silent=frozenset({takeover.silent} - {""}) if most < math.inf else frozenset(),
+            sure=lambda: now() - claimed.sure < most,
+        )
         self._succession.reached()
         # Several reads within the time after which a leader that cannot see the record is no longer sure.
         look = min(WATCH, self._config.timing.dead_after / 5)
         rivals = Rivals(record.run, self._incarnation, self._config.token)
         self._leader_term = _LeaderTerm(service, watched, claimed, self._clock, look, rivals, self._most_unsure)
-        self._events.emit(LeaderElected(self._config.node_id, record.term, cause))
+        self._events.emit(LeaderElected(self._config.node_id, record.term, takeover.cause))
         self._leader_term.start()
         return found_by(record)
 

@@ -19,10 +19,12 @@ class Takeover:
     Attributes:
         cause: why, in words.
         dead: incarnation of the node whose process is known to be dead, or empty.
+        silent: incarnation of the leader that could not be reached for dead_after, or empty.
     """
 
     cause: str
     dead: str = ""
+    silent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,5 +103,7 @@ class Succession:
         dead = doubt.refused_since is not None and now - doubt.refused_since >= REFUSED_FOR
         if not dead and waited < self._dead_after:
             return None
-        how = "its process is gone" if dead else f"it could not be reached for {waited:.1f} s"
-        return Takeover(f"leader {record.leader.node_id} lost: {how}", record.leader.incarnation if dead else "")
+        lost, gone = f"leader {record.leader.node_id} lost: ", record.leader.incarnation
+        if dead:
+            return Takeover(f"{lost}its process is gone", dead=gone)
+        return Takeover(f"{lost}it could not be reached for {waited:.1f} s", silent=gone)

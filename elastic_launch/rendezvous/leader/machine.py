@@ -57,12 +57,19 @@ class LeaderMachine:
         command: this node's command, written as for a shell; other nodes' commands are compared with it.
         now: the leader's monotonic clock, in seconds, here and in all methods.
         dead: incarnations of nodes whose process is known to be dead.
+        silent: incarnations of nodes that were silent for dead_after before this term.
     """
 
     def __init__(
-        self, record: ControlRecord, timing: Timing, command: str, now: float, dead: frozenset[str] = frozenset()
+        self,
+        record: ControlRecord,
+        timing: Timing,
+        command: str,
+        now: float,
+        dead: frozenset[str] = frozenset(),
+        silent: frozenset[str] = frozenset(),
     ) -> None:
-        self._state = state = LeaderState(record, timing, now, dead)
+        self._state = state = LeaderState(record, timing, now, dead, silent)
         self._rounds = Rounds(state)
         self.timing, self.nodes = timing, state.nodes
         self._send, self._emit, self._close, self._flush = state.send, state.emit, state.close, state.flush
@@ -236,8 +243,7 @@ class LeaderMachine:
     def wait(self, now: float) -> float:
         """Seconds until the next turn is due, 0 or more."""
         due = [now + self.timing.beat, *self._rounds.due()]
-        if self._state.owed:
-            due.append(self._state.began + self.timing.dead_after)
+        due += self._state.owed_until()
         return max(0.0, min([moment for moment in due if moment > now], default=now) - now)
 
     def _wake(self, now: float) -> None:

@@ -217,10 +217,9 @@ class Rounds:
         """
         match self.phase:
             case Running() | Draining():
-                running = self.phase.running if isinstance(self.phase, Draining) else self.phase
                 name = node.hello.node_id
                 # A lost member makes workers crash.
-                if failure is None or any(member.node_id != name for member in self._lost(running, now)):
+                if failure is None or any(member.node_id != name for member in self._lost(now)):
                     self.break_round(self.phase, Kind.NODE_LOSS, f"node {name} {how} without its workers", now)
                     if isinstance(self.phase, Broken):
                         self.phase.presumed = failure is None and node.hello.broken
@@ -430,7 +429,7 @@ class Rounds:
         if len(members) == size and all(node.ready for node in members):
             self._state.resizing.prices.trains(now, live=all(node.live for node in members))
         start_ahead(self._state, running)
-        if len(members) < size and (lost := self._lost(running, now)):
+        if len(members) < size and (lost := self._lost(now)):
             # Only a leader that took over a running round can lack members: they are dead, or never connected to it.
             self.break_round(running, Kind.NODE_LOSS, f"node {lost[0].node_id} did not come to the new leader", now)
             self.consider(now)
@@ -468,12 +467,11 @@ class Rounds:
         self._stop_round(running, Kind.MEMBERSHIP, f"resize: {', '.join(causes)}", None, now)
         self.consider(now)
 
-    def _lost(self, running: Running, now: float) -> list[Member]:
+    def _lost(self, now: float) -> list[Member]:
         """Members of the running round that are not connected and need not be waited for."""
-        overdue = now - running.formed_at >= self._state.timing.dead_after
+        awaited = self._state.owed - self._state.overdue(now)
         here = {node.hello.node_id for node in self._state.members()}
-        members = self._state.record.round.members
-        return [x for x in members if x.node_id not in here and (overdue or x.node_id not in self._state.owed)]
+        return [x for x in self._state.record.round.members if x.node_id not in here | awaited]
 
     def _room(self) -> bool:
         return self._state.resizing.has_room(len(self._state.record.round.members), self._state.limits.max_nodes)
@@ -506,11 +504,9 @@ class Rounds:
 
     def _consider_broken(self, broken: Broken, now: float) -> None:
         active = self._state.members()
-        if now - self._state.began >= self._state.timing.dead_after:
-            if self._state.owed:
-                cause = f"node {', '.join(sorted(self._state.owed))} did not come to the new leader"
-                self._impose(broken, Kind.NODE_LOSS, cause)
-            self._state.owed.clear()
+        if overdue := self._state.overdue(now):
+            self._impose(broken, Kind.NODE_LOSS, f"node {', '.join(sorted(overdue))} did not come to the new leader")
+            self._state.owed -= overdue
         # A member that died with the previous leader makes the others crash: first find out which are missing.
         # The worker that broke connections may still be ending; until its node has stopped, nothing waits for this.
         collected = now - broken.at >= COLLECT and not broken.disconnected

@@ -62,7 +62,7 @@ class LeaderService:
     Args:
         listener: the listening socket for links; this object takes ownership of it.
         record: the record as committed for this leader's term; ``store`` holds it.
-        dead: see :class:`LeaderMachine`.
+        dead, silent: see :class:`LeaderMachine`.
         key: the key of the links, derived from the run's token; None without a token.
         sure: whether no other node can lead yet; asked in each turn, since this process may have been frozen.
     """
@@ -77,6 +77,7 @@ class LeaderService:
         clock: Clock,
         events: EventSink,
         dead: frozenset[str] = frozenset(),
+        silent: frozenset[str] = frozenset(),
         key: bytes | None = None,
         sure: Callable[[], bool] = lambda: True,
     ) -> None:
@@ -87,7 +88,7 @@ class LeaderService:
         self._timing = timing
         self._beat = timing.beat_among(record.limits.max_nodes)
         self._events = events
-        self._machine = LeaderMachine(record, timing, command, clock.now(), dead)
+        self._machine = LeaderMachine(record, timing, command, clock.now(), dead, silent)
         self._requests = AdminRequests(self._machine)
         self._key = key
         self._sure = sure
@@ -119,11 +120,12 @@ class LeaderService:
         clock: Clock,
         events: EventSink,
         dead: frozenset[str] = frozenset(),
+        silent: frozenset[str] = frozenset(),
         sure: Callable[[], bool] = lambda: True,
     ) -> LeaderService:
         """Return the leader of a launch's run, with the launch's times, command and token."""
         key = link_key(config.token, config.run_id)
-        return cls(listener, store, record, config.timing, str(config.command), clock, events, dead, key, sure)
+        return cls(listener, store, record, config.timing, str(config.command), clock, events, dead, silent, key, sure)
 
     def start(self) -> None:
         """Begin to lead."""

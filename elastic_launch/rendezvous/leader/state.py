@@ -15,7 +15,10 @@ from elastic_launch.rendezvous.leader.types import Close, Commit, Emit, Instruct
 from elastic_launch.rendezvous.record import ControlRecord, End
 from elastic_launch.rendezvous.wire import messages as m
 
-__all__ = ["LeaderState"]
+__all__ = ["GRACE", "LeaderState"]
+
+GRACE = 0.5
+"""Seconds that a node which was silent for dead_after before this term has to come: it may only have lost the store."""
 
 
 class LeaderState:
@@ -27,7 +30,7 @@ class LeaderState:
         began: when this leader's term began.
         turned: time of the last turn.
         last_arrival: when a node last joined.
-        owed: members of a previous leader's round: they may be training until they connect, or are silent for long.
+        owed: members of a previous leader's round: they may be training until they connect, or are :meth:`overdue`.
         floor: rounds up to this number may have been formed.
         seen: the highest round that a node is known to have taken part in.
         departing: whether this leader's own node leaves.
@@ -35,7 +38,9 @@ class LeaderState:
         drill: the planned faults.
     """
 
-    def __init__(self, record: ControlRecord, timing: Timing, now: float, dead: frozenset[str]) -> None:
+    def __init__(
+        self, record: ControlRecord, timing: Timing, now: float, dead: frozenset[str], silent: frozenset[str]
+    ) -> None:
         self.record = record
         self.timing = timing
         self.nodes: dict[str, Node] = {}
@@ -45,6 +50,7 @@ class LeaderState:
         self.resizing = Resizing(self.nodes)
         self.began = self.turned = self.last_arrival = now
         self.owed = {member.node_id for member in record.round.members if member.incarnation not in dead}
+        self._silent = {member.node_id for member in record.round.members if member.incarnation in silent}
         self.floor = max(record.round.number, record.floor)
         self.seen = record.round.number
         if record.repaired:
@@ -63,6 +69,18 @@ class LeaderState:
     def live(self) -> bool:
         """Whether the workers of the last round in which all trained could be suspended."""
         return self.resizing.prices.live
+
+    def overdue(self, now: float) -> set[str]:
+        """The owed members that count as dead, because they have not come to this leader in time."""
+        return {x for x in self.owed if now - self.began >= self._patience(x)}
+
+    def owed_until(self) -> list[float]:
+        """Times at which owed members are overdue."""
+        return [self.began + self._patience(x) for x in self.owed]
+
+    def _patience(self, node_id: str) -> float:
+        dead_after = self.timing.dead_after
+        return min(GRACE, dead_after) if node_id in self._silent else dead_after
 
     def members(self) -> list[Node]:
         """The nodes that have, or may have, workers of the current round."""
