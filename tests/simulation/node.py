@@ -226,7 +226,7 @@ class SimNode(Host):
         self.connections.remove((connection, 0))
 
     def _judge(self, gap: float = 0.0) -> None:
-        if self.cluster.limits.max_nodes == 1 or self._record is None:
+        if self._record is None:
             return
         leads = self._record.leader.incarnation == self.incarnation
         unsure = (self.leading.unsure_for() if self.leading is not None else math.inf) if leads else None
