@@ -377,6 +377,9 @@ class LeaderService:
                     self._queue.clear()
                     self._deposed = True
                     self._stop.set()
+                elif not self._sure():  # it was frozen during the write
+                    self._queue.clear()
+                    self.depose(UNSURE)
             case to_do.Send(link=number, order=order):
                 if number in self._links:
                     self._links[number].channel.send(self._packed(order))
