@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -117,3 +118,21 @@ def test_a_killed_lora_ends_with_the_undisturbed_weights_also_sharded_and_saves_
         assert (found["hash"], found["worlds"], found["resumed"] > 0) == (expected, [2, 2], True)
         names = el.load_checkpoint(saved)["model"]
         assert all(".up." in key or ".down." in key for key in names) is not bool(options)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_restore_takes_no_whole_state_per_process_besides_what_it_maps(job: Job) -> None:
+    """From memory, from the disk and by way of a URL, where rank 0 maps all of it: twice the state was read before."""
+    saved, script = job.directory / "saved", str(SCRIPTS / "sharded_memory.py")
+    for number, (place, plan) in enumerate(
+        ((saved, FaultPlan.fail_at(1, 4)), (saved, None), (f"file://{saved}", None))
+    ):
+        environ = plan.environment() if plan is not None else {}
+        told = [script, str(place), str(6 + number)]
+        agent = job.launch("--standalone", "--nproc", "2", name=f"run-{number}", command=told, env=environ)
+        assert agent.wait(120 * SLOWNESS) == 0, agent.output
+        found = dict(re.findall(r"rank (\d) restored step \d+: (\d\.\d+) of the state", agent.output))
+        assert set(found) == {"0", "1"}, agent.output
+        assert float(found["1"]) < 1.3, found
+        assert float(found["0"]) < (1.3 if number < 2 else 1.95), found

@@ -19,7 +19,7 @@ from elastic_launch.snapshot.format.dtypes import DTYPES, bytes_of, dense, is_po
 from elastic_launch.snapshot.format.files import MAX_HEADER
 from elastic_launch.snapshot.stall import advanced
 
-__all__ = ["Layout", "layout", "parts", "read"]
+__all__ = ["Layout", "copied", "layout", "mapped", "parts", "read"]
 
 _ALIGNMENT = 8
 
@@ -95,7 +95,14 @@ def layout(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | No
 
 
 def read(descriptor: int, only: Collection[str] | None = None) -> dict[str, torch.Tensor]:
-    """Return the tensors of an open file, each in its own memory.
+    """Return the tensors of an open file, each in its own memory; arguments and errors as for :func:`mapped`."""
+    return {name: copied(tensor) for name, tensor in mapped(descriptor, only).items()}
+
+
+def mapped(descriptor: int, only: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+    """Return the tensors of an open file in mapped memory: it changes with the file, and the end of the file ends it.
+
+    What is kept must therefore be copied at once. Tensors take memory only where they are read.
 
     Args:
         only: names of the tensors to return, if the file has them; None: all.
@@ -108,19 +115,23 @@ def read(descriptor: int, only: Collection[str] | None = None) -> dict[str, torc
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             names = [name for name in file.keys() if only is None or name in only]  # noqa: SIM118
-            return {name: _read_one(file, name) for name in names}
+            return {name: _map_one(file, name) for name in names}
     except SafetensorError as error:
         raise MalformedError(f"it is no safetensors file: {error}") from error
 
 
-def _read_one(file: Any, name: str) -> torch.Tensor:
+def _map_one(file: Any, name: str) -> torch.Tensor:
     described = file.get_slice(name)
     if described.get_dtype() not in _ELEMENTS:
         raise MalformedError(f"the tensor {name!r} has elements of type {described.get_dtype()}")
     if not is_possible(described.get_shape()):
         raise MalformedError(f"the tensor {name!r} has an impossible shape")
-    # The library returns mapped memory: it would change with the file, or crash the process if the file shrinks.
-    mapped: torch.Tensor = file.get_tensor(name)
+    found: torch.Tensor = file.get_tensor(name)
+    return found
+
+
+def copied(mapped: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in its own memory."""
     advanced()
     if mapped.numel() <= _PIECE:
         return mapped.clone()

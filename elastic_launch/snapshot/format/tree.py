@@ -30,7 +30,10 @@ from elastic_launch.snapshot.format import arrays
 from elastic_launch.snapshot.format.dtypes import DTYPES, bytes_of, is_possible, name_of, safetensors_type, stored_shape
 from elastic_launch.snapshot.format.plain import MAX_DEPTH, Decoder, Encoder, Path, base64_bytes, show, type_name
 
-__all__ = ["MAX_DEPTH", "decode", "encode", "tensor_names"]
+__all__ = ["MAX_DEPTH", "Take", "decode", "encode", "tensor_names"]
+
+Take = Callable[[Path, torch.Tensor], torch.Tensor]
+"""Returns what is kept of a tensor at a place in the state; it has the tensor's shape and dtype."""
 
 
 def encode(state: Any) -> tuple[dict[str, torch.Tensor], Any]:
@@ -48,17 +51,19 @@ def encode(state: Any) -> tuple[dict[str, torch.Tensor], Any]:
     return encoder.tensors, tree
 
 
-def decode(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def decode(tree: Any, tensors: Mapping[str, torch.Tensor], take: Take | None = None) -> Any:
     """Rebuild a state.
 
     Args:
         tree: the JSON value.
-        tensors: tensors by name, with the dtypes and shapes under which they are stored.
+        tensors: tensors by name, with the dtypes and shapes under which they are stored. Each is looked up once, in the
+            order of the JSON value.
+        take: called for each tensor before the next one is looked up; None: all of each is kept.
 
     Raises:
         MalformedError: if ``encode`` cannot have made this tree and these tensors.
     """
-    decoder = _Decoder(tensors)
+    decoder = _Decoder(tensors, take or (lambda path, tensor: tensor))
     state = decoder.decode(tree, ())
     unused = tensors.keys() - decoder.made.keys()
     if unused:
@@ -133,8 +138,9 @@ def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 class _Decoder(Decoder):
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], take: Take) -> None:
         self._tensors = tensors
+        self._take = take
         self.made: dict[str, torch.Tensor] = {}
 
     def readers(self) -> dict[str, Callable[[dict[str, Any], Path], Any]]:
@@ -159,14 +165,14 @@ class _Decoder(Decoder):
 
     def _tensor(self, tree: dict[str, Any], path: Path) -> torch.Tensor:
         name, dtype, shape = tree["$tensor"], tree.get("dtype"), tree.get("shape")
-        stored = self._tensors.get(name) if isinstance(name, str) else None
-        if stored is None:
+        if not isinstance(name, str) or name not in self._tensors:
             raise MalformedError(f"no tensor {name!r} for {show(path)}")
         if not isinstance(dtype, str) or dtype not in DTYPES or not _is_shape(shape):
             raise MalformedError(f"an unknown dtype or shape at {show(path)}")
         made = self.made.get(name)
         if made is None:
-            made = self.made[name] = _restore(stored, DTYPES[dtype], tuple(shape), path)
+            made = self._take(path, _restore(self._tensors[name], DTYPES[dtype], tuple(shape), path))
+            self.made[name] = made
         if made.dtype is not DTYPES[dtype] or list(made.shape) != shape:
             raise MalformedError(f"another dtype or shape of the tensor {name!r} at {show(path)}")
         return made

@@ -173,9 +173,14 @@ class SlotWriter:
         return torch.frombuffer(self._mapped, dtype=torch.uint8)
 
 
-def read_state(slot: Slot, header: Header) -> Any:
-    """Return the state in a slot, each tensor in its own memory."""
-    return tree.decode(parse_json(slot.state(header)), tensorfile.read(slot.tensors))
+def read_state(slot: Slot, header: Header, take: tree.Take | None = None) -> Any:
+    """Return the state in a slot, each tensor in its own memory.
+
+    Args:
+        take: returns what is kept of a tensor, which is in the slot's memory.
+    """
+    tensors = tensorfile.read(slot.tensors) if take is None else tensorfile.mapped(slot.tensors)
+    return tree.decode(parse_json(slot.state(header)), tensors, take)
 
 
 def read_meta(slot: Slot, header: Header) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from elastic_launch.snapshot.storage.listing import (
     find,
     manifest_of,
 )
-from elastic_launch.snapshot.storage.shared_copies import Copies
+from elastic_launch.snapshot.storage.shared_copies import Copies, Taking
 from elastic_launch.snapshot.storage.url_storage import Storage
 
 __all__ = ["LoadedCheckpoint", "Parts", "load", "newest"]
@@ -38,6 +38,8 @@ _log = logging.getLogger(__name__)
 
 Parts = Callable[[CheckpointInfo], Collection[str]]
 """Returns the keys of a checkpoint's state that are wanted; the tensors of others take no memory."""
+
+_Read = Callable[[int, Collection[str] | None], dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +70,16 @@ class LoadedCheckpoint:
         return self.info.meta
 
 
-def load(info: CheckpointInfo, copies: Copies | None = None, parts: Parts | None = None) -> LoadedCheckpoint:
+def load(
+    info: CheckpointInfo, copies: Copies | None = None, parts: Parts | None = None, taking: Taking | None = None
+) -> LoadedCheckpoint:
     """Read a checkpoint; sizes and checksums are verified before its content is parsed.
 
     Args:
         info: the checkpoint, from :func:`find` or :func:`inspect`.
         copies: keeps the files read from a directory for other processes, if there is room.
         parts: selects what to return of the state; None: all of it.
+        taking: returns what is kept of each tensor.
 
     Raises:
         DamagedCheckpointError: if it differs from what its writer wrote, or from what ``info`` describes.
@@ -83,14 +88,16 @@ def load(info: CheckpointInfo, copies: Copies | None = None, parts: Parts | None
         CheckpointReadError: if it cannot be read.
     """
     path = info.path
+    take = taking(info.meta) if taking is not None else None
+    read = tensorfile.read if take is None else tensorfile.mapped
     if isinstance(path, Url):
         with remote.faults(path):
             manifest = _same(info, *remote.manifest_of(path))
             storage = Storage(path)
             state = _parse_state(storage.read(path / STATE, MAX_STATE_BYTES), manifest.state)
             state, only = _selected(state, info, parts)
-            tensors = _all_of(manifest, lambda name, sum: _fetch_tensors(storage, path / name, sum, only))
-            return LoadedCheckpoint(info, tree.decode(state, tensors))
+            tensors = _all_of(manifest, lambda name, sum: _fetch_tensors(storage, path / name, sum, only, read))
+            return LoadedCheckpoint(info, tree.decode(state, tensors, take))
     with faults(path):
         manifest = _same(info, *manifest_of(path))
         if copies is not None:
@@ -100,8 +107,8 @@ def load(info: CheckpointInfo, copies: Copies | None = None, parts: Parts | None
         if copies is not None:
             copies.keep_state(data)
         state, only = _selected(state, info, parts)
-        tensors = _all_of(manifest, lambda name, sum: _load_tensors(path / name, sum, copies, only))
-        return LoadedCheckpoint(info, tree.decode(state, tensors))
+        tensors = _all_of(manifest, lambda name, sum: _load_tensors(path / name, sum, copies, only, read))
+        return LoadedCheckpoint(info, tree.decode(state, tensors, take))
 
 
 def newest(
@@ -112,6 +119,7 @@ def newest(
     step: int | None = None,
     copies: Copies | None = None,
     parts: Parts | None = None,
+    taking: Taking | None = None,
 ) -> LoadedCheckpoint | None:
     """Load the newest intact checkpoint; return None if there is none.
 
@@ -121,7 +129,7 @@ def newest(
             it, a warning is logged.
         above: consider only checkpoints newer than this (round, step).
         step: consider only checkpoints of this step.
-        copies, parts: as for :func:`load`.
+        copies, parts, taking: as for :func:`load`.
 
     Raises:
         CheckpointReadError: if the directory cannot be listed.
@@ -139,7 +147,8 @@ def newest(
         try:
             found = find(directory, skip)
             found = [x for x in found if above is None or (x.round, x.step) > above]
-            return _first_sound([x for x in found if step in (None, x.step)], skip, copies, parts)
+            wanted = [x for x in found if step in (None, x.step)]
+            return _first_sound(wanted, skip, lambda info: load(info, copies, parts, taking))
         except CheckpointGoneError as error:
             # The process that removed it has a newer one.
             gone = error
@@ -148,11 +157,11 @@ def newest(
 
 
 def _first_sound(
-    infos: list[CheckpointInfo], skip: OnDamaged, copies: Copies | None, parts: Parts | None
+    infos: list[CheckpointInfo], skip: OnDamaged, load: Callable[[CheckpointInfo], LoadedCheckpoint]
 ) -> LoadedCheckpoint | None:
     for info in infos:
         try:
-            return load(info, copies, parts)
+            return load(info)
         except CheckpointGoneError:
             raise
         except CheckpointReadError as error:
@@ -197,19 +206,21 @@ def _all_of(manifest: Manifest, one: Callable[[str, FileSum], dict[str, torch.Te
 
 
 def _load_tensors(
-    path: Path, expected: FileSum, copies: Copies | None, only: set[str] | None
+    path: Path, expected: FileSum, copies: Copies | None, only: set[str] | None, read: _Read
 ) -> dict[str, torch.Tensor]:
     with open_regular(path) as descriptor:
         check_size(path.name, os.fstat(descriptor).st_size, expected)
         if copies is not None and (taken := copies.take(descriptor)) is not None:
             copy, found = taken
             _check_hash(path.name, found.sha256, expected)
-            return tensorfile.read(copy, only)
+            return read(copy, only)
         _check_hash(path.name, sum_of(descriptor).sha256, expected)
-        return tensorfile.read(descriptor, only)
+        return read(descriptor, only)
 
 
-def _fetch_tensors(storage: Storage, url: Url, expected: FileSum, only: set[str] | None) -> dict[str, torch.Tensor]:
+def _fetch_tensors(
+    storage: Storage, url: Url, expected: FileSum, only: set[str] | None, read: _Read
+) -> dict[str, torch.Tensor]:
     """Read tensors through an unnamed file: the data parsed must be the data verified, and may be large."""
     digest, size = hashlib.sha256(), 0
     with tempfile.TemporaryFile() as file:
@@ -222,7 +233,7 @@ def _fetch_tensors(storage: Storage, url: Url, expected: FileSum, only: set[str]
         file.flush()
         check_size(url.name, size, expected)
         _check_hash(url.name, digest.hexdigest(), expected)
-        return tensorfile.read(file.fileno(), only)
+        return read(file.fileno(), only)
 
 
 def _check_hash(name: str, sha256: str, expected: FileSum) -> None:

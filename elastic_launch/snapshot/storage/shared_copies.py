@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,10 @@ from elastic_launch.snapshot.format.plain import Decoder
 from elastic_launch.snapshot.room import free_memory
 from elastic_launch.snapshot.storage.listing import CheckpointInfo
 
-__all__ = ["CopiedFiles", "Copies"]
+__all__ = ["CopiedFiles", "Copies", "Taking"]
+
+Taking = Callable[[Mapping[str, Any]], tree.Take | None]
+"""Returns, for a checkpoint's meta, what is kept of each tensor, which is in mapped memory; None: all of each."""
 
 MOST = 0.5
 """Fraction of the free memory that copies may use."""
@@ -114,8 +118,11 @@ class CopiedFiles:
     def __init__(self, told: dict[str, Any]) -> None:
         self._told = told
 
-    def load(self) -> tuple[CheckpointInfo, Any]:
+    def load(self, taking: Taking | None = None) -> tuple[CheckpointInfo, Any]:
         """Return the checkpoint and its state, each tensor in its own memory.
+
+        Args:
+            taking: as for ``snapshot.load``.
 
         Raises:
             OSError: if the files cannot be opened: the process is gone, or belongs to another user.
@@ -123,16 +130,18 @@ class CopiedFiles:
         """
         path, step, round, digest, size = self._told["info"]
         meta = dict(Decoder().decode(parse_json(self._told["meta"].encode())))
+        take = taking(meta) if taking is not None else None
+        read = tensorfile.read if take is None else tensorfile.mapped
         tensors: dict[str, torch.Tensor] = {}
         for number in self._told["tensors"]:
             descriptor = self._open(number)
             try:
-                tensors.update(tensorfile.read(descriptor))
+                tensors.update(read(descriptor))
             finally:
                 os.close(descriptor)
         descriptor = self._open(self._told["state"])
         with open(descriptor, "rb") as file:
-            state = tree.decode(parse_json(file.read()), tensors)
+            state = tree.decode(parse_json(file.read()), tensors, take)
         return CheckpointInfo(Path(path), step, round, digest, size, meta), state
 
     def _open(self, number: int) -> int:

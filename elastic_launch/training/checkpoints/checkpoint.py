@@ -31,7 +31,7 @@ from elastic_launch.snapshot.location import Place, Url, place
 from elastic_launch.snapshot.room import room
 from elastic_launch.snapshot.storage.listing import positions
 from elastic_launch.snapshot.storage.owner import claim, other_owner, owned_by
-from elastic_launch.snapshot.storage.shared_copies import Copies
+from elastic_launch.snapshot.storage.shared_copies import Copies, Taking
 from elastic_launch.snapshot.storage.shares import nonce_of
 from elastic_launch.snapshot.storage.url_storage import check_driver
 from elastic_launch.system.threads import within
@@ -45,7 +45,7 @@ from elastic_launch.training.checkpoints.urls import open_url
 from elastic_launch.training.durations import Interval
 from elastic_launch.training.kinds import check_kind
 from elastic_launch.training.link import AgentLink
-from elastic_launch.training.ranks.exchange import broadcast_state, exchanging
+from elastic_launch.training.ranks.exchange import broadcast_state, exchanging, in_place
 from elastic_launch.training.ranks.world import World
 
 __all__ = [
@@ -269,11 +269,12 @@ class Checkpoint:
             UsageError: if the checkpoint belongs to another training; the message names what differs.
             CheckpointError: if the directory cannot be read or does not respond, or the URL cannot be used.
         """
+        parts = parts or TrainingState()
         if isinstance(self.directory, Url):
             return self._open_url(self.directory, world, identity, above, parts)
         self._writers = in_directory(self.directory, world)
         # A read that is merely slow must not make the training resume from an older state.
-        read = read_on_node(world, self.directory, partial(_read, self.directory, above))
+        read = read_on_node(world, self.directory, partial(_read, self.directory, above, parts.taking), parts.taking)
         loaded, known, damaged = read.loaded, read.known, read.damaged
         newest, holder, complete = _agree(world, loaded)
         self._highest = max(
@@ -289,18 +290,20 @@ class Checkpoint:
             self._begin(world, {})
             self._take(self.directory, world)
             return first
-        state = None if loaded is None else {"parts": loaded.state, "meta": loaded.meta}
+        state, meta = (None, {}) if loaded is None else (loaded.state, loaded.meta)
         if not complete:
-            state = broadcast_state(state if world.rank == holder else None, holder, world.rank)
+            if loaded is not None and world.rank == holder and parts.taking(meta) is not None:
+                state = snapshot.load(loaded.info, taking=in_place(parts.taking)).state  # it has only its shards
+            meta = dict(broadcast_state(meta, holder, world.rank))
+            state = broadcast_state(state, holder, world.rank, parts.taking(meta))
         assert state is not None
-        meta = state["meta"]
         where = loaded.info.path if loaded is not None and (complete or world.rank == holder) else self.directory
         origin = f"The checkpoint of step {newest[1]} in {where}"
         check_identity(identity, meta, origin)
         self._begin(world, meta)
         # Last: a training that does not belong here must not take the directory from one that does.
         self._take(self.directory, world)
-        return self._resumed(newest[1], state["parts"], meta, origin)
+        return self._resumed(newest[1], state, meta, origin)
 
     def standing(self, step: int, *, now: bool) -> tuple[int, float]:
         """Return the step of the last save and its age in seconds; ``(step, 0.0)`` if this step is being saved."""
@@ -568,11 +571,11 @@ class Checkpoint:
             return None
         return max((info.step for info in found if info.round >= self.branch.since), default=-1)
 
-    def _first(self, world: World, identity: dict[str, int], parts: TrainingState | None) -> Resumed:
+    def _first(self, world: World, identity: dict[str, int], parts: TrainingState) -> Resumed:
         """Return what a training without a checkpoint of its own begins with."""
         if self._start is None:
             return Resumed()
-        found = self._start.begin(world, identity, parts or TrainingState())
+        found = self._start.begin(world, identity, parts)
         resumed = Resumed.of(
             found.step, found.state, {"worlds": []} | found.meta | {"identity": identity}, found.origin
         )
@@ -586,7 +589,7 @@ class Checkpoint:
         world: World,
         identity: dict[str, int],
         above: tuple[int, int] | None,
-        parts: TrainingState | None,
+        parts: TrainingState,
     ) -> Resumed | None:
         self._writers = behind_url(world)
 
@@ -596,7 +599,7 @@ class Checkpoint:
         def check(meta: dict[str, Any], step: int) -> None:
             check_identity(identity, meta, origin(step))
 
-        found = open_url(url, world, run_id(), check, _warn, above)
+        found = open_url(url, world, run_id(), check, _warn, parts.taking, above)
         self._owner = found.owner
         self._highest = max(self._highest, found.highest, above[0] if above else 0)
         if found.state is None and above is not None:
@@ -638,7 +641,7 @@ class Checkpoint:
         return snapshot.WriteOutcome(copied.step, copied.round, copied.seconds, info, error)
 
 
-def _read(directory: Path, above: tuple[int, int] | None, copies: Copies | None) -> Read:
+def _read(directory: Path, above: tuple[int, int] | None, taking: Taking, copies: Copies | None) -> Read:
     """Return the newest intact checkpoint above a position, and the highest round in any checkpoint's name.
 
     Args:
@@ -654,7 +657,7 @@ def _read(directory: Path, above: tuple[int, int] | None, copies: Copies | None)
     try:
         if above is None or not _of_another_run(directory):
             skip = partial(_skip, damaged=damaged)
-            loaded = snapshot.newest(directory, on_damaged=skip, above=above, copies=copies)
+            loaded = snapshot.newest(directory, on_damaged=skip, above=above, copies=copies, taking=taking)
         known = max((number for number, _ in positions(directory)), default=0)
     except snapshot.CheckpointError as error:
         if above is None:

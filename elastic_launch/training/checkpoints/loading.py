@@ -22,6 +22,7 @@ from elastic_launch.snapshot.format.manifest import MANIFEST, new_nonce, parse_n
 from elastic_launch.snapshot.location import Place, place
 from elastic_launch.snapshot.stall import while_advancing
 from elastic_launch.snapshot.storage.reading import Parts
+from elastic_launch.snapshot.storage.shared_copies import Taking
 
 __all__ = ["export", "load_checkpoint", "read_checkpoint", "weights_in"]
 
@@ -101,18 +102,20 @@ def export(
         sync_directory(target.parent)
 
 
-def read_checkpoint(where: Place, step: int | None = None, parts: Parts | None = None) -> snapshot.LoadedCheckpoint:
+def read_checkpoint(
+    where: Place, step: int | None = None, parts: Parts | None = None, taking: Taking | None = None
+) -> snapshot.LoadedCheckpoint:
     """Return one checkpoint.
 
     Args:
         where: a directory or URL of checkpoints, or of one checkpoint.
         step: its step; None: the newest intact one.
-        parts: as for ``snapshot.load``.
+        parts, taking: as for ``snapshot.load``.
 
     Raises:
         CheckpointReadError: if there is none, or it cannot be read.
     """
-    return while_advancing(where, lambda: _read(where, step, parts))
+    return while_advancing(where, lambda: _read(where, step, parts, taking))
 
 
 def weights_in(info: snapshot.CheckpointInfo) -> list[str]:
@@ -120,11 +123,11 @@ def weights_in(info: snapshot.CheckpointInfo) -> list[str]:
     return [str(name) for name in info.meta.get("weights", ["model"])]
 
 
-def _read(where: Place, step: int | None, parts: Parts | None) -> snapshot.LoadedCheckpoint:
+def _read(where: Place, step: int | None, parts: Parts | None, taking: Taking | None) -> snapshot.LoadedCheckpoint:
     if parse_name(where.name) is not None or (isinstance(where, Path) and (where / MANIFEST).exists()):
         info = snapshot.inspect(where)
         if step in (None, info.step):
-            return snapshot.load(info, parts=parts)
+            return snapshot.load(info, parts=parts, taking=taking)
         raise snapshot.CheckpointReadError(
             where, f"{where} is the checkpoint of step {info.step}, not of step {step}.", "Leave out step=."
         )
@@ -135,7 +138,7 @@ def _read(where: Place, step: int | None, parts: Parts | None) -> snapshot.Loade
             damaged.append(error)
             _log.warning("a checkpoint is skipped: %s", error)
 
-    loaded = snapshot.newest(where, skip, step=step, parts=parts)
+    loaded = snapshot.newest(where, skip, step=step, parts=parts, taking=taking)
     if loaded is not None:
         return loaded
     if damaged:

@@ -23,9 +23,10 @@ from elastic_launch.contract import CopyJob, Stored
 from elastic_launch.snapshot.memory.slot import Header, Slot
 from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter, read_meta, read_state
 from elastic_launch.snapshot.room import room
+from elastic_launch.snapshot.storage.shared_copies import Taking
 from elastic_launch.training.checkpoints.snapshot_interval import Cost, Rhythm
 from elastic_launch.training.link import AgentLink
-from elastic_launch.training.ranks.exchange import broadcast_state, exchanging
+from elastic_launch.training.ranks.exchange import broadcast_state, exchanging, in_place
 from elastic_launch.training.ranks.world import World
 
 __all__ = ["MemorySnapshots", "Newest", "Route", "newest", "restore", "settled"]
@@ -277,13 +278,18 @@ def newest(
     return Newest((number, step), is_live, slot, have.index(best), everywhere, passes)
 
 
-def restore(newest: Newest, world: World) -> tuple[Any, dict[str, Any]]:
-    """Return a snapshot's state and meta; called by all ranks."""
-    whole: Any = None
-    if newest.mine is not None:
-        slot, header = newest.mine
-        whole = {"state": read_state(slot, header), "meta": read_meta(slot, header)}
+def restore(newest: Newest, world: World, taking: Taking) -> tuple[Any, dict[str, Any]]:
+    """Return a snapshot's state and meta; called by all ranks.
+
+    Args:
+        taking: returns what this rank keeps of each tensor.
+    """
     faults.reached("restore", newest.position[1])
-    if not newest.everywhere:
-        whole = broadcast_state(whole if world.rank == newest.holder else None, newest.holder, world.rank)
-    return whole["state"], dict(whole["meta"])
+    holds = newest.mine is not None and (newest.everywhere or world.rank == newest.holder)
+    meta = read_meta(*newest.mine) if newest.mine is not None and holds else {}
+    if newest.everywhere:
+        assert newest.mine is not None
+        return read_state(*newest.mine, taking(meta)), meta
+    meta = dict(broadcast_state(meta, newest.holder, world.rank))
+    state = read_state(*newest.mine, in_place(taking)(meta)) if newest.mine is not None and holds else None
+    return broadcast_state(state, newest.holder, world.rank, taking(meta)), meta

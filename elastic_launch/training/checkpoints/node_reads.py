@@ -21,7 +21,7 @@ import torch.distributed as dist
 from elastic_launch import snapshot
 from elastic_launch.snapshot.errors import MalformedError
 from elastic_launch.snapshot.stall import STALL, while_advancing
-from elastic_launch.snapshot.storage.shared_copies import CopiedFiles, Copies
+from elastic_launch.snapshot.storage.shared_copies import CopiedFiles, Copies, Taking
 from elastic_launch.training.ranks.exchange import exchanging
 from elastic_launch.training.ranks.world import World
 
@@ -48,11 +48,12 @@ class Read:
     damaged: snapshot.CheckpointReadError | None
 
 
-def read_on_node(world: World, directory: Path, read: Callable[[Copies | None], Read]) -> Read:
+def read_on_node(world: World, directory: Path, read: Callable[[Copies | None], Read], taking: Taking) -> Read:
     """Read a directory, or get the result from another worker of this node that reads it; called by all ranks.
 
     Args:
         read: reads the directory, and keeps the files read in the ``Copies`` if there are any.
+        taking: returns what this rank keeps of each tensor.
 
     Raises:
         CheckpointError: as raised by ``read``, on all workers of a node; or if the reader does not respond.
@@ -62,7 +63,7 @@ def read_on_node(world: World, directory: Path, read: Callable[[Copies | None], 
         return while_advancing(directory, lambda: read(None))
     if world.rank == first:
         return _read_for(others, directory, read)
-    return _have_read(first, world.rank, directory, read)
+    return _have_read(first, world.rank, directory, read, taking)
 
 
 def _on_node(world: World) -> list[int]:
@@ -110,7 +111,7 @@ def _read_for(others: list[int], directory: Path, read: Callable[[Copies | None]
         copies.close()
 
 
-def _have_read(reader: int, rank: int, directory: Path, read: Callable[[Copies | None], Read]) -> Read:
+def _have_read(reader: int, rank: int, directory: Path, read: Callable[[Copies | None], Read], taking: Taking) -> Read:
     try:
         told: dict[str, Any] = json.loads(_hear(reader))
     except RuntimeError as error:
@@ -130,7 +131,7 @@ def _have_read(reader: int, rank: int, directory: Path, read: Callable[[Copies |
     loaded = None
     try:
         if told["copies"] is not None:
-            loaded = snapshot.LoadedCheckpoint(*CopiedFiles(told["copies"]).load())
+            loaded = snapshot.LoadedCheckpoint(*CopiedFiles(told["copies"]).load(taking))
     except (OSError, MalformedError) as error:
         _log.warning("rank %d reads the checkpoint by itself: what rank %d has read: %s", rank, reader, error)
         told["alone"] = True

@@ -182,7 +182,7 @@ class Saver:
             parts, meta = self._from_process(kept, state, own)
         else:
             origin = f"The snapshot of step {step} in memory"
-            parts, meta = restore(kept, self._world)
+            parts, meta = restore(kept, self._world, state.taking)
         check_identity(identity, meta, origin)
         number_equal, step_equal = meta.get("equal", (0, 0))
         self._equal = int(number_equal), int(step_equal)

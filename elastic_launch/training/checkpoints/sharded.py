@@ -6,17 +6,21 @@ by one, so that a device has room for them; a rank that writes keeps all of them
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from elastic_launch.snapshot.format.plain import Path
+from elastic_launch.snapshot.format.tensor_file import copied
 from elastic_launch.training.checkpoints.parts import Group
 from elastic_launch.training.ranks.exchange import broadcast_state
 from elastic_launch.training.wrapped import is_sharded, is_zero, sharding_modules
 
-__all__ = ["Gathering", "holds_shards", "local_state", "placed"]
+__all__ = ["Cutting", "Gathering", "holds_shards", "local_state"]
 
 
 def holds_shards(part: Any) -> bool:
@@ -109,30 +113,72 @@ def _local(value: Any) -> Any:
     return [_local(item) for item in value] if isinstance(value, list) else value
 
 
-def placed(part: Any, saved: Any) -> Any:
-    """Return a part's saved state with this rank's shards of what is sharded here; without communication."""
-    if is_zero(part):
-        return {**saved, "state": dict(saved["state"])}  # it drops what belongs to other ranks
-    if isinstance(part, nn.Module) and isinstance(saved, dict):
-        likes = {key: like for key, like in part.state_dict().items() if is_sharded(like)}
-        return {key: _shard(value, likes[key]) if key in likes else value for key, value in saved.items()}
-    if isinstance(part, torch.optim.Optimizer) and isinstance(saved, dict):
-        numbers = (number for group in saved["param_groups"] for number in group["params"])
-        parameters = (p for group in part.param_groups for p in group["params"])
-        likes = {number: p for number, p in zip(numbers, parameters, strict=True) if is_sharded(p)}
-        state = {
-            number: {key: _shard(value, likes[number]) for key, value in own.items()} if number in likes else own
-            for number, own in saved["state"].items()
-        }
-        return {**saved, "state": state}
-    return saved
+class Cutting:
+    """Cuts this rank's shards out of whole tensors, one by one as they are read or received; without communication.
+
+    Args:
+        parts: the parts by name.
+        here, there: names of each optimizer's parameters by group, now and when the state was saved, if known.
+    """
+
+    def __init__(
+        self, parts: Mapping[str, Any], here: Mapping[str, list[list[str]]], there: Mapping[str, list[list[str]]]
+    ) -> None:
+        self._likes: dict[Path, Any] = {}
+        self._here, self._there = here, there
+        for name, part in parts.items():
+            self._add((name,), part)
+
+    def _add(self, path: Path, part: Any) -> None:
+        """Note what this rank has of a part, by the places in its state."""
+        if isinstance(part, Group):
+            for key, member in part.members.items():
+                self._add((*path, key), member)
+        elif is_zero(part):
+            mine = {p for group in part.optim.param_groups for p in group["params"]}
+            others = [number for p, number in _numbers(part).items() if p not in mine]
+            self._likes |= {(*path, "state", number): None for number in others}
+        elif isinstance(part, torch.optim.Optimizer):
+            # Before the first step it has no state: its parameters are sharded alike.
+            now, saved = ([*chain(*orders.get("/".join(map(str, path)), []))] for orders in (self._here, self._there))
+            known = dict(zip(now, _numbers(part), strict=False))
+            order = [known[x] for x in saved] if now and set(saved) == set(now) else _numbers(part)
+            self._likes |= {(*path, "state", number): p for number, p in enumerate(order) if is_sharded(p)}
+        else:
+            self._likes |= dict(_sharded_in(part.state_dict(), path))
+
+    def __call__(self, path: Path, whole: Tensor) -> Tensor:
+        place = path if path in self._likes else path[:-1]
+        like = self._likes.get(place, whole)
+        if like is None:
+            return whole.to("meta")  # of a parameter that belongs to another rank: it is dropped
+        if not is_sharded(like) or whole.shape != like.shape:
+            return copied(whole)
+        return _cut(whole, like)
 
 
-def _shard(value: Any, like: Any) -> Any:
-    if not isinstance(value, Tensor) or value.shape != like.shape:
-        return value
-    from torch.distributed.tensor import distribute_tensor  # slow to import
+def _sharded_in(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    if is_sharded(value):
+        yield path, value
+    elif isinstance(value, dict | list):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _sharded_in(item, (*path, key))
 
-    whole = value.to(like.device)
-    # Cloned: the shard would keep the memory of all of it.
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).clone()
+
+def _cut(whole: Tensor, like: Any) -> Tensor:
+    """Return this rank's shard of a tensor, cut as another one of its shape."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor  # slow to import
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if any(type(placement) not in (Shard, Replicate) for placement in like.placements):
+        # Cloned: the shard would keep the memory of all of it.
+        return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None).clone()
+    # distribute_tensor would copy the tensor, all of which would then be in memory.
+    local = whole
+    found = compute_local_shape_and_global_offset(whole.shape, like.device_mesh, like.placements)
+    for dimension, (length, start) in enumerate(zip(*found, strict=True)):
+        local = local.narrow(dimension, start if length else 0, length)
+    local = local.to(like.device, copy=True, memory_format=torch.contiguous_format)
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=whole.shape, stride=like.stride()
+    )

@@ -10,11 +10,12 @@ from typing import Any
 
 from elastic_launch.errors import UsageError
 from elastic_launch.snapshot.location import Place, Url, place
+from elastic_launch.snapshot.storage.shared_copies import Taking
 from elastic_launch.snapshot.storage.url_storage import check_driver
 from elastic_launch.training.checkpoints.loading import read_checkpoint, weights_in
 from elastic_launch.training.checkpoints.state import TrainingState
 from elastic_launch.training.data.samplers import SAMPLE_ORDER
-from elastic_launch.training.ranks.exchange import from_first
+from elastic_launch.training.ranks.exchange import state_from_first
 from elastic_launch.training.ranks.world import World
 
 __all__ = ["Beginning", "StartFrom"]
@@ -85,7 +86,7 @@ class StartFrom:
             UsageError: if the checkpoint differs from this training in more than what is allowed.
             CheckpointError: if there is no checkpoint, or it cannot be read.
         """
-        told = from_first(world, self._read)
+        told = state_from_first(world, self._read, state.taking)
         step, parts, meta = int(told["step"]), told["state"], told["meta"]
         origin = f"The checkpoint of step {step} in {told['path']}"
         here, there = set(state.names), {*parts, *told["others"]}
@@ -109,8 +110,8 @@ class StartFrom:
             )
         return Beginning(0 if self.weights_only else step, parts, meta, origin, frozenset(anew))
 
-    def _read(self) -> dict[str, Any]:
-        loaded = read_checkpoint(self.place, None, weights_in if self.weights_only else None)
+    def _read(self, taking: Taking) -> dict[str, Any]:
+        loaded = read_checkpoint(self.place, None, weights_in if self.weights_only else None, taking)
         others = set(loaded.meta.get("parts", [])) - loaded.state.keys()
         told = {"state": loaded.state, "meta": loaded.meta, "others": sorted(others)}
         return {"step": loaded.step, "path": str(loaded.info.path), **told}

@@ -23,7 +23,7 @@ from elastic_launch.training.checkpoints.matching import (
     reordered,
 )
 from elastic_launch.training.checkpoints.parts import Gathered, Group, Stateful, is_stateful
-from elastic_launch.training.checkpoints.sharded import Gathering, holds_shards, local_state, placed
+from elastic_launch.training.checkpoints.sharded import Cutting, Gathering, holds_shards, local_state
 from elastic_launch.training.gradients.parameters import OwnParameters
 from elastic_launch.training.kinds import found
 
@@ -108,6 +108,14 @@ class TrainingState:
         if self.sharded:
             return {name: local_state(part) for name, part in self._parts.items()}
         return {name: self._frozen.left(name, part.state_dict()) for name, part in self._parts.items()}
+
+    def taking(self, meta: Mapping[str, Any]) -> tree.Take | None:
+        """Return what cuts this rank's shards out of a state's tensors; None if it needs all of them.
+
+        Args:
+            meta: the state's.
+        """
+        return Cutting(self._parts, self.orders(), meta.get("orders", {})) if self.sharded else None
 
     @property
     def sharded(self) -> bool:
@@ -286,9 +294,9 @@ def _load(
     if isinstance(part, nn.Module) and (found := other_dtype(part, saved)):
         # Torch would round the values without a message.
         _refuse(name, origin, found, "Convert the model before the training to what it was when this was saved.")
+    if isinstance(part, torch.optim.Optimizer) and holds_shards(part) and "param_groups" not in saved:
+        _refuse(name, origin, "it has a format of its own, of which it is not known how it is sharded")
     try:
-        if holds_shards(part):
-            saved = placed(part, saved)
         part.load_state_dict(saved)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         found, hint = module_differences(part, saved) if isinstance(part, nn.Module) else ("", "")

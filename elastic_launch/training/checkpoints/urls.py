@@ -14,7 +14,8 @@ from elastic_launch.snapshot.stall import while_advancing
 from elastic_launch.snapshot.storage import owner
 from elastic_launch.snapshot.storage import urls as remote
 from elastic_launch.snapshot.storage.listing import positions
-from elastic_launch.training.ranks.exchange import from_first
+from elastic_launch.snapshot.storage.shared_copies import Taking
+from elastic_launch.training.ranks.exchange import state_from_first
 from elastic_launch.training.ranks.world import World
 
 __all__ = ["Found", "open_url"]
@@ -48,6 +49,7 @@ def open_url(
     run: str,
     check: Check,
     skip: Callable[[Exception], None],
+    taking: Taking,
     above: tuple[int, int] | None = None,
 ) -> Found:
     """Check that a URL works, read its newest checkpoint, and take the URL for this run; called by all ranks.
@@ -58,6 +60,7 @@ def open_url(
         run: the run's id.
         check: called with the meta and step of a checkpoint; raises if it belongs to another training.
         skip: called with the errors of damaged checkpoints, and with errors that prevent looking for one above.
+        taking: returns what this rank keeps of each tensor.
         above: round and step of a state in memory: only newer checkpoints, made by this run, are considered. The URL
             is then not taken, and failures are not errors.
 
@@ -74,11 +77,11 @@ def open_url(
     if above is not None:
         look = partial(_open_newer, url, run, check, skip, above)
 
-    def read() -> dict[str, Any]:
-        found = while_advancing(url, look)
+    def read(taking: Taking) -> dict[str, Any]:
+        found = while_advancing(url, lambda: look(taking))
         return {field.name: getattr(found, field.name) for field in fields(found)}
 
-    found = Found(**from_first(world, read))
+    found = Found(**state_from_first(world, read, taking))
     if world.rank == 0:
         return found
     if found.state is not None:
@@ -86,7 +89,7 @@ def open_url(
     return replace(found, owner="")
 
 
-def _open(url: Url, run: str, check: Check, skip: Callable[[Exception], None], *, again: bool) -> Found:
+def _open(url: Url, run: str, check: Check, skip: Callable[[Exception], None], taking: Taking, *, again: bool) -> Found:
     remote.probe(url)
     damaged: list[snapshot.CheckpointReadError] = []
 
@@ -94,7 +97,7 @@ def _open(url: Url, run: str, check: Check, skip: Callable[[Exception], None], *
         damaged.append(error)
         skip(error)
 
-    loaded = snapshot.newest(url, on_damaged=on_damaged)
+    loaded = snapshot.newest(url, on_damaged=on_damaged, taking=taking)
     if loaded is None and damaged:
         # Starting from scratch would eventually overwrite checkpoints that may be repairable.
         raise damaged[0]
@@ -104,12 +107,14 @@ def _open(url: Url, run: str, check: Check, skip: Callable[[Exception], None], *
     return _found(url, loaded, owner.claim(url, run, again=again))
 
 
-def _open_newer(url: Url, run: str, check: Check, skip: Callable[[Exception], None], above: tuple[int, int]) -> Found:
+def _open_newer(
+    url: Url, run: str, check: Check, skip: Callable[[Exception], None], above: tuple[int, int], taking: Taking
+) -> Found:
     mine = owner.owned_by(run)
     try:
         if other := owner.other_owner(url, run):
             raise snapshot.CheckpointError(f"{url} was taken by run {other}.")
-        loaded = snapshot.newest(url, on_damaged=skip, above=above)
+        loaded = snapshot.newest(url, on_damaged=skip, above=above, taking=taking)
         if loaded is not None:
             check(loaded.meta, loaded.step)
             mine = owner.claim(url, run, again=True)
