@@ -2,17 +2,21 @@
 
 With a file ``hang`` in DIRECTORY that contains KIND RANK STEP, that rank hangs from that step on, once, in the function
 of that name; ``skip`` leaves out an exchange of the script's own (``--meet``). Each rank 0 notes its steps in
-``steps.jsonl``. With ``--slow`` some steps are followed by what takes longer than a step may, each in another way.
+``steps.jsonl``. With ``--slow`` some steps are followed by what takes longer than a step may, each in another way, and
+saves are slow. With ``--evaluate`` a Trainer trains, whose evaluations and saves are slow and whose steps differ by a
+factor of 10. Slow saves and evaluations are noted in ``slow.jsonl``.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +78,7 @@ class Plan:
 
 
 class Data(Dataset[tuple[Tensor, Tensor]]):
-    def __init__(self, plan: Plan, rank: int, delay: float = 0.0) -> None:
+    def __init__(self, plan: Plan, rank: int, delay: Callable[[], None] | None = None) -> None:
         self._plan, self._rank, self._delay = plan, rank, delay
         self._inputs = torch.randn(48, 6, generator=torch.Generator().manual_seed(3))
 
@@ -85,7 +89,7 @@ class Data(Dataset[tuple[Tensor, Tensor]]):
         if self._plan.take("loader", self._rank):
             loader()
         if self._delay and index == 0:
-            time.sleep(self._delay)
+            self._delay()
         return self._inputs[index], self._inputs[index, :3].argmax()
 
 
@@ -115,6 +119,7 @@ def main() -> None:
     parser.add_argument("--meet", action="store_true")
     parser.add_argument("--slow", action="store_true")
     parser.add_argument("--evaluate", action="store_true", help="train with a Trainer, whose evaluations are slow")
+    parser.add_argument("--every", type=int, default=10000, help="steps between two checkpoints of a slow training")
     parser.add_argument("--loader-workers", type=int, default=0)
     args = parser.parse_args()
     directory, plan = args.directory, Plan(args.directory)
@@ -132,15 +137,29 @@ def main() -> None:
         model = nn.Linear(6, 3)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         data = el.ElasticLoader(Data(plan, run.rank), el.GlobalBatch(12, 2), seed=1, num_workers=args.loader_workers)
-        if args.slow:
-            run.on_save(lambda: time.sleep(LONG * (run.rank == 0)))
+
+        def pause(what: str) -> None:
+            time.sleep(LONG)
+            note("slow.jsonl", what=what)
+
+        if args.slow or args.evaluate:
+            run.on_save(lambda: pause("save") if run.rank == 0 else None)
+        saving = el.Checkpoint(directory / "checkpoints", every=args.every)
         if args.evaluate:
-            slow = el.ElasticLoader(Data(plan, run.rank, LONG * (run.rank == 1)), el.GlobalBatch(12, 2), shuffle=False)
-            loss = nn.functional.cross_entropy
-            trainer = el.Trainer(run, model, optimizer, data, loss_fn=loss, eval_loader=slow, eval_every="20ba")
+            shown = (lambda: pause("evaluation")) if run.rank == 1 else None
+            slow = el.ElasticLoader(Data(plan, run.rank, shown), el.GlobalBatch(12, 2), shuffle=False)
+            done = itertools.count()
+
+            def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+                time.sleep(args.step_time / 10 * (1 + next(done) // 3 % 10))  # three on each of two ranks are a step
+                return nn.functional.cross_entropy(outputs, targets)
+
+            trainer = el.Trainer(
+                run, model, optimizer, data, loss_fn=loss, eval_loader=slow, eval_every="20ba", checkpoint=saving
+            )
             trainer.fit(f"{args.steps}ba")
             return
-        checkpoint = el.Checkpoint(directory / "checkpoints", every=10000) if args.slow else None
+        checkpoint = saving if args.slow else None
         for step in run.steps(data, model, optimizer, until=f"{args.steps}ba", checkpoint=checkpoint):
             for features, targets in step:
                 if kind := plan.take("stop deadlock sleep write", run.rank, step.number):
