@@ -12,6 +12,8 @@ import pytest
 from changes import Changes, undisturbed_hash
 from harness import Job
 
+DIGITS = str(Path(__file__).parents[2] / "examples" / "digits" / "train.py")
+
 
 def drill(job: Job, *faults: dict[str, Any]) -> list[str]:
     path = job.directory / "drill.yaml"
@@ -46,6 +48,27 @@ def test_each_fault_of_a_drill_happens_once_and_the_result_stays_the_same(job: J
     (tmp_path / "alone").mkdir()
     result = json.loads((job.work / "result.json").read_text())
     assert result["hash"] == undisturbed_hash(tmp_path / "alone")
+
+
+@pytest.mark.slow
+def test_the_digits_survive_a_killed_rank_and_a_sigterm(job: Job, tmp_path: Path) -> None:
+    """The weights are those of a run that nothing disturbs, after the agent was ended and started again, too."""
+    flags = ["--standalone", "--nproc", "2"]
+    training = [DIGITS, "--exact", "--every", "1000", "--checkpoint", str(tmp_path / "checkpoints")]
+
+    def result(name: str) -> dict[str, Any]:
+        return dict(json.loads((tmp_path / name).read_text()))
+
+    alone = job.launch(*flags, name="alone", command=[DIGITS, "--exact", "--result", str(tmp_path / "alone.json")])
+    assert alone.wait(150) == 0, alone.output
+    faults = drill(job, {"step": 20, "rank": 1, "do": "kill"}, {"step": 40, "rank": 0, "do": "sigterm"})
+    agent = job.launch(*flags, *faults, name="disturbed", command=training)
+    assert agent.wait(150) == 128 + signal.SIGTERM, agent.output
+    assert landed(job) == [(0, 20), (1, 40)]
+    again = job.launch(*flags, name="again", command=[*training, "--result", str(tmp_path / "again.json")])
+    assert again.wait(150) == 0, again.output
+    assert result("again.json")["resumed_step"] >= 40, again.output
+    assert result("again.json")["weights_sha256"] == result("alone.json")["weights_sha256"]
 
 
 @pytest.mark.slow
