@@ -6,7 +6,7 @@ import re
 
 import pytest
 from hanging_runs import Hanging
-from harness import Job, wait_for
+from harness import Job, read_lines, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -83,6 +83,7 @@ def test_an_evaluation_may_take_long(job: Job) -> None:
     assert agent.wait(200) == 0, agent.output
     assert job.events("hang_found") == []
     assert job.events("restart_charged") == []
+    assert [each["what"] for each in read_lines(job.work / "slow.jsonl")] == ["evaluation", "evaluation"]
 
 
 def test_a_node_that_was_frozen_with_its_workers_goes_on(job: Job) -> None:

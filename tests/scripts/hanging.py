@@ -3,8 +3,8 @@
 With a file ``hang`` in DIRECTORY that contains KIND RANK STEP, that rank hangs from that step on, once, in the function
 of that name; ``skip`` leaves out an exchange of the script's own (``--meet``). Each rank 0 notes its steps in
 ``steps.jsonl``. With ``--slow`` some steps are followed by what takes longer than a step may, each in another way, and
-saves are slow. With ``--evaluate`` a Trainer trains, whose evaluations and saves are slow and whose steps differ by a
-factor of 10. Slow saves and evaluations are noted in ``slow.jsonl``.
+saves are slow. With ``--evaluate`` a Trainer trains, whose evaluations are slow, as its saves with ``--every``, and
+whose steps differ by a factor of 10. Slow saves and evaluations are noted in ``slow.jsonl``.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch.utils.data import Dataset
 import elastic_launch as el
 
 LONG = 13.0
+NEVER = 10000
 
 
 def stop() -> None:
@@ -119,7 +120,7 @@ def main() -> None:
     parser.add_argument("--meet", action="store_true")
     parser.add_argument("--slow", action="store_true")
     parser.add_argument("--evaluate", action="store_true", help="train with a Trainer, whose evaluations are slow")
-    parser.add_argument("--every", type=int, default=10000, help="steps between two checkpoints of a slow training")
+    parser.add_argument("--every", type=int, default=NEVER, help="steps between two checkpoints, which are slow")
     parser.add_argument("--loader-workers", type=int, default=0)
     args = parser.parse_args()
     directory, plan = args.directory, Plan(args.directory)
@@ -142,12 +143,12 @@ def main() -> None:
             time.sleep(LONG)
             note("slow.jsonl", what=what)
 
-        if args.slow or args.evaluate:
+        if args.slow or args.every < NEVER:
             run.on_save(lambda: pause("save") if run.rank == 0 else None)
         saving = el.Checkpoint(directory / "checkpoints", every=args.every)
         if args.evaluate:
-            shown = (lambda: pause("evaluation")) if run.rank == 1 else None
-            slow = el.ElasticLoader(Data(plan, run.rank, shown), el.GlobalBatch(12, 2), shuffle=False)
+            shown = Data(plan, run.rank, lambda: pause("evaluation"))
+            slow = el.ElasticLoader(shown, el.GlobalBatch(12, 2), shuffle=False)
             done = itertools.count()
 
             def loss(outputs: Tensor, targets: Tensor) -> Tensor:
