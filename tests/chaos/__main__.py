@@ -1,4 +1,4 @@
-"""Runs plans from a seed on, one after the other, and shows what came of each; fails if one did.
+"""Runs plans from a seed on, some of them side by side, and shows what came of each; fails if one did.
 
 What a failed plan left is kept, and its directory named: outputs, events, logs and the plan itself. Each outcome is
 appended to a file, from which ``--report`` makes the figures of a page.
@@ -13,6 +13,7 @@ import shutil
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -21,6 +22,7 @@ import faulty_storage
 import memory_group
 import netns
 from changes import undisturbed_hash
+from harness import forks
 
 from chaos.plan import STEPS, Plan, draw
 from chaos.report import report
@@ -37,6 +39,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1, help="the first plan's")
     parser.add_argument("--plans", type=int, default=10, help="how many plans")
+    parser.add_argument("--jobs", type=int, default=4, help="how many plans side by side; most of a plan is waiting")
     parser.add_argument("--faults", type=int, default=6, help="at most so many faults in a plan")
     parser.add_argument("--directory", type=Path, help="keep what all plans leave here")
     parser.add_argument(
@@ -52,24 +55,32 @@ def main() -> int:
     (base / "undisturbed").mkdir(parents=True)
     expected, began = undisturbed_hash(base / "undisturbed", STEPS), time.monotonic()
     failed: list[int] = []
-    left_out: list[int] = []
-    for seed in range(args.seed, args.seed + args.plans):
-        directory, plan = base / f"seed-{seed}", draw(seed, args.faults)
-        if reason := lacking(plan):
-            print(f"seed {seed}: left out: {reason}", flush=True)
-            left_out.append(seed)
-            continue
-        outcome = run(plan, directory, expected)
-        print(outcome.line(), flush=True)
-        with args.record.open("a") as record:
-            load = os.getloadavg()[0]
-            record.write(json.dumps({**outcome.record(), "date": time.strftime("%Y-%m-%d"), "load": load}) + "\n")
-        if outcome.problems:
-            failed.append(seed)
-        elif args.directory is None:
-            shutil.rmtree(directory)
+    plans = {seed: draw(seed, args.faults) for seed in range(args.seed, args.seed + args.plans)}
+    left_out = {seed: reason for seed, plan in plans.items() if (reason := lacking(plan))}
+    for seed, reason in left_out.items():
+        print(f"seed {seed}: left out: {reason}", flush=True)
+    forks()  # now, so that not two threads start one
+    # Threads: the ports, networks and control groups of all plans then have numbers from the same counters.
+    with ThreadPoolExecutor(args.jobs) as pool:
+        runs = [
+            pool.submit(run, plan, base / f"seed-{seed}", expected)
+            for seed, plan in plans.items()
+            if seed not in left_out
+        ]
+        for each in as_completed(runs):
+            outcome = each.result()
+            seed = outcome.plan.seed
+            print(outcome.line(), flush=True)
+            with args.record.open("a") as record:
+                load = os.getloadavg()[0]
+                line = {**outcome.record(), "date": time.strftime("%Y-%m-%d"), "load": load, "jobs": args.jobs}
+                record.write(json.dumps(line) + "\n")
+            if outcome.problems:
+                failed.append(seed)
+            elif args.directory is None:
+                shutil.rmtree(base / f"seed-{seed}")
     took = time.monotonic() - began
-    which = f": {failed}, see {base}" if failed else ""
+    which = f": {sorted(failed)}, see {base}" if failed else ""
     print(f"{args.plans} plans in {took / 60:.1f} minutes, {len(left_out)} left out, {len(failed)} failed{which}")
     if not failed and args.directory is None:
         shutil.rmtree(base)

@@ -6,7 +6,7 @@ import json
 import random
 from dataclasses import asdict, dataclass
 
-__all__ = ["KINDS", "Fault", "Plan", "draw"]
+__all__ = ["FOR_GOOD", "KINDS", "NEEDS", "STEPS", "Fault", "Plan", "draw"]
 
 STEPS = 400
 """Optimizer steps of the training."""
@@ -53,6 +53,9 @@ NEEDS = {
 AT_END = ("kill worker", "freeze worker", "freeze agent", "kill guard", "kill helper", "kill copier")
 """Kinds after which no node must come back: these can happen in the last steps, too."""
 
+FOR_GOOD = "lose node"
+"""A node is lost in the last steps, and does not come back."""
+
 
 @dataclass(frozen=True, slots=True)
 class Fault:
@@ -80,6 +83,7 @@ class Plan:
     Attributes:
         nproc: workers per node.
         members: etcd servers; 0: the run is on c10d.
+        voters: whether three nodes keep the record of c10d together.
         live: whether workers may keep their processes.
         start: seconds that the script needs before its first step.
         late: how many of the nodes join only after the first steps.
@@ -88,6 +92,7 @@ class Plan:
         disk: whether the checkpoints have a small file system of their own, which needs root.
         faulty: whether they have one that can fail and hang, which needs root and FUSE.
         limited: whether each node has a memory control group, which needs root.
+        executed: whether agents are executed, not forked from a process that has imported torch.
         last: a fault in the last steps; None: none.
     """
 
@@ -95,6 +100,7 @@ class Plan:
     nodes: int
     nproc: int
     members: int
+    voters: bool
     live: bool
     start: float
     late: int
@@ -103,6 +109,7 @@ class Plan:
     disk: bool
     faulty: bool
     limited: bool
+    executed: bool
     faults: tuple[Fault, ...]
     last: Fault | None
 
@@ -145,11 +152,15 @@ def draw(seed: int, most: int = 6) -> Plan:
         faults.append(one(kind, step, gap))
         step = min(LAST, step + random_.randrange(2, 25))
     last = one(random_.choice(AT_END), STEPS - random_.randrange(25), None) if random_.random() < 0.3 else None
+    then = random.Random(f"chaos, then {seed}")  # so that what is drawn above stays the same
+    if nodes > 1 and then.random() < 0.15:
+        last = Fault(FOR_GOOD, STEPS - then.randrange(10, 25), None, then.randrange(nodes), 0, 0.0)
     return Plan(
         seed,
         nodes,
         nproc,
         members,
+        voters=nodes > 2 and not members and not hosts and then.random() < 0.4,
         live=random_.random() < 0.7,
         start=random_.choice((0.0, 0.0, 2.0)),
         late=random_.choice((0, 0, 1)) if nodes > 1 else 0,
@@ -158,6 +169,7 @@ def draw(seed: int, most: int = 6) -> Plan:
         disk=disk,
         faulty=faulty,
         limited=limited,
+        executed=then.random() < 0.2,
         faults=tuple(faults),
         last=last,
     )

@@ -49,14 +49,15 @@ def figures(outcomes: list[dict[str, Any]]) -> str:
         f"| plans | {len(outcomes)}, seeds {_ranges([plan['seed'] for plan in plans])} |",
         f"| that failed | {len(failed)}{': seeds ' + ', '.join(failed) if failed else ''} |",
         f"| nodes | {', '.join(f'{n}: {c} plans' for n, c in sorted(Counter(p['nodes'] for p in plans).items()))} |",
-        f"| on c10d, on etcd | {sum(not p['members'] for p in plans)}, {sum(p['members'] > 0 for p in plans)} |",
+        f"| on c10d, on c10d with three voters, on etcd | {', '.join(map(str, _stores(plans)))} |",
         f"| with workers that keep their processes, with workers that restart | {live}, {len(plans) - live} |",
         f"| faults planned, landed | {planned.total()}, {landed.total()} |",
         f"| restarts charged | {_sum(outcomes, 'restarts')} |",
         f"| rounds that ended after an agreed step | {_sum(outcomes, 'resizes')} |",
         f"| places that workers took without a new process | {_sum(outcomes, 'kept')} |",
         f"| steps done, of these again | {_sum(outcomes, 'steps')}, {_sum(outcomes, 'again')} |",
-        f"| time of all plans | {sum(outcome['seconds'] for outcome in outcomes) / 60:.0f} min |",
+        f"| plans side by side | {', '.join(str(jobs) for jobs in sorted({x['jobs'] for x in outcomes}))} |",
+        f"| time of the plans, added up | {sum(outcome['seconds'] for outcome in outcomes) / 60:.0f} min |",
         "",
         f"| fault | planned | landed | {' | '.join(PHASES.values())} |",
         f"|---|---|---|{'---|' * len(PHASES)}",
@@ -65,6 +66,12 @@ def figures(outcomes: list[dict[str, Any]]) -> str:
         counts = " | ".join(str(when[kind, phase]) for phase in PHASES)
         lines.append(f"| {kind} | {planned[kind]} | {landed[kind]} | {counts} |")
     return "\n".join(lines) + "\n"
+
+
+def _stores(plans: list[dict[str, Any]]) -> tuple[int, int, int]:
+    """Return how many plans are on one host, on three voters, and on etcd."""
+    etcd, voters = sum(plan["members"] > 0 for plan in plans), sum(plan["voters"] for plan in plans)
+    return len(plans) - etcd - voters, voters, etcd
 
 
 def _sum(outcomes: list[dict[str, Any]], name: str) -> int:

@@ -6,6 +6,8 @@ import contextlib
 import heapq
 import itertools
 import json
+import os
+import re
 import signal
 import subprocess
 import time
@@ -16,7 +18,7 @@ from pathlib import Path
 from changes import SCRIPT
 from etcd_servers import Member, cluster, endpoints
 from faulty_storage import Storage, storage
-from harness import SLOWNESS, Agent, Job, alive, read_lines, tree
+from harness import SLOWNESS, Agent, Job, alive, free_port, read_lines, tree
 from memory_group import Group, group
 from netns import Host, net
 
@@ -37,11 +39,27 @@ SETTLED = 4.0
 LOOK = 0.2
 """Seconds between two looks at which processes there are."""
 
-LAND = 40.0
+LAND = 40.0 * SLOWNESS
 """Seconds within which a fault finds what it is to hit: a worker that is being started, for instance."""
+
+ENOUGH = 4.0
+"""Seconds of notice that are ample to stop after a step, on a busy machine too."""
+
+SAMPLES, BATCH = 96, 16
+"""Samples of the script's data set, and of a step."""
+
+MORE = 32
+"""Descriptors that an agent may have more of at the end than when its node began to train: of links to later nodes, of
+workers that are started ahead, of a snapshot that is being copied. A leak of one a round is what the soak looks for."""
 
 CHANGES = ("round_draining", "round_drained", "round_broken", "round_formed", "node_lost")
 """Events that begin or end a change of the round."""
+
+DRAINED = ("notice", "term agent", "term worker")
+"""Kinds after which all ranks stop after the same step."""
+
+INTERRUPTED = ("kill worker", "kill agent", "out of memory", "lose node")
+"""Kinds that cost no completed step if a process is kept."""
 
 FLAGS = ["--max-restarts", "100", "--dead-after", "2.5", "--shutdown-timeout", "5", "--min-wait", "120"]
 
@@ -75,7 +93,8 @@ class Outcome:
     def line(self) -> str:
         """Return the outcome as text."""
         plan = self.plan
-        where = f"{plan.nodes}x{plan.nproc} on {f'etcd of {plan.members}' if plan.members else 'c10d'}"
+        store = f"etcd of {plan.members}" if plan.members else "three voters" if plan.voters else "c10d"
+        where = f"{plan.nodes}x{plan.nproc} on {store}"
         how = "live" if plan.live else "no-live"
         kinds = ", ".join(fault.kind for fault in plan.all)
         verdict = "ok" if not self.problems else f"FAILED: {'; '.join(self.problems)}"
@@ -86,6 +105,21 @@ class Outcome:
     def record(self) -> dict[str, object]:
         """Return the outcome as JSON, from which a report is made."""
         return {"planned": len(self.plan.all), **asdict(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class Strike:
+    """A fault that landed.
+
+    Attributes:
+        seconds: of the fault.
+        quiet: whether training had gone on undisturbed for a while, with nothing away.
+    """
+
+    kind: str
+    when: float
+    seconds: float
+    quiet: bool
 
 
 class Problem(Exception):
@@ -105,14 +139,17 @@ class Scene:
         groups: dict[str, Group],
     ) -> None:
         self.plan = plan
-        self.job = Job(directory)
+        self.job = Job(directory, executed=plan.executed)
         self.checkpoints = directory / "checkpoints"
         self.hosts = hosts
         self.members = members
         self.storage = storage
         self.groups = groups
         self.cluster = ",".join(f"{member.name}={member.peer}" for member in members)
-        self.struck: list[tuple[str, float]] = []  # kinds of the faults that landed, and when
+        self.voters = [f"127.0.0.1:{free_port()}" for _ in range(3)] if plan.voters else []
+        self.temporary = directory / "tmp"
+        self.temporary.mkdir()
+        self.struck: list[Strike] = []
         self._torn: dict[Path, tuple[float, Path]] = {}  # when, and the newest checkpoint that was left
         self._problem = ""
         self._started = self._back = 0.0  # when an agent was started last, and when anything came back
@@ -123,6 +160,9 @@ class Scene:
         self._count = itertools.count()
         self._looked = 0.0
         self._seen: dict[int, str] = {}  # start times of all processes, by pid
+        self._descriptors: dict[int, int] = {}  # of agents when their nodes began to train, by pid
+        self._starts: dict[str, float] = {}  # when the agent of each node was started last
+        self._backs: list[float] = []  # when anything came back
 
     # What strikes use.
 
@@ -179,7 +219,7 @@ class Scene:
         now = time.monotonic()
         changes = [e["clock"] for e in self.job.events() if e["event"] in CHANGES]
         clocks = [x["clock"] for x in self._steps()]
-        struck = max((when for _, when in self.struck), default=0.0)
+        struck = max((strike.when for strike in self.struck), default=0.0)
         return bool(clocks) and max(clocks) > now - 1.0 and max([struck, self._back, *changes]) < now - SETTLED
 
     def workers(self) -> list[int]:
@@ -187,7 +227,9 @@ class Scene:
         pids = {x["pid"] for x in self.job.started()} | {
             e["pid"] for e in self.job.events() if e["event"] == "worker_started"
         }
-        return sorted(pid for pid in pids if alive(pid))
+        # A pid that was used before may be a process of another run by now.
+        ours = {pid for agent in self.agents() for pid in tree(agent.process.pid)}
+        return sorted(pid for pid in pids & ours if alive(pid))
 
     def worker(self, fault: Fault) -> int | None:
         """A worker of the fault's node, or of the node that took its place."""
@@ -217,29 +259,33 @@ class Scene:
     def give_back(self, what: str) -> None:
         self._away.discard(what)
 
+    def needed(self, name: str) -> bool:
+        """Whether the run cannot go on without a node: it keeps the record alone."""
+        return name == "a" and not self.members and not self.voters
+
     def start(self, name: str) -> None:
         """Start a node's agent, also again."""
-        self._started = time.monotonic()
+        self._started = self._starts[name] = time.monotonic()
         plan = self.plan
         flags = [*FLAGS, *([] if plan.live else ["--no-live"]), "--notice", f"file:{self.notice_of(name)}"]
         command = [SCRIPT, str(self.job.work), "--steps", str(STEPS), "--step-time", str(STEP_TIME)]
         command += ["--checkpoint", str(self.checkpoints), "--every", str(plan.every)]
-        command += ["--start-time", str(plan.start)]
+        command += ["--start-time", str(plan.start), "--samples"]
         if plan.members:
             flags += ["--rdzv-backend", "etcd", "--rdzv-id", "chaos", "--rdzv-conf", CONF]
+        elif self.voters:
+            flags += ["--rdzv-id", "chaos", "--rdzv-conf", CONF]
         else:
             flags += ["--rdzv-conf", f"{CONF},is_host={'true' if name == 'a' else 'false'}"]
-        where = endpoints(self.members) if self.members else ""
-        env, prefix = {"NODE": name, "RES_OPTIONS": "attempts:0"}, ()
+        where = endpoints(self.members) if self.members else ",".join(self.voters)
+        env, prefix = {"NODE": name, "RES_OPTIONS": "attempts:0", "TMPDIR": str(self.temporary)}, ()
         if self.hosts:
             where = where or f"{self.hosts['a'].address}:{self.job.port}"
             prefix = self.hosts[name].prefix
         if self.groups:
             prefix = (*self.groups[name].prefix, *prefix)
         size = {"nnodes": f"1:{plan.nodes}", "nproc": plan.nproc}
-        agent = self.job.node(
-            name, *flags, **size, endpoint=where, command=command, env=env, prefix=prefix, executed=True
-        )
+        agent = self.job.node(name, *flags, **size, endpoint=where, command=command, env=env, prefix=prefix)
         self._running[name] = agent
 
     # The run.
@@ -265,6 +311,7 @@ class Scene:
             self._strike(fault)
         self._until("all that was away to be back", lambda: not self._due)
         self._until("all nodes to train together", self._settled)
+        self._check_descriptors()
         self.job.tell("hurry")
         if (last := self.plan.last) is not None:
             self._until("the last steps", lambda: self.step() >= STEPS - 60)
@@ -276,11 +323,13 @@ class Scene:
 
     def _strike(self, fault: Fault) -> None:
         deadline = time.monotonic() + LAND
+        quiet = self.trains() and not self._away
         while not STRIKES[fault.kind](self, fault):
             if time.monotonic() > deadline:
                 raise Problem(f"{fault.kind} did not land")
             self._wait(0.05)
-        self.struck.append((fault.kind, time.monotonic()))
+            quiet = self.trains() and not self._away
+        self.struck.append(Strike(fault.kind, time.monotonic(), fault.seconds, quiet))
 
     def check(self, expected: str) -> None:
         """Hold the end against what must be.
@@ -302,10 +351,12 @@ class Scene:
         # A rank that was killed may not have noted its last step.
         if max(done) != STEPS or len(done) < STEPS - len(self.plan.all) - 1:
             raise Problem(f"{len(done)} steps of {STEPS} were noted")
+        self._check_samples()
         self._check_saved()
         self._check_drained()
+        self._check_lost()
         self._check_torn()
-        if any(kind == "out of memory" for kind, _ in self.struck) and not self._says("for lack of memory"):
+        if any(strike.kind == "out of memory" for strike in self.struck) and not self._says("for lack of memory"):
             raise Problem("the log does not say that the kernel killed a worker for lack of memory")
 
     def _check_saved(self) -> None:
@@ -335,10 +386,76 @@ class Scene:
             after = [x for x in resumed if x["clock"] > event["clock"]]
             if event["kind"] != "membership" or not after:
                 continue
-            struck = [when for _, when in self.struck if event["clock"] - SETTLED < when < after[0]["clock"]]
+            struck = [x for x in self.struck if event["clock"] - SETTLED < x.when < after[0]["clock"]]
             if not struck and after[0]["step"] < event["step"]:
                 text = f"round {event['round']} was drained after step {event['step']}"
                 raise Problem(f"{text}, and the next one resumed at step {after[0]['step']}")
+
+    def _check_samples(self) -> None:
+        """Each step has used the same samples each time that it was done, and each epoch each sample once."""
+        used: dict[int, dict[int, list[int]]] = {}
+        for line in read_lines(self.job.work / "samples.jsonl"):
+            step, micro, numbers = line["step"], line["micro"], line["numbers"]
+            if used.setdefault(step, {}).setdefault(micro, numbers) != numbers:
+                raise Problem(f"micro-batch {micro} of step {step} has had samples {used[step][micro]} and {numbers}")
+        epoch: list[int] = []
+        for step in range(1, STEPS + 1):
+            epoch += [number for micro in used.get(step, {}).values() for number in micro]
+            whole = step * BATCH % SAMPLES == 0
+            if len({*epoch}) != len(epoch) or (whole and sorted(epoch) != [*range(SAMPLES)]):
+                raise Problem(f"the samples of the epoch up to step {step} are {sorted(epoch)}")
+            epoch = [] if whole else epoch
+
+    def _check_lost(self) -> None:
+        """What a fault in quiet training costs: see "When something happens" in docs/training.md."""
+        resumed = read_lines(self.job.work / "resumed.jsonl")
+        noted = self._steps()
+        for number, strike in enumerate(self.struck):
+            after = next((x for x in resumed if x["clock"] > strike.when), None)
+            if after is None or not strike.quiet or strike.kind not in (*DRAINED, *INTERRUPTED):
+                continue
+            others = [x.when for x in self.struck[number + 1 :]]
+            if any(strike.when < when < after["clock"] for when in (*others, *self._backs)):
+                continue
+            before = [x for x in noted if x["clock"] < after["clock"]][-1]
+            lost = before["step"] - after["step"]
+            if strike.kind in DRAINED:
+                ordered = strike.kind != "notice" or strike.seconds > ENOUGH
+                rounds = [e for e in self.job.events("round_formed") if e["clock"] < strike.when]
+                alone = strike.kind != "term worker" and len(rounds[-1]["nodes"]) == 1
+                if ordered and not alone and lost > 0:
+                    raise Problem(f"{strike.kind} has cost {lost} steps in quiet training, and time was enough")
+            elif lost > 0 and self._rank_0(before["round"]) in self._kept(after["round"]):
+                raise Problem(f"{strike.kind} has cost {lost} steps, though rank 0 has kept its process")
+
+    def _rank_0(self, number: int) -> int:
+        """The pid of a round's first rank."""
+        events = [e for e in self.job.events() if e["event"] in ("worker_started", "worker_kept", "worker_placed")]
+        return next((e["pid"] for e in events if e["round"] == number and e["rank"] == 0), 0)
+
+    def _kept(self, number: int) -> set[int]:
+        return {e["pid"] for e in self.job.events("worker_kept") if e["round"] == number}
+
+    def _in_round(self, agent: Agent) -> bool:
+        """Whether a node trains in a round that was formed with this agent."""
+        started = [e["clock"] for e in self.job.events("first_step")]
+        rounds = self.job.events("round_formed")
+        begun = rounds[-1]["clock"] if rounds else 0.0
+        return bool(started) and started[-1] > begun > self._starts[agent.name] and agent.name in rounds[-1]["nodes"]
+
+    def _check_descriptors(self) -> None:
+        """Agents have about as many descriptors as when their nodes began to train."""
+        for agent in self._running.values():
+            first, now = self._descriptors.get(agent.process.pid), _descriptors(agent.process.pid)
+            if first is not None and now > first + MORE:
+                raise Problem(f"agent {agent.name} had {first} descriptors when it began to train, and has {now}")
+
+    def _left_files(self) -> list[str]:
+        """What is left in the directories for temporary files and shared memory."""
+        found = [str(path) for path in self.temporary.iterdir() if not path.name.startswith("torchinductor_")]
+        pids = {str(pid) for pid in self._seen}
+        found += [f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if pids & {*re.split(r"[^0-9]", name)}]
+        return found
 
     def _check_torn(self) -> None:
         """After a damaged checkpoint the run begins with the newest whole one, and names the damaged one."""
@@ -357,11 +474,11 @@ class Scene:
         clocks = sorted(x["clock"] for x in self._steps())
         changes = sorted(e["clock"] for e in self.job.events() if e["event"] in CHANGES)
         found = []
-        for number, (kind, when) in enumerate(self.struck):
-            step = max((clock for clock in clocks if clock < when), default=0.0)
-            change = max((clock for clock in changes if clock < when), default=0.0)
+        for number, strike in enumerate(self.struck):
+            step = max((clock for clock in clocks if clock < strike.when), default=0.0)
+            change = max((clock for clock in changes if clock < strike.when), default=0.0)
             phase = "start" if not step else "change" if change > step else "training"
-            found.append((kind, "end" if number == len(self.plan.faults) else phase))
+            found.append((strike.kind, "end" if number == len(self.plan.faults) else phase))
         return found
 
     def close(self) -> list[str]:
@@ -377,7 +494,8 @@ class Scene:
                 commands = [f"{pid} ({_text(f'/proc/{pid}/cmdline')[:80]})" for pid in left]
                 return [f"processes outlived their agents: {', '.join(commands)}"]
             time.sleep(0.1)
-        return []
+        files = self._left_files()
+        return [f"files were left: {', '.join(files)}"] if files else []
 
     def _until(self, what: str, reached: Callable[[], bool]) -> None:
         last, since = self.step(), time.monotonic()
@@ -400,6 +518,7 @@ class Scene:
         while self._due and self._due[0][0] <= time.monotonic():
             heapq.heappop(self._due)[2]()
             self._back = time.monotonic()
+            self._backs.append(self._back)
         if self._problem:
             raise Problem(self._problem)
 
@@ -407,6 +526,8 @@ class Scene:
         """Note all processes of the run."""
         self._looked = time.monotonic()
         for agent in self._running.values():
+            if agent.process.pid not in self._descriptors and self._in_round(agent):
+                self._descriptors[agent.process.pid] = _descriptors(agent.process.pid)
             for pid in tree(agent.process.pid):
                 if pid not in self._seen and (start := _start(pid)):
                     self._seen[pid] = start
@@ -433,6 +554,12 @@ class Scene:
 
 def _start(pid: int) -> str:
     return _text(f"/proc/{pid}/stat").rpartition(")")[2].split()[19] if alive(pid) else ""
+
+
+def _descriptors(pid: int) -> int:
+    with contextlib.suppress(OSError):  # it has just ended
+        return len(os.listdir(f"/proc/{pid}/fd"))
+    return 0
 
 
 def _position(checkpoint: Path) -> tuple[int, int]:

@@ -116,6 +116,17 @@ def _notice(scene: Scene, fault: Fault) -> bool:
     return True
 
 
+def _lose_node(scene: Scene, fault: Fault) -> bool:
+    """Kill a node that the others can do without, which does not come back."""
+    found = [agent for agent in scene.agents() if not scene.needed(agent.name)]
+    if not found:
+        return False
+    agent = found[fault.node % len(found)]
+    agent.kill()
+    scene.gone(agent, {-signal.SIGKILL})
+    return True
+
+
 def _lose_all(scene: Scene, fault: Fault) -> bool:
     """Kill all agents, and with them all workers and all memory; start them again later."""
     if not scene.take("all nodes"):
@@ -300,6 +311,7 @@ STRIKES: dict[str, Callable[[Scene, Fault], bool]] = {
     "kill helper": _kill_helper,
     "kill copier": _kill_copier,
     "notice": _notice,
+    "lose node": _lose_node,
     "lose all": _lose_all,
     "tear checkpoint": _tear_checkpoint,
     "kill etcd": _kill_etcd,

@@ -4,8 +4,8 @@ Each rank 0 notes its steps in ``steps.jsonl``, so a step that is there twice wa
 in ``snapshots.jsonl`` what is whole in memory. From ``--due-until`` on, no snapshot is due. ``--start-time`` passes
 before the training begins. Steps take ``--step-time`` until there is a file ``hurry``. With ``--die-within R:S:K``
 rank K of round R kills itself in the forward pass of step S. With ``--stream`` the
-data are in shards, and each rank notes in ``samples.jsonl`` which samples it has loaded. With ``--forget`` there is a
-scheduler, or an average of the model, that nothing saves.
+data are in shards. With ``--stream`` or ``--samples`` each rank notes in ``samples.jsonl`` which samples it has loaded.
+With ``--forget`` there is a scheduler, or an average of the model, that nothing saves.
 """
 
 from __future__ import annotations
@@ -127,6 +127,7 @@ def main() -> None:
     parser.add_argument("--die-within", default="0:0:0")
     parser.add_argument("--say", default="")
     parser.add_argument("--start-time", type=float, default=0.0)
+    parser.add_argument("--samples", action="store_true")
     parser.add_argument("--stream", choices=["seek", "skip"])
     parser.add_argument("--forget", choices=["scheduler", "average"])
     args = parser.parse_args()
@@ -140,7 +141,8 @@ def main() -> None:
         due = Rhythm.due
         Rhythm.due = lambda self, step: step < args.due_until and due(self, step)  # type: ignore[method-assign]
         inputs = torch.randn(96, 6, generator=torch.Generator().manual_seed(3))
-        dataset = TensorDataset(inputs, inputs[:, :3].argmax(dim=1))
+        numbers = [torch.arange(len(inputs))] if args.samples else []
+        dataset = TensorDataset(inputs, inputs[:, :3].argmax(dim=1), *numbers)
         time.sleep(args.start_time)
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
