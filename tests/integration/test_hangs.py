@@ -83,7 +83,7 @@ def test_an_evaluation_may_take_long(job: Job) -> None:
     assert agent.wait(200) == 0, agent.output
     assert job.events("hang_found") == []
     assert job.events("restart_charged") == []
-    assert [each["what"] for each in read_lines(job.work / "slow.jsonl")] == ["evaluation", "evaluation"]
+    assert {each["what"] for each in read_lines(job.work / "slow.jsonl")} == {"evaluation"}
 
 
 def test_a_node_that_was_frozen_with_its_workers_goes_on(job: Job) -> None:
