@@ -27,6 +27,7 @@ from elastic_launch.snapshot.memory.slot import Slot
 from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter
 from elastic_launch.snapshot.storage import owner
 from elastic_launch.snapshot.storage import url_storage as storage
+from elastic_launch.snapshot.storage.listing import positions
 from elastic_launch.snapshot.storage.owner import claim
 from elastic_launch.system.threads import within
 from elastic_launch.training.checkpoints import checkpoint as checkpoints
@@ -255,6 +256,27 @@ def test_what_hangs_is_left_and_what_fails_fails() -> None:
         within(0.1, "to wait", lambda: hung.wait(60))
     assert time.monotonic() - began < 30
     hung.set()
+
+
+@pytest.mark.parametrize("passes", [True, False], ids=["an error that passes", "one that stays"])
+def test_an_error_of_a_listing_that_passes_lets_no_older_state_win(
+    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, passes: bool
+) -> None:
+    node.saved(51, 30)
+    attempts: list[object] = []
+
+    def listed(directory: Path) -> list[tuple[int, int]]:
+        attempts.append(directory)
+        if len(attempts) < 3 or not passes:
+            raise snapshot.CheckpointReadError(directory, f"{directory} cannot be listed.", "Try later.")
+        return positions(node.directory)
+
+    monkeypatch.setattr("elastic_launch.training.checkpoints.checkpoint.positions", listed)
+    monkeypatch.setattr("elastic_launch.training.checkpoints.checkpoint.LOOK_TIMEOUT", 0.2)
+    monkeypatch.setattr("elastic_launch.training.checkpoints.checkpoint.LOOK_AGAIN", 0.01)
+    assert el.Checkpoint(node.directory).has_newer(World(round=2), (51, 20)) is passes
+    assert ("it is not known whether there is a newer checkpoint" in caplog.text) is not passes
+    assert len(attempts) >= 3
 
 
 @pytest.mark.parametrize(

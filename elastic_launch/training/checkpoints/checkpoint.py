@@ -75,6 +75,9 @@ MOST_OF_FREE = 0.9
 LOOK_TIMEOUT = 10.0
 """Seconds that storage has to list its checkpoints if the training can also resume from memory."""
 
+LOOK_AGAIN = 1.0
+"""Seconds between two attempts to list them, if the storage reports an error."""
+
 RESCUE_TIMEOUT = 5.0
 """Seconds that a failing process waits for a checkpoint that is being written."""
 
@@ -238,7 +241,7 @@ class Checkpoint:
         mine: list[tuple[int, int]] = []
         if world.rank == 0 or not isinstance(self.directory, Url):
             try:
-                mine = within(LOOK_TIMEOUT, f"to list {self.directory}", lambda: positions(self.directory))
+                mine = _listed(self.directory)
             except (snapshot.CheckpointError, TimeoutError) as error:
                 _log.warning(
                     "it is not known whether there is a newer checkpoint; training goes on from memory: %s", error
@@ -639,6 +642,22 @@ class Checkpoint:
         if copied.error:
             error = snapshot.CheckpointWriteError(copied.error, copied.hint)
         return snapshot.WriteOutcome(copied.step, copied.round, copied.seconds, info, error)
+
+
+def _listed(directory: Place) -> list[tuple[int, int]]:
+    """Return the positions of all checkpoints; an error that passes must not have an older state win.
+
+    Raises:
+        CheckpointError, TimeoutError: if that is not possible within ``LOOK_TIMEOUT``.
+    """
+    until = time.monotonic() + LOOK_TIMEOUT
+    while True:
+        try:
+            return within(until - time.monotonic(), f"to list {directory}", lambda: positions(directory))
+        except snapshot.CheckpointError:
+            if until - time.monotonic() <= LOOK_AGAIN:
+                raise
+        time.sleep(LOOK_AGAIN)
 
 
 def _read(directory: Path, above: tuple[int, int] | None, taking: Taking, copies: Copies | None) -> Read:
