@@ -22,6 +22,8 @@ KNOWN = {
     "elastic_launch/rendezvous/run_file.py": ["path.stat().st_mtime"],  # which of several runs is the newest
     "elastic_launch/cli/event_lines.py": ["datetime.now"],  # --since is compared with events' times
     "elastic_launch/observe/metrics.py": ["time.time"] * 2,  # of checkpoint and snapshot, as Prometheus wants it
+    "elastic_launch/rendezvous/admin/server.py": ["time.time"],  # what doctor compares, for its report
+    "elastic_launch/cli/doctor.py": ["time.time"],  # the same
     "elastic_launch/observe/spans.py": ["time.time"],  # OpenTelemetry wants Unix time
     "elastic_launch/cli/output_flags.py": ["datetime.now"],  # the name of the log directory
     "elastic_launch/cli/composer.py": ["datetime.now"],  # the same, in Composer mode

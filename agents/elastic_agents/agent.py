@@ -354,7 +354,7 @@ class LocalElasticAgent(ElasticAgent):
                 pid,
                 logs.error_file.with_name(STACKS),
                 str(logs.directory),
-                where.local_rank in self._view.live,
+                where.local_rank in self._view.live - self._view.ready,
             )
             for where, pid, logs in self._workers.running(self._view.round)
         )

@@ -20,11 +20,17 @@ from torch.distributed.elastic.events.handlers import get_logging_handler
 from elastic_agents.console import Consoles
 from elastic_launch.clock import Clock
 from elastic_launch.config.launch_config import LaunchConfig
-from elastic_launch.errors import UsageError
+from elastic_launch.errors import ElasticLaunchError, UsageError
 from elastic_launch.events.types import CheckpointSaved, Event, EventSink, OrderReceived, WorkerExited, event_name
 from elastic_launch.observe.ledger import Incident
+from elastic_launch.system.threads import within
 
 __all__ = ["TorchEvents", "check_handler"]
+
+_log = logging.getLogger("elastic_launch.agent")
+
+NAMING = 0.5
+"""Seconds that the resolver has for this host's name."""
 
 
 def check_handler(name: str) -> None:
@@ -48,7 +54,8 @@ class TorchEvents:
     The ends of workers and agent have the names and the metadata of those that torch's agent records
     (https://docs.pytorch.org/docs/stable/elastic/events.html), but for every end of a worker, not just the last. This
     node's orders about rounds, checkpoints and incidents are ``elastic_launch.<event>``, with their fields as metadata.
-    The leader's own decisions are not reported: a handler that is slow would hold up the leader.
+    The leader's own decisions are not reported: a handler that is slow would hold up the leader,
+    as it holds up this agent.
 
     Args:
         consoles: write what a handler would otherwise write to stderr itself, blocking.
@@ -112,7 +119,7 @@ class TorchEvents:
         config, group = self._config, self.group
         if self._name == "null":
             return  # looking up this host's name may take long without a network
-        self._host = self._host or socket.getfqdn()
+        self._host = self._host or _host_name()
         about = {
             "group_world_size": group.group_world_size if group else None,
             "entry_point": os.path.basename(config.command.argv[0]),
@@ -133,7 +140,17 @@ class TorchEvents:
             **more,
         }
         name = name or f"torchelastic.worker.status.{state}"
-        record(TorchEvent(name, source=source, metadata=metadata), self._name)
+        try:
+            record(TorchEvent(name, source=source, metadata=metadata), self._name)
+        except Exception as raised:  # noqa: BLE001 - a handler may raise anything, and must not end the agent
+            _log.warning("the event handler %s has failed: %s: %s", self._name, type(raised).__name__, raised)
+
+
+def _host_name() -> str:
+    try:
+        return within(NAMING, "the resolver", socket.getfqdn)
+    except (TimeoutError, ElasticLaunchError):
+        return socket.gethostname()
 
 
 class _Stream:

@@ -348,7 +348,7 @@ def _report(options: argparse.Namespace) -> int:
         name = "log_dir" if Path(options.run).is_dir() else "rdzv_id"
         setattr(options, name, options.run)
     directory = _directory(options)
-    alive = find(directory, None, depth=0)[1]
+    alive = True if find(directory, None, depth=0)[1] else None  # other hosts' agents are not seen
     html, png = (Path(text) if text else None for text in (options.html, options.png))
     show_report(directory, as_object=options.json, html=html, png=png, alive=alive)
     return ExitCode.DONE

@@ -27,14 +27,18 @@ def advice(ledger: Ledger) -> list[str]:
     killed = [x for x in ledger.incidents if "SIGKILL" in x.cause and x.kind == "crash"]
     found = []
     if memory := kinds.count("out of memory"):
-        found.append(f"{counted(memory, 'worker')} ran out of memory: use smaller micro-batches, or more memory")
+        found.append(
+            f"workers ran out of memory in {counted(memory, 'incident')}: use smaller micro-batches, or more memory"
+        )
     if killed:
         names = ", ".join(str(incident.number) for incident in killed)
         found.append(
             f"SIGKILL ended workers (incident {names}): if no user sent it, the kernel lacked memory; see its log"
         )
     if lost := kinds.count("node loss"):
-        found.append(f"{counted(lost, 'node')} lost: check host and network; a spare node (--nnodes) fills the gap")
+        found.append(
+            f"{counted(lost, 'incident')} of lost nodes: check host and network; a spare node (--nnodes) fills the gap"
+        )
     if hangs := kinds.count("hang"):
         found.append(f"{counted(hangs, 'hang')}: the cause names the rank and where it stood; see elasticctl stacks")
     again = (ledger.lost_steps or 0) - (ledger.unsaved_steps or 0)

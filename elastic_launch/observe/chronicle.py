@@ -133,7 +133,7 @@ class Chronicle:
                 self.restarts, self.over = max(self.restarts, restarts), True
                 self.code, self.why = code, cause
             case ev.NodeEnded(code=code, cause=cause):
-                self.code, self.why = code, self.why or cause
+                self.code, self.why = code, self.why if self.over and self.why else cause
             case ev.CheckpointSaved(round=number, step=step):
                 self.saved = step
                 told = self.rounds.get(number)
@@ -143,6 +143,8 @@ class Chronicle:
                 self._ordered(clock, event)
             case ev.LinkChanged(up=up, cause=cause):
                 self.link_cause = "" if up else cause
+                if up and not self.over:  # an agent of this node has ended before, and another one has joined
+                    self.code, self.why = None, ""
             case ev.WorkerStarted(round=0):
                 pass  # it is ahead of a round
             case ev.WorkerExited(round=0, stopped=stopped):

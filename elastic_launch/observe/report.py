@@ -100,7 +100,7 @@ def standing(host: Host, hosts: Sequence[Host], *, alive: bool | None) -> list[s
         alive: whether an agent of the run is alive on this host; None if that is not known.
     """
     known = [one for one in (host, *hosts) if one.chronicle.code is not None]
-    ended = next((one for one in known if one.chronicle.over), host if host in known else None)
+    ended = next((one for one in known if one.chronicle.over), host if host in known and not alive else None)
     if ended is not None:
         told = ended.chronicle
         lines = [f"ended at {when(ended, told.until)} with exit code {told.code}: {told.why}"]

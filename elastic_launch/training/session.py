@@ -215,8 +215,8 @@ class Run:
             evaluator: evaluates between steps; its results are saved and restored with the rest.
             rehearse: a function that goes through a step as the body of the loop does. A process that is started while
                 others train calls it once, before it joins them, so that what is slow in the first step, such as
-                compilation, does not hold them up. Its step has one micro-batch, and ``update`` does nothing; model,
-                optimizer and random numbers are then as before.
+                compilation, does not hold them up. Its step has one micro-batch, and ``update`` does nothing. What
+                the function writes into parameters or the optimizer itself is replaced when the process joins.
 
         Raises:
             UsageError: if an argument has the wrong type, a step ends without ``update``, the checkpoint belongs to

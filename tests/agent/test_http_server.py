@@ -96,7 +96,17 @@ def test_a_website_cannot_ask_by_a_name_of_its_own(host: str, status: int) -> No
             connection.sendall(f"GET / HTTP/1.1\r\nHost:  {host} \r\n\r\n".encode())
             said = b"".join(iter(lambda: connection.recv(65536), b""))
         assert int(said.split()[1]) == status
-        assert (b"Ask by its address, or name it in --http." in said) == (status == 421)
+        assert (b"Ask by its address or its host's name." in said) == (status == 421)
+
+
+def test_metrics_and_probes_are_answered_under_any_name() -> None:
+    listener = listen("127.0.0.1")
+    served = HttpServer(listener, {"/metrics": lambda _: Response.text(200, "steps 1")}, hosts={"node-0"})
+    with contextlib.closing(listener), contextlib.closing(served):
+        with socket.create_connection(listener.getsockname()[:2], timeout=20) as connection:
+            connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: train.default.svc:9400\r\n\r\n")
+            said = b"".join(iter(lambda: connection.recv(65536), b""))
+        assert int(said.split()[1]) == 200
 
 
 def test_a_response_conforms_to_http_1_1(server: Server) -> None:

@@ -170,7 +170,7 @@ class SimLeader:
                 return
             match instruction:
                 case to_do.Commit(record=record):
-                    if not (yield from self._commit(record)) or not self._may_lead():
+                    if not (yield from self._commit(record)) or (record.end is None and not self._may_lead()):
                         self.deposed = self._stopping = True
                         return
                 case to_do.Send(link=number, order=order):

@@ -82,13 +82,13 @@ def test_weights_only_leaves_the_optimizers_tensors_on_the_disk(
     trained: tuple[Path, nn.Module], scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
-    one = tensor_file._read_one
+    one = tensor_file._map_one
 
     def counted(file: Any, name: str) -> torch.Tensor:
         read.append(name)
         return one(file, name)
 
-    monkeypatch.setattr(tensor_file, "_read_one", counted)
+    monkeypatch.setattr(tensor_file, "_map_one", counted)
     state = el.load_checkpoint(f"{scheme}{trained[0]}", weights_only=True)
     assert set(state) == {"average", "model"}
     assert read

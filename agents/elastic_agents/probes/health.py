@@ -20,7 +20,7 @@ from functools import partial
 from elastic_agents.inbox import HowAreYou, Inbox
 from elastic_agents.probes.http_server import HttpServer, Request, Responder, Response
 from elastic_launch.config.launch_config import Endpoint, LaunchConfig
-from elastic_launch.errors import EndpointError
+from elastic_launch.errors import ElasticLaunchError, EndpointError
 from elastic_launch.observe.present import Present
 from elastic_launch.rendezvous.wire.addresses import (
     early_address,
@@ -72,8 +72,9 @@ def page_listener(config: LaunchConfig) -> socket.socket | None:
 
 def own_names(config: LaunchConfig) -> frozenset[str]:
     """Return the names by which this node is asked for pages."""
-    names = [socket.gethostname(), config.local_addr, config.http.host if config.http else None]
-    with contextlib.suppress(TimeoutError):  # without a network the resolver may take long
+    name = socket.gethostname()
+    names = [name, name.partition(".")[0], config.local_addr, config.http.host if config.http else None]
+    with contextlib.suppress(TimeoutError, ElasticLaunchError):  # without a network the resolver may take long
         names.append(within(NAMING, "the resolver", socket.getfqdn))
     return frozenset(name.lower().rstrip(".") for name in names if name)
 

@@ -31,6 +31,9 @@ DEADLINE = 10.0
 LINGER = 1.0
 """Seconds in which the client may still send after the response: on an earlier close the kernel might discard it."""
 
+OPEN = ("/metrics", "/livez", "/healthz", "/readyz")
+"""Answered whatever host is asked for: monitoring asks for a service's name, and they show nothing of the script."""
+
 MAX_HEAD = 8192
 """Bytes of a request's line and headers."""
 
@@ -237,8 +240,8 @@ class HttpServer:
             return
         fits = end and len(head) <= MAX_HEAD
         found = _parse(bytes(head)) if fits else Response.text(431, "The request is too long.")
-        if isinstance(found, Request) and self._hosts is not None and not _meant(found.host, self._hosts):
-            found = Response.text(421, f"This server is not {found.host}. Ask by its address, or name it in --http.")
+        if isinstance(found, Request) and not self._is_asked(found):
+            found = Response.text(421, f"This server is not {found.host}. Ask by its address or its host's name.")
         if isinstance(found, Response):
             self._answer(connection, found)
             return
@@ -246,6 +249,9 @@ class HttpServer:
         # Until there is a response, incoming data is ignored, and the client may already have closed its side.
         self._selector.unregister(connection.sock)
         self._ask(connection)
+
+    def _is_asked(self, request: Request) -> bool:
+        return self._hosts is None or request.path in OPEN or _meant(request.host, self._hosts)
 
     def _ask(self, connection: _Connection) -> None:
         assert connection.request is not None

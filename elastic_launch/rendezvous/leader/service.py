@@ -218,7 +218,8 @@ class LeaderService:
                     return
             wait = 0.05 if give_up is not None else max(0.0, min(next_turn, next_pulse) - now)
             ready = self._selector.select(wait)
-            if not self._deposed and not self._sure():
+            # After the end is recorded there is nothing that another leader could take over.
+            if not self._deposed and not machine.ended and not self._sure():
                 self.depose(UNSURE)
             for key, _ in ready:
                 self._ready(key)
@@ -377,7 +378,7 @@ class LeaderService:
                     self._queue.clear()
                     self._deposed = True
                     self._stop.set()
-                elif not self._sure():  # it was frozen during the write
+                elif record.end is None and not self._sure():  # it was frozen during the write
                     self._queue.clear()
                     self.depose(UNSURE)
             case to_do.Send(link=number, order=order):

@@ -21,8 +21,9 @@ What keeps the invariant:
 - A voter that answers a report has noted the asker's life before. So for a voter that lost its file, the answer of any
   other one was either given before that one's report, and the adopted state contains it, or it names the new life. A
   majority of answers therefore counts only if they agree on each other's lives; see ``register``.
-- For a time after it last heard the leader, or after its own start, it promises nothing to others than the leader. That
-  is no part of safety: it keeps candidates from interrupting a leader that is well.
+- For a time after it last heard the leader, or after its own start, it promises nothing to others than the leader. The
+  value is safe without that: it keeps candidates from interrupting a leader that is well, and a new leader relies on it
+  when it does not wait for the node of the one before.
 """
 
 from __future__ import annotations
@@ -94,6 +95,8 @@ class Voter:
         self.state = state or VoterState(group, life or secrets.token_hex(8))
         self._reports: dict[str, Answer] = {}
         self._leader: tuple[str, str] | None = None  # name and life of the one that has the lease
+        self._dead_after = dead_after
+        self._again = self._waits = False
         self._started = now + dead_after
         self._until = self._started if self.born else now
 
@@ -110,6 +113,8 @@ class Voter:
     def handle(self, request: Request, now: float) -> Answer:
         """Carry out a request, and return the answer to send once the state is on disk."""
         state = self.state
+        if self._waits:  # from its first request on: it was not told the time when it began again
+            self._waits, self._until = False, max(self._until, now + self._dead_after)
         if request.group != state.group:
             text = "it was started for another run, or with other names of the hosts that keep the record"
             return Answer(request.id, self.name, refused=text)
@@ -171,13 +176,13 @@ class Voter:
         self.born = True
         self.state = replace(self.state, founded=founded, promised=promised)
         if founded:  # the life before may have heard a leader just before it was lost
-            self._until = max(self._until, self._started)
+            self._until, self._waits = max(self._until, self._started), self._again
         if last is not None:
             self.state = replace(self.state, position=last.position, value=last.value)
 
     def _begin_again(self) -> None:
         """Discard everything: another process has been this voter since, as when it was moved to another host."""
-        self.born = False
+        self.born, self._again = False, True
         self.state = VoterState(self.state.group, secrets.token_hex(8), known=self.state.known)
         self._reports, self._leader = {}, None
 

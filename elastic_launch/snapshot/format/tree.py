@@ -179,6 +179,8 @@ class _Decoder(Decoder):
 
 
 def _restore(stored: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], path: Path) -> torch.Tensor:
+    if stored.dtype is dtype and tuple(stored.shape) == shape:
+        return stored  # sent by another rank, and not as it is stored
     same_type = safetensors_type(stored.dtype) == safetensors_type(dtype)
     if same_type and tuple(stored.shape) == stored_shape(dtype, shape):
         return stored if stored.dtype is dtype else stored.view(dtype).reshape(shape)

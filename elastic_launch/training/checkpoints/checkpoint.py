@@ -29,6 +29,7 @@ from elastic_launch.errors import UsageError
 from elastic_launch.snapshot.format.arrays import is_array
 from elastic_launch.snapshot.location import Place, Url, place
 from elastic_launch.snapshot.room import room
+from elastic_launch.snapshot.stall import while_advancing
 from elastic_launch.snapshot.storage.listing import positions
 from elastic_launch.snapshot.storage.owner import claim, other_owner, owned_by
 from elastic_launch.snapshot.storage.shared_copies import Copies, Taking
@@ -296,7 +297,9 @@ class Checkpoint:
         state, meta = (None, {}) if loaded is None else (loaded.state, loaded.meta)
         if not complete:
             if loaded is not None and world.rank == holder and parts.taking(meta) is not None:
-                state = snapshot.load(loaded.info, taking=in_place(parts.taking)).state  # it has only its shards
+                # It has only its shards.
+                again = partial(snapshot.load, loaded.info, taking=in_place(parts.taking))
+                state = while_advancing(self.directory, again).state
             meta = dict(broadcast_state(meta, holder, world.rank))
             state = broadcast_state(state, holder, world.rank, parts.taking(meta))
         assert state is not None
