@@ -48,6 +48,7 @@ class Standstills:
     Attributes:
         lost, joined: from a node's loss, or the order to drain for new ones, until all members train.
         cpu: the leader's CPU seconds for each round.
+        messages: all that the leader has received and sent, without heartbeats.
     """
 
     lost: list[float] = field(default_factory=list)
@@ -233,12 +234,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     print("| nodes | first join, s | nodes lost: standstill, s | nodes joined | leader's CPU per round, s ", end="")
-    print("| time without steps |\n|---|---|---|---|---|---|")
+    print("| its messages per round | time without steps |\n|---|---|---|---|---|---|---|")
     for size in args.sizes:
         first, run = simulate(size, args.minutes, args.seed)
         found = run.found
         still = 100 * sum([*found.lost, *found.joined]) / (60 * args.minutes)
-        cells = [size, f"{first:.1f}", shown(found.lost), shown(found.joined), shown(found.cpu), f"{still:.1f} %"]
+        messages = f"{found.messages / len(found.cpu):.0f}" if found.cpu else "-"
+        cells = [size, f"{first:.1f}", shown(found.lost), shown(found.joined), shown(found.cpu), messages]
+        cells.append(f"{still:.1f} %")
         print("| " + " | ".join(map(str, cells)) + " |", flush=True)
 
 
