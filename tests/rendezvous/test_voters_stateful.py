@@ -133,7 +133,7 @@ class World:
         if not process.alive:
             return
         if process.voter is not None:
-            process.voter.heard(answer)
+            process.voter.heard(answer, self.now)
             self.save(process)
         process.register.hear(answer)
         self.send(process)
@@ -506,6 +506,25 @@ def test_a_voter_that_is_another_process_by_now_begins_again() -> None:
     _lose_file(world, "c")
     before = old.state.life
     report = world.processes["a"].voter.handle(old.report_to("a", 1), world.now)  # type: ignore[union-attr]
-    old.heard(report)
+    old.heard(report, world.now)
     assert not old.born
     assert old.state.life != before
+
+
+def test_a_voter_that_begins_again_waits_for_a_leader_that_it_cannot_know() -> None:
+    """Another process was this voter meanwhile, and may have heard a leader a moment ago."""
+    world = World(3, random.Random(0))
+    _written(world, "a")
+    old = world.processes["c"].voter
+    assert old is not None
+    _lose_file(world, "c")
+    world.now += 10 * DEAD_AFTER  # since it was started
+    others = {name: world.processes[name].voter for name in "ab"}
+    for id, name in enumerate("aab"):
+        voter = others[name]
+        assert voter is not None
+        old.heard(voter.handle(old.report_to(name, id), world.now), world.now)
+    assert old.state.founded
+    ballot = Ballot(9, "b")
+    assert not old.handle(Prepare(9, world.group, ballot, "b1"), world.now + DEAD_AFTER - 1).granted
+    assert old.handle(Prepare(10, world.group, ballot, "b1"), world.now + DEAD_AFTER).granted

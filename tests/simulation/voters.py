@@ -171,7 +171,7 @@ class SimVoters:
 
     def _answered(self, client: _Client, answer: Answer) -> None:
         if client.voter is not None:
-            client.voter.heard(answer)
+            client.voter.heard(answer, self._kernel.now)
             self._save(client)
         client.answers.put(answer)
 

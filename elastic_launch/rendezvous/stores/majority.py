@@ -236,7 +236,7 @@ class MajorityStore(ControlStore):
         own = self._own
         with self._changed:
             if own is not None:
-                own.change(partial(own.voter.heard, answer))
+                own.change(partial(own.voter.heard, answer, self._clock.now()))
             self._register.hear(answer)
             self._send()
             self._changed.notify_all()

@@ -96,9 +96,8 @@ class Voter:
         self._reports: dict[str, Answer] = {}
         self._leader: tuple[str, str] | None = None  # name and life of the one that has the lease
         self._dead_after = dead_after
-        self._again = self._waits = False
-        self._started = now + dead_after
-        self._until = self._started if self.born else now
+        self._heeds = now + dead_after  # until then a leader may rely on what this voter has forgotten
+        self._until = self._heeds if self.born else now
 
     @property
     def missing(self) -> list[str]:
@@ -113,8 +112,6 @@ class Voter:
     def handle(self, request: Request, now: float) -> Answer:
         """Carry out a request, and return the answer to send once the state is on disk."""
         state = self.state
-        if self._waits:  # from its first request on: it was not told the time when it began again
-            self._waits, self._until = False, max(self._until, now + self._dead_after)
         if request.group != state.group:
             text = "it was started for another run, or with other names of the hosts that keep the record"
             return Answer(request.id, self.name, refused=text)
@@ -147,11 +144,11 @@ class Voter:
         """Return the request by which this voter asks another one for its state."""
         return Report(id, self.state.group, self.name, self.state.life)
 
-    def heard(self, answer: Answer) -> None:
+    def heard(self, answer: Answer, now: float) -> None:
         """Note another voter's answer, to a report or to anything else."""
         lives = _lives(answer.known, self.name)
         if lives and self.state.life in lives and self.state.life != lives[-1]:
-            self._begin_again()
+            self._begin_again(now)
             return
         if answer.asker != self.state.life or answer.voter not in self.others or answer.refused:
             return
@@ -176,13 +173,13 @@ class Voter:
         self.born = True
         self.state = replace(self.state, founded=founded, promised=promised)
         if founded:  # the life before may have heard a leader just before it was lost
-            self._until, self._waits = max(self._until, self._started), self._again
+            self._until = max(self._until, self._heeds)
         if last is not None:
             self.state = replace(self.state, position=last.position, value=last.value)
 
-    def _begin_again(self) -> None:
+    def _begin_again(self, now: float) -> None:
         """Discard everything: another process has been this voter since, as when it was moved to another host."""
-        self.born, self._again = False, True
+        self.born, self._heeds = False, now + self._dead_after
         self.state = VoterState(self.state.group, secrets.token_hex(8), known=self.state.known)
         self._reports, self._leader = {}, None
 
