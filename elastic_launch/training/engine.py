@@ -512,18 +512,22 @@ class Engine:
         if self.checkpoint is None and self._link is None:
             return
         state.check()
+        first = self.world.rank == 0
+        # To look for them takes some ten milliseconds. Those whom this process has joined have looked.
+        if not first and (not self._live or self.saver.joins_live):
+            return
         average, scheduler = has_forgotten_average(state.parts), bool(forgotten(state.parts))
         if average or scheduler:
             # A process that joins would begin with another one than those that are kept.
             self._forgets = True
             self.end_with_round()
-        if self.world.rank == 0 and average and not self._warned_of_average:
+        if first and average and not self._warned_of_average:
             self._warned_of_average = True
             _log.warning(
                 "an AveragedModel is not saved: after a restart it would begin anew; give it to "
                 'run.register("average", averaged) before the loop'
             )
-        if self.world.rank == 0 and scheduler and not self._warned:
+        if first and scheduler and not self._warned:
             self._warned = True
             _log.warning(
                 "the learning-rate scheduler of the optimizer is not saved: after a restart it would begin anew; "

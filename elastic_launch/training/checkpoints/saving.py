@@ -62,12 +62,13 @@ class Saver:
         failure: why the last checkpoint could not be saved; None otherwise.
         seconds: duration of the last save.
         compares: whether the ranks' states are compared in the current training, see ``replicas``.
+        joins_live: whether the state that this process began with came from a process that was kept.
     """
 
     def __init__(self, world: World, link: AgentLink | None) -> None:
         self.failure: snapshot.CheckpointError | None = None
         self.seconds = 0.0
-        self.compares = False
+        self.compares = self.joins_live = False
         self._world = world
         self._link = link
         self._memory = MemorySnapshots(link, world) if link is not None else None
@@ -168,6 +169,7 @@ class Saver:
     ) -> Resumed:
         number, step = kept.position
         parts: Any = None
+        self.joins_live = self.joins_live or (kept.live and live is None)
         if kept.live:
             origin = f"The state of step {step} in the memory of rank {kept.holder}"
             own: dict[str, Any] | None = None
