@@ -653,12 +653,14 @@ def _listed(directory: Place) -> list[tuple[int, int]]:
     Raises:
         CheckpointError, TimeoutError: if that is not possible within ``LOOK_TIMEOUT``.
     """
-    until = time.monotonic() + LOOK_TIMEOUT
+    left = LOOK_TIMEOUT
+    until = time.monotonic() + left
     while True:
         try:
-            return within(until - time.monotonic(), f"to list {directory}", lambda: positions(directory))
+            return within(left, f"to list {directory}", lambda: positions(directory))
         except snapshot.CheckpointError:
-            if until - time.monotonic() <= LOOK_AGAIN:
+            left = round(until - time.monotonic() - LOOK_AGAIN, 1)
+            if left <= 0:
                 raise
         time.sleep(LOOK_AGAIN)
 
