@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import socket
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -20,17 +19,14 @@ from torch.distributed.elastic.events.handlers import get_logging_handler
 from elastic_agents.console import Consoles
 from elastic_launch.clock import Clock
 from elastic_launch.config.launch_config import LaunchConfig
-from elastic_launch.errors import ElasticLaunchError, UsageError
+from elastic_launch.errors import UsageError
 from elastic_launch.events.types import CheckpointSaved, Event, EventSink, OrderReceived, WorkerExited, event_name
 from elastic_launch.observe.ledger import Incident
-from elastic_launch.system.threads import within
+from elastic_launch.rendezvous.wire.addresses import full_host_name
 
 __all__ = ["TorchEvents", "check_handler"]
 
 _log = logging.getLogger("elastic_launch.agent")
-
-NAMING = 0.5
-"""Seconds that the resolver has for this host's name."""
 
 
 def check_handler(name: str) -> None:
@@ -119,7 +115,7 @@ class TorchEvents:
         config, group = self._config, self.group
         if self._name == "null":
             return  # looking up this host's name may take long without a network
-        self._host = self._host or _host_name()
+        self._host = self._host or full_host_name()
         about = {
             "group_world_size": group.group_world_size if group else None,
             "entry_point": os.path.basename(config.command.argv[0]),
@@ -144,13 +140,6 @@ class TorchEvents:
             record(TorchEvent(name, source=source, metadata=metadata), self._name)
         except Exception as raised:  # noqa: BLE001 - a handler may raise anything, and must not end the agent
             _log.warning("the event handler %s has failed: %s: %s", self._name, type(raised).__name__, raised)
-
-
-def _host_name() -> str:
-    try:
-        return within(NAMING, "the resolver", socket.getfqdn)
-    except (TimeoutError, ElasticLaunchError):
-        return socket.gethostname()
 
 
 class _Stream:

@@ -10,7 +10,6 @@ The kubelet treats status 200 to 399 as success and everything else, or silence,
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -20,15 +19,15 @@ from functools import partial
 from elastic_agents.inbox import HowAreYou, Inbox
 from elastic_agents.probes.http_server import HttpServer, Request, Responder, Response
 from elastic_launch.config.launch_config import Endpoint, LaunchConfig
-from elastic_launch.errors import ElasticLaunchError, EndpointError
+from elastic_launch.errors import EndpointError
 from elastic_launch.observe.present import Present
 from elastic_launch.rendezvous.wire.addresses import (
     early_address,
+    full_host_name,
     listen,
     listen_anywhere,
     try_listen,
 )
-from elastic_launch.system.threads import within
 
 __all__ = ["Health", "Page", "health_listener", "own_names", "page_listener"]
 
@@ -40,9 +39,6 @@ Called in the server's thread, so it must not block.
 
 PATIENCE = 5.0
 """Seconds that the agent may take to answer."""
-
-NAMING = 0.5
-"""Seconds that the resolver has to tell this host's full name."""
 
 ASK_EVERY = 0.05
 """Seconds between two questions to the agent's loop: more clients do not cause more questions."""
@@ -73,9 +69,13 @@ def page_listener(config: LaunchConfig) -> socket.socket | None:
 def own_names(config: LaunchConfig) -> frozenset[str]:
     """Return the names by which this node is asked for pages."""
     name = socket.gethostname()
-    names = [name, name.partition(".")[0], config.local_addr, config.http.host if config.http else None]
-    with contextlib.suppress(TimeoutError, ElasticLaunchError):  # without a network the resolver may take long
-        names.append(within(NAMING, "the resolver", socket.getfqdn))
+    names = [
+        name,
+        name.partition(".")[0],
+        full_host_name(),
+        config.local_addr,
+        config.http.host if config.http else None,
+    ]
     return frozenset(name.lower().rstrip(".") for name in names if name)
 
 

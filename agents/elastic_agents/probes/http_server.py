@@ -32,7 +32,7 @@ LINGER = 1.0
 """Seconds in which the client may still send after the response: on an earlier close the kernel might discard it."""
 
 OPEN = ("/metrics", "/livez", "/healthz", "/readyz")
-"""Answered whatever host is asked for: monitoring asks for a service's name, and they show nothing of the script."""
+"""Paths that are answered for any Host header: monitoring systems ask by a service's name. They show no output."""
 
 MAX_HEAD = 8192
 """Bytes of a request's line and headers."""

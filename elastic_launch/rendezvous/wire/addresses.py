@@ -10,12 +10,13 @@ import struct
 from pathlib import Path
 
 from elastic_launch.config.launch_config import Endpoint, LaunchConfig
-from elastic_launch.errors import EndpointError, UnresolvedError
+from elastic_launch.errors import ElasticLaunchError, EndpointError, UnresolvedError
 from elastic_launch.system.threads import within
 
 __all__ = [
     "ANY_ADDRESS",
     "early_address",
+    "full_host_name",
     "has_usable_name",
     "interface_of",
     "is_hidden",
@@ -31,6 +32,9 @@ __all__ = [
 
 ANY_ADDRESS = ("::", "0.0.0.0")
 """Addresses that a socket that listens on all addresses is bound to."""
+
+NAMING = 0.5
+"""Seconds that the resolver has for this host's full name: without a network it may take long."""
 
 _SIOCGIFADDR = 0x8915  # netdevice(7)
 
@@ -193,6 +197,14 @@ def early_address(config: LaunchConfig) -> str:
     except (ValueError, EndpointError):
         pass
     return routable_address()
+
+
+def full_host_name() -> str:
+    """Return this host's name with its domain, or without if the resolver does not know it in time."""
+    try:
+        return within(NAMING, "the resolver", socket.getfqdn)
+    except (TimeoutError, ElasticLaunchError):
+        return socket.gethostname()
 
 
 def interface_of(address: str) -> str:
