@@ -7,9 +7,9 @@ import shlex
 import signal
 
 from elastic_agents.policy_types import StartWorkers
-from elastic_agents.workers.failures import describe
 from elastic_agents.workers.round_workers import Reaped
 from elastic_launch.config.launch_config import LaunchConfig
+from elastic_launch.events.sentences import ending
 from elastic_launch.events.types import OrderReceived, counted
 from elastic_launch.rendezvous.wire import messages as m
 
@@ -63,7 +63,7 @@ def report_forwarded(number: int, spared: list[int]) -> None:
 
 def report_ended(reaped: Reaped) -> None:
     """Print which worker failed."""
-    rank, code = reaped.placement.rank, describe(reaped.exit_code)
+    rank, code = reaped.placement.rank, ending(reaped.exit_code)
     _log.warning("rank %d (pid %d) ended with %s in round %d", rank, reaped.pid, code, reaped.round)
 
 
@@ -99,7 +99,7 @@ def report_came(local_rank: int, pid: int, took: float) -> None:
 
 def report_lost_ahead(reaped: Reaped, failure: m.Failure | None, following: str) -> None:
     """Print that a worker that was started ahead has ended before it had a place in a round."""
-    why = describe(reaped.exit_code) if failure is None else failure.message
+    why = ending(reaped.exit_code) if failure is None else failure.message
     _log.warning(
         "local rank %d (pid %d), started ahead of a round, ended with %s; %s",
         reaped.placement.local_rank,
@@ -111,7 +111,7 @@ def report_lost_ahead(reaped: Reaped, failure: m.Failure | None, following: str)
 
 def report_missing(reaped: Reaped) -> None:
     """Print that a suspended worker has ended."""
-    rank, code = reaped.placement.rank, describe(reaped.exit_code)
+    rank, code = reaped.placement.rank, ending(reaped.exit_code)
     _log.warning("rank %d (pid %d), which was suspended, ended with %s", rank, reaped.pid, code)
 
 

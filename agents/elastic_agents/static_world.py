@@ -18,7 +18,6 @@ from pathlib import Path
 
 from elastic_agents.console import Consoles, configure_logging
 from elastic_agents.inbox import REPEAT, Exited, Inbox, SignalCaught, SignalsTo
-from elastic_agents.workers.failures import describe
 from elastic_agents.workers.guard import Guard
 from elastic_agents.workers.processes import ExecProcesses, StartRequest
 from elastic_agents.workers.sessions import kill_sessions
@@ -26,6 +25,7 @@ from elastic_launch.clock import MonotonicClock
 from elastic_launch.config.torch_options import STOP_SIGNALS, untested_torch
 from elastic_launch.error_file import read_error_file
 from elastic_launch.errors import ExitCode, UsageError
+from elastic_launch.events.sentences import ending
 from elastic_launch.rendezvous.leader.verdict import own_code
 from elastic_launch.system.descriptors import raise_limit
 from elastic_launch.system.private_files import make_private
@@ -243,7 +243,7 @@ class _Agent:
         self._end_sessions({worker.pid})
         if not self._stopping:
             self._first = worker
-            self._stop(f"rank {worker.rank} ended with {describe(code)}")
+            self._stop(f"rank {worker.rank} ended with {ending(code)}")
 
     def _stop(self, cause: str) -> None:
         """Ask the remaining workers to end; they are killed after the grace period."""
@@ -295,7 +295,7 @@ class _Agent:
     def _words(self, worker: _Worker) -> Iterator[str]:
         assert worker.exit_code is not None
         cause = "root cause: " if worker is self._first else ""
-        yield f"{cause}rank {worker.rank} (pid {worker.pid}) ended with {describe(worker.exit_code)}"
+        yield f"{cause}rank {worker.rank} (pid {worker.pid}) ended with {ending(worker.exit_code)}"
         error = read_error_file(worker.files.error_file)
         if error is not None:
             yield from (f"    {line}" for line in error.traceback or error.message.splitlines())

@@ -18,12 +18,13 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from elastic_agents.outcome import result_of
 from elastic_agents.workers import failures
-from elastic_agents.workers.failures import OutOfMemoryCounter, describe, printed_last, raised_in, report
+from elastic_agents.workers.failures import OutOfMemoryCounter, printed_last, raised_in, report
 from elastic_agents.workers.round_workers import Reaped
 from elastic_launch.batch import BatchError
 from elastic_launch.contract import Placement
 from elastic_launch.error_file import ErrorFile, do_not_retry, read_error_file, write_error_file
 from elastic_launch.errors import FINAL_NOTE, REPEATS_NOTE, UsageError
+from elastic_launch.events.sentences import ending
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.snapshot.errors import CheckpointWriteError, UnsupportedStateError
 from elastic_launch.training.ranks.replicas import ReplicasDifferError
@@ -79,7 +80,7 @@ def error_file(tmp_path: Path) -> Path:
     ],
 )
 def test_exit_codes_as_text(exit_code: int, text: str) -> None:
-    assert describe(exit_code) == text
+    assert ending(exit_code) == text
 
 
 # Error files.

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from elastic_launch.error_file import ErrorFile
 from elastic_launch.errors import FINAL_NOTE, REPEATS_NOTE, ExitCode
-from elastic_launch.events.sentences import ending as describe
+from elastic_launch.events.sentences import ending
 from elastic_launch.rendezvous.wire.messages import Failure
 from elastic_launch.symptoms import BROKEN_CONNECTION, symptom_in, symptom_of_abort
 from elastic_launch.system.memory_groups import CGROUPS, memory_groups
 from elastic_launch.system.plain_text import clipped, one_line, plain
 
-__all__ = ["OutOfMemoryCounter", "describe", "disconnection", "printed_last", "raised_in", "report"]
+__all__ = ["OutOfMemoryCounter", "disconnection", "printed_last", "raised_in", "report"]
 
 # Bytes of JSON: a report must fit into one message, however long an exception is and whatever characters it has.
 _DETAIL_LINES = 60
@@ -121,7 +121,7 @@ def report(
     hint = "; the kernel killed it for lack of memory" if kind == "out of memory" else ""
     hint = ", which --fatal-exit-codes names" if named else hint
     first = one_line(text.strip().splitlines()[0]) if text.strip() else ""
-    how = "" if stopped and first else f"{describe(exit_code)}{hint}"
+    how = "" if stopped and first else f"{ending(exit_code)}{hint}"
     if supposed:
         how = "printed before it was stopped"
     return Failure(

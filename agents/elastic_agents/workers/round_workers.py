@@ -16,7 +16,6 @@ from elastic_agents.policy_types import WorkerEnded
 from elastic_agents.step_timer import StepTimer
 from elastic_agents.workers.failures import (
     OutOfMemoryCounter,
-    describe,
     disconnection,
     printed_last,
     raised_in,
@@ -33,6 +32,7 @@ from elastic_agents.workers.watchdog import TimerExpired
 from elastic_launch.clock import Clock
 from elastic_launch.contract import Placement
 from elastic_launch.error_file import ErrorFile, read_error_file
+from elastic_launch.events.sentences import ending
 from elastic_launch.rendezvous.wire.messages import Failure
 from elastic_launch.system.writer_thread import Writer
 
@@ -368,7 +368,7 @@ class RoundWorkers:
         if not expired.number:
             _log.warning("%s; it asked for no signal", about)
             return
-        _log.error("%s; it gets %s", about, describe(-expired.number))
+        _log.error("%s; it gets %s", about, ending(-expired.number))
         worker.late = expired.scope
         if expired.pid == sid:
             self._processes.signal(sid, expired.number)
