@@ -272,6 +272,16 @@ def test_a_killed_agent_and_a_lost_link_are_named(tmp_path: Path, capsys: pytest
     assert "in progress; figures until " in capsys.readouterr().out
 
 
+def test_a_node_that_comes_back_has_not_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    left = [(41.0, ev.NodeEnded(143, "SIGTERM: preempted")), (50.0, ev.LinkChanged(True, "hello accepted"))]
+    write(tmp_path, "a", [*WORKERS[:4], *left, (51.0, ev.OrderReceived("form", 2, 1, "node a joined"))])
+    show_report(tmp_path, as_object=False, html=None, alive=True)
+    assert "in progress; figures until " in capsys.readouterr().out
+    write(tmp_path, "a", [(60.0, ev.NodeEnded(0, "all workers finished"))])
+    assert main([str(tmp_path)]) == 0
+    assert "with exit code 0: all workers finished" in capsys.readouterr().out
+
+
 def test_advice_follows_causes_and_costs() -> None:
     def told(kind: str, cause: str, **costs: float) -> Incident:
         spent = [costs.get(part, 0.0) for part in PARTS]

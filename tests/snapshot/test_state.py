@@ -565,3 +565,12 @@ def test_the_sum_of_a_state_never_changes() -> None:
         + struct.pack("<ff", 1.0, -2.0)
     ).hexdigest()  # fmt: skip
     assert state_sha256({"w": torch.tensor([[1.0, -2.0]])}) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.float8_e5m2fnuz])
+def test_a_tensor_that_another_rank_has_sent_has_its_own_type(dtype: torch.dtype) -> None:
+    """Such a type is stored as another one; between ranks it is sent as it is."""
+    tensor = torch.zeros(3, 2, dtype=dtype)
+    tensors, rest = tree.encode({"a": tensor})
+    found = tree.decode(rest, tensors)["a"]
+    assert (found.dtype, found.shape) == (dtype, tensor.shape)
