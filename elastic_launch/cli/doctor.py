@@ -121,7 +121,7 @@ def examine(
     Args:
         address: of the run that this host is to take part in; None if none is given.
         log_dir: where logs and events are written.
-        about: why there is no address.
+        about: why no address is known.
         checkpoint: the directory of the training's checkpoints; empty if it is not given.
     """
     checks: list[Callable[[], Findings]] = [
@@ -430,7 +430,7 @@ def _etcd(endpoint: Endpoint) -> Findings:
 
 
 def _answer(endpoint: Endpoint, method: str, path: str, body: object = None) -> dict[str, Any]:
-    """Return what a member answers in JSON, with whatever status.
+    """Return a member's JSON answer, whatever its HTTP status is.
 
     Raises:
         ValueError: if it is something else.

@@ -389,7 +389,7 @@ def _doctor(options: argparse.Namespace) -> int:
     except ElasticLaunchError as error:
         if any(values.text(name) is not None for name in _WHERE[:3]):
             raise
-        about = error.message  # there is no run alive, or there are several: the host itself can be examined
+        about = error.message  # no run is alive, or several are: the host itself can be examined
     if found is not None and found.code is not None:
         address, about = None, f"run {found.run_id} has ended with exit code {found.code}: {found.cause}"
     logs = Path(values.text("--log-dir") or state_directory(os.environ))
