@@ -433,13 +433,14 @@ class Loop:
 
     def _take(self, received: Resumed) -> None:
         """Take a state over from another process, after a step that this one has not done itself."""
-        self._load(received)
-        self._step = received.step
-        if not received.passes:  # else it is loaded once more, before the next pass
-            self._received = None
-        self._close_batches()
-        if self._options.prepare is not None:
-            self._options.prepare(self._step)
+        with self._engine.doing(Activity.RESTORE):
+            self._load(received)
+            self._step = received.step
+            if not received.passes:  # else it is loaded once more, before the next pass
+                self._received = None
+            self._close_batches()
+            if self._options.prepare is not None:
+                self._options.prepare(self._step)
 
     def _trains(self) -> dict[str, bool]:
         parameters = Parameters(self._model, self._optimizer)

@@ -190,10 +190,11 @@ def test_what_a_script_does_as_a_state_is_restored_may_take_long_unless_the_proc
             "no limit is learned from the first"
         )
         node.look(100.0)
-    node.stopped = {1}
-    found = node.look(1.0)
-    assert found is not None
-    assert found.left < 0
+    for stopped, elapsed, late in (({1}, 1.0, False), (set(), 1.0, False), ({1}, 9.0, False), ({1}, 2.0, True)):
+        node.stopped = stopped
+        found = node.look(elapsed)
+        assert found is not None
+        assert (found.left < 0) is late, "only the time for which it was stopped counts"
 
 
 def test_after_a_round_was_broken_as_it_formed_the_next_has_more_time() -> None:

@@ -63,6 +63,7 @@ class Lateness:
     def __init__(self) -> None:
         self._longest: dict[int, float] = {}
         self._seen: dict[int, tuple[WorkerProgress, float]] = {}  # by local rank; for how long it has not changed
+        self._stopped: dict[int, float] = {}  # by local rank; for how long it has been stopped as it restores
         self._forming = FORMING
 
     def look(
@@ -83,6 +84,7 @@ class Lateness:
             None if some have not begun to train in the round, or are in a part of their script that nothing is known
             of.
         """
+        self._stopped = {rank: self._stopped.get(rank, 0.0) + elapsed for rank in stopped}
         for local_rank, report in reports.items():
             before, stood = self._seen.get(local_rank, (None, 0.0))
             if report is None or report.round != round_number:
@@ -96,8 +98,7 @@ class Lateness:
         seen = [self._seen[local_rank] for local_rank in reports if local_rank in self._seen]
         if len(seen) < len(reports) or any(report.activity == Activity.UNWATCHED for report, _ in seen):
             return None
-        limits = {rank: FORMING if rank in stopped else self._limit(self._seen[rank][0]) for rank in reports}
-        left, slowest = max((limits[rank] - self._seen[rank][1], self._seen[rank][0]) for rank in reports)
+        left, slowest = max((self._left(rank), self._seen[rank][0]) for rank in reports)
         return Standstill(min(stood for _, stood in seen), left, _doing(slowest))
 
     def broken(self) -> None:
@@ -108,6 +109,14 @@ class Lateness:
     def _learn(self, activity: int, seconds: float) -> None:
         longest = self._longest.get(activity, 0.0)
         self._longest[activity] = max(longest * FORGETS if activity == Activity.STEP else longest, seconds)
+
+    def _left(self, local_rank: int) -> float:
+        """Return the seconds until a worker is late."""
+        report, stood = self._seen[local_rank]
+        left = self._limit(report) - stood
+        if local_rank not in self._stopped:
+            return left
+        return min(left, FORMING - min(self._stopped[local_rank], stood))  # it may have run since the last call
 
     def _limit(self, report: WorkerProgress) -> float:
         if report.activity == Activity.PAUSE:
