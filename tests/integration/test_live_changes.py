@@ -153,7 +153,7 @@ def test_a_node_that_is_told_to_leave_while_its_worker_is_suspended_saves_the_wo
     b = changes.node("b", *options, rank=1, nnodes="2")
     number = changes.trains(2, steps=12)
     b.kill()
-    a.says("round 1 broken")
+    wait_for("the end of its round", lambda: len(job.events("parked")) == 2, 60)
     last = changes.last(number)
     assert changes.whole(number) < 6 < last
     a.signal(signal.SIGTERM)
