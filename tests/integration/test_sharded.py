@@ -51,10 +51,10 @@ def test_a_kill_and_other_worlds_end_with_the_weights_of_an_undisturbed_unsharde
         found: dict[str, Any] = json.loads(result.read_text())
         if world == 2:
             # The killed one's steps are in memory, so that at most the last one is done again.
-            assert (found["worlds"], found["restarts"]) == ([2, 2], 1)
+            assert (found["worlds"], found["restarts"]) == ([2, 2], 1), agent.output
             assert found["resumed"] > 0
         else:
-            assert (found["worlds"][-1], found["resumed"]) == (world, resumed)
+            assert (found["worlds"][-1], found["resumed"]) == (world, resumed), agent.output
         resumed = steps
     assert found["hash"] == undisturbed["hash"]
 
