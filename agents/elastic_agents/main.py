@@ -227,7 +227,7 @@ def _run(config: LaunchConfig, begun: Bootstrap | None, consoles: Consoles, watc
             from elastic_launch.rendezvous.backends.registry import backend_of
 
         files.put(lambda data: link_latest(config))
-        events = TorchEvents(config, journal, clock, consoles)
+        events = served.enter_context(closing(TorchEvents(config, journal, clock, consoles)))
         backend = backend_of(config, clock, events)
         agent = LocalElasticAgent(
             config, backend, events, files, consoles, clock=clock, inbox=inbox, processes=processes, env=env

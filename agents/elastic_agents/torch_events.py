@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import WorkerGroup
@@ -23,10 +24,17 @@ from elastic_launch.errors import UsageError
 from elastic_launch.events.types import CheckpointSaved, Event, EventSink, OrderReceived, WorkerExited, event_name
 from elastic_launch.observe.ledger import Incident
 from elastic_launch.rendezvous.wire.addresses import full_host_name
+from elastic_launch.system.writer_thread import OVERHEAD, Writer
 
 __all__ = ["TorchEvents", "check_handler"]
 
 _log = logging.getLogger("elastic_launch.agent")
+
+MOST = 1000
+"""Events that may wait for the handler."""
+
+PATIENCE = 5.0
+"""Seconds after which a handler that has not returned counts as stuck."""
 
 
 def check_handler(name: str) -> None:
@@ -50,8 +58,9 @@ class TorchEvents:
     The ends of workers and agent have the names and the metadata of those that torch's agent records
     (https://docs.pytorch.org/docs/stable/elastic/events.html), but for every end of a worker, not just the last. This
     node's orders about rounds, checkpoints and incidents are ``elastic_launch.<event>``, with their fields as metadata.
-    The leader's own decisions are not reported: a handler that is slow would hold up the leader,
-    as it holds up this agent.
+
+    The handler is called in a thread of its own, one event after the other: one that is slow holds up nothing. If it
+    falls behind by more than :data:`MOST` events, further events are left out and counted in a warning.
 
     Args:
         consoles: write what a handler would otherwise write to stderr itself, blocking.
@@ -71,6 +80,11 @@ class TorchEvents:
         self._began = clock.now()
         self._host = ""
         self.group: WorkerGroup | None = None
+        # To look up this host's name may take long without a network.
+        self._writer: Writer | None = None
+        if self._name != "null":
+            limit = MOST * (OVERHEAD + 1) // 2  # of bytes; twice that for callers that do not wait
+            self._writer = Writer("event handler", limit=limit, patience=PATIENCE, lost=self._lost)
 
     def emit(self, event: Event) -> None:
         self._sink.emit(event)
@@ -88,6 +102,11 @@ class TorchEvents:
         """Report how the agent ended."""
         error = json.dumps({"message": cause, "exit_code": code}) if code else None
         self._record("FAILED" if code else "SUCCEEDED", EventSource.AGENT, {"agent_restarts": restarts}, error)
+
+    def close(self) -> None:
+        """Wait for the handler, as long as it takes events."""
+        if self._writer is not None and not self._writer.close():
+            _log.warning("the event handler %s does not return: it did not get the last events", self._name)
 
     def _worker(self, exited: WorkerExited) -> None:
         state = "SUCCEEDED" if exited.exit_code == 0 else "TERMINATED" if exited.stopped else "FAILED"
@@ -112,10 +131,9 @@ class TorchEvents:
         about: dict[str, Any] | None = None,
         name: str = "",
     ) -> None:
-        config, group = self._config, self.group
-        if self._name == "null":
-            return  # looking up this host's name may take long without a network
-        self._host = self._host or full_host_name()
+        config, group, writer = self._config, self.group, self._writer
+        if writer is None:
+            return
         about = {
             "group_world_size": group.group_world_size if group else None,
             "entry_point": os.path.basename(config.command.argv[0]),
@@ -127,7 +145,6 @@ class TorchEvents:
             "group_rank": group.group_rank if group else None,
             "worker_id": None,
             "role": config.role,
-            "hostname": self._host,
             "state": state,
             "total_run_time": int(self._clock.now() - self._began),
             "rdzv_backend": config.backend,
@@ -135,11 +152,20 @@ class TorchEvents:
             "metadata": json.dumps(about),
             **more,
         }
-        name = name or f"torchelastic.worker.status.{state}"
+        event = TorchEvent(name or f"torchelastic.worker.status.{state}", source=source, metadata=metadata)
+        writer.put(partial(self._hand_over, event), b"\n")  # a line, as what is lost is counted in lines
+
+    def _hand_over(self, event: TorchEvent, data: bytes) -> None:
+        self._host = self._host or full_host_name()
+        event.metadata["hostname"] = self._host
         try:
-            record(TorchEvent(name, source=source, metadata=metadata), self._name)
+            record(event, self._name)
         except Exception as raised:  # noqa: BLE001 - a handler may raise anything, and must not end the agent
             _log.warning("the event handler %s has failed: %s: %s", self._name, type(raised).__name__, raised)
+
+    def _lost(self, events: int, seconds: float) -> None:
+        text = "the event handler %s was too slow: %d events within %.0f s are left out"
+        _log.warning(text, self._name, events, seconds)
 
 
 class _Stream:

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from elastic_launch.system.threads import VitalThread
 
-__all__ = ["IDLE", "Writer", "flush_all"]
+__all__ = ["IDLE", "OVERHEAD", "Writer", "flush_all"]
 
 T = TypeVar("T")
 

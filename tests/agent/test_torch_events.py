@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from torch.distributed.elastic.events.handlers import _log_handlers
 
 from elastic_agents.console import Consoles
-from elastic_agents.torch_events import TorchEvents
+from elastic_agents.torch_events import MOST, TorchEvents
 from elastic_launch.clock import MonotonicClock
 from elastic_launch.config.launch_config import Command, LaunchConfig
 from elastic_launch.config.torch_options import TorchOptions
@@ -59,8 +60,7 @@ def test_a_registered_handler_gets_rounds_checkpoints_and_incidents(monkeypatch:
         ev.TrainingBegun(2, 0, 4, 50, 0.0),
         ev.FirstStep(2, 5),
     ]
-    with closing(Consoles()) as consoles:
-        events = TorchEvents(config, sink, MonotonicClock(), consoles)
+    with closing(Consoles()) as consoles, closing(TorchEvents(config, sink, MonotonicClock(), consoles)) as events:
         for at, event in enumerate(story):
             events.emit(event)
             chronicle.add(float(at), event)
@@ -81,3 +81,44 @@ def test_a_registered_handler_gets_rounds_checkpoints_and_incidents(monkeypatch:
     assert (about[0]["order"], about[1]["step"], about[3]["cause"]) == ("form", 4, "rank 0 fell")
     assert (about[4]["kind"], about[4]["still_s"]) == ("crash", incident.still_s)
     assert {found["metadata"]["run_id"] for found in kept.found} == {"r"}
+
+
+class Held(Kept):
+    """Takes events once it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.let_go = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        assert self.let_go.wait(60)
+        super().emit(record)
+
+
+def test_a_handler_that_is_slow_holds_up_nothing_and_what_it_missed_is_counted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    held, sink = Held(), Sink()
+    monkeypatch.setitem(_log_handlers, "held-here", held)
+    config = replace(LaunchConfig(Command(("/s/train.py",), ())), options=TorchOptions(event_log_handler="held-here"))
+    missed = 5
+    with closing(Consoles()) as consoles, closing(TorchEvents(config, sink, MonotonicClock(), consoles)) as events:
+        for step in range(MOST + missed):
+            events.emit(ev.CheckpointSaved(1, step, "/c"))  # returns, or the test would not end
+        assert len(sink.found) == MOST + missed
+        assert not held.found
+        held.let_go.set()
+    assert [json.loads(found["metadata"]["metadata"])["step"] for found in held.found] == [*range(MOST)]
+    assert f"held-here was too slow: {missed} events within" in caplog.text
+
+
+def test_a_handler_that_never_returns_is_named_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    held = Held()
+    monkeypatch.setitem(_log_handlers, "stuck-here", held)
+    config = replace(LaunchConfig(Command(("/s/train.py",), ())), options=TorchOptions(event_log_handler="stuck-here"))
+    with closing(Consoles()) as consoles, closing(TorchEvents(config, Sink(), MonotonicClock(), consoles)) as events:
+        events.ended(0, "", 0)
+    assert "stuck-here does not return: it did not get the last events" in caplog.text
+    held.let_go.set()
