@@ -150,6 +150,7 @@ class LocalElasticAgent(ElasticAgent):
         self._local_failures: dict[int, Reaped] = {}
         self._places = LogPlaces(config, files)
         self._run_address: RunAddress | None = None
+        self._leader = ""  # where the leader listens for links; read by other threads
         self._hosting = False
         self._member = False
         self._run_over = False  # the leader has said that the run is over
@@ -199,6 +200,11 @@ class LocalElasticAgent(ElasticAgent):
         """Return the last lines that a rank of this node has printed; thread-safe, and empty before :meth:`run`."""
         workers = getattr(self, "_workers", None)
         return [] if workers is None else workers.output(rank)
+
+    @property
+    def leader(self) -> str:
+        """Where the run's leader was when this node last reached it; thread-safe, and empty before."""
+        return self._leader
 
     def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
         return self._group
@@ -368,7 +374,7 @@ class LocalElasticAgent(ElasticAgent):
                 self._opened(place.hosting, str(place.endpoint), place.address)
                 return None
             case LinkUp(leader=leader):
-                self._member = True
+                self._member, self._leader = True, leader
                 assert self._run_address is not None
                 self._of_run_file(partial(self._run_file.write, replace(self._run_address, leader=leader)))
                 self._events.emit(LinkChanged(up=True, cause="hello accepted"))

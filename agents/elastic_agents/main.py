@@ -93,6 +93,7 @@ class _Journal:
         self.spans: Spans | None = None
         self.over: Callable[[Incident], None] = lambda incident: None
         self.output: Callable[[int], Sequence[str]] = lambda rank: ()
+        self.leader: Callable[[], str] = lambda: ""
 
     def emit(self, event: Event) -> None:
         self._file.emit(event)
@@ -237,6 +238,7 @@ def _run(config: LaunchConfig, begun: Bootstrap | None, consoles: Consoles, watc
         if watcher is not None:
             watcher.begun(agent)
         journal.output = agent.output
+        journal.leader = lambda: agent.leader
         for asking in (health, pages):
             if asking is not None:
                 asking.ask(inbox)
@@ -301,6 +303,7 @@ def _pages(config: LaunchConfig, journal: _Journal, inbox: Inbox[object], clock:
     from elastic_agents.inbox import HowAreYou
     from elastic_agents.probes.health import Health, own_names, page_listener
     from elastic_agents.probes.pages import SAMPLE_EVERY, node_pages
+    from elastic_agents.probes.roster import Roster
     from elastic_launch.observe.history import History
 
     metrics, history = journal.metrics, History(clock)
@@ -311,9 +314,12 @@ def _pages(config: LaunchConfig, journal: _Journal, inbox: Inbox[object], clock:
 
     listener = page_listener(config)
     assert listener is not None
-    made = node_pages(config, metrics, journal.ledger, journal.watch, history, lambda rank: journal.output(rank))
+    roster = Roster(config, lambda: journal.leader())
+    made = node_pages(
+        config, metrics, journal.ledger, journal.watch, history, lambda rank: journal.output(rank), roster
+    )
     inbox.put(HowAreYou(sample, SAMPLE_EVERY))
-    with closing(Health(listener, made, own_names(config))) as pages:
+    with closing(roster), closing(Health(listener, made, own_names(config))) as pages:
         yield pages
 
 

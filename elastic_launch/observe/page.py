@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
+from typing import TYPE_CHECKING
 
 from elastic_launch.events import types as ev
 from elastic_launch.events.types import counted
@@ -18,6 +19,9 @@ from elastic_launch.observe.ledger import PARTS, Incident, Ledger, spoken
 from elastic_launch.observe.reading import Host
 from elastic_launch.observe.timeline import Bar, bars, still
 
+if TYPE_CHECKING:
+    from elastic_launch.rendezvous.admin.messages import NodeStatus, Status
+
 __all__ = [
     "SECTIONS",
     "TICKS",
@@ -26,6 +30,7 @@ __all__ = [
     "live_page",
     "now_section",
     "rank_options",
+    "roster_section",
     "sections",
     "summary_section",
     "time_of_day",
@@ -49,6 +54,9 @@ LOOK_EVERY = 1000
 
 MOST = 300
 """Rounds and incidents that the page of a run in progress shows: the last ones."""
+
+_DOING = {"start": "start", "run": "run", "train": "train", "late": "make no step", "done": "have finished"}
+"""What the workers of a node do, by the words of :class:`elastic_launch.rendezvous.admin.messages.NodeStatus`."""
 
 _STYLE = """
 :root { color-scheme: light dark; --text: #1f2328; --dim: #59636e; --line: #d1d9e0; --back: #ffffff; --fill: #2f6fde;
@@ -144,7 +152,7 @@ def as_page(name: str, host: Host, ledger: Ledger, standing: Sequence[str] = (),
 
 def live_page(name: str) -> str:
     """Return the page of a run in progress: its script fills it with what ``live`` beside it sends."""
-    parts = "".join(f"<section id='{name}'></section>" for name in ("now", "charts", *SECTIONS))
+    parts = "".join(f"<section id='{name}'></section>" for name in ("now", "nodes", "charts", *SECTIONS))
     parts += (
         "<section><h2>Output</h2><p><label>The last lines of rank <select id='rank'></select></label></p>"
         "<pre id='log' tabindex='0' aria-label='output of the rank' hidden></pre></section>"
@@ -159,6 +167,43 @@ def now_section(figures: Sequence[tuple[str, str]], doing: str) -> str:
     """Return how the run is, as HTML."""
     cells = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in figures)
     return f"<p class='doing'>{escape(doing)}</p><dl>{cells}</dl>"
+
+
+def roster_section(status: Status | None, old: str, problem: str, silent: float) -> str:
+    """Return the table of the run's nodes, as HTML.
+
+    Args:
+        old: how long ago that was, if it is to be said.
+        problem: why there is no newer one; empty if that is not known.
+        silent: seconds without a message after which a node is silent.
+    """
+    notes = [f"This is how it was {old} ago."] if old else []
+    if problem:
+        notes.append(f"The leader does not answer: {problem.rstrip('.')}.")
+    elif status is None:
+        notes.append("The leader is asked.")
+    table = "" if status is None else _roster(status, silent, notes)
+    told = "".join(f"<p>{escape(note)}</p>" for note in notes)
+    return f"<h2>Nodes</h2>{told}{table}"
+
+
+def _roster(status: Status, silent: float, notes: list[str]) -> str:
+    """Return the rows; what else is to be said of them is added to the notes."""
+    nodes: Sequence[NodeStatus] = status.nodes
+    if len(nodes) > MOST:
+        # What a reader looks for first: nodes that are silent, and those that do not train.
+        nodes = sorted(nodes, key=lambda node: (node.silence <= silent, node.state == "training", node.ranks))[:MOST]
+        notes.append(f"{MOST} of {len(status.nodes)} nodes: first those that are silent, or do not train.")
+    rows = ""
+    for node in sorted(nodes, key=lambda node: (not node.ranks, node.ranks, node.node_id)):
+        name = node.node_id + (" (leads)" if node.node_id == status.leader else "")
+        state = node.state + (f", silent for {node.silence:.0f} s" if node.silence > silent else "")
+        workers = f"{node.workers} {_DOING.get(node.doing, '')}".strip()
+        ranks = "-".join(map(str, dict.fromkeys(node.ranks))) or "-"
+        cells = "".join(f"<td>{escape(cell)}</td>" for cell in (name, node.address, state, ranks, workers))
+        rows += f"<tr>{cells}<td class='number'>{'-' if node.step is None else node.step}</td></tr>"
+    heads = "<th>node</th><th>address</th><th>state</th><th>ranks</th><th>workers</th><th class='number'>step</th>"
+    return f"<div class='wide' tabindex='0'><table><tr>{heads}</tr>{rows}</table></div>"
 
 
 def rank_options(ranks: Iterable[int]) -> str:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from itertools import pairwise
 
 import pytest
 
 from elastic_agents.probes import pages
+from elastic_agents.probes.http_server import Response
 from elastic_agents.probes.pages import node_pages
+from elastic_agents.probes.roster import Answer, Roster
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.events import types as ev
 from elastic_launch.observe.history import MOST as SAMPLES
@@ -21,6 +24,22 @@ from elastic_launch.observe.page import MOST, as_page
 from elastic_launch.observe.present import Present
 from elastic_launch.observe.reading import Host
 from elastic_launch.observe.watch import Watch
+from elastic_launch.rendezvous.admin import messages as a
+
+
+class Told(Roster):
+    """Tells what the test has the leader say."""
+
+    def __init__(self) -> None:
+        super().__init__(LaunchConfig(), lambda: "")
+        self.answer: Answer | None = Answer()
+
+    def look(self) -> Answer | None:
+        return self.answer
+
+
+def standing(*nodes: a.NodeStatus) -> a.Status:
+    return a.Status("<r>", "", 1, "a", 1, 2, 1, 2, 0, 3, nodes)
 
 
 class Served:
@@ -31,10 +50,11 @@ class Served:
         self.ledger = LiveLedger(self)
         self.watch = Watch(self, self.ledger)
         self.history = History(self)
+        self.roster = Told()
         config = LaunchConfig(run_id="<r>", node_id="a")
         metrics = NodeMetrics("<r>", "a", "1")
         self.made = lambda: node_pages(
-            config, metrics, self.ledger, self.watch, self.history, lambda rank: [f"<{rank}>\x1b[31m", "b"]
+            config, metrics, self.ledger, self.watch, self.history, lambda rank: [f"<{rank}>\x1b[31m", "b"], self.roster
         )
         self.pages = self.made()
 
@@ -209,3 +229,60 @@ def test_the_output_is_that_of_ranks_of_the_node() -> None:
         response = show(present, query)
         assert (response.status, response.body) == (404, b"Write /log?rank=N. The ranks of this node are: 2, 3.\n")
     assert "The ranks of this node are: none." in show(Present("waiting"), "rank=0").body.decode()
+
+
+def test_the_nodes_are_shown_as_the_leader_sees_them() -> None:
+    served = Served()
+    told = standing(
+        a.NodeStatus("<c>", "10.0.0.3", 1, "spare", 0.4),
+        a.NodeStatus("b", "10.0.0.2", 1, "training", 4.2, (2, 2), "late", 7),
+        a.NodeStatus("a", "10.0.0.1", 2, "training", 0.2, (0, 1), "train", 8),
+    )
+    served.roster.answer = Answer(told, time.monotonic())
+    found = served.live(Present("running"))["nodes"]
+    assert re.findall(r"<tr><td>(.*?)</td></tr>", re.sub(r"</td><td[^>]*>", "|", found)) == [
+        "a (leads)|10.0.0.1|training|0-1|2 train|8",
+        "b|10.0.0.2|training, silent for 4 s|2|1 make no step|7",
+        "&lt;c&gt;|10.0.0.3|spare|-|1|-",
+    ]
+    assert "<p>" not in found
+    status = json.loads(shown(served, "/status").body)["roster"]
+    assert (status["nodes"][1]["node_id"], status["nodes"][1]["step"], status["problem"]) == ("b", 7, "")
+    assert 0 <= status["age"] < 5
+
+
+def test_a_table_that_is_old_says_so() -> None:
+    served = Served()
+    assert "<p>The leader is asked.</p>" in served.live(Present("running"))["nodes"]
+    told = standing(a.NodeStatus("a", "10.0.0.1", 2, "training", 0.2))
+    served.roster.answer = Answer(told, time.monotonic() - 12.2, "<it> is silent.")
+    found = served.live(Present("running"))["nodes"]
+    assert "<p>This is how it was 12 s ago.</p><p>The leader does not answer: &lt;it&gt; is silent.</p>" in found
+    assert "<td>a (leads)</td>" in found
+    served.roster.answer = Answer(told, time.monotonic() - 7)
+    assert "7 s ago.</p><div" in served.live(Present("running"))["nodes"]
+
+
+def test_of_many_nodes_those_are_shown_first_that_do_not_train() -> None:
+    served = Served()
+    nodes = [a.NodeStatus(f"n{x}", "10.0.0.1", 1, "training", 0.1, (x, x)) for x in range(MOST + 20)]
+    nodes[MOST + 5] = a.NodeStatus("quiet", "10.0.0.1", 1, "training", 60.0, (MOST + 5, MOST + 5))
+    served.roster.answer = Answer(standing(*nodes, a.NodeStatus("last", "10.0.0.1", 1, "waiting", 0.1)), 1.0)
+    found = served.live(Present("running"))["nodes"]
+    assert found.count("<tr><td>") == MOST
+    assert "<td>quiet</td>" in found
+    assert "<td>last</td>" in found
+    assert f"{MOST} of {MOST + 21} nodes" in found
+
+
+def test_the_status_waits_a_moment_for_the_leader() -> None:
+    served = Served()
+    served.roster.answer = None
+    assert served.pages["/status"](Present("running"), "") is None
+    assert served.live(Present("running"))["nodes"], "the page does not wait"
+
+
+def shown(served: Served, path: str, query: str = "") -> Response:
+    response = served.pages[path](Present("running"), query)
+    assert response is not None
+    return response

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+from typing import Any
 
 from harness import Job, asked, free_port, wait_for
 from otlp_receiver import receiver
@@ -58,6 +59,51 @@ def test_a_node_that_waits_has_no_budget_yet(job: Job) -> None:
     assert (sample(port, "restarts"), sample(port, "max_restarts")) == (None, None)
     agent.signal(signal.SIGTERM)
     assert agent.wait() == 143
+
+
+def test_each_node_shows_all_nodes_as_the_leader_sees_them(job: Job) -> None:
+    """Once the leader is gone, the other node says how old its table is."""
+    ports = {"a": free_port(), "b": free_port()}
+    token = {"ELASTIC_LAUNCH_TOKEN": "a token of sixteen characters"}
+    conf = {"a": "is_host=true", "b": "is_host=false"}
+    a, b = (
+        job.node(name, "--http", str(ports[name]), "--rdzv-conf", conf[name], nnodes="2", env=token) for name in ports
+    )
+    job.world(2)
+    for name in ports:
+        nodes = wait_for("workers that run", lambda: running(ports[name]))  # noqa: B023
+        assert sorted((x["node_id"], x["workers"]) for x in nodes) == [("a", 1), ("b", 1)]
+        assert sorted(x["ranks"] for x in nodes) == [[0, 0], [1, 1]]
+        assert all(x["silence"] < 5 for x in nodes)
+    page = asked(f"http://127.0.0.1:{ports['b']}/live")[1]
+    assert "<td>a (leads)</td>" in page
+    assert "<td>1 run</td>" in page
+    assert "This is how it was" not in page
+    a.signal(signal.SIGKILL)
+    wait_for("an old table", lambda: "s ago" in nodes_shown(ports["b"]))
+    reason = f"The leader does not answer: Nothing answers at the rendezvous endpoint 127.0.0.1:{job.port}"
+    wait_for("a reason", lambda: reason in nodes_shown(ports["b"]))
+    assert "<td>a (leads)</td>" in nodes_shown(ports["b"])
+    found = roster(ports["b"])
+    assert found["age"] > 0
+    assert found["problem"]
+    b.signal(signal.SIGTERM)
+    assert b.wait() == 143
+
+
+def roster(port: int) -> dict[str, Any]:
+    return dict(json.loads(asked(f"http://127.0.0.1:{port}/status")[1])["roster"])
+
+
+def running(port: int) -> list[dict[str, Any]]:
+    """Both nodes, once the workers of both run."""
+    found = [x for x in roster(port)["nodes"] or () if (x["state"], x["doing"]) == ("training", "run")]
+    return found if len(found) == 2 else []
+
+
+def nodes_shown(port: int) -> str:
+    body = asked(f"http://127.0.0.1:{port}/live")[1]
+    return str(json.loads(body.partition("data: ")[2])["nodes"])
 
 
 def test_port_0_means_any_free_port(job: Job) -> None:

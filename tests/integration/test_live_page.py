@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import urllib.error
@@ -38,6 +39,12 @@ def text(page: Browser, selector: str) -> str:
     return str(page.value(f"document.querySelector({selector!r}).innerText"))
 
 
+def nodes(page: Browser) -> str:
+    """The table of nodes, a line for each."""
+    cells = "[...row.cells].map(cell => cell.textContent).join('|')"
+    return str(page.value(f"[...document.querySelectorAll('#nodes tr')].slice(1).map(row => {cells}).join('\\n')"))
+
+
 def luminance(colour: str) -> float:
     """Of a colour as a browser names it; https://www.w3.org/TR/WCAG21/#dfn-relative-luminance."""
     parts = [int(part) / 255 for part in colour.removeprefix("rgb(").removesuffix(")").split(",")]
@@ -64,9 +71,13 @@ def test_the_page_tells_of_a_node_that_joins_and_a_killed_worker(job: Job) -> No
         page.open(f"http://127.0.0.1:{port}/")
         wait_for("a live page", lambda: page.value("document.getElementById('state')?.textContent") == "live")
         wait_for("one node", lambda: figure(page, "world size") == "1 on 1 node: a 1")
+        wait_for("its row", lambda: re.fullmatch(r"a \(leads\)\|.*\|training\|0\|1 train\|\d+", nodes(page)))
         b = changes.node("b")
         wait_for("both nodes", lambda: figure(page, "world size") == "2 on 2 nodes: a 1, b 1")
         before = changes.trains(2)
+        row = r"{}\|127.0.0.1\|training\|{}\|1 train\|\d+"
+        both = row.format(r"a \(leads\)", 0) + "\n" + row.format("b", 1)
+        wait_for("both rows", lambda: re.fullmatch(both, nodes(page)))
         wait_for("the resize", lambda: "membership, drained" in text(page, "#incidents"))
         os.kill([int(x["pid"]) for x in job.started() if x["env"]["NODE"] == "b"][-1], signal.SIGKILL)
         changes.trains(2, after=before)

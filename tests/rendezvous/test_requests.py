@@ -120,6 +120,28 @@ def test_a_status_shows_who_starts_ahead_and_how_many_workers_take_part() -> Non
     assert [(node.state, node.workers) for node in run.status().nodes] == [("training", 1), ("training", 1)]
 
 
+def test_a_status_shows_what_the_workers_of_each_node_do() -> None:
+    run = Asked("1:3")
+    run.hello("a", "b")
+    run.hello("c", workers=2)
+    run.advance(2.1)
+    run.call()
+
+    def nodes() -> list[tuple[tuple[int, ...], str, int | None]]:
+        return [(node.ranks, node.doing, node.step) for node in run.status().nodes]
+
+    assert nodes() == [((0, 0), "start", None), ((1, 1), "start", None), ((2, 3), "start", None)]
+    run.join("a", "b", "c")
+    run.report("b", m.Ready(1))
+    run.report("c", m.Progress(1, 4))
+    assert nodes() == [((0, 0), "run", None), ((1, 1), "train", None), ((2, 3), "train", 4)]
+    run.report("c", m.Stalled(1, 9.0, "step 5"))
+    run.report("a", m.Done(1))
+    assert nodes() == [((0, 0), "done", None), ((1, 1), "train", None), ((2, 3), "late", 4)]
+    run.hello("d")
+    assert nodes()[3] == ((), "", None)
+
+
 def test_what_no_node_has_reported_is_none() -> None:
     status = asked("1:2", "ab").status()
     assert (status.step, status.checkpoint, status.snapshot) == (None, None, None)

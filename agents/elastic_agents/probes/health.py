@@ -31,10 +31,10 @@ from elastic_launch.rendezvous.wire.addresses import (
 
 __all__ = ["Health", "Page", "health_listener", "own_names", "page_listener"]
 
-Page = Callable[[Present, str], Response]
+Page = Callable[[Present, str], Response | None]
 """Shows how this node's part of the run is, given what follows the question mark in the address.
 
-Called in the server's thread, so it must not block.
+Called in the server's thread, so it must not block. It returns None while it has no response; it is called again.
 """
 
 PATIENCE = 5.0

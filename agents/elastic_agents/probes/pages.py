@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 
 from elastic_agents.probes.health import Page
 from elastic_agents.probes.http_server import Response
+from elastic_agents.probes.roster import Answer, Roster
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.events.types import Event
 from elastic_launch.observe.chronicle import Chronicle
@@ -26,12 +27,13 @@ from elastic_launch.observe.page import (
     live_page,
     now_section,
     rank_options,
+    roster_section,
     sections,
     summary_section,
 )
 from elastic_launch.observe.present import Present
 from elastic_launch.observe.reading import Host
-from elastic_launch.observe.watch import Watch
+from elastic_launch.observe.watch import Watch, span
 from elastic_launch.system.plain_text import plain
 
 __all__ = ["node_pages"]
@@ -42,9 +44,14 @@ SAMPLE_EVERY = 1.0
 REDRAW = 0.5
 """Seconds for which what was drawn is shown, also to others: more readers do not cause more work."""
 
-
 SEEN = 0.01
 """Share of a run's time by which the pictures of its rounds may be old, if nothing has happened since."""
+
+OLD = 5.0
+"""Seconds after which the page says how old its table of nodes is."""
+
+NOTED = 3.0
+"""Heartbeats without a message after which a node is shown as silent."""
 
 
 def node_pages(
@@ -54,12 +61,15 @@ def node_pages(
     watch: Watch,
     history: History,
     output: Callable[[int], Sequence[str]],
+    roster: Roster,
 ) -> Mapping[str, Page]:
     """Return the pages by their paths.
 
     Args:
         output: returns the last lines that a rank of this node has printed.
+        roster: tells of all nodes.
     """
+    silent = NOTED * config.timing.beat_among(config.limits.max_nodes)
 
     def show_page(present: Present, query: str = "") -> Response:
         return Response(200, live_page(config.run_id).encode(), "text/html; charset=utf-8")
@@ -82,8 +92,18 @@ def node_pages(
     def redrawn(present: Present) -> Response:
         # One event, after which the browser asks again: so a reader that is slow, or stays, holds nothing here.
         found = {"now": now_section(watch.figures(present), watch.doing(present))}
-        found |= ledger.drawn(draw, present.step) | {"rank": rank_options(present.ranks)}
+        found |= ledger.drawn(draw, present.step) | {"rank": rank_options(present.ranks)} | nodes()
         return Response(200, f"retry: {LOOK_EVERY}\ndata: {json.dumps(found)}\n\n".encode(), "text/event-stream")
+
+    def nodes() -> dict[str, str]:
+        answer = roster.look() or Answer()
+        now = time.monotonic()
+        age = now - answer.at
+        old = span(age) if answer.status is not None and (answer.problem or age > OLD) else ""
+        of = answer.at, answer.problem, old
+        return again(
+            "nodes", of, now, math.inf, lambda: {"nodes": roster_section(answer.status, old, answer.problem, silent)}
+        )
 
     def draw(chronicle: Chronicle, told: Sequence[tuple[float, Event]], found: Ledger) -> dict[str, str]:
         if len(chronicle.rounds) > MOST:
@@ -117,13 +137,21 @@ def node_pages(
         own = ", ".join(map(str, present.ranks)) or "none"
         return Response.text(404, f"Write /log?rank=N. The ranks of this node are: {own}.")
 
-    def show_status(present: Present, query: str = "") -> Response:
+    def show_status(present: Present, query: str = "") -> Response | None:
+        answer = roster.look()
+        if answer is None:
+            return None
         leads, goodput = ledger.goodput(present.step)
         found = {
             "run_id": config.run_id,
             "node": config.node_id,
             "leads": leads,
             "goodput": goodput if leads else None,
+            "roster": {
+                "nodes": [asdict(node) for node in answer.status.nodes] if answer.status else None,
+                "age": round(time.monotonic() - answer.at, 3) if answer.status else None,
+                "problem": answer.problem,
+            },
         }
         return Response(200, json.dumps(found | asdict(present)).encode() + b"\n", "application/json")
 

@@ -110,6 +110,10 @@ class NodeStatus:
         state: ``training``, ``stopping`` (its workers are being stopped), ``starting`` (its workers start ahead of a
             place), ``waiting``, ``spare`` or ``leaving``.
         silence: seconds since its last sign of life.
+        ranks: the first and the last of its ranks in the round, which are consecutive; empty if it has none.
+        doing: what its workers do in the round: ``start``, ``run`` (they report no steps), ``train``, are ``late`` (no
+            step has come for long) or ``done``; empty if it has none.
+        step: optimizer steps done in the round, as this node reported them last; None if it has reported none.
     """
 
     node_id: str
@@ -117,6 +121,9 @@ class NodeStatus:
     workers: int
     state: str
     silence: float
+    ranks: tuple[int, ...] = ()
+    doing: str = ""
+    step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

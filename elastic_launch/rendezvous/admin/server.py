@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from elastic_launch.errors import UsageError
 from elastic_launch.events.types import Event, Parked, RoundBroken, RoundDrained, RoundFormed, RunEnded
@@ -71,6 +72,7 @@ class _Heard:
     progress: m.Progress | None = None  # the last report of the node that is ahead
     checkpoint: tuple[int, float] | None = None
     snapshot: tuple[int, float] | None = None
+    steps: dict[str, int] = field(default_factory=dict)  # in this round, by node
 
 
 class AdminRequests:
@@ -143,6 +145,7 @@ class AdminRequests:
         match report:
             case m.Progress(round=round_number, step=step, snapshot=snapshot) if round_number == number:
                 self._reached(number, step)
+                self._heard.steps[node.hello.node_id] = step
                 if step == self._heard.step:
                     self._heard.progress = report
                 if snapshot is not None and (self._heard.snapshot is None or snapshot > self._heard.snapshot[0]):
@@ -183,6 +186,8 @@ class AdminRequests:
         machine, record = self._machine, self._machine.record
         found = self._heard.progress if machine.running else None
         progress = found if found is not None and found.round == record.round.number else m.Progress(0, 0)
+        ends = [*accumulate(member.workers for member in record.round.members)]
+        ranks = {x.node_id: (end - x.workers, end - 1) for x, end in zip(record.round.members, ends, strict=True)}
         return a.Status(
             run_id=record.run_id,
             next=machine.outlook,
@@ -194,7 +199,7 @@ class AdminRequests:
             max_nodes=machine.limits.max_nodes,
             restarts=machine.restarts,
             max_restarts=machine.max_restarts,
-            nodes=tuple(self._node(node, now) for node in machine.nodes.values()),
+            nodes=tuple(self._node(node, ranks, now) for node in machine.nodes.values()),
             step=self._heard.step,
             step_s=progress.step_s,
             remaining=progress.remaining,
@@ -370,16 +375,20 @@ class AdminRequests:
         heard = self._heard
         # A later round may continue from an earlier step; within a round, nodes report at different times.
         if number > heard.round:
-            heard.round, heard.step, heard.snapshot = number, step, None
+            heard.round, heard.step, heard.snapshot, heard.steps = number, step, None, {}
         heard.step = max(heard.step or 0, step)
 
-    def _node(self, node: Node, now: float) -> a.NodeStatus:
+    def _node(self, node: Node, ranks: Mapping[str, tuple[int, int]], now: float) -> a.NodeStatus:
         idle = "spare" if self._machine.running else "waiting"
         idle = "starting" if self._machine.live and node.importing else idle
         busy = "training" if self._machine.running else "stopping"
         state = "leaving" if node.leaving else busy if node.active else idle
-        hello = node.hello
-        return a.NodeStatus(hello.node_id, hello.address, node.workers, state, round(now - node.heard, 3))
+        hello, silence = node.hello, round(now - node.heard, 3)
+        if not node.active:
+            return a.NodeStatus(hello.node_id, hello.address, node.workers, state, silence)
+        step = self._heard.steps.get(hello.node_id) if self._heard.round == self._machine.record.round.number else None
+        mine = ranks.get(hello.node_id, ())
+        return a.NodeStatus(hello.node_id, hello.address, node.workers, state, silence, mine, _doing(node, step), step)
 
     def _answer(self, link: int, done: bool, text: str, step: int | None = None) -> None:
         self._callers[link] = None
@@ -396,6 +405,17 @@ class AdminRequests:
     def _flush(self) -> list[Instruction]:
         out, self._out = self._out, []
         return out
+
+
+def _doing(node: Node, step: int | None) -> str:
+    """Return what the workers of a node of the round do."""
+    if node.done:
+        return "done"
+    if node.stalled is not None:
+        return "late"
+    if node.ready or step is not None:
+        return "train"
+    return "run" if node.joined else "start"
 
 
 def _last(save: tuple[int, float] | None, now: float) -> a.LastSave | None:

@@ -1,0 +1,129 @@
+"""The run's nodes as its leader sees them, for the pages of ``--http``.
+
+The leader is asked as ``elasticctl status`` asks it, over a link that is not a node's, in a thread of its own: neither
+the agent nor the server of the pages waits for it. It is asked only while somebody looks.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from elastic_launch.config.launch_config import LaunchConfig, parse_endpoint
+from elastic_launch.errors import ElasticLaunchError
+from elastic_launch.rendezvous.admin.client import Address, AdminClient
+from elastic_launch.rendezvous.admin.messages import Status
+from elastic_launch.system.plain_text import one_line
+
+__all__ = ["Answer", "Roster"]
+
+ASK_EVERY, SHARE, LONGEST = 2.0, 20.0, 20.0
+"""Seconds between two questions; so many times as long as the last answer took, if that is more: a leader of many nodes
+is not kept busy; but at most so many."""
+
+LOOKED = 10.0
+"""Seconds since the last look after which the leader is not asked any more, and its link is closed."""
+
+FRESH = 1.0
+"""Seconds for which the first answer is waited for; then what is known is shown."""
+
+CLOSE = 1.0
+"""Seconds that the thread gets to end, which may be connecting to a host that does not answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the leader said last.
+
+    Attributes:
+        status: None if it has not answered yet.
+        at: when that was, by ``time.monotonic``.
+        problem: why it has not answered since; empty if it has.
+    """
+
+    status: Status | None = None
+    at: float = 0.0
+    problem: str = ""
+
+
+class Roster:
+    """Asks the leader until it is closed. Thread-safe.
+
+    Args:
+        leader: returns where the leader is, or an empty text; called from the thread.
+    """
+
+    def __init__(self, config: LaunchConfig, leader: Callable[[], str]) -> None:
+        self._config, self._leader = config, leader
+        self._turn = threading.Condition()
+        self._answer = Answer()
+        self._looked: float | None = None
+        self._asked_since = 0.0
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    def look(self) -> Answer | None:
+        """Return what the leader said last; None if its answer to this look may come in a moment."""
+        now = time.monotonic()
+        with self._turn:
+            if self._looked is None or now - self._looked > LOOKED:
+                self._asked_since, self._answer = now, Answer(self._answer.status, self._answer.at)
+                self._turn.notify()
+            self._looked = now
+            if self._thread is None and not self._closing:
+                self._thread = threading.Thread(target=self._run, name="roster", daemon=True)
+                self._thread.start()
+            answered = self._answer.at >= self._asked_since or bool(self._answer.problem)
+            return self._answer if answered or now - self._asked_since >= FRESH or self._closing else None
+
+    def close(self) -> None:
+        """End the thread."""
+        with self._turn:
+            self._closing = True
+            self._turn.notify()
+        if self._thread is not None:
+            self._thread.join(CLOSE)
+
+    def _run(self) -> None:
+        while self._wanted():
+            try:
+                self._ask_while_wanted()
+            except ElasticLaunchError as error:
+                with self._turn:
+                    self._answer = Answer(self._answer.status, self._answer.at, one_line(error.message))
+                    self._turn.wait_for(lambda: self._closing, ASK_EVERY)
+
+    def _ask_while_wanted(self) -> None:
+        """Ask again and again over one link.
+
+        Raises:
+            ElasticLaunchError: if the leader does not answer, or the run has ended.
+        """
+        where = self._leader()
+        if not where:
+            raise ElasticLaunchError("this node has not reached the run's leader yet")
+        # Any backend's leader is asked at its own address: an agent that lost it is told of the next one.
+        address = Address(self._config.run_id, LaunchConfig.backend, (parse_endpoint(where),), self._config.token)
+        with AdminClient(address) as client:
+            while True:
+                began = time.monotonic()
+                status = client.status()
+                now = time.monotonic()
+                with self._turn:
+                    self._answer = Answer(status, now)
+                    pause = min(max(ASK_EVERY, SHARE * (now - began)), LONGEST)
+                    self._turn.wait_for(lambda: self._closing, pause)
+                    if self._closing or self._idle():
+                        return
+
+    def _wanted(self) -> bool:
+        """Wait until somebody looks; return False once this is closed."""
+        with self._turn:
+            while not self._closing and self._idle():
+                self._turn.wait(60.0)
+            return not self._closing
+
+    def _idle(self) -> bool:
+        return self._looked is None or time.monotonic() - self._looked > LOOKED

@@ -1,0 +1,81 @@
+"""The run's nodes, asked of a leader that does not answer; tests/integration/test_http_pages.py asks real ones."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from harness import free_port, wait_for
+
+from elastic_agents.probes import roster
+from elastic_agents.probes.roster import Roster
+from elastic_launch.config.launch_config import LaunchConfig
+
+
+def asking(leader: Callable[[], str]) -> contextlib.closing[Roster]:
+    return contextlib.closing(Roster(LaunchConfig(), leader))
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "roster"]
+
+
+def test_nothing_runs_until_somebody_looks() -> None:
+    with asking(lambda: "127.0.0.1:1"):
+        assert threads() == []
+
+
+def test_a_node_that_has_not_reached_the_leader_says_so() -> None:
+    with asking(lambda: "") as asked:
+        answer = wait_for("an answer", asked.look)
+        assert (answer.status, answer.problem) == (None, "this node has not reached the run's leader yet")
+    assert threads() == []
+
+
+def test_a_leader_that_is_gone_is_named() -> None:
+    port = free_port()
+    with asking(lambda: f"127.0.0.1:{port}") as asked:
+        answer = wait_for("an answer", asked.look)
+        assert f"127.0.0.1:{port}" in answer.problem
+    assert threads() == []
+
+
+def test_a_leader_that_is_silent_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_launch.rendezvous.admin.client.TIMEOUT", 2.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        with asking(lambda: f"127.0.0.1:{silent.getsockname()[1]}") as asked:
+            took = []
+            began = time.monotonic()
+            assert asked.look() is None
+            while (answer := asked.look()) is None or not answer.problem:
+                before = time.monotonic()
+                asked.look()
+                took.append(time.monotonic() - before)
+                assert time.monotonic() - began < 30
+                time.sleep(0.01)
+            assert max(took) < 1.0
+            assert "was silent for" in answer.problem
+            closing = time.monotonic()
+        assert time.monotonic() - closing < 2 * roster.CLOSE
+
+
+def test_the_link_is_closed_once_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is shown to the next reader is asked anew."""
+    monkeypatch.setattr(roster, "LOOKED", 0.2)
+    monkeypatch.setattr(roster, "ASK_EVERY", 0.05)
+    asks: list[float] = []
+
+    def leader() -> str:
+        asks.append(time.monotonic())
+        return ""
+
+    with asking(leader) as asked:
+        wait_for("an answer", asked.look)
+        wait_for("the end of asking", lambda: time.monotonic() - asks[-1] > 0.5)
+        before = len(asks)
+        wait_for("another answer", asked.look)
+        assert len(asks) > before
