@@ -12,12 +12,15 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-__all__ = ["Host", "Net", "kill_all", "missing", "net"]
+__all__ = ["Host", "Net", "apart", "kill_all", "missing", "net"]
 
 CABLE = "cable0"
 """The name of the interface on every host."""
+
+BRIDGE, SECOND = "bridge0", "bridge1"
+"""The bridges of the switch: one for all hosts, and one for those that are :func:`apart`."""
 
 _nets = itertools.count()
 
@@ -65,6 +68,11 @@ class Host:
     def mend(self, end: str = "switch") -> None:
         self._set(end, "up")
 
+    def plug(self, bridge: str) -> None:
+        """Connect the cable to one of the switch's bridges."""
+        switch, port = self._ends["switch"]
+        ip("-n", switch, "link", "set", port, "master", bridge)
+
     def _set(self, end: str, state: str) -> None:
         where, interface = self._ends[end]
         ip("-n", where, "link", "set", interface, state)
@@ -81,8 +89,9 @@ class Net:
 
     def open(self, hosts: int) -> list[Host]:
         self._add(self._switch)
-        self._in_switch("link", "add", "bridge0", "type", "bridge")
-        self._in_switch("link", "set", "bridge0", "up")
+        for bridge in (BRIDGE, SECOND):
+            self._in_switch("link", "add", bridge, "type", "bridge")
+            self._in_switch("link", "set", bridge, "up")
         return [self.add() for _ in range(hosts)]
 
     @property
@@ -113,7 +122,7 @@ class Net:
         self._add(name)
         port = f"port{number}"
         self._in_switch("link", "add", port, "type", "veth", "peer", "name", CABLE, "netns", name)
-        self._in_switch("link", "set", port, "master", "bridge0", "up")
+        self._in_switch("link", "set", port, "master", BRIDGE, "up")
         host = Host(name, f"10.77.0.{number}", self._switch, port)
         ip("-n", name, "addr", "add", f"{host.address}/24", "dev", CABLE)
         ip("-n", name, "link", "set", CABLE, "up")
@@ -136,3 +145,15 @@ def net(hosts: int) -> Iterator[list[Host]]:
         yield made.open(hosts)
     finally:
         made.close()
+
+
+@contextlib.contextmanager
+def apart(hosts: Sequence[Host]) -> Iterator[None]:
+    """Have hosts reach each other, and no others."""
+    for host in hosts:
+        host.plug(SECOND)
+    try:
+        yield
+    finally:
+        for host in hosts:
+            host.plug(BRIDGE)

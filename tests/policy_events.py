@@ -14,7 +14,8 @@ from elastic_launch.rendezvous.wire import messages as m
 
 TERM_CODE, INT_CODE = -SIGTERM, -SIGINT
 SILENT, GONE = LinkDown("the leader was silent for 5 s", gone=False), LinkDown("connection refused", gone=True)
-CUT_OFF, OUT = CutOff("no sign of the leader for 4 s"), CutOff("this node was frozen for 9 s", certain=True)
+CUT_OFF = CutOff("no sign of the leader for 4 s", leader="i1")
+OUT = CutOff("this node was frozen for 9 s", certain=True, leader="i1")
 LOST = RendezvousLost(RefusedError("the run refuses this node"))
 
 

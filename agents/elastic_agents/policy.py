@@ -197,8 +197,8 @@ def _form(view: View, form: m.Form, slots: frozenset[int]) -> Decision:
         lost=0 if waiting else ahead.lost,
     )
     # The round may end before they are ready: those that have their places can be suspended from the start.
-    nodes, live = len(form.round.members), kept | waiting
-    view = View(Phase.RUNNING, number, nodes, slots, alive=slots, live=live, lives=view.lives, ahead=ahead)
+    members, live = frozenset(member.incarnation for member in form.round.members), kept | waiting
+    view = View(Phase.RUNNING, number, members, slots, alive=slots, live=live, lives=view.lives, ahead=ahead)
     return view, [*left_out, starts]
 
 
@@ -429,9 +429,15 @@ def _link_down(view: View, event: LinkDown) -> Decision:
 
 
 def _cut_off(view: View, event: CutOff) -> Decision:
-    """The others may form a round without this node: kill what could train or write in parallel with them."""
+    """The others may form a round without this node: kill what could train or write in parallel with them.
+
+    If the leader's node is a member of this round, the workers need not be killed: either those of that node are out of
+    reach, too, and these can do no step without them, or they are killed there, since their node leads no longer. Else
+    all nodes of this round may be on one side of a cut, and the leader, or the next one, on the other.
+    """
     stopping = view.phase is Phase.STOPPING and view.leaving is None
-    cut_off = event.certain or (bool(view.alive) and (view.nodes == 1 or stopping))
+    whole = view.nodes == 1 or event.leader not in view.members
+    cut_off = event.certain or (bool(view.alive) and (whole or stopping))
     if not (view.alive or view.suspended) or not cut_off:
         return view, []
     view, actions = _kill(view)

@@ -122,7 +122,7 @@ class View:
 
     Attributes:
         round: number of the current or last round.
-        nodes: nodes in it.
+        members: incarnations of the nodes in it.
         slots: local ranks with which this node takes part in it.
         alive: local ranks of the workers not yet reaped, other than the suspended ones.
         ready: local ranks whose workers train with this project's library: they can be drained.
@@ -145,7 +145,7 @@ class View:
 
     phase: Phase = Phase.WAITING
     round: int = 0
-    nodes: int = 0
+    members: frozenset[str] = frozenset()
     slots: frozenset[int] = frozenset()
     alive: frozenset[int] = frozenset()
     ready: frozenset[int] = frozenset()
@@ -163,6 +163,11 @@ class View:
     cause: str = ""
     lives: bool = False
     ahead: Newcomers = Newcomers()
+
+    @property
+    def nodes(self) -> int:
+        """The number of nodes in the round."""
+        return len(self.members)
 
 
 # Events other than the leader's orders and the membership's (LinkDown, CutOff, RendezvousLost).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from signal import SIGINT, SIGTERM
 
 import pytest
@@ -48,7 +49,13 @@ def test_the_phases_that_the_tests_start_from() -> None:
 
 def test_waiting_a_round_is_formed() -> None:
     assert decide(WAITING, form(3, nodes=4), 2) == (
-        View(Phase.RUNNING, round=3, nodes=4, slots=frozenset({0, 1}), alive=frozenset({0, 1})),
+        View(
+            Phase.RUNNING,
+            round=3,
+            members=frozenset({"i0", "i1", "i2", "i3"}),
+            slots=frozenset({0, 1}),
+            alive=frozenset({0, 1}),
+        ),
         [v.StartWorkers(form(3, nodes=4))],
     )
 
@@ -426,8 +433,10 @@ def test_running_alone_the_workers_are_stopped_when_the_leader_is_silent() -> No
         (view(leave(SIGTERM), nodes=1), CUT_OFF),
         (RUNNING, OUT),
         (STOPPING, CUT_OFF),
+        (RUNNING, replace(CUT_OFF, leader="i7")),
+        (RUNNING, replace(CUT_OFF, leader="")),
     ],
-    ids=["alone", "alone, frozen", "alone, leaving", "frozen", "in its grace"],
+    ids=["alone", "alone, frozen", "alone, leaving", "frozen", "in its grace", "led from outside", "led until now"],
 )
 def test_cut_off_workers_that_could_train_or_save_concurrently_are_killed(before: View, event: v.Event) -> None:
     found, actions = decide(before, event, 2)

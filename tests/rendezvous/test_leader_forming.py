@@ -40,7 +40,7 @@ def test_first_round_forms_at_once_when_all_possible_nodes_are_there() -> None:
     assert run.members == "abc"
     for node_id in "abc":
         assert [order.round.number for order in run.orders(node_id, m.Form)] == [1]
-        assert run.orders(node_id, m.Welcome) == [m.Welcome(1, node_id, 1.0, 5.0, max_nodes=3)]
+        assert run.orders(node_id, m.Welcome) == [m.Welcome(1, node_id, 1.0, 5.0, max_nodes=3, leader="a1")]
 
 
 def test_first_round_at_min_waits_join_settle_for_a_further_arrival() -> None:

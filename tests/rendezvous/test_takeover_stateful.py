@@ -99,7 +99,7 @@ class TakeoverRun(RuleBasedStateMachine):
             case "deaf":
                 node.workers.deaf = True
 
-    @rule(index=INDEX, leader=st.booleans(), what=st.sampled_from(["partition", "no store", "slow", "heal"]))
+    @rule(index=INDEX, leader=st.booleans(), what=st.sampled_from(["partition", "split", "no store", "slow", "heal"]))
     def network(self, index: int, leader: bool, what: str) -> None:
         """Something befalls the network."""
         node, network = self._pick(index, leader=leader), self.cluster.network
@@ -108,6 +108,9 @@ class TakeoverRun(RuleBasedStateMachine):
                 return
             case "partition":
                 self.cluster.partition(node.node_id)
+            case "split":
+                other = self._pick(index + 1)
+                self.cluster.partition(node.node_id, *([other.node_id] if other is not None else []))
             case "no store":
                 network.cut_off.add(node.node_id)
             case "slow":
@@ -219,8 +222,8 @@ def test_a_leader_that_was_succeeded_does_not_repair_what_is_spoiled_right_after
 
 
 def test_a_node_that_repairs_the_record_charges_nothing_for_a_round_that_others_have_left_behind() -> None:
-    """Its worker had crashed in round 1 when it was cut off; another leader has charged that, and formed two rounds."""
-    cluster = Cluster("2:4", seed=1, max_restarts=2)
+    """Its worker had crashed in round 1 when it was cut off; another leader has judged that, and formed two rounds."""
+    cluster = Cluster("2:4", seed=97, max_restarts=2)
     cluster.start("a", "b", "c", "d")
     cluster.run(3.0)
     assert cluster.leader is cluster["c"]
@@ -234,7 +237,7 @@ def test_a_node_that_repairs_the_record_charges_nothing_for_a_round_that_others_
     cluster.recover()
     assert cluster.leader is cluster["b"]
     assert cluster.record is not None
-    assert cluster.record.restarts == 1
+    assert cluster.record.restarts == 0
 
 
 def test_an_end_that_is_spoiled_before_any_node_has_seen_it_comes_again() -> None:

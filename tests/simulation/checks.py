@@ -96,6 +96,19 @@ class Checks:
             )
             assert record.round.index(node.node_id, node.incarnation) is None, "a member that still trains"
             self._left_behind.add(late)
+        for number, names in self.rounds.items():
+            if number < record.round.number:
+                self._assert_not_whole(leader, number, names)
+
+    def _assert_not_whole(self, leader: SimLeader, number: int, names: tuple[str, ...]) -> None:
+        """The workers of a past round that has lost one of them can do no step; if all are there, they train on."""
+        there = [node for node in self.cluster.nodes if node.workers.training == number and not node.frozen]
+        whole = len(there) == len(names) and all(self.cluster.network.joins(there[0], node) for node in there)
+        # A leader counts a node whose link has closed as dead at once; the node finds out when it comes back.
+        ends_soon = any(node.incarnation in leader.ended for node in there)
+        # Known: the leader on etcd trains on in a round of several nodes, since all of etcd may be out of reach.
+        led = [x for x in self.cluster.leaders if x.node in there and self.cluster.voters is None and len(there) > 1]
+        assert not whole or ends_soon or led, f"{', '.join(names)} go on in round {number}, beside the next one"
 
     def _led_before(self, leader: SimLeader, node: SimNode) -> bool:
         """Whether a node that voters elected before need not be waited for: dead_after has passed for it, too.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 from elastic_launch.errors import StoreError
@@ -35,7 +34,8 @@ class SimLeader:
 
     Attributes:
         heard: when a node's incarnation was last heard from on a link.
-        closed: incarnations whose last link was seen to end.
+        closed: incarnations whose last link was seen to end, or was closed here.
+        ended: those whose link was seen to end.
         silent: see :class:`LeaderMachine`.
     """
 
@@ -54,6 +54,7 @@ class SimLeader:
         self.greeted: dict[int, str] = {}
         self.heard: dict[str, float] = {}
         self.closed: set[str] = set()
+        self.ended: set[str] = set()
         self.deposed = False
         self.over = False
         self._stopping = False
@@ -71,8 +72,8 @@ class SimLeader:
         return not self.over
 
     def unsure_for(self) -> float:
-        """Seconds since its term was last seen in the record, or written there; infinite if it has ended."""
-        return self.kernel.now - self._claim.sure if self.alive else math.inf
+        """Seconds since its term was last seen in the record, or written there."""
+        return self.kernel.now - self._claim.sure
 
     def _may_lead(self) -> bool:
         """Whether no other node can lead yet."""
@@ -154,11 +155,13 @@ class SimLeader:
             self.links.pop(number).close(1)
             if number in self.greeted:
                 self.closed.add(self.greeted[number])
+                self.ended.add(self.greeted[number])
                 yield from self._carry_out(self.machine.closed(number, now))
         elif isinstance(message, m.Hello):
             self.greeted[number] = message.incarnation
             self.heard[message.incarnation] = now
             self.closed.discard(message.incarnation)
+            self.ended.discard(message.incarnation)
             yield from self._carry_out(self.machine.hello(number, message, now))
         else:
             self.heard[self.greeted[number]] = now

@@ -64,6 +64,7 @@ class SimNode(Host):
         self._detector = FailureDetector(cluster.timing.dead_after, cluster.timing.beat_among(cluster.limits.max_nodes))
         self._former: list[Connection] = []
         self._record: ControlRecord | None = None
+        self._led_by = ""
         self._continuity = Continuity(SEAL)
         self._patience = Patience(REPAIR * cluster.timing.dead_after)
         self._spoiled_at: float | None = None
@@ -183,6 +184,7 @@ class SimNode(Host):
         timing = self.cluster.timing
         search = Search(timing, self.kernel.now)
         while not self._closing:
+            self._judge()
             try:
                 connection = yield from self._connect(search.attempt(self._detector, self.kernel.now))
             except (StoreError, OSError) as error:
@@ -229,9 +231,10 @@ class SimNode(Host):
         if self._record is None:
             return
         leads = self._record.leader.incarnation == self.incarnation
-        unsure = (self.leading.unsure_for() if self.leading is not None else math.inf) if leads else None
-        if cut_off := self._detector.judge(self.kernel.now, gap, unsure):
-            self.inbox.put(cut_off)
+        sure = max((x.sure for x in self.cluster.leaders if x.node is self), default=-math.inf)
+        if cut_off := self._detector.judge(self.kernel.now, gap, self.kernel.now - sure if leads else None):
+            steps_down = leads and self.cluster.voters is not None
+            self.inbox.put(replace(cut_off, leader="" if steps_down else self._led_by))
 
     def _connect(self, timeout: float) -> Task:
         record: ControlRecord = yield from self._find_leader(timeout)
@@ -321,7 +324,8 @@ class SimNode(Host):
 
     def _notice(self, order: m.Order) -> None:
         match order:
-            case m.Welcome():
+            case m.Welcome(leader=leader):
+                self._led_by = leader
                 while self._former:
                     self._hang_up(self._former.pop())
             case m.Refused(reason=reason):

@@ -75,7 +75,13 @@ class FoundLeader:
 
 
 class Backend(Protocol):
-    """Finds the leader. Calls may block within their deadlines, and come from one thread at a time."""
+    """Finds the leader. Calls may block within their deadlines, and come from one thread at a time.
+
+    Attributes:
+        steps_down: whether a leader steps down once it has been unsure for ``CUT_OFF`` times dead_after.
+    """
+
+    steps_down: bool
 
     def open(self) -> NodeAddress:
         """Determine this node's address and acquire its resources.
@@ -108,7 +114,7 @@ class Backend(Protocol):
         ...
 
     def unsure_for(self) -> float:
-        """Seconds since this node, if it leads, last verified that no other node leads."""
+        """Seconds since this node, if it leads or led last, verified that no other node leads."""
         ...
 
     def close(self) -> None:
@@ -118,6 +124,8 @@ class Backend(Protocol):
 
 class C10dBackend:
     """The leader is the node that listens at the endpoint, and the control record is in its memory."""
+
+    steps_down = False
 
     def __init__(self, config: LaunchConfig, clock: Clock, events: EventSink) -> None:
         self._config = config

@@ -78,6 +78,7 @@ class ElectedBackend:
         self._events = events
         self._open_store = open_store
         self._most_unsure = most_unsure
+        self.steps_down = most_unsure < math.inf
         self._store: ControlStore | None = None
         self._address = ""
         self._links: socket.socket | None = None  # listens for links while it leads, or once it does
@@ -153,7 +154,7 @@ class ElectedBackend:
                 self._continuity.heard(term, Round(number), restarts)
 
     def unsure_for(self) -> float:
-        return self._leader_term.unsure_for() if self._leader_term is not None else math.inf
+        return self._clock.now() - self._leader_term.sure if self._leader_term is not None else math.inf
 
     def close(self) -> None:
         if self._leader_term is not None:
@@ -289,7 +290,7 @@ class ElectedBackend:
             self._events,
             dead=frozenset({takeover.dead} - {""}),
             # Only if leaders step down in time: its node was cut off before another one could be elected.
-            silent=frozenset({takeover.silent} - {""}) if most < math.inf else frozenset(),
+            silent=frozenset({takeover.silent} - {""}) if self.steps_down else frozenset(),
             sure=lambda: now() - claimed.sure < most,
         )
         self._succession.reached()
@@ -417,10 +418,6 @@ class _LeaderTerm:
     def start(self) -> None:
         self._service.start()
         self._thread.start()
-
-    def unsure_for(self) -> float:
-        """Seconds since its term was last seen in the record or written there; infinity if it has ended."""
-        return self._clock.now() - self._claimed.sure if self.alive else math.inf
 
     def close(self) -> None:
         """Stop leading; if the run goes on, note it in the record, so that other nodes need not detect it."""

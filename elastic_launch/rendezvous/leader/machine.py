@@ -421,8 +421,9 @@ class LeaderMachine:
 
     def _welcome(self, link: int, hello: m.Hello) -> None:
         beat = self.timing.beat_among(self.limits.max_nodes)
-        term, run, most = self.record.term, self.record.run, self.limits.max_nodes
-        self._send(link, m.Welcome(term, hello.node_id, beat, self.timing.dead_after, run, most))
+        record, most = self.record, self.limits.max_nodes
+        leader, dead_after = record.leader.incarnation, self.timing.dead_after
+        self._send(link, m.Welcome(record.term, hello.node_id, beat, dead_after, record.run, most, leader))
 
     def node_at(self, link: int) -> Node | None:
         """The node at the other end of a link."""

@@ -28,10 +28,12 @@ class CutOff:
 
     Attributes:
         certain: whether the leader must consider it dead.
+        leader: incarnation of the leader's node; empty if this node led and leads no longer.
     """
 
     reason: str
     certain: bool = False
+    leader: str = ""
 
 
 class FailureDetector:

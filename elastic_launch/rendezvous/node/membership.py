@@ -104,6 +104,7 @@ class Membership:
         self._found: FoundLeader | None = None
         self._cut_until = 0.0  # by a drill
         self._most_nodes = config.limits.max_nodes  # until the leader sends the run's limit
+        self._led_by = ""  # incarnation of the node whose orders came last
         self.outlook = ""
         self.checkpoint: tuple[int, float] | None = None
         timing = config.timing
@@ -225,6 +226,7 @@ class Membership:
         search = Search(timing, clock.now())
         until = "a leader can be elected" if self._config.kind.elected else AT_ENDPOINT
         while not self._closing.is_set():
+            self._judge(clock.now())  # at once, where this node led: the attempt takes time
             try:
                 sock = self._connect(search.attempt(detector, clock.now()))
             except (EndpointError, StoreError, OSError) as error:
@@ -266,7 +268,7 @@ class Membership:
             return
         leads = found.incarnation == self._side.hello.incarnation
         if cut_off := self._detector.judge(now, gap, self._backend.unsure_for() if leads else None):
-            self._notify(cut_off)
+            self._notify(replace(cut_off, leader="" if leads and self._backend.steps_down else self._led_by))
 
     def _doubt(self, search: Search, until: str, *, silent: bool) -> None:
         """Handle that no leader of this run answered at the leader's address: retry, but not forever."""
@@ -433,9 +435,9 @@ class Membership:
                     self.checkpoint = saved.step, self._clock.now() - saved.ago
             case asking.Answer() | asking.LeaderFound() | asking.NodeStacks():
                 return  # to a caller
-            case m.Welcome():
+            case m.Welcome(leader=leader):
                 self._former.close()
-                self._welcomed = True
+                self._welcomed, self._led_by = True, leader
                 assert self._found is not None
                 self._notify(LinkUp(str(Endpoint(self._found.address, self._found.port))))
             case m.Refused(reason=reason, hint=hint):

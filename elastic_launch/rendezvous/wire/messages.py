@@ -398,6 +398,7 @@ class Welcome:
     Attributes:
         run: see the control record.
         max_nodes: the run's current limit, which may differ from this node's; 0 if not given.
+        leader: incarnation of the leader's node.
     """
 
     term: int
@@ -406,6 +407,7 @@ class Welcome:
     dead_after: float
     run: str = ""
     max_nodes: int = 0
+    leader: str = ""
 
 
 @dataclass(frozen=True, slots=True)
