@@ -23,6 +23,7 @@ from elastic_launch.rendezvous.voters.messages import (
     Position,
     Prepare,
     Read,
+    Release,
     Report,
     Request,
     group_of,
@@ -250,14 +251,20 @@ class Voting(RuleBasedStateMachine):
         names = sorted(self.world.processes)
         return self.world.processes[names[index % len(names)]]
 
-    @rule(index=st.integers(0, 5), what=st.sampled_from(["read", "renew", "swap", "swap", "settle", "stale"]))
+    @rule(
+        index=st.integers(0, 5), what=st.sampled_from(["read", "renew", "swap", "swap", "settle", "stale", "release"])
+    )
     def begin(self, index: int, what: str) -> None:
-        swap = what in ("swap", "stale", "renew")
+        swap = what in ("swap", "stale", "renew", "release")
         process = self.pick(index)
-        if what == "renew" and process.doing is None and process.alive:
+        if what in ("renew", "release") and process.doing is None and process.alive:
             process.doing = Operation(self.world.newest)
-            process.register.begin_read(leading=True)
+            if what == "renew":
+                process.register.begin_read(leading=True)
+            else:
+                process.register.begin_release()
             self.world.send(process)
+            self.world.finish(process)
             return
         self.world.begin(process, swap=swap, settle=what == "settle", stale=what == "stale")
 
@@ -462,6 +469,32 @@ def test_another_candidate_waits_for_the_leader_it_has_heard_and_for_its_own_sta
     world.calm()
     assert candidate.register.outcome is not None
     assert candidate.register.outcome.written
+
+
+@pytest.mark.parametrize("late", [Read, Accept])
+def test_what_a_leader_sent_before_it_left_does_not_bring_its_lease_back(late: type) -> None:
+    """It may come on another connection than the farewell, which overtakes it."""
+    world = World(3, random.Random(0))
+    _written(world, "a")
+    leader, voter = world.processes["a"], world.processes["c"].voter
+    assert voter is not None
+    if late is Read:
+        leader.register.begin_read(leading=True)
+        world.send(leader)
+    else:
+        world.begin(leader, swap=True)
+    world.pass_on(late, to="b")
+    world.pass_on(Answer, to="a")
+    assert leader.register.outcome is not None
+    assert leader.register.outcome.known
+    leader.register.begin_release()
+    world.send(leader)
+    world.pass_on(Release, to="c")
+    before = len(world.wire)
+    world.pass_on(late, to="c")
+    (answer,) = [x[2] for x in world.wire[before - 1 :] if isinstance(x[2], Answer)][-1:]
+    assert answer.granted is (late is Accept), "the value is accepted, but no lease is confirmed"
+    assert voter.handle(Prepare(1, world.group, Ballot(9, "b"), "b1"), world.now).granted
 
 
 @pytest.mark.parametrize("lose_file", [True, False])

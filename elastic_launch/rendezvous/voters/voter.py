@@ -95,6 +95,7 @@ class Voter:
         self.state = state or VoterState(group, life or secrets.token_hex(8))
         self._reports: dict[str, Answer] = {}
         self._leader: tuple[str, str] | None = None  # name and life of the one that has the lease
+        self._released: Ballot | None = None  # what its holder sent before may still arrive
         self._dead_after = dead_after
         self._heeds = now + dead_after  # until then a leader may rely on what this voter has forgotten
         self._until = self._heeds if self.born else now
@@ -127,9 +128,9 @@ class Voter:
                 pass
             case Read(ballot=ballot):
                 known = request.known
-                granted = ballot is None or ballot == state.promised
+                granted = ballot is None or (ballot == state.promised and ballot != self._released)
                 if granted and ballot is not None:
-                    self._lease(ballot.voter, request, now)
+                    self._lease(ballot, request, now)
             case Prepare(ballot=ballot, life=life):
                 granted = ballot > state.promised and (now >= self._until or self._leader == (ballot.voter, life))
                 if granted:
@@ -137,7 +138,7 @@ class Voter:
             case Accept(position=position, value=value):
                 granted, known = self._accept(request, position, value, now), position
             case Release(ballot=ballot) if ballot == state.promised:
-                granted, self._leader, self._until = True, None, now
+                granted, self._released, self._leader, self._until = True, ballot, None, now
         return self._answer(request.id, granted, known, asker, now)
 
     def report_to(self, voter: str, id: int) -> Report:
@@ -189,12 +190,12 @@ class Voter:
             return False
         if position != state.position:
             self.state = replace(state, promised=position.ballot, position=position, value=value)
-        self._lease(position.ballot.voter, request, now)
+        self._lease(position.ballot, request, now)
         return True
 
-    def _lease(self, leader: str, request: Read | Accept, now: float) -> None:
-        if request.lease > 0:
-            self._leader = (leader, request.life)
+    def _lease(self, ballot: Ballot, request: Read | Accept, now: float) -> None:
+        if request.lease > 0 and ballot != self._released:
+            self._leader = (ballot.voter, request.life)
             self._until = now + min(request.lease, LONGEST_LEASE)
 
     def _learn(self, voter: str, life: str) -> None:
