@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +15,12 @@ import torch
 from etcd_servers import cluster
 from harness import Job, free_port
 
-from elastic_launch.cli import doctor
+from elastic_launch.cli import doctor, doctor_storage
 from elastic_launch.cli.elasticctl import main
 from elastic_launch.errors import ExitCode
 from elastic_launch.rendezvous.admin import client
 from elastic_launch.rendezvous.wire import addresses
+from elastic_launch.snapshot.format.manifest import directory_name
 
 IMPORTS = doctor._TORCH
 
@@ -138,20 +141,85 @@ def test_the_checkpoints_directory_is_examined(
     new = tmp_path / "not" / "yet"
     code, lines = told(capsys, "--checkpoint", str(new))
     assert code == 0
-    assert any(line.startswith(f"ok       checkpoints can be written to {new}, with ") for line in lines)
+    assert any(
+        line.startswith(f"ok       checkpoints can be written to {new}, which will be made, with ") for line in lines
+    )
     assert not list(tmp_path.iterdir()), "the file is removed"
     code, lines = told(capsys, "--checkpoint", "/proc/checkpoints")
     assert code == 1
     assert any(line.startswith("error    checkpoints cannot be written to /proc/checkpoints") for line in lines)
-    _, lines = told(capsys, "--checkpoint", "s3://bucket/run")
-    assert any(line.startswith("warning  s3 is not examined") for line in lines)
+    (tmp_path / directory_name(7, 1, "0123456789abcdef")).mkdir()
+    (tmp_path / "file").touch()
+    _, lines = told(capsys, "--checkpoint", str(tmp_path))
+    assert f"ok       1 checkpoint can be seen in {tmp_path}" in lines
+    code, lines = told(capsys, "--checkpoint", str(tmp_path / "file"))
+    assert code == 1
+    assert any("Not a directory" in line for line in problems(lines))
     stop = threading.Event()
-    monkeypatch.setattr(doctor, "_written", lambda directory: stop.wait(20))
-    monkeypatch.setattr(doctor, "PATIENCE", 0.1)
+    monkeypatch.setattr(doctor_storage, "_written", lambda directory: stop.wait(20))
+    monkeypatch.setattr(doctor_storage, "PATIENCE", 0.1)
     code, lines = told(capsys, "--checkpoint", str(new))
     stop.set()
     assert code == 1
     assert any(line.startswith(f"error    {new} does not take a file within 0.1 s.") for line in lines)
+
+
+def test_storage_that_is_full_or_read_only_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """On a real file system where mounting is allowed."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+
+    def mount(options: str) -> bool:
+        command = ["mount", "-t", "tmpfs", "-o", options, "none", str(disk)]
+        return subprocess.run(command, capture_output=True, timeout=30).returncode == 0
+
+    if shutil.which("mount") is None or not mount("size=64k"):
+        disk.chmod(0o500)
+        code, lines = told(capsys, "--checkpoint", str(disk))
+        assert code == 1
+        assert any(f"checkpoints cannot be written to {disk}: Permission denied" in line for line in lines)
+        return
+    try:
+        with contextlib.suppress(OSError), open(disk / "large", "wb", buffering=0) as file:
+            while file.write(b"x" * 4096):
+                pass
+        code, lines = told(capsys, "--checkpoint", str(disk))
+        assert code == 1
+        expected = f"error    checkpoints cannot be written to {disk}: No space left on device. -> Free space there"
+        assert any(line.startswith(expected) for line in lines), lines
+        assert mount("remount,ro")
+        code, lines = told(capsys, "--checkpoint", str(disk))
+        assert code == 1
+        expected = f"error    checkpoints cannot be written to {disk}: Read-only file system. -> Give the training"
+        assert any(line.startswith(expected) for line in lines), lines
+    finally:
+        subprocess.run(["umount", str(disk)], check=True, timeout=30)
+
+
+def test_a_url_that_cannot_be_opened_has_a_remedy(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    code, lines = told(capsys, "--checkpoint", f"file://{tmp_path}/runs/a")
+    assert (code, problems(lines)) == (0, [])
+    for url, remedy in (
+        ("gs://bucket/run", "pip install gcsfs"),
+        ("nothing://bucket/run", "choose another URL or a directory"),
+        ("memory://run", "Give a directory, or a URL of a store."),
+        ("ftp://me:secret@host/run", "FSSPEC_FTP_PASSWORD"),
+        (f"file://{tmp_path}/file/a", "Check that this host reaches the storage."),
+    ):
+        (tmp_path / "file").touch()
+        code, lines = told(capsys, "--checkpoint", url)
+        assert code == 1, url
+        assert any(remedy in line for line in problems(lines)), (url, lines)
+        assert "secret" not in "".join(lines)
+    stop = threading.Event()
+    monkeypatch.setattr(doctor_storage, "try_out", lambda url: stop.wait(20))
+    monkeypatch.setattr(doctor_storage, "URL_PATIENCE", 0.1)
+    code, lines = told(capsys, "--checkpoint", "s3://bucket/run")
+    stop.set()
+    assert code == 1
+    assert any("s3://bucket/run does not answer within 0.1 s. -> Check the network" in line for line in lines)
 
 
 def test_the_address_that_gloo_takes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """``elasticctl doctor``: what keeps this host from taking part in a run, each finding with its remedy.
 
-It asks the resolver, the kernel, torch in a process of its own, the endpoint and the leader, each for a bounded time,
-and changes nothing but a file in the log directory and one in the checkpoints', which it removes.
+It asks the resolver, the kernel, torch in a process of its own, the storage, the endpoint and the leader, each for a
+bounded time, and changes nothing but a file in the log directory and one beside the checkpoints, which it removes.
 """
 
 from __future__ import annotations
@@ -15,16 +15,26 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Callable, Generator, Mapping
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any, TypeVar
 
 from elastic_launch import __version__
+from elastic_launch.cli.doctor_storage import checkpoints, logs
+from elastic_launch.cli.findings import (
+    CLOCK_OFF,
+    PATIENCE,
+    SLOW,
+    Finding,
+    Findings,
+    Level,
+    error,
+    good,
+    timed,
+    warning,
+)
 from elastic_launch.config.launch_config import Endpoint
 from elastic_launch.config.torch_options import installed_torch, untested_torch
 from elastic_launch.errors import ElasticLaunchError, EndpointError, ExitCode
@@ -38,7 +48,6 @@ from elastic_launch.rendezvous.wire.addresses import (
     source_address,
     try_listen,
 )
-from elastic_launch.snapshot.location import Url, place
 from elastic_launch.system.plain_text import one_line, plain
 from elastic_launch.system.threads import within
 
@@ -46,15 +55,8 @@ __all__ = ["examine"]
 
 T = TypeVar("T")
 
-SLOW = 1.0
-"""Seconds after which an answer of the resolver is slow: torch asks it for each connection to its store."""
-
-PATIENCE = 5.0
-"""Seconds that the resolver or the endpoint has to answer."""
-
 FEW_FILES = 4096
 LITTLE_SHARED = 64 * 1024 * 1024
-LITTLE_DISK = 1024 * 1024 * 1024
 
 LONGEST_ANSWER = 65536
 """Bytes of an answer of etcd that are read."""
@@ -64,9 +66,6 @@ IMPORT_PATIENCE = 60.0
 
 IMPORT_SLOW = 20.0
 
-CLOCK_OFF = 2.0
-"""Seconds by which a clock may differ from the leader's: people who compare two logs do not notice less."""
-
 _TORCH = """
 import json, torch
 nccl = torch.cuda.nccl.version() if torch.distributed.is_available() and torch.distributed.is_nccl_available() else None
@@ -74,43 +73,7 @@ print(json.dumps([torch.version.cuda, ".".join(map(str, nccl)) if isinstance(ncc
 """
 """Prints which CUDA and NCCL torch has, in a process of its own: the import takes seconds, and may hang."""
 
-_TRY_URL = "Open it with fsspec on this host, as docs/how-to/object-stores.md shows."
-
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
-
-
-class Level(Enum):
-    GOOD = "ok"
-    WARNING = "warning"
-    ERROR = "error"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """What a check has found.
-
-    Attributes:
-        remedy: what to do; empty if all is well.
-    """
-
-    level: Level
-    text: str
-    remedy: str = ""
-
-
-Findings = Iterator[Finding]
-
-
-def good(text: str) -> Finding:
-    return Finding(Level.GOOD, text)
-
-
-def warning(text: str, remedy: str) -> Finding:
-    return Finding(Level.WARNING, text, remedy)
-
-
-def error(text: str, remedy: str) -> Finding:
-    return Finding(Level.ERROR, text, remedy)
 
 
 def examine(
@@ -122,7 +85,7 @@ def examine(
         address: of the run that this host is to take part in; None if none is given.
         log_dir: where logs and events are written.
         about: why no address is known.
-        checkpoint: the directory of the training's checkpoints; empty if it is not given.
+        checkpoint: the directory or URL of the training's checkpoints; empty if it is not given.
     """
     checks: list[Callable[[], Findings]] = [
         _versions,
@@ -130,11 +93,11 @@ def examine(
         lambda: _own_name(environ),
         lambda: _interfaces(environ),
         _resources,
-        lambda: _directory(log_dir, "logs", "Give a directory{} with --log-dir."),
+        lambda: logs(log_dir),
         _devices,
     ]
     if checkpoint:
-        checks.append(lambda: _checkpoints(checkpoint))
+        checks.append(lambda: checkpoints(checkpoint))
     if address is not None:
         checks.append(lambda: _run(address))
     elif about:
@@ -207,7 +170,7 @@ def _own_name(environ: Mapping[str, str]) -> Findings:
         return
     given = environ.get("GLOO_SOCKET_IFNAME")
     try:
-        addresses, took = _timed(lambda: {str(x[4][0]) for x in socket.getaddrinfo(name, None)})
+        addresses, took = timed(lambda: {str(x[4][0]) for x in socket.getaddrinfo(name, None)})
     except (OSError, TimeoutError) as problem:
         addresses, took = set(), 0.0
         reason = f"this host's name {name} does not resolve here ({problem}), so gloo may choose the loopback address"
@@ -223,7 +186,7 @@ def _own_name(environ: Mapping[str, str]) -> Findings:
         yield good(f"this host is {name}; others reach it at {here}")
         yield from _gloo(name, here, given)
     try:
-        _, took = _timed(lambda: socket.getnameinfo((here, 0), 0))
+        _, took = timed(lambda: socket.getnameinfo((here, 0), 0))
     except (OSError, TimeoutError):
         took = PATIENCE
     if took > SLOW:
@@ -239,7 +202,7 @@ def _gloo(name: str, here: str, given: str | None) -> Findings:
         yield good(f"gloo takes the interface {given} (GLOO_SOCKET_IFNAME)")
         return
     try:
-        taken, _ = _timed(lambda: _first_own(name))
+        taken, _ = timed(lambda: _first_own(name))
     except (OSError, TimeoutError) as problem:
         taken, reason = "", f" ({problem})"
     else:
@@ -290,47 +253,6 @@ def _resources() -> Findings:
         yield good(f"/dev/shm has {free >> 20} MiB free; a process may open {most} files")
 
 
-def _directory(directory: Path, what: str, remedy: str) -> Findings:
-    """Examine a directory that is made when it is needed.
-
-    Args:
-        what: is written there.
-        remedy: with a place for the words that say where another one is.
-    """
-    try:
-        (place, free), took = _timed(lambda: _written(directory))
-    except TimeoutError:
-        yield error(f"{directory} does not take a file within {PATIENCE:g} s.", "Look at its file system's server.")
-        return
-    except OSError as problem:
-        yield error(f"{what} cannot be written to {directory}: {problem.strerror}.", remedy.format(""))
-        return
-    if took > SLOW:
-        yield warning(f"writing 4 KiB to {place} takes {took:.1f} s.", remedy.format(" on a faster disk"))
-    if free < LITTLE_DISK:
-        yield warning(f"{place} has {free >> 20} MiB free.", remedy.format(" on another disk"))
-    else:
-        yield good(f"{what} can be written to {directory}, with {free >> 30} GiB free")
-
-
-def _written(directory: Path) -> tuple[Path, int]:
-    """Write a file to a directory, or to that in which it would be made, and remove it; return where, and the room."""
-    place = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-    with tempfile.NamedTemporaryFile(dir=place) as file:
-        file.write(b"x" * 4096)
-        file.flush()
-        os.fsync(file.fileno())
-    return place, shutil.disk_usage(place).free
-
-
-def _checkpoints(given: str) -> Findings:
-    location = place(given)
-    if isinstance(location, Url):
-        yield warning(f"{location.scheme} is not examined: checkpoints need a directory for that.", _TRY_URL)
-        return
-    yield from _directory(location, "checkpoints", "Give the training a directory{} that all nodes see.")
-
-
 def _devices() -> Findings:
     """Look for GPUs that torch cannot use, without importing torch."""
     count = len([name for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdigit()])
@@ -359,8 +281,8 @@ def _run(address: Address) -> Findings:
 def _endpoint(endpoint: Endpoint, *, elected: bool) -> Generator[Finding, None, bool]:
     """Return whether something accepts connections there."""
     try:
-        addresses, took = _timed(lambda: resolve(endpoint))
-        here, _ = _timed(lambda: source_address(endpoint))
+        addresses, took = timed(lambda: resolve(endpoint))
+        here, _ = timed(lambda: source_address(endpoint))
         hidden = is_hidden(endpoint)
     except EndpointError as problem:
         yield error(problem.message, problem.hint)
@@ -487,13 +409,3 @@ def _clock(ahead: float, unsure: float) -> Finding:
         "logs of the nodes cannot be compared. The run itself does not use it.",
         "Run an NTP client on all nodes (chronyc tracking, or timedatectl).",
     )
-
-
-def _timed(act: Callable[[], T]) -> tuple[T, float]:
-    """Return a result and the seconds that it took.
-
-    Raises:
-        TimeoutError: if it takes more than :data:`PATIENCE`.
-    """
-    began = time.monotonic()
-    return within(PATIENCE, "it", act), time.monotonic() - began

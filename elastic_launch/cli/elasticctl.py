@@ -169,7 +169,7 @@ def parser() -> argparse.ArgumentParser:
     report.set_defaults(act=_report, offline=True)
 
     doctor = commands.add_parser("doctor", parents=[where], help="find out why nodes cannot meet, with remedies")
-    doctor.add_argument("--checkpoint", metavar="DIR", default="", help="the directory of the training's checkpoints")
+    doctor.add_argument("--checkpoint", metavar="DIR|URL", default="", help="where the training's checkpoints go")
     doctor.set_defaults(act=_doctor, offline=True)
 
     plan = commands.add_parser("plan", help="show how a global batch is divided at each world size")

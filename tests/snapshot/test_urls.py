@@ -18,6 +18,8 @@ from s3_server import BUCKET, S3Server, s3_server
 from snapshot_helpers import refuse, same, start_threads_of_fsspec, state_of
 
 from elastic_launch import snapshot
+from elastic_launch.cli import doctor_storage
+from elastic_launch.cli.findings import Level
 from elastic_launch.errors import UsageError
 from elastic_launch.snapshot.location import Url, place
 from elastic_launch.snapshot.storage import owner, saving
@@ -263,3 +265,23 @@ def test_plain_paths_need_no_fsspec_and_copies_no_torch(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout == "[]\n"
+
+
+def test_doctor_examines_the_store(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"s3://{BUCKET}/runs/a"
+
+    def found() -> list[tuple[Level, str, str]]:
+        return [(x.level, x.text, x.remedy) for x in doctor_storage.checkpoints(url)]
+
+    tried, seen, clock = found()
+    assert {x[0] for x in (tried, seen, clock)} == {Level.GOOD}
+    assert tried[1].startswith(f"{url} can be listed, written, read and cleared: 1 MiB was written in ")
+    assert seen[1] == f"0 checkpoints can be seen in {url}"
+    assert clock[1].startswith("this host's clock is within ")
+    assert s3.objects() == [], "what was written is removed"
+    monkeypatch.setattr(doctor_storage.time, "time", lambda: 60.0)
+    assert "behind that of s3" in found()[2][1]
+    s3.remove_bucket()
+    ((level, text, remedy),) = found()
+    assert (level, remedy) == (Level.ERROR, "Check the URL: a bucket must be there, none is ever made.")
+    assert text.startswith(f"Could not write to {url}: FileNotFoundError: ")

@@ -123,6 +123,14 @@ class Storage:
         with contextlib.suppress(FileNotFoundError):
             self._fs.rm(self._path(url), recursive=True)
 
+    def modified(self, url: Url) -> float | None:
+        """Return when a file was written, in seconds since 1970; None if the driver does not say."""
+        try:
+            found = self._fs.modified(self._path(url))
+        except NotImplementedError:
+            return None
+        return float(found.timestamp()) if getattr(found, "tzinfo", None) is not None else None
+
     def probe(self) -> None:
         """Write a tiny file, and remove it."""
         url = self._url / f".probe-{secrets.token_hex(8)}"

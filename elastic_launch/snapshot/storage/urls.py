@@ -7,9 +7,11 @@ object. Several nodes may write one checkpoint, see ``shares``.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 from elastic_launch.snapshot.errors import (
@@ -39,6 +41,7 @@ from elastic_launch.snapshot.storage.shares import MAX_SUM_BYTES, PATIENCE, Divi
 from elastic_launch.snapshot.storage.url_storage import Entry, Storage, loading, saving
 
 __all__ = [
+    "Tried",
     "candidates",
     "faults",
     "manifest_of",
@@ -47,6 +50,7 @@ __all__ = [
     "remove",
     "remove_abandoned",
     "sizes",
+    "try_out",
     "write",
     "write_share",
 ]
@@ -238,6 +242,45 @@ def probe(url: Url) -> None:
         storage.entries(url)
     with saving(url, "write to"):
         storage.probe()
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What happened when a storage was tried.
+
+    Attributes:
+        checkpoints: names of checkpoints that were listed.
+        wrote, read: seconds that 1 MiB took.
+        same: whether what was read is what was written.
+        modified: when it was written by the storage's clock, in seconds since 1970; None if it does not say.
+    """
+
+    checkpoints: int
+    wrote: float
+    read: float
+    same: bool
+    modified: float | None
+
+
+def try_out(url: Url) -> Tried:
+    """List a storage, write 1 MiB, read it and remove it; raises the errors of :func:`probe`."""
+    storage = Storage(url)
+    with loading(url, "list"):
+        found = sum(parse_name(entry.name) is not None for entry in storage.entries(url))
+    file, data = url / f".probe-{new_nonce()}", os.urandom(1024 * 1024)
+    began = time.monotonic()
+    with saving(url, "write to"):
+        storage.put(file, data)
+    wrote = time.monotonic()
+    try:
+        with loading(url, "read from"):
+            same = storage.read(file, len(data)) == data
+            read = time.monotonic()
+            modified = storage.modified(file)
+    finally:
+        with saving(url, "remove what was written to"):
+            storage.remove(file)
+    return Tried(found, wrote - began, read - wrote, same, modified)
 
 
 def _directories(storage: Storage, url: Url) -> Iterator[tuple[Url, dict[str, Entry]]]:

@@ -1,0 +1,72 @@
+"""What ``elasticctl doctor`` finds, and the bound of its waits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeVar
+
+from elastic_launch.system.threads import within
+
+__all__ = ["CLOCK_OFF", "PATIENCE", "SLOW", "Finding", "Findings", "Level", "error", "good", "timed", "warning"]
+
+T = TypeVar("T")
+
+SLOW = 1.0
+"""Seconds after which an answer is slow: of the resolver, which torch asks for each connection to its store, or of
+storage that takes little."""
+
+PATIENCE = 5.0
+"""Seconds that the resolver, the endpoint or a directory has to answer."""
+
+CLOCK_OFF = 2.0
+"""Seconds by which a clock may differ from the leader's: people who compare two logs do not notice less."""
+
+
+class Level(Enum):
+    GOOD = "ok"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a check has found.
+
+    Attributes:
+        remedy: what to do; empty if all is well.
+    """
+
+    level: Level
+    text: str
+    remedy: str = ""
+
+
+Findings = Iterator[Finding]
+
+
+def good(text: str) -> Finding:
+    return Finding(Level.GOOD, text)
+
+
+def warning(text: str, remedy: str) -> Finding:
+    return Finding(Level.WARNING, text, remedy)
+
+
+def error(text: str, remedy: str) -> Finding:
+    return Finding(Level.ERROR, text, remedy)
+
+
+def timed(act: Callable[[], T], patience: float | None = None) -> tuple[T, float]:
+    """Return a result and the seconds that it took.
+
+    Args:
+        patience: at most so many; None for :data:`PATIENCE`.
+
+    Raises:
+        TimeoutError: if it takes more.
+    """
+    began = time.monotonic()
+    return within(PATIENCE if patience is None else patience, "it", act), time.monotonic() - began
