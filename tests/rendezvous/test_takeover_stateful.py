@@ -240,6 +240,28 @@ def test_a_node_that_repairs_the_record_charges_nothing_for_a_round_that_others_
     assert cluster.record.restarts == 0
 
 
+@pytest.mark.parametrize("what", ["dies", "loses power", "freezes", "is cut off"])
+def test_a_leader_among_voters_is_waited_for_only_once(what: str) -> None:
+    """Also by a candidate that has got no answer to its write, and finds later that it has succeeded."""
+    for seed in range(40):
+        cluster = Cluster("1:3", seed=seed, voters=True)
+        cluster.start("a", "b", "c")
+        cluster.run(10.0)
+        leader, record = cluster.leader, cluster.record
+        assert leader is not None
+        assert record is not None
+        match what:
+            case "freezes":
+                cluster.freeze(leader)
+            case "is cut off":
+                cluster.partition(leader.node_id)
+            case _:
+                leader.die(power=what == "loses power")
+        cluster.run(cluster.timing.dead_after + 3.0)  # workers may take a second to end; candidates may collide
+        assert cluster.record is not None
+        assert cluster.record.round.number > record.round.number, seed
+
+
 def test_an_end_that_is_spoiled_before_any_node_has_seen_it_comes_again() -> None:
     """The leader got no answer to its write, so it repairs the record without the end; all workers are done."""
     cluster = Cluster("1:2", seed=143, max_restarts=2, live=True)

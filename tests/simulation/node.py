@@ -391,6 +391,7 @@ class SimNode(Host):
         self.port = self.port or self.cluster.next_port()
         record = replace(record, leader=replace(record.leader, port=self.port)).renewed()
         began = self.kernel.now
+        self.succession.tries(record.term, takeover)
         if not (yield store.compare_and_set(self, expected, record.encode(), timeout)):
             value = yield store.load(self, timeout)
             try:

@@ -271,6 +271,7 @@ class ElectedBackend:
             leader = replace(record.leader, port=int(links.getsockname()[1]))
             record = replace(record, leader=leader).renewed()
             began = self._clock.now()
+            self._succession.tries(record.term, takeover)
             if not self._store.compare_and_set(expected, self._seal.close(record.encode()), timeout):
                 return self._beaten(timeout)
             undo.pop_all()

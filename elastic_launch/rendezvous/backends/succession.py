@@ -55,6 +55,7 @@ class Succession:
         self._incarnation = incarnation
         self._dead_after = dead_after
         self._doubt: _Doubt | None = None
+        self._tried: tuple[int, Takeover] | None = None  # the last attempt, and its term, until it is known to lead
         self._blind = False  # whether the store was unreachable since the last attempt to reach the leader
 
     def looked(self, seconds: float, *, failed: bool) -> None:
@@ -75,7 +76,11 @@ class Succession:
 
     def reached(self) -> None:
         """Record that the leader has answered, or that this node leads."""
-        self._doubt = None
+        self._doubt = self._tried = None
+
+    def tries(self, term: int, takeover: Takeover) -> None:
+        """Record that this node is about to write a record of a term in which it leads."""
+        self._tried = term, takeover
 
     def decide(self, record: ControlRecord, now: float, *, leading: bool) -> Takeover | None:
         """Return why this node must take over from the record's leader, or None if it must not.
@@ -86,7 +91,11 @@ class Succession:
         if record.end is not None:
             return None
         if record.leader.incarnation == self._incarnation:
-            return None if leading else Takeover("this node led before")
+            if leading:
+                return None
+            if self._tried is not None and self._tried[0] == record.term:
+                return self._tried[1]  # its write got no answer, and it has not led in that term
+            return Takeover("this node led before")
         if not record.leader.port:
             # The leader recorded that after its workers had ended.
             return Takeover(f"leader {record.leader.node_id} left", record.leader.incarnation)
