@@ -1,4 +1,4 @@
-"""Write the man pages of elastic-launch and elasticctl from their own tables and parsers.
+"""Write the man pages of elastic-launch, elastic-composer and elasticctl from their own tables and parsers.
 
     python scripts/man_pages.py DIRECTORY
 
@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from elastic_launch import __version__
-from elastic_launch.cli import elasticctl
-from elastic_launch.cli.flags import GROUPS, USAGE
+from elastic_launch.cli import composer, elasticctl
+from elastic_launch.cli.flags import GROUPS, USAGE, Flag
 from elastic_launch.cli.help import EXIT_CODES, SUMMARY
 
 
@@ -36,18 +37,32 @@ def item(title: str, text: str) -> list[str]:
     return [".TP", ".B " + escaped(title), escaped(text) or "\\&"]
 
 
+def described(flags: Sequence[Flag], variables: Callable[[Flag], Sequence[str]]) -> list[str]:
+    found: list[str] = []
+    for flag in flags:
+        default = f" Default: {flag.default}." if flag.default else ""
+        read = f" Variables: {', '.join(variables(flag))}." if variables(flag) else ""
+        found += item(f"{', '.join(flag.names)} {flag.metavar}".rstrip(), f"{flag.purpose}.{default}{read}")
+    return found
+
+
 def launcher() -> str:
     body = [".SH DESCRIPTION", escaped(SUMMARY)]
     for title, flags in GROUPS:
         body.append(f'.SH "{escaped(title).upper()}"')
-        for flag in flags:
-            default = f" Default: {flag.default}." if flag.default else ""
-            variables = f" Variables: {', '.join(flag.variables)}." if flag.variables else ""
-            body += item(f"{', '.join(flag.names)} {flag.metavar}".rstrip(), f"{flag.purpose}.{default}{variables}")
+        body += described(flags, lambda flag: flag.variables)
     body.append('.SH "EXIT STATUS"')
     for code, meaning in EXIT_CODES:
         body += item(str(code.value), meaning)
     return page("elastic-launch", "run an elastic PyTorch training job", USAGE, body, "elasticctl")
+
+
+def fixed_world() -> str:
+    body = [".SH DESCRIPTION", escaped(composer.SUMMARY), ".SH OPTIONS"]
+    body += described(composer.FLAGS, lambda flag: (flag.fallback,) if flag.fallback else ())
+    body += [".SH NOTES", *(escaped(note) for line in composer.NOTES for note in (line, ".br"))][:-1]
+    summary = "run one node's part of a PyTorch training job of fixed size"
+    return page(composer.PROGRAM, summary, composer.USAGE, body, "elastic-launch")
 
 
 def options(parser: argparse.ArgumentParser) -> list[str]:
@@ -74,7 +89,8 @@ def control() -> str:
 
 
 def main(directory: str) -> None:
-    for name, text in (("elastic-launch", launcher()), ("elasticctl", control())):
+    pages = {"elastic-launch": launcher(), "elastic-composer": fixed_world(), "elasticctl": control()}
+    for name, text in pages.items():
         path = Path(directory, f"{name}.1")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import shtab
 
 from elastic_launch.cli import elasticctl
 from elastic_launch.cli.completion import SHELLS
+from elastic_launch.cli.flags import FLAGS
 from elastic_launch.cli.main import main
 
 
@@ -29,11 +35,59 @@ def test_other_shells_have_the_names_too_and_unknown_ones_are_refused(capsys: py
     for shell in SHELLS:
         assert main(["--nproc", "2", "--print-completion", shell, "--not-looked-at"]) == 0
         said = capsys.readouterr().out
-        assert "-nnodes" in said
+        assert "-l nnodes" in said if shell == "fish" else "-nnodes" in said
         assert "elastic-launch" in said
         assert not {"NAMES", "SHORT", "PROGRAM"} & set(said.split())
-    assert main(["--print-completion", "fish"]) == 2
-    assert "Give bash, zsh, tcsh." in capsys.readouterr().err
+    assert main(["--print-completion", "powershell"]) == 2
+    assert "Give bash, zsh, tcsh, fish." in capsys.readouterr().err
+
+
+def test_fish_gets_each_flag_with_its_purpose(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each line is one command of fish's ``complete``, whose values shlex splits as fish does."""
+    assert main(["--print-completion", "fish"]) == 0
+    lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(lines) == len(FLAGS)
+    for flag, words in zip(FLAGS, lines, strict=True):
+        assert words[:3] == ["complete", "-c", "elastic-launch"]
+        assert words[-2:] == ["-d", flag.purpose]
+        spelled = words[3:-2]
+        assert ("-r" in spelled) == bool(flag.metavar)
+        pairs = list(zip(spelled[::2], spelled[1::2], strict=False))
+        assert ["-" * (1 + (kind == "-l")) + name for kind, name in pairs] == list(flag.names)
+
+
+@pytest.mark.skipif(not shutil.which("fish"), reason="needs fish")
+def test_fish_completes_flags(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["--print-completion", "fish"]) == 0
+    (tmp_path / "train.py").touch()
+    ask = f'complete -C "elastic-launch --nproc"; complete -C "elastic-launch -m {tmp_path}/tr"'
+    program = f"{capsys.readouterr().out}\n{ask}"
+    said = subprocess.run(
+        ["fish", "--no-config", "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        env={**os.environ, "HOME": str(tmp_path)},
+    )
+    found = said.stdout.splitlines()
+    assert [line.split("\t")[0] for line in found] == ["--nproc", "--nproc-per-node", f"{tmp_path}/train.py"]
+    assert found[0].endswith("number, auto, cpu, gpu")
+    assert not said.stderr
+
+
+def test_elasticctl_has_a_script_for_fish_and_names_a_shtab_without_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        elasticctl.main(["--print-completion", "fish"])
+    assert ended.value.code == 0
+    assert "-a resize" in capsys.readouterr().out.replace('"', "").replace("'", "")
+    monkeypatch.setattr(shtab, "SUPPORTED_SHELLS", ["bash", "zsh"])
+    with pytest.raises(SystemExit) as ended:
+        elasticctl.main(["--print-completion", "fish"])
+    assert ended.value.code == 2
+    assert "pip install --upgrade shtab" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("typed", "completed"), [("re", {"resize", "report"}), ("--v", {"--version"})])

@@ -38,6 +38,7 @@ _log = logging.getLogger(__name__)
 
 PROGRAM = "elastic-composer"
 SUMMARY = "Run one node's part of a PyTorch training job whose world is fixed: no rendezvous, no restarts."
+USAGE = f"{PROGRAM} [flags] script.py [arguments of the script]"
 
 FLAGS = (
     Flag(("-n", "--nproc", "--nproc-per-node"), "processes here", "N", "GPUs, else 1", False, "LOCAL_WORLD_SIZE"),
@@ -64,6 +65,12 @@ _FIXED = ("--world-size", "--base-rank")
 
 FORMAT_NAMES = ("rank", "local_rank", "world_size", "node_rank", "local_world_size")
 """Names that ``--stdout`` and ``--stderr`` may have in braces."""
+
+NOTES = (
+    "Names take dashes or underscores.",
+    f"FORMAT may hold {' '.join(f'{{{name}}}' for name in FORMAT_NAMES)}.",
+    "In the script's arguments ~ and $RANK, $LOCAL_RANK and other variables are expanded for each rank.",
+)
 
 
 def console_main() -> NoReturn:
@@ -346,7 +353,7 @@ def help_text() -> str:
     shown = {flag: ", ".join(flag.names) + (f" {flag.metavar}" if flag.metavar else "") for flag in FLAGS}
     column = 2 + max(len(text) for text in shown.values()) + 2
     lines = [
-        f"usage: {PROGRAM} [flags] script.py [arguments of the script]",
+        f"usage: {USAGE}",
         "",
         SUMMARY,
         "",
@@ -355,11 +362,7 @@ def help_text() -> str:
         default = f" [{flag.default}]" if flag.default else ""
         variable = f" ({flag.fallback})" if flag.fallback else ""
         lines.append(f"  {shown[flag]}".ljust(column) + flag.purpose + default + variable)
-    names = " ".join(f"{{{name}}}" for name in FORMAT_NAMES)
-    lines += ["", "Names take dashes or underscores. Variables in parentheses give defaults."]
-    lines += [f"FORMAT may hold {names}."]
-    lines += ["In the script's arguments ~ and $RANK, $LOCAL_RANK and other variables are expanded for each rank."]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", "Variables in parentheses give defaults.", *NOTES]) + "\n"
 
 
 if __name__ == "__main__":

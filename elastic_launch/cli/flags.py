@@ -188,7 +188,7 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
         "Information",
         (
             Flag(("-h", "--help"), "show this and exit", in_environment=False),
-            Flag(("--print-completion",), "show a script for bash, zsh, tcsh", "SHELL", in_environment=False),
+            Flag(("--print-completion",), "show a script for bash, zsh, tcsh, fish", "SHELL", in_environment=False),
             Flag(("--version",), "show the version and exit", in_environment=False),
         ),
     ),

@@ -18,6 +18,7 @@ import pytest
 from packaging.metadata import Metadata
 
 from elastic_launch import __version__
+from elastic_launch.cli import composer
 from elastic_launch.cli.flags import FLAGS
 
 ROOT = Path(__file__).parents[2]
@@ -76,6 +77,9 @@ def test_the_metadata_are_valid_and_their_links_absolute(built: Built) -> None:
 def test_the_man_pages_have_every_flag(built: Built) -> None:
     page = built.read("/elastic-launch.1").replace("\\-", "-")
     assert not [flag.name for flag in FLAGS if flag.name not in page]
+    page = built.read("/elastic-composer.1").replace("\\-", "-")
+    assert not [flag.name for flag in composer.FLAGS if flag.name not in page]
+    assert "Variables: LOCAL_WORLD_SIZE." in page
     assert ".SH" in built.read("/elasticctl.1")
 
 
