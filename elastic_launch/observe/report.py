@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -60,10 +62,15 @@ def _filled(incident: Incident, others: Sequence[Incident]) -> Incident:
     return incident
 
 
-def as_table(ledger: Ledger) -> str:
-    """Return one row per incident, with times in seconds, and the summary."""
+def as_table(ledger: Ledger, width: int | None = None) -> str:
+    """Return one row per incident, with times in seconds, and the summary.
+
+    Args:
+        width: of the terminal. Causes that do not fit beside the other columns are put below them; if not even these
+            fit, each incident is a sentence. None: one line for each, whatever its length.
+    """
     if not ledger.incidents:
-        return ledger.line()
+        return _wrapped(ledger.line(), width)
     rows = [_HEADINGS, *map(_row, ledger.incidents)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
     numeric = range(3, 11)
@@ -73,8 +80,24 @@ def as_table(ledger: Ledger) -> str:
             cell.rjust(width) if column in numeric else cell.ljust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join([*lines, "", ledger.line()])
+        lines.append(cells)
+    shown = ["  ".join(cells).rstrip() for cells in lines]
+    if width is not None and max(map(len, shown)) > width:
+        shown = ["  ".join(cells[:-1]).rstrip() for cells in lines]
+        if max(map(len, shown)) <= width:
+            causes = [_wrapped(f"    {row[-1]}", width) for row in rows[1:]]
+            pairs = zip(shown[1:], causes, strict=True)
+            shown = [shown[0], *(line for row, cause in pairs for line in (row, cause) if line.strip())]
+        else:
+            shown = [_wrapped(incident.line(), width) for incident in ledger.incidents]
+    return "\n".join([*shown, "", _wrapped(ledger.line(), width)])
+
+
+def _wrapped(text: str, width: int | None) -> str:
+    """Return a text in lines that fit the width, the later ones indented."""
+    if width is None or len(text) <= width:
+        return text
+    return "\n".join(textwrap.wrap(text, max(width, 20), subsequent_indent="    ", break_on_hyphens=False))
 
 
 def _row(incident: Incident) -> tuple[str, ...]:
@@ -152,7 +175,8 @@ def show_report(
     if as_object:
         print(json.dumps({**as_json(node, ledger), "standing": stands}, indent=2))
     else:
-        print("\n".join([as_table(ledger), *(plain(line) for line in stands)]))
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        print(plain("\n".join([as_table(ledger, width), *(_wrapped(line, width) for line in stands)])))
 
 
 def _write(flag: str, path: Path, content: bytes) -> None:

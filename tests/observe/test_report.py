@@ -19,7 +19,7 @@ from elastic_launch.observe.advice import SHORTER, advice
 from elastic_launch.observe.ledger import PARTS, Incident, Ledger
 from elastic_launch.observe.picture import DPI, MOST, ROW, WIDTH
 from elastic_launch.observe.reading import parse
-from elastic_launch.observe.report import show_report
+from elastic_launch.observe.report import as_table, show_report
 from elastic_launch.testing import FakeClock
 
 Told = list[tuple[float, ev.Event]]
@@ -416,3 +416,24 @@ def test_without_matplotlib_the_extra_is_named(
     assert main([str(tmp_path), "--png", str(tmp_path / "x.png")]) == 2
     assert "pip install 'elastic-launch[monitoring]'" in capsys.readouterr().err
     assert not (tmp_path / "x.png").exists()
+
+
+def test_the_table_fits_the_terminal() -> None:
+    cause = "rank 1 on node b: " + "a long cause of many words " * 4
+    spent = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
+    whole = Ledger(
+        tuple(Incident(x, x, x + 1, "crash", cause.strip(), False, *spent, 2.1, 3, True, True) for x in (1, 2)),
+        True, 10.0, 20.0, 100, None, 6, 2, 3,
+    )  # fmt: skip
+    wide = as_table(whole).splitlines()
+    assert [line.endswith("many words") for line in wide[:3]] == [False, True, True]
+    assert as_table(whole, 300).splitlines() == wide
+    below = as_table(whole, 100).splitlines()
+    assert max(map(len, below)) <= 100
+    assert below[0].split() == [*wide[0].split()[:-1]]
+    assert below[1].split() == wide[1].split()[: len(below[1].split())]
+    assert " ".join(" ".join(below[2:4]).split()) == cause.strip()
+    narrow = as_table(whole, 60).splitlines()
+    assert max(map(len, narrow)) <= 60
+    assert narrow[0].startswith("incident 1: crash (rank 1 on node b: a long cause")
+    assert all(line.startswith(("incident", "    ", "goodput")) or not line for line in narrow)
