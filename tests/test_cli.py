@@ -109,6 +109,7 @@ VALUES: list[tuple[str, str, str, object]] = [
     ("http", "9400", "http", Endpoint("127.0.0.1", 9400)),
     ("http", "0", "http", Endpoint("127.0.0.1", 0)),
     ("http", "fd00::5:9400", "http", Endpoint("fd00::5", 9400)),
+    ("http-host", "Runs.Example.org.,train", "http_hosts", ("runs.example.org", "train")),
     ("node-id", "rack1", "node_id", "rack1"),
     ("local-addr", "10.0.0.7", "local_addr", "10.0.0.7"),
     ("join-settle", "0", "timing", Timing(join_settle=0)),
@@ -421,6 +422,12 @@ def test_a_log_dir_that_cannot_be_written(parse: Parse, tmp_path: Path, monkeypa
     error = refused(parse, "--log-dir logs train.py")
     assert f"no permission to write to {tmp_path}" in error.message
     assert "--log-dir" in error.hint
+
+
+@pytest.mark.parametrize("name", ["http://train", "train:9400", "*", "a..b", "-train", "a/b", "<b>"])
+def test_names_of_hosts_are_checked(parse: Parse, name: str) -> None:
+    with pytest.raises(UsageError, match=r"--http-host .* is not the name of a host"):
+        parse(f"--http-host={name}", "train.py")
 
 
 def test_modules_to_load_ahead_add_up_and_have_names(parse: Parse) -> None:

@@ -95,6 +95,7 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
             Flag(("--token-file",), "file with the run's token", "PATH"),
             Flag(("--health-port",), "answer /livez and /readyz there", "[HOST:]PORT"),
             Flag(("--http",), "serve a page and metrics there", "[HOST:]PORT"),
+            Flag(("--http-host",), "names of a service or proxy before it", "NAME,..."),
         ),
     ),
     (

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import logging
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -244,6 +245,7 @@ def build(line: Line, values: Values) -> LaunchConfig:
         health_port=health.port if health else None,
         health_host=(health.host or None) if health else None,
         http=Endpoint(http.host or "127.0.0.1", http.port) if http else None,
+        http_hosts=_hosts("--http-host", values),
         reuse=reuse,
         role=values.text("--role") or LaunchConfig.role,
         fatal_exit_codes=read_exit_codes(values),
@@ -326,11 +328,28 @@ def _nproc(text: str) -> int:
         raise UsageError(f"--nproc {text} is no number of workers.", "Give 1 or more, auto, cpu or gpu.") from None
 
 
-def _modules(name: str, values: Values) -> tuple[str, ...]:
-    """Return the modules that a repeatable flag names."""
+def _listed(name: str, values: Values) -> tuple[str, ...]:
+    """Return the parts of a repeatable flag's values."""
     values.text(name)  # raises if it is empty
     texts = values.given.get(name) or [values.text(name) or ""]
-    found = tuple(filter(None, (part.strip() for text in texts for part in text.split(","))))
+    return tuple(filter(None, (part.strip() for text in texts for part in text.split(","))))
+
+
+def _hosts(name: str, values: Values) -> tuple[str, ...]:
+    """Return the host names that a repeatable flag names."""
+    found = tuple(host.lower().rstrip(".") for host in _listed(name, values))
+    for host in found:
+        if not re.fullmatch(r"[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?", host) or ".." in host:
+            raise UsageError(
+                f"{name} {host!r} is not the name of a host.",
+                "Write names without port or path, as in runs.example.org,train.default.svc.",
+            )
+    return found
+
+
+def _modules(name: str, values: Values) -> tuple[str, ...]:
+    """Return the modules that a repeatable flag names."""
+    found = _listed(name, values)
     for module in found:
         if not all(part.isidentifier() for part in module.split(".")):
             raise UsageError(f"{name} {module!r} is not the name of a module.", "Write names, as in numpy,torch.nn.")

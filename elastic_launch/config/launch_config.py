@@ -217,6 +217,7 @@ class LaunchConfig:
         health_port: port of this agent's health probes, or None.
         health_host: address of the health probes; None for the address that the node advertises.
         http: where this agent serves its metrics and status, or None; port 0 for any free port.
+        http_hosts: names by which these may be asked for, besides this host's own: of a service or a proxy.
         reuse: whether to begin a new run if the run with this id has ended.
         fatal_exit_codes: exit codes of workers, 128 + N for signal N, after which the run ends without a restart.
         shutdown_timeout: time that workers have between SIGTERM and SIGKILL, in seconds.
@@ -258,6 +259,7 @@ class LaunchConfig:
     health_port: int | None = None
     health_host: str | None = None
     http: Endpoint | None = None
+    http_hosts: tuple[str, ...] = ()
     reuse: bool = False
     role: str = "default"
     fatal_exit_codes: frozenset[int] = frozenset()

@@ -51,6 +51,8 @@ def test_healthz_is_livez(health: Health) -> None:
 def test_pages_have_the_names_of_this_node() -> None:
     names = own_names(replace(config(1), http=Endpoint("Node.example.com", 9400), local_addr="10.0.0.5"))
     assert names >= {"node.example.com", "10.0.0.5", socket.gethostname().lower()}
+    assert "train.default.svc" not in names
+    assert "train.default.svc" in own_names(replace(config(1), http_hosts=("train.default.svc",)))
 
 
 @contextlib.contextmanager

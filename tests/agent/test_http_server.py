@@ -96,7 +96,9 @@ def test_a_website_cannot_ask_by_a_name_of_its_own(host: str, status: int) -> No
             connection.sendall(f"GET / HTTP/1.1\r\nHost:  {host} \r\n\r\n".encode())
             said = b"".join(iter(lambda: connection.recv(65536), b""))
         assert int(said.split()[1]) == status
-        assert (b"Ask by its address or its host's name." in said) == (status == 421)
+        assert (b"Ask by its address or its host's name, or start the agent with --http-host" in said) == (
+            status == 421
+        )
 
 
 def test_metrics_and_probes_are_answered_under_any_name() -> None:

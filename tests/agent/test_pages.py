@@ -117,6 +117,8 @@ def test_the_page_needs_no_other_host_and_shows_names_as_text() -> None:
     assert "Run &lt;r&gt;" in text
     assert not re.search(r"https?://|src=|href=|@import|url\(", text)
     assert "default-src 'none'" in text
+    assert "new EventSource('live')" in text, "relative to the page, which a proxy may serve below a path"
+    assert "fetch('log?rank='" in text
 
 
 def test_many_readers_are_shown_what_was_drawn_for_one() -> None:

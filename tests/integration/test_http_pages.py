@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import os
 import re
@@ -104,6 +106,21 @@ def running(port: int) -> list[dict[str, Any]]:
 def nodes_shown(port: int) -> str:
     body = asked(f"http://127.0.0.1:{port}/live")[1]
     return str(json.loads(body.partition("data: ")[2])["nodes"])
+
+
+def test_a_service_or_proxy_is_named(job: Job) -> None:
+    port = free_port()
+    agent = job.launch("--standalone", "--http", str(port), "--http-host", "train.example.org,Train.default.svc")
+    agent.says("a page of this run: ")
+
+    def status(host: str) -> int:
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as link:
+            link.request("GET", "/status", headers={"Host": host})
+            return link.getresponse().status
+
+    assert [status(x) for x in ("train.example.org", "train.default.svc:80", "example.org")] == [200, 200, 421]
+    job.finish()
+    assert agent.wait() == 0
 
 
 def test_port_0_means_any_free_port(job: Job) -> None:

@@ -75,6 +75,7 @@ def own_names(config: LaunchConfig) -> frozenset[str]:
         full_host_name(),
         config.local_addr,
         config.http.host if config.http else None,
+        *config.http_hosts,
     ]
     return frozenset(name.lower().rstrip(".") for name in names if name)
 

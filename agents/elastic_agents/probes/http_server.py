@@ -241,7 +241,8 @@ class HttpServer:
         fits = end and len(head) <= MAX_HEAD
         found = _parse(bytes(head)) if fits else Response.text(431, "The request is too long.")
         if isinstance(found, Request) and not self._is_asked(found):
-            found = Response.text(421, f"This server is not {found.host}. Ask by its address or its host's name.")
+            hint = "Ask by its address or its host's name, or start the agent with --http-host and this name."
+            found = Response.text(421, f"This server is not {found.host}. {hint}")
         if isinstance(found, Response):
             self._answer(connection, found)
             return
