@@ -6,6 +6,7 @@ what is printed do what they do on a terminal without the view.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import threading
@@ -19,8 +20,11 @@ from elastic_agents.inbox import HowAreYou, Inbox
 from elastic_agents.output_sinks import has_colours
 from elastic_launch.observe.present import Present
 from elastic_launch.observe.watch import NODES, Watch
+from elastic_launch.system.threads import ThreadDied, VitalThread
 
 __all__ = ["LiveView", "Panel", "laid_out"]
+
+_log = logging.getLogger("elastic_launch.agent")
 
 TICK = 0.5
 """Seconds between two pictures."""
@@ -97,8 +101,8 @@ class LiveView:
         self._heard = time.monotonic()
         self._asked = self._queued = False
         self._stop = threading.Event()
-        # Nothing depends on it.
-        self._thread = threading.Thread(target=self._run, name="live view", daemon=True)
+        # The run can go on without it.
+        self._thread = VitalThread(self._run, "live view", owner=self._failed)
         self._thread.start()
 
     def close(self) -> None:
@@ -120,6 +124,11 @@ class LiveView:
                 if not self._consoles.draw(2, partial(self._picture, lines, size)):
                     self._queued = False
             self._stop.wait(TICK)
+
+    def _failed(self, died: ThreadDied) -> None:
+        """Called from the thread that ends: a picture that stays would look like the run's present state."""
+        self._consoles.draw(2, self._last_picture)
+        _log.error("the last lines of the terminal no longer show the run: %s", died.error)
 
     def _answered(self, present: Present) -> None:
         """Called from the agent's loop."""

@@ -17,8 +17,9 @@ from harness import freeze, wait_for
 from elastic_agents.hangs import lateness, processes, watch
 from elastic_agents.hangs.processes import is_stopped, is_traced, moved, others_in_session, stacks_of, usage
 from elastic_agents.hangs.watch import HangWatch, Watched, WatchedWorker
-from elastic_launch.rendezvous.wire.messages import Stalled
+from elastic_launch.rendezvous.wire.messages import StacksTaken, Stalled
 from elastic_launch.shared_progress import Activity, SharedProgress
+from elastic_launch.system.threads import ThreadDied, VitalThread, deaths_reported_to
 
 BEGIN = """
 import os, sys, threading, time
@@ -189,3 +190,29 @@ def test_workers_whose_steps_are_not_known_are_late_once_they_are_idle(
     with process(tmp_path, "stands()") as pid, reports.watching(pid, tmp_path, timeout=1.0):
         report = reports.come(lambda report: report.seconds > 0)
         assert (report.doing, report.asked) == ("its script", True)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_stacks_that_cannot_be_taken_are_reported_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(worker: WatchedWorker) -> None:
+        raise UnicodeError("no text")
+
+    monkeypatch.setattr(watch, "_stacks", fail)
+    told: list[Stalled | StacksTaken] = []
+    died: list[ThreadDied] = []
+    with deaths_reported_to(died.append), closing(HangWatch(lambda rank: None, told.append)) as watching:
+        watching.tell_stacks(4, (WatchedWorker(0, 0, os.getpid(), tmp_path / "stacks.txt"),))
+        wait_for("the answer", lambda: told)
+        assert told == [StacksTaken(4, "the stacks could not be taken: UnicodeError: no text\n")]
+        assert "the stacks of the workers could not be taken: UnicodeError: no text" in caplog.text
+        monkeypatch.setattr(VitalThread, "start", _no_thread)
+        wait_for("the end of that thread", lambda: not watching._taking.is_alive() if watching._taking else True)
+        watching.tell_stacks(5, ())
+    assert told[1:] == [StacksTaken(5, "the stacks could not be taken: can't start new thread\n")]
+    assert not died, "the run goes on"
+
+
+def _no_thread(thread: VitalThread) -> None:
+    raise RuntimeError("can't start new thread")

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_agents.probes import http_server as module
-from elastic_agents.probes.http_server import MAX_CONNECTIONS, MAX_HEAD, HttpServer, Request, Response
+from elastic_agents.probes.http_server import MAX_CONNECTIONS, MAX_HEAD, HttpServer, Request, Responder, Response
 from elastic_launch.rendezvous.wire.addresses import listen
 
 LARGE = random.Random(1).randbytes(4_000_000)
@@ -246,3 +246,48 @@ def test_any_input_is_a_request_or_gets_an_error_status(head: bytes) -> None:
         assert found.path.isascii()
     else:
         assert found.status in (400, 405, 505)
+
+
+def _respond(server: Server, path: str, respond: Responder) -> None:
+    server.http._routes = {**server.http._routes, path: respond}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_responder_that_fails_is_logged_and_the_server_answers_again(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "RESTART", 0.1)
+
+    def fail(request: Request) -> Response:
+        raise KeyError("loss")
+
+    _respond(server, "/fails", fail)
+    for _ in range(2):
+        with server.connect() as other:
+            assert server.says(get("/fails")) == b""
+            assert other.recv(1) == b""
+        assert server.says(get()).endswith(b"page\n")
+    assert caplog.text.count("the HTTP server has failed, and starts again: KeyError: 'loss'") == 2
+
+
+def test_closing_waits_for_a_blocked_response_only_so_long(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "CLOSING", 0.2)
+    blocked, go_on = threading.Event(), threading.Event()
+
+    def block(request: Request) -> Response:
+        blocked.set()
+        go_on.wait(60)
+        return Response.text(200, "late")
+
+    _respond(server, "/blocks", block)
+    with server.connect() as client:
+        client.sendall(get("/blocks"))
+        assert blocked.wait(30)
+        server.http.close()
+        assert "the HTTP server does not end: a response takes more than 0.2 s" in caplog.text
+        go_on.set()
+        monkeypatch.setattr(module, "CLOSING", 30.0)
+        server.http.close()
+    assert not server.http._thread.is_alive()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import replace
 
 import pyte
@@ -19,6 +20,7 @@ from elastic_launch.events.types import CheckpointSaved
 from elastic_launch.observe.live import LiveLedger
 from elastic_launch.observe.present import Present
 from elastic_launch.observe.watch import Watch
+from elastic_launch.system.threads import ThreadDied, deaths_reported_to
 
 LINES = [f"view {number}" for number in range(ROWS)]
 
@@ -173,6 +175,27 @@ def test_fewer_nodes_are_named_rather_than_a_figure_left_out(columns: int, named
         assert text in shown
     assert shown.count("-train-job-worker 8") == named
     assert "example.com" not in shown
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_view_that_fails_is_removed_and_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(view: LiveView, columns: int) -> list[str]:
+        raise KeyError("loss")
+
+    pictures: list[bytes] = []
+    monkeypatch.setattr(LiveView, "_lines", fail)
+    monkeypatch.setattr("elastic_agents.live_view._size", lambda: (24, 80))
+    monkeypatch.setattr(Consoles, "draw", lambda self, number, picture: pictures.append(picture(b"")) or True)
+    clock, died = MonotonicClock(), list[ThreadDied]()
+    with deaths_reported_to(died.append), closing(Consoles()) as consoles:
+        view = LiveView("run r, node n", Watch(clock, LiveLedger(clock)), Inbox(clock), consoles)
+        view._thread.join(30)
+        assert "the last lines of the terminal no longer show the run: KeyError: 'loss'" in caplog.text
+        assert pictures == [b""], "the last picture has been taken back"
+        view.close()
+    assert not died, "the run goes on"
 
 
 def test_a_plain_start_imports_nothing_of_it() -> None:

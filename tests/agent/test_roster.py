@@ -63,6 +63,20 @@ def test_a_leader_that_is_silent_holds_nobody_up(monkeypatch: pytest.MonkeyPatch
         assert time.monotonic() - closing < 2 * roster.CLOSE
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_fails_is_logged_and_the_next_look_starts_another(caplog: pytest.LogCaptureFixture) -> None:
+    def leader() -> str:
+        if not caplog.text:
+            raise KeyError("nodes")
+        return ""
+
+    with asking(leader) as asked:
+        wait_for("the failure", lambda: asked.look() and caplog.text)
+        assert "the leader is not asked for its nodes: KeyError: 'nodes'" in caplog.text
+        told = "this node has not reached the run's leader yet"
+        wait_for("an answer", lambda: (answer := asked.look()) is not None and answer.problem == told)
+
+
 def test_the_link_is_closed_once_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is shown to the next reader is asked anew."""
     monkeypatch.setattr(roster, "LOOKED", 0.2)

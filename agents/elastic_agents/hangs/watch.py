@@ -19,7 +19,7 @@ from elastic_launch.rendezvous.wire.messages import StacksTaken, Stalled, Stalle
 from elastic_launch.shared_progress import Activity, WorkerProgress
 from elastic_launch.system.plain_text import clipped, one_line
 from elastic_launch.system.private_files import make_private, open_private
-from elastic_launch.system.threads import VitalThread
+from elastic_launch.system.threads import ThreadDied, VitalThread
 
 __all__ = ["HangWatch", "Watched", "WatchedWorker", "keep_stacks"]
 
@@ -100,7 +100,7 @@ class HangWatch:
         self._broken = False
         self._reported = 0  # the round that was reported as stalled
         self._next = 0.0  # seconds of standstill after which it is reported again
-        self._taking: threading.Thread | None = None
+        self._taking: VitalThread | None = None
         self._stop = threading.Event()
         # The run can go on without it.
         died = "hangs are no longer noticed: %s"
@@ -123,8 +123,16 @@ class HangWatch:
     def tell_stacks(self, round_number: int, workers: tuple[WatchedWorker, ...]) -> None:
         """Report where workers stand, from another thread; if one does so already, its report is the answer."""
         if self._taking is None or not self._taking.is_alive():
-            self._taking = threading.Thread(target=self._tell, args=(round_number, workers), name="stacks", daemon=True)
-            self._taking.start()
+
+            def failed(died: ThreadDied) -> None:
+                _log.error("the stacks of the workers could not be taken: %s", died.error)
+                self._report(StacksTaken(round_number, f"the stacks could not be taken: {one_line(died.error)}\n"))
+
+            self._taking = VitalThread(self._tell, "stacks", (round_number, workers), owner=failed)
+            try:
+                self._taking.start()
+            except RuntimeError as error:  # no more threads: the run can go on without
+                failed(ThreadDied(self._taking.name, str(error)))
 
     def _tell(self, round_number: int, workers: tuple[WatchedWorker, ...]) -> None:
         with ThreadPoolExecutor(AT_ONCE) as pool:

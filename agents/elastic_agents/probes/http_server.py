@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+from elastic_launch.system.threads import ThreadDied, VitalThread
+
 __all__ = ["HttpServer", "Request", "Responder", "Response"]
 
 _log = logging.getLogger("elastic_launch.http")
@@ -39,6 +41,12 @@ MAX_HEAD = 8192
 
 ACCEPTS, ACCEPT_EVERY = 32, 0.005
 """At most so many connections are accepted at once, then none for so many seconds: a flood cannot starve the agent."""
+
+RESTART = 1.0
+"""Seconds after which the server listens again if its thread has failed."""
+
+CLOSING = 5.0
+"""Seconds in which its thread must end."""
 
 ASK_AGAIN = 0.05
 """Seconds after which a responder that had no response is called again, unless it wakes the server before."""
@@ -98,6 +106,9 @@ Responder = Callable[[Request], Response | None]
 class HttpServer:
     """Serves until it is closed.
 
+    An error in a responder ends all connections, is logged, and the server starts again: a probe that is never answered
+    again would end a healthy pod.
+
     Args:
         listener: keeps listening after the server is closed: its owner closes it.
         routes: responders by path.
@@ -124,17 +135,16 @@ class HttpServer:
         self._accept_at = 0.0
         self._listening = False
         self._closing = False
+        self._lock = threading.Lock()  # while a thread that failed is replaced
         with contextlib.ExitStack() as undo:
             undo.callback(listener.setblocking, True)
             listener.setblocking(False)
             self._told, self._tell = map(undo.enter_context, socket.socketpair())
             self._told.setblocking(False)
             self._tell.setblocking(False)
-            self._selector = undo.enter_context(selectors.DefaultSelector())
-            self._selector.register(self._told, selectors.EVENT_READ)
-            self._listen(True)
-            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-            self._thread.start()
+            self._selector = selectors.DefaultSelector()
+            undo.callback(lambda: self._selector.close())
+            self._thread = self._started(name)
             self._held = undo.pop_all()
 
     def wake(self) -> None:
@@ -143,11 +153,34 @@ class HttpServer:
             self._tell.send(b"x")
 
     def close(self) -> None:
-        """Close all connections and end the thread."""
-        self._closing = True
+        """Close all connections and end the thread; one that a responder blocks is left behind with what it uses."""
+        with self._lock:
+            self._closing = True
         self.wake()
-        self._thread.join()
-        self._held.close()
+        self._thread.join(CLOSING)
+        if self._thread.is_alive():
+            _log.error("the HTTP server does not end: a response takes more than %g s", CLOSING)
+        else:
+            self._held.close()
+
+    def _started(self, name: str) -> VitalThread:
+        self._selector.register(self._told, selectors.EVENT_READ)
+        thread = VitalThread(self._run, name, owner=self._failed)
+        thread.start()
+        return thread
+
+    def _failed(self, died: ThreadDied) -> None:
+        """Called from the thread that ends."""
+        with self._lock:
+            if self._closing:
+                return
+            _log.error("the HTTP server has failed, and starts again: %s", died.error)
+            self._selector.close()
+            try:
+                self._selector = selectors.DefaultSelector()
+                self._thread = self._started(died.name)
+            except (OSError, RuntimeError) as error:  # no descriptor or thread is left
+                _log.error("its port is not answered any more: %s", error)
 
     def _run(self) -> None:
         try:
@@ -156,8 +189,8 @@ class HttpServer:
         finally:
             for connection in self._connections.values():
                 connection.sock.close()
-            if not self._closing:
-                _log.error("the HTTP server has failed: its port is not answered any more")
+            self._connections.clear()
+            self._listening, self._accept_at = False, time.monotonic() + RESTART
 
     def _turn(self) -> None:
         now = time.monotonic()

@@ -6,6 +6,7 @@ the agent nor the server of the pages waits for it. It is asked only while someb
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -16,8 +17,11 @@ from elastic_launch.errors import ElasticLaunchError
 from elastic_launch.rendezvous.admin.client import Address, AdminClient
 from elastic_launch.rendezvous.admin.messages import Status
 from elastic_launch.system.plain_text import one_line
+from elastic_launch.system.threads import ThreadDied, VitalThread
 
 __all__ = ["Answer", "Roster"]
+
+_log = logging.getLogger("elastic_launch.http")
 
 ASK_EVERY, SHARE, LONGEST = 2.0, 20.0, 20.0
 """Seconds between two questions; so many times as long as the last answer took, if that is more: a leader of many nodes
@@ -62,7 +66,7 @@ class Roster:
         self._looked: float | None = None
         self._asked_since = 0.0
         self._closing = False
-        self._thread: threading.Thread | None = None
+        self._thread: VitalThread | None = None
 
     def look(self) -> Answer | None:
         """Return what the leader said last; None if its answer to this look may come in a moment."""
@@ -73,7 +77,7 @@ class Roster:
                 self._turn.notify()
             self._looked = now
             if self._thread is None and not self._closing:
-                self._thread = threading.Thread(target=self._run, name="roster", daemon=True)
+                self._thread = VitalThread(self._run, "roster", owner=self._failed)
                 self._thread.start()
             answered = self._answer.at >= self._asked_since or bool(self._answer.problem)
             return self._answer if answered or now - self._asked_since >= FRESH or self._closing else None
@@ -83,8 +87,16 @@ class Roster:
         with self._turn:
             self._closing = True
             self._turn.notify()
-        if self._thread is not None:
-            self._thread.join(CLOSE)
+            thread = self._thread
+        if thread is not None:
+            thread.join(CLOSE)
+
+    def _failed(self, died: ThreadDied) -> None:
+        """Called from the thread that ends: the next look starts another one."""
+        _log.error("the leader is not asked for its nodes: %s", died.error)
+        with self._turn:
+            self._answer = Answer(self._answer.status, self._answer.at, one_line(died.error))
+            self._thread = None
 
     def _run(self) -> None:
         while self._wanted():
