@@ -2,11 +2,120 @@
 
 from __future__ import annotations
 
+import ast
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from elastic_launch.system.threads import ThreadDied, VitalThread, deaths_reported_to
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted([*(ROOT / "elastic_launch").rglob("*.py"), *(ROOT / "agents").rglob("*.py")])
+
+BARE = {
+    "elastic_launch/system/threads.py": ["threading.Thread"] * 2,  # VitalThread itself; within() awaits the other
+    "elastic_launch/rendezvous/stores/static_store.py": ["threading.Thread"],  # its caller awaits it
+    "elastic_launch/rendezvous/node/membership.py": ["threading.Thread"],  # its end is RendezvousLost
+    "elastic_launch/observe/spans.py": ["threading.Thread"],  # OpenTelemetry's own call, and its caller awaits it
+    # In a worker: its script is told where it uses them, and what ends a thread is printed.
+    "elastic_launch/snapshot/stall.py": ["threading.Thread"],  # what it raises, its caller raises
+    "elastic_launch/snapshot/storage/background.py": ["threading.Thread"],  # the next use raises
+    "elastic_launch/training/link.py": ["threading.Thread"],  # without it, the agent has its late worker killed
+    "elastic_launch/training/live/sockets.py": ["threading.Thread"],  # the same; lives while a group is being formed
+}
+"""Threads whose death is not reported as a VitalThread's is: by module, with the reason."""
+
+ENDLESS = {
+    "agents/elastic_agents/calls/caller.py": ["process.wait()"],  # the run itself, for as long as it takes
+    "agents/elastic_agents/workers/guard.py": ["self._process.wait()"],  # close() kills that process
+    # Threads that wait for work, and are notified of the end.
+    "agents/elastic_agents/snapshots/snapshot_store.py": ["self._changed.wait_for()"],
+    "elastic_launch/system/writer_thread.py": ["self._filled.wait()"],
+    "elastic_launch/snapshot/storage/background.py": ["self._changed.wait_for()"],
+    "elastic_launch/rendezvous/voters/peers.py": ["self._changed.wait_for()"],
+    "elastic_launch/rendezvous/stores/etcd.py": ["self._closing.wait()", "ready.wait()"],
+    "elastic_launch/snapshot/memory/slot_state.py": ["staging.wait_for()"],  # a device's copy in progress
+    # Work on memory alone: sums of it, and a copy into a slot.
+    "elastic_launch/snapshot/storage/shares.py": ["found[index - 1].result()"],
+    "elastic_launch/training/checkpoints/memory.py": ["writing.result()"],
+    # Exchanges with other ranks, which end with the timeout of their process group.
+    "elastic_launch/training/data/evaluation.py": ["table.wait()"],
+    "elastic_launch/training/gradients/accumulation.py": ["table.wait()"],
+    "elastic_launch/training/gradients/buckets.py": ["first.work.wait()", *["bucket.work.wait()"] * 3],
+    "elastic_launch/training/gradients/means.py": ["self._work.wait()", "self.wait()"],
+    "elastic_launch/training/gradients/shards.py": [
+        *("work.wait()", "buckets[turn - 2].wait()", "work.wait()", "bucket.wait()")
+    ],
+    "elastic_launch/training/ranks/agreement.py": ["work.wait()"],
+}
+"""Waits without a time: by module, with the reason. None is on the way to the end of a process."""
+
+
+WAITS = {"join": 0, "wait": 0, "communicate": 0, "result": 0, "get": 0, "acquire": 0, "wait_for": 1}
+"""How many arguments these have without a time."""
+
+
+def bare_threads(source: str) -> Iterator[str]:
+    """Uses of classes and functions that start a thread whose death nothing is told of."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module in ("threading", "_thread"):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names if alias.name in ("Thread", "Timer", "*"))
+        elif isinstance(node, ast.Import):
+            yield from (f"{x.name} as {x.asname}" for x in node.names if x.name == "threading" and x.asname)
+            yield from (x.name for x in node.names if x.name == "_thread")
+        elif isinstance(node, ast.Call | ast.ClassDef):
+            used = [node.func] if isinstance(node, ast.Call) else node.bases
+            yield from (name for name in map(ast.unparse, used) if name in ("threading.Thread", "threading.Timer"))
+
+
+def endless_waits(source: str) -> Iterator[str]:
+    """Calls that wait for a thread, a process or a condition, however long it takes."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            bounded = {"timeout", "blocking", None} & {keyword.arg for keyword in node.keywords}
+            if len(node.args) == WAITS.get(node.func.attr) and not bounded:
+                yield f"{ast.unparse(node.func)}()"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_thread_dies_unseen_and_no_wait_is_endless(path: Path) -> None:
+    name, source = str(path.relative_to(ROOT)), path.read_text()
+    assert sorted(bare_threads(source)) == sorted(BARE.get(name, []))
+    assert sorted(endless_waits(source)) == sorted(ENDLESS.get(name, []))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import threading\nthreading.Thread(target=f)",
+        "import threading\nthreading.Timer(1, f)",
+        "import threading\nclass Own(threading.Thread): pass",
+        "from threading import Thread",
+        "import threading as t",
+        "import _thread",
+    ],
+)
+def test_a_bare_thread_is_found(source: str) -> None:
+    assert len(list(bare_threads(source))) == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "endless"),
+    [
+        ("thread.join()", True),
+        ("thread.join(3)", False),
+        ("process.wait()", True),
+        ("process.wait(timeout=3)", False),
+        ("condition.wait_for(done)", True),
+        ("condition.wait_for(done, 3)", False),
+        ("future.result()", True),
+        ("', '.join(names)", False),
+    ],
+)
+def test_a_wait_without_a_time_is_found(call: str, endless: bool) -> None:
+    assert bool(list(endless_waits(call))) is endless
 
 
 def _end(error: BaseException | None) -> None:

@@ -157,8 +157,9 @@ class Writer:
             self._closed = True
             self._filled.notify()
         if done:
-            self._thread.join()
-        return done
+            # Nothing is left, unless another thread has put something meanwhile.
+            self._thread.join(idle)
+        return done and not self._thread.is_alive()
 
     def _await_room(self) -> None:
         while self._size >= self._limit and not self._dropping and not self._closed:

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from harness import wait_for
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic_agents.snapshots import transfer
+from elastic_agents.snapshots import snapshot_store, transfer
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
 from elastic_agents.snapshots.transfer import TransferServer
 from elastic_launch.contract import CopyJob, Fetched, Stored
@@ -106,6 +107,38 @@ def test_during_a_fetch_workers_wait_and_get_no_slot_to_write(nodes: tuple[Node,
         assert new.holds() is None
         wait_for("the word to the workers", lambda: new.fetched)
     assert new.snapshot_store.offer()[0].use >= 0
+
+
+def test_a_fetch_that_does_not_end_holds_up_nothing_and_keeps_its_descriptors(
+    nodes: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The kernel reserves memory for as long as it likes."""
+    old, new = nodes
+    old.store(7)
+    source = old.serve()
+    reserving, go_on = threading.Event(), threading.Event()
+
+    def reserve(descriptor: int, offset: int, size: int) -> None:
+        reserving.set()
+        go_on.wait(60)
+
+    monkeypatch.setattr(transfer.os, "posix_fallocate", reserve)
+    for module in (transfer, snapshot_store):
+        monkeypatch.setattr(module, "ENDING", 0.2)
+    new.fetch(source)
+    assert reserving.wait(30)
+    new.fetch(replace(source, step=8))
+    assert new.holds() is None
+    assert "the newest snapshot is not fetched: an earlier fetch does not end" in caplog.text
+    slots = new.snapshot_store._slots
+    new.snapshot_store.close()
+    assert [slot.allocated for slot in slots], "a closed one would raise an error"
+    go_on.set()
+    fetch = new.snapshot_store._last_fetch
+    assert fetch is not None
+    assert fetch.join(30)
+    for slot in slots:
+        slot.close()
 
 
 def test_a_node_that_has_it_fetches_nothing(nodes: tuple[Node, Node]) -> None:

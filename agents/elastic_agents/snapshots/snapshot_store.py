@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from elastic_agents.snapshots.copier import Copier
 from elastic_agents.snapshots.slots import HeldSlot, SlotTable
-from elastic_agents.snapshots.transfer import TransferClient, TransferServer
+from elastic_agents.snapshots.transfer import ENDING, TransferClient, TransferServer
 from elastic_launch.contract import SLOTS, Copied, Copying, CopyJob, Fetched, Save, Slots, Stored
 from elastic_launch.rendezvous.snapshot_holders import SnapshotSource
 from elastic_launch.snapshot.location import Url, place
@@ -76,6 +76,7 @@ class SnapshotStore:
         self._next_word = 0.0
         self._server: TransferServer | None = None
         self._fetch: TransferClient | None = None
+        self._last_fetch: TransferClient | None = None  # after its end, too; an abandoned one may still write
         self._thread = VitalThread(self._run, "copier")
         self.failed = ""
         """Why the last copy failed, and how to fix it; empty if it did not."""
@@ -198,11 +199,13 @@ class SnapshotStore:
             if not wanted:
                 return
             slot = self._book.use
+            after = self._last_fetch
 
             def done(header: Header | None) -> None:
                 self._fetched(slot, fetch, header, tell)
 
-            fetch = self._fetch = TransferClient(wanted, self._slots[slot], self._book.sequence + 1, key, done, before)
+            fetch = self._fetch = TransferClient(wanted, self._slots[slot], self._book.sequence + 1, key, done, after)
+            self._last_fetch = fetch
             try:
                 fetch.start()
             except RuntimeError as error:  # no more threads; workers restore from what they find
@@ -233,17 +236,19 @@ class SnapshotStore:
             if self._copier is not None:
                 self._copier.kill()
             self._changed.notify_all()
-            fetch = self._fetch
+            fetch = self._last_fetch
         if fetch is not None:
             fetch.cancel()
-            fetch.join()
+        # Their descriptors must not become other files' while a fetch still writes there.
+        free = fetch is None or fetch.join(ENDING)
         if self._server is not None:
             self._server.close()
         if self._thread.ident is not None:
             self._thread.join(10)
         slots, self._slots = self._slots, []
         for slot in slots:
-            slot.close()
+            if free:
+                slot.close()
 
     def _rests(self) -> None:
         self._tell(None)

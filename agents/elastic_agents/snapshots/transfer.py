@@ -37,9 +37,12 @@ from elastic_launch.snapshot.memory.slot import Header, Slot
 from elastic_launch.snapshot.room import free_memory
 from elastic_launch.system.threads import VitalThread
 
-__all__ = ["TransferClient", "TransferServer"]
+__all__ = ["ENDING", "TransferClient", "TransferServer"]
 
 _log = logging.getLogger("elastic_launch.agent")
+
+ENDING = 20.0
+"""Seconds in which a fetch that was cancelled must end; the kernel may take so long to reserve memory."""
 
 IDLE = 10.0
 """Seconds without a byte, or without a complete message, after which either side gives up."""
@@ -285,7 +288,7 @@ class TransferClient:
         sequence: number of the snapshot on this node.
         key: as for TransferServer.
         done: called from the thread with the slot's content; None if all sources have failed.
-        after: an abandoned fetch into the same slot.
+        after: an earlier fetch, perhaps into the same slot, which may have been abandoned.
     """
 
     def __init__(
@@ -324,16 +327,20 @@ class TransferClient:
             if self._sock is not None:
                 _shut(self._sock)
 
-    def join(self) -> None:
-        """Wait until the slot is no longer written; bounded."""
+    def join(self, timeout: float) -> bool:
+        """Wait until neither this nor an earlier fetch writes; return whether that happened in time."""
         if self._thread.ident is not None:
-            self._thread.join(2 * IDLE)
+            self._thread.join(timeout)
+        after = self._after
+        return not self._thread.is_alive() and (after is None or after.join(timeout))
 
     def _run(self) -> None:
         header = None
         try:
-            if self._after is not None:
-                self._after.join()
+            if self._after is not None and not self._after.join(ENDING):
+                _log.warning("the newest snapshot is not fetched: an earlier fetch does not end")
+                return
+            self._after = None
             for source in self.sources:
                 if header is None and not self._closing:
                     header = self._try(source)

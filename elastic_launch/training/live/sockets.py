@@ -27,6 +27,7 @@ from contextlib import contextmanager, suppress
 
 __all__ = ["GroupSockets"]
 
+_ENDING = 10.0  # seconds in which the thread of these searches must end
 _POLL = 0.005  # seconds between two searches for new connections, while a broken round's group is still being formed
 
 _KNOCK_S = 0.1  # seconds to wait for a connection within this process
@@ -93,7 +94,7 @@ class GroupSockets:
                 self._opened.set()
                 breaker, self._breaker = self._breaker, None
             if breaker is not None:
-                breaker.join()
+                breaker.join(_ENDING)
                 self.shut_down()
         if self._broken:
             raise RuntimeError(_OVER)
@@ -107,7 +108,8 @@ class GroupSockets:
         with self._lock:
             self._broken = True
             if self._before is not None and self._breaker is None:
-                self._breaker = threading.Thread(target=self._break_opening, name="elastic-launch disconnect")
+                name = "elastic-launch disconnect"
+                self._breaker = threading.Thread(target=self._break_opening, name=name, daemon=True)
                 self._breaker.start()
             return self._shut_recorded()
 
