@@ -44,8 +44,9 @@ SAMPLE_EVERY = 1.0
 REDRAW = 0.5
 """Seconds for which what was drawn is shown, also to others: more readers do not cause more work."""
 
-SEEN = 0.01
-"""Share of a run's time by which the pictures of its rounds may be old, if nothing has happened since."""
+SEEN, STILL = 0.01, 3.0
+"""By how much the pictures of a run may be old if nothing has happened since: those of its rounds a share of its time,
+which is how far they grow, and at least so many seconds; charts so many seconds."""
 
 OLD = 5.0
 """Seconds after which the page says how old its table of nodes is."""
@@ -115,14 +116,14 @@ def node_pages(
         samples, until = history.samples(), chronicle.until
         charts = again(
             "charts",
-            (ledger.events, samples[-1:]),
+            ledger.events,
             until,
-            math.inf,
+            STILL,
             lambda: {"charts": charts_section(samples, host, found.incidents)},
         )
         # An incident that lasts grows; a round does too, but slowly beside what is drawn already.
         lasts = bool(found.incidents) and not found.incidents[-1].recovered
-        most = 0.0 if lasts else SEEN * (until - (chronicle.since or 0.0))
+        most = 0.0 if lasts else max(STILL, SEEN * (until - (chronicle.since or 0.0)))
         rounds = again("rounds", ledger.events, until, most, lambda: sections(host, found))
         return {**charts, **rounds, "summary": summary_section(host, found)}
 
