@@ -43,7 +43,14 @@ def weights(name: str, directory: Path) -> tuple[int, str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@ALL
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ddp",
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("nanogpt", "torchtitan")),
+        pytest.param("transformers", marks=[NEEDED, pytest.mark.soak]),
+    ],
+)
 def test_the_script_before_runs_under_torchrun_and_resumes(tmp_path: Path, name: str) -> None:
     flags = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     options = arguments(name, tmp_path)

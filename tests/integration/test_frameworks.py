@@ -30,8 +30,10 @@ def installed(name: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed: pip install '.[frameworks]'")
 
 
-def each(*names: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("name", [pytest.param(name, marks=installed(name)) for name in names])
+def each(*names: str, soak: tuple[str, ...] = ()) -> pytest.MarkDecorator:
+    often = [pytest.param(name, marks=installed(name)) for name in names]
+    rarely = [pytest.param(name, marks=[installed(name), pytest.mark.soak]) for name in soak]
+    return pytest.mark.parametrize("name", [*often, *rarely])
 
 
 def command(job: Job, name: str, script: str, *, every: int) -> list[str]:
@@ -69,7 +71,7 @@ def extensions(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("extensions")
-@each("accelerate", "deepspeed", "lightning", "transformers")
+@each("deepspeed", "transformers", soak=("accelerate", "lightning"))
 @pytest.mark.executed
 def test_a_script_on_a_framework_resumes_from_its_own_checkpoint_when_a_worker_is_killed(job: Job, name: str) -> None:
     script = FRAMEWORKS / name / "train.py"

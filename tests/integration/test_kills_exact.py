@@ -53,7 +53,12 @@ def test_a_worker_may_be_killed_in_a_step_then_in_a_snapshot_then_while_it_resto
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("moment", "rank", "kind"),
-    [("drain", 0, "crash"), ("leave", 1, "crash"), ("drain", 1, "node loss"), ("leave", 1, "node loss")],
+    [
+        ("drain", 0, "crash"),
+        ("leave", 1, "node loss"),
+        pytest.param("leave", 1, "crash", marks=pytest.mark.soak),
+        pytest.param("drain", 1, "node loss", marks=pytest.mark.soak),
+    ],
 )
 def test_a_kill_in_a_drain_costs_no_more_than_an_interval(
     job: Job, undisturbed: str, moment: str, rank: int, kind: str

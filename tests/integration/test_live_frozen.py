@@ -33,7 +33,9 @@ def frozen(job: Job, where: str, who: str, *options: str) -> Changes:
     return changes
 
 
-@pytest.mark.parametrize("where", ["place", "join", "restore", "receive"])
+@pytest.mark.parametrize(
+    "where", ["join", "receive", *(pytest.param(x, marks=pytest.mark.soak) for x in ("place", "restore"))]
+)
 def test_a_survivor_that_is_stopped_as_it_enters_a_round_is_killed(job: Job, undisturbed: str, where: str) -> None:
     changes = frozen(job, where, "survivor")
     agent = changes.alone("--nproc", "3")
@@ -55,7 +57,7 @@ def test_a_survivor_that_is_stopped_as_it_enters_a_round_is_killed(job: Job, und
     assert result["hash"] == undisturbed
 
 
-@pytest.mark.parametrize("where", ["join", "restore"])
+@pytest.mark.parametrize("where", ["restore", pytest.param("join", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("starts", ["with the round", "ahead of it"])
 def test_a_newcomer_that_is_stopped_as_it_enters_a_round_is_killed(
     job: Job, undisturbed: str, where: str, starts: str

@@ -20,7 +20,14 @@ def run(job: Job, name: str, *options: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("when", "incidents"), [("gives-up", [1, 2]), ("knows", [1, 1]), ("later", [1, 1])])
+@pytest.mark.parametrize(
+    ("when", "incidents"),
+    [
+        ("gives-up", [1, 2]),
+        pytest.param("knows", [1, 1], marks=pytest.mark.soak),
+        pytest.param("later", [1, 1], marks=pytest.mark.soak),
+    ],
+)
 def test_a_rank_that_runs_out_of_memory_keeps_its_process_if_another_is_killed(
     job: Job, when: str, incidents: list[int]
 ) -> None:

@@ -144,7 +144,11 @@ def test_a_run_that_ends_ends_its_newcomer(job: Job, undisturbed: str) -> None:
     assert len(job.events("round_formed")) == 2
 
 
-@pytest.mark.parametrize(("wait", "form"), [(1, []), (600, []), (1, ["--loop"])], ids=["ahead", "waiting", "loop"])
+@pytest.mark.parametrize(
+    ("wait", "form"),
+    [(1, []), pytest.param(600, [], marks=pytest.mark.soak), (1, ["--loop"])],
+    ids=["ahead", "waiting", "loop"],
+)
 def test_a_model_is_compiled_while_the_others_train(job: Job, tmp_path: Path, wait: int, form: list[str]) -> None:
     """Its start is short, and its first step long; if a start may take so long, the others wait for both."""
     script = str(SCRIPTS / "rehearsing.py")

@@ -54,7 +54,7 @@ def test_the_others_go_on_with_the_second_pass(job: Job, alone: dict[str, Any]) 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["first", "between", "second", "after"])
 @pytest.mark.parametrize("how", ["kill", "raise"])
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_a_worker_may_end_at_any_place_of_a_step(
     job: Job, alone: dict[str, Any], place: str, how: str, workers: int
 ) -> None:
@@ -176,7 +176,7 @@ def test_the_examples_have_the_undisturbed_weights_after_three_kills(
     assert other == {name: value for name, value in one.items() if name in other}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_the_examples_learn(tmp_path: Path) -> None:
     told = {}

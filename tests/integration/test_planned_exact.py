@@ -127,8 +127,8 @@ def test_on_etcd_each_node_is_drained_in_turn_the_leader_first(job: Job, undistu
     ("seconds", "by", "ends"),
     [
         (1, "signal", "broken"),
-        (1, "elasticctl", "broken"),
-        (15, "signal", "drained"),
+        pytest.param(1, "elasticctl", "broken", marks=pytest.mark.soak),
+        pytest.param(15, "signal", "drained", marks=pytest.mark.soak),
         (15, "elasticctl", "drained"),
     ],
 )

@@ -23,6 +23,11 @@ LOGGERS = str(Path(__file__).parents[2] / "examples" / "loggers" / "train.py")
 EVALUATED = {"warm-up": [7, 14, 21, 28, 30], "epochs": [5, 10, 15, 20, 25, 30], "loop": [5, 10, 15, 20, 25, 30]}
 PLAN = FaultPlan.fail_at(1, 9) + FaultPlan.fail_at(0, 15, round=2) + FaultPlan.fail_at(1, 22, round=3)
 
+FLAGS = pytest.mark.parametrize(
+    "flags",
+    [pytest.param((), id="live"), pytest.param(("--no-live",), id="restarted", marks=pytest.mark.soak)],
+)
+
 
 def alone(form: str, directory: Path) -> dict[str, Any]:
     """The result of the training in one process, without a launcher."""
@@ -44,7 +49,7 @@ def killed(job: Job, form: str, *flags: str, options: tuple[str, ...] = (), plan
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [(), ("--no-live",)], ids=["live", "restarted"])
+@FLAGS
 @pytest.mark.parametrize("form", EVALUATED)
 def test_rates_and_evaluations_are_those_of_the_undisturbed_run(job: Job, form: str, flags: tuple[str, ...]) -> None:
     undisturbed = alone(form, job.directory / "alone")
@@ -72,7 +77,7 @@ def test_a_loops_evaluation_that_a_kill_breaks_begins_again_in_the_next_round(jo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [(), ("--no-live",)], ids=["live", "restarted"])
+@FLAGS
 def test_evaluations_by_the_clock_are_on_all_ranks_after_the_same_steps(job: Job, flags: tuple[str, ...]) -> None:
     result = killed(job, "clock", *flags)
     assert [step for step, *_ in result["rates"]] == list(range(1, 31))
@@ -83,8 +88,8 @@ def test_evaluations_by_the_clock_are_on_all_ranks_after_the_same_steps(job: Job
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [(), ("--no-live",)], ids=["live", "restarted"])
-@pytest.mark.parametrize("rank", [0, 1])
+@FLAGS
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_loggers_lines_are_those_of_the_undisturbed_run(job: Job, rank: int, flags: tuple[str, ...]) -> None:
     whole, log = job.directory / "whole.jsonl", job.work / "log.jsonl"
     command = [sys.executable, LOGGERS, "--log", str(whole)]

@@ -195,7 +195,11 @@ def test_ends_of_one_node(runs: tuple[Run, Run], flags: str, script: str, code: 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
-    ["nonesuch.py", "--max-restarts 1 nonesuch.py", "-m nonesuch", "--no-python ./nonesuch", "--run-path nonesuch.py"],
+    [
+        *("nonesuch.py", "-m nonesuch", "--no-python ./nonesuch"),
+        pytest.param("--max-restarts 1 nonesuch.py", marks=pytest.mark.soak),
+        pytest.param("--run-path nonesuch.py", marks=pytest.mark.soak),
+    ],
 )
 def test_a_script_module_or_program_that_does_not_exist(runs: tuple[Run, Run], flags: str) -> None:
     assert both(runs, flags).code == 1
