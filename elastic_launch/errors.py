@@ -33,6 +33,7 @@ __all__ = [
     "EndpointError",
     "ExitCode",
     "InternalError",
+    "LeasedError",
     "ProtocolError",
     "RecordTooLargeError",
     "RefusedError",
@@ -128,6 +129,14 @@ class RefusedError(RendezvousError):
 
 class StoreError(RendezvousError):
     """The control store failed or did not answer before its deadline."""
+
+
+class LeasedError(StoreError):
+    """The control store's voters have heard the leader, and refuse all others for ``wait`` seconds."""
+
+    def __init__(self, message: str, hint: str = "", wait: float = 0.0) -> None:
+        super().__init__(message, hint)
+        self.wait = wait
 
 
 class RecordTooLargeError(StoreError):

@@ -262,6 +262,25 @@ def test_a_leader_among_voters_is_waited_for_only_once(what: str) -> None:
         assert cluster.record.round.number > record.round.number, seed
 
 
+@pytest.mark.parametrize("seconds", [3.0, 12.0, 40.0])
+def test_a_voter_that_has_lost_only_its_way_to_the_leader_joins_once_it_is_back(seconds: float) -> None:
+    """The other voters hear that leader, so a takeover cannot succeed, however often it is tried."""
+    for seed in range(8):
+        cluster = Cluster("1:3", seed=seed, voters=True)
+        cluster.start("a", "b", "c")
+        cluster.run(10.0)
+        leader = cluster.leader
+        assert leader is not None
+        node = next(node for node in cluster.nodes if node is not leader)
+        cluster.network.unlinked.add(node.node_id)
+        node.drop_links()
+        cluster.run(seconds)
+        cluster.network.unlinked.clear()
+        cluster.run(5.0)
+        assert cluster.trains, seed
+        assert cluster.leader is leader
+
+
 def test_an_end_that_is_spoiled_before_any_node_has_seen_it_comes_again() -> None:
     """The leader got no answer to its write, so it repairs the record without the end; all workers are done."""
     cluster = Cluster("1:2", seed=143, max_restarts=2, live=True)

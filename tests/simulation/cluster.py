@@ -137,6 +137,7 @@ class Cluster:
         """End all lasting faults."""
         self.network.groups, self.network.slow = {}, 0.0
         self.network.cut_off.clear()
+        self.network.unlinked.clear()
         self.store.down = False
         self.store.mute.clear()
         self.store.late.clear()

@@ -21,6 +21,7 @@ class Network:
     Attributes:
         groups: the group of each host by name; hosts of different groups do not reach each other.
         cut_off: names of hosts that do not reach the store.
+        unlinked: names of hosts from which no connection to a leader can be made.
         slow: additional seconds for every packet.
     """
 
@@ -28,6 +29,7 @@ class Network:
         self.kernel = kernel
         self.groups: dict[str, int] = {}
         self.cut_off: set[str] = set()
+        self.unlinked: set[str] = set()
         self.slow = 0.0
         self._held: list[Callable[[], None]] = []
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_agents import policy_types as v
 from elastic_agents.policy import decide
-from elastic_launch.errors import RefusedError, StoreError
+from elastic_launch.errors import LeasedError, RefusedError, StoreError
 from elastic_launch.rendezvous.backends.succession import Succession, Takeover
 from elastic_launch.rendezvous.continuity import REPAIR, Continuity, SpoiledError, repairing
 from elastic_launch.rendezvous.node.failure_detector import FailureDetector
@@ -265,7 +265,8 @@ class SimNode(Host):
             def arrive() -> None:
                 there = self.cluster.leader_at(leader)
                 host = there.node if there is not None else self.cluster.host(leader.node_id)
-                if host is None or host.lost_power or not network.joins(self, host):
+                far = self is not host and self.name in network.unlinked
+                if host is None or host.lost_power or far or not network.joins(self, host):
                     outcome: Any = TimeoutError("timed out")
                     kernel.call(max(0.0, over - kernel.now), self, lambda: resume(outcome))
                     return
@@ -344,6 +345,9 @@ class SimNode(Host):
         began = self.kernel.now
         try:
             value = yield store.load(self, timeout)
+        except LeasedError as error:
+            self.succession.leased(self.kernel.now, error.wait)
+            raise
         except StoreError:
             self.succession.looked(self.kernel.now - began, failed=True)
             raise
@@ -392,7 +396,12 @@ class SimNode(Host):
         record = replace(record, leader=replace(record.leader, port=self.port)).renewed()
         began = self.kernel.now
         self.succession.tries(record.term, takeover)
-        if not (yield store.compare_and_set(self, expected, record.encode(), timeout)):
+        try:
+            written = yield store.compare_and_set(self, expected, record.encode(), timeout)
+        except LeasedError as error:
+            self.succession.leased(self.kernel.now, error.wait)
+            raise
+        if not written:
             value = yield store.load(self, timeout)
             try:
                 return self._continuity.judge(value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from elastic_launch.errors import StoreError
+from elastic_launch.errors import LeasedError, StoreError
 from elastic_launch.rendezvous.stores.majority import FOUNDING, LATE, RETRY
 from elastic_launch.rendezvous.voters.messages import Accept, Answer, Position, Request, group_of
 from elastic_launch.rendezvous.voters.register import Outcome, Register
@@ -105,7 +105,7 @@ class SimVoters:
             if outcome is not None and outcome.known:
                 return None if outcome.value is None else outcome.value.encode()
             if self._kernel.now >= deadline:
-                raise StoreError("the voters did not answer.")
+                raise _lost(outcome)
             yield self._kernel.sleep(client.node, self._kernel.random.uniform(0.001, RETRY))
 
     def _swap(self, client: _Client, expected: bytes | None, value: bytes, timeout: float) -> Task:
@@ -119,7 +119,7 @@ class SimVoters:
 
         outcome: Outcome | None = yield from self._operate(client, begin, self._kernel.now + timeout)
         if outcome is None or not outcome.known:
-            raise StoreError("it is not known whether that was written.")
+            raise _lost(outcome)
         return outcome.written
 
     def _operate(self, client: _Client, begin: Callable[[], None], deadline: float) -> Task:
@@ -212,6 +212,12 @@ class SimVoters:
         if len(voters) > len(VOTERS) // 2 and (self._last is None or position > self._last):
             self._last = position
             self._written(request.value.encode(), client.node)
+
+
+def _lost(outcome: Outcome | None) -> StoreError:
+    if outcome is not None and outcome.wait > 0:
+        return LeasedError("the voters wait.", wait=outcome.wait)
+    return StoreError("it is not known whether that was written.")
 
 
 def _votes(voter: Voter | None) -> bool:

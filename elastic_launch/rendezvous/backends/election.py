@@ -24,7 +24,7 @@ from ipaddress import ip_address
 
 from elastic_launch.clock import Clock
 from elastic_launch.config.launch_config import Endpoint, LaunchConfig
-from elastic_launch.errors import EndpointError, ExitCode, InternalError, RefusedError, StoreError
+from elastic_launch.errors import EndpointError, ExitCode, InternalError, LeasedError, RefusedError, StoreError
 from elastic_launch.events.types import EventSink, LeaderElected
 from elastic_launch.rendezvous.backends.c10d import ACK_TIMEOUT, FoundLeader, NodeAddress
 from elastic_launch.rendezvous.backends.rival import Rivals
@@ -173,6 +173,9 @@ class ElectedBackend:
         began = self._clock.now()
         try:
             value = self._store.load(timeout)
+        except LeasedError as error:  # the store is within reach
+            self._succession.leased(self._clock.now(), error.wait)
+            raise
         except StoreError:
             self._succession.looked(self._clock.now() - began, failed=True)
             raise
@@ -263,7 +266,7 @@ class ElectedBackend:
         """
         assert self._store is not None
         with contextlib.ExitStack() as undo:
-            watched, written = (undo.enter_context(contextlib.closing(self._open_store())) for _ in range(2))
+            watched, writing = (undo.enter_context(contextlib.closing(self._open_store())) for _ in range(2))
             # Listens while the process lives, even after an unanswered write or after stepping down: a node whose
             # connection is refused would conclude that this process and its workers are dead.
             listener = self._links = self._links or listen(self._address)
@@ -272,7 +275,12 @@ class ElectedBackend:
             record = replace(record, leader=leader).renewed()
             began = self._clock.now()
             self._succession.tries(record.term, takeover)
-            if not self._store.compare_and_set(expected, self._seal.close(record.encode()), timeout):
+            try:
+                written = self._store.compare_and_set(expected, self._seal.close(record.encode()), timeout)
+            except LeasedError as error:
+                self._succession.leased(self._clock.now(), error.wait)
+                raise
+            if not written:
                 return self._beaten(timeout)
             undo.pop_all()
         if self._leader_term is not None:
@@ -280,7 +288,7 @@ class ElectedBackend:
         self._continuity.wrote(record)
         self._spoiled_at = None
         claim = Claim(self._seal, record, began)  # not later: its answer may have waited in a frozen process
-        claimed = ClaimedStore(written, claim, self._clock, _log)
+        claimed = ClaimedStore(writing, claim, self._clock, _log)
         most, now = self._most_unsure, self._clock.now
         service = LeaderService.of(
             self._config,

@@ -78,6 +78,16 @@ class Succession:
         """Record that the leader has answered, or that this node leads."""
         self._doubt = self._tried = None
 
+    def leased(self, now: float, wait: float) -> None:
+        """Record that voters refuse other leaders for so many seconds more, since they have heard the present one.
+
+        If that was long after this node lost it, it is alive, and only the way from here to it is broken: trying to
+        reach it, not taking over, brings this node back. A lost leader is heard by others, too, a little later.
+        """
+        doubt, heard = self._doubt, now + wait - self._dead_after
+        if doubt is not None and heard - doubt.since > self._dead_after / 2:
+            self._doubt = replace(doubt, since=heard, refused_since=None)
+
     def tries(self, term: int, takeover: Takeover) -> None:
         """Record that this node is about to write a record of a term in which it leads."""
         self._tried = term, takeover

@@ -12,7 +12,7 @@ from typing import TypeVar
 from elastic_launch import codec
 from elastic_launch.clock import Clock
 from elastic_launch.config.launch_config import Endpoint
-from elastic_launch.errors import RecordTooLargeError, StoreError
+from elastic_launch.errors import LeasedError, RecordTooLargeError, StoreError
 from elastic_launch.rendezvous.stores.control_store import ControlStore
 from elastic_launch.rendezvous.voters.messages import Answer, Request, group_of
 from elastic_launch.rendezvous.voters.peers import Peers
@@ -267,7 +267,8 @@ class MajorityStore(ControlStore):
         if own is not None and not own.founded:
             return self._unfounded(own)
         if outcome is not None and outcome.wait > 0:
-            return StoreError(f"The voters wait for {outcome.wait:.1f} s more for the leader that they have heard.")
+            text = f"The voters wait for {outcome.wait:.1f} s more for the leader that they have heard."
+            return LeasedError(text, wait=outcome.wait)
         silent = sorted(self._names - set(answers))
         told = "; ".join(f"{voter}: {self._peers.problem(voter) or 'it does not answer'}" for voter in silent)
         if len(self._names) - len(silent) > len(self._names) // 2:
