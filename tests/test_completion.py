@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import shtab
@@ -54,26 +51,6 @@ def test_fish_gets_each_flag_with_its_purpose(capsys: pytest.CaptureFixture[str]
         assert ("-r" in spelled) == bool(flag.metavar)
         pairs = list(zip(spelled[::2], spelled[1::2], strict=False))
         assert ["-" * (1 + (kind == "-l")) + name for kind, name in pairs] == list(flag.names)
-
-
-@pytest.mark.skipif(not shutil.which("fish"), reason="needs fish")
-def test_fish_completes_flags(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["--print-completion", "fish"]) == 0
-    (tmp_path / "train.py").touch()
-    ask = f'complete -C "elastic-launch --nproc"; complete -C "elastic-launch -m {tmp_path}/tr"'
-    program = f"{capsys.readouterr().out}\n{ask}"
-    said = subprocess.run(
-        ["fish", "--no-config", "-c", program],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-        env={**os.environ, "HOME": str(tmp_path)},
-    )
-    found = said.stdout.splitlines()
-    assert [line.split("\t")[0] for line in found] == ["--nproc", "--nproc-per-node", f"{tmp_path}/train.py"]
-    assert found[0].endswith("number, auto, cpu, gpu")
-    assert not said.stderr
 
 
 def test_elasticctl_has_a_script_for_fish_and_names_a_shtab_without_one(
