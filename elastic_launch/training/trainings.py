@@ -97,7 +97,7 @@ class Trainings:
         self._last = tuple(weakref.ref(model) for model in models)
         if checkpoint is None:
             return
-        taken = self._places.setdefault(str(checkpoint.directory.absolute()), self._last)
+        taken = self._places.setdefault(str(checkpoint.directory), self._last)
         if not _are(taken, models):
             raise UsageError(
                 f"{checkpoint.directory} has the checkpoints of another training of this script, with another model.",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from changes import Changes, ctl
-from harness import Job
+from harness import SCRIPTS, Job
 
 
 @pytest.mark.executed
@@ -74,3 +74,21 @@ def test_without_time_for_a_drain_the_snapshot_in_memory_is_saved(job: Job, tmp_
     (saved,) = checkpoints.glob(f"step-{changes.last(1)}.*")
     assert f"step {changes.last(1)} is saved in {saved}" in agent.output
     assert "no steps lost" in agent.output
+
+
+@pytest.mark.slow
+def test_a_relative_checkpoint_directory_is_that_of_its_construction(job: Job, tmp_path: Path) -> None:
+    """The script changes its working directory before it resumes, and in its loop."""
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    here.mkdir()
+    elsewhere.mkdir()
+    for steps in (200, 220):
+        command = [str(SCRIPTS / "changing_directory.py"), str(elsewhere), str(steps)]
+        agent = job.launch("--standalone", "--max-restarts", "1", command=command, cwd=here, name=f"to {steps}")
+        assert agent.wait(90) == 0, agent.output
+        assert list(here.glob(f"checkpoints/step-{steps}.*/manifest.json")), agent.output
+    first, after_the_error, second_run = map(int, (tmp_path / "resumed.txt").read_text().split())
+    assert (first, second_run) == (0, 200)
+    assert 4 <= after_the_error < 200
+    assert list(elsewhere.iterdir()) == []
+    assert [path.name for path in here.iterdir()] == ["checkpoints"]

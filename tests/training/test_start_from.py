@@ -28,6 +28,17 @@ SCRIPT = str(SCRIPTS / "starting.py")
 DATA = torch.randn(48, 3, generator=torch.Generator().manual_seed(1))
 
 
+def test_relative_directories_are_those_of_the_construction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    checkpoint = el.Checkpoint("own", start_from="other")
+    with pytest.raises(UsageError, match="its own directory"):
+        el.Checkpoint("own", start_from=tmp_path / "own")
+    monkeypatch.chdir("/")
+    assert checkpoint.directory == tmp_path / "own"
+    assert checkpoint._start is not None
+    assert checkpoint._start.place == tmp_path / "other"
+
+
 class Trained:
     """What a training had when it ended, and the state that it began with."""
 

@@ -150,7 +150,8 @@ class Checkpoint:
 
     Args:
         directory: a directory, or a URL that fsspec can open, such as ``s3://bucket/runs/a``. If the nodes do not share
-            the directory, each node keeps a copy in its own.
+            the directory, each node keeps a copy in its own. A relative one is relative to the working
+            directory at this call.
         every: interval between checkpoints: steps (50 or ``"50ba"``) or a duration (``"5min"``).
         keep: number of newest checkpoints to keep; older ones are removed, except for those that the next two arguments
             name.
@@ -186,7 +187,8 @@ class Checkpoint:
         weights_only: bool = False,
         allow: Sequence[str] = (),
     ) -> None:
-        self.directory = place(directory)
+        # Now: the script may change the working directory later.
+        self.directory = place(directory).absolute()
         if isinstance(self.directory, Url):
             check_driver(self.directory)
         self._interval = Interval.parse(every)
@@ -363,7 +365,7 @@ class Checkpoint:
         together = self._writers.drawn and world.nodes > 1 and now and size >= self.split
         if not together and not self.writes:
             return job
-        job = replace(job, directory=str(self.directory.absolute()), keep=self.keep, now=now, owner=self._owner)
+        job = replace(job, directory=str(self.directory), keep=self.keep, now=now, owner=self._owner)
         job = replace(job, keep_every=self.keep_every, keep_best=self.keep_best)
         if not together:
             return job
@@ -505,7 +507,7 @@ class Checkpoint:
             report(outcome)
         told = [] if self._link is None else self._link.copies()
         # Copies that an earlier process has requested may go to the directory of another training of the script.
-        copied = [self._outcome(copied) for copied in told if copied.directory == str(self.directory.absolute())]
+        copied = [self._outcome(copied) for copied in told if copied.directory == str(self.directory)]
         for outcome in [*own, *copied]:
             if outcome.info is not None:
                 self._saved = max(self._saved, outcome.step)  # also if old ones could not be removed

@@ -54,7 +54,7 @@ class StartFrom:
     def of(
         start_from: str | os.PathLike[str] | None, weights_only: bool, allow: Sequence[str], own: Place
     ) -> StartFrom | None:
-        """Check the arguments of a ``Checkpoint`` whose own place is ``own``.
+        """Check the arguments of a ``Checkpoint`` whose own place is ``own``, an absolute path or a URL.
 
         Raises:
             UsageError: if they do not fit each other, or no installed driver opens the URL.
@@ -65,8 +65,8 @@ class StartFrom:
             if weights_only or allow:
                 raise UsageError("Checkpoint(weights_only=..., allow=...) came without start_from=.", "Leave them out.")
             return None
-        where = place(start_from)
-        if where.absolute() == own.absolute():
+        where = place(start_from).absolute()
+        if where == own:
             raise UsageError(
                 f"Checkpoint(start_from=...) is its own directory, {own}.",
                 "Give the new training another one. To continue a training, leave start_from out.",
