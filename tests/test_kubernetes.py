@@ -212,13 +212,19 @@ def test_no_pod_has_rights_that_it_does_not_need(pod: Manifest) -> None:
 
 @pytest.mark.parametrize("pod", all_pods())
 def test_a_secret_whose_name_is_misspelt_starts_no_pod_without_it(pod: Manifest) -> None:
-    """Otherwise the run would be open to all; only credentials for a bucket may be the pod's identity instead."""
+    """Otherwise the run would be open to all."""
     for container in (*pod["containers"], *pod.get("initContainers", ())):
         secrets = [entry["valueFrom"].get("secretKeyRef") for entry in container.get("env", ()) if "valueFrom" in entry]
         assert not any(secret.get("optional") for secret in secrets if secret)
     text = PAGE.read_text()
-    for name in ("train", "etcd"):
+    for name in ("train", "etcd", "object-store"):
         assert f"kubectl create secret generic {name} " in text
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.rglob("*.yaml")), ids=lambda path: str(path.relative_to(EXAMPLES)))
+def test_no_part_of_a_pod_is_optional(file: Path) -> None:
+    """Patches, too: a pod without credentials for its bucket would train, and save nothing."""
+    assert "optional:" not in file.read_text()
 
 
 @pytest.mark.parametrize("pod", training_pods())
