@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from queue import SimpleQueue
+from types import SimpleNamespace
 
 import pytest
 from harness import Job
@@ -36,6 +40,39 @@ def test_the_demo_kills_a_worker_and_reaches_the_weights_of_an_undisturbed_run()
     assert "demo: rank 0 kept its process\n" in demo.stdout
     killed, undisturbed, other = re.findall(r"weights ([0-9a-f]{16}),", demo.stdout)
     assert killed == undisturbed != other
+
+
+def test_the_demo_is_done_again_where_the_training_ends_before_the_kill(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The first of two stand-ins for a run ends without a checkpoint, the second is killed in time."""
+    spec = importlib.util.spec_from_file_location("demo", EXAMPLES / "demo.py")
+    assert spec
+    assert spec.loader
+    demo = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(demo)
+    processes = demo.Processes(tmp_path, SimpleQueue())
+    slow = tmp_path / f"disturbed-{demo.STEP_TIMES[-1]}"
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as victim:
+
+        def start(command: list[str]) -> object:
+            if str(slow) in " ".join(command):
+                (slow / "checkpoints" / "step-10").mkdir(parents=True)
+                told = [
+                    {"event": "worker_started", "rank": 1, "pid": victim.pid},
+                    {"event": "worker_kept", "rank": 0},
+                    {"event": "training_begun", "step": 12},
+                ]
+                (slow / "events-a.jsonl").write_text("".join(json.dumps(event) + "\n" for event in told))
+                (slow / "result.json").write_text('{"steps": 69}')
+            return SimpleNamespace(returncode=0)
+
+        monkeypatch.setattr(processes, "start", start)
+        monkeypatch.setattr(processes, "wait", lambda look: look())
+        told = demo.disturbed_in_time(processes)
+    assert told == {"steps": 69, "kept": {0}, "again": 12}
+    assert victim.returncode == -signal.SIGKILL
+    assert "too late: the run ended without a checkpoint" in capsys.readouterr().out
 
 
 @pytest.mark.slow
