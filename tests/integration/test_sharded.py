@@ -88,16 +88,16 @@ def test_a_lost_node_takes_no_shard_with_it_also_of_a_compiled_model(
 @pytest.mark.timeout(600)
 def test_exact_mode_gives_the_same_weights_and_evaluations_at_each_world(job: Job) -> None:
     found = {}
-    for world in (1, 2, 3):
+    for world in (1, 2, 3, 4):
         result = job.directory / f"result-{world}.json"
         command = [str(SCRIPTS / "sharded.py"), str(result)]
         agent = job.launch("--standalone", "--nproc", str(world), name=f"world-{world}", command=command)
         assert agent.wait(120 * SLOWNESS) == 0, agent.output
         found[world] = json.loads(result.read_text())
     whole = {kind: found[1].pop(f"{kind} whole") for kind in list(found[1]) if f"{kind} whole" in found[1]}
-    assert found[2] == found[3] == found[1]
+    assert found[2] == found[3] == found[4] == found[1]
     assert found[1] | whole == found[1]
-    assert len(whole) == 5
+    assert len(whole) == 6
 
 
 @pytest.mark.slow

@@ -6,11 +6,13 @@ In a world of one process, ``RESULT`` also has the hashes of the same models wit
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 import elastic_launch as el
 
@@ -19,18 +21,26 @@ DATA = torch.utils.data.TensorDataset(torch.randn(46, 5), torch.randint(3, (46,)
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int, inner: int) -> None:
         super().__init__()
-        self.norm, self.wide, self.narrow = nn.LayerNorm(7), nn.Linear(7, 11), nn.Linear(11, 7)
+        self.norm, self.wide, self.narrow = nn.LayerNorm(width), nn.Linear(width, inner), nn.Linear(inner, width)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = x + self.narrow(torch.relu(self.wide(self.norm(x))))
         return y
 
 
+def by_columns(parameter: nn.Parameter) -> Shard | None:
+    return Shard(1) if parameter.dim() > 1 else None
+
+
 def trained(run: el.Run, kind: str, *, whole: bool = False) -> str:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 7), Block(), Block(), nn.Dropout(0.2), nn.BatchNorm1d(7), nn.Linear(7, 3))
+    # FSDP cuts columns only into equal shards, here at worlds of 1 to 4.
+    width, inner = (12, 24) if kind == "columns" else (7, 11)
+    blocks = [Block(width, inner) for _ in range(2)]
+    ends = nn.Linear(5, width), nn.Linear(width, 3)
+    model = nn.Sequential(ends[0], *blocks, nn.Dropout(0.2), nn.BatchNorm1d(width), ends[1])
     if kind == "frozen":
         model[1].wide.requires_grad_(False)
     if kind == "a layer twice":
@@ -40,8 +50,9 @@ def trained(run: el.Run, kind: str, *, whole: bool = False) -> str:
     if not whole:
         mesh = init_device_mesh("cpu", (run.world_size,))
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if kind == "bf16" else MixedPrecisionPolicy()
+        columns: Any = {"reshard_after_forward": False, "shard_placement_fn": by_columns} if kind == "columns" else {}
         for block in {model[1], model[2]}:
-            fully_shard(block, mesh=mesh, mp_policy=policy)
+            fully_shard(block, mesh=mesh, mp_policy=policy, **columns)
         if kind != "only blocks":
             fully_shard(model, mesh=mesh, mp_policy=policy)
     scale = nn.Parameter(torch.ones(()))  # only the optimizer has it
@@ -64,7 +75,7 @@ def trained(run: el.Run, kind: str, *, whole: bool = False) -> str:
 
 with el.session(threads=1) as run:
     found = {}
-    for kind in ("plain", "frozen", "a layer twice", "only blocks", "bf16", "few"):
+    for kind in ("plain", "frozen", "a layer twice", "only blocks", "columns", "bf16", "few"):
         found[kind] = trained(run, kind)
         if run.world_size == 1 and kind != "bf16":
             found[f"{kind} whole"] = trained(run, kind, whole=True)

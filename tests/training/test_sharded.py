@@ -176,6 +176,39 @@ def test_a_parameter_that_a_micro_batch_does_not_use_is_an_error(run: Run) -> No
         _go(run, _sharded(Branches()))
 
 
+def test_sparse_gradients_are_refused_by_name(run: Run) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Embedding(4, 2, sparse=True))
+    with pytest.raises(UsageError, match=r"1\.weight, of an embedding with sparse=True, gets a sparse gradient"):
+        _go(run, _sharded(model))
+
+
+@pytest.mark.usefixtures("meshes")
+@pytest.mark.parametrize("saved_by", ["fsdp", "none"])
+def test_a_loop_with_hooks_saves_dtensors_whole_and_resumes_them(tmp_path: Path, saved_by: str) -> None:
+    """By the hooks alone: the loop has its own pass and step."""
+
+    def trained(until: int, directory: Path, shard: str) -> dict[str, Tensor]:
+        model = _model(shard)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        with el.session(threads=1) as run:
+            run.register("model", model)
+            run.register("optimizer", optimizer)
+            step = run.resume(el.Checkpoint(directory, every=1), {})
+            while step < until:
+                optimizer.zero_grad()
+                x, y = DATA[step * 5 : step * 5 + 5]
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                step += 1
+                run.boundary(step, end=step == until)
+        return {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in model.state_dict().items()}
+
+    expected = trained(4, tmp_path / "undisturbed", "none")
+    trained(2, tmp_path / "saved", saved_by)
+    assert all(type(x) is Tensor for x in el.load_checkpoint(tmp_path / "saved")["model"].values())
+    torch.testing.assert_close(trained(4, tmp_path / "saved", "fsdp"), expected)
+
+
 def test_a_dtensor_that_fully_shard_did_not_make_is_refused(run: Run, meshes: list[DeviceMesh]) -> None:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 

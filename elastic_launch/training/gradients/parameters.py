@@ -120,7 +120,8 @@ class Parameters:
         sparse = _sparse(self._model)
         if self.sharded and sparse:
             raise UsageError(
-                "The model is sharded and has an embedding with sparse=True, whose gradient FSDP cannot reduce.",
+                f"The model is sharded, and {', '.join(sparse.values())}, of an embedding with sparse=True, gets a "
+                "sparse gradient, which FSDP cannot reduce.",
                 "Build it with sparse=False.",
             )
         self.sparse = frozenset(which for which, parameter in enumerate(self.reduced) if id(parameter) in sparse)
@@ -226,11 +227,11 @@ def _check(name: str, parameter: Tensor) -> None:
         raise UsageError(f"{name} has the layout {parameter.layout}.", "Only dense parameters can be trained.")
 
 
-def _sparse(model: nn.Module) -> set[int]:
-    """Return the ids of the parameters that get sparse gradients."""
+def _sparse(model: nn.Module) -> dict[int, str]:
+    """Return the names of the parameters that get sparse gradients, by their ids."""
     return {
-        id(module.weight)
-        for module in model.modules()
+        id(module.weight): f"{name}.weight" if name else "weight"
+        for name, module in model.named_modules()
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
     }
 
