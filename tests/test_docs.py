@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import elastic_launch
 from elastic_launch import dist
 from elastic_launch.cli import composer
 from elastic_launch.cli import elasticctl as ctl
@@ -231,6 +232,88 @@ def test_command_lines_are_understood(page: str, line: str) -> None:
     assert understood.wants or understood.script
     if understood.script and "/" in understood.script:
         assert (ROOT / understood.script).exists()
+
+
+def example_commands() -> list[tuple[str, str, list[str]]]:
+    """The commands that run an example by a launcher or by Python: page, script, and the flags of the script."""
+    found = []
+    for page, line in commands():
+        script = re.match(r"(?:elastic-launch|torchrun|python3?) (?:.* )?(examples/\S+\.py)(?!\S)", line)
+        if script:
+            arguments = line[script.end() :].partition(" -- ")[0].split()
+            flags = [word.partition("=")[0] for word in arguments if word.startswith("--")]
+            found.append((page, script[1], flags))
+    return found
+
+
+@pytest.mark.parametrize(("page", "script", "flags"), example_commands())
+def test_examples_have_the_flags_with_which_pages_run_them(page: str, script: str, flags: list[str]) -> None:
+    text = (ROOT / script).read_text()
+    assert not [flag for flag in flags if f'"{flag}"' not in text], page
+
+
+def resolved(name: str) -> object:
+    """What a page's ``el.…`` names. The modules of frameworks are read, as they import what is not installed here."""
+    _, *parts = name.split(".")
+    if parts[0] == "integrations" and len(parts) > 2:
+        source = ROOT / "elastic_launch" / "integrations" / f"{parts[1]}.py"
+        assert parts[2] in {node.name for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef)}
+        return None
+    found: object = elastic_launch
+    for part in parts:
+        found = getattr(found, part)
+    return found
+
+
+def misused(code: str) -> list[str]:
+    """The uses of ``el.…`` in a program that name what is not there, or that do not fit its parameters."""
+    wrong = []
+    tree = ast.parse(code)
+    calls = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute) or not re.fullmatch(r"el(\.\w+)+", ast.unparse(node)):
+            continue
+        if ast.unparse(node).startswith("el.integrations") and len(ast.unparse(node).split(".")) < 4:
+            continue
+        try:
+            target = resolved(ast.unparse(node))
+            call = calls.get(id(node))
+            if call is not None and callable(target):
+                omitted = any(isinstance(x, ast.Starred) or ast.unparse(x) == "..." for x in call.args)
+                signature(target).bind_partial(
+                    *([] if omitted else call.args), **{x.arg: x.value for x in call.keywords if x.arg}
+                )
+        except (AttributeError, AssertionError, OSError, TypeError) as error:
+            wrong.append(f"{ast.unparse(node)}: {error}")
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("page", "code"),
+    [
+        pytest.param(page, text, id=f"{page.stem}-{number}")
+        for page in PAGES
+        for number, (language, text) in enumerate(BLOCK.findall(page.read_text()))
+        if language == "python"
+    ],
+)
+def test_programs_of_pages_use_names_and_parameters_that_exist(page: Path, code: str) -> None:
+    assert misused(code) == [], page.name
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "el.Trainr(run)",
+        "el.Trainer(run, modl=model)",
+        "el.GlobalBatch(1, 2, 3, 4, 5, 6, 7)",
+        "el.integrations.lightning.Callback()",
+        "el.integrations.nonesuch.DrainCallback()",
+        "el.integrations.drain.Nonesuch()",
+    ],
+)
+def test_wrong_names_and_parameters_are_found(code: str) -> None:
+    assert misused(f"import elastic_launch as el\nx = {code}\n")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
