@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,9 @@ from harness import SCRIPTS, SLOWNESS, Agent, Job, freeze, wait_for
 from elastic_launch import snapshot
 
 
-def _launch(job: Job, *arguments: object, restarts: int = 3) -> Agent:
+def _launch(job: Job, *arguments: object, restarts: int = 3, flags: Sequence[str] = ()) -> Agent:
     command = [str(SCRIPTS / "own_loop.py"), str(job.work), *map(str, arguments)]
-    return job.launch("--standalone", "--max-restarts", str(restarts), command=command)
+    return job.launch("--standalone", "--max-restarts", str(restarts), *flags, command=command)
 
 
 def _durable(job: Job) -> list[int]:
@@ -62,6 +63,22 @@ def _hold(agent: Agent, ended: threading.Event) -> None:
                     os.kill(int(path.name), signal.SIGSTOP)
             except OSError:
                 continue
+
+
+def test_a_node_that_leaves_while_its_storage_hangs_ends_in_time_and_reports_what_is_lost(job: Job) -> None:
+    agent = _launch(job, 100_000, 10, 0.05, flags=("--shutdown-timeout", "5"))
+    ended = threading.Event()
+    holding = threading.Thread(target=_hold, args=(agent, ended))
+    holding.start()
+    try:
+        wait_for("the first checkpoint's step", lambda: _step(job) > 20, 60)
+        agent.signal(signal.SIGTERM)
+        assert agent.wait(30) == 143, agent.output
+    finally:
+        ended.set()
+        holding.join(30)
+    assert "nothing is saved" in agent.output
+    assert _durable(job) == []
 
 
 @pytest.mark.soak
