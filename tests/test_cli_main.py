@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 
+import elastic_agents.console  # noqa: F401 - main imports it, and finds no package once the fixture has replaced it
 import elastic_launch
 from elastic_launch.cli import main as cli
 from elastic_launch.cli.help import help_text
