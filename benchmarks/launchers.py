@@ -99,10 +99,14 @@ class Nodes:
         self._nnodes = nnodes
         self._port = free_port()
 
-    def start(self, name: str, nproc: int = 1, *script_options: str) -> Node:
-        """Start a node; the one named ``host`` holds the store."""
+    def start(self, name: str, nproc: int = 1, *script_options: str, script: list[str] | None = None) -> Node:
+        """Start a node; the one named ``host`` holds the store.
+
+        Args:
+            script: another one than the contender's.
+        """
         conf = ",".join(filter(None, [f"is_host={int(name == 'host')}", self._contender.conf]))
         options = ["--nnodes", self._nnodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{self._port}"]
         options += ["--rdzv-conf", conf, "--local-addr", "localhost"]
-        script = self._contender.script(self._job, *script_options)
+        script = script or self._contender.script(self._job, *script_options)
         return Node(*self._contender.start(self._job, nproc, name, options, script))

@@ -11,15 +11,12 @@ is lost is killed. Prints medians and ratios as Markdown tables; asserts no figu
 from __future__ import annotations
 
 import argparse
-import ctypes
-import fcntl
 import json
 import multiprocessing
 import os
 import platform
 import socket
 import statistics
-import struct
 import sys
 import tempfile
 import time
@@ -34,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import rendezvous_model as model
+from network import own_network
 from rendezvous_nodes import BEATS, Spec, serve
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
@@ -41,7 +39,6 @@ from etcd_servers import Member, cluster
 
 WHO = ("c10d", "etcd", "torch")
 START_TIMEOUT = 60.0
-CLONE_NEWUSER, CLONE_NEWNET, SIOCSIFFLAGS, IFF_UP = 0x10000000, 0x40000000, 0x8914, 1
 ETCD_MESSAGES = ("grpc_server_msg_received_total", "grpc_server_msg_sent_total")
 ETCD_BYTES = ("etcd_network_client_grpc_received_bytes_total", "etcd_network_client_grpc_sent_bytes_total")
 PHASES = ("join", "re-join", "rest")
@@ -172,20 +169,6 @@ def free_endpoint() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{probe.getsockname()[1]}"
-
-
-def own_network() -> bool:
-    """Move this process to its own network namespace, with only a loopback interface.
-
-    Every client of torch's store resolves the name of the host that it connected to. A DNS server that serves many
-    hosts may not answer hundreds of clients on one; if no server can be reached, the lookup costs nothing.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.unshare(CLONE_NEWNET) and libc.unshare(CLONE_NEWUSER | CLONE_NEWNET):
-        return False
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as lo:
-        fcntl.ioctl(lo, SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", IFF_UP))
-    return True
 
 
 def measure(who: str, size: int, args: argparse.Namespace, etcd: Member | None) -> Record:

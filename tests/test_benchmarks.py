@@ -113,3 +113,18 @@ def test_what_watching_costs_is_measured_while_it_is_read(tmp_path: Path) -> Non
     assert rows["watched.off"]["medians"]["ours"] > 0.045
     assert rows["watched.on"]["medians"]["ours"] > 0.045
     assert rows["watched.cpu-on"]["medians"]["ours"] >= 0
+
+
+def test_a_sharded_model_is_measured_through_changes_of_the_world(tmp_path: Path) -> None:
+    options = ["--width", "64", "--steps", "60", "--sleep", "0.04"]
+    rows = measured("sharded.py", tmp_path / "sharded.json", *options)
+    for who in ("ours-live", "torchrun"):
+        assert 0.02 < rows["steps.step"]["medians"][who] < 5
+    assert rows["steps.taken"]["medians"]["ours-live"] >= 1
+    for change in ("grow", "shrink"):
+        assert rows[f"resize.{change}-lost"]["figures"] == {"ours-live": [0]}
+        # Half of the state: parameters and two moments in float32.
+        assert rows[f"resize.{change}-least"]["medians"]["ours-live"] == pytest.approx(3 * 4 * 6 * 64**2 / 2**20 / 2)
+        assert rows[f"resize.{change}-times"]["medians"]["ours-live"] > 1
+        standstill, whole = (rows[f"resize.{change}-{key}"]["medians"]["ours-live"] for key in ("standstill", "whole"))
+        assert 0 < standstill < whole
