@@ -334,7 +334,9 @@ class Voting(RuleBasedStateMachine):
                 world.calm(DEAD_AFTER)
             if writer.register.outcome is not None and writer.register.outcome.written:
                 return
-        assert not all(name in world.files for name in world.names), "no progress"
+        # Two that have lost or discarded their states wait for each other, rather than forget what they had promised.
+        kept = [x for x in world.names if x in world.files and world.files[x].life not in world.discarded]
+        assert len(kept) < len(world.names) - 1, "no progress"
 
 
 def _profile(examples: int, *, random: bool) -> settings:
