@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -82,6 +83,21 @@ def test_a_lost_node_takes_no_shard_with_it_also_of_a_compiled_model(
         assert found["hash"] == undisturbed["hash"]
     assert found["loss"] == pytest.approx(undisturbed["loss"], rel=1e-3)
     assert list(el.load_checkpoint(saved)["model"]) == list(el.load_checkpoint(f"file://{saved}")["model"])
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="needs a GPU")
+def test_on_a_gpu_a_killed_sharded_training_goes_on_from_memory(job: Job) -> None:
+    """On one GPU: NCCL takes no two ranks on the same one."""
+    result = job.directory / "result.json"
+    saving = ["--checkpoint", str(job.directory / "saved"), "--every", "100", "--result", str(result)]
+    plan = FaultPlan.fail_at(0, 8)
+    agent = job.launch("--standalone", command=[EXAMPLE, *saving, "--steps", "12"], env=plan.environment())
+    assert agent.wait(120 * SLOWNESS) == 0, agent.output
+    found = json.loads(result.read_text())
+    assert (found["worlds"], 0 < found["resumed"] <= 8) == ([1, 1], True), agent.output
 
 
 @pytest.mark.slow
