@@ -24,6 +24,7 @@ KNOWN = {
     "elastic_launch/observe/metrics.py": ["time.time"] * 2,  # of checkpoint and snapshot, as Prometheus wants it
     "elastic_launch/rendezvous/admin/server.py": ["time.time"],  # what doctor compares, for its report
     "elastic_launch/cli/doctor.py": ["time.time"],  # the same
+    "elastic_launch/cli/doctor_storage.py": ["time.time"],  # compared with the clock of an object store, for the report
     "elastic_launch/observe/spans.py": ["time.time"],  # OpenTelemetry wants Unix time
     "elastic_launch/cli/output_flags.py": ["datetime.now"],  # the name of the log directory
     "elastic_launch/cli/composer.py": ["datetime.now"],  # the same, in Composer mode
