@@ -45,7 +45,7 @@ class Hanging:
 
     def found(self) -> dict[str, Any]:
         wait_for("a verdict", lambda: self.job.events("hang_found"), 60)
-        return self.job.events("hang_found")[0]
+        return self.job.event("hang_found")
 
     def pids(self, number: int) -> dict[int, int]:
         """The pids of a round's workers by rank."""

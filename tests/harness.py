@@ -388,6 +388,10 @@ class Job:
         found.sort(key=lambda event: event["clock"])
         return [event for event in found if name in (None, event["event"])]
 
+    def event(self, name: str) -> dict[str, Any]:
+        """The first event of this name; it is written a moment after the line that tells of it."""
+        return wait_for(f"an event {name}", lambda: self.events(name))[0]
+
     def logged(self, pattern: str) -> list[Path]:
         """Files of all runs that match a pattern under a run's directory, excluding the link to the newest run."""
         return [path for run in self.logs.glob("*") if not run.is_symlink() for path in run.glob(pattern)]

@@ -93,7 +93,7 @@ def test_a_drill_cuts_a_nodes_link_and_the_node_comes_back(job: Job, tmp_path: P
     fast = ("--dead-after", "2", "--rdzv-conf", "beat=0.4,join_settle=100", *faults)
     a, b = changes.node("a", *fast, rank=0, nnodes="1:2"), changes.node("b", *fast, nnodes="1:2")
     a.says("node b lost")
-    changes.trains(2, after=job.events("node_lost")[0]["broke"])
+    changes.trains(2, after=job.event("node_lost")["broke"])
     result = changes.finish(a, b)
     assert landed(job) == [(0, 20)]
     assert "has its agent cut off from the leader for 6 s" in b.output

@@ -76,7 +76,7 @@ def test_the_others_go_on_without_a_killed_worker_until_another_one_has_started(
     assert starts == [(1, 0, 0), (1, 1, 1), (0, -1, 0)]
     assert sorted(exits(job)) == [(1, 0, -9), (3, 0, 0), (3, 1, 0)]
     assert [event["restarts"] for event in job.events("restart_charged")] == [1]
-    assert job.events("round_drained")[0]["cause"].endswith("has workers back")
+    assert job.event("round_drained")["cause"].endswith("has workers back")
 
 
 def test_the_others_wait_for_a_start_that_is_expected_to_be_short(job: Job) -> None:

@@ -66,7 +66,7 @@ def test_a_broken_connection_ends_the_round_and_no_process(job: Job) -> None:
     job.finish()
     assert agent.wait() == 0
     assert "round 2: 2 workers kept, 0 started" in agent.output
-    assert "RuntimeError: Connection closed by peer" in job.events("round_broken")[0]["cause"]
+    assert "RuntimeError: Connection closed by peer" in job.event("round_broken")["cause"]
 
 
 def test_a_broken_connection_is_not_the_cause_if_a_worker_was_killed(job: Job) -> None:

@@ -53,7 +53,7 @@ def test_the_others_train_on_while_a_killed_worker_is_replaced(job: Job, undistu
     assert changes.kinds() == [("broken", 1, "crash"), ("drained", 2, "membership")]
     assert changes.done_again() == 0
     assert pids(job, 3)[0] == first[0]
-    assert pids(job, 3)[1] == job.events("worker_ahead")[0]["pid"]
+    assert pids(job, 3)[1] == job.event("worker_ahead")["pid"]
     assert (result["worlds"], result["restarts"]) == ([2, 1, 2], 1)
     assert result["hash"] == undisturbed
 

@@ -80,7 +80,7 @@ def test_where_memory_has_no_room_any_more_storage_serves(job: Job, undisturbed:
     agent.says("planned fault: rank 0 hangs behind step 40", 100)
     wait_for("the last checkpoint before", lambda: changes.durable()[-1:] == [35], 60)
     assert 0 < changes.whole(1) < 10
-    os.kill(job.events("worker_started")[0]["pid"], signal.SIGKILL)
+    os.kill(job.event("worker_started")["pid"], signal.SIGKILL)
     changes.trains(1, after=1)
     result = changes.finish(agent)
     assert changes.resumed(2) == 35

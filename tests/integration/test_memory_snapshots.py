@@ -86,7 +86,7 @@ def test_a_node_that_joins_gets_the_state_from_the_others(job: Job, undisturbed:
     assert [host.wait(100), guest.wait(100)] == [0, 0], host.output
     result = result_of(job)
     assert result["worlds"] == [1, 2, 2]
-    assert result["resumed_step"] >= job.events("round_drained")[0]["step"]
+    assert result["resumed_step"] >= job.event("round_drained")["step"]
     assert result["weights_sha256"] == undisturbed
 
 
@@ -96,7 +96,7 @@ def test_a_run_that_fails_leaves_what_it_had_in_memory(job: Job, undisturbed: st
     saving = ["--checkpoint", str(job.directory / "checkpoints"), "--every", "10000"]
     agent = job.launch("--standalone", "--nproc", "1", "--max-restarts", "0", command=digits(job, *saving))
     wait_for("20 steps", lambda: 20 in printed(job, 1), 60)
-    os.kill(job.events("worker_started")[0]["pid"], signal.SIGKILL)
+    os.kill(job.event("worker_started")["pid"], signal.SIGKILL)
     assert agent.wait(60) == 137
     hurry(job)
     second = job.launch("--standalone", "--nproc", "1", command=digits(job, *saving), name="second")

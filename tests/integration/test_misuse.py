@@ -50,7 +50,7 @@ def test_misuse_on_one_node_ends_all_nodes(job: Job, tmp_path: Path, warm: bool)
         assert "Give 1 or more." in cause
     assert not job.events("restart_charged")
     assert len(job.events("round_formed")) == 1
-    assert job.events("round_broken")[0]["kind"] == "fatal"
+    assert job.event("round_broken")["kind"] == "fatal"
 
 
 def test_another_optimizer_on_resume_ends_the_run_at_once(job: Job, tmp_path: Path) -> None:

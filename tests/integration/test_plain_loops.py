@@ -95,7 +95,7 @@ def test_a_script_that_fails_as_it_saves_is_charged(job: Job) -> None:
     agent = job.launch("--standalone", "--nproc", "2", "--max-restarts", "0", command=plain.command)
     plain.trains(2)
     job.tell("fail")
-    os.kill(job.events("worker_started")[0]["pid"], signal.SIGTERM)
+    os.kill(job.event("worker_started")["pid"], signal.SIGTERM)
     assert agent.wait(60) not in (0, 143), agent.output
     assert "exit code 3" in agent.output
 

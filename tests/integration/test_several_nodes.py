@@ -171,7 +171,7 @@ def test_node_ranks_are_honoured(job: Job) -> None:
     job.world(2)
     job.finish()
     assert (host.wait(), other.wait()) == (0, 0)
-    assert job.events("round_formed")[0]["nodes"] == ["b", "a"]
+    assert job.event("round_formed")["nodes"] == ["b", "a"]
 
 
 def test_all_processes_of_a_dead_programs_session_are_ended(job: Job) -> None:

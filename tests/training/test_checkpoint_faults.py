@@ -80,7 +80,7 @@ def test_checkpoints_that_fail_at_first_and_work_later_are_a_success(job: Job) -
     agent.says(f"checkpoint of step 5: Could not write a checkpoint in {directory}: File too large", 60)
     assert not snapshot.find(directory)
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    resource.prlimit(job.events("worker_started")[0]["pid"], resource.RLIMIT_FSIZE, (hard, hard))
+    resource.prlimit(job.event("worker_started")["pid"], resource.RLIMIT_FSIZE, (hard, hard))
     assert agent.wait(100) == 0, agent.output
     assert _result(result)["restarts"] == 0
     assert snapshot.find(directory)[0].step == 23
