@@ -17,6 +17,8 @@ has a valid MAC if the run has a token, and neither its term nor its round has d
   ``dead_after``; by then all live members have connected to it and reported what they know. So no term and no round
   number is used twice, the leader of a term that it did not know of is fenced like any other leader that was
   succeeded, and no two rounds train at once.
+- A node that was frozen through an earlier repair may draw lower numbers than those that followed it. Nodes that know
+  these find its record spoiled, and one of them repairs it again, from the higher ones.
 - The round in its record costs nothing if one of them has been in a later round: another leader has judged it.
 - A joining node waits for the repair. If it cannot parse the value, it waits for the members to repair it
   (:data:`REPAIR`); it accepts a value with a different MAC, or the end of a run, after :data:`STANDS` seconds.

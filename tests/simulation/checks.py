@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_launch.errors import ExitCode
 from elastic_launch.events.types import CauseFound, Event, RestartCharged, RoundBroken
+from elastic_launch.rendezvous.continuity import UNSEEN
 from elastic_launch.rendezvous.leader.restart_budget import FREE as NEVER_CHARGED
 from elastic_launch.rendezvous.record import ControlRecord
 from elastic_launch.rendezvous.wire import messages as m
@@ -36,7 +37,7 @@ class Checks:
         self._taken_over: set[tuple[int, int]] = set()
         self._left_behind: set[tuple[str, int]] = set()
         self._obeyed: dict[str, int] = {}
-        self._end_seen = False
+        self._end_seen = self._was_repaired = False
 
     # The record.
 
@@ -60,7 +61,11 @@ class Checks:
         assert record.restarts <= self.cluster.limits.max_restarts
         if repairs:
             assert record.round.number in {0, *self.rounds}
-            assert record.floor > max(self.rounds, default=0)
+            # A node that was frozen through an earlier repair does not know the numbers after it. They must not be used
+            # again, and nodes that know them find its record spoiled.
+            last = max(self.rounds, default=0)
+            assert record.floor > last or (self._was_repaired and last > record.floor + UNSEEN)
+            self._was_repaired = True
         elif record.round != before.round:
             self._formed(before, record)
         else:
