@@ -58,7 +58,7 @@ WAITS = {"join": 0, "wait": 0, "communicate": 0, "result": 0, "get": 0, "acquire
 
 
 def bare_threads(source: str) -> Iterator[str]:
-    """Uses of classes and functions that start a thread whose death nothing is told of."""
+    """Uses of classes and functions that start a thread whose death is not reported."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module in ("threading", "_thread"):
             yield from (f"{node.module}.{alias.name}" for alias in node.names if alias.name in ("Thread", "Timer", "*"))

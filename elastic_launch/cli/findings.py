@@ -59,14 +59,14 @@ def error(text: str, remedy: str) -> Finding:
     return Finding(Level.ERROR, text, remedy)
 
 
-def timed(act: Callable[[], T], patience: float | None = None) -> tuple[T, float]:
+def timed(act: Callable[[], T], patience: float = PATIENCE) -> tuple[T, float]:
     """Return a result and the seconds that it took.
 
     Args:
-        patience: at most so many; None for :data:`PATIENCE`.
+        patience: at most so many.
 
     Raises:
         TimeoutError: if it takes more.
     """
     began = time.monotonic()
-    return within(PATIENCE if patience is None else patience, "it", act), time.monotonic() - began
+    return within(patience, "it", act), time.monotonic() - began

@@ -174,7 +174,7 @@ def roster_section(status: Status | None, old: str, problem: str, silent: float)
 
     Args:
         old: how long ago that was, if it is to be said.
-        problem: why there is no newer one; empty if that is not known.
+        problem: why the leader has not answered since; empty if it has, or was not asked.
         silent: seconds without a message after which a node is silent.
     """
     notes = [f"This is how it was {old} ago."] if old else []
@@ -182,18 +182,17 @@ def roster_section(status: Status | None, old: str, problem: str, silent: float)
         notes.append(f"The leader does not answer: {problem.rstrip('.')}.")
     elif status is None:
         notes.append("The leader is asked.")
-    table = "" if status is None else _roster(status, silent, notes)
+    if status is not None and len(status.nodes) > MOST:
+        notes.append(f"{MOST} of {len(status.nodes)} nodes: first those that are silent, or do not train.")
     told = "".join(f"<p>{escape(note)}</p>" for note in notes)
-    return f"<h2>Nodes</h2>{told}{table}"
+    return f"<h2>Nodes</h2>{told}{'' if status is None else _roster(status, silent)}"
 
 
-def _roster(status: Status, silent: float, notes: list[str]) -> str:
-    """Return the rows; what else is to be said of them is added to the notes."""
+def _roster(status: Status, silent: float) -> str:
     nodes: Sequence[NodeStatus] = status.nodes
     if len(nodes) > MOST:
         # What a reader looks for first: nodes that are silent, and those that do not train.
         nodes = sorted(nodes, key=lambda node: (node.silence <= silent, node.state == "training", node.ranks))[:MOST]
-        notes.append(f"{MOST} of {len(status.nodes)} nodes: first those that are silent, or do not train.")
     rows = ""
     for node in sorted(nodes, key=lambda node: (not node.ranks, node.ranks, node.node_id)):
         name = node.node_id + (" (leads)" if node.node_id == status.leader else "")

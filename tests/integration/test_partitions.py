@@ -162,7 +162,7 @@ def test_a_whole_round_without_a_majority_is_killed_before_the_others_train(
         pids = {x["env"]["NODE"]: x["pid"] for x in job.started() if round_of(x) == whole}
         assert not any(map(alive, pids.values()))
         seen = len(job.events("node_joined"))
-    # The end of the run would come too soon for a node that is no voter: the voters end with it.
+    # Not at the end of the run: the voters end with it, perhaps before the other node has come back.
     wait_for("both to come back", lambda: {inside, "d"} <= {x["node"] for x in job.events("node_joined")[seen:]})
     assert not {x["node"] for x in job.noted("steps.jsonl", number=others)} & {inside, "d"}
     for name in (inside, "d"):

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_agents.policy_types import Phase
@@ -20,7 +19,6 @@ from elastic_launch.observe.chronicle import Chronicle
 from elastic_launch.observe.ledger import PARTS, build
 from elastic_launch.observe.metrics import METRICS, PHASES, NodeMetrics
 from elastic_launch.observe.present import Present
-from elastic_launch.shared_progress import STEP_BOUNDS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "how-to" / "monitoring.md"
@@ -145,18 +143,6 @@ def test_labels_may_have_any_characters() -> None:
     text = NodeMetrics("r", name, "1").text(Present("waiting"), leads=False, goodput=None).decode()
     nodes = {s.labels["node"] for family in text_string_to_metric_families(text) for s in family.samples}
     assert nodes == {name}
-
-
-def test_the_text_is_that_of_the_client_library() -> None:
-    found = NodeMetrics('r"\\', "a\n\u00e9", "1")
-    found.add(ev.RoundBroken(1, "crash", "rank 0", 20.0, ""))
-    found.add(ev.StragglerFound(2, 1, 'b"', "data", 2.0))
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(found)
-    durations = tuple(range(len(STEP_BOUNDS) + 1))
-    for present in (Present("waiting"), Present("running", 2, 1, 2, 2, 10**7, remaining=1e-7, durations=durations)):
-        text = found.text(present, leads=True, goodput=1 / 3)
-        assert text == generate_latest(registry)
 
 
 def test_every_phase_is_one_of_the_metric() -> None:

@@ -1,7 +1,7 @@
 """The run's nodes as its leader sees them, for the pages of ``--http``.
 
 The leader is asked as ``elasticctl status`` asks it, over a link that is not a node's, in a thread of its own: neither
-the agent nor the server of the pages waits for it. It is asked only while somebody looks.
+the agent nor the server of the pages waits for it. It is asked only while a page or the status is being read.
 """
 
 from __future__ import annotations
@@ -77,8 +77,12 @@ class Roster:
                 self._turn.notify()
             self._looked = now
             if self._thread is None and not self._closing:
-                self._thread = VitalThread(self._run, "roster", owner=self._failed)
-                self._thread.start()
+                thread = VitalThread(self._run, "roster", owner=self._failed)
+                try:
+                    thread.start()
+                    self._thread = thread
+                except RuntimeError as error:  # no more threads: the next look tries again
+                    self._answer = Answer(self._answer.status, self._answer.at, str(error))
             answered = self._answer.at >= self._asked_since or bool(self._answer.problem)
             return self._answer if answered or now - self._asked_since >= FRESH or self._closing else None
 
@@ -116,7 +120,7 @@ class Roster:
         where = self._leader()
         if not where:
             raise ElasticLaunchError("this node has not reached the run's leader yet")
-        # Any backend's leader is asked at its own address: an agent that lost it is told of the next one.
+        # The leader answers at its own address with every backend; a leader that stepped down names the next one.
         address = Address(self._config.run_id, LaunchConfig.backend, (parse_endpoint(where),), self._config.token)
         with AdminClient(address) as client:
             while True:
@@ -131,7 +135,7 @@ class Roster:
                         return
 
     def _wanted(self) -> bool:
-        """Wait until somebody looks; return False once this is closed."""
+        """Wait until there is a reader; return False once this is closed."""
         with self._turn:
             while not self._closing and self._idle():
                 self._turn.wait(60.0)
