@@ -28,6 +28,7 @@ class RoundTold:
         failed: when the first worker of this host ended unsuccessfully by itself.
         reaped: when the last of this host's workers was reaped.
         silent: seconds that a node was silent before it was declared dead.
+        unled: when this host noticed that it had lost its leader, last, if the round was not over then.
         members: ids of its nodes, if this host decided it; ``gone`` are nodes that have left or were lost since.
     """
 
@@ -53,6 +54,7 @@ class RoundTold:
     failed: float | None = None
     reaped: float | None = None
     silent: float = 0.0
+    unled: float | None = None
     kind: str = ""
     cause: str = ""
     members: tuple[str, ...] = ()
@@ -142,6 +144,9 @@ class Chronicle:
             case ev.OrderReceived():
                 self._ordered(clock, event)
             case ev.LinkChanged(up=up, cause=cause):
+                newest = self.rounds[max(self.rounds)] if self.rounds else None
+                if newest is not None and newest.ended is None and not up and not self.link_cause:
+                    newest.unled = clock
                 self.link_cause = "" if up else cause
                 if up and not self.over:  # an agent of this node has ended before, and another one has joined
                     self.code, self.why = None, ""

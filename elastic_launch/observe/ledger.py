@@ -218,6 +218,11 @@ def _fault(told: RoundTold, *, last: bool) -> float | None:
         fault = told.failed
     else:
         fault = ended - told.silent
+        # If the round's leader was lost with it, the next one learns of that later. A round that survives the loss of
+        # its leader does further steps.
+        stepped = None if told.begun is None or told.trained is None else told.begun + told.trained
+        if stepped is not None and told.closed and told.unled is not None and stepped <= told.unled:
+            fault = min(fault, stepped)
     return min(ended, max(fault, told.formed if told.formed is not None else fault))
 
 

@@ -100,6 +100,22 @@ def test_a_lost_node_has_all_parts() -> None:
     )
 
 
+@pytest.mark.parametrize(("down", "detect"), [(26.0, 4.0), (20.0, 0.0)])
+def test_a_round_that_was_lost_with_its_leader_stood_still_from_its_last_step(down: float, detect: float) -> None:
+    """The next leader learns of it later. A round that went on without a leader was lost for another reason."""
+    told = ledger(
+        *[event for event in first_round() if event[0] < down],
+        (down, ev.LinkChanged(up=False, cause="x")),
+        *[event for event in first_round() if event[0] >= down],
+        (30.0, broken(1)),
+        (30.1, formed(2)),
+        (30.2, begun(2, 20, restore=0.0)),
+        (30.4, ev.FirstStep(2, 21)),
+    )
+    (incident,) = told.incidents
+    assert (incident.detect_s, incident.still_s) == pytest.approx((detect, detect + 0.4))
+
+
 def test_an_incident_says_how_many_workers_kept_their_processes() -> None:
     told = ledger(
         *first_round(),
