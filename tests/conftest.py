@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -52,6 +53,15 @@ def _descriptors() -> set[str]:
         except OSError:
             continue
     return found
+
+
+def _native_threads() -> list[str]:
+    """The names of all threads, also of those that libraries made: they may hold the descriptors."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            found.append((task / "comm").read_text().strip())
+    return sorted(found)
 
 
 def _shared() -> set[str]:
@@ -172,7 +182,8 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         if not any(left.values()) or time.monotonic() > deadline:
             break
         time.sleep(0.02)
-    assert not any(left.values()), f"left behind: { {name: what for name, what in left.items() if what} }"
+    found = {name: what for name, what in left.items() if what}
+    assert not found, f"left behind: {found}; native threads: {_native_threads()}"
 
 
 @pytest.fixture

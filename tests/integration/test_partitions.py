@@ -155,6 +155,7 @@ def test_a_whole_round_without_a_majority_is_killed_before_the_others_train(
     resize = [*hosts[0].prefix, sys.executable, "-m", "elastic_launch.cli.elasticctl", "resize", "2:2", *where]
     subprocess.run(resize, check=True, timeout=60)
     whole = job.trained(2, after=number)
+    wait_for("steps of both", lambda: len({x["node"] for x in job.noted("steps.jsonl", number=whole)}) == 2)
     assert {x["node"] for x in job.noted("steps.jsonl", number=whole)} == {inside, "d"}
     with netns.apart([voters.hosts[inside], voters.hosts["d"]]):
         others = job.trained(2, after=whole)
