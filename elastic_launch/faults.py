@@ -387,5 +387,5 @@ _DRILL_HINT = "Write a list such as [{step: 20, rank: 1, do: kill}, {step: 40, d
 def _malformed(text: str) -> UsageError:
     shown = text if len(text) <= 60 else f"{text[:57]}..."
     return UsageError(
-        f"{shown!r} is no plan of faults.", 'It is a list of objects in JSON, such as [{"rank": 1, "step": 20}].'
+        f"{shown!r} is not a fault plan.", 'It is a list of objects in JSON, such as [{"rank": 1, "step": 20}].'
     )

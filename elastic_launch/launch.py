@@ -123,7 +123,8 @@ def _named(text: str) -> str:
     name = text if text.startswith("-") else f"--{text}"
     if not re.fullmatch(r"-{1,2}[A-Za-z][\w.-]*", name):
         raise UsageError(
-            f"--local-rank-name {text!r} is no argument's name.", "Write one, as in --local-rank-name local_rank."
+            f"--local-rank-name {text!r} is not a valid argument name.",
+            "Write one, as in --local-rank-name local_rank.",
         )
     return name
 

@@ -104,7 +104,7 @@ SEVERAL = "-n 2 --world_size 4 --node_rank 0"
         ),
         (f"{SEVERAL} --master_port 1", {}, "no --master-addr says where", "--master_addr"),
         (f"{SEVERAL} --master_addr a", {}, "no --master-port says where", "--master_port"),
-        ("-n 2 --master_port 65536", {}, "--master-port 65536 is no port", "1 to 65535"),
+        ("-n 2 --master_port 65536", {}, "--master-port 65536 is not a port", "1 to 65535"),
         ("-n 2 --master_addr=", {}, "--master-addr has an empty value", "leave the flag out"),
         ("-n 2 -m -c", {}, "contradict each other", "Drop -c"),
         ("-n 2 --nnodes 1:4", {}, "--nnodes means nothing in a world of fixed size", "elastic-launch"),
@@ -114,7 +114,7 @@ SEVERAL = "-n 2 --world_size 4 --node_rank 0"
         ("-n 2 --stderr {ranks}", {}, "--stderr {ranks} has {ranks} in it", "{local_world_size}"),
         ("-n 2 --stdout {rank.__class__}", {}, "has {rank.__class__} in it", "{rank}"),
         ("-n 2 --stdout {}", {}, "has {} in it", "{rank}"),
-        ("-n 2 --stdout {rank", {}, "is no format", "a brace itself is written twice"),
+        ("-n 2 --stdout {rank", {}, "is not a valid format", "a brace itself is written twice"),
     ],
 )
 def test_an_impossible_world_is_reported(

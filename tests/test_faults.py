@@ -49,10 +49,10 @@ def test_without_a_plan_nothing_is_planned(environ: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("kill rank 1", "'kill rank 1' is no plan of faults"),
-        ('{"rank": 1}', "is no plan of faults"),
-        ("[" * 100_000, "is no plan of faults"),
-        ("[1]", "is no plan of faults"),
+        ("kill rank 1", "'kill rank 1' is not a fault plan"),
+        ('{"rank": 1}', "is not a fault plan"),
+        ("[" * 100_000, "is not a fault plan"),
+        ("[1]", "is not a fault plan"),
         ('[{"step": 20}]', "has no rank"),
         ('[{"rank": 1, "when": 20}]', "A fault has no 'when'"),
         ('[{"rank": "1"}]', "rank cannot be '1'"),

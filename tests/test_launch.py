@@ -85,8 +85,8 @@ def test_it_comes_before_the_arguments_of_a_job_file() -> None:
     ("line", "problem", "hint"),
     [
         ("--no-python train.py", "--no-python without --use-env", "Add --use-env"),
-        ("--local-rank-name a=b train.py", "'a=b' is no argument's name", "--local-rank-name local_rank"),
-        ("--local-rank-name= train.py", "'' is no argument's name", "--local-rank-name local_rank"),
+        ("--local-rank-name a=b train.py", "'a=b' is not a valid argument name", "--local-rank-name local_rank"),
+        ("--local-rank-name= train.py", "'' is not a valid argument name", "--local-rank-name local_rank"),
     ],
 )
 def test_a_local_rank_that_cannot_be_passed_is_reported(line: str, problem: str, hint: str) -> None:

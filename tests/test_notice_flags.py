@@ -36,10 +36,10 @@ def test_a_signal_that_is_a_notice_is_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("asw", "'asw' is no source"),
-        ("aws:spot", "'aws:spot' is no source"),
-        ("file:", "'file:' is no source"),
-        ("signal:USR9", "names SIGUSR9, which is no signal"),
+        ("asw", "'asw' is not a source"),
+        ("aws:spot", "'aws:spot' is not a source"),
+        ("file:", "'file:' is not a source"),
+        ("signal:USR9", "names SIGUSR9, which is not a signal"),
         ("signal:KILL", "names SIGKILL, which cannot be a notice"),
         ("signal:USR1@soon", "gives 'soon' as the seconds"),
         ("signal:USR1@10000000000", "gives '10000000000' as the seconds"),

@@ -113,8 +113,12 @@ def test_a_batch_script_on_one_node_needs_no_srun() -> None:
         ((), {"SLURM_STEP_TASKS_PER_NODE": "1,8(x2)"}, "srun has started 8 agents on node n2, one for each task."),
         (("--nnodes", "1"), {"SLURM_STEP_TASKS_PER_NODE": "8(x3)"}, "srun has started 8 agents"),
         (("--nnodes", "4"), {}, "--nnodes 4 asks for more nodes than Slurm job 10017 has: 3 (n[1-3])."),
-        (("--nnodes", "3", "--rdzv-endpoint", "login:1"), {}, "--rdzv-endpoint login:1 is none of the nodes of Slurm"),
-        (("--nnodes", "3", "--rdzv-endpoint", "n12:1"), {}, "--rdzv-endpoint n12:1 is none of the nodes"),
+        (
+            ("--nnodes", "3", "--rdzv-endpoint", "login:1"),
+            {},
+            "--rdzv-endpoint login:1 is not one of the nodes of Slurm",
+        ),
+        (("--nnodes", "3", "--rdzv-endpoint", "n12:1"), {}, "--rdzv-endpoint n12:1 is not one of the nodes"),
         (
             ("--rdzv-endpoint", "localhost:1"),
             {},

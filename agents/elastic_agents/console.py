@@ -110,7 +110,7 @@ class Consoles:
         try:
             found = os.fstat(descriptor)
             key = (found.st_dev, found.st_ino)
-        except OSError:  # closed: the write itself will fail later, which is no reason to fail here
+        except OSError:  # closed: the write itself will fail later, so do not fail here
             key = (-1, descriptor)
         if key not in self._writers:
             name = {1: "stdout", 2: "stderr"}.get(descriptor, str(descriptor))

@@ -47,7 +47,7 @@ def check_handler(name: str) -> None:
         get_logging_handler(name)
     except KeyError:
         raise UsageError(
-            f"--event-log-handler {name} is none that torch knows.",
+            f"--event-log-handler {name} is not one that torch knows.",
             "Give null or console, or add it to torch.distributed.elastic.events before elastic_launch.cli.main.main.",
         ) from None
 

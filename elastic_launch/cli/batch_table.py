@@ -22,7 +22,7 @@ def show_plan(size: str, micro: str, world: str) -> int:
         world: a number of workers, or ``MIN:MAX``.
 
     Raises:
-        UsageError: if one of them is no such number.
+        UsageError: if one of them is not such a number.
     """
     samples, each = _number("--global-batch", size), _number("--micro-batch", micro)
     GlobalBatch(samples, each)  # raises if they do not fit

@@ -202,7 +202,7 @@ class _Place:
 def _place(options: _Options) -> _Place:
     port = options.number("--master-port", 1)
     if port is not None and port > 65535:
-        raise UsageError(f"{options.asked('--master-port')} is no port.", "A port is a number from 1 to 65535.")
+        raise UsageError(f"{options.asked('--master-port')} is not a port.", "A port is a number from 1 to 65535.")
     address = options.text("--master-addr")
     base, node = options.number("--base-rank", 0), options.number("--node-rank", 0)
     size = options.number("--world-size", 1)
@@ -335,7 +335,7 @@ def _formatted(name: str, text: str, place: _Place, local_rank: int) -> Path:
         # Absolute, since workers may change their directory and the path is relative to this process's.
         return Path(os.path.abspath(text.format(**values)))
     except ValueError as error:
-        raise UsageError(f"{name} {text} is no format: {error}.", hint) from None
+        raise UsageError(f"{name} {text} is not a valid format: {error}.", hint) from None
 
 
 def _timed(text: str) -> str:

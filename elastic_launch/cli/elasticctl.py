@@ -309,7 +309,7 @@ def _resize(options: argparse.Namespace, address: Address) -> int:
     except UsageError:
         raise UsageError(f"resize {options.nnodes!r} is not a number of nodes.", "Write N or MIN:MAX.") from None
     if not 1 <= low <= high:
-        raise UsageError(f"resize {low}:{high} is no range of nodes.", "Write MIN:MAX with 1 <= MIN <= MAX.")
+        raise UsageError(f"resize {low}:{high} is not a range of nodes.", "Write MIN:MAX with 1 <= MIN <= MAX.")
     with AdminClient(address) as client:
         return _tell(client.ask(a.AskResize(low, high)))
 

@@ -375,7 +375,7 @@ def _resolve(token: str, table: Mapping[str, Flag]) -> tuple[Flag, str | None]:
         return flag, value
     if name == "--token":
         raise CommandLineError(
-            "--token is no flag: everybody on a host can read the command lines of its processes.",
+            "--token is not a flag: every user of the host can read the command lines of its processes.",
             "Put the token into ELASTIC_LAUNCH_TOKEN, or into a file that --token-file names.",
         )
     if not name.startswith("--"):

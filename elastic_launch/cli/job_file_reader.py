@@ -107,7 +107,7 @@ class _Reader:
         found: dict[str, tuple[yaml.Node, yaml.Node]] = {}
         for key_node, value in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
-                self._refuse(key_node, "has a key that is no word", "Write KEY: VALUE.")
+                self._refuse(key_node, "has a key that is not a word", "Write KEY: VALUE.")
             key = key_node.value if within else key_node.value.replace("_", "-")
             if key in found:
                 before = found[key][0].start_mark.line + 1
@@ -177,7 +177,7 @@ class _Reader:
     def _check_variable(self, name: str, node: yaml.Node) -> None:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             self._refuse(
-                node, f"has {name!r} in env, which is no variable's name", "Use letters, digits and underscores."
+                node, f"has {name!r} in env, which is not a valid variable name", "Use letters, digits and underscores."
             )
         if name in _SET_BY_US:
             self._refuse(node, f"has {name} in env, which the launcher itself sets for each worker", "Leave it out.")

@@ -325,7 +325,7 @@ def _nproc(text: str) -> int:
     try:
         return Setting("--nproc ", text).whole()
     except UsageError:
-        raise UsageError(f"--nproc {text} is no number of workers.", "Give 1 or more, auto, cpu or gpu.") from None
+        raise UsageError(f"--nproc {text} is not a number of workers.", "Give 1 or more, auto, cpu or gpu.") from None
 
 
 def _listed(name: str, values: Values) -> tuple[str, ...]:

@@ -32,7 +32,7 @@ BY_DEFAULT = (*STOP_SIGNALS, *Signals().forward)
 """The signals that the agent handles by default."""
 
 _OF_TORCHS_AGENT = {
-    "--monitor-interval": "an exit is seen when it happens, nobody polls",
+    "--monitor-interval": "an exit is seen when it happens, without polling",
     "--start-method": "workers are programs, not functions of this process",
 }
 """Flags without an effect on this project's own agent, and why."""
@@ -229,7 +229,7 @@ def _signal(flag: str, name: str) -> signal.Signals:
     if full not in known:
         meant = nearest(full, known)
         first = f"Did you mean {meant}? " if meant else ""
-        raise UsageError(f"{flag} names {name}, which is no signal.", f"{first}Write names, as in SIGTERM,SIGUSR1.")
+        raise UsageError(f"{flag} names {name}, which is not a signal.", f"{first}Write names, as in SIGTERM,SIGUSR1.")
     number = signal.Signals[full]
     if number in (signal.SIGKILL, signal.SIGSTOP):
         raise UsageError(f"{flag} names {full}, which no process can handle.", f"Drop {full}.")

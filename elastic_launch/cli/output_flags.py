@@ -66,7 +66,7 @@ def read_log_format(text: str | None) -> str:
     if text is None:
         return LaunchConfig.log_format
     if text not in LOG_FORMATS:
-        raise UsageError(f"--log-format {text} is no form of log lines.", f"Give {', '.join(LOG_FORMATS)}.")
+        raise UsageError(f"--log-format {text} is not a log format.", f"Give {', '.join(LOG_FORMATS)}.")
     return text
 
 
@@ -89,7 +89,7 @@ def read_progress(values: Values, *, own_agent: bool) -> str:
     elif values.text("--log-format") == "json":
         reason = "--log-format json"
     elif not os.isatty(2):
-        reason = "stderr is no terminal"
+        reason = "stderr is not a terminal"
     elif values.environ.get("TERM", "") in ("", "dumb", "unknown"):
         reason = "TERM names no terminal on which lines can be overwritten"
     else:

@@ -174,7 +174,7 @@ def _static(values: Values, limits: Limits, rank: int | None) -> Meeting:
     rank = rank or 0
     if rank >= limits.max_nodes:
         raise UsageError(
-            f"--node-rank {rank} is none of the {limits.max_nodes} nodes of --nnodes.",
+            f"--node-rank {rank} is not one of the {limits.max_nodes} nodes of --nnodes.",
             f"Give 0 to {limits.max_nodes - 1}.",
         )
     if node_id := values.text("--node-id"):
@@ -195,7 +195,7 @@ def _master(values: Values) -> Endpoint:
         found = parse_endpoint(endpoint, MASTER_PORT)
     else:
         if port is not None and not 0 <= port <= 65535:
-            raise UsageError(f"--master-port {port} is no port.", "Give 1 to 65535.")
+            raise UsageError(f"--master-port {port} is not a port.", "Give 1 to 65535.")
         port = MASTER_PORT if port is None else port
         found = parse_endpoint(address or MASTER_ADDR, port, asker="--master-addr")
         if found.port != port:

@@ -175,7 +175,7 @@ def _check_place(step: JobStep, values: Values, low: int) -> None:
         if _EVERY_HOST.fullmatch(host) and len(step.allocated) > 1:
             what = "is each host's own address, not that of one"
         elif re.search("[a-z]", host, re.IGNORECASE) and ":" not in host and not step.has(host):
-            what = "is none"
+            what = "is not one"
         else:  # an address may be of a network that Slurm does not know
             continue
         elsewhere = " If another host does, add --rdzv-conf is_host=false." if flag == "--rdzv-endpoint" else ""

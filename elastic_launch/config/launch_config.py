@@ -383,7 +383,7 @@ def parse_endpoint(text: str, default_port: int = 29400, asker: str = "--rdzv-en
     """Parse ``host``, ``host:port``, an IPv6 address, ``[v6]`` or ``[v6]:port``.
 
     Raises:
-        UsageError: if text is none of these.
+        UsageError: if text is not one of these.
     """
     asked = f"{asker} {text!r}"
     hint = "Write HOST:PORT, as in --rdzv-endpoint node0:29400 or [::1]:29400."
@@ -417,7 +417,7 @@ def parse_endpoints(text: str) -> tuple[Endpoint, ...]:
     ``http://`` before an address is accepted, as by etcdctl. The default port is 2379.
 
     Raises:
-        UsageError: if text is none of these, or requests TLS.
+        UsageError: if text is not one of these, or requests TLS.
     """
     if "https://" in text:
         raise UsageError(

@@ -80,7 +80,7 @@ def parse_source(asked: str, text: str) -> NoticeSource | None:
             return NoticeSource(kind)
         case "none", "" if not colon:
             return None
-    raise UsageError(f"{asked} {text.strip()!r} is no source of notices.", EXAMPLE)
+    raise UsageError(f"{asked} {text.strip()!r} is not a source of notices.", EXAMPLE)
 
 
 def _signal(asked: str, text: str) -> NoticeSource:
@@ -89,7 +89,7 @@ def _signal(asked: str, text: str) -> NoticeSource:
     full = full if full.startswith("SIG") else f"SIG{full}"
     number = signal.Signals.__members__.get(full)
     if number is None or number in UNTOUCHABLE:
-        problem = "which is no signal" if number is None else "which cannot be a notice"
+        problem = "which is not a signal" if number is None else "which cannot be a notice"
         raise UsageError(f"{asked} signal:{text} names {full}, {problem}.", "Write signal:USR1, for example.")
     if at and not (left.isascii() and left.isdigit() and len(left) <= 7 and 0 < int(left) <= 10**6):
         raise UsageError(

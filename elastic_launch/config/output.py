@@ -236,7 +236,7 @@ def parse_streams(asked: str, text: str) -> Streams:
         return Streams(Std(int(text)))
     if not re.fullmatch(r"[0-9]{1,9}:[0-3](,[0-9]{1,9}:[0-3])*", text):
         raise UsageError(
-            f"{asked} {text!r} is no choice of streams.",
+            f"{asked} {text!r} is not a choice of streams.",
             "Write 0 (none), 1 (stdout), 2 (stderr) or 3 (both), or by local rank, as in 0:3,1:2.",
         )
     pairs = [item.split(":") for item in text.split(",")]
@@ -251,5 +251,5 @@ def parse_ranks(asked: str, text: str) -> frozenset[int]:
     """
     items = [item.strip() for item in text.split(",")]
     if not all(re.fullmatch("[0-9]{1,9}", item) for item in items):
-        raise UsageError(f"{asked} {text!r} is no list of local ranks.", "Write them with commas, as in 0,1,2.")
+        raise UsageError(f"{asked} {text!r} is not a list of local ranks.", "Write them with commas, as in 0,1,2.")
     return frozenset(map(int, items))

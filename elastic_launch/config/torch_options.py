@@ -114,7 +114,7 @@ def visible_device(local_rank: int, environ: Mapping[str, str]) -> str:
 
 def _one_of(flag: str, value: str, known: Iterable[str]) -> None:
     if value not in known:
-        raise CommandLineError(f"{flag} {value} is none that torch knows.", f"Give one of {', '.join(known)}.")
+        raise CommandLineError(f"{flag} {value} is not one that torch knows.", f"Give one of {', '.join(known)}.")
 
 
 def installed_torch() -> str:

@@ -27,7 +27,7 @@ __all__ = ["Event", "EventSink", "JsonLines", "event_name"]
 class Event:
     """Base class of all events. ``leader`` events are decisions about membership, shown to users, one line each.
 
-    An event whose ``line`` is empty is covered by another event, or is none of the leader's;
+    An event whose ``line`` is empty is covered by another event, or is not an event of the leader;
     :func:`elastic_launch.events.sentences.sentence` has a sentence for each.
     """
 

@@ -122,7 +122,7 @@ def event_files(directory: Path) -> list[Path]:
     asked = f"{directory}"
     hint = "Give the directory that elastic-launch names in its first line and in its last."
     if not directory.is_dir():
-        raise UsageError(f"{asked} is no directory.", hint)
+        raise UsageError(f"{asked} is not a directory.", hint)
     found = sorted(directory.glob("events-*.jsonl"))
     if found:
         return found

@@ -28,7 +28,9 @@ def total_steps(until: int | str, steps_per_epoch: int) -> int:
     """
     match = re.fullmatch(r"\s*(\d+)\s*(ep|ba|)\s*", str(until))
     if not match or isinstance(until, bool):
-        raise UsageError(f"until={until!r} is no length of training.", 'Write epochs as 3 or "3ep", steps as "1000ba".')
+        raise UsageError(
+            f"until={until!r} is not a length of training.", 'Write epochs as 3 or "3ep", steps as "1000ba".'
+        )
     number = int(match[1])
     if match[2] != "ba" and steps_per_epoch == ENDLESS:
         raise UsageError(
@@ -70,7 +72,7 @@ class Interval:
         """Parse epochs, 1 or ``"1ep"``, steps, ``"50ba"``, or a duration, ``"30s"``, ``"5min"`` or ``"2h"``.
 
         Raises:
-            UsageError: if it is none of these, not positive, or in epochs for data without epochs.
+            UsageError: if it is not one of these, not positive, or in epochs for data without epochs.
         """
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(every))
         if match and match[2] in _UNITS:

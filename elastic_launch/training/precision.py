@@ -22,12 +22,12 @@ class Precision:
         scales: whether to have a gradient scaler.
 
     Raises:
-        UsageError: if the name is none of these.
+        UsageError: if the name is not one of these.
     """
 
     def __init__(self, name: str, device: torch.device, *, scales: bool = True) -> None:
         if name not in _AUTOCAST:
-            raise UsageError(f"precision={name!r} is none that is known.", f"Give one of {', '.join(_AUTOCAST)}.")
+            raise UsageError(f"precision={name!r} is not a known precision.", f"Give one of {', '.join(_AUTOCAST)}.")
         self._device_type = device.type
         self._dtype = _AUTOCAST[name]
         self.scaler = torch.amp.GradScaler(device.type) if name == "fp16" and scales else None

@@ -44,7 +44,7 @@ class Schedules:
         part: the schedulers as a part of the state.
 
     Raises:
-        UsageError: if one of them is no scheduler, or cannot be stepped as it is to be.
+        UsageError: if one of them is not a scheduler, or cannot be stepped as it is to be.
     """
 
     def __init__(

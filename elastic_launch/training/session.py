@@ -383,7 +383,7 @@ def _seconds(timeout: float | timedelta | None) -> float:
         return GROUP_TIMEOUT
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < _LONGEST:
-        raise UsageError(f"session(timeout={timeout!r}) is no timeout.", "Give seconds above 0, or a timedelta.")
+        raise UsageError(f"session(timeout={timeout!r}) is not a timeout.", "Give seconds above 0, or a timedelta.")
     return float(seconds)
 
 

@@ -517,7 +517,7 @@ def test_a_function_in_a_main_without_a_file_is_forked_or_refused(tmp_path: Path
         [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "TMPDIR": str(tmp_path)}
     )
     assert done.stdout == "called\n{0: 7}\n"
-    assert "ValueError: f is defined in a __main__ that is no file" in done.stderr
+    assert "ValueError: f is defined in a __main__ that is not a file" in done.stderr
 
 
 def test_a_worker_spec_with_another_handler_is_refused(tmp_path: Path) -> None:

@@ -258,7 +258,7 @@ def test_with_the_record_on_three_pods_each_that_leads_is_lost_as_any_other_is(t
         made.until("the job's end", lambda: made.job.over)
         assert made.job.over == "Complete"
         fourth = next(pod for pod in made.pods if pod.hostname == "train-3")
-        assert "none of the 3 hosts that keep the run's record together" in fourth.output
+        assert "not one of the 3 hosts that keep the run's record together" in fourth.output
 
 
 @needs_kubectl

@@ -116,7 +116,7 @@ def test_the_event_log_handler_gets_rounds_and_the_ends_of_workers_and_agent(job
 def test_a_handler_that_torch_does_not_know_is_refused(job: Job) -> None:
     agent = job.launch("--standalone", "--event-log-handler", "consle")
     assert agent.wait() == 2
-    assert "--event-log-handler consle is none that torch knows" in agent.output
+    assert "--event-log-handler consle is not one that torch knows" in agent.output
 
 
 # Signals.

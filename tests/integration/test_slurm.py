@@ -143,7 +143,7 @@ def test_mistakes_are_errors_and_the_agents_of_a_job_are_placed_by_slurm(slurm: 
     assert "rdzv-endpoint: " not in standalone.replace("# rdzv-endpoint: ", "")
     assert "srun has started 2 agents on node n1, one for each task" in tasks
     assert f"--nnodes 3 asks for more nodes than Slurm job {job} has: 2 (n[1-2])" in many
-    assert f"--rdzv-endpoint ctl:29400 is none of the nodes of Slurm job {job} (n[1-2])" in endpoint
+    assert f"--rdzv-endpoint ctl:29400 is not one of the nodes of Slurm job {job} (n[1-2])" in endpoint
     port = 20_000 + int(job) % 10_000
     for rank, name in enumerate(("n1", "n2")):
         told = {"nnodes": "2", "rdzv-endpoint": f"n1:{port}", "node-id": name, "node-rank": str(rank)}

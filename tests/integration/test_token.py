@@ -168,7 +168,7 @@ def test_other_processes_of_its_user_cannot_look_into_an_agent(job: Job, script:
     [
         ([], {ENV_TOKEN: "short"}, "ELASTIC_LAUNCH_TOKEN holds a token of 5 characters"),
         (["--token-file", "/no/such/file"], {}, "--token-file /no/such/file cannot be read: No such file"),
-        (["--token", TOKEN], {}, "--token is no flag"),
+        (["--token", TOKEN], {}, "--token is not a flag"),
     ],
 )
 def test_an_invalid_token_is_a_usage_error(job: Job, flags: list[str], env: dict[str, str], found: str) -> None:

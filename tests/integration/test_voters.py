@@ -160,7 +160,7 @@ def test_a_node_that_is_no_voter_trains_and_never_leads(run: Run, undisturbed: s
     run.changes.trains(3)
     run.start("d", nnodes="1:4")
     number = run.changes.trains(4)
-    run.agents["d"].says("none of the 3 hosts that keep the run's record together, so it never leads")
+    run.agents["d"].says("not one of the 3 hosts that keep the run's record together, so it never leads")
     run.kill(run.leader())
     run.changes.trains(3, after=number)
     assert run.leader(2) != "d"

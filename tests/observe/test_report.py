@@ -163,7 +163,7 @@ def test_a_directory_that_is_not_a_runs_is_refused(
     assert main([str(tmp_path)]) == 2
     assert complaint in capsys.readouterr().err
     assert main([str(tmp_path / "nowhere")]) == 2
-    assert "is no directory" in capsys.readouterr().err
+    assert "is not a directory" in capsys.readouterr().err
 
 
 def test_the_only_run_of_a_log_directory_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

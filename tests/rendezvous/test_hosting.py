@@ -42,7 +42,7 @@ def test_sources_of_the_node_rank(node_rank: int | None, environ: dict[str, str]
         ({"hosts": True, "is_host": True}, "hosts the run at 127.0.0.1:29400: as it is told"),
         ({"taken": True}, "does not host the run at 127.0.0.1:29400: the port is in use on this host"),
         ({"is_host": False}, "does not host the run at 127.0.0.1:29400: it is told not to"),
-        ({}, "does not host the run at 127.0.0.1:29400: 127.0.0.1 is no address of this host"),
+        ({}, "does not host the run at 127.0.0.1:29400: 127.0.0.1 is not an address of this host"),
     ],
 )
 def test_each_reason_is_logged(how: dict[str, Any], why: str) -> None:

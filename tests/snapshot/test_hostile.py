@@ -76,7 +76,7 @@ def test_a_pickle_is_never_unpickled(name: str, by: Callable[..., None], info: C
         by(Trap(tmp_path / "trace"), file)
     if name != "manifest.json":
         forge(info.path)
-    check_skipped(info, "is no (JSON|safetensors file)")
+    check_skipped(info, "is not (JSON|a safetensors file)")
     assert not (tmp_path / "trace").exists()
 
 
@@ -132,9 +132,9 @@ MANIFESTS: list[tuple[str, dict[str, Any], str]] = [
     ("huge", {"step": 10**4000}, "manifest's step is 1000"),
     ("other step", {"step": 3}, "its manifest is of step 3, round 0"),
     ("other round", {"round": 1}, "its manifest is of step 2, round 1"),
-    ("meta is no dict", {"meta": [1]}, "meta is no dict"),
+    ("meta is not a dict", {"meta": [1]}, "meta is not a dict"),
     ("meta with a tensor", {"meta": {"a": {"$tensor": "model/weight"}}}, "in the manifest's meta, unknown keys"),
-    ("no meta", {"meta": ...}, "meta is no dict"),
+    ("no meta", {"meta": ...}, "meta is not a dict"),
 ]
 
 
@@ -180,8 +180,8 @@ def test_a_forged_manifest_of_several_files(changes: dict[str, Any], message: st
     [
         (tensor_file({"model/weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"1234"), "two files"),
         (tensor_file({"z": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"1234"), "no tensor 'model/bias'"),
-        (pickle.dumps([1]), "is no safetensors file"),
-        (b"", "is no safetensors file"),
+        (pickle.dumps([1]), "is not a safetensors file"),
+        (b"", "is not a safetensors file"),
     ],
 )
 def test_a_forged_share(data: bytes, message: str, info: CheckpointInfo) -> None:
@@ -203,7 +203,7 @@ def test_a_share_that_is_not_a_file(kind: str, info: CheckpointInfo, tmp_path: P
         os.mkfifo(info.path / SECOND)
     else:
         (info.path / SECOND).mkdir()
-    check_skipped(info, f"{SECOND} is no regular file")
+    check_skipped(info, f"{SECOND} is not a regular file")
 
 
 @pytest.mark.parametrize("key", ["bytes", "sha256"])
@@ -246,7 +246,7 @@ def test_invalid_or_excessive_json(text: bytes, name: str, info: CheckpointInfo)
     (info.path / name).write_bytes(text)
     if name == "state.json":
         forge(info.path)
-    check_skipped(info, "is no JSON|out of range|deeper than 64|no JSON object|maximum|does not|nested")
+    check_skipped(info, "is not JSON|out of range|deeper than 64|not a JSON object|maximum|does not|nested")
 
 
 GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
@@ -280,7 +280,7 @@ def test_an_invalid_tensor_file(data: bytes, info: CheckpointInfo) -> None:
     (info.path / "tensors.safetensors").write_bytes(data)
     (info.path / "state.json").write_text("{}")
     forge(info.path)
-    check_skipped(info, "is no safetensors file|elements of type|nothing refers|impossible")
+    check_skipped(info, "is not a safetensors file|elements of type|nothing refers|impossible")
 
 
 OFFSETS = st.lists(st.one_of(st.integers(0, 16), st.sampled_from([-1, 2**63, 2**64])), min_size=2, max_size=2)
@@ -348,7 +348,7 @@ def test_file_entries_that_are_not_regular_files(kind: str, name: str, info: Che
         path.mkdir()
     else:
         path.symlink_to("/dev/zero")
-    check_skipped(info, f"{name} is no regular file")
+    check_skipped(info, f"{name} is not a regular file")
 
 
 def test_a_file_with_the_name_of_a_checkpoint(info: CheckpointInfo) -> None:

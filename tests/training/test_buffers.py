@@ -187,7 +187,7 @@ def test_rules_that_cannot_be_are_refused(rules: Mapping[str, str], message: str
 def test_a_mean_that_is_not_finite_is_refused_before_anything_has_changed(exact: bool) -> None:
     model = Model("loss_ema", torch.tensor(1.0), lambda model, x: model.loss_ema.fill_(INFINITE))
     with pytest.raises(
-        UsageError, match="The mean of the buffer 'loss_ema' over the micro-batches is no finite number"
+        UsageError, match="The mean of the buffer 'loss_ema' over the micro-batches is not a finite number"
     ):
         _after(model, None, exact)
     assert model.loss_ema == 1.0

@@ -89,7 +89,7 @@ def test_an_error_gives_them_back_too() -> None:
 
 @pytest.mark.parametrize("timeout", [0, -1.0, float("inf"), "60", timedelta(0), True])
 def test_an_invalid_timeout_is_refused(timeout: Any) -> None:
-    with pytest.raises(UsageError, match=r"session\(timeout=.*\) is no timeout"), el.session(timeout=timeout):
+    with pytest.raises(UsageError, match=r"session\(timeout=.*\) is not a timeout"), el.session(timeout=timeout):
         pass
 
 

@@ -52,7 +52,7 @@ def test_a_process_that_cannot_know_its_gpu_raises_an_error(monkeypatch: pytest.
     [
         ({"RANK": "0"}, "without WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
         ({**MASTER, "RANK": "x", "WORLD_SIZE": "2"}, "RANK=x"),
-        ({**MASTER, "RANK": "2", "WORLD_SIZE": "2"}, "none of the 2 ranks"),
+        ({**MASTER, "RANK": "2", "WORLD_SIZE": "2"}, "not one of the 2 ranks"),
     ],
 )
 def test_half_a_world_is_an_error(environ: dict[str, str], message: str) -> None:
@@ -67,7 +67,7 @@ def test_lengths_of_training(until: int | str, steps: int) -> None:
 
 @pytest.mark.parametrize("until", ["", "ep", "-1", "1.5ep", "3 hours", True])
 def test_an_invalid_length_is_refused(until: int | str) -> None:
-    with pytest.raises(UsageError, match="is no length of training"):
+    with pytest.raises(UsageError, match="is not a length of training"):
         total_steps(until, 10)
 
 

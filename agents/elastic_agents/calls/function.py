@@ -148,7 +148,7 @@ def _pickle(function: Callable[..., object], args: tuple[object, ...], descripto
     prepared = spawn.get_preparation_data("worker")
     if not {"init_main_from_name", "init_main_from_path"} & prepared.keys() and _is_in_main(function):
         raise ValueError(
-            f"{name_of(function)} is defined in a __main__ that is no file, where a new process cannot find it. "
+            f"{name_of(function)} is defined in a __main__ that is not a file, where a new process cannot find it. "
             "Define it in a module, or use start_method='fork'."
         )
     context.set_spawning_popen(child)  # type: ignore[arg-type]

@@ -70,7 +70,7 @@ def explain(
     elif taken:
         why = "the port is in use on this host, most likely by the agent that hosts it"
     else:
-        why = f"{wanted.host} is no address of this host"
+        why = f"{wanted.host} is not an address of this host"
     text = f"this node does not host the run at {wanted}: {why}"
     return logging.INFO, f"{text}{_also(said, first=True) if is_host is None and not taken else ''}"
 

@@ -70,7 +70,7 @@ class VotingBackend(ElectedBackend):
         else:
             why = f" ({', '.join(self._taken)}: the port is in use on this host)" if self._taken else ""
             _log.info(
-                "this node is none of the %s that keep the run's record together, so it never leads%s", names, why
+                "this node is not one of the %s that keep the run's record together, so it never leads%s", names, why
             )
         return super().open()
 

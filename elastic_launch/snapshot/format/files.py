@@ -79,11 +79,11 @@ def open_regular(path: Path) -> Iterator[int]:
         OSError: if it cannot be opened.
     """
     if stat.S_ISLNK(os.lstat(path).st_mode):
-        raise MalformedError(f"{path.name} is no regular file")
+        raise MalformedError(f"{path.name} is not a regular file")
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise MalformedError(f"{path.name} is no regular file")
+            raise MalformedError(f"{path.name} is not a regular file")
         yield descriptor
     finally:
         os.close(descriptor)

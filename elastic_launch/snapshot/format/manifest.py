@@ -148,7 +148,7 @@ class Manifest:
         """
         value = parse_json(data)
         if not isinstance(value, dict):
-            raise MalformedError("the manifest is no JSON object")
+            raise MalformedError("the manifest is not a JSON object")
         if value.get("format") != FORMAT or value.get("schema") not in (WHOLE, SPLIT):
             raise UnknownFormatError(
                 f"it has format {value.get('format')!r:.80}, schema {value.get('schema')!r:.20}; "
@@ -167,7 +167,7 @@ class Manifest:
         except MalformedError as error:
             raise MalformedError(f"in the manifest's meta, {error}") from error
         if type(meta) is not dict:
-            raise MalformedError("the manifest's meta is no dict")
+            raise MalformedError("the manifest's meta is not a dict")
         step, round = _number(value.get("step"), "step"), _number(value.get("round"), "round")
         return Manifest(step, round, tensors, state, meta), digest
 
@@ -235,11 +235,11 @@ def parse_json(data: bytes) -> Any:
     try:
         return json.loads(data, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise MalformedError(f"it is no JSON: {error}") from error
+        raise MalformedError(f"it is not JSON: {error}") from error
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _digest(body: dict[str, Any]) -> str:

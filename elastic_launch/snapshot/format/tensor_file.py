@@ -117,7 +117,7 @@ def mapped(descriptor: int, only: Collection[str] | None = None) -> dict[str, to
             names = [name for name in file.keys() if only is None or name in only]  # noqa: SIM118
             return {name: _map_one(file, name) for name in names}
     except SafetensorError as error:
-        raise MalformedError(f"it is no safetensors file: {error}") from error
+        raise MalformedError(f"it is not a safetensors file: {error}") from error
 
 
 def _map_one(file: Any, name: str) -> torch.Tensor:

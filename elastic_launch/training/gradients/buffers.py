@@ -201,7 +201,7 @@ class Buffers:
         # A value that does not change may be infinite.
         if bool((~torch.isfinite(value) & ~(value == start)).any()):
             raise UsageError(
-                f"The mean of the buffer {buffer.name!r} over the micro-batches is no finite number.",
+                f"The mean of the buffer {buffer.name!r} over the micro-batches is not a finite number.",
                 "Name another rule than mean by an argument of run.steps() or Trainer: "
                 f'buffers={{"{buffer.name}": "min"}}, for example. See docs/training.md, Buffers.',
             )

@@ -79,7 +79,7 @@ class World:
 
         rank, world_size = number("RANK", 0), number("WORLD_SIZE", 1)
         if rank >= world_size:
-            raise UsageError(f"RANK={rank} is none of the {world_size} ranks of WORLD_SIZE.", "They start at 0.")
+            raise UsageError(f"RANK={rank} is not one of the {world_size} ranks of WORLD_SIZE.", "They start at 0.")
         local_rank = number(ENV_LOCAL_RANK, number("LOCAL_RANK", number("SLURM_LOCALID", 0)))
         return World(
             rank=rank,
