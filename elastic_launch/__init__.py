@@ -63,9 +63,9 @@ if TYPE_CHECKING:
     from elastic_launch.training.callbacks import RoundStart as RoundStart
     from elastic_launch.training.callbacks import StepEnd as StepEnd
     from elastic_launch.training.checkpoints.checkpoint import Checkpoint as Checkpoint
-    from elastic_launch.training.checkpoints.checkpoint import weights_sha256 as weights_sha256
     from elastic_launch.training.checkpoints.loading import export as export
     from elastic_launch.training.checkpoints.loading import load_checkpoint as load_checkpoint
+    from elastic_launch.training.checkpoints.manager import weights_sha256 as weights_sha256
     from elastic_launch.training.checkpoints.parts import Stateful as Stateful
     from elastic_launch.training.data import samplers as samplers
     from elastic_launch.training.data.loader import ElasticLoader as ElasticLoader
@@ -101,7 +101,8 @@ _HOMES = {
         "elastic_launch.snapshot.storage.background": "WriteOutcome",
         "elastic_launch.snapshot.storage.listing": "CheckpointInfo",
         "elastic_launch.training.callbacks": "Callback CheckpointEnd Evaluation Incident Progress RoundStart StepEnd",
-        "elastic_launch.training.checkpoints.checkpoint": "Checkpoint weights_sha256",
+        "elastic_launch.training.checkpoints.checkpoint": "Checkpoint",
+        "elastic_launch.training.checkpoints.manager": "weights_sha256",
         "elastic_launch.training.checkpoints.loading": "export load_checkpoint",
         "elastic_launch.training.checkpoints.parts": "Stateful",
         "elastic_launch.training.data.loader": "ElasticLoader FunctionLoader Loader Position",

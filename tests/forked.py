@@ -60,7 +60,7 @@ MODULES = (
     "sklearn.datasets",
     "elastic_launch.training.trainer",
     "elastic_launch.training.session",
-    "elastic_launch.training.checkpoints.checkpoint",
+    "elastic_launch.training.checkpoints.manager",
     "elastic_launch.training.data.loader",
     "elastic_launch.training.dist",
 )

@@ -24,7 +24,9 @@ from elastic_launch.contract import Ready, SlowRank
 from elastic_launch.error_file import do_not_retry
 from elastic_launch.shared_progress import Activity
 from elastic_launch.symptoms import symptom_in
-from elastic_launch.training.checkpoints.checkpoint import Checkpoint, Resumed
+from elastic_launch.training.checkpoints.checkpoint import Checkpoint
+from elastic_launch.training.checkpoints.manager import CheckpointManager
+from elastic_launch.training.checkpoints.resumed import Resumed
 from elastic_launch.training.checkpoints.saving import Live, Saver
 from elastic_launch.training.checkpoints.schedules import forgotten, has_forgotten_average
 from elastic_launch.training.checkpoints.state import TrainingState
@@ -85,7 +87,8 @@ class Engine:
         self.worlds: list[int] = [] if world is None else [world.world_size]
         self.state = TrainingState()
         self.stopped = self.evaluates = self.sharded = False
-        self.checkpoint: Checkpoint | None = None
+        self.checkpoint: CheckpointManager | None = None
+        self._managers: dict[Checkpoint, CheckpointManager] = {}
         self.saver = Saver(World() if world is None else world, link)
         self.trainings = Trainings()
         self.groups = RoundGroups() if groups is None else groups
@@ -173,6 +176,10 @@ class Engine:
         """Whether all ranks stopped so that other processes can continue the training: no results follow here."""
         return self._stop_agreed.drains and not self._ended
 
+    def _manager_of(self, checkpoint: Checkpoint) -> CheckpointManager:
+        # The same one in every round, and for a second training that goes on with the first one's checkpoints.
+        return self._managers.setdefault(checkpoint, CheckpointManager(checkpoint))
+
     def restore(
         self,
         checkpoint: Checkpoint | None,
@@ -189,10 +196,10 @@ class Engine:
             live: see :meth:`Saver.restore`.
         """
         self.trainings.begin(trained, checkpoint)
-        self.checkpoint = checkpoint
+        self.checkpoint = None if checkpoint is None else self._manager_of(checkpoint)
         began = time.monotonic()
         with telling(self._link):
-            resumed = self.saver.restore(checkpoint, dict(identity), state, live)
+            resumed = self.saver.restore(self.checkpoint, dict(identity), state, live)
             self.step = self.resumed_step = resumed.step
             self.worlds = [*resumed.worlds, self.world.world_size]
             self._restore_seconds += time.monotonic() - began

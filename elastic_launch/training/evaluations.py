@@ -11,6 +11,7 @@ from torch import Tensor
 from elastic_launch.errors import UsageError
 from elastic_launch.training.callbacks import Evaluation
 from elastic_launch.training.checkpoints.checkpoint import Checkpoint
+from elastic_launch.training.checkpoints.manager import CheckpointManager
 from elastic_launch.training.data.evaluation import Measure, evaluate
 from elastic_launch.training.data.loader import Loader, check_loader
 from elastic_launch.training.durations import Interval
@@ -79,7 +80,7 @@ class Evaluations:
         """
         self._asked, self._agreed = False, step
 
-    def evaluate(self, step: int, epoch: int, checkpoint: Checkpoint | None) -> None:
+    def evaluate(self, step: int, epoch: int, checkpoint: CheckpointManager | None) -> None:
         """Evaluate the state after a step; called by all ranks.
 
         A rank whose state has this evaluation already only takes part in it.

@@ -20,8 +20,9 @@ from elastic_launch.errors import UsageError
 from elastic_launch.shared_progress import Activity
 from elastic_launch.snapshot.storage.listing import positions
 from elastic_launch.system.threads import within
-from elastic_launch.training.checkpoints.checkpoint import Checkpoint, Outcome, Resumed
+from elastic_launch.training.checkpoints.checkpoint import Checkpoint
 from elastic_launch.training.checkpoints.memory import settled
+from elastic_launch.training.checkpoints.resumed import Outcome, Resumed
 from elastic_launch.training.checkpoints.saving import Live
 from elastic_launch.training.checkpoints.state import Stateful, TrainingState
 from elastic_launch.training.data.evaluation import evaluating
@@ -605,7 +606,7 @@ class Loop:
         assert self._options.evaluations is not None
         epoch = self._loader.position(self._step).epoch
         with self._engine.doing(Activity.EVALUATION), evaluating(self._model):
-            self._options.evaluations.evaluate(self._step, epoch, self._checkpoint)
+            self._options.evaluations.evaluate(self._step, epoch, self._engine.checkpoint)
         self._engine.note_exchanges()
         self._owes_evaluation = False
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from elastic_launch.batch import BatchPlan, slice_of
 from elastic_launch.errors import REPEATS_NOTE, ElasticLaunchError, UsageError
-from elastic_launch.training.checkpoints.checkpoint import Outcome
+from elastic_launch.training.checkpoints.resumed import Outcome
 from elastic_launch.training.data.batches import versions
 from elastic_launch.training.data.loader import Position
 from elastic_launch.training.gradients.accumulation import ExactGradients, Gradients

@@ -39,8 +39,9 @@ def test_each_interval_is_saved_once_for_any_boundaries_between_steps(
     run = Run(Engine(World(), torch.device("cpu")))
     run._engine._agreement = Late()  # type: ignore[assignment]
     run.register("model", nn.Linear(1, 1))
-    checkpoint = el.Checkpoint(tmp_path, every="10s", keep=100)
-    run.resume(checkpoint)
+    run.resume(el.Checkpoint(tmp_path, every="10s", keep=100))
+    checkpoint = run._engine.checkpoint
+    assert checkpoint is not None
     saved = []
 
     def save(state: object, step: int, *rest: object) -> None:

@@ -141,11 +141,13 @@ def test_the_best_checkpoint_is_kept(tmp_path: Path, every: str) -> None:
     checkpoint = el.Checkpoint(tmp_path, every="2h", keep=1, keep_best=el.Best("score", mode="max"))
 
     def wait(evaluation: el.Evaluation) -> None:
-        if checkpoint._writer is not None:
-            assert checkpoint._writer.flush(30)  # newer states replace those that are waiting
+        writer = loop.run._engine.checkpoint._writer
+        if writer is not None:
+            assert writer.flush(30)  # newer states replace those that are waiting
 
     make = {"every": every, "measure": measure, "metrics": ["score"], "on_result": wait}
-    Loop(make=make, checkpoint=checkpoint).train("8ba")
+    loop = Loop(make=make, checkpoint=checkpoint)
+    loop.train("8ba")
     kept = {info.step: info.meta["metrics"]["score"] for info in snapshot.find(tmp_path)}
     assert sorted(kept.values()) == pytest.approx(sorted([0.9, self_scores[-1]]))
     assert max(kept) == 8

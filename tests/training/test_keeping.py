@@ -55,8 +55,10 @@ def test_a_killed_worker_changes_nothing_of_what_is_kept(job: Job, at: int) -> N
     assert next(step for step, score in found.items() if score == 9) in (8, 9, 10)
 
 
-def _written(checkpoint: el.Checkpoint) -> None:
+def _written(run: Run) -> None:
     """Wait until nothing is being written, since newer states replace those that are waiting."""
+    checkpoint = run._engine.checkpoint
+    assert checkpoint is not None
     assert checkpoint._writer is None or checkpoint._writer.flush(30)
 
 
@@ -79,7 +81,7 @@ def test_a_loop_over_steps_records_its_own_evaluations(run: Run, tmp_path: Path)
         for x, y in step:
             step.backward(nn.functional.mse_loss(step.model(x), y))
         step.update()
-        _written(saving)
+        _written(run)
         if step.number % 3 == 0:
             run.record({"score": {3: 0.8, 6: 0.4, 9: 0.1}[step.number]})
     assert kept(tmp_path) == {3: 0.8, 9: 0.1}
@@ -95,7 +97,7 @@ def test_a_loop_of_its_own_records_before_the_boundary(run: Run, tmp_path: Path)
         if step != 3:
             run.record({"score": score})
         run.boundary(step, end=step == 4)
-        _written(saving)
+        _written(run)
     run._engine.close()
     assert kept(tmp_path) == {2: 0.2, 4: 0.4}
     with pytest.raises(UsageError, match=r"metric='score'.* the evaluation has 'loss'"):

@@ -21,6 +21,8 @@ from elastic_launch import contract as c
 from elastic_launch.shared_progress import Activity, SharedProgress
 from elastic_launch.snapshot import newest
 from elastic_launch.snapshot.memory.slot import Slot
+from elastic_launch.training.checkpoints.manager import CheckpointManager
+from elastic_launch.training.durations import Interval
 from elastic_launch.training.engine import Engine
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.ranks.exchange import exchanging, telling
@@ -113,8 +115,8 @@ def test_a_snapshot_that_is_lost_while_it_is_written_does_not_become_a_checkpoin
     run = Run(Engine(World(), torch.device("cpu"), link))
     model = nn.Linear(2, 2)
     run.register("model", model)
-    checkpoint = el.Checkpoint(tmp_path, every=1)
-    run.resume(checkpoint)
+    run.resume(el.Checkpoint(tmp_path, every=1))
+    checkpoint = run._engine.checkpoint
     monkeypatch.setattr(os, "posix_fallocate", _no_room)
     save = {"identity": {}, "state": run._engine.state, "worlds": [1], "last": False, "draining": False, "stays": None}
     run._engine.saver.save(1, checkpoint, **{**save, "stays": lambda tensor: True})
@@ -162,7 +164,7 @@ def test_a_copy_of_another_training_of_the_script_is_not_taken_for_the_own_one(
 ) -> None:
     """An earlier process has requested it, and a fault has ended that process."""
     agent, link = ends
-    checkpoint = el.Checkpoint(tmp_path / "b", every=1)
+    checkpoint = CheckpointManager(el.Checkpoint(tmp_path / "b", every=1))
     checkpoint.requested(9, link)
     other, own = str(tmp_path / "a"), str(tmp_path / "b")
     agent.sendall(c.pack(c.Copied(13, 3, path=f"{other}/step-13", directory=other)))
@@ -179,7 +181,7 @@ def test_a_final_checkpoint_whose_agent_is_gone_does_not_count_as_saved(
     ends: tuple[socket.socket, AgentLink], tmp_path: Path
 ) -> None:
     agent, link = ends
-    checkpoint = el.Checkpoint(tmp_path, every=1)
+    checkpoint = CheckpointManager(el.Checkpoint(tmp_path, every=1))
     checkpoint.requested(7, link)
     agent.close()
     (outcome,) = checkpoint.finish(wait=True)
@@ -190,16 +192,16 @@ def test_a_final_checkpoint_whose_agent_is_gone_does_not_count_as_saved(
 @pytest.fixture
 def saver(
     ends: tuple[socket.socket, AgentLink], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[Run, el.Checkpoint]]:
+) -> Iterator[tuple[Run, CheckpointManager]]:
     """A run of one process, with one step between checkpoints and an agent that sends nothing unasked."""
     _, link = ends
     monkeypatch.setattr("elastic_launch.training.link.ANSWER_TIMEOUT", 0.1)
     link.slots = [Slot.make(f"test-{number}") for number in range(3)]
     run = Run(Engine(World(), torch.device("cpu"), link))
     run.register("model", nn.Linear(2, 2))
-    checkpoint = el.Checkpoint(tmp_path / "checkpoints", every=1)
-    run.resume(checkpoint)
-    yield run, checkpoint
+    run.resume(el.Checkpoint(tmp_path / "checkpoints", every=1))
+    assert run._engine.checkpoint is not None
+    yield run, run._engine.checkpoint
     run._engine.release()
 
 
@@ -214,14 +216,14 @@ def _heard(agent: socket.socket, kind: type[c.Message]) -> list[c.Message]:
     return [message for message in map(c.unpack, data.splitlines()) if isinstance(message, kind)]
 
 
-def _save(run: Run, checkpoint: el.Checkpoint, step: int, *, last: bool = False) -> None:
+def _save(run: Run, checkpoint: CheckpointManager, step: int, *, last: bool = False) -> None:
     options = {"identity": {}, "state": run._engine.state, "worlds": [1], "draining": False, "stays": None}
     run._engine.saver.agree(run._engine.saver.wishes(step, checkpoint))
     run._engine.saver.save(step, checkpoint, last=last, **options)
 
 
 def test_while_an_agent_is_slow_checkpoints_are_put_off_until_it_answers(
-    ends: tuple[socket.socket, AgentLink], saver: tuple[Run, el.Checkpoint], caplog: pytest.LogCaptureFixture
+    ends: tuple[socket.socket, AgentLink], saver: tuple[Run, CheckpointManager], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Written by the worker itself, they would be newer than memory, and might be those of a node that is left out."""
     agent, _ = ends
@@ -232,7 +234,7 @@ def test_while_an_agent_is_slow_checkpoints_are_put_off_until_it_answers(
     assert _heard(agent, c.Stored) == []
     assert caplog.text.count("the agent does not answer; it is put off until it does") == 1
     agent.sendall(c.pack(c.Use(1)))
-    checkpoint._interval = el.Checkpoint(checkpoint.directory, every=1000)._interval  # but for what is owed
+    checkpoint.settings.every = Interval.parse(1000)  # but for what is owed
     _save(run, checkpoint, 4)
     (told,) = _heard(agent, c.Stored)
     assert isinstance(told, c.Stored)
@@ -241,7 +243,7 @@ def test_while_an_agent_is_slow_checkpoints_are_put_off_until_it_answers(
 
 
 def test_the_last_checkpoint_waits_for_an_agent_that_is_slow(
-    ends: tuple[socket.socket, AgentLink], saver: tuple[Run, el.Checkpoint]
+    ends: tuple[socket.socket, AgentLink], saver: tuple[Run, CheckpointManager]
 ) -> None:
     agent, _ = ends
     run, checkpoint = saver
@@ -255,7 +257,7 @@ def test_the_last_checkpoint_waits_for_an_agent_that_is_slow(
     assert (told.job.step, told.job.now) == (2, True)
 
 
-def test_a_checkpoint_that_stays_put_off_is_reported_at_the_end(saver: tuple[Run, el.Checkpoint]) -> None:
+def test_a_checkpoint_that_stays_put_off_is_reported_at_the_end(saver: tuple[Run, CheckpointManager]) -> None:
     run, checkpoint = saver
     _save(run, checkpoint, 1)
     (outcome,) = checkpoint.finish(wait=True)
@@ -265,7 +267,7 @@ def test_a_checkpoint_that_stays_put_off_is_reported_at_the_end(saver: tuple[Run
 @pytest.mark.parametrize("allowed", [True, False, None], ids=["member", "cut off", "silent"])
 def test_what_a_worker_writes_itself_appears_only_if_the_agent_allows_it(
     ends: tuple[socket.socket, AgentLink],
-    saver: tuple[Run, el.Checkpoint],
+    saver: tuple[Run, CheckpointManager],
     monkeypatch: pytest.MonkeyPatch,
     allowed: bool | None,
 ) -> None:

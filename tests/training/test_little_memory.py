@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 import elastic_launch as el
 from elastic_launch import snapshot
-from elastic_launch.training.checkpoints import checkpoint as checkpoint_module
+from elastic_launch.training.checkpoints import manager as checkpoint_module
 
 
 class Copies:

@@ -8,6 +8,7 @@ import torch
 
 import elastic_launch as el
 from elastic_launch.contract import CopyJob
+from elastic_launch.training.checkpoints.manager import CheckpointManager
 from elastic_launch.training.checkpoints.memory import settled
 from elastic_launch.training.checkpoints.shared_directory import Writers
 from elastic_launch.training.ranks.world import World
@@ -40,7 +41,7 @@ def test_parameters_and_the_optimizers_state_stay_until_its_step_and_nothing_els
 
 def test_a_large_state_is_copied_by_all_nodes_and_a_small_one_by_the_first_alone(tmp_path: Path) -> None:
     def route(node: int, size: int, *, now: bool = True) -> CopyJob:
-        checkpoint = el.Checkpoint(tmp_path, split=9000)
+        checkpoint = CheckpointManager(el.Checkpoint(tmp_path, split=9000))
         checkpoint._writers = Writers(node == 0, drawn=9)
         world = World(rank=node, world_size=2, node_rank=node, nodes=2)
         return checkpoint.route(world, now, CopyJob(1, 7, 1), size)

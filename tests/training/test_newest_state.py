@@ -30,8 +30,9 @@ from elastic_launch.snapshot.storage import url_storage as storage
 from elastic_launch.snapshot.storage.listing import positions
 from elastic_launch.snapshot.storage.owner import claim
 from elastic_launch.system.threads import within
-from elastic_launch.training.checkpoints import checkpoint as checkpoints
+from elastic_launch.training.checkpoints import manager as checkpoints
 from elastic_launch.training.checkpoints.branches import Branch, following
+from elastic_launch.training.checkpoints.manager import CheckpointManager
 from elastic_launch.training.engine import Engine
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.ranks.world import World
@@ -69,9 +70,10 @@ class Node:
             link.slots = [Slot(os.dup(slot.tensors), os.dup(slot.head)) for slot in self.slots]
             run = Run(Engine(World(round=world_round), torch.device("cpu"), link))
             run.register("model", nn.Linear(2, 2))
-            saving = el.Checkpoint(self.place, every=1000)
             try:
-                return run.resume(saving), saving.branch
+                step = run.resume(el.Checkpoint(self.place, every=1000))
+                assert run._engine.checkpoint is not None
+                return step, run._engine.checkpoint.branch
             finally:
                 run._engine.release()
 
@@ -271,10 +273,10 @@ def test_an_error_of_a_listing_that_passes_lets_no_older_state_win(
             raise snapshot.CheckpointReadError(directory, f"{directory} cannot be listed.", "Try later.")
         return positions(node.directory)
 
-    monkeypatch.setattr("elastic_launch.training.checkpoints.checkpoint.positions", listed)
-    monkeypatch.setattr("elastic_launch.training.checkpoints.checkpoint.LOOK_TIMEOUT", 0.2)
-    monkeypatch.setattr("elastic_launch.training.checkpoints.checkpoint.LOOK_AGAIN", 0.01)
-    assert el.Checkpoint(node.directory).has_newer(World(round=2), (51, 20)) is passes
+    monkeypatch.setattr("elastic_launch.training.checkpoints.manager.positions", listed)
+    monkeypatch.setattr("elastic_launch.training.checkpoints.manager.LOOK_TIMEOUT", 0.2)
+    monkeypatch.setattr("elastic_launch.training.checkpoints.manager.LOOK_AGAIN", 0.01)
+    assert CheckpointManager(el.Checkpoint(node.directory)).has_newer(World(round=2), (51, 20)) is passes
     assert ("it is not known whether there is a newer checkpoint" in caplog.text) is not passes
     assert len(attempts) >= 3
 
@@ -300,7 +302,7 @@ def test_a_run_fails_if_its_last_state_could_not_be_saved(
         raise snapshot.CheckpointWriteError(f"Could not write a checkpoint in {node.directory}: no.")
 
     monkeypatch.setattr("elastic_launch.snapshot.storage.background.write", refused)
-    saving = el.Checkpoint(node.directory, every=1)
+    saving = CheckpointManager(el.Checkpoint(node.directory, every=1))
     assert saving.has_newer(World(round=2), (51, 20)) is False
     saving.go_on(World(round=2), {"branch": first.meta(RUN)}, (20, 0.0))
     saving.save({}, 21, {})
@@ -321,7 +323,7 @@ def test_a_checkpoint_counts_as_saved_if_only_removing_old_ones_failed(
         raise snapshot.CheckpointWriteError(f"Could not remove old checkpoints in {tmp_path}: no.")
 
     monkeypatch.setattr("elastic_launch.snapshot.storage.background.prune", refused)
-    saving = el.Checkpoint(tmp_path, every=1)
+    saving = CheckpointManager(el.Checkpoint(tmp_path, every=1))
     saving.open(World(), {})
     saving.save({}, 1, {})
     saving.finish()

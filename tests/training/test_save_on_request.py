@@ -88,14 +88,13 @@ def test_everything_is_saved_at_the_next_step_at_any_interval_and_reported_to_th
 
 
 def test_a_request_postpones_the_interval_s_next_checkpoint_and_no_more(asking: Asking, tmp_path: Path) -> None:
-    checkpoint = el.Checkpoint(tmp_path, every=3)
-    asking.resume(checkpoint)
+    asking.resume(el.Checkpoint(tmp_path, every=3))
     due = []
     for step in range(1, 9):
         if step == 2:
             asking.ask()
         asking.run.boundary(step)
-        due += [step] if not checkpoint.needs(step) else []
+        due += [step] if not asking.run._engine.checkpoint.needs(step) else []
     asking.run._engine.finish_training()
     assert due == [2, 5, 8]
 

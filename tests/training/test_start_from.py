@@ -35,8 +35,8 @@ def test_relative_directories_are_those_of_the_construction(tmp_path: Path, monk
         el.Checkpoint("own", start_from=tmp_path / "own")
     monkeypatch.chdir("/")
     assert checkpoint.directory == tmp_path / "own"
-    assert checkpoint._start is not None
-    assert checkpoint._start.place == tmp_path / "other"
+    assert checkpoint.start_from is not None
+    assert checkpoint.start_from.place == tmp_path / "other"
 
 
 class Trained:

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from elastic_launch.batch import GlobalBatch
 from elastic_launch.errors import REPEATS_NOTE, UsageError
-from elastic_launch.training.checkpoints.checkpoint import weights_sha256
+from elastic_launch.training.checkpoints.manager import weights_sha256
 from elastic_launch.training.data.loader import ElasticLoader
 from elastic_launch.training.engine import Engine
 from elastic_launch.training.gradients.accumulation import Gradients, check_model

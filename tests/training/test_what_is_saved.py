@@ -14,7 +14,7 @@ from torch import nn
 
 import elastic_launch as el
 from elastic_launch.snapshot import UnsupportedStateError
-from elastic_launch.training.checkpoints.checkpoint import _copied
+from elastic_launch.training.checkpoints.manager import _copied
 from elastic_launch.training.checkpoints.state import TrainingState
 from elastic_launch.training.engine import Engine
 from elastic_launch.training.ranks.world import World

@@ -1,6 +1,8 @@
 """Saves a training's state, and resumes from it.
 
-``checkpoint``         the user's :class:`~elastic_launch.training.checkpoints.checkpoint.Checkpoint`
+``checkpoint``         the user's settings: :class:`~elastic_launch.training.checkpoints.checkpoint.Checkpoint`
+``manager``            decides when to save durably, and finds what to resume from
+``resumed``            the state that a training resumes from, and whether it fits this training
 ``state``              what is saved: registered objects by name
 ``parts``              what can be registered
 ``sharded``            gathers what is sharded, and shards it again

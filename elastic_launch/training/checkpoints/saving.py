@@ -16,8 +16,9 @@ from elastic_launch import snapshot
 from elastic_launch.contract import CopyJob
 from elastic_launch.shared_progress import Activity
 from elastic_launch.training.checkpoints.branches import Branch, following
-from elastic_launch.training.checkpoints.checkpoint import Checkpoint, Outcome, Resumed, check_identity, meta_of, run_id
+from elastic_launch.training.checkpoints.manager import CheckpointManager, run_id
 from elastic_launch.training.checkpoints.memory import MemorySnapshots, Newest, Route, newest, restore
+from elastic_launch.training.checkpoints.resumed import Outcome, Resumed, check_identity, meta_of
 from elastic_launch.training.checkpoints.state import TrainingState
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.ranks.agreement import NOTHING, Wishes
@@ -72,14 +73,14 @@ class Saver:
         self._world = world
         self._link = link
         self._memory = MemorySnapshots(link, world) if link is not None else None
-        self._checkpoint: Checkpoint | None = None
+        self._checkpoint: CheckpointManager | None = None
         self._training = -1
         self._branch = Branch()
         self._posted = NOTHING
         self._agreed = NOTHING
         self._kept = False
         self._keeping = 0  # step of the last snapshot
-        self._uncertain: Callable[[Checkpoint], None] | None = None
+        self._uncertain: Callable[[CheckpointManager], None] | None = None
         self._listeners: list[Callable[[snapshot.WriteOutcome], None]] = []
         self._equal = (0, 0)  # round and step of the last state found equal on all ranks
 
@@ -97,7 +98,11 @@ class Saver:
             self._listeners.remove(function)
 
     def restore(
-        self, checkpoint: Checkpoint | None, identity: dict[str, int], state: TrainingState, live: Live | None = None
+        self,
+        checkpoint: CheckpointManager | None,
+        identity: dict[str, int],
+        state: TrainingState,
+        live: Live | None = None,
     ) -> Resumed:
         """Restore the script's next training from its newest state, in memory or storage; called by all ranks.
 
@@ -116,7 +121,7 @@ class Saver:
             self.finish(wait=True)
             self._training += 1
             self.compares, self._equal = False, (0, 0)
-            state.skip_frozen(checkpoint is not None and checkpoint.skip_frozen)
+            state.skip_frozen(checkpoint is not None and checkpoint.settings.skip_frozen)
         self._checkpoint = checkpoint
         try:
             resumed = self._newest(checkpoint, identity, state, live)
@@ -130,7 +135,7 @@ class Saver:
         return resumed
 
     def _newest(
-        self, checkpoint: Checkpoint | None, identity: dict[str, int], state: TrainingState, live: Live | None
+        self, checkpoint: CheckpointManager | None, identity: dict[str, int], state: TrainingState, live: Live | None
     ) -> Resumed:
         """Return the newest state, and continue its branch; called by all ranks."""
         mine = None if live is None else (self._branch.round, live.step, len(live.passes))
@@ -162,7 +167,7 @@ class Saver:
     def _from_memory(
         self,
         kept: Newest,
-        checkpoint: Checkpoint | None,
+        checkpoint: CheckpointManager | None,
         identity: dict[str, int],
         state: TrainingState,
         live: Live | None,
@@ -243,7 +248,7 @@ class Saver:
                 resumed.equal,
             )
 
-    def wishes(self, step: int, checkpoint: Checkpoint | None) -> Wishes:
+    def wishes(self, step: int, checkpoint: CheckpointManager | None) -> Wishes:
         """Return what this rank wants, each wish once; rank 0's clock and costs decide for all ranks."""
         save = self._asked(step, checkpoint) or (checkpoint is not None and checkpoint.wanted(step))
         keep = self._memory is not None and self._memory.writes and self._memory.rhythm.due(step)
@@ -256,7 +261,7 @@ class Saver:
         self._posted = Wishes(save=self._posted.save or wishes.save, keep=self._posted.keep or wishes.keep)
         return wishes
 
-    def _owes(self, checkpoint: Checkpoint | None) -> bool:
+    def _owes(self, checkpoint: CheckpointManager | None) -> bool:
         """Whether a postponed checkpoint can be made now."""
         return (
             checkpoint is not None
@@ -277,7 +282,7 @@ class Saver:
         if agreed.save or agreed.keep:
             self._agreed = Wishes(save=self._agreed.save or agreed.save, keep=self._agreed.keep or agreed.keep)
 
-    def poll(self, step: int, checkpoint: Checkpoint | None) -> None:
+    def poll(self, step: int, checkpoint: CheckpointManager | None) -> None:
         """Record that a step is done, and report checkpoints that were written or failed."""
         self._uncertain = None
         if self._memory is not None:
@@ -290,7 +295,7 @@ class Saver:
     def save(
         self,
         step: int,
-        checkpoint: Checkpoint | None,
+        checkpoint: CheckpointManager | None,
         identity: Mapping[str, int],
         state: TrainingState,
         worlds: list[int],
@@ -324,7 +329,7 @@ class Saver:
     def _save(
         self,
         step: int,
-        checkpoint: Checkpoint | None,
+        checkpoint: CheckpointManager | None,
         identity: Mapping[str, int],
         state: TrainingState,
         worlds: list[int],
@@ -362,7 +367,7 @@ class Saver:
     def keep(
         self,
         step: int,
-        checkpoint: Checkpoint | None,
+        checkpoint: CheckpointManager | None,
         identity: Mapping[str, int],
         state: TrainingState,
         worlds: list[int],
@@ -386,7 +391,7 @@ class Saver:
     def keep_newer(
         self,
         step: int,
-        checkpoint: Checkpoint | None,
+        checkpoint: CheckpointManager | None,
         identity: Mapping[str, int],
         state: TrainingState,
         worlds: list[int],
@@ -407,7 +412,7 @@ class Saver:
     def _meta_after(
         self,
         step: int,
-        checkpoint: Checkpoint | None,
+        checkpoint: CheckpointManager | None,
         identity: Mapping[str, int],
         worlds: list[int],
         state: TrainingState,
@@ -430,7 +435,7 @@ class Saver:
                 meta["metrics"], checkpoint.metrics = checkpoint.metrics, {}
         return meta
 
-    def is_durable(self, step: int, checkpoint: Checkpoint | None) -> bool:
+    def is_durable(self, step: int, checkpoint: CheckpointManager | None) -> bool:
         """Whether :meth:`save` will save durably even without a stop or the training's end; the same on all ranks."""
         return checkpoint is not None and (self._agreed.save or checkpoint.due_everywhere(step))
 
@@ -492,7 +497,12 @@ class Saver:
             self.failure = self.failure or checkpoint.failed()
 
     def _save_again(
-        self, step: int, identity: dict[str, int], state: TrainingState, worlds: list[int], checkpoint: Checkpoint
+        self,
+        step: int,
+        identity: dict[str, int],
+        state: TrainingState,
+        worlds: list[int],
+        checkpoint: CheckpointManager,
     ) -> None:
         """Save the state restored from memory if no step is left.
 
@@ -561,7 +571,7 @@ class Saver:
         self._kept = False
         _log.warning("no snapshots in memory from now on: %s A fault costs the steps since the last checkpoint", reason)
 
-    def _asked(self, step: int, checkpoint: Checkpoint | None) -> bool:
+    def _asked(self, step: int, checkpoint: CheckpointManager | None) -> bool:
         """Whether the agent requests a checkpoint; reports an error to it if the script saves none."""
         if self._link is None or not self._link.save_asked():
             return False

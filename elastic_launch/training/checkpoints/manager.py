@@ -1,0 +1,630 @@
+"""Durable checkpoints: which one all ranks resume from, and when to save the next.
+
+The nodes may share a directory, or each have their own. The ranks exchange which checkpoints they have and choose the
+newest complete one by (round, step); a rank that has it sends it to those that do not. A URL is always shared: rank 0
+reads and writes there, see ``urls``. In a shared location, all nodes write large states together.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from copy import copy
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from elastic_launch import snapshot
+from elastic_launch.contract import Copied, CopyJob
+from elastic_launch.errors import UsageError
+from elastic_launch.snapshot.format.arrays import is_array
+from elastic_launch.snapshot.location import Place, Url, place
+from elastic_launch.snapshot.room import room
+from elastic_launch.snapshot.stall import while_advancing
+from elastic_launch.snapshot.storage.listing import positions
+from elastic_launch.snapshot.storage.owner import claim, other_owner, owned_by
+from elastic_launch.snapshot.storage.shared_copies import Copies, Taking
+from elastic_launch.snapshot.storage.shares import nonce_of
+from elastic_launch.system.threads import within
+from elastic_launch.training.checkpoints.branches import Branch, following
+from elastic_launch.training.checkpoints.checkpoint import Checkpoint
+from elastic_launch.training.checkpoints.node_reads import Read, read_on_node
+from elastic_launch.training.checkpoints.resumed import Resumed, check_identity
+from elastic_launch.training.checkpoints.sharded import Gathering
+from elastic_launch.training.checkpoints.shared_directory import Writers, behind_url, in_directory
+from elastic_launch.training.checkpoints.state import TrainingState
+from elastic_launch.training.checkpoints.urls import open_url
+from elastic_launch.training.link import AgentLink
+from elastic_launch.training.ranks.exchange import broadcast_state, exchanging, in_place
+from elastic_launch.training.ranks.world import World
+
+__all__ = ["CheckpointManager", "run_id", "weights_sha256"]
+
+_log = logging.getLogger(__name__)
+
+Report = Callable[[snapshot.WriteOutcome], None]
+
+FINAL_TIMEOUT = 600.0
+"""Seconds that the end of training waits for the last checkpoint to be written."""
+
+MOST_OF_FREE = 0.9
+"""Fraction of the free memory that a copy of the state may take."""
+
+LOOK_TIMEOUT = 10.0
+"""Seconds that storage has to list its checkpoints if the training can also resume from memory."""
+
+LOOK_AGAIN = 1.0
+"""Seconds between two attempts to list them, if the storage reports an error."""
+
+RESCUE_TIMEOUT = 5.0
+"""Seconds that a failing process waits for a checkpoint that is being written."""
+
+
+class CheckpointManager:
+    """Decides when a training saves durably, has it written, and finds what it resumes from.
+
+    Args:
+        settings: the script's :class:`~elastic_launch.Checkpoint`.
+    """
+
+    def __init__(self, settings: Checkpoint) -> None:
+        self.settings = settings
+        self.directory = settings.directory
+        self.metrics: dict[str, float] = {}
+        """Results of the last evaluation since the last save, if checkpoints are kept by them."""
+        self._evaluated = -1  # step at whose boundary all ranks have them
+        self.branch = Branch()
+        """The branch of the training that checkpoints are saved under."""
+        self._owner = ""
+        self._link: AgentLink | None = None
+        self._highest = 0
+        self._awaited = 0
+        self._owed = 0  # step of a checkpoint that was put off
+        self._lost: list[snapshot.WriteOutcome] = []
+        self._waits = False  # whether it was reported that training waits for checkpoints
+        self._last_step = 0
+        self._last_time = 0.0
+        self._writer: snapshot.BackgroundWriter | None = None
+        self._saved = self._unsaved = -1  # step of the newest state that is, or could not be, saved
+        self._error: snapshot.CheckpointError | None = None
+        self._writers = Writers(True)
+
+    def has_newer(self, world: World, position: tuple[int, int]) -> bool:
+        """Whether there is a checkpoint newer than a state in memory, judged by its name; called by all ranks.
+
+        Args:
+            position: round and step of the state in memory.
+        """
+        mine: list[tuple[int, int]] = []
+        if world.rank == 0 or not isinstance(self.directory, Url):
+            try:
+                mine = _listed(self.directory)
+            except (snapshot.CheckpointError, TimeoutError) as error:
+                _log.warning(
+                    "it is not known whether there is a newer checkpoint; training goes on from memory: %s", error
+                )
+        newest = max(_from_all(world, list(max(mine, default=(0, 0)))))
+        self._highest = max(self._highest, position[0], newest[0])
+        return (newest[0], newest[1]) > position
+
+    def open(
+        self,
+        world: World,
+        identity: dict[str, int],
+        *,
+        above: tuple[int, int] | None = None,
+        parts: TrainingState | None = None,
+    ) -> Resumed | None:
+        """Agree with all ranks on the checkpoint to resume from, and read it.
+
+        Args:
+            identity: what must be equal in the checkpoint and in this training, by the names used in errors.
+            above: round and step of a state in memory; only newer checkpoints, made by this run, are considered.
+            parts: the parts of this training, for ``start_from``.
+
+        Returns:
+            The state to resume from; None if no intact checkpoint is newer than the state in memory.
+
+        Raises:
+            UsageError: if the checkpoint belongs to another training; the message names what differs.
+            CheckpointError: if the directory cannot be read or does not respond, or the URL cannot be used.
+        """
+        parts = parts or TrainingState()
+        if isinstance(self.directory, Url):
+            return self._open_url(self.directory, world, identity, above, parts)
+        self._writers = in_directory(self.directory, world)
+        # A read that is merely slow must not make the training resume from an older state.
+        read = read_on_node(world, self.directory, partial(_read, self.directory, above, parts.taking), parts.taking)
+        loaded, known, damaged = read.loaded, read.known, read.damaged
+        newest, holder, complete = _agree(world, loaded)
+        self._highest = max(
+            self._highest, newest[0], *(entry[0] for entry in _from_all(world, [known])), *(above or (0,))[:1]
+        )
+        if holder is None and above is not None:
+            return None
+        if holder is None and damaged:
+            # Starting from scratch would eventually overwrite checkpoints that may be repairable.
+            raise damaged
+        if holder is None:
+            first = self._first(world, identity, parts)
+            self._begin(world, {})
+            self._take(self.directory, world)
+            return first
+        state, meta = (None, {}) if loaded is None else (loaded.state, loaded.meta)
+        if not complete:
+            if loaded is not None and world.rank == holder and parts.taking(meta) is not None:
+                # It has only its shards.
+                again = partial(snapshot.load, loaded.info, taking=in_place(parts.taking))
+                state = while_advancing(self.directory, again).state
+            meta = dict(broadcast_state(meta, holder, world.rank))
+            state = broadcast_state(state, holder, world.rank, parts.taking(meta))
+        assert state is not None
+        where = loaded.info.path if loaded is not None and (complete or world.rank == holder) else self.directory
+        origin = f"The checkpoint of step {newest[1]} in {where}"
+        check_identity(identity, meta, origin)
+        self._begin(world, meta)
+        # Last: a training that does not belong here must not take the directory from one that does.
+        self._take(self.directory, world)
+        return self._resumed(newest[1], state, meta, origin)
+
+    def standing(self, step: int, *, now: bool) -> tuple[int, float]:
+        """Return the step of the last save and its age in seconds; ``(step, 0.0)`` if this step is being saved."""
+        return (step, 0.0) if now else (self._last_step, time.monotonic() - self._last_time)
+
+    def go_on(self, world: World, meta: dict[str, Any], standing: tuple[int, float]) -> None:
+        """Start saving in a training that was resumed from memory; called by all ranks after :meth:`has_newer`.
+
+        Args:
+            meta: meta of the state in memory.
+            standing: result of :meth:`standing` when that state was written, so that faults more frequent than saves do
+                not postpone saving. Ranks whose round broke as they began to save may differ in it; then the oldest
+                counts, so that all save together.
+        """
+        # This run took the directory when it began. Taking it again would hide that another run has taken it since.
+        self._owner = owned_by(run_id())
+        url = isinstance(self.directory, Url)
+        self._writers = behind_url(world) if url else in_directory(Path(self.directory), world)
+        self._begin(world, meta)
+        self._last_step = min(step for (step,) in _from_all(world, [standing[0]]))
+        self._last_time = time.monotonic() - standing[1]
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes: rank 0, and the first rank of each node that has its own directory."""
+        return self._writers.me
+
+    def record(self, metrics: Mapping[str, float], step: int = -1) -> None:
+        """Note the results of an evaluation for the next checkpoint.
+
+        Args:
+            step: all ranks note them after this step, and save then; -1: some may not.
+
+        Raises:
+            UsageError: if the metric is missing by which the best checkpoints are kept.
+        """
+        if self.settings.keep_best is None:
+            return
+        if self.settings.keep_best.metric not in metrics:
+            has = ", ".join(map(repr, metrics)) or "nothing"
+            raise UsageError(
+                f"Checkpoint(keep_best={self.settings.keep_best}): the evaluation has {has}.", "Name one of these."
+            )
+        self.metrics, self._evaluated = {name: float(value) for name, value in metrics.items()}, step
+
+    def route(self, world: World, now: bool, job: CopyJob, size: int) -> CopyJob:
+        """Complete the job to copy a snapshot, or a share of it, to this directory.
+
+        Args:
+            now: whether to copy it now.
+            size: bytes of its tensors.
+        """
+        together = self._writers.drawn and world.nodes > 1 and now and size >= self.settings.split
+        if not together and not self.writes:
+            return job
+        job = replace(job, directory=str(self.directory), keep=self.settings.keep, now=now, owner=self._owner)
+        job = replace(job, keep_every=self.settings.keep_every, keep_best=self.settings.keep_best)
+        if not together:
+            return job
+        nonce = nonce_of(self._writers.drawn, job.round, job.step)
+        return replace(job, shares=world.nodes, share=world.node_rank, nonce=nonce)
+
+    def due(self, step: int) -> bool:
+        """Whether a save is due after a step.
+
+        With an interval in steps the answer is the same on all ranks; with a duration it is this rank's view.
+        """
+        return self.settings.every.due(step - self._last_step, time.monotonic() - self._last_time)
+
+    def due_everywhere(self, step: int) -> bool:
+        """Whether a save is due after a step, as far as all ranks know it without asking each other."""
+        return step == self._evaluated or (not self.by_clock and self.due(step))
+
+    def wanted(self, step: int) -> bool:
+        """Whether this rank knows of another reason to save."""
+        return (self.by_clock and self.due(step)) or (bool(self.metrics) and step != self._evaluated)
+
+    @property
+    def by_clock(self) -> bool:
+        """Whether the interval is a duration, so that ranks may differ on when a save is due."""
+        return self.settings.every.seconds is not None
+
+    def needs(self, step: int) -> bool:
+        """Whether the state after a step is not saved yet."""
+        return step != self._last_step
+
+    def doubt(self) -> None:
+        """Treat the current state as not saved."""
+        self._last_step = -1
+
+    def requested(self, step: int, link: AgentLink | None) -> None:
+        """Record that the agent copies the state after a step once it is in memory."""
+        self._last_step, self._last_time = step, time.monotonic()
+        self._link, self._awaited, self._owed = link, step, 0
+
+    @property
+    def owes(self) -> bool:
+        """Whether a checkpoint was postponed and none was made since."""
+        return self._owed > 0
+
+    def lost(self, step: int, reason: str) -> None:
+        """Record that the state after a step is not in memory after all and will not be copied."""
+        if step in (self._awaited, self._owed):
+            self._awaited = self._owed = 0
+            error = snapshot.CheckpointWriteError(f"its snapshot is lost: {reason}")
+            self._lost.append(snapshot.WriteOutcome(step, self.branch.round, 0.0, None, error))
+
+    def torn(self, step: int) -> None:
+        """Record that the copy of the state after a step was given up; a later state will be saved instead."""
+        if step == self._awaited:
+            self._awaited, self._owed = 0, step
+
+    def put_off(self, step: int) -> None:
+        """Save a later state instead of the one after this step; the interval restarts, as on the other ranks."""
+        self._last_step, self._last_time = step, time.monotonic()
+        self._owed = step
+
+    def save(
+        self,
+        state: dict[str, Any],
+        step: int,
+        meta: dict[str, Any],
+        may_commit: Callable[[], bool] = lambda: True,
+        own: Collection[int] = (),
+    ) -> None:
+        """Copy a state and write it in the background. Call it on all ranks, since each of them counts the interval.
+
+        Args:
+            state, meta: used only on ranks that write.
+            may_commit: called from another thread before a checkpoint is committed; only the first call's is used.
+            own: addresses of tensors that do not change, and need not be copied.
+        """
+        self._last_step, self._last_time, self._owed = step, time.monotonic(), 0
+        if not self.writes:
+            return
+        if self._writer is None:
+            self._writer = snapshot.BackgroundWriter(
+                self.directory,
+                keep=self.settings.keep,
+                keep_every=self.settings.keep_every,
+                keep_best=self.settings.keep_best,
+                owner=self._owner,
+                may_commit=may_commit,
+            )
+        self._submit(self._writer, state, step, meta, frozenset(own))
+
+    def _submit(
+        self,
+        writer: snapshot.BackgroundWriter,
+        state: dict[str, Any],
+        step: int,
+        meta: dict[str, Any],
+        own: frozenset[int],
+    ) -> None:
+        """Have a copy of the state written; if memory has no room for one, wait until the state itself is written."""
+        writer.drop_waiting()  # the copies would add up
+        size, (free, where) = _bytes_to_copy(state, own), room()
+        if size > MOST_OF_FREE * free:
+            if not writer.flush(FINAL_TIMEOUT):
+                error = self._still_writing("which has the only copy of the state that there is memory for")
+                self._lost.append(snapshot.WriteOutcome(step, self.branch.round, FINAL_TIMEOUT, error=error))
+                return
+            free, where = room()
+        if fits := size <= MOST_OF_FREE * free:
+            state = _copied(state, own)
+        elif not self._waits:
+            self._waits = True
+            _log.warning(
+                "from step %d on training waits until a checkpoint is written, because there is no memory for a "
+                "copy of the state: it needs %.2f GiB, and %.2f GiB are free %s",
+                step,
+                size / 2**30,
+                free / 2**30,
+                where,
+            )
+        writer.submit(state, step=step, round=self.branch.round, meta=meta)
+        if not fits and not writer.flush(FINAL_TIMEOUT):
+            raise self._still_writing("and training waits for it, as there is no memory for a copy of the state")
+
+    def _still_writing(self, why: str) -> snapshot.CheckpointError:
+        message = f"A checkpoint in {self.directory} was still being written after {FINAL_TIMEOUT:g} s, {why}."
+        return snapshot.CheckpointWriteError(message, "Check the storage that holds it.")
+
+    def outcomes(self, report: Report = lambda outcome: None) -> list[snapshot.WriteOutcome]:
+        """Return the writes that ended since the last call; does not wait.
+
+        Args:
+            report: called with each that is not the agent's: the agent reports its own, and logs their errors.
+        """
+        own, self._lost = self._lost, []
+        own += self._writer.poll() if self._writer is not None else []
+        for outcome in own:
+            if outcome.error is not None:
+                self._failed(outcome.step, outcome.error, saved=outcome.info is not None)
+            report(outcome)
+        told = [] if self._link is None else self._link.copies()
+        # Copies that an earlier process has requested may go to the directory of another training of the script.
+        copied = [self._outcome(copied) for copied in told if copied.directory == str(self.directory)]
+        for outcome in [*own, *copied]:
+            if outcome.info is not None:
+                self._saved = max(self._saved, outcome.step)  # also if old ones could not be removed
+            else:
+                self._error, self._unsaved = outcome.error or self._error, max(self._unsaved, outcome.step)
+        return own + copied
+
+    def _failed(self, step: int, error: snapshot.CheckpointError, *, saved: bool) -> None:
+        if isinstance(error, snapshot.UnsupportedStateError):
+            # Every later checkpoint would fail likewise, and at the end everything would be lost.
+            raise error
+        what = " is saved, but removing old ones failed" if saved else ""
+        _log.error("checkpoint of step %d%s: %s Training goes on.", step, what, error)
+
+    def finish(self, report: Report = lambda outcome: None, *, wait: bool = True) -> list[snapshot.WriteOutcome]:
+        """Wait until the saved state is written, and return the outcomes not yet returned.
+
+        Args:
+            report: as for :meth:`outcomes`.
+            wait: whether to wait for the agent's copies too.
+        """
+        if self._writer is not None:
+            self._writer.flush(FINAL_TIMEOUT)
+        if self._owed:
+            self.lost(self._owed, "the agent did not answer")
+        ended = self.outcomes(report)
+        while wait and self._awaited and self._link is not None:
+            if not self._link.wait_copied(FINAL_TIMEOUT):
+                self.lost(self._awaited, "the agent, which copies it, does not answer")
+            ended += self.outcomes(report)
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+        return ended
+
+    def rescue(self) -> None:
+        """Wait at most a few seconds for a checkpoint that is being written."""
+        writer, self._writer = self._writer, None
+        if writer is not None and writer.flush(RESCUE_TIMEOUT):
+            with suppress(snapshot.CheckpointError):  # the process already fails with another error
+                writer.close()
+
+    def failed(self) -> snapshot.CheckpointError | None:
+        """Return why the newest state could not be saved, else None; called at the end, when a save was due."""
+        if self._error is None:
+            return None
+        saved: int | None = self._saved
+        if self._saved < self._unsaved:
+            saved = self._saved_before()
+        if saved is not None and saved >= self._unsaved:
+            _log.error("not all checkpoints could be saved; the last error: %s", self._error)
+            return None
+        what = f"The last checkpoint, of step {self._unsaved}, could not be saved"
+        if saved == self._saved == -1:
+            what = "No checkpoint of this run could be saved"
+        return snapshot.CheckpointError(f"{what} in {self.directory}: {self._error.message}", self._error.hint)
+
+    def _saved_before(self) -> int | None:
+        """Return the step of the newest checkpoint that workers of this run have saved; -1 if there is none.
+
+        Returns:
+            None if that is unknown: another run has taken the directory and may have saved there, or it cannot be read.
+        """
+        try:
+            if within(LOOK_TIMEOUT, f"to read {self.directory}", lambda: other_owner(self.directory, run_id())):
+                return None
+            found = within(LOOK_TIMEOUT, f"to list {self.directory}", lambda: snapshot.find(self.directory))
+        except (snapshot.CheckpointError, TimeoutError):
+            return None
+        return max((info.step for info in found if info.round >= self.branch.since), default=-1)
+
+    def _first(self, world: World, identity: dict[str, int], parts: TrainingState) -> Resumed:
+        """Return what a training without a checkpoint of its own begins with."""
+        if self.settings.start_from is None:
+            return Resumed()
+        found = self.settings.start_from.begin(world, identity, parts)
+        resumed = Resumed.of(
+            found.step, found.state, {"worlds": []} | found.meta | {"identity": identity}, found.origin
+        )
+        worlds = resumed.worlds if found.step else []
+        self._last_step = found.step
+        return replace(resumed, worlds=worlds, anew=found.anew)
+
+    def _open_url(
+        self,
+        url: Url,
+        world: World,
+        identity: dict[str, int],
+        above: tuple[int, int] | None,
+        parts: TrainingState,
+    ) -> Resumed | None:
+        self._writers = behind_url(world)
+
+        def origin(step: int) -> str:
+            return f"The checkpoint of step {step} in {url}"
+
+        def check(meta: dict[str, Any], step: int) -> None:
+            check_identity(identity, meta, origin(step))
+
+        found = open_url(url, world, run_id(), check, _warn, parts.taking, above)
+        self._owner = found.owner
+        self._highest = max(self._highest, found.highest, above[0] if above else 0)
+        if found.state is None and above is not None:
+            return None
+        if found.state is None:
+            first = self._first(world, identity, parts)
+            self._begin(world, {})
+            return first
+        self._begin(world, found.meta)
+        return self._resumed(found.step, found.state, found.meta, origin(found.step))
+
+    def _take(self, directory: Path, world: World) -> None:
+        """Take the directory that this rank writes to, so that a run that wrote there before stops writing."""
+        if not self.writes:
+            return
+        try:
+            self._owner = claim(directory, run_id(), again=world.round > 1)
+        except snapshot.CheckpointError:
+            # The first save reports the error, unless there is room again by then.
+            self._owner = owned_by(run_id()) if world.round else ""
+
+    def _begin(self, world: World, meta: dict[str, Any]) -> None:
+        self.branch = following(world.round, run_id(), meta, self._highest)
+        self._last_time = time.monotonic()
+
+    def _resumed(self, step: int, state: dict[str, Any], meta: dict[str, Any], origin: str) -> Resumed:
+        self._last_step = step
+        return Resumed.of(step, state, meta, origin)
+
+    def _outcome(self, copied: Copied) -> snapshot.WriteOutcome:
+        if copied.step >= self._awaited:
+            self._awaited = 0
+        info = error = None
+        if copied.path:
+            path = place(copied.path)
+            info = snapshot.CheckpointInfo(path, copied.step, copied.round, copied.digest, copied.bytes, {})
+        if copied.error:
+            error = snapshot.CheckpointWriteError(copied.error, copied.hint)
+        return snapshot.WriteOutcome(copied.step, copied.round, copied.seconds, info, error)
+
+
+def _listed(directory: Place) -> list[tuple[int, int]]:
+    """Return the positions of all checkpoints; an error that passes must not have an older state win.
+
+    Raises:
+        CheckpointError, TimeoutError: if that is not possible within ``LOOK_TIMEOUT``.
+    """
+    left = LOOK_TIMEOUT
+    until = time.monotonic() + left
+    while True:
+        try:
+            return within(left, f"to list {directory}", lambda: positions(directory))
+        except snapshot.CheckpointError:
+            left = round(until - time.monotonic() - LOOK_AGAIN, 1)
+            if left <= 0:
+                raise
+        time.sleep(LOOK_AGAIN)
+
+
+def _read(directory: Path, above: tuple[int, int] | None, taking: Taking, copies: Copies | None) -> Read:
+    """Return the newest intact checkpoint above a position, and the highest round in any checkpoint's name.
+
+    Args:
+        above: round and step; None: consider all checkpoints.
+        copies: keeps the files for the node's other workers.
+
+    Raises:
+        CheckpointError: if the directory cannot be read and ``above`` is None.
+    """
+    damaged: list[snapshot.CheckpointReadError] = []
+    loaded = None
+    known = 0
+    try:
+        if above is None or not _of_another_run(directory):
+            skip = partial(_skip, damaged=damaged)
+            loaded = snapshot.newest(directory, on_damaged=skip, above=above, copies=copies, taking=taking)
+        known = max((number for number, _ in positions(directory)), default=0)
+    except snapshot.CheckpointError as error:
+        if above is None:
+            raise
+        _warn(error)
+    return Read(loaded, known, damaged[0] if damaged else None)
+
+
+def _skip(error: snapshot.CheckpointReadError, damaged: list[snapshot.CheckpointReadError]) -> None:
+    damaged.append(error)
+    _warn(error)
+
+
+def _warn(error: Exception) -> None:
+    _log.warning("a checkpoint is skipped: %s", error)
+
+
+def _of_another_run(where: Place) -> bool:
+    """Whether another run has taken the place, so that newer checkpoints there are not this run's."""
+    other = other_owner(where, run_id())
+    if other:
+        _log.warning("training goes on from memory: %s was taken by run %s", where, other)
+    return bool(other)
+
+
+def run_id() -> str:
+    return os.environ.get("TORCHELASTIC_RUN_ID", "")
+
+
+def _from_all(world: World, numbers: list[int]) -> list[list[int]]:
+    """Return the numbers of all ranks, by rank."""
+    if world.world_size == 1:
+        return [numbers]
+    gathered = [torch.zeros(len(numbers), dtype=torch.int64) for _ in range(world.world_size)]
+    with exchanging():
+        dist.all_gather(gathered, torch.tensor(numbers, dtype=torch.int64))
+    return [[int(x) for x in entry] for entry in gathered]
+
+
+def _agree(world: World, loaded: snapshot.LoadedCheckpoint | None) -> tuple[tuple[int, int], int | None, bool]:
+    """Return the newest (round, step) on any rank, the first rank that has it, and whether all have the same one."""
+    mine = [0, 0, 0] if loaded is None else [loaded.round, loaded.step, int(loaded.info.digest[:15], 16)]
+    if world.world_size == 1:
+        return (mine[0], mine[1]), None if loaded is None else 0, True
+    found = [(entry[0], entry[1], entry[2]) for entry in _from_all(world, mine)]
+    best = max(found)
+    if best == (0, 0, 0):
+        return (0, 0), None, True
+    return best[:2], found.index(best), all(entry == best for entry in found)
+
+
+def _copied(value: Any, own: frozenset[int] = frozenset()) -> Any:
+    """Copy a state so that training may continue; tensors are copied to the CPU, except for those in ``own``."""
+    if isinstance(value, Tensor):
+        return value.detach() if value.data_ptr() in own else value.detach().to("cpu", copy=True)
+    if isinstance(value, dict | list | deque):
+        copied: Any = copy(value)  # keeps attributes that a state_dict has besides its items
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            copied[key] = _copied(item, own)
+        return copied
+    if isinstance(value, tuple):
+        items = [_copied(item, own) for item in value]
+        return getattr(type(value), "_make", type(value))(items)
+    return copy(value) if isinstance(value, set) or is_array(value) else value
+
+
+def _bytes_to_copy(value: Any, own: frozenset[int]) -> int:
+    if isinstance(value, Tensor):
+        return 0 if value.data_ptr() in own else value.numel() * value.element_size()
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | deque) else ()
+    return sum(_bytes_to_copy(item, own) for item in items)
+
+
+def weights_sha256(model: nn.Module) -> str:
+    """Return the SHA-256 of all tensors in a model's ``state_dict``, over their names, dtypes, shapes and bytes.
+
+    Call it on all ranks if the model is sharded.
+    """
+    return snapshot.state_sha256(Gathering(keep=True).state(model))

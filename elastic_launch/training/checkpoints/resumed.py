@@ -1,0 +1,116 @@
+"""The state that a training resumes from, and whether it is this training's."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from elastic_launch.errors import UsageError
+
+__all__ = ["Outcome", "Resumed", "check_identity", "meta_of"]
+
+_log = logging.getLogger(__name__)
+
+Outcome = tuple[float, dict[str, float]]
+"""Loss and metrics of a pass over a step's micro-batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """The state that a training resumes from.
+
+    Attributes:
+        step: optimizer steps done.
+        state: state by part; None if the training starts from scratch.
+        identity: what must not change on a resume, as it was when the checkpoint was made.
+        worlds: world sizes of the rounds so far.
+        origin: names the checkpoint in error messages.
+        classes: class names of those parts whose state fits no other class.
+        compared: False if the ranks were compared in this training, but not in this state.
+        equal: in that case, the step after which the ranks were last equal.
+        orders: parameter names of each optimizer, by group.
+        last: loss and metrics of the last step, if the state is that of a process that was suspended.
+        anew: names of the parts that begin anew, and of those in the state that are not taken.
+        frozen: checksums of the frozen weights that were left out, by part.
+        passes: loss and metrics of each updated pass of the next step, if the process was suspended between two passes.
+        trained: in that process, whether each parameter needs a gradient, by name.
+    """
+
+    step: int = 0
+    state: dict[str, Any] | None = None
+    identity: dict[str, int] = field(default_factory=dict)
+    worlds: list[int] = field(default_factory=list)
+    origin: str = ""
+    classes: dict[str, str] = field(default_factory=dict)
+    compared: bool = True
+    equal: int = 0
+    orders: dict[str, list[list[str]]] = field(default_factory=dict)
+    last: Outcome | None = None
+    anew: frozenset[str] = frozenset()
+    frozen: dict[str, int] = field(default_factory=dict)
+    passes: tuple[Outcome, ...] = ()
+    trained: dict[str, bool] = field(default_factory=dict)
+
+    @property
+    def uncompared(self) -> int:
+        """Number of the last steps after which the ranks were not compared."""
+        return 0 if self.compared else self.step - self.equal
+
+    @staticmethod
+    def of(step: int, state: dict[str, Any] | None, meta: dict[str, Any], origin: str) -> Resumed:
+        """Make a ``Resumed`` from a state and its meta."""
+        worlds, classes = [int(size) for size in meta["worlds"]], meta.get("classes", {})
+        compared, (_, equal) = meta.get("compared", True) is not False, meta.get("equal", (0, 0))
+        identity, orders = dict(meta["identity"]), dict(meta.get("orders", {}))
+        last, passes = (_outcome(meta["last"]) if "last" in meta else None), map(_outcome, meta.get("passes", ()))
+        resumed = Resumed(step, state, identity, worlds, origin, dict(classes), compared, int(equal), orders, last)
+        resumed = replace(resumed, passes=tuple(passes), trained=dict(meta.get("trained", {})))
+        return replace(resumed, frozen=dict(meta.get("frozen", {})))
+
+
+def _outcome(value: Any) -> Outcome:
+    loss, metrics = value
+    return float(loss), dict(metrics)
+
+
+def meta_of(identity: dict[str, int], worlds: list[int]) -> dict[str, Any]:
+    """Return the meta of a state, which can be read without the state."""
+    return {"identity": identity, "worlds": worlds, "fingerprint": fingerprint()}
+
+
+def check_identity(identity: dict[str, int], meta: dict[str, Any], origin: str) -> None:
+    """Refuse a state that another training saved.
+
+    Args:
+        identity: this training's.
+        meta: the saved state's.
+        origin: names the checkpoint in error messages.
+
+    Raises:
+        UsageError: naming what differs.
+    """
+    saved = meta.get("identity", {})
+    for name, value in identity.items():
+        if saved.get(name) != value:
+            was = f"with {name} {saved[name]}" if name in saved else f"without {name}"
+            raise UsageError(
+                f"{origin} was made {was}, this training has {value}.",
+                "Use the same, or another directory: the samples of the steps to come would not be those left over. If "
+                "that is wanted: Checkpoint(another directory, start_from=this one, allow=[...]).",
+            )
+    differing = [name for name, value in fingerprint().items() if meta.get("fingerprint", {}).get(name) != value]
+    if differing and torch.are_deterministic_algorithms_enabled():
+        _log.warning(
+            "%s was made with another %s: the weights will not be the same to the bit",
+            origin,
+            ", ".join(differing),
+        )
+
+
+def fingerprint() -> dict[str, str]:
+    """Return what results to the bit depend on besides the program: torch's version, device and threads."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else torch.backends.cpu.get_cpu_capability()
+    return {"torch": str(torch.__version__), "device": device, "threads": str(torch.get_num_threads())}
