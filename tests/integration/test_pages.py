@@ -32,7 +32,7 @@ PROGRAMS = (
     "aws az curl docker elastic-composer elastic-launch elasticctl export for gcloud kubectl make pip podman python "
     "python3 ray rm sbatch scancel scontrol sky srun ssh torchrun torchx"
 )
-SHELL = re.compile(rf"^\s*(?:\$ )?(?:\w+=\S+ )*(?:{'|'.join(PROGRAMS.split())})(?=\s)")
+SHELL = re.compile(rf"^\s*(?:\$ )?(?:\w+=(?:\$\([^)]*\)|\S+) )*(?:{'|'.join(PROGRAMS.split())})(?=\s)")
 """What a block of commands begins with, of the programs that the pages use."""
 
 CHANCE = ("rank ", "this node was frozen", "step ", "...")
@@ -103,6 +103,8 @@ def test_commands_without_a_label_are_found(tmp_path: Path) -> None:
     assert hidden_commands(page) == []
     page.write_text("```\nETCD=a:1 sbatch job\n```\n\n```bash\nstart HOST\n```\n\n```sh\nmake env\n```\n")
     assert hidden_commands(page) == ["ETCD=a:1 sbatch job\n", "start HOST\n"]
+    page.write_text("```\nTOKEN=$(openssl rand -hex 32) sky launch\n```\n")
+    assert hidden_commands(page) == ["TOKEN=$(openssl rand -hex 32) sky launch\n"]
 
 
 @pytest.mark.slow
