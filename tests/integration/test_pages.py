@@ -77,9 +77,19 @@ def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_what_pages_install_are_extras() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    named = {name for page in [TUTORIAL, *HOW_TOS] for name in INSTALLS.findall(page.read_text())}
+    text = "".join(page.read_text() for page in [TUTORIAL, *HOW_TOS])
+    named = set(INSTALLS.findall(text))
     assert named
     assert named <= extras.keys()
+    packages = set(re.findall(r"'([\w-]+>=[\d.]+)'", text))
+    assert packages
+    assert packages <= {package for extra in extras.values() for package in extra}
+
+
+@pytest.mark.parametrize("page", [TUTORIAL, *HOW_TOS], ids=lambda page: page.stem)
+def test_what_runs_instead_of_a_block_exists(page: Path) -> None:
+    instead = re.findall(r"<!-- not run: .*?(tests/\S+)", page.read_text())
+    assert [name for name in instead if not (ROOT / name).exists()] == []
 
 
 def hidden_commands(page: Path) -> list[str]:
