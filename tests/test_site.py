@@ -23,8 +23,6 @@ OF_LOADERS = (
     "apart check_exact contents endless epoch_from go_on identity own_generators plan position samples_in spare"
 )
 ENGINES = {
-    "Checkpoint": "by_clock doubt due due_everywhere failed finish go_on has_newer lost needs open outcomes owes "
-    "put_off record requested rescue route save standing torn wanted writes",
     "ElasticLoader": OF_LOADERS,
     "Evaluator": "begin",
     "FunctionLoader": f"{OF_LOADERS} indices",
