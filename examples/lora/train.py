@@ -3,8 +3,7 @@
     elastic-launch --standalone --nproc 2 examples/lora/train.py --checkpoint runs/lora
 
 The base has random weights here; take ``from_pretrained`` instead. With ``--fsdp`` the model is divided among the ranks
-by FSDP2, and checkpoints have all of its weights. The weights are the same to the bit with and without it, at any
-number of ranks and after any faults.
+by FSDP2. The weights are the same to the bit with and without it, at any number of ranks and after any faults.
 """
 
 import argparse
@@ -68,7 +67,7 @@ def main() -> None:
             fully_shard(model, mesh=mesh)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
         loader = el.FunctionLoader(get_batch, el.GlobalBatch(32, micro=8), seed=0)
-        checkpoint = el.Checkpoint(args.checkpoint, every=20, skip_frozen=not args.fsdp)
+        checkpoint = el.Checkpoint(args.checkpoint, every=20, skip_frozen=True)
         for step in run.steps(loader, model, optimizer, until=f"{args.steps}ba", checkpoint=checkpoint, exact=True):
             for tokens in step:
                 tokens = tokens.to(run.device)

@@ -109,6 +109,41 @@ def test_exact_mode_gives_the_weights_of_the_unsharded_model_also_when_resumed(t
 
 
 @pytest.mark.usefixtures("meshes")
+@pytest.mark.parametrize("shard", ["fsdp", "zero"])
+def test_frozen_weights_are_left_out_of_the_states_of_a_sharded_model(tmp_path: Path, shard: str) -> None:
+    def trained(until: int, name: str, shard: str = shard, change: float = 0.0, later: float = 0.0) -> str:
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 4))
+        model[0].requires_grad_(False)
+        model[0].bias.data[1] += change
+        model = _sharded(model) if shard == "fsdp" else model
+        trained = [p for p in model.parameters() if p.requires_grad]
+        adam: Any = torch.optim.AdamW
+        optimizer: Any = ZeroRedundancyOptimizer(trained, adam) if shard == "zero" else adam(trained)
+        saving = el.Checkpoint(tmp_path / name, every=1, skip_frozen=True)
+        with el.session(threads=1) as run:
+            for step in run.steps(_loader(), model, optimizer, until=f"{until}ba", exact=True, checkpoint=saving):
+                for x, y in step:
+                    step.backward(nn.functional.cross_entropy(step.model(x), y))
+                step.update()
+                weight = model[0].bias.data
+                (weight.to_local() if shard == "fsdp" else weight)[1] += later
+        return el.weights_sha256(model)
+
+    expected = trained(4, "undisturbed", "none")
+    trained(2, "saved")
+    assert set(el.load_checkpoint(tmp_path / "saved")["model"]) == {"2.weight", "2.bias"}
+    with pytest.raises(UsageError, match="other values of the frozen weights of model"):
+        trained(4, "saved", change=1e-3)
+    if shard == "fsdp":
+        shutil.copytree(tmp_path / "saved", tmp_path / "copy")
+        assert trained(4, "copy", "none") == expected
+    assert trained(4, "saved") == expected
+    with pytest.raises(UsageError, match=r"'0\.bias' of model is frozen, and its values have changed"):
+        trained(4, "changed", later=1e-3)
+
+
+@pytest.mark.usefixtures("meshes")
 def test_default_mode_gives_about_the_same_weights() -> None:
     found, expected = _trained(6, exact=False), _trained(6, shard="none")
     del found["0.bias"], expected["0.bias"]  # before a BatchNorm its gradient is rounding, which AdamW makes large
@@ -153,14 +188,12 @@ def test_a_trainer_takes_what_torch_compile_returns(run: Run) -> None:
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
-def test_what_a_sharded_model_cannot_be_trained_with(run: Run, tmp_path: Path) -> None:
+def test_what_a_sharded_model_cannot_be_trained_with(run: Run) -> None:
     model = _model()
     with pytest.raises(UsageError, match="scaler"):
         _go(run, model, scaler=torch.amp.GradScaler("cpu"))
     with pytest.raises(UsageError, match="of several models none may be sharded"):
         _go(run, {"a": model}, torch.optim.SGD(model.parameters(), 0.1))
-    with pytest.raises(UsageError, match=r"skip_frozen=True\): a sharded model"):
-        _go(run, model, checkpoint=el.Checkpoint(tmp_path, skip_frozen=True))
     with pytest.raises(UsageError, match=r"exact=True: .* SGD\(fused=True\)|exact=True: SGD\(fused=True\)"):
         _go(run, model, torch.optim.SGD(model.parameters(), 0.1, fused=True), exact=True)
     trainer = el.Trainer(

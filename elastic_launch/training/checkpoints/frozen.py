@@ -1,4 +1,7 @@
-"""Frozen weights that saved states leave out, such as the base of a LoRA: on a resume the script's own are used."""
+"""Frozen weights that saved states leave out, such as the base of a LoRA: on a resume the script's own are used.
+
+Their digest is that of whole tensors, also of a sharded model, so that it does not depend on the number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,12 @@ from collections.abc import Iterable, Mapping
 from copy import copy
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from elastic_launch.errors import UsageError
 from elastic_launch.training.ranks.checksum import checksums, combined
+from elastic_launch.training.wrapped import is_sharded
 
 __all__ = ["Frozen"]
 
@@ -30,7 +35,7 @@ class Frozen:
     def begin(self, parts: Mapping[str, object], *, skip: bool) -> None:
         """From now on, leave out the weights that are frozen now, or none."""
         modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)} if skip else {}
-        self._skipped = {name: _frozen(module) for name, module in modules.items()}
+        self._skipped = {name: _frozen(module, module.state_dict()) for name, module in modules.items()}
         self._sums, self._digests = {}, {}
 
     def left(self, name: str, state: Any) -> Any:
@@ -45,6 +50,8 @@ class Frozen:
     def verify(self, parts: Mapping[str, object]) -> None:
         """Check that they are still frozen, and have the values that they had when this was first called.
 
+        Of a sharded model each rank checks its shards.
+
         Raises:
             UsageError: naming a weight.
         """
@@ -52,17 +59,18 @@ class Frozen:
             module = parts.get(name)
             if not isinstance(module, nn.Module):
                 continue  # a training of other parts goes on after this one
-            now = dict(module.named_parameters(remove_duplicate=False))
+            state = module.state_dict()
+            here = set(_frozen(module, state))
             for key in keys:
-                if key not in now or now[key].requires_grad:
+                if key not in here:
                     raise UsageError(f"{key!r} of {name} was frozen when the training began, and is not now.", _HINT)
-            sums = checksums([now[key] for key in keys]).tolist()
+            sums = checksums([_local(state[key]) for key in keys]).tolist()
             for key, before, after in zip(keys, self._sums.setdefault(name, sums), sums, strict=True):
                 if before != after:
                     raise UsageError(f"{key!r} of {name} is frozen, and its values have changed.", _HINT)
 
     def digests(self, parts: Mapping[str, object]) -> dict[str, int]:
-        """Return a checksum of them for each part, computed only once."""
+        """Return a checksum of them for each part, computed only once; called by all ranks if some are sharded."""
         for name in self._skipped.keys() - self._digests.keys():
             module = parts.get(name)
             if isinstance(module, nn.Module):
@@ -72,6 +80,8 @@ class Frozen:
 
     def filled(self, name: str, part: object, saved: Any, origin: str, digest: int | None) -> Any:
         """Return a part's saved state with the frozen weights that it lacks, from the part itself.
+
+        Called by all ranks if some are sharded.
 
         Args:
             saved: the state.
@@ -84,7 +94,8 @@ class Frozen:
         skips = bool(self._skipped.get(name))
         if not isinstance(part, nn.Module) or not isinstance(saved, Mapping) or (digest is None and not skips):
             return saved
-        own, here = part.state_dict(), _frozen(part)
+        own = part.state_dict()
+        here = _frozen(part, own)
         if digest is None:
             if not all(isinstance(saved.get(key), Tensor) for key in here):
                 return saved  # it does not fit, which is found when it is loaded
@@ -102,12 +113,18 @@ class Frozen:
         return filled
 
 
-def _frozen(module: nn.Module) -> list[str]:
-    saved = module.state_dict()
+def _frozen(module: nn.Module, state: Mapping[str, Any]) -> list[str]:
     named = module.named_parameters(remove_duplicate=False)
-    return [name for name, parameter in named if not parameter.requires_grad and name in saved]
+    return [name for name, parameter in named if not parameter.requires_grad and name in state]
 
 
-def _digest(tensors: Iterable[Tensor]) -> int:
-    # On the CPU: sums of other devices are computed in pieces of other sizes.
-    return int(combined(checksums([tensor.detach().cpu() for tensor in tensors])))
+def _local(tensor: Any) -> Tensor:
+    local: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
+    return local
+
+
+def _digest(tensors: Iterable[Any]) -> int:
+    # One whole tensor at a time; on the CPU, as sums of other devices are computed in pieces of other sizes.
+    whole = (tensor.full_tensor() if is_sharded(tensor) else tensor for tensor in tensors)
+    sums = [checksums([tensor.detach().cpu()]) for tensor in whole]
+    return int(combined(torch.cat(sums) if sums else checksums([])))

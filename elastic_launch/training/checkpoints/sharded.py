@@ -6,7 +6,7 @@ by one, so that a device has room for them; a rank that writes keeps all of them
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -48,14 +48,18 @@ class Gathering:
         self.own: set[int] = set()
         self._keep = keep
 
-    def state(self, part: Any) -> Any:
-        """Return a part's state on the ranks that need it, else None; called by all ranks."""
+    def state(self, part: Any, chosen: Callable[[Any], Any] = lambda state: state) -> Any:
+        """Return a part's state on the ranks that need it, else None; called by all ranks.
+
+        Args:
+            chosen: returns what is wanted of the state that each rank has, before it is gathered.
+        """
         if isinstance(part, Group):
             states = {name: self.state(member) for name, member in part.members.items()}
             return states if self._keep else None
         if is_zero(part):
             return self._of_zero(part)
-        return self._gathered(part.state_dict())
+        return self._gathered(chosen(part.state_dict()))
 
     def _gathered(self, value: Any) -> Any:
         if is_sharded(value):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from itertools import count
 from typing import Any, NoReturn
 
@@ -95,8 +96,11 @@ class TrainingState:
                 part.gather(keep=keep)
         self.gathered.clear()
         if self.sharded:
+            self._frozen.verify(self._parts)
             gathering = Gathering(keep=keep)
-            states = {name: gathering.state(part) for name, part in self._parts.items()}
+            states = {
+                name: gathering.state(part, partial(self._frozen.left, name)) for name, part in self._parts.items()
+            }
             self.gathered |= gathering.own
             return states if keep else {}
         if not keep:
@@ -106,7 +110,7 @@ class TrainingState:
 
     def _states(self) -> dict[str, Any]:
         if self.sharded:
-            return {name: local_state(part) for name, part in self._parts.items()}
+            return {name: self._frozen.left(name, local_state(part)) for name, part in self._parts.items()}
         return {name: self._frozen.left(name, part.state_dict()) for name, part in self._parts.items()}
 
     def taking(self, meta: Mapping[str, Any]) -> tree.Take | None:
@@ -124,10 +128,6 @@ class TrainingState:
 
     def skip_frozen(self, skip: bool) -> None:
         """From now on, leave out the modules' parameters that are frozen now, or none; called before a restore."""
-        if skip and self.sharded:
-            raise UsageError(
-                "Checkpoint(skip_frozen=True): a sharded model's frozen parameters cannot be left out.", "Leave it out."
-            )
         self._frozen.begin(self._parts, skip=skip)
 
     def frozen(self) -> dict[str, int]:
