@@ -65,7 +65,10 @@ def checked(config: Any) -> dict[str, Any]:
             raise UsageError(f"{where}: {key!r} of zero_optimization is not supported.", "Leave it out.")
         if key == "stage" and value not in (0, 1, 2):
             raise UsageError(
-                f"{where}: ZeRO stage {value} is not supported.", "Use stage 1 or 2, which keep whole parameters."
+                f"{where}: zero_optimization.stage is {value!r}, and stages 0, 1 and 2 are supported: each rank must "
+                "have whole parameters.",
+                "Set it to 2; to divide parameters, too, leave deepspeed_config out and shard the model by "
+                "fully_shard.",
             )
     return chosen
 

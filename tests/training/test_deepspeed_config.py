@@ -56,7 +56,7 @@ def test_what_is_auto_is_left_out() -> None:
         ({"fp16": {"enabled": True}}, ["fp16 is enabled", "precision='bf16'"]),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ["enables bf16 and fp16"]),
         ({"optimizer": {"type": "Adam"}}, ["'optimizer' is not supported", "Give the optimizer to the Trainer"]),
-        ({"zero_optimization": {"stage": 3}}, ["ZeRO stage 3 is not supported"]),
+        ({"zero_optimization": {"stage": 3}}, ["zero_optimization.stage is 3", "Set it to 2", "fully_shard"]),
         ({"zero_optimization": {"round_robin_gradients": True}}, ["'round_robin_gradients' of zero_optimization"]),
         ({"pipeline": {}}, ["'pipeline' is not supported"]),
         ({"zero_optimization": 1}, ["'zero_optimization' is an int"]),
