@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from harness import SCRIPTS, Job, wait_for
 
+import elastic_launch as el
 from elastic_launch.faults import FaultPlan
 
 FRAMEWORKS = Path(__file__).parents[2] / "examples" / "frameworks"
@@ -160,10 +162,13 @@ def test_elasticctl_makes_a_framework_save(job: Job, name: str) -> None:
 DEEPSPEED = str(FRAMEWORKS.parent / "deepspeed" / "train.py")
 
 
-def trained(job: Job, *flags: str, stage: int, epochs: int, env: dict[str, str] | None = None) -> dict[str, Any]:
+def trained(
+    job: Job, *flags: str, stage: int, epochs: int, precision: str = "fp32", env: dict[str, str] | None = None
+) -> dict[str, Any]:
     """The result of the example with ``Trainer(deepspeed_config=...)``."""
-    options = ["--stage", str(stage), "--epochs", str(epochs), "--precision", "fp32", "--dir", str(job.work / "saved")]
-    agent = job.launch("--standalone", *flags, name=f"to-{epochs}", command=[DEEPSPEED, *options], env=env)
+    options = ["--stage", str(stage), "--epochs", str(epochs), "--precision", precision]
+    command, name = [DEEPSPEED, *options, "--dir", str(job.work / "saved")], f"{precision}-to-{epochs}"
+    agent = job.launch("--standalone", *flags, name=name, command=command, env=env)
     assert agent.wait(200) == 0, agent.output
     (line,) = re.findall(r"^{.*}$", agent.output, re.MULTILINE)
     return dict(json.loads(line))
@@ -187,6 +192,25 @@ def test_a_trainer_with_zero_is_killed_and_resumed_in_another_world_and_stage(jo
     assert undisturbed["worlds"] == [1]
     assert second["steps"] == undisturbed["steps"]
     assert second["loss"] == pytest.approx(undisturbed["loss"], rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("extensions")
+@installed("deepspeed")
+@pytest.mark.executed
+def test_a_killed_training_in_bf16_goes_on_with_the_float32_values_of_its_weights(job: Job) -> None:
+    found = trained(
+        job, "--nproc", "2", stage=2, epochs=1, precision="bf16", env=FaultPlan.fail_at(1, 12).environment()
+    )
+    assert (found["precision"], found["worlds"]) == ("bf16", [2, 2])
+    assert 0 < found["resumed_step"] <= 12
+    state = el.load_checkpoint(job.work / "saved")
+    for name, weight in state["model"].items():
+        own = state["optimizer"]["state"][name]["parameter"]
+        assert (weight.dtype, own.dtype) == (torch.bfloat16, torch.float32)
+        assert torch.equal(own.to(torch.bfloat16), weight), "what the optimizer has is what was trained"
+        assert not torch.equal(own, weight.float())
 
 
 NOTHING_LAST = """
