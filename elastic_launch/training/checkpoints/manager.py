@@ -44,7 +44,8 @@ from elastic_launch.training.checkpoints.shared_directory import Writers, behind
 from elastic_launch.training.checkpoints.state import TrainingState
 from elastic_launch.training.checkpoints.urls import open_url
 from elastic_launch.training.link import AgentLink
-from elastic_launch.training.ranks.exchange import broadcast_state, exchanging, in_place
+from elastic_launch.training.ranks.exchange import broadcast_state, exchanging
+from elastic_launch.training.ranks.spreading import in_place, spread_state
 from elastic_launch.training.ranks.world import World
 
 __all__ = ["CheckpointManager", "run_id", "weights_sha256"]
@@ -166,7 +167,7 @@ class CheckpointManager:
                 again = partial(snapshot.load, loaded.info, taking=in_place(parts.taking))
                 state = while_advancing(self.directory, again).state
             meta = dict(broadcast_state(meta, holder, world.rank))
-            state = broadcast_state(state, holder, world.rank, parts.taking(meta))
+            state = spread_state(state, [holder], world, parts.taking(meta))
         assert state is not None
         where = loaded.info.path if loaded is not None and (complete or world.rank == holder) else self.directory
         origin = f"The checkpoint of step {newest[1]} in {where}"

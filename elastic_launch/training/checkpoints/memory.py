@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -23,10 +23,10 @@ from elastic_launch.contract import CopyJob, Stored
 from elastic_launch.snapshot.memory.slot import Header, Slot
 from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter, read_meta, read_state
 from elastic_launch.snapshot.room import room
-from elastic_launch.snapshot.storage.shared_copies import Taking
 from elastic_launch.training.checkpoints.snapshot_interval import Cost, Rhythm
 from elastic_launch.training.link import AgentLink
-from elastic_launch.training.ranks.exchange import broadcast_state, exchanging, in_place
+from elastic_launch.training.ranks.exchange import broadcast_state, exchanging
+from elastic_launch.training.ranks.spreading import Cuts, in_place, spread_state
 from elastic_launch.training.ranks.world import World
 
 __all__ = ["MemorySnapshots", "Newest", "Route", "newest", "restore", "settled"]
@@ -235,7 +235,7 @@ class Newest:
         position: its round and step.
         live: whether it is the state of a process that was suspended, and not a snapshot.
         mine: this node's snapshot of it, if any; None if it is live.
-        holder: first rank that has it, itself or on its node.
+        holders: the ranks that have it, themselves or on their nodes.
         everywhere: whether all ranks have it.
         passes: updated passes of the next step that it includes, if it is live.
     """
@@ -243,9 +243,14 @@ class Newest:
     position: tuple[int, int]
     live: bool
     mine: tuple[Slot, Header] | None
-    holder: int
+    holders: Sequence[int]
     everywhere: bool
     passes: int = 0
+
+    @property
+    def holder(self) -> int:
+        """The first rank that has it."""
+        return self.holders[0]
 
 
 def newest(
@@ -273,23 +278,24 @@ def newest(
     number, step, passes = best
     is_live = best in in_processes
     have = in_processes if is_live else in_slots
-    everywhere = all(position == best for position in have)
+    holders = [rank for rank, position in enumerate(have) if position == best]
     slot = found if kept == (number, step) and not is_live else None
-    return Newest((number, step), is_live, slot, have.index(best), everywhere, passes)
+    return Newest((number, step), is_live, slot, holders, len(holders) == len(have), passes)
 
 
-def restore(newest: Newest, world: World, taking: Taking) -> tuple[Any, dict[str, Any]]:
+def restore(newest: Newest, world: World, taking: Cuts) -> tuple[Any, dict[str, Any]]:
     """Return a snapshot's state and meta; called by all ranks.
 
     Args:
         taking: returns what this rank keeps of each tensor.
     """
     faults.reached("restore", newest.position[1])
-    holds = newest.mine is not None and (newest.everywhere or world.rank == newest.holder)
-    meta = read_meta(*newest.mine) if newest.mine is not None and holds else {}
+    meta = {} if newest.mine is None else read_meta(*newest.mine)
     if newest.everywhere:
         assert newest.mine is not None
         return read_state(*newest.mine, taking(meta)), meta
     meta = dict(broadcast_state(meta, newest.holder, world.rank))
-    state = read_state(*newest.mine, in_place(taking)(meta)) if newest.mine is not None and holds else None
-    return broadcast_state(state, newest.holder, world.rank, taking(meta)), meta
+    cut = taking(meta)
+    sends = newest.mine is not None and (cut is not None or world.rank == newest.holder)
+    state = read_state(*newest.mine, in_place(taking)(meta)) if newest.mine is not None and sends else None
+    return spread_state(state, newest.holders, world, cut), meta

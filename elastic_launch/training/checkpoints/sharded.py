@@ -6,7 +6,7 @@ by one, so that a device has room for them; a rank that writes keeps all of them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -19,9 +19,13 @@ from elastic_launch.snapshot.format.tensor_file import copied
 from elastic_launch.snapshot.stall import advanced
 from elastic_launch.training.checkpoints.parts import Group
 from elastic_launch.training.ranks.exchange import broadcast_state
+from elastic_launch.training.ranks.spreading import Box, narrowed
 from elastic_launch.training.wrapped import is_sharded, is_zero, sharding_modules
 
 __all__ = ["Cutting", "Gathering", "holds_shards", "local_state"]
+
+_WHOLE = object()
+"""Stands for all of a tensor."""
 
 
 def holds_shards(part: Any) -> bool:
@@ -119,7 +123,7 @@ def _local(value: Any) -> Any:
 
 
 class Cutting:
-    """Cuts this rank's shards out of whole tensors, one by one as they are read or received; without communication.
+    """Cuts this rank's shards out of whole tensors, one by one as they are read or sent; without communication.
 
     Args:
         parts: the parts by name.
@@ -152,15 +156,53 @@ class Cutting:
         else:
             self._likes |= dict(_sharded_in(part.state_dict(), path))
 
-    def __call__(self, path: Path, whole: Tensor) -> Tensor:
+    def __call__(self, path: Path, tensor: Tensor, /) -> Tensor:
         advanced()
-        place = path if path in self._likes else path[:-1]
-        like = self._likes.get(place, whole)
+        box = self.box(path, tensor.shape)
+        if box is None:
+            return tensor.to("meta")
+        return self.kept(path, tensor.shape, copied(narrowed(tensor, box)))
+
+    def box(self, path: Path, shape: Sequence[int]) -> Box | None:
+        """Return the part of a tensor that this rank needs; None: it is of a parameter that belongs to another rank."""
+        like = self._like(path, shape)
         if like is None:
-            return whole.to("meta")  # of a parameter that belongs to another rank: it is dropped
-        if not is_sharded(like) or whole.shape != like.shape:
-            return copied(whole)
-        return _cut(whole, like)
+            return None
+        if like is _WHOLE or not _is_plain(like):
+            return [(0, length) for length in shape]
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # slow to import
+
+        lengths, begins = compute_local_shape_and_global_offset(tuple(shape), like.device_mesh, like.placements)
+        return [(begin if length else 0, length) for length, begin in zip(lengths, begins, strict=True)]
+
+    def kept(self, path: Path, shape: Sequence[int], part: Tensor) -> Tensor:
+        """Return what this rank keeps of a tensor, made of the part that it needs."""
+        like = self._like(path, shape)
+        if like is None or like is _WHOLE:
+            return part
+        from torch.distributed.tensor import DTensor, distribute_tensor  # slow to import
+
+        part = part.to(like.device)
+        if not _is_plain(like):
+            # Cloned: the shard would keep the memory of all of it.
+            return distribute_tensor(part, like.device_mesh, like.placements, src_data_rank=None).clone()
+        # distribute_tensor would need the whole tensor.
+        return DTensor.from_local(
+            part, like.device_mesh, like.placements, run_check=False, shape=torch.Size(shape), stride=like.stride()
+        )
+
+    def _like(self, path: Path, shape: Sequence[int]) -> Any:
+        """Return the tensor as whose shard one is cut; None: it is not needed here."""
+        place = path if path in self._likes else path[:-1]
+        like = self._likes.get(place, _WHOLE)
+        return like if like is None or (is_sharded(like) and list(like.shape) == list(shape)) else _WHOLE
+
+
+def _is_plain(like: Any) -> bool:
+    """Whether this rank's shard is a box."""
+    from torch.distributed.tensor import Replicate, Shard  # slow to import
+
+    return all(type(placement) in (Shard, Replicate) for placement in like.placements)
 
 
 def _sharded_in(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
@@ -169,22 +211,3 @@ def _sharded_in(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
     elif isinstance(value, dict | list):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _sharded_in(item, (*path, key))
-
-
-def _cut(whole: Tensor, like: Any) -> Tensor:
-    """Return this rank's shard of a tensor, cut as another one of its shape."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor  # slow to import
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    if any(type(placement) not in (Shard, Replicate) for placement in like.placements):
-        # Cloned: the shard would keep the memory of all of it.
-        return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None).clone()
-    # distribute_tensor would copy the tensor, all of which would then be in memory.
-    local = whole
-    found = compute_local_shape_and_global_offset(whole.shape, like.device_mesh, like.placements)
-    for dimension, (length, start) in enumerate(zip(*found, strict=True)):
-        local = local.narrow(dimension, start if length else 0, length)
-    local = local.to(like.device, copy=True, memory_format=torch.contiguous_format)
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=whole.shape, stride=like.stride()
-    )

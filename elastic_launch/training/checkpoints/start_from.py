@@ -15,7 +15,7 @@ from elastic_launch.snapshot.storage.url_storage import check_driver
 from elastic_launch.training.checkpoints.loading import read_checkpoint, weights_in
 from elastic_launch.training.checkpoints.state import TrainingState
 from elastic_launch.training.data.samplers import SAMPLE_ORDER
-from elastic_launch.training.ranks.exchange import state_from_first
+from elastic_launch.training.ranks.spreading import state_from_first
 from elastic_launch.training.ranks.world import World
 
 __all__ = ["Beginning", "StartFrom"]

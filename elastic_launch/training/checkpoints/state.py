@@ -113,7 +113,7 @@ class TrainingState:
             return {name: self._frozen.left(name, local_state(part)) for name, part in self._parts.items()}
         return {name: self._frozen.left(name, part.state_dict()) for name, part in self._parts.items()}
 
-    def taking(self, meta: Mapping[str, Any]) -> tree.Take | None:
+    def taking(self, meta: Mapping[str, Any]) -> Cutting | None:
         """Return what cuts this rank's shards out of a state's tensors; None if it needs all of them.
 
         Args:

@@ -15,7 +15,7 @@ from elastic_launch.snapshot.storage import owner
 from elastic_launch.snapshot.storage import urls as remote
 from elastic_launch.snapshot.storage.listing import positions
 from elastic_launch.snapshot.storage.shared_copies import Taking
-from elastic_launch.training.ranks.exchange import state_from_first
+from elastic_launch.training.ranks.spreading import Cuts, state_from_first
 from elastic_launch.training.ranks.world import World
 
 __all__ = ["Found", "open_url"]
@@ -49,7 +49,7 @@ def open_url(
     run: str,
     check: Check,
     skip: Callable[[Exception], None],
-    taking: Taking,
+    taking: Cuts,
     above: tuple[int, int] | None = None,
 ) -> Found:
     """Check that a URL works, read its newest checkpoint, and take the URL for this run; called by all ranks.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,17 +16,16 @@ from elastic_launch import snapshot
 from elastic_launch.errors import UsageError
 from elastic_launch.shared_progress import Activity
 from elastic_launch.snapshot.format import tree
-from elastic_launch.snapshot.storage.shared_copies import Taking
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.ranks.world import World
 
 __all__ = [
     "broadcast_state",
     "broadcast_tensors",
+    "described",
     "exchanging",
     "from_first",
-    "in_place",
-    "state_from_first",
+    "in_chunks",
     "telling",
 ]
 
@@ -71,25 +71,28 @@ def broadcast_tensors(tensors: Iterable[Tensor], source: int) -> None:
         value.copy_(dense.view(value.dtype).view(value.shape))
 
 
-def broadcast_state(state: Any, source: int, rank: int, take: tree.Take | None = None) -> Any:
+def broadcast_state(state: Any, source: int, rank: int) -> Any:
     """Return the source rank's state on all ranks.
 
     Args:
         state: a state that a checkpoint can hold; used only on the source rank.
         source: rank that sends its state.
         rank: this process' rank.
-        take: returns what is kept of a tensor, before the next one is sent; None: all of it.
     """
     tensors: dict[str, Tensor] = {}
     header = b""
     if rank == source:
         tensors, rest = tree.encode(state)
-        shapes = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
-        header = json.dumps([shapes, rest]).encode()
+        header = json.dumps([described(tensors), rest]).encode()
     with exchanging():
         shapes, rest = json.loads(_broadcast_bytes(header, source, rank))
-    found = tree.decode(rest, _Sent(shapes, tensors if rank == source else None, source), take)
-    return state if rank == source and take is None else found
+    found = tree.decode(rest, _Sent(shapes, tensors if rank == source else None, source))
+    return state if rank == source else found
+
+
+def described(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the dtype and the shape of each tensor, as JSON can hold them."""
+    return {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
 
 
 class _Sent(Mapping[str, Tensor]):
@@ -107,7 +110,7 @@ class _Sent(Mapping[str, Tensor]):
         dtype, shape = self._shapes[name]
         found = torch.empty(shape, dtype=getattr(torch, dtype)) if self._tensors is None else self._tensors[name].cpu()
         dense = found.contiguous()
-        _broadcast(dense, self._source)
+        in_chunks(dense, partial(dist.broadcast, src=self._source))
         return dense
 
     def __iter__(self) -> Iterator[str]:
@@ -120,11 +123,12 @@ class _Sent(Mapping[str, Tensor]):
         return name in self._shapes  # a look-up would send it
 
 
-def _broadcast(dense: Tensor, source: int) -> None:
+def in_chunks(dense: Tensor, transfer: Callable[[Tensor], object]) -> None:
+    """Send or receive a contiguous tensor as bytes, and report each chunk of it."""
     sent = dense.reshape(-1).view(torch.uint8) if dense.numel() else dense
     with exchanging():
         for begin in range(0, sent.numel(), CHUNK):
-            dist.broadcast(sent[begin : begin + CHUNK], src=source)
+            transfer(sent[begin : begin + CHUNK])
             if _links:
                 _links[-1].advanced()
 
@@ -154,37 +158,6 @@ def from_first(world: World, read: Callable[[], Any]) -> Any:
         usage, message, hint = told["error"]
         raise UsageError(message, hint) if usage else snapshot.CheckpointError(message, hint)
     return told["value"]
-
-
-def state_from_first(world: World, read: Callable[[Taking], dict[str, Any]], taking: Taking) -> dict[str, Any]:
-    """Return on all ranks what the first one reads: a dict with a checkpoint's ``state``, or None, and ``meta``.
-
-    Args:
-        read: gets what is kept of each tensor as it is read.
-        taking: returns what this rank keeps of each tensor.
-
-    Raises:
-        UsageError, CheckpointError: as :func:`from_first`.
-    """
-    if world.world_size == 1:
-        return read(taking)
-    state: Any = None
-
-    def rest() -> dict[str, Any]:
-        nonlocal state
-        found = read(in_place(taking))
-        state = found["state"]
-        return found | {"state": state is not None}
-
-    found = from_first(world, rest)
-    if found["state"]:
-        state = broadcast_state(state, 0, world.rank, taking(found["meta"]))
-    return {**found, "state": state}
-
-
-def in_place(taking: Taking) -> Taking:
-    """Return what leaves tensors in mapped memory, to be sent, if ``taking`` would cut them."""
-    return lambda meta: None if taking(meta) is None else lambda path, tensor: tensor
 
 
 def _broadcast_bytes(data: bytes, source: int, rank: int) -> bytes:

@@ -1,0 +1,186 @@
+"""Gives a state to ranks that have none, each of which keeps only a part of it, such as its shards.
+
+The ranks that have the state take their parts from it. Each of the others is served by one of these, point to point: it
+gets the names and shapes of the tensors, answers with what it keeps of each, and receives that. So each byte that is
+kept is sent once, and no other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from elastic_launch.snapshot.format import tree
+from elastic_launch.snapshot.format.plain import Path
+from elastic_launch.snapshot.storage.shared_copies import Taking
+from elastic_launch.training.ranks.exchange import broadcast_state, described, exchanging, from_first, in_chunks
+from elastic_launch.training.ranks.world import World
+
+__all__ = ["Box", "Cut", "Cuts", "in_place", "narrowed", "sources", "spread_state", "state_from_first"]
+
+Box = Sequence[tuple[int, int]]
+"""A part of a tensor: where it begins in each dimension, and its length there."""
+
+
+class Cut(Protocol):
+    """What a rank keeps of a state's tensors."""
+
+    def __call__(self, path: Path, tensor: Tensor, /) -> Tensor:
+        """Return what is kept of a tensor; it has the tensor's shape and dtype."""
+
+    def box(self, path: Path, shape: Sequence[int]) -> Box | None:
+        """Return the part of a tensor that is kept; None: nothing."""
+
+    def kept(self, path: Path, shape: Sequence[int], part: Tensor) -> Tensor:
+        """Return what is kept of a tensor of a shape, made of this part, which is not used for anything else."""
+
+
+Cuts = Callable[[Mapping[str, Any]], Cut | None]
+"""Returns what a rank keeps of a state with that meta; None: all of it."""
+
+
+def narrowed(tensor: Tensor, box: Box) -> Tensor:
+    """Return a part of a tensor, in the tensor's memory."""
+    for dimension, (begin, length) in enumerate(box):
+        tensor = tensor.narrow(dimension, begin, length)
+    return tensor
+
+
+def sources(holders: Sequence[int], world_size: int) -> dict[int, int]:
+    """Return who serves each rank that has no state, so that those who have it serve equally many."""
+    others = [rank for rank in range(world_size) if rank not in holders]
+    return {rank: holders[place % len(holders)] for place, rank in enumerate(others)}
+
+
+def spread_state(state: Any, holders: Sequence[int], world: World, cut: Cut | None) -> Any:
+    """Return the state that some ranks have on all ranks: what each keeps of it; called by all ranks.
+
+    Args:
+        state: a state that a checkpoint can hold; used on the ranks that have it.
+        holders: these ranks.
+        cut: what this rank keeps; None: all of it, on all ranks.
+    """
+    if cut is None:
+        return broadcast_state(state, holders[0], world.rank)
+    served_by = sources(holders, world.world_size)
+    if world.rank in served_by:
+        return _received(served_by[world.rank], cut)
+    tensors, rest = tree.encode(state)
+    _serve([target for target, source in served_by.items() if source == world.rank], tensors, rest)
+    return tree.decode(rest, tensors, cut)
+
+
+def state_from_first(world: World, read: Callable[[Taking], dict[str, Any]], taking: Cuts) -> dict[str, Any]:
+    """Return on all ranks what the first one reads: a dict with a checkpoint's ``state``, or None, and ``meta``.
+
+    Args:
+        read: gets what is kept of each tensor as it is read.
+        taking: returns what this rank keeps of each tensor.
+
+    Raises:
+        UsageError, CheckpointError: as :func:`from_first`.
+    """
+    if world.world_size == 1:
+        return read(taking)
+    state: Any = None
+
+    def rest() -> dict[str, Any]:
+        nonlocal state
+        found = read(in_place(taking))
+        state = found["state"]
+        return found | {"state": state is not None}
+
+    found = from_first(world, rest)
+    if found["state"]:
+        state = spread_state(state, [0], world, taking(found["meta"]))
+    return {**found, "state": state}
+
+
+def in_place(taking: Cuts) -> Taking:
+    """Return what leaves tensors in mapped memory, to be sent, if ``taking`` would cut them."""
+    return lambda meta: None if taking(meta) is None else lambda path, tensor: tensor
+
+
+def _serve(targets: Sequence[int], tensors: Mapping[str, Tensor], rest: Any) -> None:
+    for target in targets:
+        _say([described(tensors), rest], target)
+    wanted = {target: dict(_heard(target)) for target in targets}
+    # One tensor after the other, so that no target waits until another one has everything.
+    for name, tensor in tensors.items():
+        for target, boxes in wanted.items():
+            if name in boxes:
+                in_chunks(narrowed(tensor, boxes[name]).cpu().contiguous(), partial(dist.send, dst=target))
+
+
+def _received(source: int, cut: Cut) -> Any:
+    shapes, rest = _heard(source)
+    stand_ins = _StandIns(shapes)
+    wanted: list[tuple[str, Box]] = []
+
+    def ask(path: Path, whole: Tensor) -> Tensor:
+        if (box := cut.box(path, whole.shape)) is not None:
+            wanted.append((stand_ins.last, box))
+        return whole
+
+    def receive(path: Path, whole: Tensor) -> Tensor:
+        box = cut.box(path, whole.shape)
+        if box is None:
+            return whole.to("meta")
+        part = torch.empty([length for _, length in box], dtype=whole.dtype)
+        in_chunks(part, partial(dist.recv, src=source))
+        return cut.kept(path, whole.shape, part)
+
+    tree.decode(rest, stand_ins, ask)
+    _say(wanted, source)
+    return tree.decode(rest, stand_ins, receive)
+
+
+class _StandIns(Mapping[str, Tensor]):
+    """Tensors that have a dtype and a shape, and take no memory.
+
+    Args:
+        shapes: of each.
+
+    Attributes:
+        last: name of the one that was looked up last.
+    """
+
+    def __init__(self, shapes: Mapping[str, Any]) -> None:
+        self._shapes = shapes
+        self.last = ""
+
+    def __getitem__(self, name: str) -> Tensor:
+        dtype, shape = self._shapes[name]
+        self.last = name
+        return torch.zeros((), dtype=getattr(torch, dtype)).expand(shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._shapes
+
+
+def _say(message: Any, target: int) -> None:
+    data = bytearray(json.dumps(message).encode())
+    with exchanging():
+        dist.send(torch.tensor([len(data)]), dst=target)
+        dist.send(torch.frombuffer(data, dtype=torch.uint8), dst=target)
+
+
+def _heard(source: int) -> Any:
+    size = torch.zeros(1, dtype=torch.int64)
+    with exchanging():
+        dist.recv(size, src=source)
+        content = torch.empty(int(size), dtype=torch.uint8)
+        dist.recv(content, src=source)
+    return json.loads(bytes(content.tolist()))

@@ -1,0 +1,136 @@
+"""Ranks that lack a state get their parts of it from those that have it; threads take the ranks' places."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from elastic_launch.training.ranks import spreading
+from elastic_launch.training.ranks.spreading import Box, narrowed, sources, spread_state
+from elastic_launch.training.ranks.world import World
+
+MISSING = -1.0
+
+_in_chunks = spreading.in_chunks
+
+
+class Messages:
+    """What the ranks send to each other, instead of torch.distributed."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+        self._queues: dict[tuple[int, int], queue.Queue[Tensor]] = defaultdict(queue.Queue)
+        self._here = threading.local()
+
+    def run(self, ranks: int, function: Callable[[int], Any]) -> list[Any]:
+        def as_rank(rank: int) -> Any:
+            self._here.rank = rank
+            return function(rank)
+
+        with ThreadPoolExecutor(ranks) as pool:
+            return list(pool.map(as_rank, range(ranks)))
+
+    def send(self, tensor: Tensor, dst: int) -> None:
+        self._queues[self._here.rank, dst].put(tensor.clone())
+
+    def recv(self, tensor: Tensor, src: int) -> None:
+        tensor.copy_(self._queues[src, self._here.rank].get(timeout=30))
+
+    def in_chunks(self, dense: Tensor, transfer: Any) -> None:
+        self.sent += dense.nbytes * (transfer.func == self.send)
+        _in_chunks(dense, transfer)
+
+
+class Shards:
+    """Keeps what equal shards in one dimension give to a rank, and nothing of tensors that others have."""
+
+    def __init__(self, rank: int, ranks: int, dimension: int) -> None:
+        self._rank, self._ranks, self._dimension = rank, ranks, dimension
+
+    def __call__(self, path: tuple[Any, ...], tensor: Tensor, /) -> Tensor:
+        box = self.box(path, tensor.shape)
+        return tensor.to("meta") if box is None else self.kept(path, tensor.shape, narrowed(tensor, box))
+
+    def box(self, path: tuple[Any, ...], shape: Sequence[int]) -> Box | None:
+        if path[0] == "owned" and path[1] % self._ranks != self._rank:
+            return None
+        found = [(0, length) for length in shape]
+        if path[0] == "sharded" and self._dimension < len(shape):
+            length = shape[self._dimension]
+            each = -(-length // self._ranks)
+            begin = min(length, each * self._rank)
+            found[self._dimension] = (begin, min(length, begin + each) - begin)
+        return found
+
+    def kept(self, path: tuple[Any, ...], shape: Sequence[int], part: Tensor) -> Tensor:
+        whole = torch.full(tuple(shape), MISSING, dtype=part.dtype)
+        box = self.box(path, shape)
+        assert box is not None
+        narrowed(whole, box).copy_(part)
+        return whole
+
+
+def _state(shapes: list[list[int]]) -> dict[str, Any]:
+    filled = [torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape) for shape in shapes]
+    return {
+        "sharded": {str(number): tensor for number, tensor in enumerate(filled)},
+        "owned": {number: tensor + 1 for number, tensor in enumerate(filled)},
+        "same": [torch.tensor(3.0), {"tied": filled[0]}],
+        "array": np.arange(5, dtype=np.int16),
+        "plain": ["a", None, 7],
+    }
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 7), max_size=3), min_size=1, max_size=4),
+    has=st.lists(st.booleans(), min_size=1, max_size=5).filter(any),
+    dimension=st.integers(0, 1),
+)
+def test_each_byte_that_is_kept_is_sent_once_and_no_other(
+    monkeypatch: pytest.MonkeyPatch, shapes: list[list[int]], has: list[bool], dimension: int
+) -> None:
+    ranks, holders = len(has), [rank for rank, there in enumerate(has) if there]
+    messages = Messages()
+    monkeypatch.setattr(spreading, "dist", messages)
+    monkeypatch.setattr(spreading, "in_chunks", messages.in_chunks)
+
+    def spread(rank: int) -> Any:
+        state = _state(shapes) if rank in holders else None
+        return spread_state(state, holders, World(rank, ranks), Shards(rank, ranks, dimension))
+
+    least = 0
+    for rank, found in enumerate(messages.run(ranks, spread)):
+        expected = spread_state(_state(shapes), [0], World(), Shards(rank, ranks, dimension))
+        assert found["plain"] == expected["plain"]
+        assert np.array_equal(found["array"], expected["array"])
+        tensors = {}
+        for name, state in (("found", found), ("expected", expected)):
+            owned = {key: value for key, value in state["owned"].items() if not value.is_meta}
+            tensors[name] = [*state["sharded"].values(), *owned.values(), state["same"][0], state["same"][1]["tied"]]
+        assert list(map(Tensor.tolist, tensors["found"])) == list(map(Tensor.tolist, tensors["expected"]))
+        if rank not in holders:
+            kept = {id(x): int((x != MISSING).sum()) * 4 for x in tensors["found"]}  # the tied one is one tensor
+            least += sum(kept.values()) + found["array"].nbytes
+    assert messages.sent == least
+
+
+@given(st.integers(1, 40), st.data())
+def test_those_who_have_the_state_serve_equally_many(ranks: int, data: st.DataObject) -> None:
+    holders = sorted(data.draw(st.sets(st.integers(0, ranks - 1), min_size=1)))
+    found = sources(holders, ranks)
+    assert set(found) == set(range(ranks)) - set(holders)
+    served = [sum(source == holder for source in found.values()) for holder in holders]
+    assert sum(served) == len(found)
+    assert max(served) - min(served) <= 1
