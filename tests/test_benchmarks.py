@@ -86,6 +86,7 @@ def test_a_standstill_is_measured_with_and_without_live_rounds(tmp_path: Path) -
     assert rows["killed-1.next"]["medians"]["ours-live"] > 0
 
 
+@pytest.mark.soak
 def test_goodput_counts_the_steps_that_were_kept(tmp_path: Path) -> None:
     options = ["--schedule", "kill-4", "--schedule", "node-4", "--schedule", "none", "--seconds", "6", "--who", "ours"]
     rows = measured("goodput.py", tmp_path / "goodput.json", *options)
@@ -98,6 +99,7 @@ def test_goodput_counts_the_steps_that_were_kept(tmp_path: Path) -> None:
     assert rows["kill-4.goodput"]["medians"]["ours"] < rows["none.goodput"]["medians"]["ours"] <= 101
 
 
+@pytest.mark.soak
 def test_snapshots_and_copies_to_slow_storage_are_found(tmp_path: Path) -> None:
     options = ["--width", "64", "--sleep", "0.05", "--steps", "40"]
     options += ["--copy-steps", "200", "--every", "80", "--delay", "0.5"]
@@ -115,6 +117,7 @@ def test_what_watching_costs_is_measured_while_it_is_read(tmp_path: Path) -> Non
     assert rows["watched.cpu-on"]["medians"]["ours"] >= 0
 
 
+@pytest.mark.soak
 def test_a_sharded_model_is_measured_through_changes_of_the_world(tmp_path: Path) -> None:
     options = ["--width", "64", "--steps", "60", "--sleep", "0.04"]
     rows = measured("sharded.py", tmp_path / "sharded.json", *options)

@@ -107,7 +107,14 @@ def preempt(cloud: str, service: Service, seconds: float) -> None:
         service.tell(AZURE, {"DocumentIncarnation": 2, "Events": [mine | {"Resources": ["train_7"]}, mine]})
 
 
-@pytest.mark.parametrize(("cloud", "seconds"), [("aws", 120.0), ("gcp", 30.0), ("azure", 30.0)])
+@pytest.mark.parametrize(
+    ("cloud", "seconds"),
+    [
+        ("aws", 120.0),
+        pytest.param("gcp", 30.0, marks=pytest.mark.soak),
+        pytest.param("azure", 30.0, marks=pytest.mark.soak),
+    ],
+)
 def test_a_machine_that_is_preempted_leaves_drained_and_the_other_continues(
     job: Job, hosts: list[Host], tmp_path: Path, cloud: str, seconds: float
 ) -> None:

@@ -52,6 +52,7 @@ def test_the_image_trains_and_its_exit_codes_are_the_launchers(podman: Podman, a
     assert "usage" in podman(*image, "elasticctl", "--help").lower()
 
 
+@pytest.mark.soak
 def test_a_run_continues_when_containers_are_killed_started_and_stopped(
     podman: Podman, alone: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from etcd_servers import SERVERS, Member, Proxy, cluster, endpoints
+from etcd_servers import DEBIAN, SERVERS, Member, Proxy, cluster, endpoints
 from harness import Agent, Job, alive, free_port, round_of, wait_for
 
 
-@pytest.fixture(params=SERVERS)
+@pytest.fixture(params=[SERVERS[0], pytest.param(DEBIAN, id="debian", marks=pytest.mark.soak)])
 def servers(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[list[Member]]:
     directory = tmp_path / "etcd"
     directory.mkdir()

@@ -75,7 +75,7 @@ def test_the_demo_is_done_again_where_the_training_ends_before_the_kill(
     assert "too late: the run ended without a checkpoint" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_the_demo_fails_where_the_weights_differ(tmp_path: Path) -> None:
     """Three workers without exact mode: their sums are rounded in another order than in one process."""

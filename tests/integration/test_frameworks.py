@@ -73,7 +73,7 @@ def extensions(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("extensions")
-@each("deepspeed", "transformers", soak=("accelerate", "lightning"))
+@each("transformers", soak=("accelerate", "deepspeed", "lightning"))
 @pytest.mark.executed
 def test_a_script_on_a_framework_resumes_from_its_own_checkpoint_when_a_worker_is_killed(job: Job, name: str) -> None:
     script = FRAMEWORKS / name / "train.py"
@@ -94,7 +94,7 @@ def test_a_script_on_a_framework_resumes_from_its_own_checkpoint_when_a_worker_i
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@each("accelerate", "lightning", "transformers")
+@each("lightning", soak=("accelerate", "transformers"))
 def test_with_one_more_line_a_node_that_joins_and_one_that_leaves_cost_no_step(job: Job, name: str) -> None:
     line = command(job, name, "drain.py", every=1000)  # by itself it saves nothing
     flags = ["--shutdown-timeout", "90"]
@@ -126,7 +126,7 @@ def test_with_one_more_line_a_node_that_joins_and_one_that_leaves_cost_no_step(j
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("extensions")
-@each("deepspeed", "lightning")
+@each("lightning", soak=("deepspeed",))
 def test_sigterm_at_a_worker_alone_drains_the_round(job: Job, name: str) -> None:
     """Lightning's own handler would join a collective out of turn; DeepSpeed's loop has no callbacks."""
     agent = job.launch("--standalone", "--nproc", "2", command=command(job, name, "drain.py", every=1000))

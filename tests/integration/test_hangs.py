@@ -11,7 +11,9 @@ from harness import Job, read_lines, wait_for
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("kind", ["stop", "deadlock", "sleep", "write", "loader"])
+@pytest.mark.parametrize(
+    "kind", ["stop", "deadlock", *(pytest.param(x, marks=pytest.mark.soak) for x in ("sleep", "write", "loader"))]
+)
 def test_a_rank_that_hangs_is_named_and_the_others_keep_their_processes(job: Job, kind: str) -> None:
     run = Hanging(job, "--loader-workers", str(int(kind == "loader")))
     agent = run.alone()

@@ -74,7 +74,7 @@ class Training:
 
 
 @needs_kubectl
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_four_pods_through_ten_evictions_and_losses_come_to_the_weights_of_the_undisturbed_run(tmp_path: Path) -> None:
     """Pods are evicted with their grace, lost with their nodes, and killed; so is pod 0, which hosts the run."""
@@ -154,7 +154,14 @@ def undisturbed(directory: Path) -> str:
 
 
 @needs_kubectl
-@pytest.mark.parametrize("operator", ["trainer", "trainer, as it would have it", "training operator", "jobset"])
+@pytest.mark.parametrize(
+    "operator",
+    [
+        "trainer",
+        *(pytest.param(x, marks=pytest.mark.soak) for x in ("trainer, as it would have it", "training operator")),
+        "jobset",
+    ],
+)
 def test_pods_of_operators_meet_by_the_names_and_variables_that_these_set(operator: str, tmp_path: Path) -> None:
     """Of Trainer's pods once by the example's flags, which make it elastic, and once as its own torch runtime does."""
     kinds = {"training operator": ("pytorchjob", as_training_operator), "jobset": ("jobset", as_jobset)}
@@ -212,7 +219,7 @@ class Rounds:
 
 
 @needs_kubectl
-@pytest.mark.slow
+@pytest.mark.soak
 def test_with_the_record_in_etcd_the_pod_that_leads_is_lost_as_any_other_is(tmp_path: Path) -> None:
     """The overlay's three members form a cluster; each index succeeds, since latecomers learn how the run ended."""
     manifests = rendered("overlays/etcd")

@@ -52,7 +52,9 @@ def test_the_others_go_on_with_the_second_pass(job: Job, alone: dict[str, Any]) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["first", "between", "second", "after"])
+@pytest.mark.parametrize(
+    "place", ["between", "second", *(pytest.param(x, marks=pytest.mark.soak) for x in ("first", "after"))]
+)
 @pytest.mark.parametrize("how", ["kill", "raise"])
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_a_worker_may_end_at_any_place_of_a_step(

@@ -90,6 +90,7 @@ def test_the_host_leaves_and_another_agent_at_its_address_resumes_from_the_other
     assert result["hash"] == undisturbed
 
 
+@pytest.mark.soak
 def test_on_etcd_each_node_is_drained_in_turn_the_leader_first(job: Job, undisturbed: str, tmp_path: Path) -> None:
     changes = Changes(job, "--checkpoint", str(job.directory / "checkpoints"), step_time=0.5)
     directory = tmp_path / "etcd"

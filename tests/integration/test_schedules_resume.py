@@ -50,7 +50,9 @@ def killed(job: Job, form: str, *flags: str, options: tuple[str, ...] = (), plan
 
 @pytest.mark.slow
 @FLAGS
-@pytest.mark.parametrize("form", EVALUATED)
+@pytest.mark.parametrize(
+    "form", [pytest.param("warm-up", marks=pytest.mark.soak), "epochs", pytest.param("loop", marks=pytest.mark.soak)]
+)
 def test_rates_and_evaluations_are_those_of_the_undisturbed_run(job: Job, form: str, flags: tuple[str, ...]) -> None:
     undisturbed = alone(form, job.directory / "alone")
     assert [step for step, *_ in undisturbed["rates"]] == list(range(1, 31))

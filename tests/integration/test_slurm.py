@@ -193,6 +193,7 @@ def test_a_cancelled_job_saves_and_does_not_come_back(slurm: Cluster, tmp_path: 
     assert sorted((tmp_path / "checkpoints").glob(f"step-{last}.*/manifest.json"))
 
 
+@pytest.mark.soak
 def test_training_goes_on_without_a_node_that_is_set_down(slurm: Cluster, tmp_path: Path) -> None:
     training = Training(slurm, tmp_path, "no-kill", "--nodes=2", "--nodelist=n[1-2]")
     training.trains(2)
@@ -205,6 +206,7 @@ def test_training_goes_on_without_a_node_that_is_set_down(slurm: Cluster, tmp_pa
     wait_for("n2", lambda: slurm.states()["n2"] == "idle")
 
 
+@pytest.mark.soak
 def test_with_etcd_the_first_node_may_lose_its_agent(slurm: Cluster, tmp_path: Path) -> None:
     token = str(tmp_path / "token")
     (tmp_path / "etcd").mkdir()
@@ -222,6 +224,7 @@ def test_with_etcd_the_first_node_may_lose_its_agent(slurm: Cluster, tmp_path: P
     assert json.loads((tmp_path / "result.json").read_text())["worlds"][-2:] == [2, 1]
 
 
+@pytest.mark.soak
 def test_each_task_of_an_array_is_a_run_of_its_own(slurm: Cluster, tmp_path: Path) -> None:
     outputs = str(slurm.directory / "array-%a.out")
     flags = ("--array=0-1", "--output", outputs, "--nodelist=n1")
@@ -248,6 +251,7 @@ def test_before_its_time_limit_a_job_saves(slurm: Cluster, limited: Training) ->
     assert sorted((limited.directory / "checkpoints").glob(f"step-{last}.*/manifest.json"))
 
 
+@pytest.mark.soak
 def test_a_job_whose_time_was_extended_goes_on(slurm: Cluster, tmp_path: Path) -> None:
     script = slurm.directory / "extended.sbatch"
     extend = "scontrol update jobid=$SLURM_JOB_ID timelimit=60"

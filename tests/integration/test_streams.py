@@ -48,7 +48,7 @@ def running(job: Job, number: int, rank: int) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, pytest.param(0, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("live", [True, False], ids=["live", "restarted"])
+@pytest.mark.parametrize("live", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["live", "restarted"])
 def test_three_kills_and_two_three_and_one_worker_use_the_undisturbed_samples(
     job: Job, undisturbed: tuple[str, Samples], workers: int, live: bool
 ) -> None:

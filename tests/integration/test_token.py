@@ -26,7 +26,7 @@ OTHER = "another-token-of-some-length"
 Node = Callable[..., Agent]
 
 
-@pytest.fixture(params=["c10d", "etcd"])
+@pytest.fixture(params=["c10d", pytest.param("etcd", marks=pytest.mark.soak)])
 def node(request: pytest.FixtureRequest, job: Job, tmp_path: Path) -> Iterator[Node]:
     """Starts a node of the run; ``token`` goes into its environment."""
 

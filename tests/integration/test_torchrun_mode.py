@@ -160,7 +160,11 @@ def test_a_signal_to_the_launcher_is_1(runs: tuple[Run, Run]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGQUIT], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, *(pytest.param(x, marks=pytest.mark.soak) for x in (signal.SIGHUP, signal.SIGQUIT))],
+    ids=lambda number: number.name,
+)
 def test_other_signals_to_the_launcher(runs: tuple[Run, Run], number: signal.Signals) -> None:
     assert both(runs, "", "exec sleep 60", number=number).code == 1
 
@@ -177,13 +181,13 @@ def test_a_signal_that_torchrun_does_not_handle(runs: tuple[Run, Run]) -> None:
     [
         ("--nproc-per-node 2", "exit 0", 0, 2),
         ("", "exit 7", 1, 1),
-        ("", "exit 2", 1, 1),
+        pytest.param("", "exit 2", 1, 1, marks=pytest.mark.soak),
         ("--max-restarts 1", "kill -KILL $$", 1, 2),
-        ("--max-restarts 1", "kill -TERM $$", 1, 2),
-        ("--max-restarts 1", "kill -INT $$", 1, 2),
+        pytest.param("--max-restarts 1", "kill -TERM $$", 1, 2, marks=pytest.mark.soak),
+        pytest.param("--max-restarts 1", "kill -INT $$", 1, 2, marks=pytest.mark.soak),
         ("--max-restarts 1", '[ "$TORCHELASTIC_RESTART_COUNT" = 1 ]', 0, 2),
-        ("--standalone --rdzv-id x", "exit 0", 0, 1),
-        ("--rdzv-conf what=1", "exit 0", 0, 1),
+        pytest.param("--standalone --rdzv-id x", "exit 0", 0, 1, marks=pytest.mark.soak),
+        pytest.param("--rdzv-conf what=1", "exit 0", 0, 1, marks=pytest.mark.soak),
         ("--nproc-per-node 0", "exit 0", 1, 0),
     ],
 )
@@ -196,7 +200,8 @@ def test_ends_of_one_node(runs: tuple[Run, Run], flags: str, script: str, code: 
 @pytest.mark.parametrize(
     "flags",
     [
-        *("nonesuch.py", "-m nonesuch", "--no-python ./nonesuch"),
+        "nonesuch.py",
+        *(pytest.param(x, marks=pytest.mark.soak) for x in ("-m nonesuch", "--no-python ./nonesuch")),
         pytest.param("--max-restarts 1 nonesuch.py", marks=pytest.mark.soak),
         pytest.param("--run-path nonesuch.py", marks=pytest.mark.soak),
     ],

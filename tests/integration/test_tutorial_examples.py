@@ -69,7 +69,9 @@ def test_eight_devices_are_one_process_share_or_one_each_of_eight(processes: int
     "launcher",
     [
         ["-m", "elastic_launch", "--standalone", "--nproc_per_node=2"],
-        ["-m", "elastic_launch.launch", "--nproc_per_node=2", "--nnodes=1", "--node_rank=0"],
+        pytest.param(
+            ["-m", "elastic_launch.launch", "--nproc_per_node=2", "--nnodes=1", "--node_rank=0"], marks=pytest.mark.soak
+        ),
         [elastic_launch.launch.__file__, "--nproc_per_node=2", "--nnodes=1", "--node_rank=0"],
         ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"],
     ],

@@ -181,7 +181,14 @@ def test_an_orderly_leave_of_the_leader_is_not_waited_for(run: Run, undisturbed:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", ["gathering", "running", "draining", "broken", "ending", "ended"])
+@pytest.mark.parametrize(
+    "phase",
+    [
+        "running",
+        "broken",
+        *(pytest.param(x, marks=pytest.mark.soak) for x in ("gathering", "draining", "ending", "ended")),
+    ],
+)
 def test_the_leaders_host_is_lost_in_each_phase(job: Job, phase: str) -> None:
     """Its workers need no torch, except for a drain: that takes workers which stop after the same step."""
     drains = Changes(job, step_time=1.5, live=True).command

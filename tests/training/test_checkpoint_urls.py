@@ -123,7 +123,7 @@ def test_refused_credentials_are_reported_on_all_ranks_before_the_first_step(job
     assert "loss" not in agent.output
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_of_two_runs_that_save_to_one_url_the_later_one_does(job: Job, s3: S3Server) -> None:
     first = launch(job, s3, *LONG, "--every", "4", name="first")
     wait_for("a checkpoint", lambda: manifests(s3), 60)
@@ -145,7 +145,7 @@ def test_the_memory_of_a_process_is_refused_where_others_copy_checkpoints(job: J
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["memory", "s3"])
+@pytest.mark.parametrize("scheme", [pytest.param("memory", marks=pytest.mark.soak), "s3"])
 def test_without_an_agent_the_process_saves_itself(job: Job, s3: S3Server, scheme: str) -> None:
     hurry(job)
     command = [sys.executable, *digits(job, f"{scheme}://{BUCKET}/runs/a", "--every", "4")]

@@ -40,7 +40,7 @@ def test_a_trainer_saves_after_each_evaluation_and_keeps_the_best(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at", [7, 8, 9])
+@pytest.mark.parametrize("at", [8, *(pytest.param(x, marks=pytest.mark.soak) for x in (7, 9))])
 def test_a_killed_worker_changes_nothing_of_what_is_kept(job: Job, at: int) -> None:
     """After the kill between an evaluation and its checkpoint, the next step is saved as evaluated."""
     directory = job.work / "checkpoints"

@@ -176,7 +176,7 @@ def test_a_loss_that_is_nan_says_if_a_gradient_before_was(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["plain", "weight", "unfrozen"])
+@pytest.mark.parametrize("case", ["unfrozen", *(pytest.param(x, marks=pytest.mark.soak) for x in ("plain", "weight"))])
 def test_a_short_script_trains_one_model_at_one_and_two_workers(job: Job, case: str) -> None:
     found = []
     for nproc in (1, 2):

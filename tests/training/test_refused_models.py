@@ -85,7 +85,9 @@ def test_what_is_registered_between_making_a_loop_and_its_first_step_is_saved(ru
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["max_norm", "ddp", "hybrid", "late"])
+@pytest.mark.parametrize(
+    "kind", ["ddp", *(pytest.param(x, marks=pytest.mark.soak) for x in ("max_norm", "hybrid", "late"))]
+)
 def test_under_the_launcher_it_is_the_root_cause(job: Job, kind: str) -> None:
     command = [REFUSED, kind, str(job.directory / "checkpoints")]
     agent = job.launch("--standalone", "--nproc", "2", command=command)

@@ -142,7 +142,7 @@ def test_random_numbers_of_a_step_are_the_same_after_a_restart(tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_the_schedule_continues_after_a_kill(job: Job, nproc: int) -> None:
     plan = {"ELASTIC_LAUNCH_FAULTS": '[{"rank": 0, "step": 13}]'}
     agents = {

@@ -24,7 +24,17 @@ def starters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Sta
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("thing", ["draw", "threads", "compiled", "loader", "spawned", "step", "recorded"])
+@pytest.mark.parametrize(
+    "thing",
+    [
+        "draw",
+        "threads",
+        "compiled",
+        *(pytest.param(x, marks=pytest.mark.soak) for x in ("loader", "spawned")),
+        "step",
+        "recorded",
+    ],
+)
 def test_torch_does_in_a_forked_worker_what_it_does_in_an_executed_one(
     thing: str, starters: dict[str, Starter], tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -257,7 +257,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "flags", [[], ["--trainer"], ["--early"], ["--default-mode"], ["--trainer", "--default-mode"]], ids=" ".join
+    "flags",
+    [
+        [],
+        ["--trainer", "--default-mode"],
+        *(pytest.param(x, marks=pytest.mark.soak) for x in (["--trainer"], ["--early"], ["--default-mode"])),
+    ],
+    ids=" ".join,
 )
 def test_a_newcomer_joins_a_running_training_with_its_state(
     node: PlayedAgent, tmp_path: Path, undisturbed: str, flags: list[str]
