@@ -92,6 +92,18 @@ def test_a_file_of_something_else_is_named_once_and_has_no_figures(
     assert "of which most can be read" in err
 
 
+@pytest.mark.parametrize(
+    ("content", "complaint"), [(b"", " is empty"), (b"\x7fELF\r\x00", ": 1 of 1 lines cannot be used")]
+)
+def test_a_file_without_a_line_is_named(
+    content: bytes, complaint: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "events-c.jsonl").write_bytes(content)
+    for command in ("events", "report"):
+        assert main([command, "--log-dir", str(run)]) == 0
+        assert capsys.readouterr().err.startswith(f"{run}/events-c.jsonl{complaint}")
+
+
 def test_a_file_of_another_version_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record(run / "events-c.jsonl", 5, event="from_later", version="9.9")
     assert main(["report", "--log-dir", str(run)]) == 0

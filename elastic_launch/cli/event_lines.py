@@ -66,7 +66,11 @@ class _Tail:
 
     def complain(self) -> None:
         """Say what could not be used, in one line."""
+        if not self._refused.lines and self._pending:
+            self._refused.parse(self._pending.decode(errors="replace"))  # of another file, which has no lines
         text = self._refused.text()
+        if not (text or self._refused.lines or self._complained):
+            text = f"{self.path} is empty"
         if text:
             print(plain(text), file=sys.stderr)
 

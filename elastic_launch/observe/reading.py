@@ -146,7 +146,7 @@ def read(path: Path) -> Host:
     told: list[tuple[float, ev.Event]] = []
     offset: float | None = None
     try:
-        with path.open(errors="replace") as file:
+        with path.open(errors="replace", newline="\n") as file:
             for line in file:
                 known = refused.parse(line)
                 if known is None or known[1] is None:
@@ -158,6 +158,8 @@ def read(path: Path) -> Host:
                 chronicle.add(clock, event)
                 told.append((clock, event))
                 offset = _offset(value.get("time"), clock)
+        if not refused.lines:
+            further.append(f"{path} is empty")
     except OSError as error:
         further.append(f"{path} cannot be read: {error.strerror}")
     complaints = [text for text in (refused.text(), *further) if text]

@@ -157,7 +157,7 @@ def show_report(
     for host in hosts:
         for complaint in host.complaints:
             left_out = "" if host.usable else "; the file is left out"
-            print(plain(f"elastic_launch.observe: {complaint}{left_out}"), file=sys.stderr)
+            print(plain(f"{complaint}{left_out}"), file=sys.stderr)
     # Of a file that is mostly something else, what was understood says little of the run.
     hosts = [host for host in hosts if host.chronicle.since is not None and host.usable]
     if not hosts:
