@@ -92,6 +92,7 @@ _ONLY_HERE = (
 # An event stream that ends is asked for again by the browser, after the time that it names.
 _SCRIPT = """
 const [state, button, rank, log] = ['state', 'pause', 'rank', 'log'].map(name => document.getElementById(name));
+const base = location.origin + location.pathname.replace(/\\/*$/, '/');  // a proxy may leave the last slash out
 const shown = {};
 let source = null, tries = 0;
 function put(part, html) {  // keeps what a reader has chosen, scrolled to or put the focus on
@@ -107,14 +108,14 @@ async function look() {
   const chosen = rank.value, end = log.scrollHeight - log.scrollTop - log.clientHeight < 8;
   log.hidden = !chosen;
   if (!chosen) return;
-  const text = await fetch('log?rank=' + chosen).then(answer => answer.text(), () => null);
+  const text = await fetch(base + 'log?rank=' + chosen).then(answer => answer.ok ? answer.text() : null, () => null);
   if (text === null || chosen !== rank.value || text === log.textContent) return;
   log.textContent = text;
   if (end) log.scrollTop = log.scrollHeight;
 }
 rank.onchange = () => { log.textContent = ''; look(); };
 function begin() {
-  source = new EventSource('live');
+  source = new EventSource(base + 'live');
   source.onmessage = event => {
     state.textContent = 'live';
     for (const [name, html] of Object.entries(JSON.parse(event.data)))
@@ -150,11 +151,17 @@ def as_page(name: str, host: Host, ledger: Ledger, standing: Sequence[str] = (),
     return _document(name, head + "".join(sections(host, ledger).values()) + (_nodes(hosts) if hosts else ""))
 
 
-def live_page(name: str) -> str:
-    """Return the page of a run in progress: its script fills it with what ``live`` beside it sends."""
+def live_page(name: str, node: str) -> str:
+    """Return the page of a run in progress: its script fills it with what ``live`` beside it sends.
+
+    Args:
+        node: that serves it.
+    """
     parts = "".join(f"<section id='{name}'></section>" for name in ("now", "nodes", "charts", *SECTIONS))
     parts += (
         "<section><h2>Output</h2><p><label>The last lines of rank <select id='rank'></select></label></p>"
+        f"<p class='dim'>Here are the ranks of node {escape(node)}. The table of nodes has the others: open the page "
+        "of the rank's node, or run <code>elasticctl logs RANK</code> on its host.</p>"
         "<pre id='log' tabindex='0' aria-label='output of the rank' hidden></pre></section>"
     )
     state = "<p><button id='pause'>Pause</button> <span id='state' role='status' class='dim'>connects</span></p>"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import signal
+import threading
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,7 +19,7 @@ from typing import Any
 import pytest
 from browser import Browser, browser
 from changes import Changes
-from harness import Job, free_port, wait_for
+from harness import Job, asked, free_port, wait_for
 
 FIGURES = (
     "Object.fromEntries([...document.querySelectorAll('dt')].map(x => [x.textContent, x.nextSibling.textContent]))"
@@ -59,17 +63,63 @@ def contrast(page: Browser, selector: str) -> float:
     return (most + 0.05) / (least + 0.05)
 
 
+PREFIX = "/jobs/run1"
+
+
+@contextlib.contextmanager
+def proxied(port: int) -> Iterator[str]:
+    """A reverse proxy that serves a page below a path, which it takes away; yields the page's address there.
+
+    It sends a response once it has all of it.
+    """
+
+    class Proxy(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            under = self.path == PREFIX or self.path.startswith(f"{PREFIX}/")
+            path = self.path.removeprefix(PREFIX) or "/" if under else "/none"
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=20) as answer:
+                    status, content, body = answer.status, answer.headers["Content-Type"], answer.read()
+            except OSError:  # an HTTPError, too
+                status, content, body = 502, "text/html", b"<h1>Bad Gateway</h1>"
+            self.send_response(status)
+            self.send_header("Content-Type", content)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            with contextlib.suppress(OSError):  # the browser has gone on
+                self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}{PREFIX}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
 @pytest.mark.system
 @pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
 def test_the_page_tells_of_a_node_that_joins_and_a_killed_worker(job: Job) -> None:
-    """One page, which is never loaded again, shows both as they happen; then everything is used by keyboard."""
+    """One page, which is never loaded again, shows both as they happen; then everything is used by keyboard.
+
+    It is below a path of a proxy.
+    """
     saves = ["--checkpoint", str(job.directory / "checkpoints"), "--every", "4", "--say", "a line of a worker"]
     changes, port = Changes(job, *saves, live=True, step_time=0.4), free_port()
-    with browser() as page:
+    with proxied(port) as address, browser() as page:
         a = changes.node("a", "--http", str(port))
         changes.trains(1)
-        page.open(f"http://127.0.0.1:{port}/")
-        wait_for("a live page", lambda: page.value("document.getElementById('state')?.textContent") == "live")
+        assert "world_size" in asked(f"{address}/status")[1]
+        assert "elastic_launch_world_size" in asked(f"{address}/metrics")[1]
+        for at in (f"http://127.0.0.1:{port}/", f"{address}/", address):
+            page.open(at)
+            wait_for("a live page", lambda: page.value("document.getElementById('state')?.textContent") == "live")
         wait_for("one node", lambda: figure(page, "world size") == "1 on 1 node: a 1")
         wait_for("its row", lambda: re.fullmatch(r"a \(leads\)\|.*\|training\|0\|1 train\|\d+", nodes(page)))
         b = changes.node("b")

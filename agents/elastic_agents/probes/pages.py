@@ -73,7 +73,7 @@ def node_pages(
     silent = NOTED * config.timing.beat_among(config.limits.max_nodes)
 
     def show_page(present: Present, query: str = "") -> Response:
-        return Response(200, live_page(config.run_id).encode(), "text/html; charset=utf-8")
+        return Response(200, live_page(config.run_id, config.node_id).encode(), "text/html; charset=utf-8")
 
     drawn: list[tuple[float, Response]] = []  # the last one, and when
 
@@ -136,7 +136,8 @@ def node_pages(
         if wanted is not None and int(wanted[1]) in present.ranks:
             return Response.text(200, plain("\n".join(output(int(wanted[1])))))
         own = ", ".join(map(str, present.ranks)) or "none"
-        return Response.text(404, f"Write /log?rank=N. The ranks of this node are: {own}.")
+        hint = "For another rank ask its node, or run elasticctl logs RANK on its host."
+        return Response.text(404, f"Write /log?rank=N. The ranks of this node are: {own}. {hint}")
 
     def show_status(present: Present, query: str = "") -> Response | None:
         answer = roster.look()
