@@ -50,6 +50,9 @@ class Activity(IntEnum):
     """It does the rest of that: it reads from storage, or runs what the script does as a state is restored."""
 
 
+_LAST = max(Activity)
+
+
 class WorkerProgress(NamedTuple):
     """The progress of one of a round's workers.
 
@@ -85,7 +88,7 @@ class WorkerProgress(NamedTuple):
     @property
     def possible(self) -> bool:
         """Whether this is plausible: a worker's script has access to the memory and may write anything."""
-        known = self.activity <= max(Activity) and 0 <= self.limit < _MOST
+        known = self.activity <= _LAST and 0 <= self.limit < _MOST
         counts = self.round, self.step, self.batch, self.passes, *self.durations
         return known and max(counts) < _MOST > self.steps_s >= 0 and 0 <= self.at <= MonotonicClock().now()
 
@@ -106,6 +109,7 @@ class SharedProgress:
         self._local_rank = local_rank
         self._file = _file(descriptor)
         self.figures: tuple[float | None, int, int, float | None] = (None, 0, 0, None)
+        self._seen: dict[int, tuple[bytes, WorkerProgress]] = {}  # by local rank: what was read last, decoded
         self._lock = threading.Lock()  # the number of a closed descriptor is soon reused
         # Counters go on after the worker that had this place before.
         before = self.read(local_rank) or WorkerProgress(0, 0, 0.0)
@@ -153,12 +157,19 @@ class SharedProgress:
                 data = os.pread(self.descriptor, _RECORD.size, place) if self.descriptor >= 0 else b""
             if len(data) < _RECORD.size:
                 return None
+            seen = self._seen.get(local_rank)
+            if seen is not None and seen[0] == data:
+                return seen[1]
             fields, check = _RECORD.unpack(data)
             if zlib.crc32(fields) == check:
-                *known, what, loss, batch, passes, lr, steps_s = _FIELDS.unpack(fields)[:-_COUNTS]
+                found = _FIELDS.unpack(fields)
+                *known, what, loss, batch, passes, lr, steps_s = found[:-_COUNTS]
                 figures = (_finite(loss), batch, passes, _finite(lr), steps_s)
-                reached = WorkerProgress._make((*known, _text(what), *figures, _FIELDS.unpack(fields)[-_COUNTS:]))
-                return reached if reached.possible else None
+                reached = WorkerProgress._make((*known, _text(what), *figures, found[-_COUNTS:]))
+                if not reached.possible:
+                    return None
+                self._seen[local_rank] = data, reached
+                return reached
         return None
 
     def close(self) -> None:
