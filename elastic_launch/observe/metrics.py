@@ -146,6 +146,8 @@ class NodeMetrics:
         self._snapshot = 0.0  # when the newest one was first seen
         self._leads = False
         self._goodput: float | None = None
+        self._written: dict[str, tuple[_Values, bytes]] = {}  # of what, and the text
+        self._due: tuple[str, _Values] | None = None
         self._registry: CollectorRegistry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
@@ -205,27 +207,33 @@ class NodeMetrics:
 
         self.see(present)
         self._leads, self._goodput = leads, goodput
-        return generate_latest(self._registry)
+        gauges = self._gauges()
+        # Most do not change from one reading to the next; writing takes longer than all else here.
+        for name, kind in METRICS.items():
+            values = self._counted.of(name) if kind.type == "counter" else gauges.get(name, {})
+            if name not in self._written or self._written[name][0] != values:
+                self._due = name, values
+                self._written[name] = values, generate_latest(self._registry)
+        return b"".join(text for _, text in self._written.values())
 
     def collect(self) -> Iterable[Metric]:
-        """Yield the metrics; called by the registry."""
+        """Yield the metric that is to be written; called by the registry."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-        gauges = self._gauges()
-        for name, kind in METRICS.items():
-            labels = [*_RUN, *kind.labels]
-            if kind.type == "histogram":
-                histogram = HistogramMetricFamily(name, kind.help, labels=labels)
-                counts = accumulate(self._present.durations or (0,) * (len(STEP_BOUNDS) + 1))
-                bounds = (*map(str, STEP_BOUNDS), "+Inf")
-                histogram.add_metric(self._run, list(zip(bounds, counts, strict=True)), self._present.steps_s)
-                yield histogram
-                continue
-            counted = kind.type == "counter"
-            family = (CounterMetricFamily if counted else GaugeMetricFamily)(name, kind.help, labels=labels)
-            for found, value in (self._counted.of(name) if counted else gauges.get(name, {})).items():
-                family.add_metric([*self._run, *found], value)
-            yield family
+        if self._due is None:
+            return
+        (name, values), kind = self._due, METRICS[self._due[0]]
+        labels = [*_RUN, *kind.labels]
+        if kind.type == "histogram":
+            histogram = HistogramMetricFamily(name, kind.help, labels=labels)
+            *counts, seconds = values.items()
+            histogram.add_metric(self._run, [(bound, count) for (bound,), count in counts], seconds[1])
+            yield histogram
+            return
+        family = (CounterMetricFamily if kind.type == "counter" else GaugeMetricFamily)(name, kind.help, labels=labels)
+        for found, value in values.items():
+            family.add_metric([*self._run, *found], value)
+        yield family
 
     def _gauges(self) -> dict[str, _Values]:
         present, checkpoint = self._present, self._counted.checkpoint
@@ -250,4 +258,10 @@ class NodeMetrics:
         found: dict[str, _Values] = {f"elastic_launch_{x}": {(): y} for x, y in known.items() if y is not None}
         found["elastic_launch_info"] = {(self._version,): 1.0}
         found["elastic_launch_phase"] = {(phase,): float(phase == present.phase) for phase in PHASES}
+        counts = accumulate(present.durations or (0,) * (len(STEP_BOUNDS) + 1))
+        bounds = (*map(str, STEP_BOUNDS), "+Inf")
+        found["elastic_launch_step_seconds"] = {
+            **{(bound,): float(count) for bound, count in zip(bounds, counts, strict=True)},
+            (): present.steps_s,
+        }
         return found

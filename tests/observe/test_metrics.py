@@ -71,6 +71,17 @@ def test_a_node_that_trains_shows_its_progress() -> None:
     assert shown["elastic_launch_step_seconds_bucket{le=+Inf}"] == 130
 
 
+def test_a_reading_after_others_has_what_the_first_one_would_have() -> None:
+    found, first = metrics(), metrics()
+    steps = {"steps_s": 6.5, "durations": (0, 0, 0, 100, 28, *(0,) * 9, 1, 1)}
+    for present in (Present("starting"), Present("running", 1, 1, 2, 2, 4, 9), Present("waiting", 1, **steps)):
+        for one in found, first:
+            one.add(ev.WorkerStarted(1, 0, 0, 4711, "first", 0.1))
+        last = found.text(present, leads=True, goodput=0.5)
+    assert last == first.text(present, leads=True, goodput=0.5)
+    assert list(METRICS) == [line.split()[2] for line in last.decode().splitlines() if line.startswith("# TYPE")]
+
+
 def test_a_snapshot_has_the_time_at_which_it_was_first_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     found, times = metrics(), iter([1000.0, 1020.0])
     monkeypatch.setattr("elastic_launch.observe.metrics.time.time", lambda: next(times))
