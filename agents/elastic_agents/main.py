@@ -308,18 +308,20 @@ def _pages(config: LaunchConfig, journal: _Journal, inbox: Inbox[object], clock:
 
     metrics, history = journal.metrics, History(clock)
 
-    def sample(present: Present) -> None:
-        metrics.see(present)
-        history.add(present)
-
     listener = page_listener(config)
     assert listener is not None
     roster = Roster(config, lambda: journal.leader())
     made = node_pages(
         config, metrics, journal.ledger, journal.watch, history, lambda rank: journal.output(rank), roster
     )
-    inbox.put(HowAreYou(sample, SAMPLE_EVERY))
     with closing(roster), closing(Health(listener, made, own_names(config))) as pages:
+
+        def sample(present: Present) -> None:
+            metrics.see(present)
+            history.add(present)
+            pages.heard(present)
+
+        inbox.put(HowAreYou(sample, SAMPLE_EVERY))
         yield pages
 
 

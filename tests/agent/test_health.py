@@ -17,6 +17,7 @@ from harness import asked, free_port
 from elastic_agents.inbox import HowAreYou, Inbox
 from elastic_agents.probes import health as module
 from elastic_agents.probes.health import Health, health_listener, own_names
+from elastic_agents.probes.http_server import Response
 from elastic_agents.warm.fork_bootstrap import answering
 from elastic_launch.clock import MonotonicClock
 from elastic_launch.config.launch_config import Command, Endpoint, LaunchConfig, Limits
@@ -113,6 +114,16 @@ def test_an_agent_that_leaves_may_take_its_time(health: Health) -> None:
         pass
     assert asked(f"http://{health.endpoint}/livez") == (200, "leaving")
     assert asked(f"http://{health.endpoint}/readyz") == (503, "leaving")
+
+
+def test_a_page_shows_what_the_agent_has_just_said_and_a_probe_asks_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PATIENCE", 0.05)
+    pages: dict[str, module.Page] = {"/": lambda present, _: Response.text(200, present.phase)}
+    with contextlib.closing(Health(listen("127.0.0.1"), pages)) as served:
+        served.ask(Inbox(MonotonicClock()))  # which nobody reads
+        served.heard(Present("running"))
+        assert asked(f"http://{served.endpoint}/") == (200, "running")
+        assert asked(f"http://{served.endpoint}/livez")[0] == 503
 
 
 def test_clients_that_hang_up_or_send_other_requests_do_no_harm(health: Health) -> None:

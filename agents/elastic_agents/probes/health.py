@@ -40,6 +40,9 @@ Called in the server's thread, so it must not block. It returns None while it ha
 PATIENCE = 5.0
 """Seconds that the agent may take to answer."""
 
+FRESH = 1.0
+"""Seconds for which pages show what the agent has said: a probe is always a new question."""
+
 ASK_EVERY = 0.05
 """Seconds between two questions to the agent's loop: more clients do not cause more questions."""
 
@@ -116,7 +119,7 @@ class Health:
         self._asked_at = 0.0
         self._asking = False
         self._said: tuple[Present, float] | None = None  # the agent's last answer, and when it was given
-        shown = {path: partial(self._show, page) for path, page in (pages or {}).items()}
+        shown = {path: partial(self._show, page, FRESH) for path, page in (pages or {}).items()}
         alive: dict[str, Responder] = {"/livez": self._livez, "/healthz": self._livez, "/readyz": self._readyz}
         self._server = HttpServer(listener, alive | shown, name="http" if pages else "health", hosts=hosts)
 
@@ -130,21 +133,29 @@ class Health:
         """From now on, ask the agent's loop through its inbox; until then, the agent is importing."""
         self._inbox = inbox
 
+    def heard(self, present: Present) -> None:
+        """Take note of what the agent has said; called from its loop."""
+        self._said = present, time.monotonic()
+
     def close(self) -> None:
         """Stop answering."""
         self._server.close()
         self._listener.close()
 
     def _livez(self, request: Request) -> Response | None:
-        return self._show(lambda present, _: Response.text(200, present.phase), request)
+        return self._show(lambda present, _: Response.text(200, present.phase), 0.0, request)
 
     def _readyz(self, request: Request) -> Response | None:
         return self._show(
-            lambda present, _: Response.text(200 if present.phase == "running" else 503, present.phase), request
+            lambda present, _: Response.text(200 if present.phase == "running" else 503, present.phase), 0.0, request
         )
 
-    def _show(self, page: Page, request: Request) -> Response | None:
-        """Respond with a page; with 503 if the agent has not answered; with None while it may still answer."""
+    def _show(self, page: Page, fresh: float, request: Request) -> Response | None:
+        """Respond with a page; with 503 if the agent has not answered; with None while it may still answer.
+
+        Args:
+            fresh: seconds before the request in which the agent may have said what is shown.
+        """
         inbox = self._inbox
         if inbox is None:
             return page(Present("starting"), request.query)
@@ -152,7 +163,7 @@ class Health:
             # What takes long after the loop is saving what must not be lost.
             present = replace(self._said[0], phase="leaving") if self._said else Present("leaving")
             return page(present, request.query)
-        if self._said is not None and self._said[1] >= request.at:
+        if self._said is not None and self._said[1] >= request.at - fresh:
             return page(self._said[0], request.query)
         now = time.monotonic()
         if not self._asking and now - self._asked_at >= ASK_EVERY:
@@ -161,7 +172,6 @@ class Health:
         return Response.text(503, f"no answer within {PATIENCE:g} s") if now - request.at >= PATIENCE else None
 
     def _answered(self, present: Present) -> None:
-        """Called from the agent's loop."""
-        self._said = present, time.monotonic()
+        self.heard(present)
         self._asking = False
         self._server.wake()
