@@ -76,6 +76,7 @@ def test_an_agent_looks_like_what_was_started(job: Job) -> None:
     assert agent.wait() == 0
 
 
+@pytest.mark.slow
 def test_an_interpreter_with_options_of_its_own_is_kept(job: Job) -> None:
     program = ["-O", "-m", "elastic_launch", *LEAN, "--log-dir", str(job.logs), *_script(job, "import torch")]
     agent = job.program(program)
@@ -208,6 +209,7 @@ def test_an_error_of_torchs_import_is_shown_unchanged(job: Job) -> None:
     assert agent.output.rstrip().endswith("OSError: libnothing.so: cannot open shared object file")
 
 
+@pytest.mark.slow
 def test_an_agent_that_cannot_be_reexecuted_continues_unchanged(job: Job) -> None:
     # One string of a command may have 128 KiB (execve(2)), and the settings hold all of a worker's.
     agent = job.launch(*LEAN, command=[*_script(job, "import torch"), *["x" * 1000] * 140])

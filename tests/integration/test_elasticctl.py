@@ -132,6 +132,7 @@ def test_a_run_that_is_drained_exits_with_143_everywhere_and_resumes_at_its_step
     assert result_of(job)["resumed_step"] == int(found[1])
 
 
+@pytest.mark.slow
 def test_plain_scripts_have_a_status_and_neither_checkpoint_nor_drain(job: Job) -> None:
     first = job.node("a", "--rdzv-id", "plain")
     job.world(1)

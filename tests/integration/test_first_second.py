@@ -61,6 +61,7 @@ def test_a_signal_at_any_moment_of_the_beginning_ends_quietly(number: signal.Sig
         assert "Traceback" not in agent.output or interpreters
 
 
+@pytest.mark.slow
 def test_a_signal_that_is_ignored_at_the_start_stays_ignored(job: Job) -> None:
     agent = job.launch("--standalone", prefix=["nohup"])
     worker = job.world(1)[0]["pid"]
