@@ -176,8 +176,11 @@ class Watch:
         match present.phase:
             case "starting":
                 return "starts: imports torch", ""
+            case "running" if self._stepless == "workers start" and self._started < present.workers:
+                return f"workers start: {self._started} of {present.workers} have", ""
             case "running" if self._stepless == "workers start":
-                return f"workers start: {self._started} of {present.workers} have; none has begun to train yet", ""
+                # Whether they train is not known: a script need not report it.
+                return "workers run; no step reported", ""
             case "running" if self._stepless:
                 return f"trains; {self._stepless}", ""
             case "running":

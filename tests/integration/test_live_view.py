@@ -70,7 +70,7 @@ def test_the_lines_above_are_those_that_were_printed_and_ctrl_c_ends_it(job: Job
     )
     with terminal("--standalone", "--log-dir", str(job.logs), "--rdzv-id", "r", str(script), NO_COLOR="1") as seen:
         shows(seen, "^waits$")
-        shows(seen, r"workers start: 1 of 1 have; none has begun to train yet")
+        shows(seen, r"workers run; no step reported")
         seen.type(b"\x03")
         assert seen.process.wait(60 * SLOWNESS) == 130
         wait_for("the last line", lambda: "exit code 130" in "".join(seen.scrolled))

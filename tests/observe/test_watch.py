@@ -88,8 +88,10 @@ def test_what_a_start_waits_for() -> None:
     *starts, training, first = begun(1, 0)
     told.add(*starts[:-1])
     running = Present("running", workers=2)
-    assert told.watch.doing(running) == "workers start: 1 of 2 have; none has begun to train yet"
-    told.add(starts[-1], training)
+    assert told.watch.doing(running) == "workers start: 1 of 2 have"
+    told.add(starts[-1])
+    assert told.watch.doing(running) == "workers run; no step reported"
+    told.add(training)
     assert told.watch.doing(running) == "trains; first step"
     told.add(first)
     assert told.watch.doing(running) == "trains"
