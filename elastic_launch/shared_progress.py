@@ -18,7 +18,7 @@ from typing import NamedTuple
 from elastic_launch.clock import MonotonicClock
 from elastic_launch.system.plain_text import one_line, plain
 
-__all__ = ["STEP_BOUNDS", "Activity", "SharedProgress", "WorkerProgress"]
+__all__ = ["FIRST_STEPS", "STEP_BOUNDS", "Activity", "SharedProgress", "WorkerProgress"]
 
 STEP_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 """Seconds: steps are counted by the first of these that they did not exceed."""
@@ -48,6 +48,14 @@ class Activity(IntEnum):
     """It takes its place in a round, and does nothing but wait for the other ranks of it, or receive from them."""
     RESTORE = 7
     """It does the rest of that: it reads from storage, or runs what the script does as a state is restored."""
+    REHEARSED_STEP = 8
+    """As the first step, but the process has rehearsed one."""
+    RESUMED_STEP = 9
+    """As the first step, but the process has done one in an earlier round."""
+
+
+FIRST_STEPS = Activity.FIRST_STEP, Activity.REHEARSED_STEP, Activity.RESUMED_STEP
+"""What a worker does until its first step in a round is done."""
 
 
 _LAST = max(Activity)
@@ -135,7 +143,7 @@ class SharedProgress:
         if _file(self.descriptor) != self._file:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         last = self._last
-        begins = activity == Activity.FIRST_STEP  # then the steps up to this one were not done in this round
+        begins = activity in FIRST_STEPS  # then the steps up to this one were not done in this round
         at = last.at if (round, step) == last[:2] and not begins else MonotonicClock().now()
         steps_s, durations = last.steps_s, last.durations
         if round == last.round and step > last.step and not begins:

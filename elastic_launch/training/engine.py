@@ -309,10 +309,10 @@ class Engine:
         # How to leave NCCL's communicators is written but was never run: a worker with a GPU is started again.
         return link.patience > 0 and self.device.type == "cpu" and not self._forgets
 
-    def watch(self, step: int | None) -> None:
-        """Have the agent notice from now on if no step follows those done; None: no further ones are expected."""
+    def watch(self, step: int | None, first: Activity = Activity.FIRST_STEP) -> None:
+        """Have the agent notice from now on if no step follows those done, see :meth:`AgentLink.watch`."""
         if self._link is not None:
-            self._link.watch(step)
+            self._link.watch(step, first)
 
     def doing(self, activity: Activity, limit: float = 0.0, what: str = "") -> AbstractContextManager[None]:
         """Let the agent know that this is done meanwhile, see :meth:`AgentLink.doing`."""

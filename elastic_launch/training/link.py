@@ -219,11 +219,15 @@ class AgentLink:
         self._next_word = time.monotonic() + SILENCE
         self._say(c.StepDone(step))
 
-    def watch(self, step: int | None) -> None:
-        """Have the agent notice from now on if no step follows those done; None: no further ones are expected."""
+    def watch(self, step: int | None, first: Activity = Activity.FIRST_STEP) -> None:
+        """Have the agent notice from now on if no step follows those done; None: no further ones are expected.
+
+        Args:
+            first: what the next step is to this process, one of ``FIRST_STEPS``.
+        """
         self._watched = step is not None
         self._step = self._step if step is None else step
-        self._doing = Activity.FIRST_STEP if self._watched else Activity.UNWATCHED, 0.0, ""
+        self._doing = first if self._watched else Activity.UNWATCHED, 0.0, ""
         self._written()
 
     @contextlib.contextmanager

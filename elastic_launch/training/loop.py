@@ -127,6 +127,7 @@ class Loop:
         self._live = False
         # Before there is a place, micro="auto" has no size.
         self._rehearses = options.rehearse is not None and loader.batch.micro != "auto"
+        self._first = Activity.FIRST_STEP  # what the first step of a round is to this process
         self._has_state = False  # whether this process has the state of a step, restored or initial
         self._given: dict[str, object] = {}
         self._received: Resumed | None = None  # a state that takes effect when the step has ended
@@ -209,6 +210,8 @@ class Loop:
                 else:
                     self._step += 1
                     self._last = step.loss, step.metrics
+                    if step.plan.grad_accum:  # a rank without samples compiles nothing
+                        self._first = Activity.RESUMED_STEP
                     # Of the first group; a tensor may be on a GPU, and to read it would wait for the step.
                     groups = getattr(self._optimizer, "param_groups", None) or [{}]
                     lr = groups[0].get("lr")
@@ -249,6 +252,7 @@ class Loop:
                 )
                 try:
                     rehearse(step)
+                    self._first = Activity.REHEARSED_STEP
                 finally:
                     gradients.discard()
         except Exception as error:  # noqa: BLE001 - what fails in a step, too, is raised there
@@ -308,7 +312,7 @@ class Loop:
         self._pace = Pace(world.rank, world.world_size, resumed.step, on_host=on_host, report=engine.report_straggler)
         # Last: a process that is interrupted before has received only a part of the state.
         engine.begin(resumed.step, self._end, live=self._live, rehearses=self._rehearses)
-        engine.watch(resumed.step)
+        engine.watch(resumed.step, self._first)
 
     def _agree(self, step: int) -> None:
         """Agree with the other ranks, which may be at another point between two steps.

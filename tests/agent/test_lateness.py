@@ -11,6 +11,7 @@ from elastic_agents.hangs.lateness import (
     FORMING,
     LEAST_OF_OTHERS,
     MOST_FORMING,
+    RECONNECTS,
     UNKNOWN,
     Lateness,
     Standstill,
@@ -219,3 +220,60 @@ def test_the_time_of_entering_a_round_is_not_learned() -> None:
     found = node.look(number=2)
     assert found is not None
     assert found.left == FORMING
+
+
+def test_after_a_change_of_the_round_survivors_may_take_twice_as_long_as_for_other_steps() -> None:
+    for seconds, limit in ((1.0, 10.0), (20.0, FACTOR * 20)):
+        node = Node(workers=2)
+        node.train(3, seconds)
+        for rank in (0, 1):
+            node.says(Activity.RESUMED_STEP, 3, rank=rank, number=2)
+        found = node.look(number=2)
+        assert found is not None
+        assert found.left == pytest.approx(RECONNECTS * limit, rel=0.1)
+
+
+def test_a_newcomer_among_them_has_the_time_of_a_first_step() -> None:
+    """It may compile the model, and those that wait for it are not late as long as it is not."""
+    node = Node(workers=2)
+    node.train(3)
+    node.says(Activity.RESUMED_STEP, 3, rank=0, number=2)
+    node.says(Activity.FIRST_STEP, 3, rank=1, number=2)
+    found = node.look(number=2)
+    assert found is not None
+    assert found.left == LEAST_OF_OTHERS
+
+
+def test_a_newcomer_that_has_rehearsed_has_five_times_the_longest_first_step_of_its_node() -> None:
+    node = Node(workers=2)
+    for rank in (0, 1):
+        node.says(Activity.FIRST_STEP, rank=rank)
+    node.look()
+    node.look(30.0)
+    node.train(3)
+    node.says(Activity.RESUMED_STEP, 3, rank=0, number=2)
+    node.says(Activity.REHEARSED_STEP, 3, rank=1, number=2)
+    found = node.look(number=2)
+    assert found is not None
+    assert found.left == FACTOR * 30
+
+
+def test_a_node_that_has_seen_no_steps_knows_no_limit_for_those_of_others() -> None:
+    for activity in (Activity.RESUMED_STEP, Activity.REHEARSED_STEP):
+        node = Node()
+        node.says(activity, 3)
+        assert node.left() == UNKNOWN
+
+
+def test_after_a_round_was_broken_in_its_first_step_the_next_has_more_time() -> None:
+    """What is slow only then, such as a loader that begins anew, must not break one round after the other."""
+    node = Node()
+    node.train(3)
+    node.says(Activity.RESUMED_STEP, 3, number=2)
+    node.look(number=2)
+    node.look(20.0, number=2)
+    node.lateness.broken()
+    node.says(Activity.RESUMED_STEP, 3, number=3)
+    found = node.look(number=3)
+    assert found is not None
+    assert found.left == FACTOR * 20

@@ -18,7 +18,7 @@ from torch import nn
 
 import elastic_launch as el
 from elastic_launch import contract as c
-from elastic_launch.shared_progress import Activity, SharedProgress
+from elastic_launch.shared_progress import FIRST_STEPS, Activity, SharedProgress
 from elastic_launch.snapshot import newest
 from elastic_launch.snapshot.memory.slot import Slot
 from elastic_launch.training.checkpoints.manager import CheckpointManager
@@ -315,13 +315,16 @@ def test_what_a_process_does_as_it_enters_a_round_is_reported(ends: tuple[socket
         assert doing() == Activity.FORMING
         link.watch(7)
     assert doing() == Activity.FIRST_STEP
+    link.watch(7, Activity.RESUMED_STEP)
+    assert doing() == Activity.RESUMED_STEP
 
 
-def test_the_steps_that_a_process_receives_are_not_counted_as_its_own() -> None:
+@pytest.mark.parametrize("first", FIRST_STEPS)
+def test_the_steps_that_a_process_receives_are_not_counted_as_its_own(first: Activity) -> None:
     with closing(SharedProgress.make("test")) as progress:
         progress.write(2, 0, Activity.FORMING)
         time.sleep(0.1)
-        progress.write(2, 500, Activity.FIRST_STEP)
+        progress.write(2, 500, first)
         began = time.monotonic()
         progress.write(2, 501, Activity.STEP)
         found = progress.read()

@@ -35,7 +35,13 @@ MOST_FORMING = 300.0
 """The same after rounds were broken because they did: the network may be slow."""
 
 
-_NOT_LEARNED = (Activity.PAUSE, Activity.FORMING, Activity.RESTORE)
+RECONNECTS = 2.0
+"""In the first step of a round, ranks connect and loaders begin anew: known steps may take so many times as long."""
+
+_KNOWN_STEPS = {Activity.REHEARSED_STEP: Activity.FIRST_STEP, Activity.RESUMED_STEP: Activity.STEP}
+"""First steps of a round that are to take no longer than what the node has seen, which is named here."""
+
+_NOT_LEARNED = (Activity.PAUSE, Activity.FORMING, Activity.RESTORE, *_KNOWN_STEPS)
 """Their times depend on what other processes do meanwhile, or on storage."""
 
 
@@ -105,6 +111,9 @@ class Lateness:
         """The round was broken because its workers were late: if they entered it, those of the next have more time."""
         if any(report.activity == Activity.FORMING for report, _ in self._seen.values()):
             self._forming = min(2 * self._forming, MOST_FORMING)
+        for report, stood in self._seen.values():
+            if report.activity in _KNOWN_STEPS:
+                self._learn(report.activity, stood)
 
     def _learn(self, activity: int, seconds: float) -> None:
         longest = self._longest.get(activity, 0.0)
@@ -123,10 +132,19 @@ class Lateness:
             return report.limit
         if report.activity == Activity.FORMING:
             return self._forming
-        longest = self._longest.get(report.activity)
-        if longest is None and report.activity != Activity.STEP:
+        activity = Activity(report.activity)
+        if (known := _KNOWN_STEPS.get(activity)) is not None:
+            if known in self._longest:
+                longest = max(self._longest[known], self._longest.get(activity, 0.0))
+                return max(RECONNECTS * self._learned(Activity.STEP), FACTOR * longest)
+            activity = Activity.FIRST_STEP
+        return self._learned(activity)
+
+    def _learned(self, activity: Activity) -> float:
+        longest = self._longest.get(activity)
+        if longest is None and activity != Activity.STEP:
             return UNKNOWN
-        return max(LEAST.get(Activity(report.activity), LEAST_OF_OTHERS), FACTOR * (longest or 0.0))
+        return max(LEAST.get(activity, LEAST_OF_OTHERS), FACTOR * (longest or 0.0))
 
 
 def _doing(report: WorkerProgress) -> str:

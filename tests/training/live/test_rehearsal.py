@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import random
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 import elastic_launch as el
 from elastic_launch import contract as c
 from elastic_launch import dist
+from elastic_launch.shared_progress import Activity
 from elastic_launch.training.live.rehearsal import graphs_fit_any_world, randomness_kept, unchanged
 
 
@@ -77,7 +79,7 @@ def train(model: Net, **options: Any) -> tuple[str, list[Any]]:
     """Train for three steps; return a hash of the weights, and what callbacks saw."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     seen = Seen()
-    micro = options.pop("micro", 4)
+    micro, until = options.pop("micro", 4), options.pop("until", "3ba")
     torch.manual_seed(5), random.seed(6), np.random.seed(7)
     np.random.normal()  # the second of two is kept
     with el.session() as run:
@@ -85,7 +87,7 @@ def train(model: Net, **options: Any) -> tuple[str, list[Any]]:
         counted = {"metric": lambda output, target: torch.tensor(1.0)}
         options = {"loss_fn": nn.functional.cross_entropy, "exact": True, "metrics": counted, **options}
         options["buffers"] = {"cache": "ignore"}
-        el.Trainer(run, model, optimizer, loader, callbacks=[seen], **options).fit("3ba")
+        el.Trainer(run, model, optimizer, loader, callbacks=[seen], **options).fit(until)
     return el.weights_sha256(model) + str(model.cache) + str(model.calls), seen.seen
 
 
@@ -175,6 +177,31 @@ def test_a_process_that_has_its_place_already_rehearses_no_more(agent: PlayedAge
             "2ba"
         )
     assert PASSES == [True, True]
+
+
+def test_the_agent_learns_whether_the_first_step_of_a_round_is_like_those_before(agent: PlayedAgent) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def note() -> None:
+        report = agent.progress.read(0)
+        if report is not None and (report.round, report.activity) not in seen[-1:]:
+            seen.append((report.round, report.activity))
+
+    def move() -> None:
+        worker = agent.worker(0)
+        worker.wait(c.Ready)
+        worker.tell(c.Stop("membership"))
+        worker.wait(c.Drained)
+        worker.tell(c.Suspend(7, "membership"))
+        worker.wait(c.Suspended)
+        agent.tell_place(worker, 8, 0, 0, 1)
+
+    mover = threading.Thread(target=move)
+    mover.start()
+    train(Net(note), until="20ba")
+    mover.join()
+    first, last = (7, Activity.REHEARSED_STEP), (8, Activity.RESUMED_STEP)
+    assert (seen[0], seen[-2:]) == (first, [last, (8, Activity.STEP)])
 
 
 @pytest.mark.slow
