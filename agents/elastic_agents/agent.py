@@ -375,6 +375,7 @@ class LocalElasticAgent(ElasticAgent):
                 return None
             case LinkUp(leader=leader):
                 self._member, self._leader = True, leader
+                self._hangs.linked()
                 assert self._run_address is not None
                 self._of_run_file(partial(self._run_file.write, replace(self._run_address, leader=leader)))
                 self._events.emit(LinkChanged(up=True, cause="hello accepted"))

@@ -144,6 +144,16 @@ def test_late_workers_are_reported_and_again_and_taken_back(tmp_path: Path, monk
         assert reports.come(lambda report: not report.seconds) == Stalled(1)
 
 
+def test_a_new_leader_learns_at_once_that_workers_are_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reports = Reports(monkeypatch)
+    monkeypatch.setattr(watch, "AGAIN", 1e6)
+    with process(tmp_path, "stands()") as pid, reports.watching(pid, tmp_path) as watching:
+        reports.progress.write(1, 6, Activity.STEP)
+        reports.come(lambda report: report.seconds > 0)
+        watching.linked()
+        wait_for("a second report", lambda: sum(report.seconds > 0 for report in reports.all) == 2)
+
+
 def test_workers_that_are_no_longer_to_advance_are_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reports = Reports(monkeypatch)
     with process(tmp_path, "spins()") as pid, reports.watching(pid, tmp_path) as watching:

@@ -145,6 +145,18 @@ def test_a_node_that_advances_again_takes_its_report_back() -> None:
     assert run.told(RoundBroken) == []
 
 
+def test_a_report_ends_with_the_link_that_it_came_by() -> None:
+    """The node may have advanced since then; it reports again if not."""
+    run = running("2", "ab")
+    stalls(run, "a")
+    member: dict[str, Any] = {"holding": run.number, "joined": True, "ready": True, "seen_round": run.number}
+    run.hello("a", **member)
+    stalls(run, "b", "code")
+    assert run.told(RoundBroken) == []
+    stalls(run, "a")
+    assert [event.cause.split(":")[0] for event in run.told(RoundBroken)] == ["rank 1 on node b"]
+
+
 def test_a_round_in_which_no_rank_stands_out_is_broken_and_charged() -> None:
     run = running("2", "ab", max_restarts=0)
     stalls(run, "a")

@@ -111,6 +111,10 @@ class HangWatch:
         """Watch these workers from now on; None: those of the last call are no longer to advance."""
         self._watched = watched
 
+    def linked(self) -> None:
+        """There is a new link to a leader, which knows nothing of earlier reports."""
+        self._next = 0.0
+
     def broken(self) -> None:
         """A round was broken because it hung."""
         self._broken = True

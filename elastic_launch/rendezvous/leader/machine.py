@@ -397,6 +397,7 @@ class LeaderMachine:
         self._owners[link] = hello.node_id
         node.store_port, node.hello, node.importing = hello.store_port, hello, hello.importing
         node.held, node.released, node.ahead = hello.held, False, False
+        node.stalled = None  # it may have advanced meanwhile; if not, it says so again
         node.offer(hello.slots)
         if hello.leaving:
             self._rounds.leaves(node, hello.leaving, 0.0, now)
