@@ -148,6 +148,7 @@ class ControlRecord:
         refilled: how many of them were given back.
         last_step: the highest optimizer step at which a round began to train, or None if unknown.
         idle: consecutive restarts that were not charged and since which training has not advanced.
+        soon, vain, best: likewise, see ``RestartBudget``.
         nonce: random per write; distinguishes two writers of otherwise equal records.
         first_term: the term in which this run began; above 1 if an earlier run had the same id.
         run: random per run; distinguishes runs with the same id. Empty if the record is only in its leader's memory.
@@ -168,6 +169,9 @@ class ControlRecord:
     first_term: int = 1
     run: str = ""
     refilled: int = 0
+    soon: int = 0
+    vain: int = 0
+    best: int = -1
     schema: int = SCHEMA
 
     @property

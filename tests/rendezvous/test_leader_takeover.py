@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from leader_run import Run, failure
 
-from elastic_launch.events.types import CauseFound, NodeJoined, RoundBroken
+from elastic_launch.config.launch_config import Limits
+from elastic_launch.events.types import CauseFound, NodeJoined, RestartCharged, RoundBroken
+from elastic_launch.rendezvous.leader.restart_budget import JITTER
 from elastic_launch.rendezvous.record import ControlRecord, Leader, Member, Round
 from elastic_launch.rendezvous.wire import messages as m
 
@@ -49,6 +51,24 @@ def test_a_leader_that_takes_over_counts_workers_that_finished_meanwhile() -> No
     run.hello("a", "b", holding=4, done=True, seen_term=4, seen_round=4)
     run.advance(1)
     assert run.code == 0
+
+
+def test_failures_in_a_row_are_counted_on_under_each_new_leader() -> None:
+    record, delays = replace(record_of_running_round(), limits=Limits(2, 2, 100, max_idle_restarts=3), best=7), []
+    while record.end is None:
+        run, number = Run("2", record=replace(record, term=record.term + 1)), record.round.number
+        run.hello("a", "b", holding=number, seen_term=record.term, seen_round=number, seen_restarts=record.restarts)
+        run.report("b", m.Progress(number, 7))
+        run.fail("a", ran=1.0, round=number)
+        run.stop("a", "b")
+        run.advance(5.0)
+        record = run.record
+        delays += [event.delay_s for event in run.told(RestartCharged)]
+    assert delays == [0.0, pytest.approx(1.0, rel=JITTER), pytest.approx(2.0, rel=JITTER)]
+    assert (record.end.code, record.end.cause.split(":")[0]) == (
+        92,
+        "no new step in 3 restarts (--max-idle-restarts 3)",
+    )
 
 
 def test_no_round_is_formed_while_a_member_may_still_train() -> None:

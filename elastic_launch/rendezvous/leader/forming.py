@@ -86,7 +86,8 @@ def _form(state: LeaderState, after: Broken | None, now: float) -> Running:
     cause, since = (after.cause, after.at) if after is not None else ("first", state.began)
     budget = state.budget
     spent = {"restarts": budget.spent, "refilled": budget.refilled, "idle": budget.idle, "last_step": budget.mark}
-    state.commit(replace(state.record, round=formed, **spent))  # type: ignore[arg-type]
+    kept = {"soon": budget.soon, "vain": budget.vain, "best": budget.best}
+    state.commit(replace(state.record, round=formed, **spent, **kept))  # type: ignore[arg-type]
     served = sources(state.nodes, chosen)
     # One object for all members, so that it is encoded once.
     order = m.Form(state.record.term, formed, budget.spent, cause, served, budget.allowed)

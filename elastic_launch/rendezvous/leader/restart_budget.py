@@ -40,6 +40,9 @@ class RestartBudget:
         idle: consecutive free restarts without progress.
         mark: the highest step at which a round began to train; None if unknown.
         run: identifies the run; its delays differ from those of others.
+        soon: consecutive failures soon after the start.
+        vain: consecutive restarts since the last new step.
+        best: the highest step that was reached; -1 if unknown.
     """
 
     def __init__(
@@ -50,18 +53,20 @@ class RestartBudget:
         idle: int = 0,
         mark: int | None = None,
         run: str = "",
+        soon: int = 0,
+        vain: int = 0,
+        best: int = -1,
     ) -> None:
         self.spent = spent
         self.refilled = refilled
         self.idle = idle
         self.mark = mark
+        self.soon = soon
+        self.vain = vain
+        self.best = max(best, -1 if mark is None else mark)
         self._limits = limits
         self._run = run
-        self._soon = 0  # consecutive failures soon after the start
         self._repeats, self._reached = "", 0  # the last failure that a restart may repeat, and the steps done before it
-        self._best = -1 if mark is None else mark  # the highest step that was reached
-        self._restarted = False  # whether the round is, or continues after a resize, one that a restart began
-        self._stuck = 0  # consecutive restarts without a new step
         self._healthy = 0.0  # seconds of rounds with new steps since a restart was last given back
 
     @property
@@ -98,10 +103,10 @@ class RestartBudget:
             return BudgetDecision(
                 Kind.FATAL, ends="a restart is of no use (the same step has failed in the same way twice)"
             )
-        most_stuck = self._limits.max_idle_restarts
-        if most_stuck and self._stuck >= most_stuck:
-            ends = f"no new step in {counted(self._stuck, 'restart')} (--max-idle-restarts {most_stuck})"
-            return BudgetDecision(kind, idle=self._stuck, ends=ends)
+        most_vain, tried = self._limits.max_idle_restarts, self.vain - 1  # without the one that would follow
+        if most_vain and tried >= most_vain:
+            ends = f"no new step in {counted(tried, 'restart')} (--max-idle-restarts {most_vain})"
+            return BudgetDecision(kind, idle=tried, ends=ends)
         idle = 0
         if broken.disconnected or not kind.costs:
             self.idle += not gained
@@ -114,13 +119,13 @@ class RestartBudget:
             spent = f"{'all restarts spent' if most else 'no restart allowed'} (--max-restarts {most}{back})"
             return BudgetDecision(kind, idle=idle, ends=f"no progress in {idle} rounds, {spent}" if idle else spent)
         self.spent += 1
-        self._soon = self._soon + 1 if failure is not None and _failed_soon(failure) else 0
+        self.soon = self.soon + 1 if failure is not None and _failed_soon(failure) else 0
         return BudgetDecision(kind, charged=True, idle=idle, delay=self._delay())
 
     def _delay(self) -> float:
-        if self._soon < 2:
+        if self.soon < 2:
             return 0.0
-        even = min(2.0 ** (self._soon - 2), LONGEST_DELAY)
+        even = min(2.0 ** min(self.soon - 2, 10), LONGEST_DELAY)
         unit = zlib.crc32(f"{self._run} {self.spent}".encode()) / 2**32
         return float(round(even * (1 + JITTER * (2 * unit - 1)), 3))
 
@@ -133,11 +138,9 @@ class RestartBudget:
         begun = -1 if broken.begun is None else broken.begun
         reached = max(begun, broken.reached, begun + max(0, failure.trained) if failure is not None else -1)
         # A script that does not report its steps is believed to advance if it runs for long.
-        advanced = reached > self._best if reached >= 0 else self._best < 0 and lasted >= LONG
-        self._best = max(self._best, reached)
-        self._stuck = 0 if advanced else self._stuck + (restarted and self._restarted)
-        if restarted or advanced:
-            self._restarted = restarted
+        advanced = reached > self.best if reached >= 0 else self.best < 0 and lasted >= LONG
+        self.best = max(self.best, reached)
+        self.vain = (0 if advanced else self.vain) + restarted
         every = self._limits.restart_refill
         if not every or not advanced:
             return

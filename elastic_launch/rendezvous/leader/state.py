@@ -45,7 +45,15 @@ class LeaderState:
         self.timing = timing
         self.nodes: dict[str, Node] = {}
         self.budget = RestartBudget(
-            record.limits, record.restarts, record.refilled, record.idle, record.last_step, record.run
+            record.limits,
+            record.restarts,
+            record.refilled,
+            record.idle,
+            record.last_step,
+            record.run,
+            record.soon,
+            record.vain,
+            record.best,
         )
         self.resizing = Resizing(self.nodes)
         self.began = self.turned = self.last_arrival = now
