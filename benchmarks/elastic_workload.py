@@ -27,7 +27,8 @@ def main() -> None:
             network = model(args.compile)
             optimizer = torch.optim.SGD(network.parameters(), lr=LEARNING_RATE)
             data = torch.utils.data.TensorDataset(*examples())
-            loader = el.ElasticLoader(data, el.GlobalBatch(GLOBAL_BATCH, micro=GLOBAL_BATCH // 2), seed=SEED)
+            # So that each of four ranks has samples: one without compiles no model, but may have to in another world.
+            loader = el.ElasticLoader(data, el.GlobalBatch(GLOBAL_BATCH, micro=GLOBAL_BATCH // 4), seed=SEED)
             checkpoint = el.Checkpoint(args.checkpoint, every=args.every) if args.checkpoint else None
             restored = False
 
