@@ -126,6 +126,25 @@ def test_each_byte_that_is_kept_is_sent_once_and_no_other(
     assert messages.sent == least
 
 
+def test_what_a_rank_keeps_is_received_as_it_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large array, of which a rank first learns the shape alone, and sets, which are encoded in another order."""
+    state = {
+        "same": np.arange(2**20),
+        "owned": {0: np.arange(2**20), 1: np.arange(2**20)},
+        "set": {(name, torch.tensor(number)) for number, name in enumerate("hgfedcba")},
+    }
+    messages = Messages()
+    monkeypatch.setattr(spreading, "dist", messages)
+
+    def spread(rank: int) -> Any:
+        return spread_state(state if rank == 0 else None, [0], World(rank, 2), Shards(rank, 2, 0))
+
+    for rank, found in enumerate(messages.run(2, spread)):
+        assert {(name, int(number)) for name, number in found["set"]} == set(zip("hgfedcba", range(8), strict=True))
+        assert np.array_equal(found["same"], state["same"])
+        assert np.array_equal(found["owned"][rank], state["same"])
+
+
 @given(st.integers(1, 40), st.data())
 def test_those_who_have_the_state_serve_equally_many(ranks: int, data: st.DataObject) -> None:
     holders = sorted(data.draw(st.sets(st.integers(0, ranks - 1), min_size=1)))

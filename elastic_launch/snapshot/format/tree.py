@@ -33,7 +33,10 @@ from elastic_launch.snapshot.format.plain import MAX_DEPTH, Decoder, Encoder, Pa
 __all__ = ["MAX_DEPTH", "Take", "decode", "encode", "tensor_names"]
 
 Take = Callable[[Path, torch.Tensor], torch.Tensor]
-"""Returns what is kept of a tensor at a place in the state; it has the tensor's shape and dtype."""
+"""Returns what is kept of a tensor at a place in the state; it has the tensor's shape and dtype.
+
+If nothing is kept, that is a meta tensor; an array is then one of zeros.
+"""
 
 
 def encode(state: Any) -> tuple[dict[str, torch.Tensor], Any]:
@@ -158,7 +161,10 @@ class _Decoder(Decoder):
         if not isinstance(tensor, dict) or "$tensor" not in tensor:
             raise MalformedError(f"no tensor for the array at {show(path)}")
         shape = _shape(tree.get("shape"), path)
-        return arrays.restored(tree.get("dtype"), shape, bytes_of(self.decode(tensor, path)))
+        made = self.decode(tensor, path)
+        # One that is not kept has no bytes.
+        data = bytes(made.numel() * made.element_size()) if made.is_meta else bytes_of(made)
+        return arrays.restored(tree.get("dtype"), shape, data)
 
     def _scalar(self, tree: dict[str, Any], path: Path) -> Any:
         return arrays.restored(tree.get("dtype"), (), base64_bytes(tree["$scalar"], path))[()]

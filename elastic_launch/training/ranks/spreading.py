@@ -8,7 +8,7 @@ kept is sent once, and no other.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elastic_launch.snapshot.format import tree
+from elastic_launch.snapshot.format.dtypes import dense
 from elastic_launch.snapshot.format.plain import Path
 from elastic_launch.snapshot.storage.shared_copies import Taking
 from elastic_launch.training.ranks.exchange import broadcast_state, described, exchanging, from_first, in_chunks
@@ -108,66 +109,52 @@ def in_place(taking: Cuts) -> Taking:
 
 
 def _serve(targets: Sequence[int], tensors: Mapping[str, Tensor], rest: Any) -> None:
+    shapes = described(tensors)
     for target in targets:
-        _say([described(tensors), rest], target)
+        _say([shapes, rest], target)
     wanted = {target: dict(_heard(target)) for target in targets}
     # One tensor after the other, so that no target waits until another one has everything.
-    for name, tensor in tensors.items():
+    for name in _places(rest, _stand_ins(shapes)) if targets else ():
         for target, boxes in wanted.items():
             if name in boxes:
-                in_chunks(narrowed(tensor, boxes[name]).cpu().contiguous(), partial(dist.send, dst=target))
+                in_chunks(dense(narrowed(tensors[name], boxes[name])), partial(dist.send, dst=target))
 
 
 def _received(source: int, cut: Cut) -> Any:
     shapes, rest = _heard(source)
-    stand_ins = _StandIns(shapes)
-    wanted: list[tuple[str, Box]] = []
-
-    def ask(path: Path, whole: Tensor) -> Tensor:
-        if (box := cut.box(path, whole.shape)) is not None:
-            wanted.append((stand_ins.last, box))
-        return whole
+    stand_ins = _stand_ins(shapes)
 
     def receive(path: Path, whole: Tensor) -> Tensor:
         box = cut.box(path, whole.shape)
         if box is None:
-            return whole.to("meta")
+            return whole
         part = torch.empty([length for _, length in box], dtype=whole.dtype)
         in_chunks(part, partial(dist.recv, src=source))
         return cut.kept(path, whole.shape, part)
 
-    tree.decode(rest, stand_ins, ask)
-    _say(wanted, source)
+    boxes = ((name, cut.box(path, stand_ins[name].shape)) for name, path in _places(rest, stand_ins).items())
+    _say([(name, box) for name, box in boxes if box is not None], source)
     return tree.decode(rest, stand_ins, receive)
 
 
-class _StandIns(Mapping[str, Tensor]):
-    """Tensors that have a dtype and a shape, and take no memory.
+def _stand_ins(shapes: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return tensors that have a dtype and a shape, and take no memory."""
+    return {
+        name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for name, (dtype, shape) in shapes.items()
+    }
 
-    Args:
-        shapes: of each.
 
-    Attributes:
-        last: name of the one that was looked up last.
-    """
+def _places(rest: Any, stand_ins: Mapping[str, Tensor]) -> dict[str, Path]:
+    """Return where in the state each tensor is, in the order of decoding; that of encoding differs for sets."""
+    names = {id(tensor): name for name, tensor in stand_ins.items()}
+    found: dict[str, Path] = {}
 
-    def __init__(self, shapes: Mapping[str, Any]) -> None:
-        self._shapes = shapes
-        self.last = ""
+    def note(path: Path, whole: Tensor) -> Tensor:
+        found[names[id(whole)]] = path
+        return whole
 
-    def __getitem__(self, name: str) -> Tensor:
-        dtype, shape = self._shapes[name]
-        self.last = name
-        return torch.zeros((), dtype=getattr(torch, dtype)).expand(shape)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._shapes)
-
-    def __len__(self) -> int:
-        return len(self._shapes)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._shapes
+    tree.decode(rest, stand_ins, note)
+    return found
 
 
 def _say(message: Any, target: int) -> None:
