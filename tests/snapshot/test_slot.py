@@ -41,6 +41,15 @@ def write(slot: Slot, state: Any, **numbers: int) -> bool:
     return first
 
 
+def test_a_tensor_of_one_element_is_written_whatever_its_stride(slot: Slot) -> None:
+    matrix = torch.arange(6.0).view(3, 2)
+    write(slot, {"column": matrix[1:2, 1], "corner": matrix[2:, 1:].t(), "every": matrix.view(-1)[4::2]})
+    header = slot.header()
+    assert header is not None
+    found = read_state(slot, header)
+    assert [found["column"].tolist(), found["corner"].tolist(), found["every"].tolist()] == [[3.0], [[5.0]], [4.0]]
+
+
 _NUMBER = st.one_of(st.integers(0, 5000), st.integers(0, 2**64 - 1))
 
 

@@ -7,6 +7,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from elastic_launch.training.ranks import spreading
+from elastic_launch.training.ranks import exchange, spreading
 from elastic_launch.training.ranks.spreading import Box, narrowed, sources, spread_state
 from elastic_launch.training.ranks.world import World
 
@@ -143,6 +144,20 @@ def test_what_a_rank_keeps_is_received_as_it_was_sent(monkeypatch: pytest.Monkey
         assert {(name, int(number)) for name, number in found["set"]} == set(zip("hgfedcba", range(8), strict=True))
         assert np.array_equal(found["same"], state["same"])
         assert np.array_equal(found["owned"][rank], state["same"])
+
+
+def test_views_are_sent_as_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a process that goes on; what was read from a snapshot has no such tensors."""
+    sent: list[Tensor] = []
+    dist = SimpleNamespace(broadcast=lambda tensor, src: sent.append(tensor.clone()))
+    monkeypatch.setattr(exchange, "dist", dist)
+    lazily = torch.tensor([1 + 2j, 3j]).conj()
+    state = {"conjugate": lazily, "negative": lazily.imag, "one of a column": torch.arange(6.0).view(3, 2)[1:2, 1]}
+    exchange.broadcast_state(state, 0, 0)
+    exchange.broadcast_tensors([state["one of a column"]], 0)
+    dtypes = torch.complex64, torch.float32, torch.float32, torch.float32
+    read = [data.view(dtype).tolist() for data, dtype in zip(sent[2:], dtypes, strict=True)]
+    assert read == [[1 - 2j, -3j], [-2.0, -3.0], [3.0], [3.0]]
 
 
 @given(st.integers(1, 40), st.data())

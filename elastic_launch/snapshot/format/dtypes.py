@@ -14,6 +14,7 @@ __all__ = [
     "NATIVE",
     "bytes_of",
     "dense",
+    "flat_bytes",
     "is_possible",
     "name_of",
     "safetensors_type",
@@ -81,6 +82,13 @@ def is_possible(shape: Sequence[int]) -> bool:
 def dense(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor contiguous in host memory and without autograd; the tensor itself if it already is."""
     return tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bytes in row-major order, on its device; in its own memory if it is contiguous."""
+    whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # A tensor of one element is contiguous with any strides, and its bytes have none but 1.
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

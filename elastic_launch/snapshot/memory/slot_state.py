@@ -17,6 +17,7 @@ from elastic_launch import faults
 from elastic_launch.snapshot.errors import TornSnapshotError
 from elastic_launch.snapshot.format import tensor_file as tensorfile
 from elastic_launch.snapshot.format import tree
+from elastic_launch.snapshot.format.dtypes import flat_bytes
 from elastic_launch.snapshot.format.manifest import encode_meta, parse_json
 from elastic_launch.snapshot.format.plain import Decoder
 from elastic_launch.snapshot.memory.slot import Header, Slot
@@ -128,7 +129,7 @@ class SlotWriter:
             staging = self._stage(tensor.device) if size and tensor.is_cuda else None
             if staging is None:
                 if size:
-                    target[offset : offset + size].copy_(_as_bytes(tensor), non_blocking=False)
+                    target[offset : offset + size].copy_(flat_bytes(tensor), non_blocking=False)
                 continue
             if tensor.device not in staged:
                 staging.wait_for(draft.marks)
@@ -187,8 +188,3 @@ def read_meta(slot: Slot, header: Header) -> dict[str, Any]:
     """Return the meta that the snapshot's writer gave."""
     meta: Mapping[str, Any] = Decoder().decode(parse_json(slot.meta(header)))
     return dict(meta)
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    dense = tensor.resolve_conj().resolve_neg().contiguous()
-    return dense.reshape(-1).view(torch.uint8)

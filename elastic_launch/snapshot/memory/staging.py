@@ -13,6 +13,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from elastic_launch.snapshot.format.dtypes import flat_bytes
+
 __all__ = ["PIECE", "Staging", "mark"]
 
 PIECE = 32 * 1024 * 1024
@@ -55,7 +57,7 @@ class Staging:
             target: a tensor of bytes in host memory, as many as the tensor has.
         """
         with torch.cuda.stream(self._stream):
-            source = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+            source = flat_bytes(tensor)
             for start in range(0, source.numel(), PIECE):
                 part = source[start : start + PIECE]
                 self._empty(self._turn)

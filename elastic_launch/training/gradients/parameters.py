@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from elastic_launch.errors import UsageError
+from elastic_launch.snapshot.format.dtypes import bytes_of, dense
 from elastic_launch.training.ranks.exchange import broadcast_state, broadcast_tensors
 from elastic_launch.training.wrapped import is_sharded
 
@@ -237,8 +238,7 @@ def _sparse(model: nn.Module) -> dict[int, str]:
 
 
 def _digest(tensor: Tensor) -> int:
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return int.from_bytes(hashlib.sha256(data.numpy().tobytes()).digest()[:7], "big")
+    return int.from_bytes(hashlib.sha256(bytes_of(dense(tensor))).digest()[:7], "big")
 
 
 def _difference(mine: list[list[Any]], first: list[list[Any]], rank: int) -> str:

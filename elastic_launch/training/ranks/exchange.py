@@ -16,6 +16,7 @@ from elastic_launch import snapshot
 from elastic_launch.errors import UsageError
 from elastic_launch.shared_progress import Activity
 from elastic_launch.snapshot.format import tree
+from elastic_launch.snapshot.format.dtypes import flat_bytes
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.ranks.world import World
 
@@ -66,9 +67,10 @@ def broadcast_tensors(tensors: Iterable[Tensor], source: int) -> None:
             if value.stride(dimension) == 0:  # expanded: one element in memory along this dimension
                 value = value.select(dimension, 0)
         # As bytes: not every backend supports every dtype, and none supports gaps.
-        dense = value.contiguous().reshape(-1).view(torch.uint8)
+        dense = flat_bytes(value)
         dist.broadcast(dense, src=source)
-        value.copy_(dense.view(value.dtype).view(value.shape))
+        if dense.data_ptr() != value.data_ptr():
+            value.copy_(dense.view(value.dtype).view(value.shape))
 
 
 def broadcast_state(state: Any, source: int, rank: int) -> Any:
@@ -109,9 +111,8 @@ class _Sent(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         dtype, shape = self._shapes[name]
         found = torch.empty(shape, dtype=getattr(torch, dtype)) if self._tensors is None else self._tensors[name].cpu()
-        dense = found.contiguous()
-        in_chunks(dense, partial(dist.broadcast, src=self._source))
-        return dense
+        in_chunks(found, partial(dist.broadcast, src=self._source))
+        return found
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._shapes)
@@ -123,9 +124,9 @@ class _Sent(Mapping[str, Tensor]):
         return name in self._shapes  # a look-up would send it
 
 
-def in_chunks(dense: Tensor, transfer: Callable[[Tensor], object]) -> None:
-    """Send or receive a contiguous tensor as bytes, and report each chunk of it."""
-    sent = dense.reshape(-1).view(torch.uint8) if dense.numel() else dense
+def in_chunks(tensor: Tensor, transfer: Callable[[Tensor], object]) -> None:
+    """Send a tensor as bytes, or receive a contiguous one, and report each chunk of it."""
+    sent = flat_bytes(tensor)
     with exchanging():
         for begin in range(0, sent.numel(), CHUNK):
             transfer(sent[begin : begin + CHUNK])

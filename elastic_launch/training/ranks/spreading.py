@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elastic_launch.snapshot.format import tree
-from elastic_launch.snapshot.format.dtypes import dense
 from elastic_launch.snapshot.format.plain import Path
 from elastic_launch.snapshot.storage.shared_copies import Taking
 from elastic_launch.training.ranks.exchange import broadcast_state, described, exchanging, from_first, in_chunks
@@ -117,7 +116,7 @@ def _serve(targets: Sequence[int], tensors: Mapping[str, Tensor], rest: Any) -> 
     for name in _places(rest, _stand_ins(shapes)) if targets else ():
         for target, boxes in wanted.items():
             if name in boxes:
-                in_chunks(dense(narrowed(tensors[name], boxes[name])), partial(dist.send, dst=target))
+                in_chunks(narrowed(tensors[name], boxes[name]).cpu(), partial(dist.send, dst=target))
 
 
 def _received(source: int, cut: Cut) -> Any:
