@@ -277,3 +277,20 @@ def test_after_a_round_was_broken_in_its_first_step_the_next_has_more_time() -> 
     found = node.look(number=3)
     assert found is not None
     assert found.left == FACTOR * 20
+
+
+def test_hangs_in_first_steps_never_give_survivors_more_time_than_new_processes_have() -> None:
+    node = Node()
+    node.says(Activity.FIRST_STEP)
+    node.look()
+    node.look(1.0)
+    node.train(3)
+    limits = []
+    for number in range(2, 7):
+        node.says(Activity.RESUMED_STEP, 3, number=number)
+        found = node.look(number=number)
+        assert found is not None
+        limits.append(found.left)
+        node.look(found.left, number=number)
+        node.lateness.broken()
+    assert limits == [20.0, 100.0, LEAST_OF_OTHERS, LEAST_OF_OTHERS, LEAST_OF_OTHERS]

@@ -136,7 +136,9 @@ class Lateness:
         if (known := _KNOWN_STEPS.get(activity)) is not None:
             if known in self._longest:
                 longest = max(self._longest[known], self._longest.get(activity, 0.0))
-                return max(RECONNECTS * self._learned(Activity.STEP), FACTOR * longest)
+                # Each round that was broken in its first step raises this; new processes need no more.
+                most = self._learned(Activity.FIRST_STEP)
+                return max(RECONNECTS * self._learned(Activity.STEP), min(FACTOR * longest, most))
             activity = Activity.FIRST_STEP
         return self._learned(activity)
 
