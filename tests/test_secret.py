@@ -108,7 +108,7 @@ def test_the_command_line_takes_a_file_and_never_the_token(
     assert cli.parse(["train.py"], {**environ, "PET_TOKEN_FILE": str(file)}).token == Token(TEXT, "test")
     assert cli.parse(["train.py"], {**environ, ENV_TOKEN: TEXT}).token == Token(TEXT, "test")
     for arguments in (["--token", TEXT], [f"--token={TEXT}"]):
-        with pytest.raises(UsageError, match="--token is no flag") as caught:
+        with pytest.raises(UsageError, match="--token is not a flag") as caught:
             cli.parse([*arguments, "train.py"], environ)
         assert TEXT not in str(caught.value)
         assert "--token-file" in caught.value.hint

@@ -490,7 +490,7 @@ def test_what_cannot_be_a_launch_is_refused_before_anything_starts(
     missing = refused(called.describe, rdzv_backend="etcd-v2", rdzv_endpoint="localhost:1")
     assert missing == "rdzv_backend etcd-v2 cannot be used: The 'etcd' module is required but not installed."
     assert "leaves no room" in refused(called.describe, rdzv_configs={"dead_after": 0.5, "beat": 1})
-    assert "--start-method never is none" in refused(called.describe, start_method="never")
+    assert "--start-method never is not one" in refused(called.describe, start_method="never")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes").touch()
     assert refused("nope.py") == f"entrypoint 'nope.py': there is no such script in {tmp_path}. Correct the path."
