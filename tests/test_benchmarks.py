@@ -115,6 +115,7 @@ def test_what_watching_costs_is_measured_while_it_is_read(tmp_path: Path) -> Non
     assert rows["watched.off"]["medians"]["ours"] > 0.045
     assert rows["watched.on"]["medians"]["ours"] > 0.045
     assert rows["watched.cpu-on"]["medians"]["ours"] >= 0
+    assert rows["watched.cpu-added"]["figures"]["ours"]
 
 
 @pytest.mark.soak
