@@ -178,7 +178,9 @@ class Engine:
 
     def _manager_of(self, checkpoint: Checkpoint) -> CheckpointManager:
         # The same one in every round, and for a second training that goes on with the first one's checkpoints.
-        return self._managers.setdefault(checkpoint, CheckpointManager(checkpoint))
+        if checkpoint not in self._managers:
+            self._managers[checkpoint] = CheckpointManager(checkpoint)
+        return self._managers[checkpoint]
 
     def restore(
         self,

@@ -120,7 +120,7 @@ def test_a_page_shows_what_the_agent_has_just_said_and_a_probe_asks_anew(monkeyp
     monkeypatch.setattr(module, "PATIENCE", 0.05)
     pages: dict[str, module.Page] = {"/": lambda present, _: Response.text(200, present.phase)}
     with contextlib.closing(Health(listen("127.0.0.1"), pages)) as served:
-        served.ask(Inbox(MonotonicClock()))  # which nobody reads
+        served.ask(Inbox(MonotonicClock()))  # which is not read
         served.heard(Present("running"))
         assert asked(f"http://{served.endpoint}/") == (200, "running")
         assert asked(f"http://{served.endpoint}/livez")[0] == 503

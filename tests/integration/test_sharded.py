@@ -59,7 +59,7 @@ def test_a_kill_and_other_worlds_end_with_the_weights_of_an_undisturbed_unsharde
             assert (found["worlds"], found["restarts"]) == ([2, 2], 1), agent.output
             assert found["resumed"] > 0
         else:
-            # Only the directory has a state: a later one would be that of a round that nobody was to end.
+            # Only the directory has a state. A later one would come from a broken round, and nothing here breaks one.
             assert (found["worlds"][-1], found["restarts"], found["resumed"]) == (world, 0, resumed), agent.output
         resumed = steps
     assert found["hash"] == undisturbed["hash"]
