@@ -59,8 +59,12 @@ def test_the_others_train_on_while_a_killed_worker_is_replaced(job: Job, undistu
 
 
 def test_the_first_rank_is_replaced_likewise(job: Job, undisturbed: str) -> None:
-    """The node's snapshots are written by its other worker meanwhile."""
-    changes = training(job)
+    """The node's snapshots are written by its other worker meanwhile, which does not wait for their copies at the end.
+
+    Every second step is copied to durable storage, so that a copy is under way when the first rank is back.
+    """
+    saving = ("--checkpoint", str(job.directory / "checkpoints"), "--every", "2")
+    changes = Changes(job, "--start-time", str(START), *saving, live=True)
     agent = changes.alone("--nproc", "2", *WAIT)
     changes.trains(2, steps=5)
     first = pids(job, 1)

@@ -159,6 +159,19 @@ def test_a_copy_is_awaited_as_long_as_the_agent_reports_progress(ends: tuple[soc
     assert not link.wait_copied(0.1)
 
 
+def test_a_worker_that_is_not_the_first_of_its_node_any_more_awaits_no_copy(
+    ends: tuple[socket.socket, AgentLink], tmp_path: Path
+) -> None:
+    """The agent tells the new first one how it ends."""
+    _agent, link = ends
+    checkpoint = CheckpointManager(el.Checkpoint(tmp_path, every=1))
+    checkpoint.requested(9, link)
+    checkpoint.go_on(World(round=3, rank=0, local_rank=1, first_on_node=False), {}, (9, 0.0))
+    began = time.monotonic()
+    assert checkpoint.finish() == []
+    assert time.monotonic() - began < 60  # of the ten minutes that a copy is waited for
+
+
 def test_a_copy_of_another_training_of_the_script_is_not_taken_for_the_own_one(
     ends: tuple[socket.socket, AgentLink], tmp_path: Path
 ) -> None:

@@ -498,6 +498,8 @@ class CheckpointManager:
     def _begin(self, world: World, meta: dict[str, Any]) -> None:
         self.branch = following(world.round, run_id(), meta, self._highest)
         self._last_time = time.monotonic()
+        if not world.first_on_node:
+            self._awaited = 0  # the agent tells the first worker of a node alone, which was this one before
 
     def _resumed(self, step: int, state: dict[str, Any], meta: dict[str, Any], origin: str) -> Resumed:
         self._last_step = step
