@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -24,6 +25,7 @@ from netns import Host, net
 
 from chaos.plan import STEPS, Fault, Plan
 from chaos.strikes import STRIKES
+from elastic_launch import stack_dump
 
 __all__ = ["Outcome", "Scene", "run"]
 
@@ -38,6 +40,9 @@ SETTLED = 4.0
 
 LOOK = 0.2
 """Seconds between two looks at which processes there are."""
+
+WRITTEN = 1.0
+"""Seconds for workers to write their stacks."""
 
 LAND = 40.0 * SLOWNESS
 """Seconds within which a fault finds what it is to hit: a worker that is being started, for instance."""
@@ -448,6 +453,7 @@ class Scene:
         for agent in self._running.values():
             first, now = self._descriptors.get(agent.process.pid), _descriptors(agent.process.pid)
             if first is not None and now > first + MORE:
+                self._keep_descriptors(agent)
                 raise Problem(f"agent {agent.name} had {first} descriptors when it began to train, and has {now}")
 
     def _left_files(self) -> list[str]:
@@ -509,7 +515,23 @@ class Scene:
             if (now := self.step()) != last:
                 last, since = now, time.monotonic()
             if time.monotonic() - since > STANDSTILL * SLOWNESS:
+                self._keep_stacks()
                 raise Problem(f"no step for {STANDSTILL * SLOWNESS:g} s, waiting for {what}")
+
+    def _keep_stacks(self) -> None:
+        """Keep the stacks of all workers beside the plan, to see what a run that stands still waits for."""
+        for pid in self.workers():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, stack_dump.SIGNAL)
+        time.sleep(WRITTEN)
+        for number, stacks in enumerate(sorted(self.temporary.rglob(stack_dump.STACKS))):
+            shutil.copy(stacks, self.job.directory / f"stacks-{number}-{stacks.parent.name}.txt")
+
+    def _keep_descriptors(self, agent: Agent) -> None:
+        """Keep a list of what an agent has open beside the plan."""
+        opened = Path(f"/proc/{agent.process.pid}/fd")
+        found = [_link(descriptor) for descriptor in opened.iterdir()]
+        (self.job.directory / f"descriptors-{agent.name}.txt").write_text("\n".join(sorted(found)) + "\n")
 
     def _wait(self, seconds: float) -> None:
         time.sleep(seconds)
@@ -560,6 +582,12 @@ def _descriptors(pid: int) -> int:
     with contextlib.suppress(OSError):  # it has just ended
         return len(os.listdir(f"/proc/{pid}/fd"))
     return 0
+
+
+def _link(path: Path) -> str:
+    with contextlib.suppress(OSError):  # it has just been closed
+        return os.readlink(path)
+    return ""
 
 
 def _position(checkpoint: Path) -> tuple[int, int]:

@@ -23,7 +23,11 @@ GUARD = b"guard_process"
 COPIER = b"snapshots.copying"
 
 LEFT = 30.0
-"""Seconds within which the processes of killed agents end; within which storage that fails is asked for anything."""
+"""Seconds within which the processes of killed agents end; of training in which storage that fails is asked for
+anything."""
+
+ASKED = 0.2
+"""Seconds between two looks at whether storage that fails was asked for anything."""
 
 WHILE = 2.0
 """Seconds of failing storage within which training that nothing else disturbs must do a step."""
@@ -266,17 +270,20 @@ def _disturb_storage(scene: Scene, fault: Fault, how: str) -> bool:
         return False
     storage.fail(how)
     began, steps, quiet = time.monotonic(), scene.step(), scene.trains()
-    strikes = scene.landed + 1
+    strikes, trained, last = scene.landed + 1, 0.0, steps
 
     def back() -> None:
-        lasted = time.monotonic() - began
-        if not storage.hit and lasted < LEFT:
-            scene.later(0.2, back)
+        nonlocal trained, last
+        lasted, now = time.monotonic() - began, scene.step()
+        # A run that has just been started again asks for nothing until it trains.
+        trained, last = trained + (ASKED if now > last else 0.0), now
+        if not storage.hit and trained < LEFT:
+            scene.later(ASKED, back)
             return
         storage.mend()
         scene.give_back("storage")
         if not storage.hit:
-            scene.problem(f"{fault.kind}: nothing was asked of the storage within {LEFT:g} s")
+            scene.problem(f"{fault.kind}: nothing was asked of the storage within {LEFT:g} s of training")
         if quiet and lasted > WHILE and scene.landed == strikes and scene.step() == steps:
             scene.problem(f"{fault.kind}: no step within {lasted:.1f} s, though nothing else was disturbed")
 
