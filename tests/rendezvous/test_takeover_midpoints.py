@@ -136,12 +136,9 @@ def test_a_live_run_continues_from_every_point_at_which_its_leader_is(fault: str
         _interrupted(events, FAULTS[fault], live=True).recover()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "fault",
-    [pytest.param(x, marks=[] if x in ("killed", "cut off", "frozen for 20 s") else pytest.mark.soak) for x in FAULTS],
-)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_run_continues_from_every_event_at_which_its_leader_is(fault: str) -> None:
     for live, step in ((False, 1), (True, 4)):
         for events in range(1, _length(live=live), step):
