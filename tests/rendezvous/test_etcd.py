@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from etcd_servers import SERVERS, Member, Proxy, cluster, endpoints
+from etcd_servers import DEBIAN, SERVERS, Member, Proxy, cluster, endpoints
 from harness import free_port, wait_for
 
 from elastic_launch.config.launch_config import parse_endpoints
@@ -34,13 +34,17 @@ def first_use() -> None:
     EtcdStore(parse_endpoints("127.0.0.1:9"), "first").close()
 
 
-@pytest.fixture(params=SERVERS)
+MOSTLY = [SERVERS[0], pytest.param(DEBIAN, id="debian", marks=pytest.mark.soak)]
+"""For tests of what does not depend on the server's version: its errors, transactions, watches and users do."""
+
+
+@pytest.fixture(params=MOSTLY)
 def etcd(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Member]:
     with cluster(tmp_path, server=request.param) as members:
         yield members[0]
 
 
-@pytest.fixture(params=SERVERS)
+@pytest.fixture(params=MOSTLY)
 def trio(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[list[Member]]:
     with cluster(tmp_path, 3, server=request.param) as members:
         yield members
@@ -81,6 +85,7 @@ class Writer:
             self.won.append(value)
 
 
+@pytest.mark.parametrize("trio", SERVERS, indirect=True)
 def test_no_update_is_lost_while_members_freeze_and_die(trio: list[Member]) -> None:
     parents: dict[bytes, bytes] = {}
     stop = threading.Event()
@@ -166,6 +171,7 @@ def test_waiting_survives_the_loss_of_the_watched_member(trio: list[Member], los
         assert waiting.result(2 * TIMEOUT) == b"new"
 
 
+@pytest.mark.parametrize("etcd", SERVERS, indirect=True)
 def test_waiting_writes_nothing_and_leaves_no_watch(etcd: Member) -> None:
     with opened(etcd) as store:
         assert store.compare_and_set(None, b"one", TIMEOUT)
@@ -182,6 +188,7 @@ def proxy(etcd: Member) -> Iterator[Proxy]:
         yield proxy
 
 
+@pytest.mark.parametrize("etcd", SERVERS, indirect=True)
 def test_a_write_whose_answer_was_lost_is_found_to_be_done(etcd: Member, proxy: Proxy) -> None:
     with opened(proxy.address) as store, opened(etcd) as direct, ThreadPoolExecutor(1) as pool:
         assert store.compare_and_set(None, b"one", TIMEOUT)
@@ -225,6 +232,7 @@ def test_a_write_to_a_frozen_server_is_resolved_once_it_thaws(etcd: Member) -> N
         assert store.load(TIMEOUT) == (b"three" if won else b"two")
 
 
+@pytest.mark.parametrize("etcd", SERVERS, indirect=True)
 def test_users_and_passwords(etcd: Member) -> None:
     with opened(etcd, "root", "secret") as store, pytest.raises(DeniedError, match="it has none"):
         store.load(TIMEOUT)
@@ -247,6 +255,7 @@ def test_users_and_passwords(etcd: Member) -> None:
         assert store.load(TIMEOUT) == b"one"
 
 
+@pytest.mark.parametrize("etcd", SERVERS, indirect=True)
 def test_the_manifests_script_closes_etcd_to_all_but_the_run(etcd: Member) -> None:
     script = Path(__file__).parents[2] / "examples" / "kubernetes" / "components" / "etcd" / "users.py"
 
@@ -289,6 +298,7 @@ def test_a_full_server_is_reported_with_a_hint(tmp_path: Path) -> None:
         assert store.load(TIMEOUT) == value
 
 
+@pytest.mark.parametrize("etcd", SERVERS, indirect=True)
 @pytest.mark.parametrize("size", [1_600_000, 5_000_000])
 def test_a_value_that_is_too_large_is_reported(etcd: Member, size: int) -> None:
     with opened(etcd) as store:
