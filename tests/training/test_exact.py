@@ -43,7 +43,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("nproc", [2, 3])
+@pytest.mark.parametrize("nproc", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_every_world_size_has_the_hash_of_one_process(job: Job, alone: dict[str, Any], nproc: int) -> None:
     agent, path = _train(job, nproc)
     assert agent.wait(100) == 0, agent.output
@@ -53,7 +53,7 @@ def test_every_world_size_has_the_hash_of_one_process(job: Job, alone: dict[str,
     assert result["worlds"] == [nproc]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_default_mode_agrees_within_the_last_digits(job: Job, alone: dict[str, Any]) -> None:
     result = job.directory / "default.json"
     command = [DIGITS, "--epochs", "1", "--result", str(result)]
@@ -62,7 +62,7 @@ def test_the_default_mode_agrees_within_the_last_digits(job: Job, alone: dict[st
     assert _result(result)["loss"] == pytest.approx(alone["loss"], rel=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_another_seed_has_another_hash(job: Job, alone: dict[str, Any]) -> None:
     agent, path = _train(job, 1, "--seed", "1")
     assert agent.wait(100) == 0, agent.output

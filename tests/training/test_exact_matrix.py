@@ -18,7 +18,7 @@ from harness import SCRIPTS, Job, job_in
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SCRIPT = str(SCRIPTS / "exactness.py")
-WORLDS = [1, 2, 3, 4, 5]
+WORLDS = [1, pytest.param(2, marks=pytest.mark.soak), 3, pytest.param(4, marks=pytest.mark.soak), 5]
 SAVED_AT = 4
 """The script's SAVE_AT."""
 Modes = dict[str, dict[str, Any]]
@@ -102,7 +102,7 @@ def test_exact_mode_has_one_hash_at_every_world_size(launches: Launches, world: 
         assert _all(rank["exact"], "losses") == _all(alone, "losses")
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", WORLDS[:2])
 def test_exact_mode_has_the_same_hash_when_another_world_resumes(launches: Launches, world: int) -> None:
     undisturbed = launches.at(1)[0]["exact"]
     for rank in launches.at(world):
@@ -154,7 +154,7 @@ def test_each_configuration_is_a_training_of_its_own(launches: Launches) -> None
     assert len(set(hashes.values())) == len(hashes)
 
 
-@pytest.mark.parametrize(("world", "idle", "micro"), [(4, 1, 3), (5, 2, 2)])
+@pytest.mark.parametrize(("world", "idle", "micro"), [pytest.param(4, 1, 3, marks=pytest.mark.soak), (5, 2, 2)])
 def test_more_ranks_than_micro_batches_are_named_once(launches: Launches, world: int, idle: int, micro: int) -> None:
     first, *others = launches.at(world)
     warning = f"{idle} of {world} ranks have no micro-batch to compute; micro={micro} would use all"
@@ -163,7 +163,7 @@ def test_more_ranks_than_micro_batches_are_named_once(launches: Launches, world:
         assert [rank[mode]["few"]["messages"] for rank in others] == [[]] * (world - 1)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", WORLDS[:3])
 def test_there_are_no_other_warnings(launches: Launches, world: int) -> None:
     for rank in launches.at(world):
         for mode in rank.keys() - {"reference"}:

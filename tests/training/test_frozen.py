@@ -138,7 +138,7 @@ def test_a_frozen_weight_that_changes_or_is_trained_in_the_loop_is_an_error(tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [[], ["--no-live"]], ids=["live", "restarted"])
+@pytest.mark.parametrize("flags", [[], pytest.param(["--no-live"], marks=pytest.mark.soak)], ids=["live", "restarted"])
 def test_a_killed_worker_costs_nothing_without_the_frozen_weights_in_memory(job: Job, flags: list[str]) -> None:
     found = []
     for number, faults in enumerate(({}, FaultPlan.fail_at(1, 4).environment())):

@@ -65,7 +65,10 @@ def test_workers_that_cannot_open_what_was_read_read_for_themselves(job: Job, sa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("befalls", "cause"), [("kill", "rank 0 .*signal 9 "), ("hang", "made no progress for 3 s")])
+@pytest.mark.parametrize(
+    ("befalls", "cause"),
+    [pytest.param("kill", "rank 0 .*signal 9 ", marks=pytest.mark.soak), ("hang", "made no progress for 3 s")],
+)
 def test_a_reader_that_dies_or_hangs_ends_the_wait_of_the_others(
     job: Job, saved: Path, befalls: str, cause: str
 ) -> None:

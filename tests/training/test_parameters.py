@@ -51,7 +51,7 @@ def test_one_process_trains_what_plain_pytorch_does(alone: dict[str, dict[str, A
     _compare(alone, alone)
 
 
-@pytest.mark.parametrize("nproc", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("nproc", [2, pytest.param(3, marks=pytest.mark.soak), pytest.param(5, marks=pytest.mark.slow)])
 def test_each_world_trains_the_same_on_all_ranks(job: Job, alone: dict[str, dict[str, Any]], nproc: int) -> None:
     """At 5 ranks one has no micro-batch."""
     agent = job.launch("--standalone", "--nproc", str(nproc), command=[SCRIPT, str(job.directory)])
@@ -65,12 +65,12 @@ def test_each_world_trains_the_same_on_all_ranks(job: Job, alone: dict[str, dict
     ("case", "mode", "message"),
     [
         ("FrozenOnOne", "default", "on rank 1 these changed: 0.weight, 0.bias"),
-        pytest.param("FrozenOnOne", "exact", "on rank 1 these changed: 0.weight, 0.bias", marks=pytest.mark.slow),
+        pytest.param("FrozenOnOne", "exact", "on rank 1 these changed: 0.weight, 0.bias", marks=pytest.mark.soak),
         pytest.param(
             "NewOnEach",
             "default",
             "optimizer.param_groups[1]['params'][0] is new in this training",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.soak,
         ),
         pytest.param(
             "OtherModel",
@@ -80,7 +80,7 @@ def test_each_world_trains_the_same_on_all_ranks(job: Job, alone: dict[str, dict
         ),
         pytest.param("LateBackward", "default", "The gradient of 2.", marks=pytest.mark.slow),
         pytest.param(
-            "FrozenInAStep", "exact", "changed in the middle of a step: 0.weight, 0.b", marks=pytest.mark.slow
+            "FrozenInAStep", "exact", "changed in the middle of a step: 0.weight, 0.b", marks=pytest.mark.soak
         ),
     ],
 )

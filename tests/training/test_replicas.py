@@ -102,7 +102,7 @@ def test_a_bit_that_flips_on_one_rank_is_found_by_name_and_a_restart_cures_it(jo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", ["8", "1h"])
+@pytest.mark.parametrize("every", [pytest.param("8", marks=pytest.mark.soak), "1h"])
 def test_ranks_that_always_differ_end_the_run_and_nothing_wrong_is_saved(job: Job, tmp_path: Path, every: str) -> None:
     """Nor is it copied from memory as the run fails."""
     saved = tmp_path / "saved"

@@ -250,7 +250,7 @@ def _launched(job: Job, *arguments: str, workers: int = 2, faults: dict[str, str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [["--weights-only"], []], ids=["weights", "all"])
+@pytest.mark.parametrize("how", [pytest.param(["--weights-only"], marks=pytest.mark.soak), []], ids=["weights", "all"])
 def test_a_worker_that_is_killed_costs_nothing_of_what_it_began_with(job: Job, how: list[str]) -> None:
     """In the first round no state is in storage, and the first snapshot may be that of another start."""
     subprocess.run([sys.executable, SCRIPT, str(job.work / "a"), "--until", "3ba"], check=True, capture_output=True)

@@ -288,7 +288,7 @@ def test_an_optimizer_that_the_script_also_steps_is_refused(together: bool) -> N
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("mode", [["--exact"], []], ids=["exact", "default"])
+@pytest.mark.parametrize("mode", [["--exact"], pytest.param([], marks=pytest.mark.soak)], ids=["exact", "default"])
 def test_trainers_that_take_turns_come_to_the_same_weights_through_kills(job: Job, mode: list[str]) -> None:
     """Workers are killed from outside, at any moment; in default mode the world stays the same."""
 

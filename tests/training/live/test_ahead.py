@@ -260,8 +260,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     "flags",
     [
         [],
-        ["--trainer", "--default-mode"],
-        *(pytest.param(x, marks=pytest.mark.soak) for x in (["--trainer"], ["--early"], ["--default-mode"])),
+        *(
+            pytest.param(x, marks=pytest.mark.soak)
+            for x in (["--trainer", "--default-mode"], ["--trainer"], ["--early"], ["--default-mode"])
+        ),
     ],
     ids=" ".join,
 )

@@ -260,7 +260,7 @@ def test_a_reference_that_remains_is_an_error(world: World) -> None:
         assert "still holds these process groups" in rank.end(rank.begin("leave")).error
 
 
-@pytest.mark.parametrize("count", [15, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [15, pytest.param(200, marks=pytest.mark.soak)])
 def test_rounds_leave_nothing_behind(world: World, count: int) -> None:
     ranks = world.start(2)
     before: list[dict[str, Any]] = []
