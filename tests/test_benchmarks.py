@@ -62,6 +62,7 @@ def test_a_killed_worker_is_measured_with_both_launchers_and_shown(tmp_path: Pat
     assert len(bars) == 1 + 3, "the background, and three contenders of one row with a goal"
 
 
+@pytest.mark.soak
 def test_a_planned_change_costs_the_library_no_step(tmp_path: Path) -> None:
     rows = measured("faults.py", tmp_path / "faults.json", "--cold", "--only", "scale-up", "--who", "ours")
     assert rows["scale-up.lost"]["figures"] == {"ours": [0]}
@@ -69,6 +70,7 @@ def test_a_planned_change_costs_the_library_no_step(tmp_path: Path) -> None:
     assert rows["scale-up.new"]["ratio"] is None
 
 
+@pytest.mark.soak
 def test_the_memory_of_an_agent_is_measured_without_its_workers(tmp_path: Path) -> None:
     options = ["--cold", "--only", "footprint", "--who", "ours", "--watch", "1"]
     rows = measured("faults.py", tmp_path / "faults.json", *options)

@@ -92,7 +92,7 @@ def _resumed(job: Job, *, nproc: int = 1) -> Agent:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.soak)])
 def test_a_run_that_is_stopped_by_hand_resumes_at_its_step(job: Job, undisturbed: str, number: signal.Signals) -> None:
     agent = job.launch("--standalone", "--nproc", "2", command=digits(job), name="first")
     trains(job, 2)

@@ -26,7 +26,7 @@ def landed(job: Job) -> list[tuple[int, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("live", [True, False], ids=["live", "restarted"])
+@pytest.mark.parametrize("live", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["live", "restarted"])
 def test_each_fault_of_a_drill_happens_once_and_the_result_stays_the_same(job: Job, tmp_path: Path, live: bool) -> None:
     changes = Changes(job, live=live, step_time=0.02)
     faults = drill(
@@ -102,7 +102,7 @@ def test_a_drill_cuts_a_nodes_link_and_the_node_comes_back(job: Job, tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("live", [True, False], ids=["live", "restarted"])
+@pytest.mark.parametrize("live", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["live", "restarted"])
 def test_a_drill_closes_a_workers_connections(job: Job, tmp_path: Path, live: bool) -> None:
     changes = Changes(job, live=live, step_time=0.02)
     agent = changes.alone("--nproc", "2", *drill(job, {"step": 20, "rank": 1, "do": "disconnect"}))

@@ -96,7 +96,7 @@ def test_a_host_that_freezes_and_comes_back_evicts_no_node(job: Job) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("which", ["leader", "member"])
+@pytest.mark.parametrize("which", ["leader", pytest.param("member", marks=pytest.mark.soak)])
 def test_on_etcd_a_frozen_node_comes_back_as_a_new_one(job: Job, servers: list[Member], which: str) -> None:
     # The one that freezes is rank 0, which saves.
     first = node(job, "a", "--node-rank", "0" if which == "leader" else "1", servers=servers)

@@ -158,8 +158,10 @@ def undisturbed(directory: Path) -> str:
     "operator",
     [
         "trainer",
-        *(pytest.param(x, marks=pytest.mark.soak) for x in ("trainer, as it would have it", "training operator")),
-        "jobset",
+        *(
+            pytest.param(x, marks=pytest.mark.soak)
+            for x in ("trainer, as it would have it", "training operator", "jobset")
+        ),
     ],
 )
 def test_pods_of_operators_meet_by_the_names_and_variables_that_these_set(operator: str, tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def steps(job: Job, number: int) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("token", [False, True], ids=["no token", "token"])
+@pytest.mark.parametrize("token", [pytest.param(False, marks=pytest.mark.soak), True], ids=["no token", "token"])
 def test_a_spare_resumes_from_the_memory_of_the_node_whose_place_it_takes(
     job: Job, servers: list[Member], undisturbed: str, token: bool
 ) -> None:

@@ -165,7 +165,7 @@ def test_a_node_that_is_told_to_leave_while_its_worker_is_suspended_saves_the_wo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("behind", [0, 1])
+@pytest.mark.parametrize("behind", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_rank_that_is_a_step_behind_gets_the_state_of_one_that_is_ahead(job: Job, behind: int) -> None:
     command = [str(SCRIPTS / "torn.py"), str(job.work), str(behind)]
     agent = job.launch("--standalone", "--nproc", "3", command=command)

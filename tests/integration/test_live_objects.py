@@ -54,7 +54,7 @@ def test_the_loaders_processes_are_kept_if_they_are_persistent_and_none_is_left(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("forgotten", ["scheduler", "average"])
+@pytest.mark.parametrize("forgotten", ["scheduler", pytest.param("average", marks=pytest.mark.soak)])
 def test_what_is_not_saved_ends_processes_with_their_round(job: Job, forgotten: str) -> None:
     """A process that joins would begin with another one than those that are kept."""
     changes = Changes(job, "--forget", forgotten, live=True)

@@ -35,7 +35,7 @@ def test_a_restart_and_a_drain_do_not_hide_that_nothing_was_saved(job: Job) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kills", [0, 1])
+@pytest.mark.parametrize("kills", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_an_earlier_checkpoint_does_not_hide_that_the_last_one_could_not_be_saved(
     job: Job, tmp_path: Path, kills: int
 ) -> None:

@@ -110,7 +110,7 @@ def test_a_member_that_is_cut_off_comes_back_as_a_new_node(c10d: Run) -> None:
     c10d.finish()
 
 
-@pytest.mark.parametrize("end", ["switch", "host"])
+@pytest.mark.parametrize("end", ["switch", pytest.param("host", marks=pytest.mark.soak)])
 def test_a_host_that_is_cut_off_continues_alone_and_readmits_the_others(c10d: Run, end: str) -> None:
     job = c10d.job
     c10d.start("a", "--node-rank", "1", nnodes="1:2").says("hosts")
@@ -141,7 +141,7 @@ def test_a_voter_that_leads_and_is_cut_off_is_succeeded_and_comes_back(voters: R
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("inside", ["a", "b"])
+@pytest.mark.parametrize("inside", ["a", pytest.param("b", marks=pytest.mark.soak)])
 def test_a_whole_round_without_a_majority_is_killed_before_the_others_train(
     voters: Run, hosts: list[Host], inside: str
 ) -> None:
@@ -188,7 +188,7 @@ def test_a_leader_without_a_majority_steps_down_and_leads_again_with_one(voters:
     voters.finish()
 
 
-@pytest.mark.parametrize("which", ["leader", "member"])
+@pytest.mark.parametrize("which", ["leader", pytest.param("member", marks=pytest.mark.soak)])
 def test_on_etcd_a_node_that_is_cut_off_comes_back_as_a_new_one(etcd: Run, which: str) -> None:
     job = etcd.job
     ranks = {"a": "0", "b": "1"} if which == "leader" else {"a": "1", "b": "0"}
@@ -220,6 +220,7 @@ def test_on_etcd_a_node_alone_that_is_cut_off_is_killed_before_another_trains(et
     etcd.finish()
 
 
+@pytest.mark.soak
 def test_on_etcd_a_run_of_one_node_that_is_cut_off_is_killed_before_its_spare_trains(etcd: Run) -> None:
     job = etcd.job
     first = etcd.start("a", nnodes="1")

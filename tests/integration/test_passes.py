@@ -53,9 +53,9 @@ def test_the_others_go_on_with_the_second_pass(job: Job, alone: dict[str, Any]) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "place", ["between", "second", *(pytest.param(x, marks=pytest.mark.soak) for x in ("first", "after"))]
+    "place", ["second", *(pytest.param(x, marks=pytest.mark.soak) for x in ("first", "between", "after"))]
 )
-@pytest.mark.parametrize("how", ["kill", "raise"])
+@pytest.mark.parametrize("how", [pytest.param("kill", marks=pytest.mark.soak), "raise"])
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_a_worker_may_end_at_any_place_of_a_step(
     job: Job, alone: dict[str, Any], place: str, how: str, workers: int
@@ -155,7 +155,7 @@ def test_a_script_that_exchanges_between_passes_ends_with_its_round(job: Job, al
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("example", "steps"), [("gan", 40), ("actor_critic", 30)])
+@pytest.mark.parametrize(("example", "steps"), [pytest.param("gan", 40, marks=pytest.mark.soak), ("actor_critic", 30)])
 def test_the_examples_have_the_undisturbed_weights_after_three_kills(
     job: Job, tmp_path: Path, example: str, steps: int
 ) -> None:

@@ -63,7 +63,7 @@ class Nodes:
         return self.job.directory / f"torchrun{node}.out"
 
 
-@pytest.fixture(params=["elastic-c10d", pytest.param("elastic-etcd", marks=pytest.mark.slow)])
+@pytest.fixture(params=["elastic-c10d", pytest.param("elastic-etcd", marks=pytest.mark.soak)])
 def nodes(job: Job, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Nodes]:
     if request.param == "elastic-c10d":
         nodes = Nodes(job, request.param, f"127.0.0.1:{job.port}")

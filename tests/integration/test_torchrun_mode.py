@@ -159,10 +159,10 @@ def test_a_signal_to_the_launcher_is_1(runs: tuple[Run, Run]) -> None:
     assert "exit code 1: stopped by SIGTERM" in end.output
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGINT, *(pytest.param(x, marks=pytest.mark.soak) for x in (signal.SIGHUP, signal.SIGQUIT))],
+    [signal.SIGINT, signal.SIGHUP, signal.SIGQUIT],
     ids=lambda number: number.name,
 )
 def test_other_signals_to_the_launcher(runs: tuple[Run, Run], number: signal.Signals) -> None:
@@ -180,7 +180,7 @@ def test_a_signal_that_torchrun_does_not_handle(runs: tuple[Run, Run]) -> None:
     ("flags", "script", "code", "starts"),
     [
         ("--nproc-per-node 2", "exit 0", 0, 2),
-        ("", "exit 7", 1, 1),
+        pytest.param("", "exit 7", 1, 1, marks=pytest.mark.soak),
         pytest.param("", "exit 2", 1, 1, marks=pytest.mark.soak),
         ("--max-restarts 1", "kill -KILL $$", 1, 2),
         pytest.param("--max-restarts 1", "kill -TERM $$", 1, 2, marks=pytest.mark.soak),
@@ -223,7 +223,7 @@ def test_a_script_that_cannot_run_is_tried_again(runs: tuple[Run, Run]) -> None:
     [
         "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint localhost:{port} --rdzv-conf join_timeout=4",
         "--nnodes 2 --master-port {port} --rdzv-conf timeout=4",
-        "--nnodes 1:2 --master-port {port} --rdzv-conf timeout=4",
+        pytest.param("--nnodes 1:2 --master-port {port} --rdzv-conf timeout=4", marks=pytest.mark.soak),
     ],
     ids=["c10d", "static", "static with a range"],
 )
@@ -233,7 +233,7 @@ def test_nodes_that_never_meet(runs: tuple[Run, Run], where: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("script", "code"), [("exit 0", 0), ("exit 7", 1)])
+@pytest.mark.parametrize(("script", "code"), [pytest.param("exit 0", 0, marks=pytest.mark.soak), ("exit 7", 1)])
 def test_two_nodes(runs: tuple[Run, Run], script: str, code: int) -> None:
     ports = {run: free_port() for run in runs}
     for run in runs:

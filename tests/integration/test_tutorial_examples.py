@@ -56,8 +56,8 @@ def assert_tutorial(output: str, world_size: int, devices: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("processes", [1, 8])
-def test_eight_devices_are_one_process_share_or_one_each_of_eight(processes: int) -> None:
+@pytest.mark.parametrize("processes", [2, *(pytest.param(x, marks=pytest.mark.soak) for x in (1, 8))])
+def test_eight_devices_are_divided_among_the_processes(processes: int) -> None:
     flags = ["-m", "elastic_launch", "--standalone", "--nproc", str(processes)]
     output = run(*flags, TUTORIAL, f"--local_world_size={processes}", "--devices=8")
     assert_tutorial(output, processes, devices=8)
@@ -72,8 +72,11 @@ def test_eight_devices_are_one_process_share_or_one_each_of_eight(processes: int
         pytest.param(
             ["-m", "elastic_launch.launch", "--nproc_per_node=2", "--nnodes=1", "--node_rank=0"], marks=pytest.mark.soak
         ),
-        [elastic_launch.launch.__file__, "--nproc_per_node=2", "--nnodes=1", "--node_rank=0"],
-        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"],
+        pytest.param(
+            [elastic_launch.launch.__file__, "--nproc_per_node=2", "--nnodes=1", "--node_rank=0"],
+            marks=pytest.mark.soak,
+        ),
+        pytest.param(["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"], marks=pytest.mark.soak),
     ],
     ids=["elastic-launch", "launch", "launch by its path", "torchrun"],
 )
