@@ -25,6 +25,9 @@ DOCS = ROOT / "docs"
 TUTORIAL = DOCS / "tutorial.md"
 HOW_TOS = sorted((DOCS / "how-to").glob("*.md"))
 
+SOAK = ("convert-nanogpt", "convert-torchtitan", "torchrun")
+"""Pages whose commands only make soak runs: test_convert, test_examples and test_torchrun_mode have their scripts."""
+
 BLOCK = re.compile(r"(<!-- not run: .+? -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OWN_SCRIPT = re.compile(r"(?<![\w/])train\.py")
 INSTALLS = re.compile(r"^pip install '(?:\.|elastic-launch)\[(\w+)\]'.*\n", re.MULTILINE)
@@ -119,7 +122,14 @@ def test_commands_without_a_label_are_found(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("page", [page for page in HOW_TOS if commands(page)], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.stem, marks=[pytest.mark.soak] if page.stem in SOAK else [])
+        for page in HOW_TOS
+        if commands(page)
+    ],
+)
 def test_the_commands_of_a_how_to_run(page: Path, clone: Path) -> None:
     for command in commands(page):
         done = subprocess.run(["bash", "-euc", command], capture_output=True, text=True, timeout=250)
