@@ -41,7 +41,7 @@ KNOWN = {
     "elastic_launch/error_file.py": ["found.st_mtime", "found.st_mtime", "time.time"],
     # Clouds and Slurm use absolute times. The answering server's clock is preferred over this host's.
     "agents/elastic_agents/notices/types.py": ["datetime.now"],
-    "agents/elastic_agents/notices/local.py": ["time.time"],
+    "agents/elastic_agents/notices/slurm.py": ["time.time"],
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from elastic_launch.cli.flags import FLAGS, GROUPS, USAGE
+from elastic_launch.config.notice_sources import spellings
 from elastic_launch.config.torchrun_mode import DEFAULTS
 from elastic_launch.errors import ExitCode
 
@@ -55,7 +56,7 @@ def help_text(*, as_torchrun: bool = False) -> str:
         "defaults and exit codes are those of torchrun.",
         "",
         "Sources of --notice:",
-        "  auto, aws, aws:rebalance, gcp, azure, slurm, file:PATH, signal:USR1, none",
+        f"  {', '.join([*spellings(), 'none'])}",
         "",
         "Keys of --rdzv-conf, of which torch's own mean what they mean in torchrun:",
         "  join_settle, resize_delay, dead_after, return_after, min_wait, beat,",

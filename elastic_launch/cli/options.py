@@ -78,7 +78,7 @@ def read_notices(values: Values, *, own_agent: bool) -> tuple[NoticeSource, ...]
         log.warning("%s has no effect: torch's own agent runs the workers.", values.origin("--notice"))
         return ()
     words = [part for given in values.given.get("--notice") or [text] for part in given.split(",") if part.strip()]
-    sources = [parse_source("--notice", word) for word in words]
+    sources = [parse_source(word) for word in words]
     found = tuple(dict.fromkeys(source for source in sources if source is not None))
     if not words or (found and None in sources):
         raise UsageError(

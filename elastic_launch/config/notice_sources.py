@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from elastic_launch.errors import UsageError
 
-__all__ = ["AUTO", "CLOUDS", "KINDS", "UNTOUCHABLE", "NoticeSource", "claimed", "parse_source"]
-
-CLOUDS = ("aws", "gcp", "azure")
-
-KINDS = ("auto", *CLOUDS, "slurm", "file", "signal", "none")
-
-EXAMPLE = "Write auto, aws, gcp, azure, slurm, file:PATH, signal:USR1 or none; several with commas."
+__all__ = ["AUTO", "KINDS", "UNTOUCHABLE", "NoticeSource", "claimed", "parse_source", "spellings"]
 
 UNTOUCHABLE = (
     signal.SIGKILL,
@@ -33,7 +27,7 @@ class NoticeSource:
     """One source of notices.
 
     Attributes:
-        kind: one of KINDS but ``none``.
+        kind: one of KINDS.
         path: the path, for ``file``.
         number: the signal that this source reserves; None for no signal.
         seconds: time between the signal and the end; None if not given.
@@ -55,44 +49,70 @@ def claimed(sources: Iterable[NoticeSource]) -> tuple[signal.Signals, ...]:
     return tuple(dict.fromkeys(source.number for source in sources if source.number is not None))
 
 
-def parse_source(asked: str, text: str) -> NoticeSource | None:
-    """Parse one source; ``none`` gives None.
-
-    Args:
-        asked: the flag, for errors.
+def parse_source(text: str) -> NoticeSource | None:
+    """Parse one source of ``--notice``; ``none`` gives None.
 
     Raises:
         UsageError: if it is not a source.
     """
     kind, colon, rest = text.strip().partition(":")
     kind = kind.lower()
-    match kind, rest:
-        case "file", path if path:
-            return NoticeSource(kind, path=path)
-        case "signal", name if name:
-            return _signal(asked, name)
-        case "aws", "rebalance":
-            return NoticeSource(kind, early=True)
-        case "slurm", "" if not colon:
-            # The most common choice for sbatch's --signal; another signal is given by signal:.
-            return NoticeSource(kind, number=signal.SIGUSR1)
-        case (("auto" | "aws" | "gcp" | "azure"), "") if not colon:
-            return NoticeSource(kind)
-        case "none", "" if not colon:
-            return None
-    raise UsageError(f"{asked} {text.strip()!r} is not a source of notices.", EXAMPLE)
+    if kind == "none" and not colon:
+        return None
+    parse = KINDS[kind][1] if kind in KINDS else None
+    found = parse(kind, rest if colon else None) if parse is not None else None
+    if found is None:
+        hint = f"Write {', '.join(spellings())} or none; several with commas."
+        raise UsageError(f"--notice {text.strip()!r} is not a source of notices.", hint)
+    return found
 
 
-def _signal(asked: str, text: str) -> NoticeSource:
-    name, at, left = text.partition("@")
+def spellings() -> list[str]:
+    """Return how sources are written, ``none`` apart."""
+    return [spelling for examples, _ in KINDS.values() for spelling in examples]
+
+
+def _alone(kind: str, rest: str | None) -> NoticeSource | None:
+    return NoticeSource(kind) if rest is None else None
+
+
+def _aws(kind: str, rest: str | None) -> NoticeSource | None:
+    return NoticeSource(kind, early=True) if rest == "rebalance" else _alone(kind, rest)
+
+
+def _slurm(kind: str, rest: str | None) -> NoticeSource | None:
+    # The most common choice for sbatch's --signal; another signal is given by signal:.
+    return NoticeSource(kind, number=signal.SIGUSR1) if rest is None else None
+
+
+def _file(kind: str, rest: str | None) -> NoticeSource | None:
+    return NoticeSource(kind, path=rest) if rest else None
+
+
+def _signal(kind: str, rest: str | None) -> NoticeSource | None:
+    if not rest:
+        return None
+    name, at, left = rest.partition("@")
     full = name.strip().upper()
     full = full if full.startswith("SIG") else f"SIG{full}"
     number = signal.Signals.__members__.get(full)
     if number is None or number in UNTOUCHABLE:
         problem = "which is not a signal" if number is None else "which cannot be a notice"
-        raise UsageError(f"{asked} signal:{text} names {full}, {problem}.", "Write signal:USR1, for example.")
+        raise UsageError(f"--notice signal:{rest} names {full}, {problem}.", "Write signal:USR1, for example.")
     if at and not (left.isascii() and left.isdigit() and len(left) <= 7 and 0 < int(left) <= 10**6):
-        raise UsageError(
-            f"{asked} signal:{text} gives {left!r} as the seconds that it leaves.", "Write signal:USR1@60, for example."
-        )
-    return NoticeSource("signal", number=number, seconds=float(left) if at else None)
+        problem = f"--notice signal:{rest} gives {left!r} as the seconds that it leaves."
+        raise UsageError(problem, "Write signal:USR1@60, for example.")
+    return NoticeSource(kind, number=number, seconds=float(left) if at else None)
+
+
+KINDS: dict[str, tuple[tuple[str, ...], Callable[[str, str | None], NoticeSource | None]]] = {
+    "auto": (("auto",), _alone),
+    "aws": (("aws", "aws:rebalance"), _aws),
+    "gcp": (("gcp",), _alone),
+    "azure": (("azure",), _alone),
+    "slurm": (("slurm",), _slurm),
+    "file": (("file:PATH",), _file),
+    "signal": (("signal:USR1",), _signal),
+}
+"""By kind, how sources are written, and what makes one of the kind and what follows its colon, if there is a colon; it
+returns None if that is not a source. The module ``elastic_agents.notices.<kind>`` watches a source."""

@@ -2,11 +2,12 @@
 
 ``types``  a notice, the interface of a source, and the parsing of times
 ``watch``  selects the sources to watch, and runs a thread for each
-``auto``   detects the cloud that this node is in
+``auto``   detects which sources this node has
 ``aws``    EC2's instance metadata
 ``gcp``    Compute Engine's metadata server
 ``azure``  Azure's Scheduled Events
-``local``  a file that appears, the end of a Slurm job
+``slurm``  the end of a Slurm job
+``file``   a file that appears
 ``http``   one bounded request to a metadata service
 
 Pure functions parse the documents, and raise :class:`~elastic_agents.notices.types.Trouble` for anything that the

@@ -1,11 +1,11 @@
-"""Detects the cloud that this node is in, where that is cheap: from firmware files and the environment."""
+"""Detects where this node is, where that is cheap: from firmware files and the environment."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["DMI", "cloud_of", "read_dmi"]
+__all__ = ["cloud_of", "kinds_here", "read_dmi"]
 
 DMI = Path("/sys/class/dmi/id")
 """The firmware's description of the machine, which the kernel makes readable to all users."""
@@ -14,6 +14,12 @@ FIELDS = ("sys_vendor", "product_name", "product_version", "bios_vendor", "bios_
 
 AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"
 """The asset tag of every Azure machine; Hyper-V elsewhere has a different one."""
+
+
+def kinds_here(environ: Mapping[str, str], dmi: Mapping[str, str]) -> list[str]:
+    """Return the kinds of sources that this node has."""
+    cloud = cloud_of(dmi)
+    return (["slurm"] if "SLURM_JOB_ID" in environ else []) + ([cloud] if cloud else [])
 
 
 def cloud_of(dmi: Mapping[str, str]) -> str | None:

@@ -8,13 +8,14 @@ https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 from elastic_agents.notices.http import LINK_LOCAL, Http, Reply, Unanswered
 from elastic_agents.notices.types import SOON, Notice, Trouble, dated, decoded, plain, promised, seconds_until
+from elastic_launch.config.notice_sources import NoticeSource
 
-__all__ = ["Aws", "instance_action", "lifecycle", "rebalance", "scheduled"]
+__all__ = ["Aws", "instance_action", "lifecycle", "rebalance", "scheduled", "source"]
 
 NAME = "AWS"
 
@@ -180,3 +181,8 @@ class Aws:
         if reply.status != 200 or not reply.text.isascii() or not reply.text.isprintable() or not reply.text:
             raise Trouble(f"the metadata service gives no token (status {reply.status})", "PUT /latest/api/token")
         return reply.text
+
+
+def source(asked: NoticeSource, environ: Mapping[str, str]) -> Aws:
+    """Return the source that was asked for."""
+    return Aws(early=asked.early)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 
 from elastic_agents.notices.http import LINK_LOCAL, Http, Reply
 from elastic_agents.notices.types import SOON, Notice, Trouble, dated, decoded, plain, promised, seconds_until
+from elastic_launch.config.notice_sources import NoticeSource
 
-__all__ = ["Azure", "events"]
+__all__ = ["Azure", "events", "source"]
 
 NAME = "Azure"
 
@@ -132,3 +133,8 @@ class Azure:
         if reply.status != 200:
             raise Trouble(f"the metadata service answers {reply.status}", path.partition("?")[0])
         return reply
+
+
+def source(asked: NoticeSource, environ: Mapping[str, str]) -> Azure:
+    """Return the source that was asked for."""
+    return Azure(approves=asked.kind == "azure")  # a machine found by auto may be shared

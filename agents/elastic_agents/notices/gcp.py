@@ -7,13 +7,14 @@ https://cloud.google.com/compute/docs/metadata/getting-live-migration-notice lea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from urllib.parse import quote
 
 from elastic_agents.notices.http import LINK_LOCAL, Http, Reply
 from elastic_agents.notices.types import Notice, Trouble
+from elastic_launch.config.notice_sources import NoticeSource
 
-__all__ = ["Gcp", "maintenance", "preempted"]
+__all__ = ["Gcp", "maintenance", "preempted", "source"]
 
 NAME = "GCP"
 
@@ -101,3 +102,8 @@ class Gcp:
         if reply.headers.get("metadata-flavor") != "Google":
             raise Trouble("what answers is not Google's metadata server: it does not say so", path)
         return reply
+
+
+def source(asked: NoticeSource, environ: Mapping[str, str]) -> Gcp:
+    """Return the source that was asked for."""
+    return Gcp()

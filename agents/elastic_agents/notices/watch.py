@@ -7,8 +7,9 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
 
-from elastic_agents.notices.auto import cloud_of, read_dmi
+from elastic_agents.notices.auto import kinds_here, read_dmi
 from elastic_agents.notices.types import Notice, Source, Trouble
 from elastic_launch.config.notice_sources import NoticeSource
 from elastic_launch.system.threads import ThreadDied, VitalThread
@@ -132,35 +133,10 @@ def sources_of(
 
 
 def _sources(one: NoticeSource, environ: Mapping[str, str], dmi: Callable[[], Mapping[str, str]]) -> Iterable[Source]:
-    # Modules are imported only where needed: other runs do not import an HTTP client.
-    kind: str | None = one.kind
-    if kind == "auto":
-        if "SLURM_JOB_ID" in environ:
-            from elastic_agents.notices.local import Slurm
-
-            yield Slurm(environ)
-        kind = cloud_of(dmi())
-    match kind:
-        case "aws":
-            from elastic_agents.notices.aws import Aws
-
-            yield Aws(early=one.early)
-        case "gcp":
-            from elastic_agents.notices.gcp import Gcp
-
-            yield Gcp()
-        case "azure":
-            from elastic_agents.notices.azure import Azure
-
-            yield Azure(approves=one.kind == "azure")  # a machine found by auto may be shared
-        case "slurm":
-            from elastic_agents.notices.local import Slurm
-
-            yield Slurm(environ)
-        case "file":
-            from elastic_agents.notices.local import File
-
-            yield File(one.path)
+    for kind in kinds_here(environ, dmi()) if one.kind == "auto" else [one.kind]:
+        if kind != "signal":  # the agent handles it
+            # Imported only where needed: other runs do not import an HTTP client.
+            yield import_module(f"elastic_agents.notices.{kind}").source(one, environ)
 
 
 def watching(wanted: Iterable[NoticeSource], put: Callable[[Notice], None]) -> NoticeWatch:

@@ -1,85 +1,25 @@
-"""Sources on this host: a file that appears, the end of a Slurm job."""
+"""The end of a Slurm job."""
 
 from __future__ import annotations
 
 import logging
 import math
-import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from elastic_agents.notices.types import Notice, Trouble
+from elastic_agents.notices.types import Notice
+from elastic_launch.config.notice_sources import NoticeSource
 
-__all__ = ["File", "Slurm", "seconds_in", "seconds_left"]
+__all__ = ["Slurm", "seconds_left", "source"]
 
 _log = logging.getLogger("elastic_launch.notices")
-
-LONGEST = 1e6
-"""Seconds; see :data:`elastic_launch.config.launch_config.LONGEST_WAIT`."""
 
 AHEAD = 60.0
 """Seconds before the end of a Slurm job at which the node leaves; then come SIGTERM, and SIGKILL after KillWait."""
 
 ANSWER = 10.0
 """Seconds to wait for squeue."""
-
-
-def seconds_in(text: str) -> float | None:
-    """Return the number of seconds in a file's text; None if there is none."""
-    try:
-        found = float(text)
-    except ValueError:
-        return None
-    return min(found, LONGEST) if math.isfinite(found) and found >= 0 else None
-
-
-class File:
-    """A file whose existence makes the node leave; it may contain the seconds that are left.
-
-    A file that exists at the start counts, too: its author could not know whether the node had started.
-    """
-
-    name = "file"
-    pause = 0.5
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._empty = False
-        self.watched = path
-
-    def poll(self) -> Sequence[Notice]:
-        try:
-            os.stat(self._path)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        except (OSError, ValueError) as error:
-            raise Trouble(f"{self._path} cannot be looked for", str(error)) from None
-        text = _beginning(self._path)
-        if not text and not self._empty:
-            self._empty = True  # it may be about to be written
-            return []
-        return [Notice(self.name, "request", f"{self._path} is there", seconds_in(text))]
-
-    def acknowledge(self, notice: Notice) -> str:
-        return ""
-
-    def close(self) -> None:
-        """There is nothing to close: poll does not block."""
-
-
-def _beginning(path: str) -> str:
-    """Return the beginning of a file; empty if it cannot be read or is not a regular file: it exists all the same."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return ""
-    try:
-        return os.read(descriptor, 64).decode(errors="replace").strip()
-    except OSError:
-        return ""
-    finally:
-        os.close(descriptor)
 
 
 class Slurm:
@@ -150,3 +90,8 @@ def seconds_left(job: str) -> float | None:
         return None
     days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def source(asked: NoticeSource, environ: Mapping[str, str]) -> Slurm:
+    """Return the source that was asked for."""
+    return Slurm(environ)
