@@ -187,22 +187,22 @@ class Loop:
                 step, pace, began = self._next_step(), self._pace, time.perf_counter()
                 yield step
                 if pace is not None:  # if the round has changed meanwhile, it is not used any more
-                    pace.add(time.perf_counter() - began, step.data_s, step.exchange_s, step.plan.grad_accum)
+                    pace.add(time.perf_counter() - began, step._data_s, step._exchange_s, step.plan.grad_accum)
                 self._watch_mode(step)
-                if step.too_large:
-                    if step.all_know:
+                if step._too_large:
+                    if step._all_know:
                         self._halve(step)
                     self._close_batches()
                     continue
                 if not step.updated:
-                    raise step.misuse(
+                    raise step._misuse(
                         f"step {step.number} ended without step.update().",
                         "Call it once for each step. After an error in a step that the script catches, it must "
                         "not go on to the next one.",
                     )
                 if self._received is not None:
                     if self._is_midway:
-                        raise step.misuse(
+                        raise step._misuse(
                             f"step {step.number} ended, and other ranks make another pass in it.",
                             "Make the same passes on all ranks: they may depend on step.number, for example.",
                         )
@@ -503,8 +503,8 @@ class Loop:
     def _watch_mode(self, step: Step) -> None:
         """Warn if the model was left in evaluation mode: after a restart it would be in training mode."""
         if self._began_in_training_mode is None:
-            self._began_in_training_mode = step.in_training_mode
-        if self._began_in_training_mode and step.in_training_mode is False and self._engine.world.rank == 0:
+            self._began_in_training_mode = step._in_training_mode
+        if self._began_in_training_mode and step._in_training_mode is False and self._engine.world.rank == 0:
             self._began_in_training_mode = False
             _log.warning(
                 "step %d trained the model in evaluation mode, and those before in training mode: if that was not "

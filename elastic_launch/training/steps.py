@@ -118,13 +118,8 @@ class Step:
             :meth:`update`.
         updated: whether an optimizer has stepped and no pass has begun since.
         skipped: whether the scaler skipped the optimizer step because gradients overflowed.
-        too_large: whether the step will be repeated because a micro-batch did not fit into some rank's memory.
-        all_know: whether all ranks know that; else the step is repeated with micro-batches of the same size.
         clipped_norm: 2-norm of the gradients before clipping, as a tensor with one element; None: they were not clipped
             by this rank.
-        in_training_mode: whether the model was in training mode in the last backward pass; None before it.
-        error: the exception that ended the last backward pass, exchange or update; None if it succeeded.
-        data_s, exchange_s: seconds spent waiting for data, and in exchanges with other ranks.
     """
 
     def __init__(
@@ -168,11 +163,15 @@ class Step:
         self.metrics: dict[str, float] = {}
         self.updated = False
         self.skipped = False
-        self.too_large = self.all_know = False
         self.clipped_norm: Tensor | None = None
-        self.in_training_mode: bool | None = None
-        self.error: Exception | None = None
-        self.data_s = self.exchange_s = 0.0
+        # For the loop and the trainer:
+        self._too_large = False  # the step is repeated because a micro-batch did not fit into some rank's memory
+        self._all_know = False  # all ranks know that; else it is repeated with micro-batches of the same size
+        self._in_training_mode: bool | None = None  # the model, in the last backward pass
+        self._data_s = self._exchange_s = 0.0  # seconds of waiting for data, and in exchanges with other ranks
+        self._exchanged = False  # losses and gradients, so that all ranks have them
+        # For itself alone:
+        self._error: Exception | None = None  # that ended the last backward pass, exchange or update
         self._batches = batches
         self._gradients = gradients
         self._optimizers = optimizer.optimizers if isinstance(optimizer, Optimizers) else {"": optimizer}
@@ -192,7 +191,6 @@ class Step:
         self._out_of_memory = False
         self._table: MeanTable | None = None
         self._told = False  # other ranks or the sums, of a backward pass that failed
-        self._exchanged = False
         self._means: Means | None = None
         self._passes = 0
         self._pending = False  # a pass has begun and is not updated by
@@ -220,11 +218,8 @@ class Step:
         """What the forward pass calls; with several models, ``step.model[name]``."""
         return self._gradients.model
 
-    def __iter__(self) -> Iterator[Any]:
-        return self.passes()
-
-    def passes(self) -> Generator[Any, None, None]:
-        """Yield this rank's collated micro-batches; ``for sample in step`` does the same.
+    def __iter__(self) -> Generator[Any, None, None]:
+        """Yield this rank's collated micro-batches.
 
         Raises:
             UsageError: if the last pass has not ended with :meth:`update`; if the step has one optimizer and was
@@ -250,7 +245,7 @@ class Step:
         began = time.perf_counter()
         with self._noting_errors():
             self._exchange()
-        self.exchange_s += time.perf_counter() - began
+        self._exchange_s += time.perf_counter() - began
         if self._change is not None:
             self._change.exchanged()
 
@@ -273,7 +268,7 @@ class Step:
             self._table.give_up()
             self._table = None
         recovered = self._change.recover(error, self._done)
-        self.error = self._broken = None
+        self._error = self._broken = None
         self._drawn.clear()
         self._losses, self._metric_values, self._current = [], [], None
         self._moved |= self._passes > 1 or bool(recovered.passes)
@@ -301,7 +296,7 @@ class Step:
                     where = f"micro-batch {micro.index} of step {self.number} was loaded"
                     error.add_note(f"  It was raised when {where}. {self._origin(self.position.step, micro.index)}")
                     raise
-            self.data_s += time.perf_counter() - began
+            self._data_s += time.perf_counter() - began
             with self._gradients.micro_batch(number):
                 seed_all(derive("micro-batch", self._seed, self.position.step, micro.index, *self._again), devices=True)
                 self._current = number
@@ -309,7 +304,7 @@ class Step:
                 if self._broken is not None:
                     raise self._broken
                 if len(self._losses) != number + 1:
-                    raise self.misuse(
+                    raise self._misuse(
                         f"step {self.number}: micro-batch {micro.index} ended without step.backward(loss).",
                         "Call it once for each micro-batch.",
                     )
@@ -322,14 +317,14 @@ class Step:
                 self._empty = True
                 yield self._latest
                 if self._empty:
-                    raise self.misuse(
+                    raise self._misuse(
                         f"step {self.number}: a micro-batch ended without step.backward(loss).",
                         "Call it once for each micro-batch.",
                     )
 
     def _begin_pass(self) -> None:
         if self._pending:
-            raise self.misuse(
+            raise self._misuse(
                 f"step {self.number}: a second `for sample in step` began before step.update().",
                 "Each pass over the micro-batches ends with an update.",
             )
@@ -402,7 +397,7 @@ class Step:
         if self._current is None or len(self._losses) != self._current:
             raise UsageError("step.backward() belongs once into each pass of `for sample in step`.")
         if self._told:
-            raise self.misuse(
+            raise self._misuse(
                 "step.backward() cannot be tried again: other ranks or the gradients have a part of what failed.",
                 "Let the error end this process.",
             )
@@ -414,7 +409,7 @@ class Step:
                 "step.backward(loss): no gradient leads from this loss to a parameter.",
                 "Compute it without detach(), item() and torch.no_grad(), from parameters that require gradients.",
             )
-        self.in_training_mode = self.model.training
+        self._in_training_mode = self.model.training
         values = self._checked(metrics or {})
         # A weight is scaled to about the size of a sample's; update() divides by what they sum up to.
         share = self.plan.weights[self._current] if weight is None else weight / self._samples
@@ -441,38 +436,38 @@ class Step:
                 self._broken = error  # the iteration goes on from here
                 return
             if isinstance(error, Exception) and not isinstance(error, torch.OutOfMemoryError):
-                self.error = error  # its traceback keeps the graph in memory, which a second try may need
+                self._error = error  # its traceback keeps the graph in memory, which a second try may need
             raise
-        self.error = None
+        self._error = None
 
-    def misuse(self, message: str, hint: str) -> Exception:
+    def _misuse(self, message: str, hint: str) -> Exception:
         """Return the error to raise if a step is not gone through as it must be.
 
         If the script has caught an error of the step, it is that one: the step is incomplete because of it. A rank that
         was killed, for example, breaks the others' exchange, and a restart helps.
         """
-        if self.error is None and self._moved:
+        if self._error is None and self._moved:
             # Not a UsageError, by which the run would end: a restart does the whole step again.
             why = "This step's passes were made in different rounds, which end and begin when the world changes."
             rule = "A pass can use nothing from an earlier one but step.loss, step.metrics and what is saved."
             return ElasticLaunchError(message, f"{hint} {why} {rule}")
-        if self.error is None:
+        if self._error is None:
             return UsageError(message, hint)
-        self.error.add_note(f"  The script caught this error and went on: {message}")
-        return self.error
+        self._error.add_note(f"  The script caught this error and went on: {message}")
+        return self._error
 
     @contextmanager
     def _noting_errors(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            self.error = error
+            self._error = error
             raise
 
-    def give_up(self) -> None:
+    def _give_up(self) -> None:
         """Report, after an out-of-memory error, that this rank has no memory for its micro-batch.
 
-        :meth:`update` then does nothing on any rank except setting ``too_large``.
+        :meth:`update` then does nothing on any rank except to have the step repeated.
 
         Raises:
             UsageError: in default mode, where backward passes exchange gradients and the other ranks would wait for
@@ -480,18 +475,13 @@ class Step:
         """
         if self._gradients.talks_in_between:
             raise UsageError(
-                "step.give_up(): backward passes have sent gradients to other ranks.", "It needs exact=True."
+                "A step cannot be given up: backward passes have sent gradients to other ranks.", "It needs exact=True."
             )
         self._out_of_memory = True
-        self.error = None
+        self._error = None
         self._losses.clear()
         self._metric_values.clear()
         self._gradients.discard()
-
-    @property
-    def exchanged(self) -> bool:
-        """Whether the ranks have exchanged losses and gradients, so that all ranks have them."""
-        return self._exchanged
 
     def update(self, clip_norm: float | None = None, *, optimizer: str | None = None) -> None:
         """Step the optimizer. Call it once, after the loop over the step.
@@ -516,7 +506,7 @@ class Step:
             self.updated, self._pending = True, False
             return
         if not self._pending or (len(self._losses) != self.plan.grad_accum and not self._out_of_memory):
-            raise self.misuse(
+            raise self._misuse(
                 f"step.update() came after {len(self._losses)} of {self.plan.grad_accum} micro-batches.",
                 "Call it once, behind the loop over the step.",
             )
@@ -563,9 +553,9 @@ class Step:
             if self._done_elsewhere:
                 self.updated, self._pending = True, False
             else:
-                self.too_large, self.all_know = True, False
+                self._too_large, self._all_know = True, False
             return None
-        return None if self.too_large else means
+        return None if self._too_large else means
 
     def _chosen(self, call: str, name: str | None) -> list[torch.optim.Optimizer]:
         if name is None:
@@ -595,12 +585,12 @@ class Step:
                 of several is named and there is a scaler.
         """
         chosen, parameters = self._chosen("gradients", optimizer), self._gradients.parameters
-        if not self._pending or not (self._exchanged or self._left_out or self.too_large):
-            raise self.misuse(
+        if not self._pending or not (self._exchanged or self._left_out or self._too_large):
+            raise self._misuse(
                 f"step {self.number}: step.gradients() or step.grad_norm() came too early or too late.",
                 "Call it between the loop over the step and step.update().",
             )
-        if self._left_out or self.too_large:
+        if self._left_out or self._too_large:
             return {}
         if self._scaler is not None:
             if len(chosen) > 1:
@@ -700,12 +690,12 @@ class Step:
             if self._agreement is not None:
                 self._agreement.arrive(table.carried)
         if table.marked:
-            self.too_large = self.all_know = True
+            self._too_large = self._all_know = True
             self._gradients.discard()
             self._means = Means([], 1.0)
             return self._means
         if self._exchanged:
-            raise self.misuse(f"step {self.number}: the exchange of gradients failed.", "See the error before.")
+            raise self._misuse(f"step {self.number}: the exchange of gradients failed.", "See the error before.")
         self._exchanged = True
         if not self._gradients.agreed(table):
             self._gradients.disagree(f"step {self.number}")
@@ -760,7 +750,7 @@ class Step:
 class RehearsedStep(Step):
     """A step before the process has a place in a round: each pass has one micro-batch, and an update does nothing."""
 
-    def passes(self) -> Generator[Any, None, None]:
+    def __iter__(self) -> Generator[Any, None, None]:
         self._begin_pass()
         with kept(devices=True), closing(self._samples_of_pass()) as samples:
             yield next(samples)

@@ -202,7 +202,7 @@ class Trainer:
             if engine is not None:
                 step.skipped = engine.skipped
                 step.clipped_norm = engine.norm if engine.clips and self._clip_norm is not None else step.clipped_norm
-            if step.too_large:
+            if step._too_large:
                 self._tell_incident("out of memory", f"a micro-batch of {self.loader.batch.micro} samples")
                 continue
             self.step, self.loss, self.metrics = step.number, step.loss, step.metrics
@@ -312,19 +312,19 @@ class Trainer:
     def _work(self, step: Step) -> None:
         """Run the forward and backward passes of this rank's micro-batches; give the step up if memory runs out."""
         try:
-            with closing(step.passes()) as samples:
+            with closing(iter(step)) as samples:
                 for sample in samples:
                     values, weight = self._measure_sample(sample, step.model)
                     loss, *metrics = values
                     assert isinstance(loss, Tensor)
                     step.backward(loss, weight, dict(zip(self._metrics, metrics, strict=True)))
         except (RuntimeError, MemoryError) as error:
-            if not self._finds_micro or step.exchanged or not is_out_of_memory(error):
+            if not self._finds_micro or step._exchanged or not is_out_of_memory(error):
                 raise
             _log.info("rank %d ran out of memory: %s", self.run.rank, error)
             # The traceback holds the tensors of the pass that failed.
             error.__traceback__ = None
-            step.give_up()
+            step._give_up()
 
     def _measure_sample(
         self, sample: Any, model: Callable[..., Any] | None = None

@@ -414,7 +414,7 @@ def test_giving_up_where_others_would_wait_is_refused() -> None:
         samples=8,
     )
     with pytest.raises(UsageError, match="backward passes have sent gradients"):
-        step.give_up()
+        step._give_up()
 
 
 def test_a_stop_holds_for_the_next_training_too() -> None:
