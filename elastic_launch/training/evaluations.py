@@ -14,7 +14,7 @@ from elastic_launch.training.checkpoints.checkpoint import Checkpoint
 from elastic_launch.training.checkpoints.manager import CheckpointManager
 from elastic_launch.training.data.evaluation import Measure, evaluate
 from elastic_launch.training.data.loader import Loader, check_loader
-from elastic_launch.training.durations import Interval
+from elastic_launch.training.durations import ENDLESS, Interval
 from elastic_launch.training.ranks.same_arguments import check_same
 from elastic_launch.training.ranks.world import World
 from elastic_launch.training.steps import RoundOverError
@@ -178,7 +178,7 @@ class Evaluator:
             UsageError: if the evaluator does not fit this training.
         """
         if exact:
-            self.loader.check_exact()
+            self.loader._check_exact()
         best = None if checkpoint is None else checkpoint.keep_best
         if best is not None and best.metric not in self.metrics:
             has = ", ".join(self.metrics)
@@ -235,6 +235,6 @@ def checked_eval_loader(where: str, loader: Loader) -> Loader:
         UsageError: if it is none, or has no end.
     """
     check_loader(where, loader)
-    if loader.endless:
+    if loader.steps_per_epoch == ENDLESS:
         raise UsageError(f"{where} has no end.", "Give FunctionLoader(steps_per_epoch=...): an evaluation is an epoch.")
     return loader

@@ -140,7 +140,7 @@ class Loop:
         self._pace: Pace | None = None
         self._began_in_training_mode: bool | None = None
         if options.exact:
-            loader.check_exact()
+            loader._check_exact()
             if found := generators_of_modules(self._model):
                 raise UsageError(
                     f"exact=True: the model has a generator of its own, which is not restored: {', '.join(found)}.",
@@ -231,7 +231,7 @@ class Loop:
         rehearse, number = self._options.rehearse, self._step
         assert rehearse is not None
         try:
-            loader = self._loader.apart()
+            loader = self._loader._apart()
             with (
                 self._engine.rehearsing(),
                 graphs_fit_any_world(),
@@ -481,7 +481,7 @@ class Loop:
             origin=self._origin,
             agreement=self._engine.agreement,
             change=self,
-            spare=lambda: loader.spare(number),
+            spare=lambda: loader._spare(number),
             done=self._received.passes if self._received is not None else (),
         )
 
@@ -526,7 +526,7 @@ class Loop:
                 )
             except (TimeoutError, OSError, snapshot.CheckpointError) as error:
                 saved = f"unknown: {error}"
-        return f"The micro-batch has {self._loader.contents(step, micro)}. Newest checkpoint: {saved}."
+        return f"The micro-batch has {self._loader._contents(step, micro)}. Newest checkpoint: {saved}."
 
     def _arguments(self) -> dict[str, object]:
         """Return what must be the same on all ranks, by the names used in errors."""
@@ -565,7 +565,7 @@ class Loop:
         if resumed.state is None:
             resumed = replace(resumed, step=self._step)
         else:
-            self._loader.go_on(resumed.identity)
+            self._loader._go_on(resumed.identity)
         return resumed
 
     def _end_step(self) -> None:

@@ -146,7 +146,7 @@ class Trainer:
         where = "Trainer(eval_loader=...)"
         self._eval_loader = checked_eval_loader(where, eval_loader) if eval_loader is not None else None
         if exact and self._eval_loader is not None:
-            self._eval_loader.check_exact()
+            self._eval_loader._check_exact()
         if metrics is not None:
             check_kind("Trainer(metrics=...)", metrics, Mapping, 'Give functions by name: {"accuracy": accuracy}.')
         self._metrics = dict(metrics or {})
@@ -284,7 +284,7 @@ class Trainer:
     def _spare_loss(self, model: Callable[..., Any]) -> Tensor:
         """Return the loss of a micro-batch that this rank has, or of one that it loads: its value does not count."""
         if self._spare is None:
-            with closing(self.loader.apart().epoch_from(self.step, 1, 0)) as samples:
+            with closing(self.loader._apart().epoch_from(self.step, 1, 0)) as samples:
                 self._spare = _on_device(next(iter(samples)), self.run.device)
         return self._measure_loss(self._spare, model)[-1]
 

@@ -55,7 +55,7 @@ def evaluate(
                     values, weight = measure(latest[0])
                 measured.append((step * each + micro.index, values, float(len(micro)), weight))
             for _ in range(plan.grad_accum, -(-plan.total // world_size) if together else 0):
-                latest = latest or [loader.spare(step)]
+                latest = latest or [loader._spare(step)]
                 with seeded(0, devices=True):
                     measure(latest[0])
     table = MeanTable((steps - 1) * each + last, columns)

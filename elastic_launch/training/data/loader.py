@@ -99,7 +99,7 @@ class Loader(ABC):
         self._order_hash: int | None = None
         self._data_loader = self._made()
 
-    def apart(self) -> Self:
+    def _apart(self) -> Self:
         """Return a loader of the same data whose processes, if there are any, end with its iterators."""
         other = copy.copy(self)
         other._options = {**self._options, "persistent_workers": False}
@@ -107,20 +107,15 @@ class Loader(ABC):
         other._data_loader = other._made()
         return other
 
-    def spare(self, step: int) -> Any:
+    def _spare(self, step: int) -> Any:
         """Return the first micro-batch of a step's global batch, on any rank."""
-        with closing(self.apart().epoch_from(step, 1, 0)) as batches:
+        with closing(self._apart().epoch_from(step, 1, 0)) as batches:
             return next(batches)
 
     @property
     @abstractmethod
     def steps_per_epoch(self) -> int:
         """Optimizer steps in an epoch."""
-
-    @property
-    def endless(self) -> bool:
-        """Whether there are no epochs."""
-        return self.steps_per_epoch == ENDLESS
 
     @abstractmethod
     def _source(self) -> Dataset[Any]:
@@ -135,20 +130,20 @@ class Loader(ABC):
         """Return a hash of the order of samples."""
 
     @abstractmethod
-    def contents(self, step: int, micro: int) -> str:
+    def _contents(self, step: int, micro: int) -> str:
         """Describe the samples of a step's micro-batch, for errors."""
 
     @abstractmethod
-    def own_generators(self) -> list[str]:
+    def _own_generators(self) -> list[str]:
         """Return the names of the random generators that the data holds."""
 
-    def check_exact(self) -> None:
+    def _check_exact(self) -> None:
         """Check, as far as possible, that the data will be the same after a restart.
 
         Raises:
             UsageError: if the data holds random generators of its own; the message names them.
         """
-        found = self.own_generators()
+        found = self._own_generators()
         if found:
             raise UsageError(
                 f"exact=True: the data have a generator of their own, which is not restored: {', '.join(found)}.",
@@ -187,7 +182,7 @@ class Loader(ABC):
     def _of_data(self) -> dict[str, int]:
         return {}
 
-    def go_on(self, identity: Mapping[str, int]) -> None:
+    def _go_on(self, identity: Mapping[str, int]) -> None:
         """Continue the training of a checkpoint with this identity: take its micro-batch size if there is none here."""
         if self.batch.micro == "auto" and "micro-batch" in identity:
             self.batch = GlobalBatch(self.batch.size, identity["micro-batch"])
@@ -320,12 +315,12 @@ class ElasticLoader(Loader):
         """
         return self._indices(epoch, torch.arange(self.length, device="cpu") if positions is None else positions)
 
-    def contents(self, step: int, micro: int) -> str:
+    def _contents(self, step: int, micro: int) -> str:
         items = self.indices(step, 1, 0)[micro]
         name = self.dataset.describe if isinstance(self.dataset, ShardedStream) else str
         return f"the dataset's items {', '.join(map(name, items[:8]))}{', ...' if len(items) > 8 else ''}"
 
-    def own_generators(self) -> list[str]:
+    def _own_generators(self) -> list[str]:
         found = own_generators(self.dataset, type(self.dataset).__name__)
         found += own_generators(self._collate, "collate_fn")
         return found + own_generators(self._sampler, type(self._sampler).__name__)
@@ -419,10 +414,10 @@ class FunctionLoader(Loader):
     def steps_per_epoch(self) -> int:
         return self._steps_per_epoch
 
-    def own_generators(self) -> list[str]:
+    def _own_generators(self) -> list[str]:
         return own_generators(self._get_batch, _name(self._get_batch))
 
-    def contents(self, step: int, micro: int) -> str:
+    def _contents(self, step: int, micro: int) -> str:
         return f"what {_name(self._get_batch)}() gives for step {step} and micro-batch {micro}"
 
     def _source(self) -> Dataset[Any]:
