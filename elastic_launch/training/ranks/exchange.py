@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -33,7 +34,8 @@ __all__ = [
 CHUNK = 64 * 2**20
 """Bytes of a tensor that are sent at once: what has arrived is reported."""
 
-_links: list[AgentLink] = []
+_link: ContextVar[AgentLink | None] = ContextVar("link", default=None)
+"""The connection to the agent of the process that restores a state now."""
 
 
 @contextmanager
@@ -42,18 +44,19 @@ def telling(link: AgentLink | None) -> Iterator[None]:
     if link is None:
         yield
         return
-    _links.append(link)
+    token = _link.set(link)
     try:
         with link.doing(Activity.RESTORE):
             yield
     finally:
-        _links.remove(link)
+        _link.reset(token)
 
 
 @contextmanager
 def exchanging() -> Iterator[None]:
     """Within this context, this process only waits for other ranks, or sends to them and receives from them."""
-    with _links[-1].doing(Activity.FORMING) if _links else nullcontext():
+    link = _link.get()
+    with nullcontext() if link is None else link.doing(Activity.FORMING):
         yield
 
 
@@ -126,12 +129,12 @@ class _Sent(Mapping[str, Tensor]):
 
 def in_chunks(tensor: Tensor, transfer: Callable[[Tensor], object]) -> None:
     """Send a tensor as bytes, or receive a contiguous one, and report each chunk of it."""
-    sent = flat_bytes(tensor)
+    sent, link = flat_bytes(tensor), _link.get()
     with exchanging():
         for begin in range(0, sent.numel(), CHUNK):
             transfer(sent[begin : begin + CHUNK])
-            if _links:
-                _links[-1].advanced()
+            if link is not None:
+                link.advanced()
 
 
 def from_first(world: World, read: Callable[[], Any]) -> Any:
