@@ -27,7 +27,7 @@ from elastic_launch.symptoms import symptom_in
 from elastic_launch.training.checkpoints.checkpoint import Checkpoint
 from elastic_launch.training.checkpoints.manager import CheckpointManager
 from elastic_launch.training.checkpoints.resumed import Resumed
-from elastic_launch.training.checkpoints.saving import Live, Saver
+from elastic_launch.training.checkpoints.saving import Live, Saver, Trained
 from elastic_launch.training.checkpoints.schedules import forgotten, has_forgotten_average
 from elastic_launch.training.checkpoints.state import TrainingState
 from elastic_launch.training.link import AgentLink
@@ -255,7 +255,7 @@ class Engine:
             with self._none_differs(self._replicas):
                 self._replicas.compare(step)
         how = {"last": last, "draining": draining, "keep": keep}
-        self.saver.save(step, self.checkpoint, identity, state, self.worlds, stays=stays, **how)
+        self.saver.save(self._after(step, identity, state), stays=stays, **how)
         return self.stopped
 
     def step_done(
@@ -266,7 +266,7 @@ class Engine:
         if self._link is not None:
             self._link.step(step)
         self.saver.poll(step, self.checkpoint)
-        self.saver.keep(step, self.checkpoint, identity, state, self.worlds, stays)
+        self.saver.keep(self._after(step, identity, state), stays)
 
     def note(self, loss: float, batch: int, passes: int, lr: float | None) -> None:
         """Let the agent know of the step that was just done; the report of the step has it."""
@@ -400,7 +400,10 @@ class Engine:
     def keep_newer(self, step: int, identity: Mapping[str, int], state: TrainingState) -> None:
         """Before this process ends, take a snapshot in memory if the node has none of this step: the agent saves it."""
         self.step = step
-        self.saver.keep_newer(step, self.checkpoint, identity, state, self.worlds)
+        self.saver.keep_newer(self._after(step, identity, state))
+
+    def _after(self, step: int, identity: Mapping[str, int], state: TrainingState) -> Trained:
+        return Trained(step, self.checkpoint, identity, state, self.worlds)
 
     def join_round(self) -> None:
         """Join the round in which this process has got a place."""

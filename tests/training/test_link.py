@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from elastic_launch.shared_progress import FIRST_STEPS, Activity, SharedProgress
 from elastic_launch.snapshot import newest
 from elastic_launch.snapshot.memory.slot import Slot
 from elastic_launch.training.checkpoints.manager import CheckpointManager
+from elastic_launch.training.checkpoints.saving import Trained
 from elastic_launch.training.durations import Interval
 from elastic_launch.training.engine import Engine
 from elastic_launch.training.link import AgentLink
@@ -118,8 +120,8 @@ def test_a_snapshot_that_is_lost_while_it_is_written_does_not_become_a_checkpoin
     run.resume(el.Checkpoint(tmp_path, every=1))
     checkpoint = run._engine.checkpoint
     monkeypatch.setattr(os, "posix_fallocate", _no_room)
-    save = {"identity": {}, "state": run._engine.state, "worlds": [1], "last": False, "draining": False, "stays": None}
-    run._engine.saver.save(1, checkpoint, **{**save, "stays": lambda tensor: True})
+    save = partial(run._engine.saver.save, last=False, draining=False)
+    save(run._engine._after(1, {}, run._engine.state), stays=lambda tensor: True)
     run._engine.saver.settle()
     run._engine.saver.poll(1, checkpoint)
     assert "checkpoint of step 1: its snapshot is lost: there is no memory for them" in caplog.text
@@ -129,7 +131,7 @@ def test_a_snapshot_that_is_lost_while_it_is_written_does_not_become_a_checkpoin
     monkeypatch.undo()
     allowing = threading.Thread(target=_allow, args=(agent,))
     allowing.start()
-    run._engine.saver.save(2, checkpoint, **save)
+    save(run._engine._after(2, {}, run._engine.state), stays=None)
     began = time.monotonic()
     run._engine.saver.poll(2, checkpoint)
     run._engine.saver.finish(wait=True)
@@ -230,9 +232,9 @@ def _heard(agent: socket.socket, kind: type[c.Message]) -> list[c.Message]:
 
 
 def _save(run: Run, checkpoint: CheckpointManager, step: int, *, last: bool = False) -> None:
-    options = {"identity": {}, "state": run._engine.state, "worlds": [1], "draining": False, "stays": None}
+    after = Trained(step, checkpoint, {}, run._engine.state, [1])
     run._engine.saver.agree(run._engine.saver.wishes(step, checkpoint))
-    run._engine.saver.save(step, checkpoint, last=last, **options)
+    run._engine.saver.save(after, last=last, draining=False, stays=None)
 
 
 def test_while_an_agent_is_slow_checkpoints_are_put_off_until_it_answers(

@@ -25,7 +25,7 @@ from elastic_launch.training.ranks.agreement import NOTHING, Wishes
 from elastic_launch.training.ranks.exchange import broadcast_state
 from elastic_launch.training.ranks.world import World
 
-__all__ = ["Live", "Saver"]
+__all__ = ["Live", "Saver", "Trained"]
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +49,25 @@ class Live:
     last: Outcome
     passes: tuple[Outcome, ...] = ()
     trained: dict[str, bool] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A training after a step, of which a checkpoint or a snapshot is made.
+
+    Attributes:
+        step: optimizer steps done.
+        checkpoint: where it is saved durably, if anywhere.
+        identity: what must be equal in the saved state and in the training that goes on from it.
+        state: what the script trains and has registered.
+        worlds: world sizes of the rounds that it has been through.
+    """
+
+    step: int
+    checkpoint: CheckpointManager | None
+    identity: Mapping[str, int]
+    state: TrainingState
+    worlds: list[int]
 
 
 class Saver:
@@ -80,7 +99,7 @@ class Saver:
         self._agreed = NOTHING
         self._kept = False
         self._keeping = 0  # step of the last snapshot
-        self._uncertain: Callable[[CheckpointManager], None] | None = None
+        self._uncertain: Trained | None = None  # a state restored from memory, as long as no step is done
         self._listeners: list[Callable[[snapshot.WriteOutcome], None]] = []
         self._equal = (0, 0)  # round and step of the last state found equal on all ranks
 
@@ -211,7 +230,7 @@ class Saver:
             )
         if checkpoint is not None:
             worlds = [*resumed.worlds, self._world.world_size]
-            self._uncertain = partial(self._save_again, step, identity, state, worlds)
+            self._uncertain = Trained(step, checkpoint, identity, state, worlds)
         return resumed
 
     def _from_process(
@@ -292,19 +311,7 @@ class Saver:
             for outcome in checkpoint.outcomes(self._report):
                 self._tell(outcome)
 
-    def save(
-        self,
-        step: int,
-        checkpoint: CheckpointManager | None,
-        identity: Mapping[str, int],
-        state: TrainingState,
-        worlds: list[int],
-        *,
-        last: bool,
-        draining: bool,
-        stays: Stays | None,
-        keep: bool = False,
-    ) -> None:
+    def save(self, after: Trained, *, last: bool, draining: bool, stays: Stays | None, keep: bool = False) -> None:
         """Save the state after a step if a save is due; called by all ranks.
 
         Args:
@@ -318,32 +325,22 @@ class Saver:
             saves, keeps = self._posted.save and not agreed.save, self._posted.keep and not agreed.keep
             self._posted = Wishes(save=saves, keep=keeps)
         durable = False
-        if checkpoint is not None:
-            due = agreed.save or checkpoint.due_everywhere(step)
-            durable = (due or last) and checkpoint.needs(step)
+        if (checkpoint := after.checkpoint) is not None:
+            due = agreed.save or checkpoint.due_everywhere(after.step)
+            durable = (due or last) and checkpoint.needs(after.step)
         if not durable and not agreed.keep and not ((draining or keep) and self._world.round):
             return
         with self._doing_that():
-            self._save(step, checkpoint, identity, state, worlds, durable=durable, last=last, stays=stays)
+            self._save(after, durable=durable, last=last, stays=stays)
 
-    def _save(
-        self,
-        step: int,
-        checkpoint: CheckpointManager | None,
-        identity: Mapping[str, int],
-        state: TrainingState,
-        worlds: list[int],
-        *,
-        durable: bool,
-        last: bool,
-        stays: Stays | None,
-    ) -> None:
+    def _save(self, after: Trained, *, durable: bool, last: bool, stays: Stays | None) -> None:
         began = time.monotonic()
+        step, checkpoint, state = after.step, after.checkpoint, after.state
         self._kept = False
         in_memory = self._memory is not None and self._memory.writes
         durably = checkpoint if checkpoint is not None and checkpoint.writes else None
         captured = state.capture(keep=in_memory or (durable and durably is not None))
-        meta = self._meta_after(step, checkpoint, identity, worlds, state, now=durable)
+        meta = self._meta_after(after, now=durable)
         if in_memory:
             route = partial(checkpoint.route, self._world, durable) if checkpoint is not None else _nowhere
             spent = time.monotonic() - began
@@ -364,15 +361,7 @@ class Saver:
         """Within this context, the agent knows that a save is under way, which takes another time than a step."""
         return nullcontext() if self._link is None else self._link.doing(Activity.CHECKPOINT)
 
-    def keep(
-        self,
-        step: int,
-        checkpoint: CheckpointManager | None,
-        identity: Mapping[str, int],
-        state: TrainingState,
-        worlds: list[int],
-        stays: Stays,
-    ) -> None:
+    def keep(self, after: Trained, stays: Stays) -> None:
         """Take a snapshot of the state after a step in memory alone; called by all ranks.
 
         :meth:`save` replaces it, if it is called for the same step.
@@ -382,51 +371,36 @@ class Saver:
         began = time.monotonic()
         in_memory = self._memory is not None and self._memory.writes
         with self._doing_that():
-            captured = state.capture(keep=in_memory)
-            meta = self._meta_after(step, checkpoint, identity, worlds, state, now=False)
+            captured = after.state.capture(keep=in_memory)
+            meta = self._meta_after(after, now=False)
             if in_memory:
-                own = _or_gathered(stays, state.gathered)
-                self._keep(captured, meta, step, own, _nowhere, last=False, spent=time.monotonic() - began)
+                own = _or_gathered(stays, after.state.gathered)
+                self._keep(captured, meta, after.step, own, _nowhere, last=False, spent=time.monotonic() - began)
 
-    def keep_newer(
-        self,
-        step: int,
-        checkpoint: CheckpointManager | None,
-        identity: Mapping[str, int],
-        state: TrainingState,
-        worlds: list[int],
-    ) -> None:
+    def keep_newer(self, after: Trained) -> None:
         """Take a snapshot of the state after a step in memory, unless there is one; called by one rank alone."""
         if self._memory is None or not self._memory.writes:
             return
         began = time.monotonic()
         found = self._memory.newest(self._training)
-        if found is not None and (found[1].round, found[1].step) >= (self._branch.round, step):
+        if found is not None and (found[1].round, found[1].step) >= (self._branch.round, after.step):
             return
-        captured = state.capture(keep=True)
-        meta = self._meta_after(step, checkpoint, identity, worlds, state, now=False)
-        route = _nowhere if checkpoint is None else partial(checkpoint.route, self._world, False)
-        self._kept = self._keep(captured, meta, step, None, route, last=False, spent=time.monotonic() - began)
+        captured = after.state.capture(keep=True)
+        meta = self._meta_after(after, now=False)
+        route = _nowhere if after.checkpoint is None else partial(after.checkpoint.route, self._world, False)
+        self._kept = self._keep(captured, meta, after.step, None, route, last=False, spent=time.monotonic() - began)
         self.seconds = time.monotonic() - began
 
-    def _meta_after(
-        self,
-        step: int,
-        checkpoint: CheckpointManager | None,
-        identity: Mapping[str, int],
-        worlds: list[int],
-        state: TrainingState,
-        *,
-        now: bool,
-    ) -> dict[str, Any]:
+    def _meta_after(self, after: Trained, *, now: bool) -> dict[str, Any]:
         """Return the meta of the state after a step.
 
         Args:
             now: whether it is also saved durably.
         """
+        step, checkpoint = after.step, after.checkpoint
         if self._world.world_size == 1:
             self.equal_after(step)
-        meta = self._meta(identity, worlds, state)
+        meta = self._meta(after.identity, after.worlds, after.state)
         if self.compares or self._world.world_size == 1:
             meta["compared"] = self._equal == (self._branch.round, step)
         if checkpoint is not None:
@@ -488,28 +462,15 @@ class Saver:
             return
         uncertain, self._uncertain = self._uncertain, None
         if wait and uncertain is not None:
-            uncertain(checkpoint)
+            # The previous processes may have been waiting for its copy when a fault ended their round.
+            checkpoint.doubt()
+            self.save(uncertain, last=True, draining=False, stays=None)
         began = time.monotonic()
         for outcome in checkpoint.finish(self._report, wait=wait or not self._kept):
             self._tell(outcome)
         self.seconds += time.monotonic() - began
         if wait:
             self.failure = self.failure or checkpoint.failed()
-
-    def _save_again(
-        self,
-        step: int,
-        identity: dict[str, int],
-        state: TrainingState,
-        worlds: list[int],
-        checkpoint: CheckpointManager,
-    ) -> None:
-        """Save the state restored from memory if no step is left.
-
-        The previous processes may have been waiting for its copy when a fault ended their round.
-        """
-        checkpoint.doubt()
-        self.save(step, checkpoint, identity, state, worlds, last=True, draining=False, stays=None)
 
     def abandon(self) -> None:
         """After an error: let a checkpoint in progress finish, without communicating with other ranks."""
