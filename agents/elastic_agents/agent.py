@@ -114,6 +114,13 @@ class LocalElasticAgent(ElasticAgent):
         inbox: shared with the code that feeds signals in; by default the agent's own.
         processes: makes the object that starts the workers; by default plain fork and exec.
         env: the variables that all workers share; by default those of this process now.
+
+    Attributes:
+        restarts: restarts charged to the run's budget so far, as far as this node knows.
+        max_restarts: the run's limit, as far as this node knows.
+        finished_round: the round that this node's workers have finished, 0 if it was in none that counts.
+        error_file: where the worker whose failure ended the run may have left its exception; None: on another node.
+        leader: where the run's leader was when this node last reached it; other threads may read it.
     """
 
     def __init__(
@@ -144,13 +151,14 @@ class LocalElasticAgent(ElasticAgent):
         self._start_timer = StartTimer()
         self._view = v.View(ahead=v.Newcomers(slow=self._starts_are_slow))
         self._outcome: Outcome | None = None
-        self._restarts, self._max_restarts = 0, config.limits.max_restarts
+        self.restarts, self.max_restarts = 0, config.limits.max_restarts
+        self.finished_round = 0
+        self.error_file: Path | None = None
+        self.leader = ""
         self._failure: m.Failure | None = None
-        self._error_file: Path | None = None
         self._local_failures: dict[int, Reaped] = {}
         self._places = LogPlaces(config, files)
         self._run_address: RunAddress | None = None
-        self._leader = ""  # where the leader listens for links; read by other threads
         self._hosting = False
         self._member = False
         self._run_over = False  # the leader has said that the run is over
@@ -158,7 +166,6 @@ class LocalElasticAgent(ElasticAgent):
         self._formed = Round()
         self._first_steps = 0  # the last round in which a new worker began whose like rehearse if they start ahead
         self._rank = 0  # among the members of the current round
-        self._finished = 0  # the round in which this node's workers have finished
 
     @property
     def outcome(self) -> Outcome:
@@ -172,26 +179,6 @@ class LocalElasticAgent(ElasticAgent):
         return self._departure.notice
 
     @property
-    def finished_round(self) -> int:
-        """The round that this node has finished, 0 if it was in none that counts; only after :meth:`run`."""
-        return self._finished
-
-    @property
-    def restarts(self) -> int:
-        """Restarts charged to the run's budget so far, as far as this node knows."""
-        return self._restarts
-
-    @property
-    def max_restarts(self) -> int:
-        """The run's limit, as far as this node knows."""
-        return self._max_restarts
-
-    @property
-    def error_file(self) -> Path | None:
-        """Where the worker whose failure ended the run may have left its exception; None: on another node."""
-        return self._error_file
-
-    @property
     def kept(self) -> Kept:
         """What happened to the workers' log files; only after :meth:`run`."""
         return self._pump.kept
@@ -200,11 +187,6 @@ class LocalElasticAgent(ElasticAgent):
         """Return the last lines that a rank of this node has printed; thread-safe, and empty before :meth:`run`."""
         workers = getattr(self, "_workers", None)
         return [] if workers is None else workers.output(rank)
-
-    @property
-    def leader(self) -> str:
-        """Where the run's leader was when this node last reached it; thread-safe, and empty before."""
-        return self._leader
 
     def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
         return self._group
@@ -279,7 +261,7 @@ class LocalElasticAgent(ElasticAgent):
         error_files = {rank: logs.kept_error or logs.error_file for rank, logs in self._starts.logs.items()}
         failure = self._outcome.failure
         if failure is not None and failure.node_id == self._config.node_id:
-            self._error_file = error_files.get(failure.local_rank)
+            self.error_file = error_files.get(failure.local_rank)
         try:
             return self._files.ask(partial(result_of, self._outcome.code, self._local_failures, error_files), IDLE)
         except TimeoutError:
@@ -374,7 +356,7 @@ class LocalElasticAgent(ElasticAgent):
                 self._opened(place.hosting, str(place.endpoint), place.address)
                 return None
             case LinkUp(leader=leader):
-                self._member, self._leader = True, leader
+                self._member, self.leader = True, leader
                 self._hangs.linked()
                 assert self._run_address is not None
                 self._of_run_file(partial(self._run_file.write, replace(self._run_address, leader=leader)))
@@ -408,7 +390,7 @@ class LocalElasticAgent(ElasticAgent):
                 return None
             case ThreadDied(name=name, error=error):
                 cause = f"internal error: the agent's thread {name!r} ended by {error}"
-                self._outcome = self._outcome or Outcome(ExitCode.TRAINING_FAILED, cause, self._restarts)
+                self._outcome = self._outcome or Outcome(ExitCode.TRAINING_FAILED, cause, self.restarts)
                 return None
             case HowAreYou(answer=answer, every=every):
                 answer(self._present())
@@ -476,19 +458,17 @@ class LocalElasticAgent(ElasticAgent):
             case v.CopiesDone(given_up=given_up):
                 # Otherwise it belongs to an earlier copy.
                 return item if given_up or self._snapshot_store.idle else None
-            case m.StartAhead() | v.StartsTake() | v.AheadGone():
-                return item
-            case m.Released() | v.WorkerStopping() | v.DrainOver() | v.TeardownOver():
-                return item
             case v.WorkerDisconnected():
                 # The exit of the worker that it has lost, or the leader's break, says more.
                 self._inbox.put_later(DISCONNECTED, _Later(item))
                 return None
             case _Later(event=event):
                 return event
-            case v.WorkerSuspended() | v.SuspendOver():
+            case m.StartAhead() | m.Released() | RendezvousLost():
                 return item
-            case v.GraceOver() | v.HoldOver() | v.StartFailed() | v.WorkerGone() | RendezvousLost():
+            case v.StartsTake() | v.AheadGone() | v.WorkerStopping() | v.WorkerSuspended() | v.WorkerGone():
+                return item
+            case v.DrainOver() | v.TeardownOver() | v.SuspendOver() | v.GraceOver() | v.HoldOver() | v.StartFailed():
                 return item
         raise TypeError(f"the inbox holds a {type(item).__name__}")
 
@@ -520,8 +500,8 @@ class LocalElasticAgent(ElasticAgent):
             trained,
             trained_s,
             newest.step if newest else None,
-            self._restarts if known else None,
-            self._max_restarts if known else None,
+            self.restarts if known else None,
+            self.max_restarts if known else None,
             tuple((member.node_id, member.workers) for member in self._formed.members),
             loss_in(told),
             max((x.batch for x in told), default=0),
@@ -559,11 +539,11 @@ class LocalElasticAgent(ElasticAgent):
         event = received(order, self._view.round, self._config.node_id)
         self._events.emit(event)
         if isinstance(order, m.RunEnd):
-            self._restarts, self._failure = max(self._restarts, order.restarts), order.failure
+            self.restarts, self._failure = max(self.restarts, order.restarts), order.failure
         if isinstance(order, m.Break | m.Evicted):
-            self._finished = 0
+            self.finished_round = 0
         if isinstance(order, m.Form):
-            self._restarts, self._max_restarts = order.restarts, order.max_restarts
+            self.restarts, self.max_restarts = order.restarts, order.max_restarts
         if not self._hosting:  # on the host, the leader's own events already report it
             report_order(order, event.round, event.cause)
 
@@ -645,7 +625,7 @@ class LocalElasticAgent(ElasticAgent):
                 self._starts.give(local_rank)
             case v.StartAhead(local_ranks=local_ranks):
                 report_ahead(local_ranks, self._start_timer.seen)
-                self._starts.start_ahead(local_ranks, self._restarts)
+                self._starts.start_ahead(local_ranks, self.restarts)
             case v.KillAhead(local_ranks=local_ranks):
                 self._starts.kill_ahead(local_ranks)
             case v.ReportAheadGone(local_rank=local_rank, next=following):
@@ -690,7 +670,7 @@ class LocalElasticAgent(ElasticAgent):
                 self._end_round(action)
             case m.Done(round=number):
                 self._group.state = WorkerState.SUCCEEDED
-                self._finished = number
+                self.finished_round = number
                 self._membership.report(action)
             case m.Leaving() | m.Slots() | m.Imported():
                 self._membership.report(action)
@@ -701,7 +681,7 @@ class LocalElasticAgent(ElasticAgent):
                 where = ""
                 if self._rank == 0 and code not in (ExitCode.DONE, ExitCode.RENDEZVOUS):
                     where = self._saves.where(others=self._view.nodes > 1 and not self._run_over)
-                self._outcome = Outcome(code, cause, self._restarts, failure, self._snapshot_store.failed, where)
+                self._outcome = Outcome(code, cause, self.restarts, failure, self._snapshot_store.failed, where)
 
     def _had_failed(self, reaped: Reaped) -> None:
         """A stopped worker may have raised before: the leader learns of it before it forms the next round."""
