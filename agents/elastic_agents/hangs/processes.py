@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_agents.hangs.stacks import Stack, parse_dump, parse_py_spy
-from elastic_agents.workers.sessions import session_members
+from elastic_agents.workers.sessions import read_proc, session_members, threads_of
 from elastic_launch.errors import ProtocolError
 from elastic_launch.stack_dump import SIGNAL
 from elastic_launch.system.private_files import read_small
@@ -58,11 +58,11 @@ def usage(sid: int) -> Usage:
     moved_bytes = 0
     busy: set[int] = set()
     for pid in _members(sid):
-        for task in _tasks(pid):
+        for task in threads_of(pid):
             cpu[task] = _cpu(f"/proc/{pid}/task/{task}")
             if _state(f"/proc/{pid}/task/{task}/stat") in ("R", "D"):
                 busy.add(task)
-        for line in _read(f"/proc/{pid}/io").splitlines()[:2]:  # rchar and wchar: of system calls
+        for line in read_proc(f"/proc/{pid}/io").splitlines()[:2]:  # rchar and wchar: of system calls
             moved_bytes += int(line.split()[1])
     return Usage(time.monotonic(), cpu, moved_bytes, frozenset(busy))
 
@@ -130,10 +130,10 @@ def _by_signal(pid: int, file: Path) -> list[Stack]:
 
 def _cpu(thread: str) -> float:
     """Return the seconds of CPU that a thread has used."""
-    if found := _read(f"{thread}/schedstat").split():
+    if found := read_proc(f"{thread}/schedstat").split():
         return int(found[0]) / 1e9
     # Kernels without this file count in ticks: proc_pid_stat(5), utime and stime.
-    fields = _read(f"{thread}/stat").rpartition(")")[2].split()
+    fields = read_proc(f"{thread}/stat").rpartition(")")[2].split()
     return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
 
 
@@ -144,25 +144,10 @@ def _members(sid: int) -> list[int]:
         return []
 
 
-def _tasks(pid: int) -> list[int]:
-    try:
-        return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
-    except OSError:
-        return []
-
-
 def _state(path: str) -> str:
-    return (_read(path).rpartition(")")[2].split() or [""])[0]
+    return (read_proc(path).rpartition(")")[2].split() or [""])[0]
 
 
 def _status(pid: int, name: str) -> str:
-    lines = _read(f"/proc/{pid}/status").splitlines()
+    lines = read_proc(f"/proc/{pid}/status").splitlines()
     return next((line.partition(":")[2] for line in lines if line.startswith(f"{name}:")), "")
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read()
-    except OSError:
-        return ""

@@ -11,9 +11,35 @@ import signal
 import time
 from collections.abc import Iterator, Set
 
-__all__ = ["dead_strangers", "empty_sessions", "kill_sessions", "reap", "reap_orphans", "session_members"]
+__all__ = [
+    "dead_strangers",
+    "empty_sessions",
+    "kill_sessions",
+    "read_proc",
+    "reap",
+    "reap_orphans",
+    "session_members",
+    "threads_of",
+]
 
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+
+
+def read_proc(path: str) -> str:
+    """Return the text of a file in ``/proc``; empty if it cannot be read, as when the process has ended."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def threads_of(pid: int) -> list[int]:
+    """Return the threads of a process; none if it has ended."""
+    try:
+        return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
+    except OSError:
+        return []
 
 
 def session_members(sids: set[int]) -> list[int]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import signal
-from pathlib import Path
+
+from elastic_agents.workers.sessions import read_proc
 
 __all__ = ["heeds", "ignores"]
 
@@ -24,9 +25,5 @@ def ignores(pid: int, number: int) -> bool:
 
 def _in_mask(name: str, pid: int, number: int) -> bool:
     """Check a mask of ``/proc/<pid>/status`` (proc(5)), in which bit N - 1 stands for signal N."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
-    except OSError:
-        return False
-    found = re.search(rf"^Sig{name}:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    found = re.search(rf"^Sig{name}:\s*([0-9a-f]+)$", read_proc(f"/proc/{pid}/status"), re.MULTILINE)
     return found is not None and bool(int(found[1], 16) >> (number - 1) & 1)

@@ -13,6 +13,8 @@ import platform
 import time
 from dataclasses import dataclass
 
+from elastic_agents.workers.sessions import read_proc, threads_of
+
 __all__ = ["LOOK_EVERY", "STUCK_AFTER", "StuckDetector"]
 
 LOOK_EVERY = 2.0
@@ -69,21 +71,17 @@ def _hangs(seen: _Seen) -> bool:
 
 def _switches(pid: int) -> int:
     """How often the main thread has left a CPU; -1 if that is unknown."""
-    lines = _read(f"/proc/{pid}/task/{pid}/status").splitlines()
+    lines = read_proc(f"/proc/{pid}/task/{pid}/status").splitlines()
     counts = [int(line.split()[1]) for line in lines if "voluntary_ctxt_switches:" in line]
     return sum(counts) if len(counts) == 2 else -1
 
 
 def _waits_for_interpreter(pid: int) -> bool:
     """Whether a thread waits, with a timeout, for a lock in Python's own data."""
-    try:
-        threads = [int(name) for name in os.listdir(f"/proc/{pid}/task")]
-    except OSError:
-        return False
     data: list[range] | None = None
-    for thread in threads:
+    for thread in threads_of(pid):
         # proc(5): number, arguments, stack pointer, program counter; futex(2): address, operation, value, timeout.
-        call = _read(f"/proc/{pid}/task/{thread}/syscall").split()
+        call = read_proc(f"/proc/{pid}/task/{thread}/syscall").split()
         if thread != pid and len(call) == 9 and call[0] == str(_FUTEX) and int(call[4], 16):
             data = _data_of_python(pid) if data is None else data
             if any(int(call[1], 16) in part for part in data):
@@ -94,18 +92,10 @@ def _waits_for_interpreter(pid: int) -> bool:
 def _data_of_python(pid: int) -> list[range]:
     """The address ranges of the interpreter's writable data."""
     found = []
-    for line in _read(f"/proc/{pid}/maps").splitlines():
+    for line in read_proc(f"/proc/{pid}/maps").splitlines():
         where, access, _, _, _, *path = line.split(maxsplit=5)
         name = os.path.basename(path[0]) if path else ""
         if access.startswith("rw") and name.startswith(("python", "libpython")):
             first, end = (int(number, 16) for number in where.split("-"))
             found.append(range(first, end))
     return found
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read()
-    except OSError:
-        return ""
