@@ -91,9 +91,9 @@ def test_other_streams_are_refused(text: str) -> None:
 
 
 def test_local_ranks_are_given_with_commas() -> None:
-    assert parse_ranks("--local-ranks-filter", "0, 2,10") == {0, 2, 10}
+    assert parse_ranks("0, 2,10") == {0, 2, 10}
     with pytest.raises(UsageError, match="--local-ranks-filter"):
-        parse_ranks("--local-ranks-filter", "0,x")
+        parse_ranks("0,x")
 
 
 @pytest.mark.parametrize("text", ["{host}", "{0}", "{", "{rank.x}"])

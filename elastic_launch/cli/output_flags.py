@@ -44,7 +44,7 @@ def read_output(values: Values) -> Output:
     output = Output(
         redirects=_streams(values, "--redirects"),
         tee=_streams(values, "--tee"),
-        local_ranks=parse_ranks("--local-ranks-filter", ranks) if ranks else frozenset(),
+        local_ranks=parse_ranks(ranks) if ranks else frozenset(),
         stdout_filters=out,
         stderr_filters=err,
         prefix=values.switch("--prefix"),

@@ -243,13 +243,14 @@ def parse_streams(asked: str, text: str) -> Streams:
     return Streams(ranks=tuple({int(rank): Std(int(std)) for rank, std in pairs}.items()))
 
 
-def parse_ranks(asked: str, text: str) -> frozenset[int]:
-    """Parse comma-separated local ranks.
+def parse_ranks(text: str) -> frozenset[int]:
+    """Parse the comma-separated local ranks of ``--local-ranks-filter``.
 
     Raises:
-        UsageError: if text is not such a list; ``asked`` names the setting.
+        UsageError: if text is not such a list.
     """
     items = [item.strip() for item in text.split(",")]
     if not all(re.fullmatch("[0-9]{1,9}", item) for item in items):
-        raise UsageError(f"{asked} {text!r} is not a list of local ranks.", "Write them with commas, as in 0,1,2.")
+        problem = f"--local-ranks-filter {text!r} is not a list of local ranks."
+        raise UsageError(problem, "Write them with commas, as in 0,1,2.")
     return frozenset(map(int, items))

@@ -11,28 +11,13 @@ from typing import Any
 
 import torch
 
-__all__ = ["derive", "drop_second_normal", "kept", "left_seeded", "seed_all", "seed_torch", "seeded"]
+__all__ = ["derive", "drop_second_normal", "kept", "left_seeded", "seed_all", "seeded"]
 
 
 def derive(*values: int | str) -> int:
     """Derive a 63-bit seed from values with SHA-256; similar values give unrelated seeds."""
     text = "/".join(map(str, values))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
-
-
-def seed_torch(seed: int, *, devices: bool = True) -> None:
-    """Seed torch's generators.
-
-    ``torch.manual_seed`` takes milliseconds if devices are missing or not yet in use, since it keeps a stack trace for
-    each kind of device.
-    """
-    torch.default_generator.manual_seed(seed)
-    if not devices or not torch.accelerator.is_available():
-        return
-    if torch.cuda.is_available():
-        torch.cuda.manual_seed_all(seed)
-    else:
-        torch.manual_seed(seed)
 
 
 def seed_all(seed: int, *, devices: bool) -> None:
@@ -42,7 +27,10 @@ def seed_all(seed: int, *, devices: bool) -> None:
         seed: 63 bits.
         devices: whether to seed torch's GPU generators too.
     """
-    seed_torch(seed, devices=devices)
+    # torch.manual_seed takes milliseconds if no device is in use: it keeps a stack trace for each kind of device.
+    torch.default_generator.manual_seed(seed)
+    if devices and torch.accelerator.is_available():
+        (torch.cuda.manual_seed_all if torch.cuda.is_available() else torch.manual_seed)(seed)
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed % 2**32)

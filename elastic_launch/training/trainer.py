@@ -133,7 +133,9 @@ class Trainer:
         self._config = None if deepspeed_config is None else checked(deepspeed_config)
         self._deepspeed: DeepSpeed | None = None
         self._spare: Any = None  # a micro-batch for passes that only keep the ranks together
-        self._clip_norm = _positive("clip_norm", clip_norm)
+        if clip_norm is not None and not clip_norm > 0:
+            raise UsageError(f"clip_norm={clip_norm:g} is not above 0.", "Leave it out to have none.")
+        self._clip_norm = clip_norm
         if self._config is None:
             self._precision = Precision(precision or "fp32", run.device)
         else:
@@ -378,12 +380,6 @@ class Trainer:
             callback.on_checkpoint(CheckpointEnd(outcome.step, outcome.seconds, path, outcome.error))
         if outcome.error is not None:
             self._tell_incident("checkpoint", str(outcome.error))
-
-
-def _positive(name: str, value: float | None) -> float | None:
-    if value is not None and not value > 0:
-        raise UsageError(f"{name}={value:g} is not above 0.", "Leave it out to have none.")
-    return value
 
 
 def _forward_pair(model: Callable[..., Any], sample: Any) -> tuple[Any, Any]:

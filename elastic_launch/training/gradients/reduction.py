@@ -32,8 +32,7 @@ class ExactReduction:
 
     Args:
         like: tensors with the shapes, dtypes and devices of those to be summed; only these properties are kept.
-        world_size, rank: of the group.
-        group: process group; None: the default one. Not used at world size 1.
+        world_size, rank: of the world.
         names: names of the first tensors, for errors.
     """
 
@@ -43,19 +42,10 @@ class ExactReduction:
     room = 0
     """No cargo is sent with gradients."""
 
-    def __init__(
-        self,
-        like: Sequence[Tensor],
-        world_size: int,
-        rank: int,
-        group: dist.ProcessGroup | None = None,
-        *,
-        names: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, like: Sequence[Tensor], world_size: int, rank: int, *, names: Sequence[str] = ()) -> None:
         self._names = [*names, *map("tensor {}".format, range(len(names), len(like)))]
         self._world_size = world_size
         self._rank = rank
-        self._group = group
         self._parts = layout(like)
         self._places = {place.which: (part, place) for part in self._parts for place in part.places}
         self._stack: list[tuple[Segment, Values]] = []
@@ -63,7 +53,7 @@ class ExactReduction:
         self._in_parts: set[int] = set()
         self._free: list[list[Tensor]] = [[] for _ in like]
         self._given: Values = [None] * len(like)
-        self._exchange = ShardExchange(world_size, rank, group)
+        self._exchange = ShardExchange(world_size, rank)
 
     def begin(self, index: int) -> None:
         """Begin a micro-batch.
@@ -243,7 +233,7 @@ class ExactReduction:
         if not whole:
             mine = [any(values[which] is not None for values in nodes) for which in range(count)]
             present = torch.tensor(mine, dtype=torch.int32)
-            dist.all_reduce(present, op=dist.ReduceOp.MAX, group=self._group)
+            dist.all_reduce(present, op=dist.ReduceOp.MAX)
         first = nodes[0] if nodes else [None] * count
         return [
             None if not there else self._take(which) if (own := first[which]) is None else own

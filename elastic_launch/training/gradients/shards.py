@@ -52,16 +52,11 @@ class _Bucket:
 
 
 class ShardExchange:
-    """Sums flat tensors over the ranks of a group, in the tree's order.
+    """Sums flat tensors over all ranks, in the tree's order."""
 
-    Args:
-        group: process group; None: the default one.
-    """
-
-    def __init__(self, world_size: int, rank: int, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, world_size: int, rank: int) -> None:
         self._world_size = world_size
         self._rank = rank
-        self._group = group
         self._buckets: list[_Bucket] = []  # of a sum that is under way, or has failed
         # In rotation, so that at any time all ranks have most partners in common, and no two start with the same one.
         self._next_tag = 0
@@ -106,7 +101,7 @@ class ShardExchange:
         most, size = max(map(len, theirs)), len(sums)
         mine = torch.cat([*nodes, sums.new_zeros((most - len(nodes)) * size)])
         all_nodes = [torch.empty_like(mine) for _ in theirs]
-        dist.all_gather(all_nodes, mine, group=self._group)
+        dist.all_gather(all_nodes, mine)
         pieces = [
             (segment, piece)
             for segments, flat in zip(theirs, all_nodes, strict=True)
@@ -155,7 +150,7 @@ class ShardExchange:
         return flat[start:stop]
 
     def _operation(self, kind: Callable[..., Any], tensor: Tensor, partner: int, tag: int) -> dist.P2POp | None:
-        return dist.P2POp(kind, tensor, group=self._group, group_peer=partner, tag=tag) if len(tensor) else None
+        return dist.P2POp(kind, tensor, partner, tag=tag) if len(tensor) else None
 
 
 def _cut(nodes: list[Tensor], sums: Tensor) -> list[_Bucket]:
