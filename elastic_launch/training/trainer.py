@@ -286,8 +286,7 @@ class Trainer:
     def _spare_loss(self, model: Callable[..., Any]) -> Tensor:
         """Return the loss of a micro-batch that this rank has, or of one that it loads: its value does not count."""
         if self._spare is None:
-            with closing(self.loader._apart().epoch_from(self.step, 1, 0)) as samples:
-                self._spare = _on_device(next(iter(samples)), self.run.device)
+            self._spare = _on_device(self.loader._spare(self.step), self.run.device)
         return self._measure_loss(self._spare, model)[-1]
 
     def _begin(self, step: int) -> None:
