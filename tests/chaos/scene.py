@@ -53,9 +53,10 @@ ENOUGH = 4.0
 SAMPLES, BATCH = 96, 16
 """Samples of the script's data set, and of a step."""
 
-MORE = 32
-"""Descriptors that an agent may have more of at the end than when its node began to train: of links to later nodes, of
-workers that are started ahead, of a snapshot that is being copied. A leak of one a round is what the soak looks for."""
+MORE = 48
+"""Descriptors that an agent may have more of at the end than when its node began to train: it leads now (32, with
+three etcd servers), or has links to later nodes, workers that are started ahead, a snapshot that is being copied. A
+leak of one a round is what the soak looks for."""
 
 CHANGES = ("round_draining", "round_drained", "round_broken", "round_formed", "node_lost")
 """Events that begin or end a change of the round."""
