@@ -43,7 +43,7 @@ def test_errors_that_a_training_script_may_catch_are_public() -> None:
     from elastic_launch.training import steps
     from elastic_launch.training.ranks import replicas
 
-    internal = {"NotCommittedError", "StalledError", "TakenError", "TornSnapshotError"}
+    internal = {"NotCommittedError", "TakenError", "TornSnapshotError"}
     for module in (snapshots, steps, replicas):
         found = {
             name

@@ -8,10 +8,9 @@
     ├── NotCommittedError                  the writer may no longer be a member of the run
     ├── CheckpointWriteError               the directory is read-only, full or not a directory
     │   └── TakenError                         another run writes there
-    └── CheckpointReadError                it exists but cannot be read
+    └── CheckpointReadError                it exists but cannot be read, or the storage does not respond
         ├── DamagedCheckpointError             half-written, truncated or altered
         ├── ForeignCheckpointError             another format, or another version of this one
-        ├── StalledError                       the storage does not respond
         └── CheckpointGoneError                removed while it was being read
 """
 
@@ -35,7 +34,6 @@ __all__ = [
     "ForeignCheckpointError",
     "MalformedError",
     "NotCommittedError",
-    "StalledError",
     "TakenError",
     "TornSnapshotError",
     "UnknownFormatError",
@@ -128,17 +126,6 @@ class CheckpointGoneError(CheckpointReadError):
 
     def __init__(self, path: Place) -> None:
         super().__init__(path, f"The checkpoint {path} was removed before it was read.", "Look for the newest again.")
-
-
-class StalledError(CheckpointReadError):
-    """Reading from storage has made no progress for too long."""
-
-    def __init__(self, path: Place, seconds: float) -> None:
-        super().__init__(
-            path,
-            f"{path} does not respond: reading made no progress for {seconds:g} s.",
-            "Check the file system or the service that holds it.",
-        )
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from elastic_launch.snapshot.errors import StalledError
+from elastic_launch.snapshot.errors import CheckpointReadError
 from elastic_launch.snapshot.location import Place, Url
 
 __all__ = ["advanced", "while_advancing"]
@@ -46,7 +46,7 @@ def while_advancing(where: Place, function: Callable[[], T], waiting: Callable[[
         waiting: called every few seconds meanwhile.
 
     Raises:
-        StalledError: if the function makes no progress; its thread remains until the storage responds.
+        CheckpointReadError: if the function makes no progress; its thread remains until the storage responds.
     """
     results: list[T] = []
     limit = STALL_URL if isinstance(where, Url) else STALL
@@ -56,7 +56,8 @@ def while_advancing(where: Place, function: Callable[[], T], waiting: Callable[[
     while reader.is_alive():
         idle = time.monotonic() - reader.at
         if idle >= limit:
-            raise StalledError(where, limit)
+            problem = f"{where} does not respond: reading made no progress for {limit:g} s."
+            raise CheckpointReadError(where, problem, "Check the file system or the service that holds it.")
         if idle >= WARN and not warned:
             warned = True
             text = "%s does not respond: reading has made no progress for %g s; after %g s it is given up"
