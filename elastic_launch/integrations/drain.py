@@ -54,7 +54,7 @@ class Drain:
         self._termination = Termination()
         self._termination.watch()
         if self._link is not None:
-            self._link.ready(Ready(step, total))
+            self._link.say(Ready(step, total))
 
     def boundary(self, step: int, *, end: bool = False) -> bool:
         """Mark the boundary after an optimizer step. All ranks must call it equally often.

@@ -304,7 +304,7 @@ class Engine:
         if self._live:
             self._link.listen(lambda: self.groups.disconnect())
         ready = Ready(step, total, self._restore_seconds, self._uncompared, self._live, rehearses=rehearses)
-        self._link.ready(ready)
+        self._link.say(ready)
         self._restore_seconds = 0.0
 
     def _may_live(self, link: AgentLink) -> bool:
@@ -323,7 +323,7 @@ class Engine:
     def report_straggler(self, found: Straggler) -> None:
         """Report a rank that is slower than the others."""
         if self._link is not None:
-            self._link.straggles(SlowRank(found.rank, found.phase, found.ratio))
+            self._link.say(SlowRank(found.rank, found.phase, found.ratio))
         else:
             _log.warning("rank %d is slow in %s: %.1f times the others' time", found.rank, found.phase, found.ratio)
 
@@ -348,7 +348,7 @@ class Engine:
         if self._live and self._link is not None:
             self._live = False
             if self._begun:
-                self._link.ready(Ready(self.step, live=False))
+                self._link.say(Ready(self.step, live=False))
 
     @property
     def untouched(self) -> bool:

@@ -146,13 +146,22 @@ class AgentLink:
         dump_stacks_on_signal()
         link = AgentLink(sock)
         link._round, link._local_rank = hello.round, hello.local_rank
-        link._say(hello)
+        link.say(hello)
         link._take_slots()
         return link
 
-    def ready(self, ready: c.Ready) -> None:
-        """Report that training begins."""
-        self._say(ready)
+    def say(self, message: c.Message) -> None:
+        """Send a message to the agent; it gets lost if the agent is gone."""
+        data = c.pack(message)
+        with self._sending:
+            if self._sock is None:
+                return
+            try:
+                self._sock.sendall(data)
+            except OSError:
+                # The agent is gone, and its guard will end this worker. The next read notices it and closes the socket.
+                with contextlib.suppress(OSError):
+                    self._sock.shutdown(socket.SHUT_RDWR)
 
     def listen(self, on_suspend: Callable[[], object]) -> None:
         """From now on, have a thread read messages; it calls a function when the worker is to be suspended."""
@@ -164,7 +173,7 @@ class AgentLink:
     def disconnected(self, step: int, error: str) -> bool:
         """Report that an exchange with other ranks failed; return whether the agent has this worker suspended."""
         if self._suspend is None:
-            self._say(c.Disconnected(step, error[:LONGEST_ERROR]))
+            self.say(c.Disconnected(step, error[:LONGEST_ERROR]))
             self._hear_until(lambda: self._suspend is not None, self.patience)
         return self._suspend is not None
 
@@ -182,7 +191,7 @@ class AgentLink:
         Returns:
             None if there is none: the node leaves, the run ends, or the agent is gone.
         """
-        self._say(c.Suspended(step))
+        self.say(c.Suspended(step))
         return self._next_place(ends)
 
     def wait_for_place(self) -> c.Place | None:
@@ -191,7 +200,7 @@ class AgentLink:
         Returns:
             None if there is none, see :meth:`suspended`.
         """
-        self._say(c.Ahead())
+        self.say(c.Ahead())
         return self._next_place(lambda: False)
 
     def _next_place(self, ends: Callable[[], bool]) -> c.Place | None:
@@ -217,7 +226,7 @@ class AgentLink:
         if not self._tells_steps or (written and time.monotonic() < self._next_word):
             return
         self._next_word = time.monotonic() + SILENCE
-        self._say(c.StepDone(step))
+        self.say(c.StepDone(step))
 
     def watch(self, step: int | None, first: Activity = Activity.FIRST_STEP) -> None:
         """Have the agent notice from now on if no step follows those done; None: no further ones are expected.
@@ -320,15 +329,11 @@ class AgentLink:
         thread, which may differ from the one that calls the other methods, calls this.
         """
         number = self._commit.number + 1
-        self._say(c.MayCommit(number))
+        self.say(c.MayCommit(number))
         deadline = time.monotonic() + COMMIT_TIMEOUT
         while self._commit.number < number and self._sock is not None and time.monotonic() < deadline:
             self._hear_until(lambda: self._commit.number >= number, 0.1)  # another thread may read the answer
         return self._commit.number == number and self._commit.allowed
-
-    def stored(self, stored: c.Stored) -> None:
-        """Report that a snapshot is in a slot."""
-        self._say(stored)
 
     def copies(self) -> list[c.Copied]:
         """Return the outcomes of copies that ended since the last call. Does not wait."""
@@ -369,7 +374,7 @@ class AgentLink:
 
     def saved(self, step: int, error: str = "") -> None:
         """Report that a checkpoint was written, or why it could not be."""
-        self._say(c.Saved(step, error[:LONGEST_ERROR]))
+        self.say(c.Saved(step, error[:LONGEST_ERROR]))
 
     def drained(self, step: int, seconds: float) -> None:
         """Report that all ranks have stopped after a step; returns once the agent confirms it.
@@ -379,18 +384,10 @@ class AgentLink:
             seconds: duration of the last save.
         """
         self._noted = False
-        self._say(c.Drained(step, seconds))
+        self.say(c.Drained(step, seconds))
         self._hear_until(lambda: self._noted, ANSWER_TIMEOUT)
         if not self._noted and self._sock is not None:
             _log.warning("the agent has not confirmed that this worker is drained")
-
-    def straggles(self, slow: c.SlowRank) -> None:
-        """Report a rank of the round that is slower than the others."""
-        self._say(slow)
-
-    def stopping(self, stopping: c.Stopping) -> None:
-        """Report that all ranks stop after a step, and that the script saves the state."""
-        self._say(stopping)
 
     def close(self) -> None:
         """Close the socket and the slots' descriptors."""
@@ -437,18 +434,6 @@ class AgentLink:
         self.slots = [Slot(*pair) for pair in zip(pairs[::2], pairs[1::2], strict=True)]
         self._progress = SharedProgress(last, self._local_rank) if last >= 0 else None
         self._understand(data)
-
-    def _say(self, message: c.Message) -> None:
-        data = c.pack(message)
-        with self._sending:
-            if self._sock is None:
-                return
-            try:
-                self._sock.sendall(data)
-            except OSError:
-                # The agent is gone, and its guard will end this worker. The next read notices it and closes the socket.
-                with contextlib.suppress(OSError):
-                    self._sock.shutdown(socket.SHUT_RDWR)
 
     def _hear_until(self, done: Callable[[], bool], timeout: float) -> None:
         """Process messages until something is done, the agent is gone, or the timeout in seconds has passed."""

@@ -69,7 +69,7 @@ class PlainLoop:
         """Report a step that is done."""
         begins, self._step = self._step is None, step
         if begins and self._link is not None:
-            self._link.ready(Ready(step, drains=False))  # whether it can stop shows only when it asks
+            self._link.say(Ready(step, drains=False))  # whether it can stop shows only when it asks
         elif not begins:
             if self._link is not None:
                 self._link.step(step)
@@ -87,7 +87,7 @@ class PlainLoop:
         self._agreement.settle()
         self._stops = True
         if self._link is not None:
-            self._link.stopping(Stopping(self._step or 0))
+            self._link.say(Stopping(self._step or 0))
         return True
 
     def _agree(self, step: int | None) -> Agreement:
@@ -105,7 +105,7 @@ class PlainLoop:
         agreement = Agreement(world_size)
         self._termination.watch()
         if self._link is not None:
-            self._link.ready(Ready(step))
+            self._link.say(Ready(step))
         return agreement
 
     def _wanted(self) -> Stop:

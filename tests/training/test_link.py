@@ -49,7 +49,7 @@ def test_messages_of_two_threads_do_not_mix(ends: tuple[socket.socket, AgentLink
 
     def store() -> None:
         for step in range(number):
-            link.stored(c.Stored(0, c.CopyJob(step, step, 1, "d" * 20_000)))
+            link.say(c.Stored(0, c.CopyJob(step, step, 1, "d" * 20_000)))
 
     other = threading.Thread(target=store)
     other.start()
@@ -71,7 +71,7 @@ def test_an_agent_that_is_gone_is_noticed_by_the_next_call(ends: tuple[socket.so
     agent, link = ends
     agent.close()
     link.step(1)
-    link.stored(c.Stored(0, c.CopyJob(1, 1, 1)))
+    link.say(c.Stored(0, c.CopyJob(1, 1, 1)))
     assert link.stop_asked() == ""
     assert not link.alive
     link.step(2)

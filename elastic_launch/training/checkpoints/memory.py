@@ -140,7 +140,7 @@ class MemorySnapshots:
         except snapshot.TornSnapshotError:
             self._left = stored.slot
             raise
-        self._link.stored(stored)
+        self._link.say(stored)
         return _Written(time.monotonic() - began, fresh, draft.bytes - draft.tensor_bytes)
 
     def settle(self) -> None:
