@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from harness import SCRIPTS, free_port, wait_for
+from harness import SCRIPTS, SLOWNESS, free_port
 
 from elastic_agents.workers.failures import raised_in
 from elastic_launch.symptoms import BROKEN_CONNECTION, TIME_OUT, symptom_in, symptom_of_abort
@@ -84,23 +87,27 @@ CASES = {
 }
 
 
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory with what rank 1 prints in each case."""
+    directory = tmp_path_factory.mktemp("said")
+    cases = [f"{case}={free_port()}" for case in CASES]
+    command = [sys.executable, str(SCRIPTS / "broken_links.py"), str(directory), *cases]
+    with subprocess.Popen(command, start_new_session=True) as process:
+        try:
+            assert process.wait(60 * SLOWNESS) == 0
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    return directory
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", CASES)
-def test_what_torch_says(case: str, tmp_path: Path) -> None:
+def test_what_torch_says(case: str, said: Path) -> None:
     """A torch that uses other words must not go unnoticed."""
-    port = str(free_port())
-    command = [sys.executable, str(SCRIPTS / "broken_links.py"), case]
-    with (tmp_path / "err").open("wb") as err:
-        first = subprocess.Popen([*command, "0", port], stderr=subprocess.DEVNULL)
-        second = subprocess.Popen([*command, "1", port], stderr=err)
-    try:
-        wait_for("rank 1 to fail", lambda: second.poll() is not None, 60)
-    finally:
-        for process in (first, second):
-            process.kill()
-            process.wait()
-    lines = (tmp_path / "err").read_text().splitlines()
+    lines = (said / case).read_text().splitlines()
     index = raised_in(lines, stopped=False)
     assert index is not None, lines
     assert symptom_in(lines[index].removeprefix("[rank1]: ")) == CASES[case], lines[index]
