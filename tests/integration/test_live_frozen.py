@@ -34,7 +34,7 @@ def frozen(job: Job, where: str, who: str, *options: str) -> Changes:
 
 
 @pytest.mark.parametrize(
-    "where", ["join", "receive", *(pytest.param(x, marks=pytest.mark.soak) for x in ("place", "restore"))]
+    "where", ["join", *(pytest.param(x, marks=pytest.mark.soak) for x in ("receive", "place", "restore"))]
 )
 def test_a_survivor_that_is_stopped_as_it_enters_a_round_is_killed(job: Job, undisturbed: str, where: str) -> None:
     changes = frozen(job, where, "survivor")
@@ -58,7 +58,7 @@ def test_a_survivor_that_is_stopped_as_it_enters_a_round_is_killed(job: Job, und
 
 
 @pytest.mark.parametrize("where", ["restore", pytest.param("join", marks=pytest.mark.soak)])
-@pytest.mark.parametrize("starts", ["with the round", "ahead of it"])
+@pytest.mark.parametrize("starts", ["with the round", pytest.param("ahead of it", marks=pytest.mark.soak)])
 def test_a_newcomer_that_is_stopped_as_it_enters_a_round_is_killed(
     job: Job, undisturbed: str, where: str, starts: str
 ) -> None:
@@ -79,7 +79,7 @@ def test_a_newcomer_that_is_stopped_as_it_enters_a_round_is_killed(
 
 
 def test_a_newcomer_that_takes_long_between_its_session_and_its_steps_is_waited_for(job: Job, undisturbed: str) -> None:
-    changes = Changes(job, "--start-time", "16", live=True)
+    changes = Changes(job, "--later-time", "13", live=True)
     agent = changes.alone("--nproc", "2", "--rdzv-conf", "start_wait=100")
     changes.trains(2, steps=5)
     os.kill(pids(job, 1)[1], signal.SIGKILL)

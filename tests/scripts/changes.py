@@ -2,10 +2,11 @@
 
 Each rank 0 notes its steps in ``steps.jsonl``, so a step that is there twice was done again; each node's writer notes
 in ``snapshots.jsonl`` what is whole in memory. From ``--due-until`` on, no snapshot is due. ``--start-time`` passes
-before the training begins. Steps take ``--step-time`` until there is a file ``hurry``. With ``--die-within R:S:K``
-rank K of round R kills itself in the forward pass of step S. With ``--stream`` the
-data are in shards. With ``--stream`` or ``--samples`` each rank notes in ``samples.jsonl`` which samples it has loaded.
-With ``--forget`` there is a scheduler, or an average of the model, that nothing saves.
+before the training begins, and ``--later-time``, too, in a process of a later round than the first. Steps take
+``--step-time`` until there is a file ``hurry``. With ``--die-within R:S:K`` rank K of round R kills itself in the
+forward pass of step S. With ``--stream`` the data are in shards. With ``--stream`` or ``--samples`` each rank notes in
+``samples.jsonl`` which samples it has loaded. With ``--forget`` there is a scheduler, or an average of the model, that
+nothing saves.
 """
 
 from __future__ import annotations
@@ -127,6 +128,7 @@ def main() -> None:
     parser.add_argument("--die-within", default="0:0:0")
     parser.add_argument("--say", default="")
     parser.add_argument("--start-time", type=float, default=0.0)
+    parser.add_argument("--later-time", type=float, default=0.0)
     parser.add_argument("--samples", action="store_true")
     parser.add_argument("--stream", choices=["seek", "skip"])
     parser.add_argument("--forget", choices=["scheduler", "average"])
@@ -143,7 +145,8 @@ def main() -> None:
         inputs = torch.randn(96, 6, generator=torch.Generator().manual_seed(3))
         numbers = [torch.arange(len(inputs))] if args.samples else []
         dataset = TensorDataset(inputs, inputs[:, :3].argmax(dim=1), *numbers)
-        time.sleep(args.start_time)
+        later = int(os.environ.get("ELASTIC_LAUNCH_ROUND", "1")) > 1
+        time.sleep(args.start_time + later * args.later_time)
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         saving = {"every": args.every, "split": args.split}
