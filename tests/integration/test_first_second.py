@@ -46,9 +46,10 @@ def test_an_interrupt_during_the_imports_ends_quietly(program: str, tmp_path: Pa
 
 @pytest.mark.slow  # the one above stands for it
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_at_any_moment_of_the_beginning_ends_quietly(number: signal.Signals, job: Job) -> None:
-    """Every tenth of a second, one signal or the other."""
-    for tenths in range(number == signal.SIGTERM, 16, 2):
+@pytest.mark.parametrize("every", [6, pytest.param(2, marks=pytest.mark.soak)])
+def test_a_signal_at_any_moment_of_the_beginning_ends_quietly(number: signal.Signals, every: int, job: Job) -> None:
+    """Every three tenths of a second, one signal or the other; in make soak every tenth."""
+    for tenths in range(every // 2 if number == signal.SIGTERM else 0, 16, every):
         agent = job.program(["-m", "elastic_launch", "--log-dir", str(job.logs), LOOP, str(job.work)], f"a{tenths}")
         try:
             agent.process.wait(tenths / 10)

@@ -64,13 +64,13 @@ def test_a_signal_sent_twice_at_once_counts_once_and_the_state_is_saved(job: Job
 @pytest.mark.slow
 def test_without_time_for_a_drain_the_snapshot_in_memory_is_saved(job: Job, tmp_path: Path) -> None:
     checkpoints = tmp_path / "checkpoints"
-    changes = Changes(job, "--checkpoint", str(checkpoints), step_time=16.0)
-    agent = changes.alone("--shutdown-timeout", "30")
+    changes = Changes(job, "--checkpoint", str(checkpoints), step_time=7.5)
+    agent = changes.alone("--shutdown-timeout", "14")
     changes.trains(1)
-    time.sleep(3)  # of the sixteen that the next step takes; the snapshot takes milliseconds
+    time.sleep(3)  # of the seven that the next step takes; the snapshot takes milliseconds
     agent.signal(signal.SIGTERM)
     assert agent.wait(60) == 143
-    assert "no time to stop after a step: 30.0 s are left" in agent.output
+    assert "no time to stop after a step: 14.0 s are left" in agent.output
     (saved,) = checkpoints.glob(f"step-{changes.last(1)}.*")
     assert f"step {changes.last(1)} is saved in {saved}" in agent.output
     assert "no steps lost" in agent.output
