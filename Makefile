@@ -16,6 +16,8 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 JOBS ?= 3
 export PIP_ARGS
+# Where it is set, as in many images, each program that a test starts compiles the whole package anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 BIN := $(VENV)/bin
 # The tests of a file stay together: some share what took long to make. tests/conftest.py puts long files first.
