@@ -43,12 +43,17 @@ def documents(path: Path) -> list[Manifest]:
 
 def rendered(directory: str) -> list[Manifest]:
     """Return what ``kubectl apply -k`` would apply; it needs no cluster."""
+    return [document for document in yaml.safe_load_all(_kustomized(directory)) if document]
+
+
+@functools.cache
+def _kustomized(directory: str) -> str:
     kubectl = shutil.which("kubectl")
     assert kubectl is not None
     command = [kubectl, "kustomize", str(EXAMPLES / directory)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    return [document for document in yaml.safe_load_all(done.stdout) if document]
+    return done.stdout
 
 
 def find(manifests: list[Manifest], kind: str, name: str = "") -> Manifest:
