@@ -38,8 +38,22 @@ MOSTLY = [SERVERS[0], pytest.param(DEBIAN, id="debian", marks=pytest.mark.soak)]
 """For tests of what does not depend on the server's version: its errors, transactions, watches and users do."""
 
 
-@pytest.fixture(params=MOSTLY)
-def etcd(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Member]:
+@pytest.fixture(scope="module", params=MOSTLY)
+def shared(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Member]:
+    with cluster(tmp_path_factory.mktemp("etcd"), server=request.param) as members:
+        yield members[0]
+
+
+@pytest.fixture
+def etcd(shared: Member) -> Iterator[Member]:
+    """A server that other tests use, too, one after the other; each begins without values."""
+    yield shared
+    shared.control("del", "--prefix", "/elastic-launch/")
+
+
+@pytest.fixture(params=SERVERS)
+def own(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Member]:
+    """A server that a test may set up."""
     with cluster(tmp_path, server=request.param) as members:
         yield members[0]
 
@@ -171,7 +185,7 @@ def test_waiting_survives_the_loss_of_the_watched_member(trio: list[Member], los
         assert waiting.result(2 * TIMEOUT) == b"new"
 
 
-@pytest.mark.parametrize("etcd", SERVERS, indirect=True)
+@pytest.mark.parametrize("shared", SERVERS, indirect=True)
 def test_waiting_writes_nothing_and_leaves_no_watch(etcd: Member) -> None:
     with opened(etcd) as store:
         assert store.compare_and_set(None, b"one", TIMEOUT)
@@ -188,7 +202,7 @@ def proxy(etcd: Member) -> Iterator[Proxy]:
         yield proxy
 
 
-@pytest.mark.parametrize("etcd", SERVERS, indirect=True)
+@pytest.mark.parametrize("shared", SERVERS, indirect=True)
 def test_a_write_whose_answer_was_lost_is_found_to_be_done(etcd: Member, proxy: Proxy) -> None:
     with opened(proxy.address) as store, opened(etcd) as direct, ThreadPoolExecutor(1) as pool:
         assert store.compare_and_set(None, b"one", TIMEOUT)
@@ -232,35 +246,33 @@ def test_a_write_to_a_frozen_server_is_resolved_once_it_thaws(etcd: Member) -> N
         assert store.load(TIMEOUT) == (b"three" if won else b"two")
 
 
-@pytest.mark.parametrize("etcd", SERVERS, indirect=True)
-def test_users_and_passwords(etcd: Member) -> None:
-    with opened(etcd, "root", "secret") as store, pytest.raises(DeniedError, match="it has none"):
+def test_users_and_passwords(own: Member) -> None:
+    with opened(own, "root", "secret") as store, pytest.raises(DeniedError, match="it has none"):
         store.load(TIMEOUT)
-    etcd.control("user", "add", "root", "--new-user-password", "secret")
-    etcd.control("user", "grant-role", "root", "root")
-    etcd.control("user", "add", "guest", "--new-user-password", "guest")
-    etcd.control("auth", "enable")
-    with opened(etcd) as store, pytest.raises(DeniedError, match="asks for a user and a password"):
+    own.control("user", "add", "root", "--new-user-password", "secret")
+    own.control("user", "grant-role", "root", "root")
+    own.control("user", "add", "guest", "--new-user-password", "guest")
+    own.control("auth", "enable")
+    with opened(own) as store, pytest.raises(DeniedError, match="asks for a user and a password"):
         store.load(TIMEOUT)
-    with opened(etcd, "root", "wrong") as store, pytest.raises(DeniedError, match="refuses the user or the password"):
+    with opened(own, "root", "wrong") as store, pytest.raises(DeniedError, match="refuses the user or the password"):
         store.load(TIMEOUT)
-    with opened(etcd, "guest", "guest") as store, pytest.raises(DeniedError, match="no right to the record") as caught:
+    with opened(own, "guest", "guest") as store, pytest.raises(DeniedError, match="no right to the record") as caught:
         store.load(TIMEOUT)
     assert "/elastic-launch/" in caught.value.hint
-    with opened(etcd, "root", "secret") as store:
+    with opened(own, "root", "secret") as store:
         assert store.compare_and_set(None, b"one", TIMEOUT)
         assert store.wait_changed(None, TIMEOUT) == b"one"
-        etcd.control("--user", "root:secret", "auth", "disable")  # which voids all tokens
-        etcd.control("auth", "enable")
+        own.control("--user", "root:secret", "auth", "disable")  # which voids all tokens
+        own.control("auth", "enable")
         assert store.load(TIMEOUT) == b"one"
 
 
-@pytest.mark.parametrize("etcd", SERVERS, indirect=True)
-def test_the_manifests_script_closes_etcd_to_all_but_the_run(etcd: Member) -> None:
+def test_the_manifests_script_closes_etcd_to_all_but_the_run(own: Member) -> None:
     script = Path(__file__).parents[2] / "examples" / "kubernetes" / "components" / "etcd" / "users.py"
 
     def users(password: str) -> subprocess.Popen[str]:
-        env = {"ENDPOINTS": etcd.url, "ROOT_PASSWORD": "of-root", "TRAIN_PASSWORD": password}
+        env = {"ENDPOINTS": own.url, "ROOT_PASSWORD": "of-root", "TRAIN_PASSWORD": password}
         return subprocess.Popen([sys.executable, str(script)], env=env, stdout=subprocess.PIPE, text=True)
 
     # As all pods of a job do at once, then a pod that replaces one, then those of a job with another secret.
@@ -269,16 +281,16 @@ def test_the_manifests_script_closes_etcd_to_all_but_the_run(etcd: Member) -> No
         for pod in started:
             assert "train may use /elastic-launch/" in pod.communicate(timeout=60)[0]
             assert pod.returncode == 0
-        with opened(etcd, "train", password) as store:
+        with opened(own, "train", password) as store:
             assert store.load(TIMEOUT) in (None, b"kept")
             store.compare_and_set(None, b"kept", TIMEOUT)
     for user in ([], ["--user", "train:first"]):
         with pytest.raises(subprocess.CalledProcessError):
-            etcd.control(*user, "get", "/elastic-launch/runs/run/record")
-    assert "kept" in etcd.control("--user", "train:second", "get", "/elastic-launch/runs/run/record")
+            own.control(*user, "get", "/elastic-launch/runs/run/record")
+    assert "kept" in own.control("--user", "train:second", "get", "/elastic-launch/runs/run/record")
     with pytest.raises(subprocess.CalledProcessError):
-        etcd.control("--user", "train:second", "get", "other")
-    assert etcd.healthy()
+        own.control("--user", "train:second", "get", "other")
+    assert own.healthy()
 
 
 def test_a_full_server_is_reported_with_a_hint(tmp_path: Path) -> None:
@@ -298,7 +310,7 @@ def test_a_full_server_is_reported_with_a_hint(tmp_path: Path) -> None:
         assert store.load(TIMEOUT) == value
 
 
-@pytest.mark.parametrize("etcd", SERVERS, indirect=True)
+@pytest.mark.parametrize("shared", SERVERS, indirect=True)
 @pytest.mark.parametrize("size", [1_600_000, 5_000_000])
 def test_a_value_that_is_too_large_is_reported(etcd: Member, size: int) -> None:
     with opened(etcd) as store:
@@ -356,11 +368,12 @@ def test_closing_in_the_middle_of_a_read_keeps_no_connection(etcd: Member, proxy
             reading.result(TIMEOUT)
 
 
-def test_stores_that_open_and_close_at_once_do_not_hang() -> None:
+@pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.soak)])
+def test_stores_that_open_and_close_at_once_do_not_hang(count: int) -> None:
     def use(_: int) -> None:
         with opened("127.0.0.1:9") as store, pytest.raises(StoreError):
             store.load(0.001)  # which often ends while the client is still opening
 
     with ThreadPoolExecutor(6) as pool:
-        for future in [pool.submit(use, number) for number in range(1000)]:
+        for future in [pool.submit(use, number) for number in range(count)]:
             future.result(TIMEOUT)
