@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from harness import LOOP, alive, free_port, read_lines, wait_for
+from harness import LOOP, Job, alive, free_port, read_lines, wait_for
 
 FIND_FILE = (
     "from os import path; import elastic_launch; print(path.join(path.dirname(elastic_launch.__file__), 'launch.py'))"
@@ -76,6 +76,7 @@ def test_the_file_runs_by_its_path_and_shadows_no_modules(here: Path) -> None:
     assert str(Path(path).parent) not in workers[0]["path"]
 
 
+@pytest.mark.slow  # tests/test_launch.py has the arguments for each flag
 def test_with_use_env_the_script_gets_no_argument(here: Path) -> None:
     (worker,) = said(run(here, sys.executable, "-m", "elastic_launch.launch", "--use-env", "example.py"))
     assert worker["argv"] == []
@@ -93,13 +94,14 @@ def test_torchs_own_module_hands_over_the_same(here: Path) -> None:
     assert ours == theirs
 
 
-def test_a_job_file_runs_with_its_variables(here: Path) -> None:
+def test_a_job_file_runs_with_its_variables(here: Path, job: Job) -> None:
     (here / "job.yaml").write_text(
         "nproc: 1\nmax-restarts: 5\nscript: example.py\nargs: [--local_rank, 7]\nenv: {ADDED: 010}\n"
     )
-    workers = said(
-        run(here, sys.executable, "-m", "elastic_launch", "--config", "job.yaml", "-n2", "--", "--local_world_size=9")
-    )
+    agent = job.launch("--config", "job.yaml", "-n2", "--", "--local_world_size=9", command=[], cwd=here)
+    assert agent.wait() == 0, agent.output
+    lines = [json.loads(line) for line in agent.output.splitlines() if line.startswith("{")]
+    workers = sorted(lines, key=lambda worker: int(worker["rank"]))
     assert [worker["argv"] for worker in workers] == [["--local_rank", "7", "--local_world_size=9"]] * 2
     assert (workers[0]["added"], workers[0]["restarts"]) == ("010", "5")
 
@@ -109,8 +111,8 @@ def test_a_job_file_runs_with_its_variables(here: Path) -> None:
 ELASTIC_LAUNCH = [sys.executable, "-m", "elastic_launch"]
 COMPOSER = [sys.executable, "-m", "elastic_launch.cli.composer"]
 
-# Sums the ranks of the world that its environment describes.
-SUM = """
+# They sum the ranks of the world that their environment describes: by torch, and, much quicker, by themselves.
+SUM_BY_TORCH = """
 import os, sys
 import torch
 import torch.distributed as dist
@@ -119,6 +121,27 @@ total = torch.tensor([dist.get_rank()])
 dist.all_reduce(total)
 print(total.item(), os.environ["NODE_RANK"], *sys.argv[1:], flush=True)
 dist.destroy_process_group()
+"""
+SUM = """
+import os, socket, sys, time
+rank, others = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) - 1
+where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+if rank == 0:
+    with socket.create_server(where) as server:
+        files = [server.accept()[0].makefile("rw") for _ in range(others)]
+    total = sum(int(file.readline()) for file in files)
+    for file in files:
+        print(total, file=file, flush=True)
+else:
+    while True:
+        try:
+            file = socket.create_connection(where).makefile("rw")
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.02)
+    print(rank, file=file, flush=True)
+    total = int(file.readline())
+print(total, os.environ["NODE_RANK"], *sys.argv[1:], flush=True)
 """
 
 
@@ -144,8 +167,9 @@ def loop(here: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     wait_for("the end of all workers", lambda: not any(map(alive, started(here))), 10.0)
 
 
-def test_nodes_of_different_sizes_make_one_world(here: Path) -> None:
-    (here / "sum.py").write_text(SUM)
+@pytest.mark.parametrize("script", [SUM, pytest.param(SUM_BY_TORCH, marks=pytest.mark.slow)], ids=["plain", "torch"])
+def test_nodes_of_different_sizes_make_one_world(here: Path, script: str) -> None:
+    (here / "sum.py").write_text(script)
     several = ["--world_size", "3", "--master_addr", "127.0.0.1", "--master_port", str(free_port())]
     # One by the flags of elastic-launch, one by the variables of Composer.
     first = subprocess.Popen(
@@ -186,11 +210,28 @@ def test_a_crash_ends_the_others_and_shows_the_ranks_output(
     assert (here / "my/rank_1/logs/rank_1.stdout.txt").read_text() == "rank 1 of 3 in round None\n"
 
 
-def test_an_exception_recorded_by_torch_is_shown(here: Path) -> None:
-    (here / "fails.py").write_text(
-        "from torch.distributed.elastic.multiprocessing.errors import record\n"
-        "@record\ndef main(): raise RuntimeError('told to')\nmain()\n"
-    )
+# As torch's record writes it, without torch's import.
+RECORDED = """
+import json, os
+STACK = "Traceback (most recent call last):\\n  in main\\nRuntimeError: told to\\n"
+text = {"message": "RuntimeError: told to", "extraInfo": {"py_callstack": STACK, "timestamp": "1700000000"}}
+with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
+    json.dump({"message": text}, file)
+raise SystemExit(1)
+"""
+RECORDED_BY_TORCH = """
+from torch.distributed.elastic.multiprocessing.errors import record
+@record
+def main(): raise RuntimeError('told to')
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    "script", [RECORDED, pytest.param(RECORDED_BY_TORCH, marks=pytest.mark.slow)], ids=["plain", "torch"]
+)
+def test_an_exception_recorded_by_torch_is_shown(here: Path, script: str) -> None:
+    (here / "fails.py").write_text(script)
     done = run(here, *COMPOSER, "-n", "1", "fails.py")
     assert done.returncode == 1
     assert "RuntimeError: told to" in done.stderr.partition("root cause: rank 0")[2]
