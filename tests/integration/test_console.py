@@ -8,13 +8,12 @@ import os
 import pty
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import SLOWNESS, Job, tree, wait_for
+from forked import Process
+from harness import SLOWNESS, Job, forks, tree, wait_for
 
 CHATTY = """
 import itertools
@@ -26,10 +25,9 @@ CTRL_S = b"\x13"
 
 
 @contextlib.contextmanager
-def started(*arguments: str, output: int) -> Iterator[subprocess.Popen[bytes]]:
+def started(*arguments: str, output: int) -> Iterator[Process]:
     """An agent whose console the test provides."""
-    command = [sys.executable, "-m", "elastic_launch", "--standalone", "--progress", "plain", *arguments]
-    process = subprocess.Popen(command, stdin=output, stdout=output, stderr=output, start_new_session=True)
+    process = forks().start(["--standalone", "--progress", "plain", *arguments], output, os.environ, None)
     try:
         yield process
     finally:
@@ -42,6 +40,7 @@ def started(*arguments: str, output: int) -> Iterator[subprocess.Popen[bytes]]:
 @pytest.mark.parametrize(
     "kind", [pytest.param("a pipe whose reader has stopped", marks=pytest.mark.slow), "a terminal after Ctrl-S"]
 )
+@pytest.mark.usefixtures("job")  # which prepares for agents that are forked
 def test_a_console_that_is_not_read_delays_neither_workers_nor_the_end(kind: str, tmp_path: Path) -> None:
     script = tmp_path / "chatty.py"
     script.write_text(CHATTY)
@@ -79,7 +78,8 @@ def test_a_worker_does_not_wait_for_a_file_system_that_hangs_to_report_its_excep
     os.mkfifo(job.logs / "r" / "events-a.jsonl")
     os.mkfifo(job.logs / "r" / "round_1" / "0" / "error.json")
     script = job.directory / "fails.py"
-    script.write_text("from elastic_launch.error_file import do_not_retry\ndo_not_retry('the data is gone')\n")
+    lines = ("import torch", "from elastic_launch.error_file import do_not_retry", "do_not_retry('the data is gone')")
+    script.write_text("\n".join(lines))
     agent = job.launch("--standalone", "--rdzv-id", "r", "--node-id", "a", command=[str(script)])
     assert agent.wait() == 93
     assert "the data is gone" in agent.output
@@ -97,17 +97,11 @@ def test_output_that_is_not_kept_is_not_said_to_be_in_files(job: Job) -> None:
     assert "its logs" not in agent.output
 
 
-def test_every_line_of_the_launcher_is_a_json_object_on_request(tmp_path: Path) -> None:
-    flags = (
-        f"--log-format json --node-id a --log-dir {tmp_path} --notice none --duplicate-stdout-filters x --redirects 3"
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "elastic_launch", *flags.split(), "--no-python", "sh", "-c", "echo out; exit 3"],
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    said = [json.loads(line) for line in done.stderr.splitlines()]
+def test_every_line_of_the_launcher_is_a_json_object_on_request(job: Job) -> None:
+    flags = "--log-format json --node-id a --notice none --duplicate-stdout-filters x --redirects 3 --no-python"
+    agent = job.launch(*flags.split(), command=["sh", "-c", "echo out; exit 3"])
+    assert agent.wait() == 91
+    said = [json.loads(line) for line in agent.output.splitlines()]
     assert {frozenset(line) for line in said} == {frozenset({"time", "level", "node", "message"})}
     assert said[0]["message"].startswith("--duplicate-stdout-filters is without effect")
     assert {line["node"] for line in said[1:]} == {"a"}
@@ -115,6 +109,7 @@ def test_every_line_of_the_launcher_is_a_json_object_on_request(tmp_path: Path) 
     assert "root cause" in said[-1]["message"]
 
 
+@pytest.mark.usefixtures("job")
 def test_lines_have_the_time_before_them(tmp_path: Path) -> None:
     ours, console = pty.openpty()
     with started("--log-dir", str(tmp_path), "--no-python", "sh", "-c", "exit 0", output=console) as agent:
