@@ -54,26 +54,21 @@ def _parts(agent: Agent) -> bool:
     ],
 )
 def test_torch_is_imported_once_where_the_script_has_nothing_before_it(job: Job, imports: str, shares: bool) -> None:
-    agent = job.launch("--nproc", "2", command=_script(job, imports))
+    """The re-executed process looks like what was started."""
+    agent = job.launch("--nproc", "2", *LEAN, command=_script(job, imports))
+    assert isinstance(agent.process, subprocess.Popen)
+    command, name = agent.process.args, Path(f"/proc/{agent.process.pid}/comm").read_text()
     workers = job.world(2)
     assert (_shared(agent) > SHARED) == shares
+    assert isinstance(command, list)
+    if shares:
+        assert _command(agent.process.pid) == [" ".join(command)]
+    assert Path(f"/proc/{agent.process.pid}/comm").read_text() == name
     assert {os.getsid(worker["pid"]) for worker in workers} == {worker["pid"] for worker in workers}
     job.finish()
     assert agent.wait() == 0
     assert "import for themselves" not in agent.output
     assert agent.output.count("logs in") == 2  # at the begin and at the end
-
-
-def test_an_agent_looks_like_what_was_started(job: Job) -> None:
-    agent = job.launch(*LEAN, command=_script(job, "import torch"))
-    assert isinstance(agent.process, subprocess.Popen)
-    command, name = agent.process.args, Path(f"/proc/{agent.process.pid}/comm").read_text()
-    job.world(1)
-    assert isinstance(command, list)
-    assert _command(agent.process.pid) == [" ".join(command)]
-    assert Path(f"/proc/{agent.process.pid}/comm").read_text() == name
-    job.finish()
-    assert agent.wait() == 0
 
 
 @pytest.mark.slow
@@ -158,7 +153,7 @@ def test_a_token_gets_to_the_agent_and_nowhere_else(job: Job) -> None:
     assert (first.wait(), second.wait()) == (0, 0)
 
 
-@pytest.mark.parametrize(("flags", "imports"), WAYS)
+@pytest.mark.parametrize(("flags", "imports"), [WAYS[0], pytest.param(*WAYS[1], marks=pytest.mark.slow)])
 def test_what_a_shell_has_opened_for_the_agent_is_not_for_its_workers(
     job: Job, flags: tuple[str, ...], imports: str
 ) -> None:
@@ -177,10 +172,11 @@ def test_what_a_shell_has_opened_for_the_agent_is_not_for_its_workers(
 @pytest.mark.parametrize(
     ("closing", "way"),
     [
-        (">&-", 0),
+        ("<&- >&- 2>&-", 0),
+        pytest.param(">&-", 0, marks=pytest.mark.slow),
         pytest.param("2>&-", 1, marks=pytest.mark.slow),
         pytest.param(">/dev/full 2>&1", 0, marks=pytest.mark.slow),
-        ("<&- >&- 2>&-", 1),
+        pytest.param("<&- >&- 2>&-", 1, marks=pytest.mark.slow),
     ],
 )
 def test_nowhere_to_print_to_stops_no_launch(job: Job, closing: str, way: int) -> None:
