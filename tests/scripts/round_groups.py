@@ -38,6 +38,11 @@ class Rank:
         self.kept: list[Any] = []
         self.store: dist.TCPStore | None = None
 
+    def set_environment(self, variables: dict[str, str]) -> None:
+        """Set variables that torch reads when it forms groups, or when it is imported."""
+        os.environ.update(variables)
+        dist.set_debug_level_from_env()
+
     def host(self) -> int:
         """Host the store of a new round instead of the last one's, and return its port."""
         self.store = None

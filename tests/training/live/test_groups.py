@@ -224,20 +224,20 @@ def test_what_the_script_connects_itself_stays_connected(world: World) -> None:
 
 
 @pytest.mark.parametrize("environment", [{"TORCH_GLOO_LAZY_INIT": "1"}, {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}])
-def test_connections_are_found_however_torch_opens_them(environment: dict[str, str]) -> None:
+def test_connections_are_found_however_torch_opens_them(
+    processes: RankProcesses, world: World, environment: dict[str, str]
+) -> None:
     """Later, with the first collective; or also for torch's own checks of collectives."""
-    processes = RankProcesses(**environment)
-    try:
-        rank, frozen = ranks = World(processes).start(2)
-        order = rank.begin("reduce_for_ever")
-        frozen.signal(signal.SIGSTOP)
-        time.sleep(0.3)
-        assert rank.do("disconnect") >= 2
-        failed(rank, order)
-        rank.do("leave")
-        assert len(ranks) == 2
-    finally:
-        processes.close()
+    rank, frozen = ranks = processes.start(2)
+    for each in ranks:
+        each.do("set_environment", environment)
+    world.form(*ranks)
+    order = rank.begin("reduce_for_ever")
+    frozen.signal(signal.SIGSTOP)
+    time.sleep(0.3)
+    assert rank.do("disconnect") >= 2
+    failed(rank, order)
+    rank.do("leave")
 
 
 def test_a_group_of_the_scripts_own_is_named(world: World) -> None:
