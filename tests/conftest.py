@@ -101,10 +101,11 @@ class _Failures:
 
 
 LONG = (
-    *("slurm", "engines"),
-    *("frameworks", "kubernetes", "containers", "benchmarks", "teardown", "drains", "elasticctl", "planned_exact"),
-    *("two_runs", "etcd", "exact", "clouds", "memory_snapshots", "checkpoint_urls", "partitions", "leavers_serve"),
-    *("tutorial_examples", "takeover_midpoints", "examples", "first_second", "newest_state", "ledger", "torch"),
+    *("frameworks", "sharded", "slurm", "engines", "api", "containers", "kubernetes", "hangs", "partitions"),
+    *("live_starts", "live_changes", "chaos", "torchrun_mode", "benchmarks"),
+    *("teardown", "drains", "elasticctl", "planned_exact", "takeover_midpoints"),
+    *("two_runs", "etcd", "exact", "clouds", "memory_snapshots", "checkpoint_urls", "leavers_serve"),
+    *("tutorial_examples", "takeover_stateful", "examples", "first_second", "newest_state", "ledger", "torch"),
     *("etcd_bad_input", "trainer_ranks", "kills_exact", "freezes", "checkpoint_faults", "exact_matrix", "token"),
     *("beginnings", "several_nodes", "one_node", "snapshot_store", "bad_input", "options", "server", "front_ends"),
     *("console", "pages", "distributions"),
