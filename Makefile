@@ -14,14 +14,15 @@ else
 endif
 PIP_ARGS ?=
 PYTEST_ARGS ?=
-JOBS ?= 3
+JOBS ?=
 export PIP_ARGS
 # Where it is set, as in many images, each program that a test starts compiles the whole package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
 BIN := $(VENV)/bin
 # The tests of a file stay together: some share what took long to make. tests/conftest.py puts long files first.
-PARALLEL := -n $(JOBS) --dist loadscope --no-loadscope-reorder --max-worker-restart 0
+# The argument is how many run at a time unless JOBS says it.
+parallel = -n $(or $(JOBS),$(1)) --dist loadscope --no-loadscope-reorder --max-worker-restart 0
 STAMP := $(VENV)/.elastic-launch-env
 DEMO := $(VENV)/.elastic-launch-demo
 FRAMEWORKS := $(VENV)/.elastic-launch-frameworks
@@ -48,7 +49,7 @@ help:
 	@echo 'PYTHON=path     use that interpreter, and its torch if it has one'
 	@echo 'PIP_ARGS=...    further arguments for every pip install'
 	@echo 'PYTEST_ARGS=... further arguments for pytest'
-	@echo 'JOBS=N          how many tests run at a time (3; 0: one, in the process of pytest itself)'
+	@echo 'JOBS=N          how many tests run at a time (3, of test-all 4; 0: one, in the process of pytest itself)'
 
 env: $(STAMP)
 
@@ -90,14 +91,14 @@ dist: env
 	"$(BIN)/python" scripts/build_dist.py "$(REPOSITORY)" dist
 
 test: env check
-	"$(BIN)/python" -m pytest -rfEs $(PARALLEL) -m "not system and not slow and not soak" --junitxml=build/junit-test.xml $(PYTEST_ARGS)
+	"$(BIN)/python" -m pytest -rfEs $(call parallel,3) -m "not system and not slow and not soak" --junitxml=build/junit-test.xml $(PYTEST_ARGS)
 
 test-all: env $(FRAMEWORKS)
 	@scripts/system-packages
-	"$(BIN)/python" -m pytest -rfEs $(PARALLEL) -m "(system or slow) and not soak" --junitxml=build/junit-test-all.xml $(PYTEST_ARGS)
+	"$(BIN)/python" -m pytest -rfEs $(call parallel,4) -m "(system or slow) and not soak" --junitxml=build/junit-test-all.xml $(PYTEST_ARGS)
 
 soak: env
-	"$(BIN)/python" -m pytest -rfEs $(PARALLEL) -m soak --junitxml=build/junit-soak.xml $(PYTEST_ARGS)
+	"$(BIN)/python" -m pytest -rfEs $(call parallel,3) -m soak --junitxml=build/junit-soak.xml $(PYTEST_ARGS)
 
 chaos: env
 	"$(BIN)/python" tests/chaos --seed $(or $(SEED),1) --plans $(or $(PLANS),100)
