@@ -1,18 +1,76 @@
-"""Workers that hang are found, named and killed; those that only take long are left alone."""
+"""Workers that hang are found, named and killed; those that only take long are left alone.
+
+Most of these runs wait most of the time, so they run side by side.
+"""
 
 from __future__ import annotations
 
 import re
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import pytest
 from hanging_runs import Hanging
-from harness import Job, read_lines, wait_for
+from harness import Agent, Job, job_in, read_lines, wait_for
 
 pytestmark = pytest.mark.slow
 
+PLAIN = """
+import os, time, torch.distributed as dist
+dist.init_process_group("gloo")
+if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    time.sleep(3600)
+dist.barrier()
+dist.destroy_process_group()
+"""
 
+
+@pytest.fixture(scope="module")
+def new_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Job]]:
+    """Makes jobs that end with this file."""
+    with ExitStack() as jobs:
+        yield lambda: jobs.enter_context(contextmanager(job_in)(tmp_path_factory.mktemp("job")))
+
+
+@pytest.fixture(scope="module")
+def hung(new_job: Callable[[], Job]) -> dict[str, Hanging]:
+    """Runs of which a rank hangs in its tenth step, and one of a plain script."""
+    flags = {"sleep": [], "skip": ["--meet"], "deadlock": []}
+    runs = {name: Hanging(new_job(), "--steps", "60", *own) for name, own in flags.items()}
+    runs["sleep"].hangs("sleep", 0)
+    runs["sleep"].alone("--no-live", "--no-warm", nproc=2)
+    runs["skip"].hangs("skip", 2)
+    runs["skip"].alone()
+    runs["deadlock"].hangs("deadlock", 3)
+    job, command = runs["deadlock"].job, runs["deadlock"].command
+    job.node("a", "--rdzv-conf", "is_host=true", nnodes="2", nproc=2, command=command)
+    job.node("b", "--rdzv-conf", "is_host=false", "--node-rank", "1", nnodes="2", nproc=2, command=command)
+    plain = new_job()
+    script = plain.work / "plain.py"
+    script.write_text(PLAIN)
+    plain.launch("--standalone", "--nproc", "2", "--hang-timeout", "6", command=[str(script)])
+    return {**runs, "plain": Hanging(plain)}
+
+
+@pytest.fixture(scope="module")
+def quiet(new_job: Callable[[], Job]) -> dict[str, Hanging]:
+    """Runs of two ranks in which no hang is to be found."""
+    flags = {"frozen": [], "off": [], "slow": ["--slow", "--steps", "80"], "evaluate": ["--evaluate", "--steps", "40"]}
+    runs = {name: Hanging(new_job(), *own) for name, own in flags.items()}
+    runs["off"].hangs("stop", 1)
+    for name, run in runs.items():
+        run.alone(*(["--hang-timeout", "off"] if name == "off" else []), nproc=2)
+    return runs
+
+
+def agent_of(run: Hanging) -> Agent:
+    return run.job.agents[0]
+
+
+@pytest.mark.usefixtures("hung")
 @pytest.mark.parametrize(
-    "kind", ["stop", "deadlock", *(pytest.param(x, marks=pytest.mark.soak) for x in ("sleep", "write", "loader"))]
+    "kind", ["stop", *(pytest.param(x, marks=pytest.mark.soak) for x in ("deadlock", "sleep", "write", "loader"))]
 )
 def test_a_rank_that_hangs_is_named_and_the_others_keep_their_processes(job: Job, kind: str) -> None:
     run = Hanging(job, "--loader-workers", str(int(kind == "loader")))
@@ -34,100 +92,73 @@ def test_a_rank_that_hangs_is_named_and_the_others_keep_their_processes(job: Job
     assert f"round 1 broken after {job.events('round_broken')[0]['lasted_s']:.1f} s: rank 1 on node " in agent.output
 
 
-def test_without_live_rounds_all_are_started_again(job: Job) -> None:
-    run = Hanging(job)
-    agent = run.alone("--no-live", "--no-warm", nproc=2)
-    run.trains(2)
-    first = run.pids(1)
-    run.hangs("sleep", 0)
+def test_without_live_rounds_all_are_started_again(hung: dict[str, Hanging]) -> None:
+    run = hung["sleep"]
     event = run.found()
-    assert (event["ranks"], len(event["places"])) == ([0], 1), agent.output
+    assert (event["ranks"], len(event["places"])) == ([0], 1), agent_of(run).output
     assert re.fullmatch(r"at hanging.py:\d+ in sleep", event["places"][0])
-    assert not {*first.values()} & {*run.pids(run.trains(2, after=1)).values()}
+    assert not {*run.pids(1).values()} & {*run.pids(run.trains(2, after=1)).values()}
 
 
-def test_a_rank_that_leaves_an_exchange_out_is_named(job: Job) -> None:
-    run = Hanging(job, "--meet")
-    agent = run.alone()
-    run.trains(3)
-    run.hangs("skip", 2)
+def test_a_rank_that_leaves_an_exchange_out_is_named(hung: dict[str, Hanging]) -> None:
+    run = hung["skip"]
     event = run.found()
-    assert event["ranks"] == [2], agent.output
+    assert event["ranks"] == [2], agent_of(run).output
     assert re.search(r", ranks 0, 1 waiting for other ranks at hanging.py:\d+ in meet; ", event["cause"])
     run.trains(3, after=1)
 
 
-def test_a_rank_on_another_node_is_named_with_its_node(job: Job) -> None:
-    run = Hanging(job)
-    job.node("a", "--rdzv-conf", "is_host=true", nnodes="2", nproc=2, command=run.command)
-    job.node("b", "--rdzv-conf", "is_host=false", "--node-rank", "1", nnodes="2", nproc=2, command=run.command)
-    run.trains(4)
-    first = run.pids(1)
-    run.hangs("deadlock", 3)
+def test_a_rank_on_another_node_is_named_with_its_node(hung: dict[str, Hanging]) -> None:
+    run = hung["deadlock"]
     event = run.found()
     assert (event["ranks"], event["nodes"]) == ([3], ["b"])
-    second = {*run.pids(run.trains(4, after=1)).values()}
+    first, second = run.pids(1), {*run.pids(run.trains(4, after=1)).values()}
     assert second & {*first.values()} == {first[0], first[1], first[2]}
 
 
-def test_what_only_takes_long_is_no_hang(job: Job) -> None:
-    """Announced pauses of one rank, hooks before a save, a rank that computes, and steps of different length."""
-    run = Hanging(job, "--slow", "--steps", "80")
-    agent = run.alone(nproc=2)
-    assert agent.wait(200) == 0, agent.output
-    assert job.events("hang_found") == []
-    assert len(run.steps(1)) == 80
+def test_a_plain_script_is_watched_by_what_it_does_if_asked(hung: dict[str, Hanging]) -> None:
+    agent = agent_of(hung["plain"])
+    assert agent.wait(100) == 0, agent.output
+    (event,) = hung["plain"].job.events("hang_found")
+    assert (event["ranks"], event["places"]) == ([1], ["at plain.py:5 in <module>"])
 
 
-def test_an_evaluation_may_take_long(job: Job) -> None:
-    run = Hanging(job, "--evaluate", "--steps", "40")
-    agent = run.alone(nproc=2)
-    assert agent.wait(200) == 0, agent.output
-    assert job.events("hang_found") == []
-    assert job.events("restart_charged") == []
-    assert {each["what"] for each in read_lines(job.work / "slow.jsonl")} == {"evaluation"}
-
-
-def test_a_node_that_was_frozen_with_its_workers_goes_on(job: Job) -> None:
+def test_a_node_that_was_frozen_with_its_workers_goes_on(quiet: dict[str, Hanging]) -> None:
     """Its agent has not seen the time pass either."""
-    run = Hanging(job, "--steps", "200")
-    agent = run.alone(nproc=2)
+    run, agent = quiet["frozen"], agent_of(quiet["frozen"])
     run.trains(2)
     frozen = agent.freeze()
     try:
         wait_for("time to pass", lambda: False, 14 / 3)
     except AssertionError:
         agent.thaw(frozen)
-    assert agent.wait(100) == 0, agent.output
-    assert job.events("hang_found") == []
-    assert {event["round"] for event in job.events("round_formed")} == {1}
+    thawed = len(run.steps(1))
+    wait_for("further steps", lambda: len(run.steps(1)) > thawed + 50)
+    agent.signal(signal.SIGTERM)
+    assert agent.wait(100) == 143, agent.output
+    assert run.job.events("hang_found") == []
+    assert {event["round"] for event in run.job.events("round_formed")} == {1}
 
 
-PLAIN = """
-import os, time, torch.distributed as dist
-dist.init_process_group("gloo")
-if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-    time.sleep(3600)
-dist.barrier()
-dist.destroy_process_group()
-"""
-
-
-def test_a_plain_script_is_watched_by_what_it_does_if_asked(job: Job) -> None:
-    script = job.work / "plain.py"
-    script.write_text(PLAIN)
-    agent = job.launch("--standalone", "--nproc", "2", "--hang-timeout", "6", command=[str(script)])
-    assert agent.wait(100) == 0, agent.output
-    (event,) = job.events("hang_found")
-    assert (event["ranks"], event["places"]) == ([1], ["at plain.py:5 in <module>"])
-
-
-def test_nothing_is_watched_if_it_is_turned_off(job: Job) -> None:
-    run = Hanging(job)
-    agent = run.alone("--hang-timeout", "off", nproc=2)
-    run.trains(2)
-    run.hangs("stop", 1)
-    wait_for("the hang", lambda: (job.work / "hang.taken").exists(), 20)
+def test_nothing_is_watched_if_it_is_turned_off(quiet: dict[str, Hanging]) -> None:
+    run = quiet["off"]
+    wait_for("the hang", lambda: (run.job.work / "hang.taken").exists(), 60)
     with pytest.raises(AssertionError, match="a verdict"):
-        wait_for("a verdict", lambda: job.events("hang_found"), 16 / 3)
-    assert "hangs" not in agent.output
+        wait_for("a verdict", lambda: run.job.events("hang_found"), 16 / 3)
+    assert "hangs" not in agent_of(run).output
+
+
+def test_an_evaluation_may_take_long(quiet: dict[str, Hanging]) -> None:
+    run, agent = quiet["evaluate"], agent_of(quiet["evaluate"])
+    assert agent.wait(200) == 0, agent.output
+    assert run.job.events("hang_found") == []
+    assert run.job.events("restart_charged") == []
+    assert {each["what"] for each in read_lines(run.job.work / "slow.jsonl")} == {"evaluation"}
+
+
+def test_what_only_takes_long_is_no_hang(quiet: dict[str, Hanging]) -> None:
+    """Announced pauses of one rank, hooks before a save, a rank that computes, and steps of different length."""
+    run, agent = quiet["slow"], agent_of(quiet["slow"])
+    assert agent.wait(200) == 0, agent.output
+    assert run.job.events("hang_found") == []
+    assert len(run.steps(1)) == 80

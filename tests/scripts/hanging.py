@@ -109,7 +109,7 @@ def slowly(run: el.Run, step: int) -> None:
     if at == 30 and run.rank == 0:
         spin(LONG)
     if 40 <= at < 60:
-        time.sleep((at % 10) * 0.2)
+        time.sleep((at % 10) * 0.1)
 
 
 def main() -> None:
