@@ -227,7 +227,7 @@ class Engine:
         """Save a state if it is due or the training stops; return whether it stops.
 
         Args:
-            stays: whether a tensor keeps its values until :meth:`settle` is called; None: :meth:`settle` is not called.
+            stays: whether a tensor keeps its values until :meth:`Saver.settle` is called; None: it is not called.
             by_step: whether wishes are sent together with the next step's losses.
             keep: whether to take a snapshot in memory even if none is due.
             evaluate: whether this rank wants an evaluation.
@@ -468,10 +468,6 @@ class Engine:
     def finish_training(self) -> None:
         """Wait until the saved state is written, unless the agent writes it after a drain."""
         self.saver.finish(wait=not self.draining or self._link is None)
-
-    def settle(self) -> None:
-        """Wait until parameters and the optimizer's state, which may be being copied, may change."""
-        self.saver.settle()
 
     def compare_replicas(self, named: Named | None) -> None:
         """From now on, compare these tensors, which must be equal on all ranks, at step boundaries; None: stop."""

@@ -477,7 +477,7 @@ class Loop:
             samples=loader.samples_in(number),
             scaler=self._options.scaler,
             metrics=self._options.metrics,
-            settle=self._engine.settle,
+            settle=self._engine.saver.settle,
             origin=self._origin,
             agreement=self._engine.agreement,
             change=self,
