@@ -19,9 +19,7 @@ ROOT = Path(__file__).parent.parent
 API = (ROOT / "docs" / "reference" / "api.md").read_text()
 SHOWN = set(re.findall(r"^\.\. auto(?:class|exception|function):: (\w+)", API, re.MULTILINE))
 
-OF_LOADERS = (
-    "apart check_exact contents endless epoch_from go_on identity own_generators plan position samples_in spare"
-)
+OF_LOADERS = "epoch_from identity plan position samples_in"
 ENGINES = {
     "ElasticLoader": OF_LOADERS,
     "Evaluator": "begin",
@@ -31,7 +29,6 @@ ENGINES = {
     "Progress": "on_checkpoint on_evaluation on_incident on_round on_step",
     "ShardedStream": "describe fingerprint",
     "Stateful": "load_state_dict state_dict",
-    "Step": "exchanged give_up misuse passes",
     "Trainer": "load_state_dict state_dict",
     "Url": "absolute",
     "World": "device of",
