@@ -99,26 +99,6 @@ def test_main_prints_its_version(capsys: pytest.CaptureFixture[str], line: str) 
     assert capsys.readouterr().out == f"elastic-launch {elastic_launch.__version__}\n"
 
 
-@pytest.mark.parametrize(("outcome", "code"), [(0, 0), (17, 17), (KeyboardInterrupt(), 130)])
-def test_console_main_exits(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    outcome: int | KeyboardInterrupt,
-    code: int,
-) -> None:
-    def main(*, whole: bool) -> int:
-        assert whole
-        if isinstance(outcome, KeyboardInterrupt):
-            raise outcome
-        return outcome
-
-    monkeypatch.setattr(cli, "main", main)
-    with pytest.raises(SystemExit) as caught:
-        cli.console_main()
-    assert caught.value.code == code
-    assert capsys.readouterr() == ("", "")
-
-
 def test_the_console_scripts_name_functions() -> None:
     scripts = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]["scripts"]
     assert set(scripts) == {"elastic-launch", "elastic-composer", "elasticctl"}
@@ -153,15 +133,32 @@ def test_as_a_module_it_refuses_without_a_traceback(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("does", "code"), [("return 0", 0), ("return 17", 17), ("raise KeyboardInterrupt", 130)])
+def test_console_main_exits(tmp_path: Path, does: str, code: int) -> None:
+    text = f"""
+from elastic_launch.cli import main as cli
+def main(*, whole):
+    assert whole
+    {does}
+cli.main = main
+cli.console_main()
+"""
+    done = python("-c", text, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
+
+
 @pytest.mark.parametrize(
     ("threads", "atexit_runs"),
     [("", True), ("threading.Thread(target=time.sleep, args=(60,), name=GIVEN_UP, daemon=True).start()", False)],
 )
 def test_a_process_that_gave_up_a_call_exits_at_once_with_its_output_flushed(threads: str, atexit_runs: bool) -> None:
-    """torch's calls would abort an interpreter that shuts down while they return."""
+    """torch's calls would abort an interpreter that shuts down while they return. In no case is it torn down."""
     text = f"""
 import atexit, sys, threading, time
 from elastic_launch.system.program import GIVEN_UP, exiting
+class Module:
+    def __del__(self): print("torn down")
+module = Module()
 atexit.register(print, "taken to pieces")
 {threads}
 sys.stdout.reconfigure(line_buffering=False)

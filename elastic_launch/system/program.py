@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import io
@@ -82,21 +83,21 @@ def check_kernel() -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """Exit with a code.
+    """Exit with a code, as the interpreter does, except that it is not torn down.
 
-    An abandoned thread would abort the process if its call returned during the interpreter's shutdown: the call is
-    C++ and does not allow its thread to be unwound. A thread that hangs in a write may hold a lock that the
-    interpreter waits for.
+    Tearing down all modules takes half a second with torch, for which the caller would wait. An abandoned
+    thread would abort the process if its call returned meanwhile: the call is C++ and does not allow its thread to be
+    unwound. Such a thread is not waited for, nor is one that hangs in a write, which may hold a lock.
     """
-    written = flush_all()
-    if not written or any(thread.name == GIVEN_UP for thread in threading.enumerate()):
-        if written:
-            logging.shutdown()
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(OSError, ValueError):
-                    stream.flush()
-        os._exit(code)
-    sys.exit(code)
+    if flush_all():
+        if not any(thread.name == GIVEN_UP for thread in threading.enumerate()):
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+    os._exit(code)
 
 
 def _open_streams() -> None:

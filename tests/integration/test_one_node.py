@@ -161,7 +161,7 @@ def test_a_script_that_cannot_run_ends_the_run_at_the_first_attempt(
 
 def test_a_worker_that_reports_that_a_retry_would_not_help_ends_the_run(job: Job, tmp_path: Path) -> None:
     script = tmp_path / "hopeless.py"
-    script.write_text("import elastic_launch as el\nel.do_not_retry('the data set is not complete')\n")
+    script.write_text("import torch\nimport elastic_launch as el\nel.do_not_retry('the data set is not complete')\n")
     agent = job.launch("--standalone", command=[str(script)])
     assert agent.wait() == 93
     cause = agent.output.split("root cause")[-1]
