@@ -15,7 +15,6 @@ from elastic_launch.faults import WAYS, FaultPlan
 pytestmark = pytest.mark.timeout(600)
 
 
-@pytest.mark.executed
 def test_a_killed_worker_costs_no_more_than_an_interval(job: Job, undisturbed: str) -> None:
     """The representative of the slow tests in make test."""
     changes = Changes(job)

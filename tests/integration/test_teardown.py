@@ -18,7 +18,6 @@ def _ends(job: Job, ending: str, code: int, timeout: float = 30.0) -> None:
     assert "import for themselves" not in agent.output, "the workers were not forked"
 
 
-@pytest.mark.executed
 def test_groups_that_are_destroyed_before_what_uses_them_are_freed(job: Job) -> None:
     """Before the fix, about one in five of the destructors invoked here did not return."""
     _ends(job, "often", 0, timeout=60.0)
@@ -33,6 +32,7 @@ def test_a_script_with_ddp_ends_every_time(ending: str, job: Job) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.executed
 @pytest.mark.timeout(10_000)
 @pytest.mark.parametrize("ending", CODES)
 def test_a_script_with_ddp_ends_fifty_times(ending: str, job: Job) -> None:
