@@ -45,7 +45,7 @@ from elastic_launch.events.types import JsonLines, LinkChanged, RoundFormed
 from elastic_launch.observe import reading
 from elastic_launch.rendezvous import run_file as w
 from elastic_launch.rendezvous.admin import messages as a
-from elastic_launch.rendezvous.record import ControlRecord, End, Leader, Member, Round
+from elastic_launch.rendezvous.record import ControlRecord, End, FaultyNode, Leader, Member, Round
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.rendezvous.wire.authentication import Channel
 from elastic_launch.rendezvous.wire.seal import ValueSeal
@@ -70,6 +70,9 @@ RECORD = ControlRecord(
     Round(7, (Member("a", "a1", 8, "10.0.0.1", 5000), Member("b", "b1", 2, "10.0.0.2", 5001, slots=(1, 3)))),
     limits=Limits(1, 4),
     end=End(0, "all workers finished"),
+    healthy=40000.5,
+    repeats="cfb8d3c8ede13adc",
+    faulty=(FaultyNode("c", 2, 1200.0), FaultyNode("a", faults=(30.0, 2.5))),
 )
 STATUS = a.Status(
     "run", "a round forms", 1, "a", 2, 4, 1, 4, 0, 3, (a.NodeStatus("a", "10.0.0.1", 4, "training", 0.5),)

@@ -9,10 +9,22 @@ from itertools import pairwise
 from typing import Annotated, NamedTuple
 
 from elastic_launch import codec
+from elastic_launch.codec import between
 from elastic_launch.config.launch_config import Limits
 from elastic_launch.errors import ProtocolError, UsageError
 
-__all__ = ["SCHEMA", "ControlRecord", "End", "Leader", "LocalRanks", "Member", "Round", "WorkerRanks"]
+__all__ = [
+    "SCHEMA",
+    "ControlRecord",
+    "End",
+    "FaultyNode",
+    "Leader",
+    "LocalRanks",
+    "Member",
+    "Round",
+    "Seconds",
+    "WorkerRanks",
+]
 
 SCHEMA = 2
 
@@ -29,6 +41,9 @@ def _local_ranks(value: tuple[int, ...]) -> tuple[int, ...]:
 
 LocalRanks = Annotated[tuple[int, ...], _local_ranks]
 """Some of a node's local ranks, in ascending order; empty for all of them."""
+
+Seconds = Annotated[float, between(0.0, 1e9, "a number of seconds from 0 to 1e9")]
+"""A time that has passed, or that is left: clocks of two hosts are never compared."""
 
 
 class WorkerRanks(NamedTuple):
@@ -136,6 +151,22 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
+class FaultyNode:
+    """A node whose workers fail again and again, as of when the round was formed; see ``leader.exclusion``.
+
+    Attributes:
+        times: how often it was left out of rounds.
+        left: seconds for which it is still left out.
+        faults: how long ago its last faults were, if the run's last faults are its own.
+    """
+
+    node_id: str
+    times: int = 0
+    left: Seconds = 0.0
+    faults: tuple[Seconds, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class ControlRecord:
     """The persistent state of a run.
 
@@ -148,7 +179,8 @@ class ControlRecord:
         refilled: how many of them were given back.
         last_step: the highest optimizer step at which a round began to train, or None if unknown.
         idle: consecutive restarts that were not charged and since which training has not advanced.
-        soon, vain, best: likewise, see ``RestartBudget``.
+        soon, vain, best, healthy, repeats, repeats_step: likewise, see ``RestartBudget``.
+        faulty: the nodes whose workers fail again and again.
         nonce: random per write; distinguishes two writers of otherwise equal records.
         first_term: the term in which this run began; above 1 if an earlier run had the same id.
         run: random per run; distinguishes runs with the same id. Empty if the record is only in its leader's memory.
@@ -172,6 +204,10 @@ class ControlRecord:
     soon: int = 0
     vain: int = 0
     best: int = -1
+    healthy: Seconds = 0.0
+    repeats: str = ""
+    repeats_step: int = 0
+    faulty: tuple[FaultyNode, ...] = ()
     schema: int = SCHEMA
 
     @property

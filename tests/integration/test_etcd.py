@@ -13,6 +13,8 @@ import pytest
 from etcd_servers import DEBIAN, SERVERS, Member, Proxy, cluster, endpoints
 from harness import Agent, Job, alive, free_port, round_of, wait_for
 
+from elastic_launch.rendezvous.leader.exclusion import FAULTS
+
 
 @pytest.fixture(params=[SERVERS[0], pytest.param(DEBIAN, id="debian", marks=pytest.mark.soak)])
 def servers(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[list[Member]]:
@@ -39,26 +41,47 @@ class Run:
         """The id of the node that was elected most recently."""
         return str(wait_for("a leader", lambda: self.job.events("leader_elected"))[-1]["node"])
 
+    def members(self, number: int) -> list[str]:
+        """The ids of a round's nodes, which have one worker each, in rank order."""
+
+        def formed() -> list[Any]:
+            return [event["nodes"] for event in self.job.events("round_formed") if event["round"] == number]
+
+        return list(wait_for(f"round {number}", formed)[0])
+
+    def fail(self, name: str, number: int) -> None:
+        """Have a node's worker of a round exit with 1."""
+        self.job.tell(f"exit-{self.members(number).index(name)}", "1")
+
 
 def test_the_run_continues_when_the_leader_is_killed(job: Job, servers: list[Member]) -> None:
     run = Run(job, servers)
     agents = {name: run.node(name) for name in "abc"}
-    first = job.world(3)
+    number = round_of(job.world(3)[0])
     leader = run.leader()
+    failing = next(name for name in "abc" if name != leader)
+    for _ in range(FAULTS - 1):
+        run.fail(failing, number)
+        number = round_of(job.world(3, after=number)[0])
     os.kill(agents[leader].process.pid, signal.SIGKILL)
     agents[leader].process.wait()
-    before = int(first[0]["env"]["ELASTIC_LAUNCH_ROUND"])
-    after = {int(worker["env"]["ELASTIC_LAUNCH_ROUND"]) for worker in job.world(2, after=before)}
-    assert after == {before + 1}
+    before = number
+    number = round_of(job.world(2, after=before)[0])
+    assert number == before + 1
     elected = job.events("leader_elected")
     assert [event["term"] for event in elected] == [1, 2]
     assert elected[1]["cause"] == f"leader {leader} lost: its process is gone"
     survivor = agents[elected[1]["node"]]
     survivor.says(f"node {survivor.name} leads the run (term 2): leader {leader} lost")
+    # The new leader has the failures of before, and counts them on.
+    run.fail(failing, number)
+    number = round_of(job.world(1, after=number)[0])
+    assert [event["node"] for event in job.events("node_excluded")] == [failing]
+    assert [event["restarts"] for event in job.events("restart_charged")] == [1, 2, 3]
     # A node that comes back is taken in by the new leader.
     run.node(leader)
-    job.world(3, after=before + 1)
-    assert job.events("restart_charged") == []
+    back = round_of(job.world(2, after=number)[0])
+    assert failing not in run.members(back)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from elastic_launch.rendezvous.leader.phases import Broken
 from elastic_launch.rendezvous.leader.restart_budget import FREE as MORE
 from elastic_launch.rendezvous.leader.restart_budget import JITTER, LONG, LONGEST_DELAY, BudgetDecision, RestartBudget
 from elastic_launch.rendezvous.leader.verdict import Kind
+from elastic_launch.rendezvous.record import ControlRecord, Leader
 from elastic_launch.rendezvous.wire.messages import Failure
 
 FREE = MORE + 1
@@ -173,6 +174,26 @@ def test_a_new_leader_continues_the_count() -> None:
     assert not rule(RestartBudget(Limits(max_restarts=0), 0, idle=FREE, mark=10), PREEMPTED, begun=11).ends
 
 
+def budget_of_another_leader(budget: RestartBudget, limits: Limits) -> RestartBudget:
+    record = ControlRecord("run", "digest", 1, Leader("a", "a1", "host", 1), limits=limits)
+    return RestartBudget.of(ControlRecord.parse(replace(record, **budget.recorded).encode()))
+
+
+def test_a_new_leader_knows_which_failure_a_restart_may_repeat() -> None:
+    limits = Limits(max_restarts=9)
+    budget = RestartBudget(limits)
+    rule(budget, NAN, begun=0)
+    assert len(budget.recorded["repeats"]) == 16, "the record contains it, and texts may be long"
+    budget = budget_of_another_leader(budget, limits)
+    assert rule(budget, CRASH, begun=3).charged
+    budget = budget_of_another_leader(budget, limits)
+    assert rule(budget_of_another_leader(budget, limits), NAN, begun=3).kind is Kind.FATAL
+    assert rule(budget, replace(NAN, repeats="The loss is inf"), begun=3).charged
+    assert rule(budget_of_another_leader(budget, limits), NAN, begun=3).charged
+    rule(budget, replace(CRASH, trained=4), begun=3)
+    assert rule(budget_of_another_leader(budget, limits), replace(NAN, repeats="The loss is inf"), begun=5).charged
+
+
 # The delay between failures soon after the start.
 
 
@@ -228,6 +249,18 @@ def test_time_with_new_steps_gives_restarts_back() -> None:
     assert crash_at(budget, 0, 50, 60.0).charged
     assert crash_at(budget, 50, 90, 101.0).charged
     assert (budget.spent, budget.refilled, budget.allowed) == (2, 1, 2)
+
+
+def test_a_new_leader_counts_on_the_time_with_new_steps() -> None:
+    limits = Limits(max_restarts=2, restart_refill=100.0)
+    budget = RestartBudget(limits)
+    crash_at(budget, 0, 50, 60.0)
+    crash_at(budget, 50, 80, 60.0)
+    budget = budget_of_another_leader(budget, limits)
+    assert (budget.spent, budget.refilled) == (2, 0)
+    crash_at(budget, 80, 90, 41.0)
+    assert (budget.spent, budget.refilled) == (3, 1)
+    assert budget.recorded["healthy"] == pytest.approx(1.0)
 
 
 def test_no_more_is_given_back_than_was_charged() -> None:

@@ -9,9 +9,9 @@ import pytest
 from leader_run import Run, failure
 
 from elastic_launch.config.launch_config import Limits
-from elastic_launch.events.types import CauseFound, NodeJoined, RestartCharged, RoundBroken
+from elastic_launch.events.types import CauseFound, NodeExcluded, NodeJoined, RestartCharged, RoundBroken
 from elastic_launch.rendezvous.leader.restart_budget import JITTER
-from elastic_launch.rendezvous.record import ControlRecord, Leader, Member, Round
+from elastic_launch.rendezvous.record import ControlRecord, FaultyNode, Leader, Member, Round
 from elastic_launch.rendezvous.wire import messages as m
 
 HELD: dict[str, Any] = {"holding": 4, "seen_term": 4, "seen_round": 4, "seen_restarts": 1}
@@ -230,3 +230,70 @@ def test_a_crash_is_charged_once_all_members_have_come_to_the_new_leader() -> No
     run.hello("a", **HELD)
     run.stop("a")
     assert (run.number, run.members, run.record.restarts) == (5, "abc", 2)
+
+
+# What members bring of a round that another leader formed.
+
+TRAINED = STOPPED | {"round_seen": m.RoundSeen(formed_ago=500.0, lasted=130.0, begun=7, reached=20)}
+
+
+def record_of_restarted_round(**known: Any) -> ControlRecord:
+    limits = Limits(1, 3, 9, restart_refill=100.0)
+    return replace(record_of_running_round("abc"), limits=limits, restarts=2, best=7, last_step=5, vain=2, **known)
+
+
+def test_the_time_and_the_steps_of_a_round_whose_leader_was_lost_count() -> None:
+    run = Run("1:3", record=record_of_restarted_round(), dead=frozenset({"a1"}))
+    run.hello("b", "c", **TRAINED)
+    record = run.record
+    assert (run.number, run.members) == (5, "bc")
+    assert (record.refilled, record.last_step, record.best, record.vain, record.idle) == (1, 7, 20, 1, 0)
+
+
+@pytest.mark.parametrize(
+    "brought",
+    [STOPPED, TRAINED | {"seen_round": 3}, TRAINED | {"incarnation": "b2"}],
+    ids=["nothing", "of another round", "of another node"],
+)
+def test_what_does_not_belong_to_that_round_counts_for_nothing(brought: dict[str, Any]) -> None:
+    run = Run("1:3", record=record_of_restarted_round(), dead=frozenset({"a1", "c1"}))
+    run.hello("b", **brought)
+    run.advance(6.0)
+    assert run.number == 5
+    assert (run.record.refilled, run.record.last_step, run.record.best, run.record.vain) == (0, 5, 7, 3)
+
+
+def test_a_round_that_goes_on_under_the_new_leader_counts_as_a_whole() -> None:
+    run = Run("1:3", record=record_of_restarted_round())
+    run.hello("a", "b", "c", **HELD, round_seen=m.RoundSeen(formed_ago=90.0, lasted=90.0, begun=7, reached=20))
+    run.advance(5.0)
+    run.hello("b", **HELD, round_seen=m.RoundSeen(formed_ago=95.0, lasted=95.0, begun=7, reached=20))
+    run.advance(9.0)
+    run.fail("a", round=4)
+    run.stop("a", "b", "c")
+    assert (run.number, run.record.refilled) == (5, 1)
+    assert run.record.healthy == pytest.approx(4.0)
+
+
+def test_a_node_that_was_left_out_stays_so_under_the_new_leader() -> None:
+    run = Run("1:3", record=replace(record_of_running_round("ab"), faulty=(FaultyNode("c", 1, 600.0),)))
+    run.hello("c")
+    run.hello("a", "b", **HELD, round_seen=m.RoundSeen(formed_ago=500.0, lasted=500.0))
+    run.report("a", m.Ready(4))
+    run.report("b", m.Ready(4))
+    run.advance(90.0)
+    assert run.number == 4
+    assert not run.orders("a", m.Drain)
+    run.advance(20.0)
+    assert [order.cause for order in run.orders("a", m.Drain)] == ["resize: node c waits to join"]
+
+
+def test_a_failing_node_is_left_out_although_the_leader_has_changed() -> None:
+    faults = FaultyNode("b", faults=(50.0, 20.0))
+    run = Run("1:3", record=replace(record_of_running_round("abc"), limits=Limits(1, 3, 9), faulty=(faults,)))
+    run.hello("a", "b", "c", **HELD, round_seen=m.RoundSeen(formed_ago=500.0, lasted=500.0))
+    run.fail("b", round=4)
+    run.stop("a", "b", "c")
+    assert [event.node for event in run.told(NodeExcluded)] == ["b"]
+    assert (run.number, run.members) == (5, "ac")
+    assert run.record.faulty == (FaultyNode("b", 1, 600.0),)

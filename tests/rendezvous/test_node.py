@@ -27,18 +27,18 @@ def _form(number: int, term: int = 1) -> m.Form:
 
 def test_an_order_of_a_lower_term_changes_nothing() -> None:
     side = _side()
-    assert side.obey(_form(3, term=2))
-    assert not side.obey(_form(4, term=1))
+    assert side.obey(_form(3, term=2), 0.0)
+    assert not side.obey(_form(4, term=1), 0.0)
     assert (side.hello.seen_term, side.hello.seen_round, side.hello.holding) == (2, 3, 3)
 
 
 def test_the_hello_repeats_what_was_lost_with_the_previous_link() -> None:
     side = _side()
-    side.obey(_form(3))
-    side.say(m.Joined(3))
-    side.say(m.Done(3))
-    side.say(m.Leaving("SIGTERM"))
-    side.greet()
+    side.obey(_form(3), 0.0)
+    side.say(m.Joined(3), 0.0)
+    side.say(m.Done(3), 0.0)
+    side.say(m.Leaving("SIGTERM"), 0.0)
+    side.greet(0.0)
     (hello,) = side.take()
     assert isinstance(hello, m.Hello)
     assert (hello.holding, hello.joined, hello.done, hello.leaving) == (3, True, True, "SIGTERM")
@@ -46,9 +46,9 @@ def test_the_hello_repeats_what_was_lost_with_the_previous_link() -> None:
 
 def test_the_hello_names_the_term_that_led_to_the_leader_of_this_link_only() -> None:
     side = _side()
-    side.greet(4)
+    side.greet(0.0, 4)
     (first,) = side.take()
-    side.greet()
+    side.greet(0.0)
     (second,) = side.take()
     assert isinstance(first, m.Hello)
     assert isinstance(second, m.Hello)
@@ -57,83 +57,114 @@ def test_the_hello_names_the_term_that_led_to_the_leader_of_this_link_only() -> 
 
 def test_a_goodbye_before_the_first_hello_is_in_it() -> None:
     side = NodeMachine()
-    side.say(m.Leaving("SIGINT"))
+    side.say(m.Leaving("SIGINT"), 0.0)
     side.begin(HELLO)
     assert side.hello.leaving == "SIGINT"
 
 
 def test_stopped_workers_are_not_held_any_more() -> None:
     side = _side()
-    side.obey(_form(3))
-    side.say(m.Joined(3))
-    side.say(m.Stopped(3, 7001))
+    side.obey(_form(3), 0.0)
+    side.say(m.Joined(3), 0.0)
+    side.say(m.Stopped(3, 7001), 0.0)
     assert (side.hello.holding, side.hello.joined, side.hello.store_port) == (0, False, 7001)
 
 
 def test_the_hello_says_what_the_node_offers_to_the_next_round() -> None:
     side = _side()
-    side.obey(_form(3))
-    side.say(m.Ready(3, live=True))
+    side.obey(_form(3), 0.0)
+    side.say(m.Ready(3, live=True), 0.0)
     assert (side.hello.ready, side.hello.live) == (True, True)
-    side.say(m.Stopped(3, 7001, importing=True, slots=(0, 2)))
+    side.say(m.Stopped(3, 7001, importing=True, slots=(0, 2)), 0.0)
     assert (side.hello.live, side.hello.importing, side.hello.slots) == (False, True, (0, 2))
-    side.say(m.Slots(()))
-    side.say(m.Imported())
+    side.say(m.Slots(()), 0.0)
+    side.say(m.Imported(), 0.0)
     assert (side.hello.importing, side.hello.slots) == (False, ())
 
 
 def test_a_node_that_starts_ahead_says_so_until_it_is_there_or_has_a_place() -> None:
     side = _side()
-    side.obey(m.StartAhead(1, 3))
+    side.obey(m.StartAhead(1, 3), 0.0)
     assert side.hello.importing
-    side.say(m.Imported())
+    side.say(m.Imported(), 0.0)
     assert not side.hello.importing
-    side.obey(m.StartAhead(1, 4))
-    side.obey(_form(5))
+    side.obey(m.StartAhead(1, 4), 0.0)
+    side.obey(_form(5), 0.0)
     assert not side.hello.importing
 
 
 def test_a_node_whose_imports_are_not_loaded_yet_says_so_again_when_its_workers_have_stopped() -> None:
     side = _side()
     side.importing()
-    side.obey(_form(3))
+    side.obey(_form(3), 0.0)
     side.take()
-    side.say(m.Stopped(3, 7001))
+    side.say(m.Stopped(3, 7001), 0.0)
     assert side.take() == [m.Stopped(3, 7001, importing=True)]
-    side.say(m.Imported())
-    side.obey(_form(4))
-    side.say(m.Stopped(4, 7001))
+    side.say(m.Imported(), 0.0)
+    side.obey(_form(4), 0.0)
+    side.say(m.Stopped(4, 7001), 0.0)
     assert not side.hello.importing
 
 
 def test_a_node_says_what_a_new_leader_must_know_of_the_last_one() -> None:
     side = _side()
-    side.obey(_form(3))
-    side.obey(m.Strike(1, 4, "elsewhere"))
-    side.obey(m.Strike(1, 4, ""))
-    side.obey(m.Break(1, 2, "crash", "an earlier round"))
+    side.obey(_form(3), 0.0)
+    side.obey(m.Strike(1, 4, "elsewhere"), 0.0)
+    side.obey(m.Strike(1, 4, ""), 0.0)
+    side.obey(m.Break(1, 2, "crash", "an earlier round"), 0.0)
     assert (side.hello.landed, side.hello.broken) == ((4,), False)
-    side.obey(m.Break(1, 3, "crash", "a worker"))
+    side.obey(m.Break(1, 3, "crash", "a worker"), 0.0)
     assert side.hello.broken
-    side.obey(_form(4))
+    side.obey(_form(4), 0.0)
     assert (side.hello.landed, side.hello.broken) == ((4,), False)
+
+
+def test_a_node_says_how_far_the_round_has_come_and_for_how_long() -> None:
+    side = _side()
+    side.greet(5.0)
+    (hello,) = side.take()
+    assert isinstance(hello, m.Hello)
+    assert hello.round_seen is None
+    side.obey(_form(3), 10.0)
+    side.say(m.Ready(3, step=40), 11.0)
+    side.say(m.Ready(2, step=90), 11.0)
+    side.beats(m.Progress(3, 47))
+    side.beats(m.Progress(2, 90))
+    side.beats(m.Beat())
+    side.greet(20.0)
+    assert _seen(side) == m.RoundSeen(10.0, 10.0, 40, 47)
+    side.obey(m.Break(1, 3, "crash", "a worker"), 21.0)
+    side.say(m.Stopped(3, 7001), 22.0)
+    side.greet(30.0)
+    assert _seen(side) == m.RoundSeen(20.0, 11.0, 40, 47)
+    side.obey(_form(4), 31.0)
+    side.say(m.Stopped(3, 7001), 31.5)  # late
+    side.say(m.Stopped(4, 7001), 32.0)
+    side.greet(40.0)
+    assert _seen(side) == m.RoundSeen(9.0, 1.0)
+
+
+def _seen(side: NodeMachine) -> m.RoundSeen | None:
+    hello = side.take()[-1]
+    assert isinstance(hello, m.Hello)
+    return hello.round_seen
 
 
 def test_a_round_that_is_not_newer_than_the_last_one_is_ignored() -> None:
     side = _side()
-    side.obey(_form(3))
-    side.say(m.Stopped(3, 7001))
-    assert not side.obey(_form(3))
-    assert not side.obey(_form(2, term=2))
+    side.obey(_form(3), 0.0)
+    side.say(m.Stopped(3, 7001), 0.0)
+    assert not side.obey(_form(3), 0.0)
+    assert not side.obey(_form(2, term=2), 0.0)
     assert (side.hello.holding, side.hello.seen_term) == (0, 1)
 
 
 def test_an_evicted_node_returns_once_its_workers_are_gone() -> None:
     side = _side()
-    side.obey(_form(3))
-    side.obey(m.Evicted(1, "late"))
+    side.obey(_form(3), 0.0)
+    side.obey(m.Evicted(1, "late"), 0.0)
     assert not side.may_return()
-    side.say(m.Stopped(3, 7001))
+    side.say(m.Stopped(3, 7001), 0.0)
     assert side.may_return()
 
 
@@ -175,11 +206,11 @@ def test_a_leader_is_succeeded_when_it_refuses_or_was_silent_for_long() -> None:
 
 def test_the_hello_brings_the_failure_of_the_round_until_another_one_is_formed() -> None:
     side = _side()
-    side.obey(_form(3))
+    side.obey(_form(3), 0.0)
     symptom = failure("a", round=3, symptom="broken connection")
     for reported in (symptom, failure("a", round=3), failure("a", round=3, rank=1)):
-        side.say(m.Failed(3, reported))
-    side.say(m.Stopped(3, 7001))
+        side.say(m.Failed(3, reported), 0.0)
+    side.say(m.Stopped(3, 7001), 0.0)
     assert side.hello.failed == failure("a", round=3), "the first that is not a symptom"
-    side.obey(_form(4))
+    side.obey(_form(4), 0.0)
     assert side.hello.failed is None

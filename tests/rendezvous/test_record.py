@@ -9,7 +9,9 @@ import pytest
 
 from elastic_launch import codec
 from elastic_launch.errors import ProtocolError
-from elastic_launch.rendezvous.record import SCHEMA, ControlRecord, End, Leader, Member, Round
+from elastic_launch.rendezvous.leader.exclusion import FAULTS, LONGEST, MOST, Exclusion
+from elastic_launch.rendezvous.leader.service import MAX_RECORD
+from elastic_launch.rendezvous.record import SCHEMA, ControlRecord, End, FaultyNode, Leader, Member, Round
 from elastic_launch.testing import MemoryStore
 
 MEMBERS = (Member("a", "a1", 8, "10.0.0.1", 7000), Member("b", "b1", 4, "fd00::1", 7001))
@@ -23,6 +25,10 @@ RECORD = ControlRecord(
     last_step=1000,
     end=End(91, "all 3 restarts spent"),
     nonce="n",
+    healthy=40000.5,
+    repeats="cfb8d3c8ede13adc",
+    repeats_step=3,
+    faulty=(FaultyNode("c", 2, 1200.0), FaultyNode("a", faults=(30.0, 2.5))),
 )
 
 
@@ -91,6 +97,9 @@ def test_a_record_of_another_schema_is_refused_with_a_remedy() -> None:
         RECORD.encode().replace(b'"port":6000', b'"port":null'),
         RECORD.encode().replace(b'"number":7', b'"number":7.5'),
         RECORD.encode().replace(b'"max_nodes":1', b'"max_nodes":0'),
+        RECORD.encode().replace(b'"healthy":40000.5', b'"healthy":Infinity'),
+        RECORD.encode().replace(b'"left":1200.0', b'"left":NaN'),
+        RECORD.encode().replace(b'"faults":[30.0,', b'"faults":[-30.0,'),
         RECORD.encode()[:-1],
     ],
 )
@@ -104,13 +113,27 @@ def test_fields_of_a_later_version_are_ignored() -> None:
     assert ControlRecord.parse(json.dumps(value).encode()) == RECORD
 
 
+def test_a_record_of_a_version_that_did_not_count_something_begins_its_count() -> None:
+    value = json.loads(RECORD.encode())
+    for name in ("healthy", "repeats", "repeats_step", "faulty"):
+        del value[name]
+    record = ControlRecord.parse(json.dumps(value).encode())
+    assert record == replace(RECORD, healthy=0.0, repeats="", repeats_step=0, faulty=())
+
+
 def test_a_record_of_sixteen_thousand_nodes_can_be_read() -> None:
     members = tuple(
         Member(f"node-{number:05}.cluster.example.com", "0123456789ab", 8, f"10.0.{number >> 8}.{number & 255}", 40000)
         for number in range(16_000)
     )
-    data = replace(RECORD, round=Round(1, members)).encode()
-    assert len(data) <= codec.MAX_BYTES
+    exclusion = Exclusion()
+    for member in members[: 2 * MOST]:
+        for _ in range(20 * FAULTS):
+            exclusion.fault(member.node_id, 0.0)
+    faulty = exclusion.recorded(LONGEST / 3)
+    assert len(faulty) == MOST
+    data = replace(RECORD, round=Round(1, members), faulty=faulty).encode()
+    assert len(data) <= MAX_RECORD
     assert len(ControlRecord.parse(data).round.members) == 16_000
 
 

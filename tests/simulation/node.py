@@ -163,7 +163,7 @@ class SimNode(Host):
                 self._wires.put(("wake", END))
 
     def _say(self, report: m.Report) -> None:
-        self.side.say(report)
+        self.side.say(report, self.kernel.now)
         self._wires.put(("wake", END))
 
     # The membership's thread.
@@ -249,7 +249,7 @@ class SimNode(Host):
             self._unreachable(record, refused=isinstance(error, ConnectionRefusedError))
             raise
         self.connections.append((connection, 0))
-        self.side.greet(record.term)
+        self.side.greet(self.kernel.now, record.term)
         return connection
 
     def _unreachable(self, record: ControlRecord, **how: Any) -> None:
@@ -307,7 +307,7 @@ class SimNode(Host):
                 if order is END:
                     return False
                 self._answered = True
-                if self.side.obey(order):
+                if self.side.obey(order, self.kernel.now):
                     self._learn(order)
                     self._notice(order)
                 detector.heard(kernel.now)

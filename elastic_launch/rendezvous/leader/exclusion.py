@@ -1,15 +1,16 @@
 """Nodes that are left out of rounds for a while because their workers fail again and again.
 
 A node is left out if the last :data:`FAULTS` charged failures of the run, other than by SIGKILL, were all of its own
-workers, within :data:`WINDOW`, and only of rounds that have enough nodes without it. The counts are not in the record:
-another leader begins anew.
+workers, within :data:`WINDOW`, and only of rounds that have enough nodes without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterable, Set
 
-__all__ = ["FAULTS", "LONGEST", "SECONDS", "WINDOW", "Exclusion"]
+from elastic_launch.rendezvous.record import FaultyNode
+
+__all__ = ["FAULTS", "LONGEST", "MOST", "SECONDS", "WINDOW", "Exclusion"]
 
 FAULTS = 3
 """Faults in a row on one node after which it is left out."""
@@ -23,15 +24,51 @@ WINDOW = 3600.0
 LONGEST = 7200.0
 """Longest such time, in seconds."""
 
+MOST = 32
+"""Most nodes in the control record: those that were left out last."""
+
 
 class Exclusion:
-    """Counts faults by node, and decides which nodes are left out."""
+    """Counts faults by node, and decides which nodes are left out.
 
-    def __init__(self) -> None:
+    Args:
+        faulty: those of the record, as of when its round was formed; :meth:`stood` says how long ago that was.
+        now: the leader's clock.
+    """
+
+    def __init__(self, faulty: Iterable[FaultyNode] = (), now: float = 0.0) -> None:
         self._node_id = ""  # the node of the last fault
         self._faults: list[float] = []  # times of the last faults, all on that node
-        self._times: dict[str, int] = {}  # how often each node was left out
+        self._times: dict[str, int] = {}  # how often each node was left out; the one of the last time comes last
         self._until: dict[str, float] = {}
+        self._stood = 0.0
+        for node in faulty:
+            if node.times:
+                self._times[node.node_id], self._until[node.node_id] = node.times, now + node.left
+            if node.faults:
+                self._node_id, self._faults = node.node_id, [now - ago for ago in node.faults]
+
+    def recorded(self, now: float) -> tuple[FaultyNode, ...]:
+        """Return what another leader must know."""
+        nodes = dict(self._times)
+        faults = tuple(round(now - at, 3) for at in self._faults if at > now - WINDOW)
+        if faults:
+            nodes.setdefault(self._node_id, 0)
+        return tuple(
+            FaultyNode(
+                node_id,
+                times,
+                round(max(0.0, self._until.get(node_id, now) - now), 3),
+                faults if node_id == self._node_id else (),
+            )
+            for node_id, times in list(nodes.items())[-MOST:]
+        )
+
+    def stood(self, seconds: float) -> None:
+        """Note for how long the record had stood when this leader began, as a node says; the longest time counts."""
+        if seconds > self._stood:
+            self.put_off(self._stood - seconds)
+            self._stood = seconds
 
     def fault(self, node_id: str, now: float) -> float:
         """Count a fault on a node; return for how many seconds it is left out because of that, 0 if it is not."""
@@ -40,8 +77,8 @@ class Exclusion:
         if len(self._faults) < FAULTS:
             return 0.0
         self._faults = []
-        self._times[node_id] = times = self._times.get(node_id, 0) + 1
-        seconds = min(SECONDS * 2.0 ** (times - 1), LONGEST)
+        self._times[node_id] = times = self._times.pop(node_id, 0) + 1
+        seconds = min(SECONDS * 2.0 ** min(times - 1, 10), LONGEST)
         self._until[node_id] = now + seconds
         return seconds
 

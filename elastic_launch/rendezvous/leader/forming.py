@@ -85,9 +85,7 @@ def _form(state: LeaderState, after: Broken | None, now: float) -> Running:
     formed = Round(max(state.floor, state.record.round.number) + 1, members)
     cause, since = (after.cause, after.at) if after is not None else ("first", state.began)
     budget = state.budget
-    spent = {"restarts": budget.spent, "refilled": budget.refilled, "idle": budget.idle, "last_step": budget.mark}
-    kept = {"soon": budget.soon, "vain": budget.vain, "best": budget.best}
-    state.commit(replace(state.record, round=formed, **spent, **kept))  # type: ignore[arg-type]
+    state.commit(replace(state.record, round=formed, faulty=state.exclusion.recorded(now), **budget.recorded))
     served = sources(state.nodes, chosen)
     # One object for all members, so that it is encoded once.
     order = m.Form(state.record.term, formed, budget.spent, cause, served, budget.allowed)

@@ -148,7 +148,7 @@ class LeaderMachine:
             return self._flush()
         # A node that comes from the previous leader already knows how it differs.
         comes = hello.seen_term == 0 or hello.seen_term > self.record.term
-        self._learn(hello)
+        self._learn(hello, now)
         if comes:
             self._compare(link, hello)
         known = self.nodes.get(hello.node_id)
@@ -309,7 +309,7 @@ class LeaderMachine:
 
     # Membership.
 
-    def _learn(self, hello: m.Hello) -> None:
+    def _learn(self, hello: m.Hello, now: float) -> None:
         """Take over what a member of an earlier term knows: the record may have been lost with its host."""
         self._state.budget.learn(hello.seen_restarts)
         self._state.floor = max(self._state.floor, hello.seen_round)
@@ -317,6 +317,10 @@ class LeaderMachine:
         ahead = hello.seen_term == self.record.term and hello.seen_round > self.record.round.number
         if ahead or hello.seen_term > self.record.term:
             self._state.commit(replace(self.record, term=hello.seen_term + 1))
+        formed = self.record.round
+        member = formed.index(hello.node_id, hello.incarnation) is not None
+        if hello.round_seen is not None and member and hello.seen_round == formed.number:
+            self._rounds.recall(hello.round_seen, now)
 
     def _compare(self, link: int, hello: m.Hello) -> None:
         """Tell a joining node how it differs from the run, and the user if no node has differed in that way before."""

@@ -94,6 +94,7 @@ class Running:
     Attributes:
         formed_at: when it was formed, or taken over from another leader.
         taken_over: another leader formed it.
+        earlier: seconds that it had lasted by then.
         fetching: members may still need a snapshot that leaving nodes serve.
         begun: the step at which it began to train; None if not reported.
         reached: optimizer steps done, as last reported; -1 if never.
@@ -101,6 +102,7 @@ class Running:
 
     formed_at: float
     taken_over: bool = False
+    earlier: float = 0.0
     fetching: bool = False
     begun: int | None = None
     reached: int = -1
@@ -146,6 +148,7 @@ class Broken:
         cause: the cause known so far, as text.
         failures: the reports received, each with the leader's time of receipt.
         lasted: seconds from its forming to its end.
+        taken_over: another leader formed it.
         begun: the step at which it began to train; None if not reported.
         reached: optimizer steps done, as last reported; -1 if never.
         ends: why the run ends when all have stopped, at the user's request; empty if another round follows.
@@ -166,6 +169,7 @@ class Broken:
     not_before: float = 0.0
     failure: Failure | None = None
     presumed: bool = False
+    taken_over: bool = False
 
     @property
     def disconnected(self) -> bool:
@@ -240,7 +244,16 @@ def over(phase: Running | Draining, at: float, imposed: Kind | None, cause: str,
     """Return the phase that follows a round that ended at time ``at`` for a cause."""
     if isinstance(phase, Draining):
         return over(phase.running, at, imposed, cause, ends or phase.ends)
-    return Broken(at, imposed, cause, lasted=at - phase.formed_at, begun=phase.begun, reached=phase.reached, ends=ends)
+    return Broken(
+        at,
+        imposed,
+        cause,
+        lasted=at - phase.formed_at + phase.earlier,
+        begun=phase.begun,
+        reached=phase.reached,
+        ends=ends,
+        taken_over=phase.taken_over,
+    )
 
 
 def put_off(phase: Phase, seconds: float) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import zlib
+from typing import Any
 
 from elastic_launch.config.launch_config import Limits
 from elastic_launch.errors import ExitCode
 from elastic_launch.events.types import counted
 from elastic_launch.rendezvous.leader.phases import Broken, BudgetDecision
 from elastic_launch.rendezvous.leader.verdict import Kind, exit_code, judge, killed, root_cause
+from elastic_launch.rendezvous.record import ControlRecord
 from elastic_launch.rendezvous.wire.messages import Failure
 
 __all__ = ["EARLY", "FREE", "LONG", "BudgetDecision", "RestartBudget"]
@@ -43,6 +46,9 @@ class RestartBudget:
         soon: consecutive failures soon after the start.
         vain: consecutive restarts since the last new step.
         best: the highest step that was reached; -1 if unknown.
+        healthy: seconds of rounds with new steps since a restart was last given back.
+        repeats: identifies the last failure that a restart may repeat; empty for none.
+        repeats_step: the steps done before it.
     """
 
     def __init__(
@@ -56,6 +62,9 @@ class RestartBudget:
         soon: int = 0,
         vain: int = 0,
         best: int = -1,
+        healthy: float = 0.0,
+        repeats: str = "",
+        repeats_step: int = 0,
     ) -> None:
         self.spent = spent
         self.refilled = refilled
@@ -66,8 +75,42 @@ class RestartBudget:
         self.best = max(best, -1 if mark is None else mark)
         self._limits = limits
         self._run = run
-        self._repeats, self._reached = "", 0  # the last failure that a restart may repeat, and the steps done before it
-        self._healthy = 0.0  # seconds of rounds with new steps since a restart was last given back
+        self._healthy = healthy
+        self._repeats, self._repeats_step = repeats, repeats_step
+
+    @classmethod
+    def of(cls, record: ControlRecord) -> RestartBudget:
+        """Return the budget as a record has it."""
+        return cls(
+            record.limits,
+            record.restarts,
+            record.refilled,
+            record.idle,
+            record.last_step,
+            record.run,
+            record.soon,
+            record.vain,
+            record.best,
+            record.healthy,
+            record.repeats,
+            record.repeats_step,
+        )
+
+    @property
+    def recorded(self) -> dict[str, Any]:
+        """The fields of the record from which another leader counts on."""
+        return {
+            "restarts": self.spent,
+            "refilled": self.refilled,
+            "idle": self.idle,
+            "last_step": self.mark,
+            "soon": self.soon,
+            "vain": self.vain,
+            "best": self.best,
+            "healthy": round(self._healthy, 3),
+            "repeats": self._repeats,
+            "repeats_step": self._repeats_step,
+        }
 
     @property
     def allowed(self) -> int:
@@ -173,15 +216,21 @@ class RestartBudget:
     def _repeated(self, failure: Failure, begun: int) -> bool:
         """Whether a restart failed with the same numbers and no new step; a single failure may be a flipped bit."""
         before, reached = self._repeats, begun + max(0, failure.trained)
-        if failure.repeats or reached > self._reached:
-            self._repeats, self._reached = failure.repeats, reached
-        return bool(failure.repeats) and failure.repeats == before
+        found = _identity(failure.repeats)
+        if found or reached > self._repeats_step:
+            self._repeats, self._repeats_step = found, reached
+        return bool(found) and found == before
 
     def _gained(self, lasted: float, begun: int | None) -> bool:
         """Whether the training advances: the round began at a higher step than any before."""
         if begun is None:
             return self.mark is None and lasted >= LONG
         return self.mark is None or begun > self.mark
+
+
+def _identity(repeats: str) -> str:
+    """Return a short text for one of any length: the record contains it."""
+    return hashlib.blake2b(repeats.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest() if repeats else ""
 
 
 def _failed_soon(failure: Failure) -> bool:

@@ -97,6 +97,29 @@ class Rounds:
             case Gathering() | Parked() | Ending() | Ended():
                 pass
 
+    def recall(self, known: m.RoundSeen, now: float) -> None:
+        """Take over what a member knows of a round that another leader formed, and that is not judged yet."""
+        match self.phase:
+            case Running() | Broken() as said:
+                self._recall(said, known, now)
+            case Draining(running=said):
+                self._recall(said, known, now)
+            case Gathering() | Parked() | Ending() | Ended():
+                pass
+
+    def _recall(self, said: Running | Broken, known: m.RoundSeen, now: float) -> None:
+        if not said.taken_over:
+            return
+        if isinstance(said, Running):
+            said.earlier = max(said.earlier, known.lasted - (now - said.formed_at))
+        elif said.judged_at is None:
+            said.lasted = max(said.lasted, known.lasted - (now - said.at))
+        else:
+            return
+        self._begun(said, known.begun)
+        said.reached = max(said.reached, known.reached)
+        self._state.exclusion.stood(known.formed_ago - (now - self._state.began))
+
     def _begun(self, said: Running | Broken, step: int) -> None:
         if step >= 0:
             said.begun = max(step, -1 if said.begun is None else said.begun)
@@ -326,8 +349,7 @@ class Rounds:
         self.phase = broken
         for node in self._state.members():
             self._send_break(node, broken, kind)
-        taken_over = phase.taken_over if isinstance(phase, Running) else phase.running.taken_over
-        lasted = None if taken_over else broken.lasted
+        lasted = None if broken.taken_over else broken.lasted
         self._state.emit(RoundBroken(self._state.record.round.number, kind.text, broken.cause, lasted, outlook()))
 
     def _send_break(self, node: Node, broken: Broken, kind: Kind | None = None) -> None:

@@ -44,17 +44,7 @@ class LeaderState:
         self.record = record
         self.timing = timing
         self.nodes: dict[str, Node] = {}
-        self.budget = RestartBudget(
-            record.limits,
-            record.restarts,
-            record.refilled,
-            record.idle,
-            record.last_step,
-            record.run,
-            record.soon,
-            record.vain,
-            record.best,
-        )
+        self.budget = RestartBudget.of(record)
         self.resizing = Resizing(self.nodes)
         self.began = self.turned = self.last_arrival = now
         self.owed = {member.node_id for member in record.round.members if member.incarnation not in dead}
@@ -64,7 +54,7 @@ class LeaderState:
         if record.repaired:
             self.owed.add("")  # unknown members may still connect, for as long as any other owed member
         self.departing = False
-        self.exclusion = Exclusion()
+        self.exclusion = Exclusion(record.faulty, now)
         self.drill = Drill()
         self._out: list[Instruction] = []
 

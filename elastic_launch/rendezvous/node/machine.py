@@ -6,7 +6,7 @@ The membership runs it on real links, the simulation in the tests on simulated o
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic_launch.config.launch_config import Timing
@@ -23,6 +23,25 @@ QUIET_SEARCH = 1.0
 """Seconds for which a node searches for the leader after a link was closed before the leader counts as gone."""
 
 
+@dataclass(slots=True)
+class _LastRound:
+    """The round that it was last ordered to form; see :class:`elastic_launch.rendezvous.wire.messages.RoundSeen`."""
+
+    number: int
+    formed_at: float
+    over_at: float | None = None
+    begun: int = -1
+    reached: int = -1
+
+    def end(self, now: float) -> None:
+        self.over_at = now if self.over_at is None else self.over_at
+
+    def seen(self, now: float) -> m.RoundSeen:
+        over_at = now if self.over_at is None else self.over_at
+        ago, lasted = round(now - self.formed_at, 3), round(over_at - self.formed_at, 3)
+        return m.RoundSeen(ago, lasted, self.begun, self.reached)
+
+
 class NodeMachine:
     """What a node has to send to its leader and has learnt from it. Not thread-safe."""
 
@@ -32,6 +51,7 @@ class NodeMachine:
         self._unsaid: deque[m.Report] = deque()
         self._evicted = False
         self._loading = False  # its workers' imports
+        self._round: _LastRound | None = None
 
     @property
     def hello(self) -> m.Hello:
@@ -43,10 +63,13 @@ class NodeMachine:
         """Set the node's first hello."""
         self._hello = replace(hello, **self._known)
 
-    def say(self, report: m.Report) -> None:
+    def say(self, report: m.Report, now: float) -> None:
         """Queue a report, for this link or as part of the next link's hello."""
+        seen = self._round
         match report:
-            case m.Stopped(store_port=port, held=held, slots=slots):
+            case m.Stopped(round=number, store_port=port, held=held, slots=slots):
+                if seen is not None and seen.number == number:
+                    seen.end(now)
                 report = replace(report, importing=report.importing or self._loading)
                 self._learn(store_port=port, holding=0, joined=False, ready=False, done=False, live=False, held=held)
                 self._learn(importing=report.importing, slots=slots)
@@ -54,7 +77,9 @@ class NodeMachine:
                 self._learn(slots=slots)
             case m.Joined():
                 self._learn(joined=True)
-            case m.Ready(live=live):
+            case m.Ready(round=number, step=step, live=live):
+                if seen is not None and seen.number == number:
+                    seen.begun = max(seen.begun, step)
                 self._learn(joined=True, ready=True, live=live)
             case m.Done():
                 self._learn(done=True)
@@ -72,20 +97,26 @@ class NodeMachine:
         self._loading = True
         self._learn(importing=True)
 
-    def greet(self, term: int = 0) -> None:
+    def beats(self, report: m.Beat | m.Progress) -> None:
+        """Note what a beat says, which is not queued."""
+        if isinstance(report, m.Progress) and self._round is not None and self._round.number == report.round:
+            self._round.reached = max(self._round.reached, report.step)
+
+    def greet(self, now: float, term: int = 0) -> None:
         """Begin a new link: the hello is sent first, and contains the current state.
 
         Args:
             term: that of the record that named the leader, or 0 if no record did.
         """
-        self._unsaid = deque([replace(self.hello, term=term)])
+        seen = self._round.seen(now) if self._round is not None else None
+        self._unsaid = deque([replace(self.hello, term=term, round_seen=seen)])
 
     def take(self) -> list[m.Report]:
         """Return and clear the queued reports."""
         reports, self._unsaid = list(self._unsaid), deque()
         return reports
 
-    def obey(self, order: m.Order) -> bool:
+    def obey(self, order: m.Order, now: float) -> bool:
         """Learn from an order; return whether it counts: one from a lower term than seen does not, nor an old round."""
         hello = self.hello
         if order.term < hello.seen_term:
@@ -98,8 +129,11 @@ class NodeMachine:
                 restarts = max(hello.seen_restarts, order.restarts)
                 self._learn(seen_round=formed.number, seen_restarts=restarts, holding=formed.number)
                 self._learn(joined=False, ready=False, live=False, importing=False, failed=None, broken=False)
+                self._round = _LastRound(formed.number, now)
             case m.Break(round=number) if number == hello.seen_round:
                 self._learn(broken=True)
+                if self._round is not None:
+                    self._round.end(now)
             case m.StartAhead():
                 self._learn(importing=True)
             case m.Strike(fault=fault) if fault not in hello.landed:

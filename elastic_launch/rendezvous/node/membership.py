@@ -125,7 +125,7 @@ class Membership:
     def report(self, report: m.Report) -> None:
         """Send a report to the leader, now or once there is a link to it."""
         with self._lock:
-            self._side.say(report)
+            self._side.say(report, self._clock.now())
         self._wake()
 
     def cut_link(self, seconds: float) -> bool:
@@ -312,8 +312,10 @@ class Membership:
             raise _unreached(found, error) from error
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            beat = self._beat()
             with self._lock:
-                self._side.greet(found.record.term if found.record is not None else 0)
+                self._side.beats(beat)
+                self._side.greet(self._clock.now(), found.record.term if found.record is not None else 0)
             sock.setblocking(False)
         except OSError:
             sock.close()
@@ -348,7 +350,10 @@ class Membership:
                     continue
                 if now >= next_beat:
                     next_beat = now + detector.beat
-                    channel.send(m.pack(self._beat()))
+                    beat = self._beat()
+                    with self._lock:
+                        self._side.beats(beat)
+                    channel.send(m.pack(beat))
                 closing = self._closing.is_set()  # read first: reports made before closing must be sent
                 for report in self._take():
                     channel.send(m.pack(report))
@@ -423,7 +428,7 @@ class Membership:
     def _obey(self, order: m.Order) -> None:
         """Pass an order on, unless it comes from a lower term than seen."""
         with self._lock:
-            if not self._side.obey(order):
+            if not self._side.obey(order, self._clock.now()):
                 return
         self._backend.reached(order)
         if isinstance(order, m.Welcome | m.Pulse):

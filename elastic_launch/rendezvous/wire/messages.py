@@ -11,7 +11,7 @@ from typing import Any, Protocol, get_args
 
 from elastic_launch.codec import Messages
 from elastic_launch.rendezvous.admin import messages as asking
-from elastic_launch.rendezvous.record import LocalRanks, Round
+from elastic_launch.rendezvous.record import LocalRanks, Round, Seconds
 from elastic_launch.rendezvous.snapshot_holders import HeldSnapshot, Released, SnapshotSource
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "Refused",
     "Released",
     "Report",
+    "RoundSeen",
     "RunEnd",
     "SaveNow",
     "Saved",
@@ -111,6 +112,23 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
+class RoundSeen:
+    """What a node knows of the round ``seen_round``, for a leader that has not formed it.
+
+    Attributes:
+        formed_ago: seconds since it was ordered to form the round.
+        lasted: seconds from then until it was told to end the round or its workers had stopped, or else until now.
+        begun: see :class:`Ready`; -1 if unknown.
+        reached: optimizer steps done; -1 if unknown.
+    """
+
+    formed_ago: Seconds
+    lasted: Seconds
+    begun: int = -1
+    reached: int = -1
+
+
+@dataclass(frozen=True, slots=True)
 class Hello:
     """First message on a link.
 
@@ -129,6 +147,7 @@ class Hello:
         failed: the first failure among its workers in the round ``seen_round``, until another round is formed: a leader
             that is gone may have received the report of it, and not have charged it.
         broken: whether a leader has told it to end the round ``seen_round`` as broken.
+        round_seen: what else it knows of that round; None if it was in none.
         planned, landed: number of faults in the plan of its drill; positions of those that it knows to have happened.
         role: the role of its workers.
         shutdown_timeout: seconds that its workers have between SIGTERM and SIGKILL.
@@ -166,6 +185,7 @@ class Hello:
     live: bool = False
     slots: LocalRanks = ()
     term: int = 0
+    round_seen: RoundSeen | None = None
 
 
 @dataclass(frozen=True, slots=True)
