@@ -290,12 +290,13 @@ def test_a_log_that_is_not_here_is_a_mistake(
 
 def test_a_status_fits_the_terminal_and_is_whole_elsewhere() -> None:
     name = "node-" + "x" * 60
-    node = a.NodeStatus(name, "10.0.0.1", 4, "training", 0.5)
+    node = a.NodeStatus(name, "10.0.0.1", 4, "starting", 0.5, (0, 3), "start")
     status = a.Status("run", "next", 1, name, 2, 4, 1, 4, 0, 3, (node,), 7, 0.05, 61.0, 0.25)
     lines = shown(status, "c10d 127.0.0.1:29400")
     assert f"leader {name}; next" in lines[1]
+    assert lines[2] == "world size 4 on 1 node of 1:4, step 7, restarts 0 of 3"
     assert lines[3] == "20 steps/s, about 61 s left, loss 0.25"
-    assert any(line.startswith(f"{name}  10.0.0.1        4  training     0.5 s") for line in lines)
+    assert any(line.startswith(f"{name}  10.0.0.1        4  starting     0.5 s") for line in lines)
     for width in (60, 80, 120):
         assert max(map(len, shown(status, "c10d 127.0.0.1:29400", width))) <= width
         assert "0.5 s" in "\n".join(shown(status, "c10d 127.0.0.1:29400", width))

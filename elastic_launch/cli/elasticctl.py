@@ -419,11 +419,11 @@ def shown(status: a.Status, where: str, width: int | None = None) -> list[str]:
     """
     limits = f"{status.min_nodes}:{status.max_nodes}"
     step = "no step reported" if status.step is None else f"step {status.step}"
-    training = [node for node in status.nodes if node.state == "training"]
+    members = [node for node in status.nodes if node.ranks] if status.world_size else []
     lines = [
         f"run {status.run_id} at {where}",
         f"round {status.round}, term {status.term}, leader {status.leader}; {status.next}",
-        f"world size {status.world_size} on {counted(len(training), 'node')} of {limits}, {step}, "
+        f"world size {status.world_size} on {counted(len(members), 'node')} of {limits}, {step}, "
         f"restarts {status.restarts} of {status.max_restarts}",
         *([_pace(status)] if status.step_s else []),
         f"last checkpoint: {_kept(status.checkpoint)}; last snapshot: {_kept(status.snapshot)}",

@@ -117,7 +117,9 @@ def test_a_status_shows_who_starts_ahead_and_how_many_workers_take_part() -> Non
     run.report("b", m.Slots((0,)))
     run.report("b", m.Imported())
     run.drained("a")
-    assert [(node.state, node.workers) for node in run.status().nodes] == [("training", 1), ("training", 1)]
+    assert [(node.state, node.workers) for node in run.status().nodes] == [("starting", 1), ("starting", 1)]
+    run.join("a")
+    assert [(node.state, node.workers) for node in run.status().nodes] == [("training", 1), ("starting", 1)]
 
 
 def test_a_status_shows_what_the_workers_of_each_node_do() -> None:
@@ -469,7 +471,7 @@ def test_a_smaller_maximum_leaves_out_the_last_ranks_which_become_spares() -> No
     run.ask(a.AskResize(1, 2))
     run.drained("a", "b", "c")
     assert (run.number, run.members) == (2, "ab")
-    assert [node.state for node in run.status().nodes] == ["training", "training", "spare"]
+    assert [node.state for node in run.status().nodes] == ["starting", "starting", "spare"]
 
 
 def test_a_higher_minimum_counts_for_the_next_round_only() -> None:

@@ -107,8 +107,8 @@ class NodeStatus:
 
     Attributes:
         workers: number of its workers that train or could.
-        state: ``training``, ``stopping`` (its workers are being stopped), ``starting`` (its workers start ahead of a
-            place), ``waiting``, ``spare`` or ``leaving``.
+        state: ``training``, ``stopping`` (its workers are being stopped), ``starting`` (its workers start, in the round
+            or ahead of a place), ``waiting``, ``spare`` or ``leaving``.
         silence: seconds since its last sign of life.
         ranks: the first and the last of its ranks in the round, which are consecutive; empty if it has none.
         doing: what its workers do in the round: ``start``, ``run`` (they report no steps), ``train``, are ``late`` (no

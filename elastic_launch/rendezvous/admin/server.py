@@ -381,14 +381,15 @@ class AdminRequests:
     def _node(self, node: Node, ranks: Mapping[str, tuple[int, int]], now: float) -> a.NodeStatus:
         idle = "spare" if self._machine.running else "waiting"
         idle = "starting" if self._machine.live and node.importing else idle
-        busy = "training" if self._machine.running else "stopping"
-        state = "leaving" if node.leaving else busy if node.active else idle
         hello, silence = node.hello, round(now - node.heard, 3)
         if not node.active:
+            state = "leaving" if node.leaving else idle
             return a.NodeStatus(hello.node_id, hello.address, node.workers, state, silence)
         step = self._heard.steps.get(hello.node_id) if self._heard.round == self._machine.record.round.number else None
-        mine = ranks.get(hello.node_id, ())
-        return a.NodeStatus(hello.node_id, hello.address, node.workers, state, silence, mine, _doing(node, step), step)
+        mine, doing = ranks.get(hello.node_id, ()), _doing(node, step)
+        busy = ("starting" if doing == "start" else "training") if self._machine.running else "stopping"
+        state = "leaving" if node.leaving else busy
+        return a.NodeStatus(hello.node_id, hello.address, node.workers, state, silence, mine, doing, step)
 
     def _answer(self, link: int, done: bool, text: str, step: int | None = None) -> None:
         self._callers[link] = None
