@@ -145,8 +145,8 @@ def main() -> None:
         inputs = torch.randn(96, 6, generator=torch.Generator().manual_seed(3))
         numbers = [torch.arange(len(inputs))] if args.samples else []
         dataset = TensorDataset(inputs, inputs[:, :3].argmax(dim=1), *numbers)
-        later = int(os.environ.get("ELASTIC_LAUNCH_ROUND", "1")) > 1
-        time.sleep(args.start_time + later * args.later_time)
+        first = os.environ.get("ELASTIC_LAUNCH_ROUND", "1") == "1"  # not a number in a worker that starts ahead
+        time.sleep(args.start_time if first else args.start_time + args.later_time)
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         saving = {"every": args.every, "split": args.split}
