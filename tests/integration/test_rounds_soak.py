@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from changes import Changes
+from changes import Changes, undisturbed_hash
 from harness import Job, tree, wait_for
 
 ROUNDS, WARM = 200, 20
+JOINS, SETTLED, LONG = 50, 10, 6000
 
 
 def held(pid: int) -> dict[str, float]:
@@ -48,6 +49,45 @@ def test_200_rounds_of_one_training_leave_a_survivor_as_it_was(job: Job) -> None
     kept = [event["pid"] for event in job.events("worker_kept")]
     assert kept == [survivor] * ROUNDS
     _assert_as_before("survivor", found)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_50_nodes_that_come_and_go_leave_the_one_that_stays_as_it_was(job: Job, tmp_path: Path) -> None:
+    """The weights are those of an undisturbed run, and no step is done again."""
+    changes = Changes(job, "--steps", str(LONG), live=True)
+    flags = ("--nnodes", "1:2", "--rdzv-conf", "join_settle=0.2,resize_delay=0.2")
+    first = changes.node("a", *flags)
+    changes.trains(1, steps=3)
+    (survivor,) = [event["pid"] for event in job.events("worker_started")]
+    found: dict[str, list[dict[str, float]]] = {"worker": [], "agent": []}
+
+    def trains(nodes: int, after: int) -> int:
+        """Wait until so many nodes train in a later round; return its number. From events, as notes become long."""
+
+        def probe() -> list[int]:
+            formed = [e["round"] for e in job.events("round_formed") if len(e["nodes"]) == nodes and e["round"] > after]
+            return [event["round"] for event in job.events("first_step") if event["round"] in formed]
+
+        return int(wait_for(f"{nodes} nodes after round {after}", probe, 100)[-1])
+
+    number = 1
+    for done in range(1, JOINS + 1):
+        guest = changes.node("b", *flags)
+        number = trains(2, number)
+        guest.signal(signal.SIGTERM)
+        assert guest.wait(100) == 143, guest.output[-3000:]
+        number = trains(1, number)
+        if done >= SETTLED:
+            found["worker"].append(held(survivor))
+            found["agent"].append(held(first.process.pid))
+    result = changes.finish(first)
+    steps = [step["step"] for step in changes.steps()]
+    assert steps == [*range(1, LONG + 1)]
+    assert result["hash"] == undisturbed_hash(tmp_path, LONG)
+    assert {event["pid"] for event in job.events("worker_kept") if event["rank"] == 0} == {survivor}
+    for name, each in found.items():
+        _assert_as_before(f"{name} that stays", each)
 
 
 @pytest.mark.soak
@@ -93,7 +133,7 @@ def test_200_restarts_leave_the_agents_as_they_were(job: Job, warm: bool) -> Non
 
 def _assert_as_before(what: str, found: list[dict[str, float]]) -> None:
     first, last = found[0], found[-1]
-    print(f"{what}: after {WARM} rounds {first}, after {ROUNDS} {last}")
+    print(f"{what}: at first {first}, {len(found) - 1} changes later {last}")
     assert last["descriptors"] <= max(x["descriptors"] for x in found[:20]) + 1, (first, last)
     assert last["threads"] <= max(x["threads"] for x in found[:20]), (first, last)
     assert last["processes"] <= max(x["processes"] for x in found[:20]), (first, last)
