@@ -84,11 +84,11 @@ class GlobalBatch:
                 'or "auto".'
             )
 
-    def settled(self, world_size: int) -> GlobalBatch:
+    def _settled(self, world_size: int) -> GlobalBatch:
         """Return it with the initial micro-batches of ``"auto"``, one for each rank; itself if it has a size."""
         return GlobalBatch(self.size, -(-self.size // world_size)) if self.micro == "auto" else self
 
-    def halved(self) -> GlobalBatch:
+    def _halved(self) -> GlobalBatch:
         """Return it with micro-batches of half the size, rounded up.
 
         Raises:

@@ -168,7 +168,9 @@ class Evaluator:
         self._weight_fn = weight_fn
         self._on_result = on_result
 
-    def begin(self, engine: Engine, steps_per_epoch: int, checkpoint: Checkpoint | None, *, exact: bool) -> Evaluations:
+    def _begin(
+        self, engine: Engine, steps_per_epoch: int, checkpoint: Checkpoint | None, *, exact: bool
+    ) -> Evaluations:
         """Return the evaluations of a training that begins.
 
         Args:

@@ -247,7 +247,7 @@ class Loop:
                     gradients,
                     self._optimizer,
                     seed=loader.seed,
-                    samples=loader.samples_in(number),
+                    samples=loader._samples_in(number),
                     scaler=copy.deepcopy(self._options.scaler),
                 )
                 try:
@@ -293,7 +293,7 @@ class Loop:
         if live is None:
             self._step, self._last = resumed.step, resumed.last or self._last
             self._received = resumed if resumed.passes else None
-            self._loader.batch = self._loader.batch.settled(world.world_size)
+            self._loader.batch = self._loader.batch._settled(world.world_size)
         elif resumed.state is not None:
             # At once: if this round breaks below, the state that this process has is that one.
             self._received = resumed
@@ -334,7 +334,7 @@ class Loop:
         self._owes_boundary = lacking and not bounded
         while len(self._loader.batch.micro_batches()[0]) > least:
             # The others had the last exchange before the round broke, and have halved it.
-            self._loader.batch = self._loader.batch.halved()
+            self._loader.batch = self._loader.batch._halved()
 
     def _leave(self) -> None:
         """Drop what belongs to the current round."""
@@ -474,7 +474,7 @@ class Loop:
             gradients,
             self._optimizer,
             seed=loader.seed,
-            samples=loader.samples_in(number),
+            samples=loader._samples_in(number),
             scaler=self._options.scaler,
             metrics=self._options.metrics,
             settle=self._engine.saver.settle,
@@ -644,7 +644,7 @@ class Loop:
     def _halve(self, step: Step) -> None:
         before = self._loader.batch
         try:
-            self._loader.batch = before.halved()
+            self._loader.batch = before._halved()
         except BatchError:
             raise MemoryError(f"step {step.number}: a rank has no memory even for a micro-batch of 1 sample") from None
         if torch.cuda.is_available():

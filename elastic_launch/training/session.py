@@ -236,7 +236,7 @@ class Run:
         evaluations = None
         if evaluator is not None:
             check_kind("run.steps(evaluator=...)", evaluator, Evaluator, "Give an el.Evaluator of its data.")
-            evaluations = evaluator.begin(self._engine, loader.steps_per_epoch, checkpoint, exact=exact)
+            evaluations = evaluator._begin(self._engine, loader.steps_per_epoch, checkpoint, exact=exact)
             parts["evaluations"] = evaluations
         options = LoopOptions(
             exact=exact,

@@ -228,7 +228,7 @@ class Trainer:
             raise UsageError("Trainer.evaluate() has no data.", "Give it a loader, or the trainer an eval_loader.")
         given = loader.batch
         if given.micro == "auto":
-            micro = self.loader.batch.settled(self.run.world_size).micro_batches()[0]
+            micro = self.loader.batch._settled(self.run.world_size).micro_batches()[0]
             loader.batch = GlobalBatch(given.size, min(given.size, len(micro)))
         try:
             with evaluating(self.model):

@@ -117,7 +117,7 @@ def test_a_short_last_batch_is_kept_or_dropped() -> None:
     kept = ElasticLoader(Numbers(10), GlobalBatch(4, 2))
     dropped = ElasticLoader(Numbers(10), GlobalBatch(4, 2), drop_last=True)
     assert (kept.steps_per_epoch, dropped.steps_per_epoch) == (3, 2)
-    assert (kept.samples_in(2), kept.samples_in(3)) == (2, 4)
+    assert (kept._samples_in(2), kept._samples_in(3)) == (2, 4)
 
 
 def test_an_iterable_dataset_is_refused() -> None:

@@ -160,7 +160,7 @@ def test_shards_that_seek_are_read_by_place_and_few_are_open() -> None:
     assert given.__getitems__([5, 3, 5]) == [5, 3, 5]
     assert [given[number] for number in range(200)] == list(range(200))
     assert (len(given._readers), Numbers.closed) == (streams.OPEN, 200 - streams.OPEN)
-    assert given.describe(7) == "7[0]"
+    assert given._describe(7) == "7[0]"
 
 
 @pytest.mark.parametrize("options", [{}, {"persistent_workers": True}])

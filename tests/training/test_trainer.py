@@ -147,7 +147,7 @@ def test_an_evaluation_follows_the_trainings_micro_batches_as_they_become_smalle
 
     case.trainer._forward = forward
     case.trainer.evaluate()
-    case.loader.batch = case.loader.batch.halved()
+    case.loader.batch = case.loader.batch._halved()
     # A process that has just begun knows only the training's present micro-batches.
     case.trainer.evaluate()
     assert sizes == [4, 4, 4, 2, 2, 2, 2, 2, 2]

@@ -156,14 +156,14 @@ class Loader(ABC):
         epoch, within = divmod(step, self.steps_per_epoch)
         return Position(step, epoch, within)
 
-    def samples_in(self, step: int) -> int:
+    def _samples_in(self, step: int) -> int:
         """Return the number of samples in a step's global batch."""
         start = step % self.steps_per_epoch * self.batch.size
         return min(self.batch.size, self.length - start)
 
     def plan(self, step: int, world_size: int, rank: int) -> BatchPlan:
         """Return a rank's share of a step's global batch."""
-        return _plan(self.batch, world_size, rank, self.samples_in(step))
+        return _plan(self.batch, world_size, rank, self._samples_in(step))
 
     def indices(self, step: int, world_size: int, rank: int) -> list[list[int]]:
         """Return the dataset's indices of a rank's samples in a step, as one list per micro-batch."""
@@ -317,7 +317,7 @@ class ElasticLoader(Loader):
 
     def _contents(self, step: int, micro: int) -> str:
         items = self.indices(step, 1, 0)[micro]
-        name = self.dataset.describe if isinstance(self.dataset, ShardedStream) else str
+        name = self.dataset._describe if isinstance(self.dataset, ShardedStream) else str
         return f"the dataset's items {', '.join(map(name, items[:8]))}{', ...' if len(items) > 8 else ''}"
 
     def _own_generators(self) -> list[str]:
@@ -331,7 +331,7 @@ class ElasticLoader(Loader):
     def _of_data(self) -> dict[str, int]:
         identity = {"dataset length": self._samples}
         if isinstance(self.dataset, ShardedStream):
-            identity[LIST_OF_SHARDS] = self.dataset.fingerprint
+            identity[LIST_OF_SHARDS] = self.dataset._fingerprint
         return identity
 
     def _hashed(self) -> int:

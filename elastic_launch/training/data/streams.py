@@ -118,11 +118,11 @@ class ShardedStream(Dataset[Any]):
         return self.__dict__ | {"_readers": OrderedDict()}
 
     @cached_property
-    def fingerprint(self) -> int:
+    def _fingerprint(self) -> int:
         """A hash of the names and lengths of the shards, in their order."""
         return derive("shards", json.dumps([*zip(self.names, self.lengths, strict=True)])) >> 16
 
-    def describe(self, index: int) -> str:
+    def _describe(self, index: int) -> str:
         """Return the place of a sample, for errors."""
         shard, offset = self._locate(index)
         return f"{self.names[shard]}[{offset}]"
