@@ -254,7 +254,7 @@ def test_strangers_do_not_prevent_a_server_from_closing(tmp_path: Path) -> None:
     with ExitStack() as stack:
         for _ in range(6):
             stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
-        wait_for("strangers", lambda: server.strangers == 6)
+        wait_for("strangers", lambda: sum(peer.stranger for peer in server._peers) == 6)
         assert not server.busy
         server.close()
     assert not server.busy

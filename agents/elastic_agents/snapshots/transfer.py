@@ -188,12 +188,6 @@ class TransferServer:
         with self._lock:
             return any(not peer.stranger for peer in self._peers)
 
-    @property
-    def strangers(self) -> int:
-        """Connections that have not yet asked for the snapshot."""
-        with self._lock:
-            return sum(peer.stranger for peer in self._peers)
-
     def close(self) -> None:
         """Close all connections."""
         self._closing.set()

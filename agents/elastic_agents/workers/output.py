@@ -53,12 +53,8 @@ class Stream:
         for sink in self._sinks:
             sink.write(data)
 
-    def tail(self) -> tuple[str, ...]:
-        """Return the last lines, oldest first."""
-        return tuple(line for _, line in self.timed_tail())
-
-    def timed_tail(self, most: int = TAIL_LINES) -> tuple[tuple[float, str], ...]:
-        """Return so many last lines, each with its arrival time by the agent's clock."""
+    def tail(self, most: int = TAIL_LINES) -> tuple[tuple[float, str], ...]:
+        """Return so many last lines, oldest first, each with its arrival time by the agent's clock."""
         lines = list(self._lines)
         if self._partial:
             lines.append((self._clock.now(), self._partial))

@@ -182,7 +182,7 @@ class RoundWorkers:
         if not found:
             return []
         newest = max(found, key=lambda worker: worker.round)
-        lines = sorted(newest.stdout.timed_tail(PAGE_LINES) + newest.stderr.timed_tail(PAGE_LINES), key=itemgetter(0))
+        lines = sorted(newest.stdout.tail(PAGE_LINES) + newest.stderr.tail(PAGE_LINES), key=itemgetter(0))
         return [line for _, line in lines[-PAGE_LINES:]]
 
     def age_of(self, local_rank: int, *, new: bool = False) -> tuple[int, float] | None:
@@ -258,7 +258,7 @@ class RoundWorkers:
         worker, reaped = self._reaped[local_rank]
         if worker.stopped is None:
             worker.stderr.ended.wait(0.2)
-        stderr = [line for line in worker.stderr.timed_tail() if line[0] >= worker.placed]
+        stderr = [line for line in worker.stderr.tail() if line[0] >= worker.placed]
         lines = tuple(line for _, line in stderr)
         steps = step_timer.of_round(worker.round)
         now, error = self._clock.now(), self._read(worker.logs)

@@ -61,11 +61,6 @@ class ClaimedStore(ControlStore):
         """Return the rival's record that :meth:`look` found."""
         return self._claim.rival(stored)
 
-    @property
-    def run(self) -> str:
-        """The number of this run."""
-        return self._claim.record.run
-
     def seen(self, began: float) -> None:
         """Record that a read that began at that time found the leader's own value."""
         self._claim.seen(began)

@@ -28,14 +28,13 @@ class Found:
     """The checkpoints found behind a URL.
 
     Attributes:
-        round, step: of the newest checkpoint; 0 if there is none.
+        step: of the newest checkpoint; 0 if there is none.
         state: that checkpoint's state by part; None if there is none.
         meta: that checkpoint's meta.
         owner: mark of this run, by which copies are checked; on rank 0.
         highest: highest round in any checkpoint's name.
     """
 
-    round: int
     step: int
     state: dict[str, Any] | None
     meta: dict[str, Any]
@@ -121,11 +120,11 @@ def _open_newer(
         return _found(url, loaded, mine)
     except snapshot.CheckpointError as error:
         skip(error)
-        return Found(0, 0, None, {}, mine, 0)
+        return Found(0, None, {}, mine, 0)
 
 
 def _found(url: Url, loaded: snapshot.LoadedCheckpoint | None, mine: str) -> Found:
     highest = max((number for number, _ in positions(url)), default=0)
     if loaded is None:
-        return Found(0, 0, None, {}, mine, highest)
-    return Found(loaded.round, loaded.step, loaded.state, loaded.meta, mine, highest)
+        return Found(0, None, {}, mine, highest)
+    return Found(loaded.step, loaded.state, loaded.meta, mine, highest)
