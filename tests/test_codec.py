@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from elastic_launch import codec
 from elastic_launch.config.launch_config import Limits
 from elastic_launch.errors import ProtocolError
-from elastic_launch.rendezvous.record import ControlRecord, LocalRanks, Member, Round
+from elastic_launch.rendezvous.record import ControlRecord, LocalRanks, Member, Round, Seconds
 from elastic_launch.rendezvous.wire import messages as m
 
 STEADY = settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
@@ -33,6 +33,8 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
     """Values of a field's type."""
     if hint == LocalRanks:
         return LOCAL_RANKS
+    if hint == Seconds:
+        return st.floats(0.0, 1e9, exclude_max=True)
     if typing.get_origin(hint) is types.UnionType:
         (inner,) = (arm for arm in typing.get_args(hint) if arm is not type(None))
         return st.none() | values(inner)
