@@ -20,9 +20,14 @@ __all__ = ["failure_summary", "hint_on", "leave_error", "root_cause"]
 
 _log = logging.getLogger("elastic_launch")
 
+_SHARED_MEMORY = (
+    "is /dev/shm full? Loaders pass samples through it; containers often have 64 MiB: give them more (docker run "
+    "--shm-size, a pod's emptyDir in memory), or use fewer loader processes"
+)
+
 _ON_SIGNALS: dict[int, str] = {
     signal.SIGKILL: "sent by a user, or by the kernel for lack of memory outside this cgroup: see dmesg",
-    signal.SIGBUS: "is /dev/shm full? Loaders pass samples through it; containers often have 64 MiB",
+    signal.SIGBUS: _SHARED_MEMORY,
     signal.SIGSEGV: "PYTHONFAULTHANDLER=1 makes Python print where it was",
 }
 
@@ -75,6 +80,10 @@ def hint_on(failure: Failure) -> str:
         return _ON_SIGNALS.get(-failure.exit_code, "")
     if "OutOfMemoryError" in failure.message or "CUDA out of memory" in failure.message:
         return "the device's memory is full: smaller micro-batches need less"
+    # A loader's process passes its exception on, with the text in one of several lines.
+    said = "\n".join([failure.message, *failure.detail])
+    if "unable to allocate shared memory" in said or "workers are out of shared memory" in said:
+        return _SHARED_MEMORY
     if "MemoryError" in failure.message:
         return "the host's memory or the process' limit (ulimit -v) is used up"
     return ""

@@ -479,6 +479,17 @@ def test_a_root_cause_names_the_worker_its_node_and_the_error() -> None:
         ({"exit_code": -11}, "PYTHONFAULTHANDLER"),
         ({"message": "exit code 1: torch.OutOfMemoryError: CUDA out of memory."}, "device's memory"),
         ({"message": "exit code 1: MemoryError"}, "host's memory"),
+        (
+            {
+                "message": "exit code 1: RuntimeError: Caught RuntimeError in DataLoader worker process 1.",
+                "detail": ("RuntimeError: unable to allocate shared memory(shm) for file </torch_7>: No space left",),
+            },
+            "--shm-size",
+        ),
+        (
+            {"message": "RuntimeError: It is possible that dataloader's workers are out of shared memory."},
+            "--shm-size",
+        ),
         ({}, ""),
         ({"exit_code": -15}, ""),
     ],
