@@ -43,6 +43,7 @@ __all__ = [
     "Hello",
     "MayCommit",
     "Message",
+    "NoSnapshots",
     "Noted",
     "Place",
     "Placement",
@@ -306,6 +307,13 @@ class Stored(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class NoSnapshots(Message):
+    """From now on the worker writes no snapshots; ``cause`` says why, such as how much memory there is."""
+
+    cause: Text
+
+
+@dataclass(frozen=True, slots=True)
 class StepDone(Message):
     """An optimizer step is done; ``step`` counts those done so far.
 
@@ -561,6 +569,7 @@ FROM_WORKERS: frozenset[type[Message]] = frozenset(
         StepDone,
         MayCommit,
         Stored,
+        NoSnapshots,
         Drained,
         Stopping,
         SlowRank,

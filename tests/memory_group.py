@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from elastic_launch.snapshot.room import inactive_cache
 from elastic_launch.system.memory_groups import MemoryGroup, memory_groups
 
 __all__ = ["Group", "group", "missing"]
@@ -47,6 +48,17 @@ class Group:
         self._kind = kind
         self.prefix = ("sh", "-c", 'echo $$ > "$0" && exec "$@"', str(path / "cgroup.procs"))
         """The prefix of a command that is to run in the group."""
+
+    @property
+    def kills(self) -> int:
+        """Processes in it that the kernel has killed for lack of memory."""
+        lines = (self.path / self._kind.events).read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+
+    def limit(self, more: int) -> None:
+        """Limit its memory to what it uses now, without the page cache that can be dropped, and so many bytes more."""
+        used = int((self.path / self._kind.used).read_text()) - inactive_cache(self.path)
+        (self.path / self._kind.limit).write_text(str(used + more))
 
     def run_out(self, pid: int) -> bool:
         """Have memory run out until the kernel kills a process, this one first; return whether it has killed any."""

@@ -246,6 +246,18 @@ class RoundSteps(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class SnapshotsLeftOut(Event):
+    """From now on a worker of this node writes no snapshots in memory.
+
+    Attributes:
+        cause: why, with how much memory they need and how much there is.
+    """
+
+    round: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointSaved(Event):
     """A checkpoint written by this node is committed to durable storage.
 

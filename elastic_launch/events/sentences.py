@@ -84,6 +84,8 @@ def _of_training(event: ev.Event) -> str:
             return f"round {number} has come to step {step} after {seconds:.1f} s of training"
         case ev.RoundSteps(round=number, first=first, last=last, trained_s=seconds):
             return f"round {number} trained from step {first} to step {last} in {seconds:.1f} s"
+        case ev.SnapshotsLeftOut(round=number, cause=cause):
+            return f"no snapshots in memory from now on, in round {number}: {cause}"
         case ev.CheckpointSaved(step=step, path=path):
             return f"checkpoint of step {step} saved" + (f" in {path}" if path else " by a worker")
     return ""

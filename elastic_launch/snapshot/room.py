@@ -6,7 +6,13 @@ from pathlib import Path
 
 from elastic_launch.system.memory_groups import CGROUPS, memory_groups
 
-__all__ = ["free_memory", "room"]
+__all__ = ["MORE_MEMORY", "RESERVE", "free_memory", "inactive_cache", "room"]
+
+RESERVE = 0.1
+"""Fraction of the free memory that snapshots leave free."""
+
+MORE_MEMORY = "give the node more memory (docker run --memory, a pod's limits.memory, Slurm's --mem)"
+"""What to do if there is too little."""
 
 _UNLIMITED = 1 << 60
 
@@ -20,8 +26,9 @@ def room(proc: Path = Path("/proc"), cgroups: Path = CGROUPS) -> tuple[int, str]
     """Return the bytes that this process can still allocate, and in words what limits them.
 
     This is the minimum of the host's available memory and of what is left in each memory control group of the process:
-    version 2 (``memory.max`` less ``memory.current``, in the group and all its ancestors) and version 1
-    (``memory.limit_in_bytes`` less ``memory.usage_in_bytes``). Inactive page cache, such as a dataset that was read,
+    version 2 (the lower of ``memory.max`` and ``memory.high``, beyond which processes are throttled, less
+    ``memory.current``, in the group and all its ancestors) and version 1 (``memory.limit_in_bytes`` less
+    ``memory.usage_in_bytes``). Inactive page cache, such as a dataset that was read,
     does not count as used, because the kernel drops it first.
     """
     return min([(_available(proc), "on this host"), *_left_in_groups(proc, cgroups)])
@@ -38,14 +45,16 @@ def _available(proc: Path) -> int:
 def _left_in_groups(proc: Path, cgroups: Path) -> list[tuple[int, str]]:
     found = []
     for group in memory_groups(proc, cgroups):
-        limit, used = (_number(group.path / name) for name in (group.limit, group.used))
-        if limit is not None and used is not None:
-            left = limit - max(0, used - _inactive_cache(group.path))
+        limits = [x for name in (group.limit, "memory.high") if (x := _number(group.path / name)) is not None]
+        used = _number(group.path / group.used)
+        if limits and used is not None:
+            limit = min(limits)
+            left = limit - max(0, used - inactive_cache(group.path))
             found.append((max(0, left), f"within the container's limit of {limit / 2**30:.2f} GiB ({group.path})"))
     return found
 
 
-def _inactive_cache(group: Path) -> int:
+def inactive_cache(group: Path) -> int:
     """Return the bytes of page cache in a group and those below it that are not in use."""
     try:
         lines = [line.split() for line in (group / "memory.stat").read_text().splitlines()]

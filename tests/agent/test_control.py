@@ -29,7 +29,7 @@ from elastic_agents.warm.ending import SOCKET, last_words
 from elastic_agents.workers.control import Control, HungUp, ScriptEnded
 from elastic_launch import contract as c
 from elastic_launch.clock import MonotonicClock
-from elastic_launch.events.types import Event, FirstStep, RoundProgress, RoundSteps, TrainingBegun
+from elastic_launch.events.types import Event, FirstStep, RoundProgress, RoundSteps, SnapshotsLeftOut, TrainingBegun
 from elastic_launch.rendezvous.wire.messages import Saved
 from elastic_launch.shared_progress import SharedProgress
 from elastic_launch.system import descriptors
@@ -102,6 +102,12 @@ def test_only_rank_0_of_the_round_is_asked_to_save(control: Control, said: Said)
         other.setblocking(False)
         with pytest.raises(BlockingIOError):
             other.recv(4096)
+
+
+def test_why_no_snapshots_are_taken_is_an_event(control: Control, said: Said, events: Events) -> None:
+    with worker(control, said, 0) as sock:
+        sock.sendall(c.pack(c.NoSnapshots("3 of 2.00 GiB each need 6.00 GiB more")))
+        wait_for("the event", lambda: SnapshotsLeftOut(1, "3 of 2.00 GiB each need 6.00 GiB more") in events)
 
 
 def test_a_checkpoint_answers_a_request_if_it_has_all_steps_that_were_done_then(control: Control, said: Said) -> None:

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import elastic_launch.snapshot.memory.slot as slot_module
 from elastic_launch.snapshot.errors import TornSnapshotError, UnsupportedStateError
 from elastic_launch.snapshot.memory.slot import Header, Slot
 from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter, read_meta, read_state
@@ -212,6 +213,31 @@ def test_a_dataset_that_was_read_takes_no_memory_from_snapshots(tmp_path: Path, 
         proc, place = _proc(tmp_path, 1 << 40, "0::/a\n"), tmp_path / "cg" / "a"
         _group(place, memory_dot_max="1000", memory_dot_current="950", memory_dot_stat=stat)
     assert room(proc, tmp_path / "cg") == (750, f"within the container's limit of 0.00 GiB ({place})")
+
+
+def test_beyond_the_mark_at_which_processes_are_throttled_nothing_is_left(tmp_path: Path) -> None:
+    proc = _proc(tmp_path, 1 << 40, "0::/a\n")
+    _group(tmp_path / "cg" / "a", memory_dot_max="1000", memory_dot_high="600", memory_dot_current="500")
+    assert free_memory(proc, tmp_path / "cg") == 100
+
+
+def test_memory_that_others_take_during_the_allocation_is_an_error_and_all_of_it_is_given_back(
+    slot: Slot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel would kill a process instead, if a control group has no more."""
+    slot.allocate(1 << 20)
+    most = 0
+
+    def left() -> tuple[int, str]:
+        nonlocal most
+        most = max(most, slot.allocated)
+        return (300 << 20) - 2 * slot.allocated, "in this test"
+
+    monkeypatch.setattr(slot_module, "room", left)
+    with pytest.raises(OSError, match=r"(\d+) MiB more are needed, and \d+ MiB are free in this test"):
+        slot.allocate(200 << 20)
+    assert 100 << 20 < most < 200 << 20
+    assert slot.allocated == 0
 
 
 def test_of_this_process_something_is_left() -> None:

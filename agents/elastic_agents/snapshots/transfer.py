@@ -375,9 +375,7 @@ class TransferClient:
         if offered.tensors - slot.allocated > 0.9 * free_memory():
             raise ProtocolError(f"there is no memory for its {offered.tensors / 2**30:.2f} GiB.")
         slot.begin()
-        os.ftruncate(slot.tensors, offered.tensors)
-        if offered.tensors:
-            os.posix_fallocate(slot.tensors, 0, offered.tensors)
+        slot.allocate(offered.tensors)
         wire.say(_Go())
         digest, at = hashlib.sha256(), 0
         for part in wire.receive(offered.tensors):

@@ -35,7 +35,7 @@ from elastic_agents.step_timer import StepTimer
 from elastic_launch import contract as c
 from elastic_launch.clock import Clock
 from elastic_launch.errors import ProtocolError
-from elastic_launch.events.types import EventSink
+from elastic_launch.events.types import EventSink, SnapshotsLeftOut
 from elastic_launch.rendezvous.wire.messages import Saved
 from elastic_launch.shared_progress import SharedProgress, WorkerProgress
 from elastic_launch.system.descriptors import PAUSE, reserve, scarce
@@ -148,6 +148,7 @@ class Control:
         self.step_timer = StepTimer(self._reached)
         self.saves = True
         self.writer = 0
+        self._events = events
         self._step_events = StepEvents(clock, events)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind("\0" + self.address[1:])
@@ -424,6 +425,8 @@ class Control:
                 self._send(peer, c.Commit(asked, self._snapshot_store.may_commit()))
             case c.Stored():
                 self._send(peer, c.Use(self._snapshot_store.stored(message)))
+            case c.NoSnapshots(cause=cause):
+                self._events.emit(SnapshotsLeftOut(number, cause))
             case c.Saved(step=step, error=error):
                 self._say(Saved(number, step, error, self.answers(step)))
             case c.Drained(step=step, seconds=seconds):

@@ -9,11 +9,14 @@ than a torn one.
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+from elastic_launch.snapshot.room import RESERVE, room
 
 __all__ = ["Header", "Slot"]
 
@@ -22,6 +25,7 @@ _FIELDS = struct.Struct("<8sQQQQQQ")  # magic, round, step, training, bytes of t
 _HEADER = struct.Struct(f"<Q{_FIELDS.size}sI")  # sequence, fields, their CRC-32
 _STATE_AT = 4096
 _CHUNK = 8 * 1024 * 1024
+_PIECE = 64 * 1024 * 1024
 _MOST = 2**53  # Larger numbers cannot be a worker's counts.
 
 
@@ -82,6 +86,30 @@ class Slot:
     def allocated(self) -> int:
         """Bytes of memory that the slot uses."""
         return sum(os.fstat(descriptor).st_blocks * 512 for descriptor in (self.tensors, self.head))
+
+    def allocate(self, size: int) -> None:
+        """Give the tensors' file a size, and have memory for all of it, so that no later write can lack any.
+
+        A control group answers an allocation beyond its limit with a kill, not with an error. Each piece is therefore
+        compared with what is free at that time, which other processes use, too.
+
+        Raises:
+            OSError: if there is no memory for it; the slot then uses none.
+        """
+        os.ftruncate(self.tensors, size)
+        try:
+            for begin in range(os.fstat(self.tensors).st_blocks * 512, size, _PIECE):
+                piece = min(_PIECE, size - begin)
+                free, where = room()
+                if piece > (1 - RESERVE) * free:
+                    text = f"{size - begin >> 20} MiB more are needed, and {free >> 20} MiB are free {where}"
+                    raise OSError(errno.ENOMEM, text)
+                os.posix_fallocate(self.tensors, begin, piece)
+            if size:
+                os.posix_fallocate(self.tensors, 0, size)
+        except OSError:
+            os.ftruncate(self.tensors, 0)
+            raise
 
     def header(self) -> Header | None:
         """Return the slot's header; None if the slot is empty or being written."""

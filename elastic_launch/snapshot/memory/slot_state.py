@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import mmap
-import os
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
@@ -167,9 +166,7 @@ class SlotWriter:
     def _target(self, size: int) -> Tensor:
         if self._mapped is None or len(self._mapped) != size:
             self.close()
-            os.ftruncate(self.slot.tensors, size)
-            # Allocate now, which raises an error if there is no room; a missing page later would kill the process.
-            os.posix_fallocate(self.slot.tensors, 0, size)
+            self.slot.allocate(size)
             self._mapped = mmap.mmap(self.slot.tensors, size)
         return torch.frombuffer(self._mapped, dtype=torch.uint8)
 

@@ -28,7 +28,7 @@ from elastic_launch.contract import Copied, CopyJob
 from elastic_launch.errors import UsageError
 from elastic_launch.snapshot.format.arrays import is_array
 from elastic_launch.snapshot.location import Place, Url, place
-from elastic_launch.snapshot.room import room
+from elastic_launch.snapshot.room import MORE_MEMORY, room
 from elastic_launch.snapshot.stall import while_advancing
 from elastic_launch.snapshot.storage.listing import positions
 from elastic_launch.snapshot.storage.owner import claim, other_owner, owned_by
@@ -345,11 +345,12 @@ class CheckpointManager:
             self._waits = True
             _log.warning(
                 "from step %d on training waits until a checkpoint is written, because there is no memory for a "
-                "copy of the state: it needs %.2f GiB, and %.2f GiB are free %s",
+                "copy of the state: it needs %.2f GiB, and %.2f GiB are free %s. To avoid the wait, %s",
                 step,
                 size / 2**30,
                 free / 2**30,
                 where,
+                MORE_MEMORY,
             )
         writer.submit(state, step=step, round=self.branch.round, meta=meta)
         if not fits and not writer.flush(FINAL_TIMEOUT):

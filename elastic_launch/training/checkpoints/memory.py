@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elastic_launch import faults, snapshot
-from elastic_launch.contract import CopyJob, Stored
+from elastic_launch.contract import CopyJob, NoSnapshots, Stored
 from elastic_launch.snapshot.memory.slot import Header, Slot
 from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter, read_meta, read_state
-from elastic_launch.snapshot.room import room
+from elastic_launch.snapshot.room import MORE_MEMORY, RESERVE, room
 from elastic_launch.training.checkpoints.snapshot_interval import Cost, Rhythm
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.ranks.exchange import broadcast_state, exchanging
@@ -32,10 +32,6 @@ from elastic_launch.training.ranks.world import World
 __all__ = ["MemorySnapshots", "Newest", "Route", "newest", "restore", "settled"]
 
 _log = logging.getLogger(__name__)
-
-RESERVE = 0.1
-"""Fraction of the free memory that snapshots leave free."""
-
 
 Route = Callable[[CopyJob, int], CopyJob]
 """Completes a job without a directory: durable storage to copy a snapshot to, with that many bytes of tensors."""
@@ -117,8 +113,10 @@ class MemorySnapshots:
         began = time.monotonic()
         wait = wait or self._torn
         draft = SlotDraft(state, meta, stays, watch=not wait)
-        self.writes = self._has_room(draft.tensor_bytes + self._json)
-        number = self._next_slot(patient) if self.writes else None
+        if lack := self._lack(draft.tensor_bytes + self._json):
+            self.give_up(lack, MORE_MEMORY)
+            return False
+        number = self._next_slot(patient)
         if number is None:
             return False
         writer = self._writers.setdefault(number, SlotWriter(self._slots[number]))
@@ -188,23 +186,23 @@ class MemorySnapshots:
             writer.close()
         self._writers.clear()
 
-    def _has_room(self, size: int) -> bool:
-        """Whether the memory that all slots need for snapshots of a size is free or already allocated."""
+    def give_up(self, cause: str, remedy: str = "") -> None:
+        """Write no snapshots from now on, and say why."""
+        self.writes = False
+        text = "no snapshots in memory from now on: %s. A fault costs the steps since the last checkpoint%s"
+        _log.warning(text, cause, f": {remedy}, or save more often" if remedy else "")
+        self._link.say(NoSnapshots(cause))
+
+    def _lack(self, size: int) -> str:
+        """Return why there is no room for snapshots of a size in all slots; empty if their memory is free or theirs."""
         grows = max(0, size * len(self._slots) - sum(slot.allocated for slot in self._slots))
         free, where = room() if grows else (0, "")
-        if grows > (1 - RESERVE) * free:
-            _log.warning(
-                "no snapshots in memory: %d of %.2f GiB each need %.2f GiB more, and %.2f GiB are free %s, of which "
-                "%d %% are left free; a fault costs the steps since the last checkpoint",
-                len(self._slots),
-                size / 2**30,
-                grows / 2**30,
-                free / 2**30,
-                where,
-                100 * RESERVE,
-            )
-            return False
-        return True
+        if grows <= (1 - RESERVE) * free:
+            return ""
+        return (
+            f"{len(self._slots)} of {size / 2**30:.2f} GiB each need {grows / 2**30:.2f} GiB more, and "
+            f"{free / 2**30:.2f} GiB are free {where}, of which {RESERVE:.0%} are left free"
+        )
 
 
 def settled(optimizer: Any, parameters: Iterable[Tensor]) -> Callable[[Tensor], bool]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from elastic_launch import snapshot
 from elastic_launch.contract import CopyJob
 from elastic_launch.shared_progress import Activity
+from elastic_launch.snapshot.room import MORE_MEMORY
 from elastic_launch.training.checkpoints.branches import Branch, following
 from elastic_launch.training.checkpoints.manager import CheckpointManager, run_id
 from elastic_launch.training.checkpoints.memory import MemorySnapshots, Newest, Route, newest, restore
@@ -437,7 +438,7 @@ class Saver:
         except snapshot.CheckpointError as error:
             self._lose_snapshot(error.message)
         except OSError as error:
-            self._lose_snapshot(f"there is no memory for them: {error}")
+            self._lose_snapshot(f"there is no memory for them: {error}", MORE_MEMORY)
 
     def _take_again(self, error: snapshot.TornSnapshotError) -> None:
         """Report that a snapshot is given up, and make its checkpoint from a later one."""
@@ -516,21 +517,20 @@ class Saver:
         except snapshot.CheckpointError as error:
             self._give_up_memory(error.message)
         except OSError as error:
-            self._give_up_memory(f"there is no memory for them: {error}")
+            self._give_up_memory(f"there is no memory for them: {error}", MORE_MEMORY)
         return False
 
-    def _lose_snapshot(self, reason: str) -> None:
+    def _lose_snapshot(self, reason: str, remedy: str = "") -> None:
         """Give up a snapshot that was reported as on its way to the agent."""
         assert self._memory is not None
-        self._give_up_memory(reason)
+        self._give_up_memory(reason, remedy)
         if self._checkpoint is not None:
             self._checkpoint.lost(self._memory.rhythm.last, reason)
 
-    def _give_up_memory(self, reason: str) -> None:
+    def _give_up_memory(self, reason: str, remedy: str = "") -> None:
         assert self._memory is not None
-        self._memory.writes = False
+        self._memory.give_up(reason.removesuffix("."), remedy)
         self._kept = False
-        _log.warning("no snapshots in memory from now on: %s A fault costs the steps since the last checkpoint", reason)
 
     def _asked(self, step: int, checkpoint: CheckpointManager | None) -> bool:
         """Whether the agent requests a checkpoint; reports an error to it if the script saves none."""
