@@ -12,7 +12,10 @@ from harness import SCRIPTS, Agent, Job, alive, read_lines, wait_for
 
 pytestmark = pytest.mark.slow
 
-START = 5.0
+START = 2.5
+LONG = 5.0
+"""A start that lasts until the test has done something else."""
+
 WAIT = ("--rdzv-conf", "start_wait=1,resize_delay=0.2")
 
 
@@ -21,8 +24,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return undisturbed_hash(tmp_path_factory.mktemp("undisturbed"))
 
 
-def training(job: Job, step_time: float = 0.1) -> Changes:
-    return Changes(job, "--start-time", str(START), live=True, step_time=step_time)
+def training(job: Job, start: float = START, step_time: float = 0.1) -> Changes:
+    return Changes(job, "--start-time", str(start), live=True, step_time=step_time)
 
 
 def pids(job: Job, number: int) -> dict[int, int]:
@@ -46,7 +49,7 @@ def test_the_others_train_on_while_a_killed_worker_is_replaced(job: Job, undistu
     changes.trains(2, steps=10)
     first = pids(job, 1)
     os.kill(first[1], signal.SIGKILL)
-    changes.trains(1, after=1, steps=10)
+    changes.trains(1, after=1, steps=5)
     assert pids(job, 2) == {0: first[0]}
     changes.trains(2, after=2, steps=3)
     result = changes.finish(agent)
@@ -69,7 +72,7 @@ def test_the_first_rank_is_replaced_likewise(job: Job, undisturbed: str) -> None
     changes.trains(2, steps=5)
     first = pids(job, 1)
     os.kill(first[0], signal.SIGKILL)
-    changes.trains(1, after=1, steps=10)
+    changes.trains(1, after=1, steps=5)
     assert pids(job, 2) == {0: first[1]}
     changes.trains(2, after=2, steps=3)
     result = changes.finish(agent)
@@ -98,7 +101,7 @@ def test_a_node_joins_and_leaves_while_another_one_trains(job: Job, undisturbed:
     assert result["hash"] == undisturbed
 
 
-@pytest.mark.parametrize("when", ["as it starts", "as it joins"])
+@pytest.mark.parametrize("when", [pytest.param("as it starts", marks=pytest.mark.soak), "as it joins"])
 def test_a_newcomer_is_killed(job: Job, undisturbed: str, when: str) -> None:
     changes = training(job, step_time=0.3)  # it lasts until the second newcomer has come
     agent = changes.alone("--nproc", "2", *WAIT, "--max-restarts", "9")
@@ -119,7 +122,7 @@ def test_a_newcomer_is_killed(job: Job, undisturbed: str, when: str) -> None:
 
 
 def test_a_node_that_leaves_ends_its_newcomer(job: Job, undisturbed: str) -> None:
-    changes = training(job)
+    changes = training(job, LONG)
     a = changes.node("a", *WAIT)
     a.says("hosts the run")
     b = changes.node("b", *WAIT, nproc=2)
@@ -137,7 +140,7 @@ def test_a_node_that_leaves_ends_its_newcomer(job: Job, undisturbed: str) -> Non
 
 
 def test_a_run_that_ends_ends_its_newcomer(job: Job, undisturbed: str) -> None:
-    changes = training(job)
+    changes = training(job, LONG)
     agent = changes.alone("--nproc", "2", *WAIT)
     changes.trains(2, steps=5)
     os.kill(pids(job, 1)[1], signal.SIGKILL)
