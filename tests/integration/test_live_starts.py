@@ -153,7 +153,7 @@ def test_a_run_that_ends_ends_its_newcomer(job: Job, undisturbed: str) -> None:
 
 @pytest.mark.parametrize(
     ("wait", "form"),
-    [(1, []), pytest.param(600, [], marks=pytest.mark.soak), (1, ["--loop"])],
+    [*(pytest.param(x, [], marks=pytest.mark.soak) for x in (1, 600)), (1, ["--loop"])],
     ids=["ahead", "waiting", "loop"],
 )
 def test_a_model_is_compiled_while_the_others_train(job: Job, tmp_path: Path, wait: int, form: list[str]) -> None:
