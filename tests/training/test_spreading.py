@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness import wait_for
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from elastic_launch.shared_progress import Activity
 from elastic_launch.training.ranks import exchange, spreading
 from elastic_launch.training.ranks.spreading import Box, narrowed, sources, spread_state
 from elastic_launch.training.ranks.world import World
@@ -33,8 +36,11 @@ class Messages:
         self.sent = 0
         self._queues: dict[tuple[int, int], queue.Queue[Tensor]] = defaultdict(queue.Queue)
         self._here = threading.local()
+        self._all = threading.Barrier(1)
 
     def run(self, ranks: int, function: Callable[[int], Any]) -> list[Any]:
+        self._all = threading.Barrier(ranks)
+
         def as_rank(rank: int) -> Any:
             self._here.rank = rank
             return function(rank)
@@ -48,9 +54,33 @@ class Messages:
     def recv(self, tensor: Tensor, src: int) -> None:
         tensor.copy_(self._queues[src, self._here.rank].get(timeout=30))
 
+    def all_reduce(self, tensor: Tensor) -> None:
+        self._all.wait(timeout=30)
+
+    @property
+    def waiting(self) -> int:
+        """How many ranks are in a collective that others have not come to."""
+        return self._all.n_waiting
+
     def in_chunks(self, dense: Tensor, transfer: Any) -> None:
         self.sent += dense.nbytes * (transfer.func == self.send)
         _in_chunks(dense, transfer)
+
+
+class Link:
+    """What a rank says to its agent that it does."""
+
+    def __init__(self) -> None:
+        self.now = Activity.STEP
+
+    @contextlib.contextmanager
+    def doing(self, activity: Activity) -> Iterator[None]:
+        before, self.now = self.now, activity
+        yield
+        self.now = before
+
+    def advanced(self) -> None:
+        pass
 
 
 class Shards:
@@ -168,3 +198,28 @@ def test_those_who_have_the_state_serve_equally_many(ranks: int, data: st.DataOb
     served = [sum(source == holder for source in found.values()) for holder in holders]
     assert sum(served) == len(found)
     assert max(served) - min(served) <= 1
+
+
+def test_a_rank_that_serves_no_other_says_that_it_waits_for_those_that_are_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    messages = Messages()
+    monkeypatch.setattr(spreading, "dist", messages)
+    monkeypatch.setattr(spreading, "in_chunks", messages.in_chunks)
+    links = [Link() for _ in range(3)]
+    seen: list[list[Activity]] = []
+
+    class Slow(Shards):
+        def kept(self, path: tuple[Any, ...], shape: Sequence[int], part: Tensor) -> Tensor:
+            if not seen:
+                wait_for("the holders", lambda: messages.waiting == 2)
+                seen.append([link.now for link in links])
+            return super().kept(path, shape, part)
+
+    def spread(rank: int) -> Any:
+        with exchange.telling(links[rank]):  # type: ignore[arg-type]
+            state = None if rank == 2 else _state([[4]])
+            return spread_state(state, [0, 1], World(rank, 3), (Slow if rank == 2 else Shards)(rank, 3, 0))
+
+    messages.run(3, spread)
+    assert seen == [[Activity.FORMING, Activity.FORMING, Activity.RESTORE]]

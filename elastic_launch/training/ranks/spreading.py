@@ -70,10 +70,16 @@ def spread_state(state: Any, holders: Sequence[int], world: World, cut: Cut | No
         return broadcast_state(state, holders[0], world.rank)
     served_by = sources(holders, world.world_size)
     if world.rank in served_by:
-        return _received(served_by[world.rank], cut)
-    tensors, rest = tree.encode(state)
-    _serve([target for target, source in served_by.items() if source == world.rank], tensors, rest)
-    return tree.decode(rest, tensors, cut)
+        found = _received(served_by[world.rank], cut)
+    else:
+        tensors, rest = tree.encode(state)
+        _serve([target for target, source in served_by.items() if source == world.rank], tensors, rest)
+        found = tree.decode(rest, tensors, cut)
+    if served_by:
+        # A rank that serves no other would wait in its first step, in which it is late only after minutes, perhaps.
+        with exchanging():
+            dist.all_reduce(torch.zeros(1))
+    return found
 
 
 def state_from_first(world: World, read: Callable[[Taking], dict[str, Any]], taking: Cuts) -> dict[str, Any]:
