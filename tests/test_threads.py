@@ -49,6 +49,8 @@ ENDLESS = {
         *("work.wait()", "buckets[turn - 2].wait()", "work.wait()", "bucket.wait()")
     ],
     "elastic_launch/training/ranks/agreement.py": ["work.wait()"],
+    # The value of a context variable.
+    "elastic_launch/training/ranks/exchange.py": ["_link.get()", "_link.get()"],
 }
 """Waits without a time: by module, with the reason. None is on the way to the end of a process."""
 
