@@ -38,6 +38,7 @@ def test_the_step_and_age_of_the_last_checkpoint_survive_a_fault(tmp_path: Path)
 
 RANKS = """
 import sys
+import torch  # so that a forked agent has loaded what the script needs
 import elastic_launch as el
 from elastic_launch.training.checkpoints.manager import CheckpointManager
 
