@@ -30,6 +30,7 @@ def survived(job: Job, *options: str) -> tuple[list[dict[str, Any]], list[dict[s
     return changes.steps(1), changes.steps(2), result["hash"]
 
 
+@pytest.mark.slow  # tests/training/live/test_rehearsal.py has a compiled model that enters a round with its graphs
 def test_a_compiled_model_keeps_its_graphs(job: Job, undisturbed: str) -> None:
     before, after, digest = survived(job, "--compile")
     assert before[-1]["graphs"]["unique_graphs"] >= 1
