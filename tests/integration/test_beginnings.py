@@ -50,7 +50,7 @@ def _parts(agent: Agent) -> bool:
     [
         ("import numpy, torch", True),
         pytest.param("import yaml\nimport torch", False, marks=pytest.mark.slow),
-        pytest.param("import torch, yaml", True, marks=pytest.mark.slow),
+        pytest.param("import torch, yaml", True, marks=pytest.mark.soak),
     ],
 )
 def test_torch_is_imported_once_where_the_script_has_nothing_before_it(job: Job, imports: str, shares: bool) -> None:
@@ -87,7 +87,7 @@ def test_an_interpreter_with_options_of_its_own_is_kept(job: Job) -> None:
     [
         (signal.SIGTERM, 143),
         pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
-        pytest.param(signal.SIGXCPU, 128 + signal.SIGXCPU, marks=pytest.mark.slow),
+        pytest.param(signal.SIGXCPU, 128 + signal.SIGXCPU, marks=pytest.mark.soak),
     ],
 )
 def test_a_signal_during_torchs_import_is_handled(job: Job, number: signal.Signals, code: int) -> None:

@@ -38,7 +38,7 @@ def started(*arguments: str, output: int) -> Iterator[Process]:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param("a pipe whose reader has stopped", marks=pytest.mark.slow), "a terminal after Ctrl-S"]
+    "kind", [pytest.param("a pipe whose reader has stopped", marks=pytest.mark.soak), "a terminal after Ctrl-S"]
 )
 @pytest.mark.usefixtures("job")  # which prepares for agents that are forked
 def test_a_console_that_is_not_read_delays_neither_workers_nor_the_end(kind: str, tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def test_on_etcd_a_node_that_froze_alone_does_not_train_on_next_to_its_successor
     assert "never retrieved" not in first.output
 
 
-@pytest.mark.parametrize(("nnodes", "often"), [pytest.param("1:4", 2, marks=pytest.mark.slow), ("1", 1)])
+@pytest.mark.parametrize(("nnodes", "often"), [pytest.param("1:4", 2, marks=pytest.mark.soak), ("1", 1)])
 def test_a_node_that_trains_alone_stops_while_etcd_is_out_of_reach(
     job: Job, servers: list[Member], nnodes: str, often: int
 ) -> None:

@@ -47,7 +47,7 @@ def test_a_signal_that_is_a_notice_does_not_reach_the_workers_and_leaves_them_wh
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("executed", [False, True])
+@pytest.mark.parametrize("executed", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_a_signal_to_each_process_of_a_job_is_a_notice_and_ends_none(job: Job, executed: bool) -> None:
     """Slurm sends signals in this way."""
     flags = ("--notice", "signal:USR1", *(("--no-warm",) if executed else ()))

@@ -225,7 +225,7 @@ sys.exit(cli.main(sys.argv[1:]))
 '''
 
 
-@pytest.mark.parametrize(("restarts", "code"), [("1", 91), pytest.param("0", 7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("restarts", "code"), [("1", 91), pytest.param("0", 7, marks=pytest.mark.soak)])
 def test_a_registered_handler_is_run_by_torchs_own_agent(job: Job, tmp_path: Path, restarts: str, code: int) -> None:
     program, script = tmp_path / "mine.py", tmp_path / "fails.py"
     program.write_text(textwrap.dedent(HANDLER))

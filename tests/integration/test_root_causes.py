@@ -45,7 +45,7 @@ assert os.environ["ELASTIC_LAUNCH_START_REASON"].isprintable()
 """
 
 WAYS = pytest.mark.parametrize(
-    "flags", [pytest.param((), id="forked"), pytest.param(("--no-warm",), id="executed", marks=pytest.mark.slow)]
+    "flags", [pytest.param((), id="forked"), pytest.param(("--no-warm",), id="executed", marks=pytest.mark.soak)]
 )
 
 

@@ -9,7 +9,7 @@ SCRIPT = str(SCRIPTS / "straggling.py")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", ["data", "compute"])
+@pytest.mark.parametrize("phase", [pytest.param("data", marks=pytest.mark.soak), "compute"])
 def test_a_slow_rank_is_named_with_its_node_and_phase(job: Job, phase: str) -> None:
     """Of four ranks, two of which have twice as many micro-batches as the others."""
     command = [SCRIPT, str(job.work), "2", phase]

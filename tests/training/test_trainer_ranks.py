@@ -45,7 +45,7 @@ def test_everything_that_is_reported_is_the_same_at_three_ranks(job: Job, alone:
     [
         [],
         pytest.param(["--default-mode"], marks=pytest.mark.slow),
-        pytest.param(["--default-mode", "--micro", "auto"], marks=pytest.mark.slow),
+        pytest.param(["--default-mode", "--micro", "auto"], marks=pytest.mark.soak),
     ],
 )
 def test_ranks_that_build_other_models_train_the_first_ones(job: Job, options: list[str]) -> None:
@@ -72,7 +72,7 @@ def test_half_precision_is_exact_too(job: Job) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [[], pytest.param(["--default-mode"], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", [[], pytest.param(["--default-mode"], marks=pytest.mark.soak)])
 def test_one_rank_without_memory_makes_all_halve_their_micro_batches(job: Job, mode: list[str]) -> None:
     poor = _train(job, 2, "--micro", "auto", "--poor-rank", "1", *mode)
     assert poor["rounds"] == [[2, 12, 0, "first"]]
