@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from changes import STEPS, Changes, undisturbed_hash
-from harness import SCRIPTS, Agent, Job, alive, read_lines, wait_for
+from harness import SCRIPTS, Agent, Job, alive, freeze, read_lines, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -140,11 +140,13 @@ def test_a_node_that_leaves_ends_its_newcomer(job: Job, undisturbed: str) -> Non
 
 
 def test_a_run_that_ends_ends_its_newcomer(job: Job, undisturbed: str) -> None:
-    changes = training(job, LONG)
+    """It is frozen, so that the run ends before it is ready, however busy the machine is."""
+    changes = training(job)
     agent = changes.alone("--nproc", "2", *WAIT)
     changes.trains(2, steps=5)
     os.kill(pids(job, 1)[1], signal.SIGKILL)
     new = newcomer(job)
+    freeze(new)
     result = changes.finish(agent)
     assert not alive(new)
     assert result["hash"] == undisturbed
