@@ -95,10 +95,15 @@ def test_numbers_of_rounds_and_terms_only_rise_through_one_leader_after_the_othe
     for _ in range(3):
         nodes.leave(nodes.leader())
         nodes.together(*nodes.nodes)
-    formed = [(event.term, event.round) for event in nodes.events.seen if isinstance(event, RoundFormed)]
+    nodes.until("four events", lambda: len(_formed(nodes)) >= 4)  # a leader tells its nodes first
+    formed = _formed(nodes)
     assert formed == sorted(set(formed))
     assert len({number for _, number in formed}) == len(formed)
     assert len(formed) == 4
+
+
+def _formed(nodes: Nodes) -> list[tuple[int, int]]:
+    return [(event.term, event.round) for event in nodes.events.seen if isinstance(event, RoundFormed)]
 
 
 def test_a_running_round_survives_a_new_leader_that_takes_over_from_a_live_one(nodes: Nodes) -> None:
