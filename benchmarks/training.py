@@ -155,7 +155,7 @@ def worker(args: argparse.Namespace) -> None:
                 if memory is not None:
                     snapshots.add(memory.rhythm.last)
             if not plain:
-                run._engine.settle()  # ongoing writes belong to these steps
+                run._engine.saver.settle()  # ongoing writes belong to these steps
             if run.world_size > 1:
                 dist.barrier()
             if results is not None:
