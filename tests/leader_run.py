@@ -137,6 +137,7 @@ class Run:
             match instruction:
                 case Commit(record=record):
                     assert record.nonce not in {self.record.nonce, *(commit.nonce for commit in self.commits)}
+                    assert ControlRecord.parse(record.encode()) == record, "a record that no node can read"
                     self.record = record
                     self.commits.append(record)
                 case Send(link=link, order=order):

@@ -89,3 +89,11 @@ def test_the_record_names_the_nodes_that_were_left_out_last() -> None:
 def test_a_count_that_anyone_may_have_written_is_only_a_count() -> None:
     exclusion = Exclusion([FaultyNode("b", 10**9)])
     assert [exclusion.fault("b", 0.0) for _ in range(FAULTS)][-1] == LONGEST
+
+
+def test_the_record_has_no_fault_of_the_future() -> None:
+    """A leader that has slept shifts all times, also of a fault that it has counted since."""
+    exclusion = Exclusion()
+    exclusion.fault("b", 10.0)
+    exclusion.put_off(10.0)
+    assert exclusion.recorded(12.0) == (FaultyNode("b", 0, 0.0, (0.0,)),)

@@ -25,7 +25,7 @@ LONGEST = 7200.0
 """Longest such time, in seconds."""
 
 MOST = 32
-"""Most nodes in the control record: those that were left out last."""
+"""Most nodes in the control record: those that were left out last, and the one with the last faults."""
 
 
 class Exclusion:
@@ -51,9 +51,9 @@ class Exclusion:
     def recorded(self, now: float) -> tuple[FaultyNode, ...]:
         """Return what another leader must know."""
         nodes = dict(self._times)
-        faults = tuple(round(now - at, 3) for at in self._faults if at > now - WINDOW)
+        faults = tuple(round(max(0.0, now - at), 3) for at in self._faults if at > now - WINDOW)
         if faults:
-            nodes.setdefault(self._node_id, 0)
+            nodes[self._node_id] = nodes.pop(self._node_id, 0)  # last, so that it is among those that are recorded
         return tuple(
             FaultyNode(
                 node_id,

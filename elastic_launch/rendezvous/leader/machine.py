@@ -265,6 +265,7 @@ class LeaderMachine:
 
     def stop(self, reason: str, seconds: float | None, now: float) -> list[Instruction]:
         """Drain the round, if there is one, and end the run with exit code 143."""
+        self._wake(now)
         self._rounds.stop(reason, seconds, now)
         return self._flush()
 
@@ -282,6 +283,7 @@ class LeaderMachine:
         Raises:
             UsageError: if the numbers are invalid.
         """
+        self._wake(now)
         was, limits = self.limits, self.limits.resized(min_nodes, max_nodes)
         self._state.resizing.wanted = True
         if limits != was:

@@ -110,10 +110,11 @@ class Rounds:
     def _recall(self, said: Running | Broken, known: m.RoundSeen, now: float) -> None:
         if not said.taken_over:
             return
+        lasted = min(known.lasted, known.formed_ago)
         if isinstance(said, Running):
-            said.earlier = max(said.earlier, known.lasted - (now - said.formed_at))
+            said.earlier = max(said.earlier, lasted - (now - said.formed_at))
         elif said.judged_at is None:
-            said.lasted = max(said.lasted, known.lasted - (now - said.at))
+            said.lasted = max(said.lasted, lasted - (now - said.at))
         else:
             return
         self._begun(said, known.begun)

@@ -38,7 +38,7 @@ class _LastRound:
 
     def seen(self, now: float) -> m.RoundSeen:
         over_at = now if self.over_at is None else self.over_at
-        ago, lasted = round(now - self.formed_at, 3), round(over_at - self.formed_at, 3)
+        ago, lasted = (round(max(0.0, at - self.formed_at), 3) for at in (now, over_at))
         return m.RoundSeen(ago, lasted, self.begun, self.reached)
 
 
