@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 from elastic_launch.system.memory_groups import CGROUPS, memory_groups
 
-__all__ = ["MORE_MEMORY", "RESERVE", "free_memory", "inactive_cache", "room"]
+__all__ = ["MORE_MEMORY", "free_memory", "inactive_cache", "lacking", "remedy", "room"]
 
 RESERVE = 0.1
 """Fraction of the free memory that snapshots leave free."""
 
-MORE_MEMORY = "give the node more memory (docker run --memory, a pod's limits.memory, Slurm's --mem)"
+MORE_MEMORY = (
+    "take a host with more memory, or raise the limit (docker run --memory, a pod's limits.memory, Slurm's --mem)"
+)
 """What to do if there is too little."""
 
 _UNLIMITED = 1 << 60
@@ -32,6 +35,26 @@ def room(proc: Path = Path("/proc"), cgroups: Path = CGROUPS) -> tuple[int, str]
     does not count as used, because the kernel drops it first.
     """
     return min([(_available(proc), "on this host"), *_left_in_groups(proc, cgroups)])
+
+
+def lacking(size: int, what: str) -> str:
+    """Return why so many further bytes of snapshots have no room; empty if they have.
+
+    Args:
+        what: how the sentence begins, up to and with "need".
+    """
+    free, where = room() if size else (0, "")
+    if size <= (1 - RESERVE) * free:
+        return ""
+    return (
+        f"{what} {size / 2**30:.2f} GiB more, and {free / 2**30:.2f} GiB are free {where}, of which {RESERVE:.0%} "
+        "are left free"
+    )
+
+
+def remedy(error: OSError) -> str:
+    """Return what to do about an error as memory was allocated; empty if it was not a lack of memory."""
+    return MORE_MEMORY if error.errno in (errno.ENOMEM, errno.ENOSPC) else ""
 
 
 def _available(proc: Path) -> int:

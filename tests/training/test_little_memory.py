@@ -62,7 +62,7 @@ def test_without_room_for_a_copy_training_waits_and_says_so_once(
     torch.testing.assert_close(el.load_checkpoint(tmp_path)["model"], dict(model.state_dict()), rtol=0, atol=0)
     (said,) = [record.getMessage() for record in caplog.records if "copy of the state" in record.getMessage()]
     assert said.startswith("from step 1 on training waits")
-    assert "0.00 GiB are free in this test. To avoid the wait, give the node more memory" in said
+    assert "0.00 GiB are free in this test. To avoid the wait, take a host with more memory" in said
 
 
 def test_with_room_for_one_copy_there_is_never_a_second(

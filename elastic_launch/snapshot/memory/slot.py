@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from elastic_launch.snapshot.room import RESERVE, room
+from elastic_launch.snapshot.room import lacking
 
 __all__ = ["Header", "Slot"]
 
@@ -90,8 +90,8 @@ class Slot:
     def allocate(self, size: int) -> None:
         """Give the tensors' file a size, and have memory for all of it, so that no later write can lack any.
 
-        A control group answers an allocation beyond its limit with a kill, not with an error. Each piece is therefore
-        compared with what is free at that time, which other processes use, too.
+        A control group answers an allocation beyond its limit with a kill, not with an error. Before each piece, what
+        is still needed is therefore compared with what is free at that time, which other processes use, too.
 
         Raises:
             OSError: if there is no memory for it; the slot then uses none.
@@ -99,12 +99,9 @@ class Slot:
         os.ftruncate(self.tensors, size)
         try:
             for begin in range(os.fstat(self.tensors).st_blocks * 512, size, _PIECE):
-                piece = min(_PIECE, size - begin)
-                free, where = room()
-                if piece > (1 - RESERVE) * free:
-                    text = f"{size - begin >> 20} MiB more are needed, and {free >> 20} MiB are free {where}"
-                    raise OSError(errno.ENOMEM, text)
-                os.posix_fallocate(self.tensors, begin, piece)
+                if lack := lacking(size - begin, "one of them needs"):
+                    raise OSError(errno.ENOMEM, lack)
+                os.posix_fallocate(self.tensors, begin, min(_PIECE, size - begin))
             if size:
                 os.posix_fallocate(self.tensors, 0, size)
         except OSError:

@@ -22,7 +22,7 @@ from elastic_launch import faults, snapshot
 from elastic_launch.contract import CopyJob, NoSnapshots, Stored
 from elastic_launch.snapshot.memory.slot import Header, Slot
 from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter, read_meta, read_state
-from elastic_launch.snapshot.room import MORE_MEMORY, RESERVE, room
+from elastic_launch.snapshot.room import MORE_MEMORY, lacking
 from elastic_launch.training.checkpoints.snapshot_interval import Cost, Rhythm
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.ranks.exchange import broadcast_state, exchanging
@@ -196,13 +196,7 @@ class MemorySnapshots:
     def _lack(self, size: int) -> str:
         """Return why there is no room for snapshots of a size in all slots; empty if their memory is free or theirs."""
         grows = max(0, size * len(self._slots) - sum(slot.allocated for slot in self._slots))
-        free, where = room() if grows else (0, "")
-        if grows <= (1 - RESERVE) * free:
-            return ""
-        return (
-            f"{len(self._slots)} of {size / 2**30:.2f} GiB each need {grows / 2**30:.2f} GiB more, and "
-            f"{free / 2**30:.2f} GiB are free {where}, of which {RESERVE:.0%} are left free"
-        )
+        return lacking(grows, f"{len(self._slots)} of {size / 2**30:.2f} GiB each need")
 
 
 def settled(optimizer: Any, parameters: Iterable[Tensor]) -> Callable[[Tensor], bool]:
