@@ -170,6 +170,43 @@ exiting(lambda: 7)
     assert done.stdout == ("said\ntaken to pieces\n" if atexit_runs else "said\n")
 
 
+EXITING = """
+import sys
+from elastic_launch.system.program import exiting
+sys.stdout.reconfigure(line_buffering=False)
+print("said")
+exiting(lambda: int(sys.argv[1]))
+"""
+
+
+BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+
+
+@pytest.mark.parametrize(("code", "found"), [(0, 120), (91, 91)])
+def test_output_that_cannot_be_written_is_not_a_success(code: int, found: int) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-c", EXITING, str(code)]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=20, env=BUFFERED)
+    assert done.returncode == found
+    assert done.stderr == "[elastic-launch] the output could not be written: No space left on device\n"
+
+
+def test_a_reader_that_is_gone_changes_nothing() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-c", EXITING, "3"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=20, env=BUFFERED)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (3, "")
+
+
+def test_a_profiler_reports_at_the_exit(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(EXITING)
+    command = [sys.executable, "-m", "cProfile", "program.py", "3"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert "function calls" in done.stdout, done.stderr
+
+
 def test_a_working_directory_that_is_gone_is_named(here: Path) -> None:
     (here / "gone").mkdir()
     command = [sys.executable, "-m", "elastic_launch", "--log-dir", str(here / "logs"), str(here / "train.py")]

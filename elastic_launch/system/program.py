@@ -27,6 +27,9 @@ PROGRAM = "elastic-launch"
 GIVEN_UP = "c10d-call"
 """Name of threads whose calls are abandoned after their timeout."""
 
+LOST_OUTPUT = 120
+"""Exit code, as of the interpreter, if all went well but the output could not be written."""
+
 
 def exiting(act: Callable[[], int]) -> NoReturn:
     """Exit with the code that ``act`` returns, or as after Ctrl-C, whatever started this process and however."""
@@ -87,17 +90,35 @@ def _leave(code: int) -> NoReturn:
 
     Tearing down all modules takes half a second with torch, for which the caller would wait. An abandoned
     thread would abort the process if its call returned meanwhile: the call is C++ and does not allow its thread to be
-    unwound. Such a thread is not waited for, nor is one that hangs in a write, which may hold a lock.
+    unwound. Such a thread is not waited for, nor is one that hangs in a write, which may hold a lock. Files that are
+    open are not flushed, other than those of logging and the standard streams.
     """
-    if flush_all():
-        if not any(thread.name == GIVEN_UP for thread in threading.enumerate()):
-            threading._shutdown()  # type: ignore[attr-defined]
-            atexit._run_exitfuncs()
+    if not flush_all():
+        os._exit(code)
+    if any(thread.name == GIVEN_UP for thread in threading.enumerate()):
         logging.shutdown()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-    os._exit(code)
+    elif sys.gettrace() is not None or sys.getprofile() is not None:
+        sys.exit(code)  # to what reports at the end
+    else:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()  # logging's is one of them
+    os._exit(code if _flushed() else code or LOST_OUTPUT)
+
+
+def _flushed() -> bool:
+    """Flush the standard streams; return whether all of the output was written or not wanted, and say so if not."""
+    lost = ""
+    try:
+        sys.stdout.flush()
+    except (ValueError, BrokenPipeError):  # it is closed, or its reader is gone
+        pass
+    except OSError as error:
+        lost = str(error.strerror)
+    with contextlib.suppress(OSError, ValueError):
+        if lost:
+            print(f"[{PROGRAM}] the output could not be written: {lost}", file=sys.stderr)
+        sys.stderr.flush()
+    return not lost
 
 
 def _open_streams() -> None:
