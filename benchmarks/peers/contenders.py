@@ -142,9 +142,39 @@ def start_replica(run: Run, number: int) -> int:
     return run.launch(command, "replicas.py", "--timeout", str(HANG_TIMEOUT), **environ)
 
 
+RAY = {
+    # The controller looks at its workers; Ray's control service at its nodes, of which one that does not answer twice
+    # within half a second each counts as dead.
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.05",
+    "RAY_health_check_period_ms": "250",
+    "RAY_health_check_timeout_ms": "500",
+    "RAY_health_check_failure_threshold": "2",
+    "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "0.2",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+
+
+def start_ray(run: Run, node: str, nproc: int) -> int:
+    """A node of a Ray cluster; the host runs the driver as well. Return the pid of what keeps the node up."""
+    address, storage = f"127.0.0.1:{run.port}", str(run.job.directory)
+    place = ["--address", address]
+    if node == "host":
+        place = ["--head", "--port", str(run.port), "--include-dashboard", "false", "--temp-dir", f"{storage}/ray"]
+    command = [run.program("ray"), "start", "--block", "--num-cpus", str(nproc), *place]
+    # Its workers import the script's modules.
+    agent = run.job.start([*command, "--node-ip-address", "127.0.0.1"], {"PYTHONPATH": f"{HERE.parent}:{HERE}", **RAY})
+    if node == "host":
+        options = ["--address", address, "--storage", storage, "--timeout", str(HANG_TIMEOUT)]
+        options += ["--workers", str(max(nproc, run.nodes)), *(["--fixed"] if run.nodes == 1 else [])]
+        run.launch([str(run.python())], "ray_train.py", *options, **RAY)
+    return agent[0]
+
+
 CONTENDERS = {
     "elastic-launch": Contender(("elastic-launch", "torch"), start_ours),
     "torchrun": Contender(("torch",), start_torchrun),
+    "torchrun 2.14": Contender(("torch",), start_torchrun, "torch214"),
     "ft_launcher": Contender(("nvidia-resiliency-ext", "torch"), start_ft_launcher, "nvrx", elastic=False),
-    "torchft": Contender(("torchft-nightly", "torch"), start_torchft, "torchft"),
+    "torchft": Contender(("torchft", "torch"), start_torchft, "torchft"),
+    "Ray Train": Contender(("ray", "torch"), start_ray, "ray"),
 }
