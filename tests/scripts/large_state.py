@@ -1,7 +1,7 @@
 """Train with a state of a given size: ``large_state.py DIRECTORY MIB STEPS [CHECKPOINTS]``.
 
-In the first process, the first step waits for a file ``go`` in the directory. The last line names the step from which
-the last process went on.
+In the first process, the first step waits for a file ``go`` in the directory, and the fifth for a checkpoint. The last
+line names the step from which the last process went on.
 """
 
 import sys
@@ -27,5 +27,7 @@ with el.session(threads=1) as run:
             (directory / "waiting").touch()
             while not (directory / "go").exists():
                 time.sleep(0.02)
+        while saving is not None and step.number == 5 and not any(Path(sys.argv[4]).glob("step-*")):
+            time.sleep(0.02)
         step.update()
     print(f"went on from step {run.resumed_step}", flush=True)
