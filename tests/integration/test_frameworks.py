@@ -62,12 +62,32 @@ def held(job: Job, number: int, world_size: int) -> None:
         raise AssertionError("\n".join([str(error), *(agent.output for agent in job.agents)])) from None
 
 
+UNOPTIMIZED = """#!/bin/sh
+for option; do
+    shift
+    case $option in
+        -O*) ;;
+        *) set -- "$@" "$option" ;;
+    esac
+done
+exec c++ -O0 "$@"
+"""
+
+
 @pytest.fixture
 def extensions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give DeepSpeed a separate directory, where no lock is left from a killed run."""
+    """Give DeepSpeed a separate directory, where no lock is left from a killed run, and a compiler that is quick.
+
+    With the options that DeepSpeed gives, its extension takes minutes to compile.
+    """
     for lock in EXTENSIONS.glob("**/lock"):
         lock.unlink()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(EXTENSIONS))
+    EXTENSIONS.mkdir(parents=True, exist_ok=True)
+    compiler = EXTENSIONS / "c++"
+    compiler.write_text(UNOPTIMIZED)
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
 
 
 @pytest.mark.slow
