@@ -20,6 +20,8 @@ export PIP_ARGS
 unexport PYTHONDONTWRITEBYTECODE
 
 BIN := $(VENV)/bin
+# Under another name, since `make -n` runs a line that has the name MAKE.
+SELF := $(MAKE)
 # The tests of a file stay together: some share what took long to make. tests/conftest.py puts long files first.
 # The argument is how many run at a time unless JOBS says it.
 parallel = -n $(or $(JOBS),$(1)) --dist loadscope --no-loadscope-reorder --max-worker-restart 0
@@ -93,7 +95,7 @@ dist: env
 # In a new clone, each of pytest's processes would compile the tests; one does it while mypy uses one processor.
 test: env
 	@{ test -d tests/__pycache__ || "$(BIN)/python" -m pytest -qq --collect-only; } >/dev/null 2>&1 & \
-	"$(MAKE)" --no-print-directory check; code=$$?; wait; exit $$code
+	"$(SELF)" --no-print-directory check; code=$$?; wait; exit $$code
 	"$(BIN)/python" -m pytest -rfEs $(call parallel,3) -m "not system and not slow and not soak" --junitxml=build/junit-test.xml $(PYTEST_ARGS)
 
 test-all: env $(FRAMEWORKS)

@@ -115,5 +115,5 @@ KINDS: dict[str, tuple[tuple[str, ...], Callable[[str, str | None], NoticeSource
     "signal": (("signal:USR1",), _signal),
 }
 """By kind, how sources are written, and what makes one of the kind and what follows its colon, if there is a colon; it
-returns None if that is not a source. The module ``elastic_agents.notices.<kind>``
-watches a source, except that the agent itself handles ``signal``."""
+returns None if that is not a source. The module ``elastic_agents.notices.<kind>`` watches a source; the agent itself
+handles ``signal``, and ``auto`` stands for others."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from elastic_launch.system.memory_groups import CGROUPS, memory_groups
 
-__all__ = ["MORE_MEMORY", "free_memory", "inactive_cache", "lacking", "remedy", "room"]
+__all__ = ["MORE_MEMORY", "free_memory", "inactive_cache", "lacking", "remedy_of", "room"]
 
 RESERVE = 0.1
 """Fraction of the free memory that snapshots leave free."""
@@ -31,8 +31,8 @@ def room(proc: Path = Path("/proc"), cgroups: Path = CGROUPS) -> tuple[int, str]
     This is the minimum of the host's available memory and of what is left in each memory control group of the process:
     version 2 (the lower of ``memory.max`` and ``memory.high``, beyond which processes are throttled, less
     ``memory.current``, in the group and all its ancestors) and version 1 (``memory.limit_in_bytes`` less
-    ``memory.usage_in_bytes``). Inactive page cache, such as a dataset that was read,
-    does not count as used, because the kernel drops it first.
+    ``memory.usage_in_bytes``). Inactive page cache, such as a dataset that was read, does not count as used, because
+    the kernel drops it first.
     """
     return min([(_available(proc), "on this host"), *_left_in_groups(proc, cgroups)])
 
@@ -52,7 +52,7 @@ def lacking(size: int, what: str) -> str:
     )
 
 
-def remedy(error: OSError) -> str:
+def remedy_of(error: OSError) -> str:
     """Return what to do about an error as memory was allocated; empty if it was not a lack of memory."""
     return MORE_MEMORY if error.errno in (errno.ENOMEM, errno.ENOSPC) else ""
 

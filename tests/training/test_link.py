@@ -124,7 +124,7 @@ def test_a_snapshot_that_is_lost_while_it_is_written_does_not_become_a_checkpoin
     save(run._engine._after(1, {}, run._engine.state), stays=lambda tensor: True)
     run._engine.saver.settle()
     run._engine.saver.poll(1, checkpoint)
-    assert "checkpoint of step 1: its snapshot is lost: there is no memory for them" in caplog.text
+    assert "checkpoint of step 1: its snapshot is lost: not enough memory" in caplog.text
     assert any(
         isinstance(m, c.Saved) and m.step == 1 and m.error for m in map(c.unpack, agent.recv(65536).splitlines())
     )

@@ -34,7 +34,7 @@ from elastic_launch.rendezvous.snapshot_holders import SnapshotSource
 from elastic_launch.rendezvous.wire.authentication import Channel
 from elastic_launch.snapshot.format.manifest import MAX_STATE_BYTES
 from elastic_launch.snapshot.memory.slot import Header, Slot
-from elastic_launch.snapshot.room import free_memory
+from elastic_launch.snapshot.room import lacking
 from elastic_launch.system.threads import VitalThread
 
 __all__ = ["ENDING", "TransferClient", "TransferServer"]
@@ -372,8 +372,8 @@ class TransferClient:
         if min(numbers) < 0 or max(numbers) >= _MOST or max(offered.state, offered.meta) > MAX_STATE_BYTES:
             raise ProtocolError("No snapshot has such numbers and sizes.")
         slot = self._slot
-        if offered.tensors - slot.allocated > 0.9 * free_memory():
-            raise ProtocolError(f"there is no memory for its {offered.tensors / 2**30:.2f} GiB.")
+        if lack := lacking(max(0, offered.tensors - slot.allocated), "the snapshot needs"):
+            raise ProtocolError(f"{lack}.")
         slot.begin()
         slot.allocate(offered.tensors)
         wire.say(_Go())

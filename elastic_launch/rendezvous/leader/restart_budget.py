@@ -83,22 +83,22 @@ class RestartBudget:
         """Return the budget as a record has it."""
         return cls(
             record.limits,
-            record.restarts,
-            record.refilled,
-            record.idle,
-            record.last_step,
-            record.run,
-            record.soon,
-            record.vain,
-            record.best,
-            record.healthy,
-            record.repeats,
-            record.repeats_step,
+            spent=record.restarts,
+            refilled=record.refilled,
+            idle=record.idle,
+            mark=record.last_step,
+            run=record.run,
+            soon=record.soon,
+            vain=record.vain,
+            best=record.best,
+            healthy=record.healthy,
+            repeats=record.repeats,
+            repeats_step=record.repeats_step,
         )
 
     @property
     def recorded(self) -> dict[str, Any]:
-        """The fields of the record from which another leader counts on."""
+        """The fields of the record with which another leader continues these counts."""
         return {
             "restarts": self.spent,
             "refilled": self.refilled,

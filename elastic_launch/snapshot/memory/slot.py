@@ -94,7 +94,7 @@ class Slot:
         is still needed is therefore compared with what is free at that time, which other processes use, too.
 
         Raises:
-            OSError: if there is no memory for it; the slot then uses none.
+            OSError: if memory is too short; the slot is then empty.
         """
         os.ftruncate(self.tensors, size)
         try:
@@ -103,7 +103,7 @@ class Slot:
                     raise OSError(errno.ENOMEM, lack)
                 os.posix_fallocate(self.tensors, begin, min(_PIECE, size - begin))
             if size:
-                os.posix_fallocate(self.tensors, 0, size)
+                os.posix_fallocate(self.tensors, 0, size)  # holes, if what was allocated before was not its beginning
         except OSError:
             os.ftruncate(self.tensors, 0)
             raise

@@ -194,7 +194,7 @@ class MemorySnapshots:
         self._link.say(NoSnapshots(cause))
 
     def _lack(self, size: int) -> str:
-        """Return why there is no room for snapshots of a size in all slots; empty if their memory is free or theirs."""
+        """Return why the slots cannot all grow to snapshots of a size; empty if they can."""
         grows = max(0, size * len(self._slots) - sum(slot.allocated for slot in self._slots))
         return lacking(grows, f"{len(self._slots)} of {size / 2**30:.2f} GiB each need")
 

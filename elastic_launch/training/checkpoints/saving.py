@@ -15,7 +15,7 @@ from torch import Tensor
 from elastic_launch import snapshot
 from elastic_launch.contract import CopyJob
 from elastic_launch.shared_progress import Activity
-from elastic_launch.snapshot.room import remedy
+from elastic_launch.snapshot.room import remedy_of
 from elastic_launch.training.checkpoints.branches import Branch, following
 from elastic_launch.training.checkpoints.manager import CheckpointManager, run_id
 from elastic_launch.training.checkpoints.memory import MemorySnapshots, Newest, Route, newest, restore
@@ -438,7 +438,7 @@ class Saver:
         except snapshot.CheckpointError as error:
             self._lose_snapshot(error.message)
         except OSError as error:
-            self._lose_snapshot(f"there is no memory for them: {error.strerror or error}", remedy(error))
+            self._lose_snapshot(f"not enough memory: {error.strerror or error}", remedy_of(error))
 
     def _take_again(self, error: snapshot.TornSnapshotError) -> None:
         """Report that a snapshot is given up, and make its checkpoint from a later one."""
@@ -517,7 +517,7 @@ class Saver:
         except snapshot.CheckpointError as error:
             self._give_up_memory(error.message)
         except OSError as error:
-            self._give_up_memory(f"there is no memory for them: {error.strerror or error}", remedy(error))
+            self._give_up_memory(f"not enough memory: {error.strerror or error}", remedy_of(error))
         return False
 
     def _lose_snapshot(self, reason: str, remedy: str = "") -> None:
