@@ -144,8 +144,9 @@ def start_replica(run: Run, number: int) -> int:
 
 RAY = {
     # The controller looks at its workers; Ray's control service at its nodes, of which one that does not answer twice
-    # within half a second each counts as dead.
+    # within half a second each counts as dead. A start that got a place on a node that is gone is given up after 3 s.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.05",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "3",
     "RAY_health_check_period_ms": "250",
     "RAY_health_check_timeout_ms": "500",
     "RAY_health_check_failure_threshold": "2",

@@ -103,7 +103,7 @@ def main() -> int:
     options.add_argument("--only", choices=EVENTS, action="append", help="measure this one; may be repeated")
     options.add_argument("--who", choices=CONTENDERS, action="append", help="measure this one; may be repeated")
     options.add_argument("--timeout", type=positive, default=90, help="seconds for a training to begin [90]")
-    options.add_argument("--limit", type=positive, default=60, help="seconds for the world to be whole again [60]")
+    options.add_argument("--limit", type=positive, default=90, help="seconds for the world to be whole again [90]")
     options.add_argument("--json", type=Path, metavar="FILE", help="write all figures there, after each measurement")
     args = options.parse_args()
     found: Record = {
