@@ -19,11 +19,9 @@ ROOT = Path(__file__).parent.parent
 API = (ROOT / "docs" / "reference" / "api.md").read_text()
 SHOWN = set(re.findall(r"^\.\. auto(?:class|exception|function):: (\w+)", API, re.MULTILINE))
 
-OF_LOADERS = "epoch_from identity plan position"
 ENGINES = {
-    "ElasticLoader": OF_LOADERS,
-    "FunctionLoader": f"{OF_LOADERS} indices",
-    "Loader": f"{OF_LOADERS} indices",
+    "FunctionLoader": "indices",
+    "Loader": "indices",
     "Progress": "on_checkpoint on_evaluation on_incident on_round on_step",
     "Stateful": "load_state_dict state_dict",
     "Trainer": "load_state_dict state_dict",

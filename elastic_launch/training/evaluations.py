@@ -225,7 +225,7 @@ def evaluated(
     Args:
         measure, check, together: see :func:`elastic_launch.training.data.evaluation.evaluate`.
     """
-    check_same(world, {**loader.identity, "metrics": list(metrics)})
+    check_same(world, {**loader._identity, "metrics": list(metrics)})
     means = evaluate(loader, measure, len(metrics), world.world_size, world.rank, check, together=together)
     return dict(zip(metrics, means, strict=True))
 

@@ -238,11 +238,11 @@ class Loop:
                 randomness_kept(),
                 closing(self._new_gradients(World())) as gradients,
                 unchanged(self._model, *gradients.parameters.all),
-                closing(loader.epoch_from(number, 1, 0)) as batches,
+                closing(loader._epoch_from(number, 1, 0)) as batches,
             ):
                 step = RehearsedStep(
-                    loader.position(number),
-                    loader.plan(number, 1, 0),
+                    loader._position(number),
+                    loader._plan(number, 1, 0),
                     batches,
                     gradients,
                     self._optimizer,
@@ -365,7 +365,7 @@ class Loop:
                 self._engine.suspend(error)
             except Drained:
                 if self._has_state and not done:  # else it is a state within a step
-                    self._engine.keep_newer(step, self._loader.identity, self._state)
+                    self._engine.keep_newer(step, self._loader._identity, self._state)
                 raise
             try:
                 with self._engine.forming():
@@ -462,13 +462,13 @@ class Loop:
         loader, number = self._loader, self._step
         gradients = self._gradients
         assert gradients is not None
-        if loader.position(number).step_in_epoch == 0:
+        if loader._position(number).step_in_epoch == 0:
             self._close_batches()
         if self._is_midway:
             self._engine.note_exchanges()
         seed_all(derive("step", loader.seed, number), devices=True)
         return Step(
-            loader.position(number),
+            loader._position(number),
             self._plan(number),
             self._open_batches(),
             gradients,
@@ -486,13 +486,13 @@ class Loop:
         )
 
     def _plan(self, number: int) -> BatchPlan:
-        return self._loader.plan(number, self._engine.world.world_size, self._engine.world.rank)
+        return self._loader._plan(number, self._engine.world.world_size, self._engine.world.rank)
 
     def _open_batches(self) -> Iterator[object]:
         """Return this rank's micro-batches from the current step to the end of its epoch."""
         if self._batches is None:
             world = self._engine.world
-            self._batches = self._loader.epoch_from(self._step, world.world_size, world.rank)
+            self._batches = self._loader._epoch_from(self._step, world.world_size, world.rank)
         return self._batches
 
     def _close_batches(self) -> None:
@@ -532,7 +532,7 @@ class Loop:
         """Return what must be the same on all ranks, by the names used in errors."""
         options = self._options
         return {
-            **self._loader.identity,
+            **self._loader._identity,
             "micro-batch": self._loader.batch.micro,
             "until, in steps": self._end,
             "exact": options.exact,
@@ -559,7 +559,7 @@ class Loop:
     def _resume(self, live: Live | None) -> Resumed:
         if live is None and self._step and self._engine.trainings.was_last(self._trained):
             return Resumed(self._step)
-        resumed = self._engine.restore(self._checkpoint, self._loader.identity, self._state, self._trained, live)
+        resumed = self._engine.restore(self._checkpoint, self._loader._identity, self._state, self._trained, live)
         if live is not None:
             return resumed
         if resumed.state is None:
@@ -581,7 +581,7 @@ class Loop:
         if self._owes_evaluation:
             # An evaluation may take longer than many steps: a fault within it must not cost those before.
             stays = settled(self._optimizer, self._model.parameters())
-            self._engine.step_done(self._step, self._loader.identity, self._state, stays)
+            self._engine.step_done(self._step, self._loader._identity, self._state, stays)
 
     def _complete(self) -> None:
         """Do what follows the last step, in the next round if this one ends meanwhile."""
@@ -608,7 +608,7 @@ class Loop:
 
     def _evaluate(self) -> None:
         assert self._options.evaluations is not None
-        epoch = self._loader.position(self._step).epoch
+        epoch = self._loader._position(self._step).epoch
         with self._engine.doing(Activity.EVALUATION), evaluating(self._model):
             self._options.evaluations.evaluate(self._step, epoch, self._engine.checkpoint)
         self._engine.note_exchanges()
@@ -629,7 +629,7 @@ class Loop:
         evaluations, engine = self._options.evaluations, self._engine
         # The first rank's clock decides for all.
         wanted = evaluations is not None and engine.world.rank == 0 and evaluations.wanted()
-        identity, state = self._loader.identity, self._state
+        identity, state = self._loader._identity, self._state
         engine.step_boundary(
             self._step, identity, state, end=end, stays=stays, by_step=True, keep=keep, evaluate=wanted
         )

@@ -77,7 +77,7 @@ def test_the_loaded_samples_are_those_planned_from_any_step_on(
 ) -> None:
     step = data.draw(st.integers(0, loader.steps_per_epoch - 1))
     for rank in range(world):
-        loaded = [micro.tolist() for micro in loader.epoch_from(step, world, rank)]
+        loaded = [micro.tolist() for micro in loader._epoch_from(step, world, rank)]
         planned = [m for s in range(step, loader.steps_per_epoch) for m in loader.indices(s, world, rank)]
         assert loaded == planned
 
@@ -86,7 +86,7 @@ def test_the_loaded_samples_are_those_planned_from_any_step_on(
 def test_what_samples_draw_is_the_same_at_every_world_size(workers: int) -> None:
     def load(world: int, workers: int) -> torch.Tensor:
         loader = ElasticLoader(Noisy(20), GlobalBatch(8, 2), seed=5, num_workers=workers)
-        batches = [batch for rank in range(world) for batch in loader.epoch_from(0, world, rank)]
+        batches = [batch for rank in range(world) for batch in loader._epoch_from(0, world, rank)]
         together = torch.cat(batches)
         return together[together[:, 0].argsort()]
 
@@ -108,7 +108,7 @@ def test_loading_leaves_the_random_state_alone() -> None:
     expected = torch.rand(3), random.random()
     torch.manual_seed(1)
     random.seed(1)
-    list(loader.epoch_from(0, 1, 0))
+    list(loader._epoch_from(0, 1, 0))
     assert torch.equal(torch.rand(3), expected[0])
     assert random.random() == expected[1]
 
@@ -149,7 +149,7 @@ def test_what_any_other_world_loads_on_resuming_is_the_rest_of_the_epoch(data: s
     epoch = data.draw(st.integers(0, 2), label="epoch")
     for step in range(epoch * loader.steps_per_epoch, (epoch + 1) * loader.steps_per_epoch):
         world = data.draw(st.integers(1, 9), label="world")
-        found = [int(i) for rank in range(world) for (micro,) in loader.epoch_from(step, world, rank) for i in micro]
+        found = [int(i) for rank in range(world) for (micro,) in loader._epoch_from(step, world, rank) for i in micro]
         done = (step - epoch * loader.steps_per_epoch) * size
         assert sorted(found) == sorted(loader.order(epoch)[done:])
 
@@ -161,8 +161,8 @@ def test_what_collating_draws_is_the_same_at_every_world_size(workers: int) -> N
 
     def drawn(world: int) -> list[list[float]]:
         loader = ElasticLoader(Numbers(10), GlobalBatch(8, 2), collate_fn=collate, num_workers=workers)
-        per_rank = [list(loader.epoch_from(0, world, rank)) for rank in range(world)]
-        counts = [[loader.plan(step, world, rank).grad_accum for rank in range(world)] for step in (0, 1)]
+        per_rank = [list(loader._epoch_from(0, world, rank)) for rank in range(world)]
+        counts = [[loader._plan(step, world, rank).grad_accum for rank in range(world)] for step in (0, 1)]
         return [per_rank[rank].pop(0) for row in counts for rank in range(world) for _ in range(row[rank])]
 
     one = drawn(1)
@@ -191,8 +191,8 @@ def test_a_thousand_million_samples_start_at_once() -> None:
     dataset = Numbers(10**9)
     began = time.process_time()
     loader = ElasticLoader(dataset, GlobalBatch(64, 8), seed=1)
-    batches = [next(loader.epoch_from(loader.steps_per_epoch // 2, 4, rank)) for rank in (0, 2)]
-    assert loader.identity
+    batches = [next(loader._epoch_from(loader.steps_per_epoch // 2, 4, rank)) for rank in (0, 2)]
+    assert loader._identity
     assert time.process_time() - began < 1
     assert len({int(index) for batch in batches for index in batch}) == 16
 
@@ -209,7 +209,7 @@ class Tens(Numbers):
 def test_a_dataset_that_gives_many_samples_at_once_is_asked_so(options: Any) -> None:
     def load(world: int, **options: Any) -> list[list[float]]:
         loader = ElasticLoader(Tens(10), GlobalBatch(6, 2), **options)
-        batches = [list(loader.epoch_from(2 * epoch, world, rank)) for epoch in range(2) for rank in range(world)]
+        batches = [list(loader._epoch_from(2 * epoch, world, rank)) for epoch in range(2) for rank in range(world)]
         return sorted(torch.cat([row for batch in batches for row in batch]).tolist())
 
     one = load(1)
@@ -224,7 +224,7 @@ def test_too_few_samples_at_once_are_noticed() -> None:
             return indices[1:]
 
     with pytest.raises(UsageError, match=r"Few.__getitems__\(\) returned 3 samples, 4 were asked for"):
-        next(ElasticLoader(Few(8), GlobalBatch(8, 4)).epoch_from(0, 1, 0))
+        next(ElasticLoader(Few(8), GlobalBatch(8, 4))._epoch_from(0, 1, 0))
 
 
 class Pids(Numbers):
@@ -244,11 +244,11 @@ def test_workers_are_initialised_and_may_outlive_an_epoch(persistent: bool) -> N
     loader = ElasticLoader(
         Pids(8), GlobalBatch(4, 2), num_workers=2, worker_init_fn=_mark, persistent_workers=persistent, timeout=100
     )
-    first = {int(pid) for micro in loader.epoch_from(0, 1, 0) for pid in micro}
+    first = {int(pid) for micro in loader._epoch_from(0, 1, 0) for pid in micro}
     # An epoch that is left in the middle, and the next: nothing of the former may come in the latter.
-    with closing(loader.epoch_from(2, 1, 0)) as batches:
+    with closing(loader._epoch_from(2, 1, 0)) as batches:
         next(batches)
-    then = [int(pid) for micro in loader.epoch_from(4, 1, 0) for pid in micro]
+    then = [int(pid) for micro in loader._epoch_from(4, 1, 0) for pid in micro]
     assert (len(first), len(then)) == (2, 8)
     assert (set(then) == first) is persistent
 
@@ -256,9 +256,9 @@ def test_workers_are_initialised_and_may_outlive_an_epoch(persistent: bool) -> N
 @pytest.mark.parametrize("workers", [0, 2])
 def test_two_epochs_at_once_are_kept_apart_or_refused(workers: int) -> None:
     loader = ElasticLoader(Numbers(8), GlobalBatch(4, 2), num_workers=workers, persistent_workers=bool(workers))
-    batches = loader.epoch_from(0, 1, 0)
+    batches = loader._epoch_from(0, 1, 0)
     first = next(batches).tolist()
-    assert next(loader.epoch_from(2, 1, 0)).tolist() == loader.order(1)[:2]
+    assert next(loader._epoch_from(2, 1, 0)).tolist() == loader.order(1)[:2]
     if workers:
         with pytest.raises(UsageError, match=r"persistent_workers=True\) was asked for an epoch in the middle"):
             next(batches)

@@ -191,7 +191,7 @@ def _first_format(directory: Path) -> None:
     manifest = json.loads(file.read_text())
     del manifest["sha256"]
     loader = el.ElasticLoader(DATASET, el.GlobalBatch(8, 4), shuffle=False)
-    manifest["meta"]["identity"][SAMPLE_ORDER] = loader.identity[SAMPLE_ORDER]
+    manifest["meta"]["identity"][SAMPLE_ORDER] = loader._identity[SAMPLE_ORDER]
     digest = hashlib.sha256(json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
     file.write_text(json.dumps({**manifest, "sha256": digest}, indent=1) + "\n")
 

@@ -405,8 +405,8 @@ def test_giving_up_where_others_would_wait_is_refused() -> None:
     model, loader = _model(), _loader(8)
     optimizer = torch.optim.SGD(model.parameters())
     step = Step(
-        loader.position(0),
-        loader.plan(0, 1, 0),
+        loader._position(0),
+        loader._plan(0, 1, 0),
         iter([]),
         Talking(model, optimizer, 1, 0),
         optimizer,

@@ -338,7 +338,7 @@ class Elsewhere:
     def recover(self, error: RuntimeError, passes: Any) -> Recovered:
         self.recovered += 1
         step, loader = self._step, _loader()
-        batches = loader.epoch_from(0, 1, 0)
+        batches = loader._epoch_from(0, 1, 0)
         return Recovered(step.plan, batches, step._gradients, None, passes=self._passes[len(passes) :] and self._passes)
 
 

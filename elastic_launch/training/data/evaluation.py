@@ -42,12 +42,12 @@ def evaluate(
     """
     steps = loader.steps_per_epoch
     # All global batches but the last have as many micro-batches as the first.
-    each, last = (loader.plan(step, world_size, rank).total for step in (0, steps - 1))
+    each, last = (loader._plan(step, world_size, rank).total for step in (0, steps - 1))
     measured: list[tuple[int, list[Tensor | float], float, float | None]] = []
     latest: list[Any] = []
-    with torch.no_grad(), closing(loader.epoch_from(0, world_size, rank)) as batches:
+    with torch.no_grad(), closing(loader._epoch_from(0, world_size, rank)) as batches:
         for step in range(steps):
-            plan = loader.plan(step, world_size, rank)
+            plan = loader._plan(step, world_size, rank)
             for micro in plan.micro_batches:
                 check()
                 latest = [next(batches)]

@@ -109,7 +109,7 @@ class Loader(ABC):
 
     def _spare(self, step: int) -> Any:
         """Return the first micro-batch of a step's global batch, on any rank."""
-        with closing(self._apart().epoch_from(step, 1, 0)) as batches:
+        with closing(self._apart()._epoch_from(step, 1, 0)) as batches:
             return next(batches)
 
     @property
@@ -151,7 +151,7 @@ class Loader(ABC):
                 "you draw: torch.Generator().manual_seed(torch.initial_seed()).",
             )
 
-    def position(self, step: int) -> Position:
+    def _position(self, step: int) -> Position:
         """Return the position of a step, counted from 0 over all epochs."""
         epoch, within = divmod(step, self.steps_per_epoch)
         return Position(step, epoch, within)
@@ -161,16 +161,16 @@ class Loader(ABC):
         start = step % self.steps_per_epoch * self.batch.size
         return min(self.batch.size, self.length - start)
 
-    def plan(self, step: int, world_size: int, rank: int) -> BatchPlan:
+    def _plan(self, step: int, world_size: int, rank: int) -> BatchPlan:
         """Return a rank's share of a step's global batch."""
-        return _plan(self.batch, world_size, rank, self._samples_in(step))
+        return _cached_plan(self.batch, world_size, rank, self._samples_in(step))
 
     def indices(self, step: int, world_size: int, rank: int) -> list[list[int]]:
         """Return the dataset's indices of a rank's samples in a step, as one list per micro-batch."""
         return [request.indices for request in self._requests(range(step, step + 1), world_size, rank)]
 
     @property
-    def identity(self) -> dict[str, int]:
+    def _identity(self) -> dict[str, int]:
         """What must be the same when a training resumes from a checkpoint."""
         identity = {"global batch": self.batch.size, "seed": self.seed, **self._of_data()}
         if self.batch.micro != "auto":
@@ -187,13 +187,13 @@ class Loader(ABC):
         if self.batch.micro == "auto" and "micro-batch" in identity:
             self.batch = GlobalBatch(self.batch.size, identity["micro-batch"])
 
-    def epoch_from(self, step: int, world_size: int, rank: int) -> Generator[Any]:
+    def _epoch_from(self, step: int, world_size: int, rank: int) -> Generator[Any]:
         """Yield a rank's collated micro-batches one by one, from a step to the end of its epoch.
 
         Raises:
             UsageError: if another epoch was started during this one with ``persistent_workers=True``.
         """
-        first = self.position(step)
+        first = self._position(step)
         steps = range(step, step + self.steps_per_epoch - first.step_in_epoch)
         self._feed.requests = requests = self._requests(steps, world_size, rank)
         self._generator.manual_seed(derive("loader", self.seed, first.epoch))
@@ -221,11 +221,11 @@ class Loader(ABC):
     def _requests(self, steps: range, world_size: int, rank: int) -> Iterator[Request]:
         """Yield a rank's requests for some steps of one epoch."""
         size, start = self.batch.size, steps.start
-        first = self.position(start)
-        in_full = _plan(self.batch, world_size, rank, None).micro_batches
+        first = self._position(start)
+        in_full = _cached_plan(self.batch, world_size, rank, None).micro_batches
         share = in_full[-1].stop - in_full[0].start if in_full else 0
         while start < steps.stop:
-            plan = self.plan(start, world_size, rank)
+            plan = self._plan(start, world_size, rank)
             within = first.step_in_epoch + start - steps.start
             # As many full global batches as one request to the sampler covers; the last global batch may be short.
             full = min(steps.stop, self.length // size - within + start) - start
@@ -465,7 +465,7 @@ def _checked_sampler(sampler: Sampler | None, shuffle: bool | None, dataset: Siz
 
 
 @lru_cache(maxsize=64)
-def _plan(batch: GlobalBatch, world_size: int, rank: int, samples: int | None) -> BatchPlan:
+def _cached_plan(batch: GlobalBatch, world_size: int, rank: int, samples: int | None) -> BatchPlan:
     return batch.plan(world_size, rank, samples)
 
 
