@@ -45,48 +45,20 @@ if TYPE_CHECKING:
 
 # Loaded on first use: processes that copy checkpoints as files do not need torch, which takes seconds to import.
 _HOMES = {
-    "BackgroundWriter": "storage.background",
-    "CheckpointError": "errors",
-    "CheckpointGoneError": "errors",
-    "CheckpointInfo": "storage.listing",
-    "CheckpointReadError": "errors",
-    "CheckpointWriteError": "errors",
-    "DamagedCheckpointError": "errors",
-    "ForeignCheckpointError": "errors",
-    "LoadedCheckpoint": "storage.reading",
-    "WriteOutcome": "storage.background",
-    "TornSnapshotError": "errors",
-    "UnsupportedStateError": "errors",
-    "find": "storage.listing",
-    "inspect": "storage.listing",
-    "load": "storage.reading",
-    "newest": "storage.reading",
-    "prune": "storage.saving",
-    "state_sha256": "format.dtypes",
-    "write": "storage.saving",
+    name: module
+    for module, names in {
+        "errors": (
+            "CheckpointError CheckpointGoneError CheckpointReadError CheckpointWriteError DamagedCheckpointError "
+            "ForeignCheckpointError TornSnapshotError UnsupportedStateError"
+        ),
+        "format.dtypes": "state_sha256",
+        "storage.background": "BackgroundWriter WriteOutcome",
+        "storage.listing": "CheckpointInfo find inspect",
+        "storage.reading": "LoadedCheckpoint load newest",
+        "storage.saving": "prune write",
+    }.items()
+    for name in names.split()
 }
-
-__all__ = [
-    "BackgroundWriter",
-    "CheckpointError",
-    "CheckpointGoneError",
-    "CheckpointInfo",
-    "CheckpointReadError",
-    "CheckpointWriteError",
-    "DamagedCheckpointError",
-    "ForeignCheckpointError",
-    "LoadedCheckpoint",
-    "TornSnapshotError",
-    "UnsupportedStateError",
-    "WriteOutcome",
-    "find",
-    "inspect",
-    "load",
-    "newest",
-    "prune",
-    "state_sha256",
-    "write",
-]
 
 
 def __getattr__(name: str) -> Any:
