@@ -372,7 +372,7 @@ TARGETS = {
         c.pack,
     ),
     "progress": Target((b"",), progress),
-    "sum of a share": Target((shares.pack_sum(FileSum(5, "a" * 64)),), shares.parse_sum),
+    "sum of a share": Target((shares.pack_sum(FileSum(5, "a" * 64)),), shares.parse_sum, (MalformedError,)),
     "owner": Target((b'{"format": "elastic-launch owner", "run": "a", "token": "b"}',), owner._parse),
     "slot": Target((slot_sample(),), slot),
     "job file": Target((JOB,), through_file(lambda path: read_job_file(str(path)), "job.yaml"), (UsageError,)),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from elastic_launch.snapshot.errors import MalformedError
 from elastic_launch.snapshot.stall import advanced
@@ -21,6 +23,7 @@ __all__ = [
     "read_chunks",
     "read_small",
     "remove_tree",
+    "safetensors_header",
     "sum_of",
     "sync_directory",
     "write_all",
@@ -89,13 +92,20 @@ def open_regular(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def sum_of(descriptor: int) -> FileSum:
-    """Return the size and checksum of a file; its position is neither used nor changed."""
+def sum_of(parts: Iterable[bytes | memoryview]) -> FileSum:
+    """Return the size and checksum of a file with this content."""
     digest, size = hashlib.sha256(), 0
-    for chunk in read_chunks(descriptor):
-        digest.update(chunk)
-        size += len(chunk)
+    for part in parts:
+        digest.update(part)
+        size += len(part)
     return FileSum(size, digest.hexdigest())
+
+
+def safetensors_header(entries: Mapping[str, Any]) -> bytes:
+    """Return the first bytes of a safetensors file: the entries, and spaces by which the first tensor is aligned."""
+    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def read_chunks(descriptor: int) -> Iterator[memoryview]:

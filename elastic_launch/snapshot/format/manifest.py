@@ -18,7 +18,7 @@ import hashlib
 import json
 import re
 import secrets
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from elastic_launch.errors import UsageError
@@ -41,6 +41,7 @@ __all__ = [
     "check_numbers",
     "directory_name",
     "encode_meta",
+    "file_sum",
     "new_nonce",
     "parse_json",
     "parse_name",
@@ -201,9 +202,7 @@ def assemble(step: int, round: int, tensors: dict[str, FileSum], state: FileSum,
         "schema": WHOLE if tensors.keys() == {TENSORS} else SPLIT,
         "step": step,
         "round": round,
-        "files": {
-            name: {"bytes": file.bytes, "sha256": file.sha256} for name, file in {**tensors, STATE: state}.items()
-        },
+        "files": {name: asdict(file) for name, file in {**tensors, STATE: state}.items()},
         "meta": meta,
     }
     digest = _digest(body)
@@ -254,7 +253,7 @@ def _files(value: Any, *, split: bool) -> tuple[dict[str, FileSum], FileSum]:
     names = _shares_among(value) if split else [TENSORS]
     if value.keys() != {*names, STATE}:
         raise MalformedError(f"the manifest does not name exactly its tensor files and {STATE}")
-    return {name: _sum(name, value[name]) for name in names}, _sum(STATE, value[STATE])
+    return {name: file_sum(name, value[name]) for name in names}, file_sum(STATE, value[STATE])
 
 
 def _shares_among(value: dict[str, Any]) -> list[str]:
@@ -266,7 +265,12 @@ def _shares_among(value: dict[str, Any]) -> list[str]:
     return [again if again in value else usual for usual, again in both]
 
 
-def _sum(name: str, item: Any) -> FileSum:
+def file_sum(name: str, item: Any) -> FileSum:
+    """Return the size and checksum that a JSON value has for a file.
+
+    Raises:
+        MalformedError: if it has not both.
+    """
     if not isinstance(item, dict) or item.keys() != {"bytes", "sha256"}:
         raise MalformedError(f"the manifest does not say what {name} must be")
     return FileSum(_number(item["bytes"], f"size of {name}"), _sha256(item["sha256"]))

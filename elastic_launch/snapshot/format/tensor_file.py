@@ -6,7 +6,6 @@ system's errors; its parser is well hardened by wide use.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +15,10 @@ from safetensors import SafetensorError, safe_open
 
 from elastic_launch.snapshot.errors import MalformedError, UnsupportedStateError
 from elastic_launch.snapshot.format.dtypes import DTYPES, bytes_of, dense, is_possible, safetensors_type, stored_shape
-from elastic_launch.snapshot.format.files import MAX_HEADER
+from elastic_launch.snapshot.format.files import MAX_HEADER, safetensors_header
 from elastic_launch.snapshot.stall import advanced
 
 __all__ = ["Layout", "copied", "layout", "mapped", "parts", "read"]
-
-_ALIGNMENT = 8
 
 _PIECE = 2**22
 """Elements copied at a time; reading a large tensor is slow if the file is not in the page cache."""
@@ -84,11 +81,9 @@ def layout(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | No
             "data_offsets": [offset, end],
         }
         offset = end
-    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    if len(text) > MAX_HEADER:
+    beginning = safetensors_header(header)
+    if len(beginning) - 8 > MAX_HEADER:
         raise UnsupportedStateError(f"A checkpoint cannot hold {len(names)} tensors: their names take too much room.")
-    beginning = len(text).to_bytes(8, "little") + text
     ends = {name: header[name]["data_offsets"] for name in names}
     places = [(name, len(beginning) + ends[name][0], ends[name][1] - ends[name][0]) for name in names]
     return Layout(beginning, places, len(beginning) + offset)

@@ -16,7 +16,7 @@ import torch
 from elastic_launch.snapshot.errors import CheckpointGoneError, CheckpointReadError, MalformedError
 from elastic_launch.snapshot.format import tensor_file as tensorfile
 from elastic_launch.snapshot.format import tree
-from elastic_launch.snapshot.format.files import FileSum, open_regular, read_small, sum_of
+from elastic_launch.snapshot.format.files import FileSum, open_regular, read_chunks, read_small, sum_of
 from elastic_launch.snapshot.format.manifest import MAX_STATE_BYTES, STATE, Manifest, parse_json
 from elastic_launch.snapshot.location import Place, Url
 from elastic_launch.snapshot.storage import urls as remote
@@ -214,7 +214,7 @@ def _load_tensors(
             copy, found = taken
             _check_hash(path.name, found.sha256, expected)
             return read(copy, only)
-        _check_hash(path.name, sum_of(descriptor).sha256, expected)
+        _check_hash(path.name, sum_of(read_chunks(descriptor)).sha256, expected)
         return read(descriptor, only)
 
 

@@ -6,7 +6,6 @@ in /proc, and they are freed when the last process that has them is gone.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -17,7 +16,7 @@ import torch
 
 from elastic_launch.snapshot.format import tensor_file as tensorfile
 from elastic_launch.snapshot.format import tree
-from elastic_launch.snapshot.format.files import FileSum, read_chunks
+from elastic_launch.snapshot.format.files import FileSum, read_chunks, write_all
 from elastic_launch.snapshot.format.manifest import encode_meta, parse_json
 from elastic_launch.snapshot.format.plain import Decoder
 from elastic_launch.snapshot.room import free_memory
@@ -75,18 +74,11 @@ class Copies:
             return None
         copy = os.memfd_create("elastic-launch-tensors", os.MFD_CLOEXEC)
         self._tensors.append(copy)
-        digest, size = hashlib.sha256(), 0
-        for chunk in read_chunks(source):
-            digest.update(chunk)
-            size += len(chunk)
-            rest = chunk
-            try:
-                while rest:
-                    rest = rest[os.write(copy, rest) :]
-            except OSError:
-                self.close()
-                return None
-        return copy, FileSum(size, digest.hexdigest())
+        try:
+            return copy, write_all(copy, read_chunks(source))
+        except OSError:
+            self.close()
+            return None
 
     def told(self) -> dict[str, Any]:
         """Return, as a JSON value, what another process of this host needs to open the copies."""

@@ -34,13 +34,13 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
 from elastic_launch.snapshot.errors import MalformedError
-from elastic_launch.snapshot.format.files import MAX_HEADER, FileSum
-from elastic_launch.snapshot.format.manifest import MAX_SHARES, parse_json
+from elastic_launch.snapshot.format.files import MAX_HEADER, FileSum, safetensors_header, sum_of
+from elastic_launch.snapshot.format.manifest import MAX_SHARES, file_sum, parse_json
 
 __all__ = ["MAX_SUM_BYTES", "Division", "Split", "cuts", "gather", "nonce_of", "pack_sum", "parse_sum"]
 
@@ -53,7 +53,6 @@ MAX_SUM_BYTES = 1024
 
 _PAUSES = (0.05, 1.0)  # Seconds between polls: first and longest.
 _THREADS = 4  # Threads that compute checksums; a core does one to two GiB/s.
-_ALIGNMENT = 8  # Of a safetensors header.
 
 Read = Callable[[int, int], Iterator[bytes]]
 
@@ -134,11 +133,7 @@ class Division:
 
     def sum(self, index: int) -> FileSum:
         """Return the size and checksum that a share must have."""
-        digest, size = hashlib.sha256(), 0
-        for part in self.parts(index):
-            digest.update(part)
-            size += len(part)
-        return FileSum(size, digest.hexdigest())
+        return sum_of(self.parts(index))
 
     @contextmanager
     def sums(self) -> Iterator[Callable[[int], FileSum]]:
@@ -206,18 +201,16 @@ def gather(
 
 def pack_sum(file: FileSum) -> bytes:
     """Return the content of the small file that has a share's size and checksum."""
-    return json.dumps({"bytes": file.bytes, "sha256": file.sha256}).encode() + b"\n"
+    return json.dumps(asdict(file)).encode() + b"\n"
 
 
-def parse_sum(data: bytes) -> FileSum | None:
-    """Return the argument that :func:`pack_sum` was given; None if the data is not from it."""
-    try:
-        value = parse_json(data)
-    except MalformedError:
-        return None
-    if not isinstance(value, dict) or type(value.get("bytes")) is not int or not isinstance(value.get("sha256"), str):
-        return None
-    return FileSum(value["bytes"], value["sha256"])
+def parse_sum(data: bytes) -> FileSum:
+    """Return the argument that :func:`pack_sum` was given.
+
+    Raises:
+        MalformedError: if the data is not from it.
+    """
+    return file_sum("a share", parse_json(data))
 
 
 def _runs(read: Read, size: int, count: int) -> list[_Run]:
@@ -237,11 +230,9 @@ def _run(entries: list[tuple[str, Any]], begin: int, end: int) -> _Run:
         header[name] = {**entry, "data_offsets": [offset, offset + last - first]}
         offset += last - first
     try:
-        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+        return _Run(safetensors_header(header), begin, end)
     except UnicodeEncodeError as error:
         raise MalformedError("the name of a tensor is not text") from error
-    text += b" " * (-len(text) % _ALIGNMENT)
-    return _Run(len(text).to_bytes(8, "little") + text, begin, end)
 
 
 def _entries(read: Read, size: int) -> tuple[list[tuple[str, Any]], int]:

@@ -191,7 +191,7 @@ def _said(storage: Storage, share: Url, sizes: dict[str, int]) -> FileSum | None
         found = parse_sum(storage.read(Url(share + _SUM), MAX_SUM_BYTES))
     except (FileNotFoundError, MalformedError):
         return None
-    return found if found is not None and sizes.get(share.name) == found.bytes else None
+    return found if sizes.get(share.name) == found.bytes else None
 
 
 def _names(storage: Storage, path: Url) -> dict[str, int]:
