@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -35,14 +36,6 @@ class WriteOutcome:
     seconds: float
     info: CheckpointInfo | None = None
     error: CheckpointError | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    state: Any
-    step: int
-    round: int
-    meta: dict[str, Any] | None
 
 
 class BackgroundWriter:
@@ -74,13 +67,10 @@ class BackgroundWriter:
         if keep is not None:
             check_keep(keep)
         self._directory = directory
-        self._keep = keep
-        self._keep_every = keep_every
-        self._keep_best = keep_best
-        self._owner = owner
-        self._may_commit = may_commit
+        self._write = partial(write, directory, owner=owner, may_commit=may_commit)
+        self._prune = None if keep is None else partial(prune, directory, keep, every=keep_every, best=keep_best)
         self._changed = threading.Condition()
-        self._waiting: _Request | None = None
+        self._waiting: dict[str, Any] | None = None  # arguments of `write`
         self._busy = False
         self._closing = False
         self._ended = False
@@ -104,7 +94,7 @@ class BackgroundWriter:
         with self._changed:
             if self._closing or self._ended:
                 raise CheckpointError("A checkpoint was submitted to a writer that has ended.")
-            self._waiting = _Request(state, step, round, meta)
+            self._waiting = {"state": state, "step": step, "round": round, "meta": meta}
             self._changed.notify_all()
 
     def drop_waiting(self) -> None:
@@ -170,48 +160,37 @@ class BackgroundWriter:
     def _run(self) -> None:
         try:
             while (request := self._next()) is not None:
-                outcome = self._write(request)
+                outcome = self._outcome(**request)
                 # Free it before waiting for the next one: a state may be as large as the model.
                 del request
-                self._finished(outcome)
+                with self._changed:
+                    self._outcomes.append(outcome)
+                    self._busy = False
+                    self._changed.notify_all()
         finally:
             with self._changed:
                 self._ended = True
                 self._changed.notify_all()
 
-    def _next(self) -> _Request | None:
+    def _next(self) -> dict[str, Any] | None:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting is not None or self._closing)
             request, self._waiting = self._waiting, None
             self._busy = request is not None
             return request
 
-    def _finished(self, outcome: WriteOutcome) -> None:
-        with self._changed:
-            self._outcomes.append(outcome)
-            self._busy = False
-            self._changed.notify_all()
-
-    def _write(self, request: _Request) -> WriteOutcome:
+    def _outcome(self, *, step: int, round: int, **more: Any) -> WriteOutcome:
         started = time.monotonic()
         info: CheckpointInfo | None = None
         failure: CheckpointError | None = None
         try:
-            info = write(
-                self._directory,
-                request.state,
-                step=request.step,
-                round=request.round,
-                meta=request.meta,
-                owner=self._owner,
-                may_commit=self._may_commit,
-            )
-            if self._keep is not None:
-                prune(self._directory, self._keep, request.round, every=self._keep_every, best=self._keep_best)
+            info = self._write(step=step, round=round, **more)
+            if self._prune is not None:
+                self._prune(up_to_round=round)
         except CheckpointError as error:
             failure = error
         except RuntimeError as error:
             # From torch, for example if a device is lost or out of memory.
-            failure = CheckpointError(f"A checkpoint of step {request.step} could not be written: {error}.")
+            failure = CheckpointError(f"A checkpoint of step {step} could not be written: {error}.")
             failure.__cause__ = error
-        return WriteOutcome(request.step, request.round, time.monotonic() - started, info, failure)
+        return WriteOutcome(step, round, time.monotonic() - started, info, failure)
