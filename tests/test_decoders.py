@@ -41,7 +41,8 @@ from elastic_launch.clock import MonotonicClock
 from elastic_launch.config.launch_config import Limits, parse_endpoint, parse_listening
 from elastic_launch.error_file import ErrorFile, read_error_file
 from elastic_launch.errors import ProtocolError, RefusedError, UsageError
-from elastic_launch.events.types import JsonLines, LinkChanged, RoundFormed
+from elastic_launch.events.sinks import JsonLines
+from elastic_launch.events.types import LinkChanged, RoundFormed
 from elastic_launch.observe import reading
 from elastic_launch.rendezvous import run_file as w
 from elastic_launch.rendezvous.admin import messages as a

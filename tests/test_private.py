@@ -17,7 +17,8 @@ from elastic_launch.cli.main import parse
 from elastic_launch.cli.output_flags import make_run_directory
 from elastic_launch.clock import MonotonicClock
 from elastic_launch.errors import UsageError
-from elastic_launch.events.types import JsonLines, LinkChanged
+from elastic_launch.events.sinks import JsonLines
+from elastic_launch.events.types import LinkChanged
 from elastic_launch.system.private_files import make_private, open_private, read_small, untrusted
 
 STRANGER = 65534

@@ -32,7 +32,8 @@ from elastic_launch.config.torch_options import TorchOptions, untested_torch
 from elastic_launch.config.torchrun_mode import code_of, errors_told
 from elastic_launch.error_file import ENV_ERROR_FILE
 from elastic_launch.errors import ExitCode
-from elastic_launch.events.types import Event, EventSink, JsonLines
+from elastic_launch.events.sinks import JsonLines
+from elastic_launch.events.types import Event, EventSink
 from elastic_launch.observe.live import LiveLedger
 from elastic_launch.secret import Token
 from elastic_launch.system.descriptors import raise_limit, reserve

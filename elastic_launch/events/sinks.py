@@ -1,49 +1,22 @@
-"""The base class of events, and the sinks that receive them.
-
-:mod:`elastic_launch.events.types` defines the events, and exports these names, too.
-"""
+"""The file to which a node's events are written."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
-import re
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
 
 from elastic_launch.clock import Clock
+from elastic_launch.events.types import Event, event_name
 from elastic_launch.system.private_files import make_private, open_private
 from elastic_launch.system.writer_thread import Writer
 
-__all__ = ["Event", "EventSink", "JsonLines", "event_name"]
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """Base class of all events. ``leader`` events are decisions about membership, shown to users, one line each.
-
-    An event whose ``line`` is empty is covered by another event, or is not an event of the leader;
-    :func:`elastic_launch.events.sentences.sentence` has a sentence for each.
-    """
-
-    leader: ClassVar[bool] = False
-
-    def line(self) -> str:
-        """Return which node, why, and what happens next, in one line."""
-        return ""
-
-
-class EventSink(Protocol):
-    """Receives events. Thread-safe."""
-
-    def emit(self, event: Event) -> None:
-        """Record the event; never blocks for long and never raises."""
-        ...
+__all__ = ["JsonLines"]
 
 
 class JsonLines:
@@ -103,8 +76,3 @@ class JsonLines:
         on_error, self._on_error = self._on_error, None
         if on_error:
             on_error(error)
-
-
-def event_name(kind: type[Any]) -> str:
-    """``RoundFormed`` -> ``round_formed``."""
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()

@@ -7,81 +7,48 @@ durations) and the fields of the event. Times of different hosts are not compara
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from typing import ClassVar
-
-from elastic_launch.events.node_types import (
-    CheckpointSaved,
-    FirstStep,
-    LinkChanged,
-    NodeChecked,
-    NodeEnded,
-    NoticeReceived,
-    OrderReceived,
-    RoundProgress,
-    RoundSteps,
-    SnapshotsLeftOut,
-    StragglerFound,
-    TrainingBegun,
-    WorkerAhead,
-    WorkerExited,
-    WorkerKept,
-    WorkerPlaced,
-    WorkerStarted,
-)
-from elastic_launch.events.sinks import Event, EventSink, JsonLines, event_name
-
-__all__ = [
-    "CauseFound",
-    "CheckpointSaved",
-    "DrillEnded",
-    "Event",
-    "EventSink",
-    "FaultLanded",
-    "FirstStep",
-    "HangFound",
-    "JsonLines",
-    "LeaderElected",
-    "LinkChanged",
-    "NodeChecked",
-    "NodeDiffers",
-    "NodeEnded",
-    "NodeExcluded",
-    "NodeJoined",
-    "NodeLeft",
-    "NodeLost",
-    "NodeRefused",
-    "NoticeReceived",
-    "OrderReceived",
-    "Parked",
-    "ResizeSkipped",
-    "RestartCharged",
-    "RoundBroken",
-    "RoundDrained",
-    "RoundDraining",
-    "RoundFormed",
-    "RoundProgress",
-    "RoundSteps",
-    "RunEnded",
-    "RunResized",
-    "SnapshotsLeftOut",
-    "StragglerFound",
-    "TrainingBegun",
-    "WorkerAhead",
-    "WorkerExited",
-    "WorkerKept",
-    "WorkerPlaced",
-    "WorkerStarted",
-    "counted",
-    "event_name",
-]
+from typing import Any, ClassVar, Protocol
 
 
 @dataclass(frozen=True, slots=True)
-class NodeJoined(Event):
-    """A node's hello was accepted."""
+class Event:
+    """Base class of all events.
+
+    An event whose ``line`` is empty is covered by another event, or is not an event of the leader;
+    :func:`elastic_launch.events.sentences.sentence` has a sentence for each.
+    """
+
+    leader: ClassVar[bool] = False
+
+    def line(self) -> str:
+        """Return which node, why, and what happens next, in one line."""
+        return ""
+
+
+class EventSink(Protocol):
+    """Receives events. Thread-safe."""
+
+    def emit(self, event: Event) -> None:
+        """Record the event; never blocks for long and never raises."""
+        ...
+
+
+# Decisions of the leader.
+
+
+@dataclass(frozen=True, slots=True)
+class LeaderEvent(Event):
+    """Base class of the leader's decisions about membership, which are shown to users, one line each."""
 
     leader: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, slots=True)
+class NodeJoined(LeaderEvent):
+    """A node's hello was accepted."""
+
     node: str
     workers: int
     address: str
@@ -92,7 +59,7 @@ class NodeJoined(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class NodeLost(Event):
+class NodeLost(LeaderEvent):
     """A node is dead: its connection closed, or it was silent for too long.
 
     Attributes:
@@ -100,7 +67,6 @@ class NodeLost(Event):
         broke: number of the round that was broken because of it; 0 if none was.
     """
 
-    leader: ClassVar[bool] = True
     node: str
     cause: str
     detect_s: float
@@ -112,7 +78,7 @@ class NodeLost(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class NodeExcluded(Event):
+class NodeExcluded(LeaderEvent):
     """A node is left out of rounds for a while, as long as there are enough others.
 
     Attributes:
@@ -120,7 +86,6 @@ class NodeExcluded(Event):
         seconds: for how long it is left out.
     """
 
-    leader: ClassVar[bool] = True
     node: str
     faults: int
     seconds: float
@@ -133,7 +98,7 @@ class NodeExcluded(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class FaultLanded(Event):
+class FaultLanded(LeaderEvent):
     """A fault of the drill happens.
 
     Attributes:
@@ -142,7 +107,6 @@ class FaultLanded(Event):
         step: optimizer steps done.
     """
 
-    leader: ClassVar[bool] = True
     round: int
     node: str
     fault: int
@@ -153,7 +117,7 @@ class FaultLanded(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class DrillEnded(Event):
+class DrillEnded(LeaderEvent):
     """The run ends, and with it its drill.
 
     Attributes:
@@ -161,7 +125,6 @@ class DrillEnded(Event):
         missing: positions of those that have not happened, from 0.
     """
 
-    leader: ClassVar[bool] = True
     planned: int
     missing: tuple[int, ...]
 
@@ -175,14 +138,13 @@ class DrillEnded(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class NodeLeft(Event):
+class NodeLeft(LeaderEvent):
     """A node announced that it leaves.
 
     Attributes:
         broke: number of the round that was drained or broken because of it; 0 if none was.
     """
 
-    leader: ClassVar[bool] = True
     node: str
     cause: str
     broke: int
@@ -193,10 +155,9 @@ class NodeLeft(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class NodeRefused(Event):
+class NodeRefused(LeaderEvent):
     """A node that does not fit the run was refused."""
 
-    leader: ClassVar[bool] = True
     node: str
     cause: str
 
@@ -205,7 +166,7 @@ class NodeRefused(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class NodeDiffers(Event):
+class NodeDiffers(LeaderEvent):
     """An accepted node has other arguments or limits than the run; emitted once for nodes with the same differences.
 
     Attributes:
@@ -213,7 +174,6 @@ class NodeDiffers(Event):
         limits: its limits and the run's, if they differ.
     """
 
-    leader: ClassVar[bool] = True
     node: str
     arguments: str = ""
     limits: str = ""
@@ -225,14 +185,13 @@ class NodeDiffers(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class RoundFormed(Event):
+class RoundFormed(LeaderEvent):
     """A round was recorded and ordered.
 
     Attributes:
         form_s: seconds since the last round was broken, or since the leader's term began.
     """
 
-    leader: ClassVar[bool] = True
     round: int
     term: int
     nodes: tuple[str, ...]
@@ -250,7 +209,7 @@ class RoundFormed(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class RoundBroken(Event):
+class RoundBroken(LeaderEvent):
     """A round ended before its work was done.
 
     Attributes:
@@ -260,7 +219,6 @@ class RoundBroken(Event):
             follows is reported once the round is judged.
     """
 
-    leader: ClassVar[bool] = True
     round: int
     kind: str
     cause: str
@@ -274,14 +232,13 @@ class RoundBroken(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class HangFound(Event):
+class HangFound(LeaderEvent):
     """A round stands still and is broken for it.
 
     Attributes:
         ranks, nodes, hosts, places: of the workers that hang, in the same order; empty if no rank stands out.
     """
 
-    leader: ClassVar[bool] = True
     round: int
     cause: str
     ranks: tuple[int, ...] = ()
@@ -294,10 +251,9 @@ class HangFound(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class CauseFound(Event):
+class CauseFound(LeaderEvent):
     """A later report gives the actual cause of a broken round, from which the first report had followed."""
 
-    leader: ClassVar[bool] = True
     round: int
     kind: str
     cause: str
@@ -307,7 +263,7 @@ class CauseFound(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class RoundDraining(Event):
+class RoundDraining(LeaderEvent):
     """A round was ordered to end after the same step on all ranks.
 
     Attributes:
@@ -315,7 +271,6 @@ class RoundDraining(Event):
         seconds: time after which it is broken instead; None for no limit.
     """
 
-    leader: ClassVar[bool] = True
     round: int
     kind: str
     cause: str
@@ -327,7 +282,7 @@ class RoundDraining(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class RoundDrained(Event):
+class RoundDrained(LeaderEvent):
     """A round has ended after the same step on all ranks.
 
     Attributes:
@@ -335,7 +290,6 @@ class RoundDrained(Event):
         drain_s: seconds since the drain was ordered.
     """
 
-    leader: ClassVar[bool] = True
     round: int
     step: int
     kind: str
@@ -348,7 +302,7 @@ class RoundDrained(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class RestartCharged(Event):
+class RestartCharged(LeaderEvent):
     """A broken round was charged to the restart budget.
 
     Attributes:
@@ -357,7 +311,6 @@ class RestartCharged(Event):
         refilled: how many of ``max_restarts`` were given back.
     """
 
-    leader: ClassVar[bool] = True
     round: int
     kind: str
     restarts: int
@@ -378,7 +331,7 @@ class RestartCharged(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class ResizeSkipped(Event):
+class ResizeSkipped(LeaderEvent):
     """Nodes wait although the running round has room for them, since the run ends before a resize would pay off.
 
     Attributes:
@@ -388,7 +341,6 @@ class ResizeSkipped(Event):
         cost_s: seconds that a resize costs.
     """
 
-    leader: ClassVar[bool] = True
     nodes: tuple[str, ...]
     remaining_s: float
     saved_s: float
@@ -403,14 +355,13 @@ class ResizeSkipped(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class LeaderElected(Event):
+class LeaderElected(LeaderEvent):
     """A node became the leader; only emitted if no node hosts the run.
 
     Attributes:
         cause: ``first``, or why the previous leader no longer leads.
     """
 
-    leader: ClassVar[bool] = True
     node: str
     term: int
     cause: str
@@ -421,10 +372,9 @@ class LeaderElected(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Parked(Event):
+class Parked(LeaderEvent):
     """The run waits for nodes."""
 
-    leader: ClassVar[bool] = True
     nodes: int
     min_nodes: int
     min_wait_s: float
@@ -437,10 +387,9 @@ class Parked(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class RunResized(Event):
+class RunResized(LeaderEvent):
     """A user changed how many nodes the run may have."""
 
-    leader: ClassVar[bool] = True
     min_nodes: int
     max_nodes: int
     had_min: int
@@ -451,10 +400,9 @@ class RunResized(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class RunEnded(Event):
+class RunEnded(LeaderEvent):
     """The run is over."""
 
-    leader: ClassVar[bool] = True
     code: int
     cause: str
     restarts: int
@@ -463,6 +411,270 @@ class RunEnded(Event):
 
     def line(self) -> str:
         return ""  # every agent's summary shows it
+
+
+# Of one node.
+
+
+@dataclass(frozen=True, slots=True)
+class OrderReceived(Event):
+    """The node received an order from the leader.
+
+    Attributes:
+        kind: for a break or drain, the kind as of a broken round.
+        workers: for the forming of a round, how many workers of this node are in it.
+    """
+
+    order: str
+    round: int
+    term: int
+    cause: str
+    kind: str = ""
+    workers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LinkChanged(Event):
+    """The node's link to the leader came up or went down, or the node found itself frozen or cut off."""
+
+    up: bool
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class NoticeReceived(Event):
+    """The node received a preemption or similar notice.
+
+    Attributes:
+        source: AWS, GCP, Azure, Slurm, file or signal.
+        kind: preemption, maintenance, rebalance, scale-in, time limit or request.
+        seconds: seconds that are left; None if unknown.
+        leaves: whether the node leaves the run because of it.
+    """
+
+    source: str
+    kind: str
+    cause: str
+    seconds: float | None
+    leaves: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NodeChecked(Event):
+    """The node has passed the test of ``--node-check``; each figure is that of its slowest device.
+
+    Attributes:
+        devices: number of GPUs tested, besides the CPU.
+        memory_gb_s: memory written and read, in 10**9 bytes per second.
+        compute_gflop_s: multiplication of float32 matrices, in 10**9 operations per second.
+        disk_mb_s: a file written, synchronized and read in the log directory, in 10**6 bytes per second.
+    """
+
+    devices: int
+    memory_gb_s: float
+    compute_gflop_s: float
+    disk_mb_s: float
+
+    def line(self) -> str:
+        what = f"CPU and {self.devices} GPUs" if self.devices > 1 else "CPU and GPU" if self.devices else "CPU"
+        return (
+            f"node check passed: {what}; {self.compute_gflop_s:g} GFLOP/s, memory {self.memory_gb_s:g} GB/s, "
+            f"disk {self.disk_mb_s:g} MB/s"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StragglerFound(Event):
+    """A rank of the round needs longer for its part of a step than the others, which wait for it.
+
+    Attributes:
+        node: the rank's node.
+        phase: what it needs longer for: ``data``, or ``compute`` for everything else but waiting for other ranks.
+        ratio: its time for a micro-batch divided by the median of the other ranks.
+    """
+
+    round: int
+    rank: int
+    node: str
+    phase: str
+    ratio: float
+
+    def line(self) -> str:
+        what = "waits longer for data" if self.phase == "data" else "computes longer"
+        return (
+            f"rank {self.rank} on node {self.node} is slow: it {what}, and needs {self.ratio:.1f} times as long "
+            "for its part of a step as the other ranks, which wait for it"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStarted(Event):
+    """A worker process was started.
+
+    Attributes:
+        round, rank: its place; 0 and -1 if it was started ahead of one.
+        start_s: seconds that the agent took to start it.
+    """
+
+    round: int
+    rank: int
+    local_rank: int
+    pid: int
+    cause: str
+    start_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerKept(Event):
+    """A worker of an earlier round, which was suspended, got its place in the next one; its process stays."""
+
+    round: int
+    rank: int
+    local_rank: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerAhead(Event):
+    """A worker that was started ahead has come to its first use of the world, and can take a place in a round.
+
+    Attributes:
+        took_s: seconds since its start.
+    """
+
+    local_rank: int
+    pid: int
+    took_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlaced(Event):
+    """A worker that was started ahead got its place in a round."""
+
+    round: int
+    rank: int
+    local_rank: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExited(Event):
+    """A worker process was reaped.
+
+    Attributes:
+        round, rank: its place; 0 and -1 if it was started ahead and had none yet.
+        exit_code: its exit code, -N for signal N.
+        ran_s: seconds since its start.
+        stopped: whether the agent had ordered it to stop.
+    """
+
+    round: int
+    rank: int
+    local_rank: int
+    pid: int
+    exit_code: int
+    ran_s: float
+    stopped: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingBegun(Event):
+    """The first of this node's workers has reached the point where training begins or resumes.
+
+    Attributes:
+        rank: its rank.
+        step: optimizer steps done before.
+        total: steps of the whole training; 0 if unknown.
+        restore_s: seconds that it took to restore the state.
+        uncompared: steps between the last comparison of the ranks' states and the restored snapshot; 0 if that snapshot
+            was compared, or if this training's states are not compared.
+    """
+
+    round: int
+    rank: int
+    step: int
+    total: int
+    restore_s: float
+    uncompared: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FirstStep(Event):
+    """The round's first optimizer step is done; ``step`` counts those done so far."""
+
+    round: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoundProgress(Event):
+    """How far this node's workers have come in a round that goes on: after 4 s, then ever more rarely, up to a minute.
+
+    It tells what a run has done that is in progress, and what an agent's had that was killed.
+
+    Attributes:
+        step: optimizer steps done.
+        trained_s: seconds from the beginning of training to that step.
+    """
+
+    round: int
+    step: int
+    trained_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RoundSteps(Event):
+    """This node's workers have done their last step in a round.
+
+    Attributes:
+        first, last: optimizer steps done when training began and when it ended.
+        trained_s: seconds from the beginning of training to the last step done.
+    """
+
+    round: int
+    first: int
+    last: int
+    trained_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotsLeftOut(Event):
+    """From now on a worker of this node writes no snapshots in memory.
+
+    Attributes:
+        cause: why, with how much memory they need and how much there is.
+    """
+
+    round: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSaved(Event):
+    """A checkpoint written by this node is committed to durable storage.
+
+    Attributes:
+        round: the round in which it was committed, or the last one before.
+        step: optimizer steps done.
+        path: directory or URL; empty if a worker wrote it, since workers do not report it.
+    """
+
+    round: int
+    step: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeEnded(Event):
+    """This node's part of the run is over."""
+
+    code: int
+    cause: str
+
+
+def event_name(kind: type[Any]) -> str:
+    """``RoundFormed`` -> ``round_formed``."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
 
 
 def counted(number: int, noun: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from elastic_launch.events import types as ev
+from elastic_launch.events.sinks import JsonLines
 from elastic_launch.observe.__main__ import main
 from elastic_launch.observe.advice import SHORTER, advice
 from elastic_launch.observe.ledger import PARTS, Incident, Ledger
@@ -45,7 +46,7 @@ WORKERS: Told = [
 
 def write(directory: Path, node: str, told: Told, start: float = 0.0) -> Path:
     clock = FakeClock(start)
-    sink = ev.JsonLines(directory / f"events-{node}.jsonl", clock, lambda error: pytest.fail(str(error)))
+    sink = JsonLines(directory / f"events-{node}.jsonl", clock, lambda error: pytest.fail(str(error)))
     for moment, event in sorted(told, key=lambda one: one[0]):
         clock.advance(start + moment - clock.now())
         sink.emit(event)
