@@ -125,59 +125,7 @@ _MODULES = {
     "samplers": "elastic_launch.training.data.samplers",
 }
 
-__all__ = [
-    "BatchError",
-    "BatchPlan",
-    "Best",
-    "Callback",
-    "Checkpoint",
-    "CheckpointEnd",
-    "CheckpointError",
-    "CheckpointGoneError",
-    "CheckpointInfo",
-    "CheckpointReadError",
-    "CheckpointWriteError",
-    "DamagedCheckpointError",
-    "ElasticLaunchError",
-    "ElasticLoader",
-    "Evaluation",
-    "Evaluator",
-    "ForeignCheckpointError",
-    "FunctionLoader",
-    "GlobalBatch",
-    "Incident",
-    "Loader",
-    "MicroBatch",
-    "NonFiniteLossError",
-    "Position",
-    "Progress",
-    "ReplicasDifferError",
-    "RoundStart",
-    "Run",
-    "Schedule",
-    "ShardedStream",
-    "Stateful",
-    "Step",
-    "StepEnd",
-    "Trainer",
-    "UnsupportedStateError",
-    "Url",
-    "UsageError",
-    "World",
-    "WriteOutcome",
-    "__version__",
-    "count_shards",
-    "dist",
-    "do_not_retry",
-    "export",
-    "integrations",
-    "load_checkpoint",
-    "report_step",
-    "samplers",
-    "session",
-    "should_stop",
-    "weights_sha256",
-]
+__all__ = sorted(["__version__", *_HOMES, *_MODULES])
 
 
 def __getattr__(name: str) -> Any:
@@ -189,4 +137,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__
