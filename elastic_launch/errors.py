@@ -24,26 +24,6 @@ TYPE_CHECKING = False  # programs import this early, and importing typing takes 
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = [
-    "FINAL_NOTE",
-    "REPEATS_NOTE",
-    "CommandLineError",
-    "DeniedError",
-    "ElasticLaunchError",
-    "EndpointError",
-    "ExitCode",
-    "InternalError",
-    "LeasedError",
-    "ProtocolError",
-    "RecordTooLargeError",
-    "RefusedError",
-    "RendezvousError",
-    "StoreError",
-    "UnresolvedError",
-    "UsageError",
-]
-
-
 FINAL_NOTE = "  A restart would fail in the same way."
 """Line after the message of a final error in every traceback, by which an agent recognizes one, whatever its class."""
 

@@ -8,23 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = [
-    "Answer",
-    "AskDrain",
-    "AskResize",
-    "AskSave",
-    "AskStacks",
-    "AskStatus",
-    "Caller",
-    "Decision",
-    "LastSave",
-    "LeaderFound",
-    "NodeStacks",
-    "NodeStatus",
-    "Request",
-    "Status",
-]
-
 # Requests.
 
 

@@ -8,22 +8,6 @@ from dataclasses import dataclass, field
 
 from elastic_launch.codec import Messages
 
-__all__ = [
-    "MESSAGES",
-    "Accept",
-    "Answer",
-    "Ballot",
-    "Greeting",
-    "Incarnations",
-    "Position",
-    "Prepare",
-    "Read",
-    "Release",
-    "Report",
-    "Request",
-    "group_of",
-]
-
 
 @dataclass(frozen=True, slots=True, order=True)
 class Ballot:

@@ -7,63 +7,16 @@ lower term than it has seen, so that a leader that was paused and wakes up has n
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, get_args
+from typing import get_args
 
 from elastic_launch.codec import Messages
 from elastic_launch.rendezvous.admin import messages as asking
 from elastic_launch.rendezvous.record import LocalRanks, Round, Seconds
-from elastic_launch.rendezvous.snapshot_holders import HeldSnapshot, Released, SnapshotSource
-
-__all__ = [
-    "PROTOCOL_VERSION",
-    "Beat",
-    "Break",
-    "Depart",
-    "Done",
-    "Drain",
-    "Evicted",
-    "Failed",
-    "Failure",
-    "Form",
-    "HeldSnapshot",
-    "Hello",
-    "Imported",
-    "Joined",
-    "Leaving",
-    "Message",
-    "Notice",
-    "Order",
-    "PeerDone",
-    "Progress",
-    "Pulse",
-    "Ready",
-    "Refused",
-    "Released",
-    "Report",
-    "RoundSeen",
-    "RunEnd",
-    "SaveNow",
-    "Saved",
-    "Slots",
-    "SnapshotSource",
-    "Spoken",
-    "Stalled",
-    "StalledWorker",
-    "StartAhead",
-    "Stopped",
-    "ToNode",
-    "Welcome",
-    "pack",
-    "unpack",
-]
+from elastic_launch.rendezvous.snapshot_holders import HeldSnapshot as HeldSnapshot
+from elastic_launch.rendezvous.snapshot_holders import Released as Released
+from elastic_launch.rendezvous.snapshot_holders import SnapshotSource as SnapshotSource
 
 PROTOCOL_VERSION = 8
-
-
-class Message(Protocol):
-    """Any report or order dataclass."""
-
-    __dataclass_fields__: Any
 
 
 # From a node to its leader.
