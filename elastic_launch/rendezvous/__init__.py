@@ -8,7 +8,6 @@
 ``wire/``               messages, their encoding and authentication
 ``admin/``              the protocol of ``elasticctl``
 ``record``              the control record, one value per run; ``continuity`` decides which values a node accepts
-``snapshot_holders``    which node holds which snapshot, and which nodes serve it
 ``worker_store``        the TCPStore through which the workers of a round meet
 ``run_file``            ``run.json``: how to reach a run
 ``torch_handler``       the rendezvous for plain torchrun, registered by ``torch_entry_points``

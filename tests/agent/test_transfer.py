@@ -21,9 +21,9 @@ from elastic_agents.snapshots.snapshot_store import SnapshotStore
 from elastic_agents.snapshots.transfer import TransferServer
 from elastic_launch.contract import CopyJob, Fetched, Stored
 from elastic_launch.errors import ProtocolError
-from elastic_launch.rendezvous.snapshot_holders import SnapshotSource
 from elastic_launch.rendezvous.wire.addresses import listen
 from elastic_launch.rendezvous.wire.authentication import Channel
+from elastic_launch.rendezvous.wire.messages import SnapshotSource
 from elastic_launch.snapshot.memory.slot import Slot
 from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter, read_meta, read_state
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from leader_run import Run, running
 
-from elastic_launch.rendezvous.snapshot_holders import HeldSnapshot, SnapshotSource, sources_for
+from elastic_launch.rendezvous.leader.leavers import sources_for
 from elastic_launch.rendezvous.wire import messages as m
+from elastic_launch.rendezvous.wire.messages import HeldSnapshot, SnapshotSource
 
 
 def ready(nodes: str, node_ids: str) -> Run:

@@ -13,7 +13,7 @@ from elastic_agents.snapshots.copier import Copier
 from elastic_agents.snapshots.slots import HeldSlot, SlotTable
 from elastic_agents.snapshots.transfer import ENDING, TransferClient, TransferServer
 from elastic_launch.contract import SLOTS, Copied, Copying, CopyJob, Fetched, Save, Slots, Stored
-from elastic_launch.rendezvous.snapshot_holders import SnapshotSource
+from elastic_launch.rendezvous.wire.messages import SnapshotSource
 from elastic_launch.snapshot.location import Url, place
 from elastic_launch.snapshot.memory.slot import Header, Slot
 from elastic_launch.system.threads import VitalThread

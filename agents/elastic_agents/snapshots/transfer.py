@@ -30,8 +30,8 @@ from typing import TypeVar
 
 from elastic_launch import codec
 from elastic_launch.errors import ProtocolError
-from elastic_launch.rendezvous.snapshot_holders import SnapshotSource
 from elastic_launch.rendezvous.wire.authentication import Channel
+from elastic_launch.rendezvous.wire.messages import SnapshotSource
 from elastic_launch.snapshot.format.manifest import MAX_STATE_BYTES
 from elastic_launch.snapshot.memory.slot import Header, Slot
 from elastic_launch.snapshot.room import lacking

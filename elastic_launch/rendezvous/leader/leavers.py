@@ -1,13 +1,21 @@
-"""Nodes that have left and still serve their snapshot; see :mod:`elastic_launch.rendezvous.snapshot_holders`."""
+"""Which nodes serve their snapshot to the next round, and which of those that have left stay for that.
+
+Each time its workers stop, a node reports which snapshot its memory holds. A node that leaves after a drain also
+reports where it serves the snapshot, and stays until the leader releases it: at once if no node needs the snapshot,
+else when the next round trains.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
 from elastic_launch.rendezvous.leader.types import Node
-from elastic_launch.rendezvous.snapshot_holders import SnapshotSource, sources_for
+from elastic_launch.rendezvous.wire.messages import HeldSnapshot, SnapshotSource
 
-__all__ = ["is_needed", "no_longer_needed", "sources"]
+__all__ = ["MOST_SOURCES", "is_needed", "no_longer_needed", "sources", "sources_for"]
+
+MOST_SOURCES = 4
+"""Most sources that a round receives; all serve the same snapshot."""
 
 
 def no_longer_needed(nodes: Mapping[str, Node]) -> list[Node]:
@@ -24,6 +32,23 @@ def sources(nodes: Mapping[str, Node], members: Iterable[Node]) -> tuple[Snapsho
     """Return the sources of the newest snapshot for the members of the next round."""
     leavers = [(node.hello.address, node.held) for node in nodes.values() if node.leaving]
     return sources_for([node.held for node in members], leavers)
+
+
+def sources_for(
+    members: Iterable[HeldSnapshot | None], leavers: Iterable[tuple[str, HeldSnapshot | None]]
+) -> tuple[SnapshotSource, ...]:
+    """Return the sources of the newest snapshot for the members of a round; none if one of the members has it.
+
+    Args:
+        members: the snapshot that each member holds.
+        leavers: the address of each leaving node, and the snapshot that it holds.
+    """
+    served = [(address, held) for address, held in leavers if held is not None and held.port]
+    newest = max((held.order for _, held in served), default=(0, 0))
+    if not served or any(held is not None and held.order >= newest for held in members):
+        return ()
+    found = [SnapshotSource(address, held.port, *newest) for address, held in served if held.order == newest]
+    return tuple(found[:MOST_SOURCES])
 
 
 def _serves(node: Node) -> bool:

@@ -12,9 +12,6 @@ from typing import get_args
 from elastic_launch.codec import Messages
 from elastic_launch.rendezvous.admin import messages as asking
 from elastic_launch.rendezvous.record import LocalRanks, Round, Seconds
-from elastic_launch.rendezvous.snapshot_holders import HeldSnapshot as HeldSnapshot
-from elastic_launch.rendezvous.snapshot_holders import Released as Released
-from elastic_launch.rendezvous.snapshot_holders import SnapshotSource as SnapshotSource
 
 PROTOCOL_VERSION = 8
 
@@ -62,6 +59,25 @@ class Failure:
     supposed: bool = False
     repeats: str = ""
     alive: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HeldSnapshot:
+    """The newest snapshot in a node's memory.
+
+    Attributes:
+        round, step: identify the snapshot across ranks. Snapshots are ordered by both, never by the step alone.
+        port: where the node serves it to others; 0 if it does not.
+    """
+
+    round: int
+    step: int
+    port: int = 0
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """The key by which snapshots are compared."""
+        return self.round, self.step
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,6 +429,16 @@ class Pulse:
 
 
 @dataclass(frozen=True, slots=True)
+class SnapshotSource:
+    """A node that serves a snapshot; see :class:`HeldSnapshot`."""
+
+    address: str
+    port: int
+    round: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class Form:
     """The round is formed and recorded: start its workers.
 
@@ -520,6 +546,13 @@ class Notice:
 
     term: int
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """Order to a node that left: its snapshot is no longer needed."""
+
+    term: int
 
 
 @dataclass(frozen=True, slots=True)
