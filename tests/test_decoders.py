@@ -316,7 +316,7 @@ CALLS = (
     a.AskDrain("a", 3.5),
     a.AskResize(1, 2),
     a.Answer(1, True, "done", 4),
-    a.LeaderFound(1, STATUS),
+    STATUS,
 )
 JOB = b"nnodes: 1:4\nnproc: 2\nenv:\n  A: b\nscript: train.py\nargs: [--lr, 0.1]\n"
 

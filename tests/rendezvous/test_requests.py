@@ -66,8 +66,8 @@ class Asked(Run):
     def status(self) -> a.Status:
         self.ask(a.AskStatus())
         found = self.answers[CALLER][-1]
-        assert isinstance(found, a.LeaderFound)
-        return found.status
+        assert isinstance(found, a.Status)
+        return found
 
     def drained(self, *node_ids: str, step: int = 7, saved: str = "", unsaved: str = "") -> None:
         """Nodes have stopped; those named have saved the state, or all report why they have not."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import selectors
 import socket
 import time
 from collections import deque
@@ -109,7 +108,6 @@ class AdminClient:
                 "If its process is gone, wait until another one leads; else check the network between the hosts.",
             ) from error
         try:
-            self._sock.setblocking(False)
             self._patience = max(0.1, until - time.monotonic())
             self._say(a.Caller(m.PROTOCOL_VERSION, self._address.run_id))
             welcome = self._next()
@@ -134,8 +132,8 @@ class AdminClient:
             RunEndedError: if the run has ended.
         """
         answer = self._ask(a.AskStatus())
-        assert isinstance(answer, a.LeaderFound)
-        return answer.status
+        assert isinstance(answer, a.Status)
+        return answer
 
     def ask(
         self,
@@ -159,13 +157,13 @@ class AdminClient:
 
     def _ask(
         self, request: a.Request, told: Callable[[a.NodeStacks], object] = lambda told: None
-    ) -> a.Answer | a.LeaderFound:
+    ) -> a.Answer | a.Status:
         self._say(request)
         while True:
             order = self._next()
             if isinstance(order, a.NodeStacks):
                 told(order)
-            if isinstance(order, a.Answer | a.LeaderFound):
+            if isinstance(order, a.Answer | a.Status):
                 return order
 
     def _next(self) -> m.Order:
@@ -191,38 +189,35 @@ class AdminClient:
 
     def _heard_until(self, deadline: float, *, first: bool = False) -> Iterator[m.Order]:
         """Yield the leader's orders until the deadline or, with ``first``, until the first ones."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._sock, selectors.EVENT_READ)
-            while True:
-                while self._orders:
-                    yield self._orders.popleft()
-                    if first:
-                        return
-                unsent = selectors.EVENT_WRITE if self._channel.unsent else 0
-                selector.modify(self._sock, selectors.EVENT_READ | unsent)
-                left = deadline - time.monotonic()
-                if left <= 0:
+        while True:
+            while self._orders:
+                yield self._orders.popleft()
+                if first:
                     return
-                for _, events in selector.select(left):
-                    self._exchange(events)
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return
+            self._exchange(left)
 
-    def _exchange(self, events: int) -> None:
+    def _exchange(self, seconds: float) -> None:
+        """Send what is to be sent, and wait up to so many seconds for what the leader sends."""
         unsent = self._channel.unsent
+        self._sock.settimeout(seconds)
         try:
-            if events & selectors.EVENT_WRITE and unsent:
+            while unsent:
                 del unsent[: self._sock.send(unsent)]
-            data = self._sock.recv(262144) if events & selectors.EVENT_READ else None
-        except BlockingIOError:
+            data = self._sock.recv(262144)
+        except TimeoutError:
             return
         except OSError:
             data = b""
-        if data == b"":
+        if not data:
             raise EndpointError(
                 f"The run's leader at {self._where} closed the link.",
                 "It may have ended, or may not lead any more: ask for the status.",
             )
         try:
-            orders = [m.unpack(line) for line in self._channel.feed(data or b"")]
+            orders = [m.unpack(line) for line in self._channel.feed(data)]
         except ProtocolError as error:
             raise EndpointError(
                 f"What listens at {self._where} does not answer as a run's leader: {error.message}",

@@ -21,7 +21,7 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class AskStatus:
-    """Ask for the run's status. Answered by :class:`LeaderFound`, at once."""
+    """Ask for the run's status. Answered by :class:`Status`, at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +159,3 @@ class Status:
     checkpoint: LastSave | None = None
     incidents: tuple[Decision, ...] = ()
     time: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class LeaderFound:
-    """The answer to :class:`AskStatus`."""
-
-    term: int
-    status: Status

@@ -123,7 +123,7 @@ class AdminRequests:
         match request:
             case a.AskStatus():
                 self._callers[link] = None
-                self._send(link, a.LeaderFound(self._machine.record.term, self.status(now)))
+                self._send(link, self.status(now))
             case a.AskDrain(node="", seconds=seconds):
                 self._follow(self._machine.stop(DRAIN_REASON, seconds, now), now)
             case a.AskDrain():
@@ -152,7 +152,7 @@ class AdminRequests:
                     self._heard.snapshot = snapshot, now
             case m.Stopped(round=round_number, drained=step) if round_number == number and step >= 0:
                 self._reached(number, step)
-                for waiting in self._pending():
+                for _, waiting in self._pending():
                     waiting.step = max(step, waiting.step or 0)
                     waiting.saved |= report.saved
                     waiting.unsaved = waiting.unsaved or report.unsaved
@@ -160,8 +160,8 @@ class AdminRequests:
                     self._heard.checkpoint = step, now
             case m.StacksTaken(text=text):
                 name, term = node.hello.node_id, self._machine.record.term
-                for caller, asked in list(self._callers.items()):
-                    if asked is not None and name in asked.stacks_of:
+                for caller, asked in self._pending():
+                    if name in asked.stacks_of:
                         asked.stacks_of.discard(name)
                         self._send(caller, a.NodeStacks(term, name, text))
                         self._told_stacks(caller, asked, now)
@@ -282,17 +282,17 @@ class AdminRequests:
         for instruction in instructions:
             if isinstance(instruction, Emit):
                 self._happened(instruction.event, now)
-        for link, waiting in list(self._callers.items()):
-            if waiting is not None and waiting.node is not None:
+        for link, waiting in self._pending():
+            if waiting.node is not None:
                 self._departing(link, waiting, waiting.node, now)
-            if waiting is not None and isinstance(waiting.request, a.AskStacks) and waiting.until is not None:
+            if isinstance(waiting.request, a.AskStacks) and waiting.until is not None:
                 self._told_stacks(link, waiting, now)
-            if waiting is not None and waiting.asks_again and self._can_save():
+            if waiting.asks_again and self._can_save():
                 waiting.asks_again = False
                 self._save(link, now)
 
     def _ask_again(self) -> None:
-        for waiting in self._pending():
+        for _, waiting in self._pending():
             waiting.asks_again = isinstance(waiting.request, a.AskSave)
 
     def _can_save(self) -> bool:
@@ -306,11 +306,11 @@ class AdminRequests:
             self._incidents.append((now, line))
         match event:
             case RoundDrained(step=step):
-                for waiting in self._pending():
+                for _, waiting in self._pending():
                     waiting.step = step
                 self._ask_again()
             case RoundBroken(cause=cause):
-                for waiting in self._pending():
+                for _, waiting in self._pending():
                     waiting.broken = cause
                 self._settle(a.AskSave, lambda _: (False, f"the round broke before all was saved: {cause}"))
             case RoundFormed():
@@ -349,27 +349,26 @@ class AdminRequests:
             self._settle(a.AskSave, lambda _: (True, f"checkpoint of step {report.step} written"), report.step)
 
     def _ended(self, code: int, cause: str) -> None:
-        for link, waiting in list(self._callers.items()):
-            if waiting is not None and isinstance(waiting.request, a.AskDrain) and not waiting.request.node:
-                text = f"the run has ended with {code}: {cause}"
-                if waiting.broken:
-                    text += f"; the round was broken: {waiting.broken}"
+        text = f"the run has ended with {code}: {cause}"
+        for link, waiting in self._pending():
+            if isinstance(waiting.request, a.AskDrain) and not waiting.request.node:
+                broken = f"; the round was broken: {waiting.broken}" if waiting.broken else ""
                 kept = waiting.saved or waiting.step is None  # nothing trained
-                self._answer(link, kept and not waiting.broken, text, waiting.step)
-            elif waiting is not None and isinstance(waiting.request, a.AskSave):
-                text = f"the run has ended with {code}: {cause}"
+                self._answer(link, kept and not waiting.broken, text + broken, waiting.step)
+            elif isinstance(waiting.request, a.AskSave):
                 self._answer(link, waiting.saved, text, waiting.step)
+        for link in self._callers:
             self._send(link, self._machine.end_order())
 
     def _settle(
         self, kind: type[a.Request], answer: Callable[[_Waiting], tuple[bool, str]], step: int | None = None
     ) -> None:
-        for link, waiting in list(self._callers.items()):
-            if waiting is not None and isinstance(waiting.request, kind):
+        for link, waiting in self._pending():
+            if isinstance(waiting.request, kind):
                 self._answer(link, *answer(waiting), step=step)
 
-    def _pending(self) -> list[_Waiting]:
-        return [waiting for waiting in self._callers.values() if waiting is not None]
+    def _pending(self) -> list[tuple[int, _Waiting]]:
+        return [(link, waiting) for link, waiting in self._callers.items() if waiting is not None]
 
     def _reached(self, number: int, step: int) -> None:
         heard = self._heard

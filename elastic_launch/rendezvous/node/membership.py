@@ -438,7 +438,7 @@ class Membership:
                 self.outlook = outlook
                 if saved is not None:
                     self.checkpoint = saved.step, self._clock.now() - saved.ago
-            case asking.Answer() | asking.LeaderFound() | asking.NodeStacks():
+            case asking.Answer() | asking.Status() | asking.NodeStacks():
                 return  # to a caller
             case m.Welcome(leader=leader):
                 self._former.close()

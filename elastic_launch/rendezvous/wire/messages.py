@@ -13,7 +13,7 @@ from elastic_launch.codec import Messages
 from elastic_launch.rendezvous.admin import messages as asking
 from elastic_launch.rendezvous.record import LocalRanks, Round, Seconds
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 
 # From a node to its leader.
@@ -607,7 +607,7 @@ ToNode = (
     | Strike
     | RunEnd
 )
-Order = Welcome | Refused | Pulse | ToNode | asking.Answer | asking.LeaderFound | asking.NodeStacks
+Order = Welcome | Refused | Pulse | ToNode | asking.Answer | asking.Status | asking.NodeStacks
 
 Spoken = Report | Order | asking.Caller | asking.Request
 
