@@ -78,37 +78,19 @@ class Rounds:
 
     def ready(self, report: m.Ready, now: float) -> None:
         """Handle that a member's workers train; they may not know yet that the round is over."""
-        match self.phase:
-            case Running() | Broken() as said:
-                self._begun(said, report.step)
-            case Draining(running=said):
-                self._begun(said, report.step)
-            case Gathering() | Parked() | Ending() | Ended():
-                pass
+        if (said := self._last()) is not None:
+            self._begun(said, report.step)
         self._state.resizing.prices.told(report.remaining_s, now)
 
     def progressed(self, step: int) -> None:
         """Handle that the current round's workers have done so many steps."""
-        match self.phase:
-            case Running() | Broken() as said:
-                said.reached = max(said.reached, step)
-            case Draining(running=said):
-                said.reached = max(said.reached, step)
-            case Gathering() | Parked() | Ending() | Ended():
-                pass
+        if (said := self._last()) is not None:
+            said.reached = max(said.reached, step)
 
     def recall(self, known: m.RoundSeen, now: float) -> None:
         """Take over what a member knows of a round that another leader formed, and that is not judged yet."""
-        match self.phase:
-            case Running() | Broken() as said:
-                self._recall(said, known, now)
-            case Draining(running=said):
-                self._recall(said, known, now)
-            case Gathering() | Parked() | Ending() | Ended():
-                pass
-
-    def _recall(self, said: Running | Broken, known: m.RoundSeen, now: float) -> None:
-        if not said.taken_over:
+        said = self._last()
+        if said is None or not said.taken_over:
             return
         lasted = min(known.lasted, known.formed_ago)
         if isinstance(said, Running):
@@ -120,6 +102,16 @@ class Rounds:
         self._begun(said, known.begun)
         said.reached = max(said.reached, known.reached)
         self._state.exclusion.stood(known.formed_ago - (now - self._state.began))
+
+    def _last(self) -> Running | Broken | None:
+        """The round that trains, drains or was broken; None if none does and its members have stopped."""
+        match self.phase:
+            case Running() | Broken() as last:
+                return last
+            case Draining(running=last):
+                return last
+            case Gathering() | Parked() | Ending() | Ended():
+                return None
 
     def _begun(self, said: Running | Broken, step: int) -> None:
         if step >= 0:
