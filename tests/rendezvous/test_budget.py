@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import count
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,10 @@ SOON = replace(CRASH, ran=1.0)
 PREEMPTED = replace(CRASH, kind="preemption", exit_code=-15, message="signal 15 (SIGTERM)")
 
 
+def budget_with(limits: Limits, **recorded: Any) -> RestartBudget:
+    return RestartBudget(ControlRecord("run", "digest", 1, Leader("a", "a1", "host", 1), limits=limits, **recorded))
+
+
 def rule(
     budget: RestartBudget, failure: Failure | None, imposed: Kind | None = None, **known: object
 ) -> BudgetDecision:
@@ -35,7 +40,7 @@ def verdict(budget: RestartBudget, failure: Failure, ruling: BudgetDecision) -> 
 
 
 def test_a_failure_costs_a_restart_until_they_are_spent() -> None:
-    budget = RestartBudget(Limits(max_restarts=2), 0)
+    budget = budget_with(Limits(max_restarts=2))
     assert [rule(budget, CRASH).charged for _ in range(3)] == [True, True, False]
     assert budget.spent == 2
     ruling = rule(budget, CRASH)
@@ -44,7 +49,7 @@ def test_a_failure_costs_a_restart_until_they_are_spent() -> None:
 
 @pytest.mark.parametrize("kind", ["fatal", "startup"])
 def test_what_a_restart_would_not_change_ends_the_run_at_once(kind: str) -> None:
-    budget = RestartBudget(Limits(max_restarts=3), 0)
+    budget = budget_with(Limits(max_restarts=3))
     failure = replace(CRASH, kind=kind)
     code, cause = verdict(budget, failure, rule(budget, failure))
     assert code == {"fatal": 93, "startup": 90}[kind]
@@ -54,7 +59,7 @@ def test_what_a_restart_would_not_change_ends_the_run_at_once(kind: str) -> None
 
 
 def test_without_restarts_a_script_that_cannot_run_ends_with_its_own_code() -> None:
-    budget, failure = RestartBudget(Limits(max_restarts=0), 0), replace(CRASH, kind="startup")
+    budget, failure = budget_with(Limits(max_restarts=0)), replace(CRASH, kind="startup")
     assert verdict(budget, failure, rule(budget, failure))[0] == 1
     fatal = replace(CRASH, kind="fatal", exit_code=93)
     assert verdict(budget, fatal, rule(budget, fatal))[0] == 93
@@ -65,7 +70,7 @@ NAN = replace(CRASH, repeats="The loss is nan in step 4, micro-batch 1.", traine
 
 def test_a_failure_that_a_restart_repeats_has_one() -> None:
     """The first may have been caused by a flipped bit; other events before the same step do not matter."""
-    budget = RestartBudget(Limits(max_restarts=3), 0)
+    budget = budget_with(Limits(max_restarts=3))
     assert rule(budget, NAN, begun=0).charged
     assert rule(budget, CRASH, begun=2).charged
     again = replace(NAN, rank=1, trained=1)
@@ -84,7 +89,7 @@ def test_a_failure_that_a_restart_repeats_has_one() -> None:
     ids=["node lost", "another failure", "step done"],
 )
 def test_a_failure_after_something_new_is_not_repeated(between: tuple[Failure, Kind | None, int]) -> None:
-    budget = RestartBudget(Limits(max_restarts=9), 0)
+    budget = budget_with(Limits(max_restarts=9))
     failure, imposed, begun = between
     if imposed is None:
         rule(budget, NAN, begun=0)
@@ -98,7 +103,7 @@ def test_a_failure_after_something_new_is_not_repeated(between: tuple[Failure, K
 @pytest.mark.parametrize("imposed", [None, Kind.NODE_LOSS, Kind.PREEMPTION])
 def test_restarts_without_progress_are_charged_from_some_number_on(imposed: Kind | None) -> None:
     """Whatever sent the signal, and whatever was lost: free restarts are limited."""
-    budget = RestartBudget(Limits(max_restarts=2), 0)
+    budget = budget_with(Limits(max_restarts=2))
     rulings = [rule(budget, PREEMPTED, imposed) for _ in range(FREE + 3)]
     assert [ruling.charged for ruling in rulings] == [False] * FREE + [True, True, False]
     assert verdict(budget, PREEMPTED, rulings[-1]) == (
@@ -108,53 +113,53 @@ def test_restarts_without_progress_are_charged_from_some_number_on(imposed: Kind
 
 
 def test_without_a_budget_too() -> None:
-    budget = RestartBudget(Limits(max_restarts=0), 0)
+    budget = budget_with(Limits(max_restarts=0))
     rulings = [rule(budget, PREEMPTED) for _ in range(FREE + 1)]
     assert [bool(ruling.ends) for ruling in rulings] == [False] * FREE + [True]
     assert verdict(budget, PREEMPTED, rulings[-1])[0] == 92
 
 
 def test_more_are_free_the_more_nodes_there_may_be() -> None:
-    budget = RestartBudget(Limits(max_restarts=0), 0)
+    budget = budget_with(Limits(max_restarts=0))
     assert not any(rule(budget, None, Kind.NODE_LOSS, nodes=64).ends for _ in range(MORE + 64))
     assert rule(budget, None, Kind.NODE_LOSS, nodes=64).ends
 
 
 def test_preemptions_are_free_while_the_training_advances() -> None:
-    budget = RestartBudget(Limits(max_restarts=0), 0)
+    budget = budget_with(Limits(max_restarts=0))
     for step in range(100):
         assert rule(budget, PREEMPTED, begun=step) == BudgetDecision(Kind.PREEMPTION)
 
 
 def test_a_round_that_begins_where_another_has_begun_makes_no_progress() -> None:
     """However many steps it did: the next one does them again."""
-    budget = RestartBudget(Limits(max_restarts=0), 0)
+    budget = budget_with(Limits(max_restarts=0))
     rulings = [rule(budget, PREEMPTED, begun=10, lasted=1000.0) for _ in range(FREE + 2)]
     assert rulings[-1].ends
 
 
 def test_going_back_and_forth_makes_no_progress() -> None:
-    budget = RestartBudget(Limits(max_restarts=0), 0)
+    budget = budget_with(Limits(max_restarts=0))
     assert not rule(budget, PREEMPTED, begun=10).ends
     rulings = [rule(budget, PREEMPTED, begun=begun) for begun in (5, 10, 5, 10, 5)]
     assert rulings[-1].ends
 
 
 def test_a_script_that_reports_no_steps_advances_by_running() -> None:
-    budget = RestartBudget(Limits(max_restarts=0), 0)
+    budget = budget_with(Limits(max_restarts=0))
     for _ in range(100):
         assert not rule(budget, PREEMPTED, lasted=LONG).ends
     assert any(rule(budget, PREEMPTED, lasted=LONG - 1).ends for _ in range(FREE + 1))
 
 
 def test_a_round_that_never_trained_makes_no_progress_if_others_did() -> None:
-    budget = RestartBudget(Limits(max_restarts=0), 0)
+    budget = budget_with(Limits(max_restarts=0))
     rule(budget, PREEMPTED, begun=10)
     assert any(rule(budget, PREEMPTED, lasted=LONG).ends for _ in range(FREE + 1))
 
 
 def test_progress_makes_restarts_free_again() -> None:
-    budget = RestartBudget(Limits(max_restarts=0), 0)
+    budget = budget_with(Limits(max_restarts=0))
     steps = count()
     for _ in range(5):
         begun = next(steps)
@@ -163,25 +168,25 @@ def test_progress_makes_restarts_free_again() -> None:
 
 def test_a_resize_is_free_and_counts_for_nothing() -> None:
     """Each needs a new node or a person; and nodes may arrive one after the other before a step is done."""
-    budget = RestartBudget(Limits(max_restarts=0), 0)
+    budget = budget_with(Limits(max_restarts=0))
     assert not any(rule(budget, None, Kind.MEMBERSHIP).ends for _ in range(100))
     assert not any(rule(budget, PREEMPTED).ends for _ in range(FREE))
 
 
 def test_a_new_leader_continues_the_count() -> None:
-    budget = RestartBudget(Limits(max_restarts=0), 0, idle=FREE, mark=10)
+    budget = budget_with(Limits(max_restarts=0), idle=FREE, last_step=10)
     assert rule(budget, PREEMPTED, begun=10).ends
-    assert not rule(RestartBudget(Limits(max_restarts=0), 0, idle=FREE, mark=10), PREEMPTED, begun=11).ends
+    assert not rule(budget_with(Limits(max_restarts=0), idle=FREE, last_step=10), PREEMPTED, begun=11).ends
 
 
 def budget_of_another_leader(budget: RestartBudget, limits: Limits) -> RestartBudget:
     record = ControlRecord("run", "digest", 1, Leader("a", "a1", "host", 1), limits=limits)
-    return RestartBudget.of(ControlRecord.parse(replace(record, **budget.recorded).encode()))
+    return RestartBudget(ControlRecord.parse(replace(record, **budget.recorded).encode()))
 
 
 def test_a_new_leader_knows_which_failure_a_restart_may_repeat() -> None:
     limits = Limits(max_restarts=9)
-    budget = RestartBudget(limits)
+    budget = budget_with(limits)
     rule(budget, NAN, begun=0)
     assert len(budget.recorded["repeats"]) == 16, "the record contains it, and texts may be long"
     budget = budget_of_another_leader(budget, limits)
@@ -198,7 +203,7 @@ def test_a_new_leader_knows_which_failure_a_restart_may_repeat() -> None:
 
 
 def delays(*failures: Failure) -> list[float]:
-    budget = RestartBudget(Limits(max_restarts=100), 0)
+    budget = budget_with(Limits(max_restarts=100))
     return [rule(budget, failure).delay for failure in failures]
 
 
@@ -209,7 +214,7 @@ def test_failures_soon_after_the_start_are_tried_again_less_and_less_often() -> 
 
 def test_runs_that_fail_together_do_not_try_again_together() -> None:
     def second(run: str) -> float:
-        budget = RestartBudget(Limits(max_restarts=9), run=run)
+        budget = budget_with(Limits(max_restarts=9), run=run)
         return [rule(budget, SOON).delay for _ in range(2)][-1]
 
     runs = [second(f"run {number}") for number in range(50)]
@@ -229,7 +234,7 @@ def test_other_failures_are_tried_again_at_once(other: Failure) -> None:
 
 def test_the_budget_decides_how_often() -> None:
     """What is missing, such as a mount or a licence, may exist at the next attempt."""
-    budget = RestartBudget(Limits(max_restarts=100), 0)
+    budget = budget_with(Limits(max_restarts=100))
     assert all(rule(budget, SOON).charged for _ in range(100))
 
 
@@ -242,10 +247,10 @@ def crash_at(budget: RestartBudget, begun: int, reached: int, lasted: float) -> 
 
 
 def test_time_with_new_steps_gives_restarts_back() -> None:
-    budget = RestartBudget(Limits(max_restarts=1, restart_refill=100.0))
+    budget = budget_with(Limits(max_restarts=1, restart_refill=100.0))
     assert crash_at(budget, 0, 50, 60.0).charged
     assert crash_at(budget, 50, 80, 99.0).ends  # not before a restart was charged
-    budget = RestartBudget(Limits(max_restarts=1, restart_refill=100.0))
+    budget = budget_with(Limits(max_restarts=1, restart_refill=100.0))
     assert crash_at(budget, 0, 50, 60.0).charged
     assert crash_at(budget, 50, 90, 101.0).charged
     assert (budget.spent, budget.refilled, budget.allowed) == (2, 1, 2)
@@ -253,7 +258,7 @@ def test_time_with_new_steps_gives_restarts_back() -> None:
 
 def test_a_new_leader_counts_on_the_time_with_new_steps() -> None:
     limits = Limits(max_restarts=2, restart_refill=100.0)
-    budget = RestartBudget(limits)
+    budget = budget_with(limits)
     crash_at(budget, 0, 50, 60.0)
     crash_at(budget, 50, 80, 60.0)
     budget = budget_of_another_leader(budget, limits)
@@ -264,7 +269,7 @@ def test_a_new_leader_counts_on_the_time_with_new_steps() -> None:
 
 
 def test_no_more_is_given_back_than_was_charged() -> None:
-    budget = RestartBudget(Limits(max_restarts=2, restart_refill=10.0))
+    budget = budget_with(Limits(max_restarts=2, restart_refill=10.0))
     assert crash_at(budget, 0, 10, 1e6).charged
     for number in range(1, 4):
         crash_at(budget, 10 * number, 10 * number + 10, 1e6)
@@ -272,43 +277,43 @@ def test_no_more_is_given_back_than_was_charged() -> None:
 
 
 def test_time_without_new_steps_gives_nothing_back() -> None:
-    budget = RestartBudget(Limits(max_restarts=2, restart_refill=10.0))
+    budget = budget_with(Limits(max_restarts=2, restart_refill=10.0))
     assert [crash_at(budget, 0, 50, 1000.0).charged for _ in range(3)] == [True, True, False]
     assert budget.refilled == 0
 
 
 def test_no_restart_is_given_back_where_none_is_allowed() -> None:
-    budget = RestartBudget(Limits(max_restarts=0, restart_refill=10.0))
+    budget = budget_with(Limits(max_restarts=0, restart_refill=10.0))
     assert crash_at(budget, 0, 50, 1000.0).ends == "no restart allowed (--max-restarts 0)"
 
 
 def test_a_leader_that_learns_of_more_restarts_knows_that_they_were_given_back() -> None:
-    budget = RestartBudget(Limits(max_restarts=2, restart_refill=10.0))
+    budget = budget_with(Limits(max_restarts=2, restart_refill=10.0))
     budget.learn(5)
     assert (budget.spent, budget.refilled) == (5, 3)
     budget.learn(1)
     assert (budget.spent, budget.refilled) == (5, 3)
-    without = RestartBudget(Limits(max_restarts=2))
+    without = budget_with(Limits(max_restarts=2))
     without.learn(5)
     assert rule(without, CRASH).ends == "all restarts spent (--max-restarts 2)"
 
 
 def test_restarts_without_a_new_step_end_the_run() -> None:
-    budget = RestartBudget(Limits(max_restarts=100, max_idle_restarts=3))
+    budget = budget_with(Limits(max_restarts=100, max_idle_restarts=3))
     rulings = [crash_at(budget, 40, 40, 5.0) for _ in range(4)]
     assert [bool(ruling.ends) for ruling in rulings] == [False, False, False, True]
     assert verdict(budget, CRASH, rulings[-1]) == (92, "no new step in 3 restarts (--max-idle-restarts 3): the cause")
 
 
 def test_free_restarts_count_as_restarts_without_a_new_step() -> None:
-    budget = RestartBudget(Limits(max_restarts=100, max_idle_restarts=2))
+    budget = budget_with(Limits(max_restarts=100, max_idle_restarts=2))
     assert not rule(budget, PREEMPTED, begun=7).ends
     assert not rule(budget, None, Kind.NODE_LOSS, begun=7).ends
     assert rule(budget, CRASH, begun=7).ends
 
 
 def test_resizes_do_not_count_as_restarts_and_do_not_hide_them() -> None:
-    budget = RestartBudget(Limits(max_restarts=100, max_idle_restarts=2))
+    budget = budget_with(Limits(max_restarts=100, max_idle_restarts=2))
     for _ in range(5):
         assert not rule(budget, None, Kind.MEMBERSHIP, begun=7).ends
     assert not rule(budget, CRASH, begun=7).ends, "no restart has come before it"
@@ -319,7 +324,7 @@ def test_resizes_do_not_count_as_restarts_and_do_not_hide_them() -> None:
 
 
 def test_a_new_step_begins_the_count_again() -> None:
-    budget = RestartBudget(Limits(max_restarts=100, max_idle_restarts=2))
+    budget = budget_with(Limits(max_restarts=100, max_idle_restarts=2))
     for step in range(5):
         assert not crash_at(budget, step, step, 5.0).ends
         assert not crash_at(budget, step, step + 1, 5.0).ends

@@ -6,7 +6,6 @@ import hashlib
 import zlib
 from typing import Any
 
-from elastic_launch.config.launch_config import Limits
 from elastic_launch.errors import ExitCode
 from elastic_launch.events.types import counted
 from elastic_launch.rendezvous.leader.phases import Broken, BudgetDecision
@@ -34,67 +33,31 @@ JITTER = 0.25
 
 
 class RestartBudget:
-    """Counts restarts.
+    """Counts restarts, and goes on from the counts in a record.
 
-    Args:
-        limits: how many are allowed, and when one is given back.
+    Attributes:
         spent: restarts charged so far; it never decreases.
         refilled: restarts given back so far.
         idle: consecutive free restarts without progress.
         mark: the highest step at which a round began to train; None if unknown.
-        run: identifies the run; its delays differ from those of others.
         soon: consecutive failures soon after the start.
         vain: consecutive restarts since the last new step.
         best: the highest step that was reached; -1 if unknown.
-        healthy: seconds of rounds with new steps since a restart was last given back.
-        repeats: identifies the last failure that a restart may repeat; empty for none.
-        repeats_step: the steps done before it.
     """
 
-    def __init__(
-        self,
-        limits: Limits,
-        spent: int = 0,
-        refilled: int = 0,
-        idle: int = 0,
-        mark: int | None = None,
-        run: str = "",
-        soon: int = 0,
-        vain: int = 0,
-        best: int = -1,
-        healthy: float = 0.0,
-        repeats: str = "",
-        repeats_step: int = 0,
-    ) -> None:
-        self.spent = spent
-        self.refilled = refilled
-        self.idle = idle
-        self.mark = mark
-        self.soon = soon
-        self.vain = vain
-        self.best = max(best, -1 if mark is None else mark)
-        self._limits = limits
-        self._run = run
-        self._healthy = healthy
-        self._repeats, self._repeats_step = repeats, repeats_step
-
-    @classmethod
-    def of(cls, record: ControlRecord) -> RestartBudget:
-        """Return the budget as a record has it."""
-        return cls(
-            record.limits,
-            spent=record.restarts,
-            refilled=record.refilled,
-            idle=record.idle,
-            mark=record.last_step,
-            run=record.run,
-            soon=record.soon,
-            vain=record.vain,
-            best=record.best,
-            healthy=record.healthy,
-            repeats=record.repeats,
-            repeats_step=record.repeats_step,
-        )
+    def __init__(self, record: ControlRecord) -> None:
+        self.spent = record.restarts
+        self.refilled = record.refilled
+        self.idle = record.idle
+        self.mark = record.last_step
+        self.soon = record.soon
+        self.vain = record.vain
+        self.best = max(record.best, -1 if record.last_step is None else record.last_step)
+        self._limits = record.limits
+        self._run = record.run  # whose delays differ from those of others
+        self._healthy = record.healthy  # seconds of rounds with new steps since a restart was last given back
+        self._repeats = record.repeats  # the last failure that a restart may repeat; empty for none
+        self._repeats_step = record.repeats_step  # the steps done before it
 
     @property
     def recorded(self) -> dict[str, Any]:

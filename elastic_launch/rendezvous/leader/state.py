@@ -44,7 +44,7 @@ class LeaderState:
         self.record = record
         self.timing = timing
         self.nodes: dict[str, Node] = {}
-        self.budget = RestartBudget.of(record)
+        self.budget = RestartBudget(record)
         self.resizing = Resizing(self.nodes)
         self.began = self.turned = self.last_arrival = now
         self.owed = {member.node_id for member in record.round.members if member.incarnation not in dead}
