@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from elastic_launch.clock import MonotonicClock
-from elastic_launch.config.launch_config import Limits, Timing
+from elastic_launch.config.launch_config import Command, LaunchConfig, Limits
 from elastic_launch.errors import StoreError
 from elastic_launch.events.types import Event, RunEnded
 from elastic_launch.rendezvous.leader.link import Link
@@ -21,6 +21,7 @@ from elastic_launch.rendezvous.wire.addresses import listen
 from elastic_launch.rendezvous.wire.authentication import Channel
 from elastic_launch.testing import MemoryStore
 
+CONFIG = LaunchConfig(Command((), ("train.py",)), run_id="run")
 LIMITS = Limits(2, 2)
 
 HELLO = m.Hello(m.PROTOCOL_VERSION, "run", "digest", "train.py", str(Limits(1, 1)), "a", "a1", 1, "127.0.0.1", 7000)
@@ -78,7 +79,7 @@ def test_a_leader_that_could_not_write_the_end_orders_nothing_more() -> None:
     record = ControlRecord("run", "digest", 1, Leader("a", "a1", "127.0.0.1", address[1])).renewed()
     store = Failing()
     assert store.compare_and_set(None, record.encode(), 1)
-    leader = LeaderService(listener, store, record, Timing(), "train.py", MonotonicClock(), NoEvents())
+    leader = LeaderService(CONFIG, listener, store, record, MonotonicClock(), NoEvents())
     leader.start()
     with contextlib.ExitStack() as stack:
         stack.callback(leader.close, 0.0)
@@ -100,7 +101,7 @@ def test_a_leader_that_thaws_says_and_writes_nothing_before_it_steps_down() -> N
     record = ControlRecord("run", "digest", 1, Leader("a", "a1", "127.0.0.1", address[1])).renewed()
     store, sure, said = MemoryStore(), [True], Seen()
     assert store.compare_and_set(None, record.encode(), 1)
-    leader = LeaderService(listener, store, record, Timing(), "train.py", MonotonicClock(), said, sure=lambda: sure[0])
+    leader = LeaderService(CONFIG, listener, store, record, MonotonicClock(), said, sure=lambda: sure[0])
     leader.start()
     with contextlib.ExitStack() as stack:
         stack.callback(leader.close, 0.0)
@@ -131,7 +132,7 @@ def _leader(store: Failing, limits: Limits) -> LeaderService:
     leader = Leader("a", "a1", "127.0.0.1", listener.getsockname()[1])
     record = ControlRecord("run", "digest", 1, leader, limits=limits).renewed()
     assert store.compare_and_set(None, record.encode(), 1)
-    return LeaderService(listener, store, record, Timing(), "train.py", MonotonicClock(), NoEvents())
+    return LeaderService(CONFIG, listener, store, record, MonotonicClock(), NoEvents())
 
 
 @pytest.mark.parametrize("what", ["a pulse", "the last words"])

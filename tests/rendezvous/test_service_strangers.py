@@ -16,7 +16,7 @@ from dataclasses import replace
 import pytest
 from harness import wait_for
 
-from elastic_launch.config.launch_config import Limits, Timing
+from elastic_launch.config.launch_config import Command, LaunchConfig, Limits, Timing
 from elastic_launch.events.types import Event, NodeLost
 from elastic_launch.rendezvous.leader import service
 from elastic_launch.rendezvous.leader.service import HELLO_TIMEOUT, STRANGERS_LINE, LeaderService
@@ -27,7 +27,8 @@ from elastic_launch.rendezvous.wire.authentication import AuthenticationError, C
 from elastic_launch.secret import Token
 from elastic_launch.testing import FakeClock, MemoryStore
 
-KEY = link_key(Token("correct-horse-battery-staple", "test"), "run")
+TOKEN = Token("correct-horse-battery-staple", "test")
+KEY = link_key(TOKEN, "run")
 OTHER = link_key(Token("another-token-of-some-length", "test"), "run")
 HELLO = m.Hello(m.PROTOCOL_VERSION, "run", "digest", "train.py", str(Limits(1, 4)), "a", "a1", 1, "127.0.0.1", 7000)
 
@@ -80,7 +81,9 @@ class Run:
         assert store.compare_and_set(None, record.encode(), 1)
         # The clock stands still: only the test makes nodes silent. The short beat makes the leader look at it often.
         timing = Timing(beat=0.05, dead_after=1000.0)
-        self.service = LeaderService(listener, store, record, timing, "train.py", self.clock, self, key=key)
+        token = TOKEN if key is not None else None
+        config = LaunchConfig(Command((), ("train.py",)), run_id="run", timing=timing, token=token)
+        self.service = LeaderService(config, listener, store, record, self.clock, self)
         self.service.start()
         stack.callback(self.service.close, 0.0)
 

@@ -181,7 +181,7 @@ class C10dBackend:
         leader = Leader(config.node_id, incarnation, address, port)
         record = ControlRecord(config.run_id, config.digest(), 1, leader, limits=config.limits).renewed()
         store.compare_and_set(None, record.encode(), config.timing.read_timeout)
-        self._service = LeaderService.of(config, links, store, record, self._clock, self._events)
+        self._service = LeaderService(config, links, store, record, self._clock, self._events)
         self._hosted = FoundLeader(host, port, "this node's own leader", incarnation)
         self._service.start()
 

@@ -290,7 +290,7 @@ class ElectedBackend:
         claim = Claim(self._seal, record, began)  # not later: its answer may have waited in a frozen process
         claimed = ClaimedStore(writing, claim, self._clock, _log)
         most, now = self._most_unsure, self._clock.now
-        service = LeaderService.of(
+        service = LeaderService(
             self._config,
             links,
             claimed,

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from elastic_launch import codec
 from elastic_launch.clock import Clock
-from elastic_launch.config.launch_config import LaunchConfig, Timing
+from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.errors import ProtocolError, RecordTooLargeError, StoreError
 from elastic_launch.events.types import EventSink
 from elastic_launch.rendezvous.admin import messages as asking
@@ -60,37 +60,35 @@ class LeaderService:
     """Leads a run until closed or deposed.
 
     Args:
+        config: has the run's times, command and token.
         listener: the listening socket for links; this object takes ownership of it.
         record: the record as committed for this leader's term; ``store`` holds it.
         dead, silent: see :class:`LeaderMachine`.
-        key: the key of the links, derived from the run's token; None without a token.
         sure: whether no other node can lead yet; asked in each turn, since this process may have been frozen.
     """
 
     def __init__(
         self,
+        config: LaunchConfig,
         listener: socket.socket,
         store: ControlStore,
         record: ControlRecord,
-        timing: Timing,
-        command: str,
         clock: Clock,
         events: EventSink,
         dead: frozenset[str] = frozenset(),
         silent: frozenset[str] = frozenset(),
-        key: bytes | None = None,
         sure: Callable[[], bool] = lambda: True,
     ) -> None:
         self._listener = listener
         self._store = store
         self._committed = record.encode()
         self._clock = clock
-        self._timing = timing
+        self._timing = timing = config.timing
         self._beat = timing.beat_among(record.limits.max_nodes)
         self._events = events
-        self._machine = LeaderMachine(record, timing, command, clock.now(), dead, silent)
+        self._machine = LeaderMachine(record, timing, str(config.command), clock.now(), dead, silent)
         self._requests = AdminRequests(self._machine)
-        self._key = key
+        self._key = link_key(config.token, config.run_id)
         self._sure = sure
         self._once = LogOnce(_log)
         self._links: dict[int, Link] = {}
@@ -109,23 +107,6 @@ class LeaderService:
         self._given_way = ""
         self._died: ThreadDied | None = None
         self._thread = VitalThread(self._run, "leader", owner=self._failed)
-
-    @classmethod
-    def of(
-        cls,
-        config: LaunchConfig,
-        listener: socket.socket,
-        store: ControlStore,
-        record: ControlRecord,
-        clock: Clock,
-        events: EventSink,
-        dead: frozenset[str] = frozenset(),
-        silent: frozenset[str] = frozenset(),
-        sure: Callable[[], bool] = lambda: True,
-    ) -> LeaderService:
-        """Return the leader of a launch's run, with the launch's times, command and token."""
-        key = link_key(config.token, config.run_id)
-        return cls(listener, store, record, config.timing, str(config.command), clock, events, dead, silent, key, sure)
 
     def start(self) -> None:
         """Begin to lead."""
