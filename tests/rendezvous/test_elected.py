@@ -119,7 +119,7 @@ def test_a_running_round_survives_a_new_leader_that_takes_over_from_a_live_one(n
         assert (taken.leader.node_id, taken.term) == ("c", record.term + 1)
         leader_term = nodes.nodes[first].backend._leader_term
         assert leader_term is not None
-        nodes.until("the old leader has stepped down", lambda: not leader_term.alive)
+        nodes.until("the old leader has stepped down", lambda: not leader_term.service.alive)
         nodes.until("both have come to the new one", lambda: sorted(_joined(nodes)) == ["a", "a", "b", "b"])
         time.sleep(2 * TIMING.dead_after)
         assert [len(nodes.nodes[name].rounds) for name in "ab"] == [1, 1]

@@ -226,7 +226,7 @@ def test_another_run_that_began_on_a_deleted_key_yields(nodes: Nodes) -> None:
     ).renewed()
     _spoil(nodes, other.encode())
     nodes.until("the older run to have its record again", lambda: nodes.record.run != "other")
-    assert leader_term.alive
+    assert leader_term.service.alive
 
 
 def test_a_run_without_a_round_yields_to_another() -> None:
@@ -300,7 +300,7 @@ def _crash(nodes: Nodes, name: str, then: object) -> None:
     assert callable(then)
     then()
     node.membership._closing.set()
-    leader_term._service.depose("killed by the test")
+    leader_term.service.depose("killed by the test")
     node.membership.close()
 
 

@@ -154,7 +154,7 @@ class ElectedBackend:
                 self._continuity.heard(term, Round(number), restarts)
 
     def unsure_for(self) -> float:
-        return self._clock.now() - self._leader_term.sure if self._leader_term is not None else math.inf
+        return self._clock.now() - self._leader_term.claim.sure if self._leader_term is not None else math.inf
 
     def close(self) -> None:
         if self._leader_term is not None:
@@ -196,7 +196,7 @@ class ElectedBackend:
         takeover = self._succession.decide(newest, now, leading=self._leads)
         dead_after = self._config.timing.dead_after
         leader_term = self._leader_term if newest.leader.incarnation == self._incarnation else None
-        led = leader_term is not None and now - leader_term.sure <= dead_after
+        led = leader_term is not None and now - leader_term.claim.sure <= dead_after
         if takeover is None or not self.may_lead or not (led or now - self._spoiled_at >= dead_after):
             return found_by(newest)
         self._check_same(newest)
@@ -205,7 +205,7 @@ class ElectedBackend:
 
     @property
     def _leads(self) -> bool:
-        return self._leader_term is not None and self._leader_term.alive
+        return self._leader_term is not None and self._leader_term.service.alive
 
     def _newest(self) -> ControlRecord | None:
         """Return the newest record of this node's run that it has seen or written, or None if it is new."""
@@ -247,7 +247,7 @@ class ElectedBackend:
     def _following(self, record: ControlRecord) -> ControlRecord:
         """Return the record with which this node takes over."""
         if record.leader.incarnation == self._incarnation and self._leader_term is not None:
-            record = replace(record, restarts=max(record.restarts, self._leader_term.restarts))
+            record = replace(record, restarts=max(record.restarts, self._leader_term.service.restarts))
         return replace(record, term=record.term + 1, leader=self._candidate())
 
     def _check_same(self, record: ControlRecord) -> None:
@@ -300,7 +300,7 @@ class ElectedBackend:
             dead=frozenset({takeover.dead} - {""}),
             # Only if leaders step down in time: its node was cut off before another one could be elected.
             silent=frozenset({takeover.silent} - {""}) if self.steps_down else frozenset(),
-            sure=lambda: now() - claimed.sure < most,
+            sure=lambda: now() - claim.sure < most,
         )
         self._succession.reached()
         # Several reads within the time after which a leader that cannot see the record is no longer sure.
@@ -375,6 +375,8 @@ class _LeaderTerm:
     """One term of this node as leader: the service, and a thread that ends it when the record has another term.
 
     Attributes:
+        service: leads, as far as this node knows.
+        claim: what it has written, and when it last found that in the store.
         yielded: whether it ended because another run owns the record, before its own had formed a round.
         counted: whether its end has been counted.
     """
@@ -392,9 +394,9 @@ class _LeaderTerm:
         self._rivals = rivals
         self._most_unsure = most_unsure
         self.yielded = self.counted = False
-        self._service = service
+        self.service = service
         self._watched = watched
-        self._claimed = claimed
+        self._claimed, self.claim = claimed, claimed.claim
         self._clock = clock
         self._look = look
         self._watch_died: ThreadDied | None = None
@@ -402,30 +404,17 @@ class _LeaderTerm:
         self._thread = VitalThread(self._watch, "leader-watch", owner=self._failed)
 
     @property
-    def alive(self) -> bool:
-        return self._service.alive
-
-    @property
     def died(self) -> ThreadDied | None:
         """The internal error that ended it, if one did."""
-        return self._service.died or self._watch_died
-
-    @property
-    def restarts(self) -> int:
-        return self._service.restarts
-
-    @property
-    def sure(self) -> float:
-        """When the last read or write began in which this leader found or wrote its own value."""
-        return self._claimed.sure
+        return self.service.died or self._watch_died
 
     @property
     def record(self) -> ControlRecord:
         """The record as last written in this term; call this only once the term is over."""
-        return ControlRecord.parse(self._service.committed)
+        return ControlRecord.parse(self.service.committed)
 
     def start(self) -> None:
-        self._service.start()
+        self.service.start()
         self._thread.start()
 
     def close(self) -> None:
@@ -433,13 +422,13 @@ class _LeaderTerm:
         # While it still leads: once its links are closed, members look for another leader.
         self._stop.set()
         self._thread.join(3 * WATCH)
-        leads = self.alive
-        self._service.close(ACK_TIMEOUT)
+        leads = self.service.alive
+        self.service.close(ACK_TIMEOUT)
         standing = self.record
         if leads and standing.end is None:
             resigned = replace(standing, leader=replace(standing.leader, port=0)).renewed()
             with contextlib.suppress(StoreError):  # the other nodes detect it by themselves
-                self._claimed.compare_and_set(self._service.committed, resigned.encode(), RESIGN_TIMEOUT)
+                self._claimed.compare_and_set(self.service.committed, resigned.encode(), RESIGN_TIMEOUT)
                 self._claimed.resign()
         self._watched.close()
         self._claimed.close()
@@ -447,28 +436,28 @@ class _LeaderTerm:
 
     def _failed(self, died: ThreadDied) -> None:
         self._watch_died = died
-        self._service.depose("the thread that watches the record has ended by an internal error")
+        self.service.depose("the thread that watches the record has ended by an internal error")
 
     def _watch(self) -> None:
-        known: bytes | None = self._claimed.value
+        known: bytes | None = self.claim.stored
         told = False
-        while not self._stop.is_set() and self._service.alive:
+        while not self._stop.is_set() and self.service.alive:
             began = self._clock.now()
-            left = self._most_unsure - (began - self._claimed.sure)
+            left = self._most_unsure - (began - self.claim.sure)
             if left <= 0:
-                self._service.depose(UNSURE)
+                self.service.depose(UNSURE)
                 return
             try:
                 known = self._watched.wait_changed(known, min(self._look, left))
                 told = False
                 if not self._judge(known):
                     return
-                self._claimed.seen(began)  # not later: it may have waited since then for changes that cannot arrive
+                self.claim.seen(began)  # not later: it may have waited since then for changes that cannot arrive
             except StoreError as error:
                 if not told:
                     _log.warning("the control record cannot be read, training goes on: %s", error.message)
                 told = True
-                self._stop.wait(max(0.0, min(WATCH, self._most_unsure - (self._clock.now() - self._claimed.sure))))
+                self._stop.wait(max(0.0, min(WATCH, self._most_unsure - (self._clock.now() - self.claim.sure))))
 
     def _judge(self, stored: bytes | None) -> bool:
         """Check what the store holds, and restore it if that is safe; return whether this node still leads.
@@ -476,26 +465,26 @@ class _LeaderTerm:
         Raises:
             StoreError: if the store does not answer.
         """
-        sight = self._claimed.look(stored)
+        sight = self.claim.look(stored)
         if sight is Sight.OWN:
             return True
         # The value read may be older than this leader's last write; a spoiled value is still there on a second read.
         if self._watched.load(self._look) != stored:
             return True
         if sight is Sight.SUCCEEDED:
-            self._service.depose("another node leads")
+            self.service.depose("another node leads")
             return False
-        if sight is Sight.SPOILED and not self._claimed.ended:
-            self._service.depose("the control record was changed or deleted by another client; this node repairs it")
+        if sight is Sight.SPOILED and self.claim.record.end is None:
+            self.service.depose("the control record was changed or deleted by another client; this node repairs it")
             return False
-        if sight is Sight.RIVAL and not self._claimed.begun:
+        if sight is Sight.RIVAL and not self.claim.record.round.members:
             self.yielded = True
-            self._service.depose("another run with this id has the record")
+            self.service.depose("another run with this id has the record")
             return False
         if sight is Sight.RIVAL and stored is not None:
-            self._rivals.saw(self._claimed.rival(stored))
+            self._rivals.saw(self.claim.rival(stored))
             if self._rivals.lost_to:
-                self._service.give_way(self._rivals.lost_to)
+                self.service.give_way(self._rivals.lost_to)
                 return False
         self._claimed.repair(stored, self._look)
         if sight is Sight.RIVAL:

@@ -23,56 +23,26 @@ class ClaimedStore(ControlStore):
 
     Args:
         store: closed with this one.
+
+    Attributes:
         claim: the leader's claim to the record as written for its term.
     """
 
     def __init__(self, store: ControlStore, claim: Claim, clock: Clock, log: logging.Logger) -> None:
         self._store = store
-        self._claim = claim
+        self.claim = claim
         self._clock = clock
         self._once = LogOnce(log)
         self._writing = threading.Lock()
 
-    @property
-    def value(self) -> bytes:
-        """The leader's last value, as stored."""
-        return self._claim.stored
-
-    @property
-    def begun(self) -> bool:
-        """Whether this run has formed a round."""
-        return bool(self._claim.record.round.members)
-
-    @property
-    def ended(self) -> bool:
-        """Whether the end of this run is recorded."""
-        return self._claim.record.end is not None
-
-    @property
-    def sure(self) -> float:
-        """Start of the last read or write in which the leader found or wrote its own value."""
-        return self._claim.sure
-
-    def look(self, stored: bytes | None) -> Sight:
-        """Classify what the store holds."""
-        return self._claim.look(stored)
-
-    def rival(self, stored: bytes) -> ControlRecord:
-        """Return the rival's record that :meth:`look` found."""
-        return self._claim.rival(stored)
-
-    def seen(self, began: float) -> None:
-        """Record that a read that began at that time found the leader's own value."""
-        self._claim.seen(began)
-
     def load(self, timeout: float) -> bytes | None:
         """Return the leader's record, whatever the store holds."""
-        return self._claim.record.encode()
+        return self.claim.record.encode()
 
     def compare_and_set(self, expected: bytes | None, value: bytes, timeout: float) -> bool:
         """Replace the last record, or that of another run, unless other clients have put anything else there."""
         with self._writing:
-            return self._write(self._claim.stored, ControlRecord.parse(value), timeout)
+            return self._write(self.claim.stored, ControlRecord.parse(value), timeout)
 
     def repair(self, spoiled: bytes | None, timeout: float) -> None:
         """Write the last record again in place of the value found, unless a record is being written anyway.
@@ -85,7 +55,7 @@ class ClaimedStore(ControlStore):
         self._tell()
         if self._writing.acquire(blocking=False):
             try:
-                self._write(spoiled, self._claim.record.renewed(), timeout)
+                self._write(spoiled, self.claim.record.renewed(), timeout)
             finally:
                 self._writing.release()
 
@@ -101,19 +71,19 @@ class ClaimedStore(ControlStore):
     def _write(self, expected: bytes | None, record: ControlRecord, timeout: float) -> bool:
         began = self._clock.now()
         deadline = time.monotonic() + timeout
-        value = self._claim.propose(record)
+        value = self.claim.propose(record)
         for _ in range(ATTEMPTS):
             if self._store.compare_and_set(expected, value, max(0.1, deadline - time.monotonic())):
-                self._claim.wrote(record, began)
+                self.claim.wrote(record, began)
                 return True
             expected = self._store.load(max(0.1, deadline - time.monotonic()))
             if expected == value:
-                self._claim.wrote(record, began)
+                self.claim.wrote(record, began)
                 return True
-            sight = self.look(expected)
-            if sight is Sight.SUCCEEDED or (sight is Sight.SPOILED and not self.ended):
+            sight = self.claim.look(expected)
+            if sight is Sight.SUCCEEDED or (sight is Sight.SPOILED and self.claim.record.end is None):
                 return False
-            if expected != self._claim.stored:
+            if expected != self.claim.stored:
                 self._tell()
         return False
 
