@@ -7,13 +7,13 @@ round, left this node out of it, or is gone.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import sys
-from datetime import timedelta
 from functools import cached_property
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -35,7 +35,7 @@ from elastic_launch.rendezvous.node.failure_detector import CutOff
 from elastic_launch.rendezvous.node.membership import Membership
 from elastic_launch.rendezvous.node.membership_events import LinkDown, MembershipEvent, RendezvousLost
 from elastic_launch.rendezvous.wire import messages as m
-from elastic_launch.rendezvous.worker_store import WorkerStore
+from elastic_launch.rendezvous.worker_store import WorkerStore, store_client
 from elastic_launch.secret import read_token
 
 __all__ = ["MembershipHandler", "TorchrunHandler"]
@@ -44,19 +44,29 @@ END_TIMEOUT = 10.0
 """Seconds that a node whose workers have finished waits for the run's end to be recorded."""
 
 
-class MembershipHandler(RendezvousHandler):
-    """The ``RendezvousHandler`` that torch's ``WorkerSpec`` requires, for this project's own agent."""
+class _Handler(RendezvousHandler):
+    """What both handlers say of the rendezvous."""
 
-    def __init__(self, config: LaunchConfig, membership: Membership) -> None:
-        self._config = config
-        self._membership = membership
+    def __init__(self, config: LaunchConfig) -> None:
+        self.config = config
 
     def get_backend(self) -> str:
-        return f"elastic-{self._config.backend}"
+        return f"elastic-{self.config.backend}"
 
     @property
     def use_agent_store(self) -> bool:
         return True
+
+    def get_run_id(self) -> str:
+        return self.config.run_id
+
+
+class MembershipHandler(_Handler):
+    """The ``RendezvousHandler`` that torch's ``WorkerSpec`` requires, for this project's own agent."""
+
+    def __init__(self, config: LaunchConfig, membership: Membership) -> None:
+        super().__init__(config)
+        self._membership = membership
 
     def next_rendezvous(self) -> RendezvousInfo:
         raise RendezvousClosedError("The agent takes part in rounds by its membership, not by its handler.")
@@ -70,9 +80,6 @@ class MembershipHandler(RendezvousHandler):
     def num_nodes_waiting(self) -> int:
         return 0
 
-    def get_run_id(self) -> str:
-        return self._config.run_id
-
     def shutdown(self) -> bool:
         self._membership.close()
         return True
@@ -83,12 +90,15 @@ class _NoEvents:
         return
 
 
-class TorchrunHandler(RendezvousHandler):
+class TorchrunHandler(_Handler):
     """One node's membership, for torchrun's agent.
 
     Args:
         params: as created by torchrun; their configuration takes the keys of ``--rdzv-conf``.
         backend: ``c10d`` or ``etcd``.
+
+    Attributes:
+        config: where nodes meet, and how many; without what they run.
 
     Raises:
         UsageError: if the parameters do not describe a valid rendezvous.
@@ -100,7 +110,7 @@ class TorchrunHandler(RendezvousHandler):
         check_keys("--rdzv-conf", conf)
         timing, is_host, reuse = read_timing([conf])
         endpoints = _endpoints(params, backend)
-        self._config = LaunchConfig(
+        config = LaunchConfig(
             command=Command((), ("torchrun",)),
             limits=Limits(params.min_nodes, params.max_nodes),
             run_id=params.run_id,
@@ -114,6 +124,7 @@ class TorchrunHandler(RendezvousHandler):
             reuse=reuse,
             token=read_token(None, os.environ),
         )
+        super().__init__(config)
         self._clock = MonotonicClock()
         self._events: queue.SimpleQueue[MembershipEvent] = queue.SimpleQueue()
         self._store: WorkerStore | None = None
@@ -126,20 +137,8 @@ class TorchrunHandler(RendezvousHandler):
     @cached_property
     def _membership(self) -> Membership:
         """Created with the first round, so that a handler that only describes a rendezvous holds nothing open."""
-        way = backend_of(self._config, self._clock, _NoEvents())
-        return Membership(self._config, way, self._clock, self._events.put, self._reserve)
-
-    @property
-    def config(self) -> LaunchConfig:
-        """Where nodes meet, and how many; without what they run."""
-        return self._config
-
-    def get_backend(self) -> str:
-        return f"elastic-{self._config.backend}"
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
+        way = backend_of(self.config, self._clock, _NoEvents())
+        return Membership(self.config, way, self._clock, self._events.put, self._reserve)
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the next round; torchrun calls this after it has stopped the workers of the last one.
@@ -157,10 +156,10 @@ class TorchrunHandler(RendezvousHandler):
             assert self._store is not None
             self._store.stop()
             self._membership.report(m.Stopped(self._round, self._store.reserve()))
-        deadline = self._clock.now() + self._config.timing.join_timeout + self._config.timing.min_wait
+        deadline = self._clock.now() + self.config.timing.join_timeout + self.config.timing.min_wait
         while True:
             try:
-                event = self._events.get(timeout=max(0.0, deadline - self._clock.now()))
+                event = self._next_event(deadline)
             except queue.Empty:
                 raise RendezvousTimeoutError("No round was formed within join_timeout and min_wait.") from None
             self._note(event)
@@ -177,9 +176,6 @@ class TorchrunHandler(RendezvousHandler):
     def num_nodes_waiting(self) -> int:
         self._drain()
         return int(self._restart_due)
-
-    def get_run_id(self) -> str:
-        return self._config.run_id
 
     def shutdown(self) -> bool:
         """Leave the run; if this node's workers have finished, first wait up to END_TIMEOUT for its end to be recorded.
@@ -202,22 +198,19 @@ class TorchrunHandler(RendezvousHandler):
         self._store = WorkerStore(address)
         return self._store.reserve()
 
+    def _next_event(self, deadline: float) -> MembershipEvent:
+        return self._events.get(timeout=max(0.0, deadline - self._clock.now()))
+
     def _await_end(self) -> None:
         deadline = self._clock.now() + END_TIMEOUT
-        while True:
-            try:
-                event = self._events.get(timeout=max(0.0, deadline - self._clock.now()))
-            except queue.Empty:
-                return
-            if isinstance(event, m.RunEnd | m.Break | m.Evicted | RendezvousLost):
-                return
+        with contextlib.suppress(queue.Empty):
+            while not isinstance(self._next_event(deadline), m.RunEnd | m.Break | m.Evicted | RendezvousLost):
+                pass
 
     def _drain(self) -> None:
-        while True:
-            try:
+        with contextlib.suppress(queue.Empty):
+            while True:
                 self._note(self._events.get_nowait())
-            except queue.Empty:
-                return
 
     def _note(self, event: MembershipEvent) -> None:
         match event:
@@ -246,22 +239,13 @@ class TorchrunHandler(RendezvousHandler):
     def _info(self, form: m.Form) -> RendezvousInfo:
         assert self._store is not None
         self._round, self._restart_due, self._alone = form.round.number, False, len(form.round.members) == 1
-        rank = next(i for i, x in enumerate(form.round.members) if x.node_id == self._config.node_id)
+        rank = next(i for i, x in enumerate(form.round.members) if x.node_id == self.config.node_id)
         master = form.round.members[0]
-        timeout = self._config.timing.read_timeout
-        store: Store
-        if rank == 0:
-            store = self._store.serve(timeout)
-        else:
-            store = TCPStore(
-                master.address,
-                master.store_port,
-                is_master=False,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=timeout),
-            )
+        timeout = self.config.timing.read_timeout
+        port = master.store_port
+        store = self._store.serve(timeout) if rank == 0 else store_client(master.address, port, timeout)
         self._membership.report(m.Joined(self._round))
-        meeting = RendezvousStoreInfo(master.address, master.store_port)
+        meeting = RendezvousStoreInfo(master.address, port)
         prefix = PrefixStore(f"elastic_launch/round_{self._round}", store)
         return RendezvousInfo(prefix, rank, len(form.round.members), meeting)
 

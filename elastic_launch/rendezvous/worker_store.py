@@ -10,10 +10,23 @@ from torch._C._distributed_c10d import TCPStore
 from elastic_launch.rendezvous.wire.addresses import listen
 from elastic_launch.system.descriptors import ensure_free
 
-__all__ = ["WorkerStore"]
+__all__ = ["WorkerStore", "store_client", "store_server"]
 
 _OPENS = 10
 """Descriptors that torch's store opens. If one is lacking, it fails and leaves its listener open for good."""
+
+
+def store_server(listener: socket.socket, host: str, timeout: float) -> TCPStore:
+    """Serve a new store on a listening socket, and return its client; it takes ownership of the socket."""
+    wait, port = timedelta(seconds=timeout), listener.getsockname()[1]
+    return TCPStore(
+        host, port, is_master=True, wait_for_workers=False, timeout=wait, master_listen_fd=listener.detach()
+    )
+
+
+def store_client(host: str, port: int, timeout: float) -> TCPStore:
+    """Return a client of another process' store."""
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))
 
 
 class WorkerStore:
@@ -40,18 +53,11 @@ class WorkerStore:
         Raises:
             OSError: if descriptors are lacking; a retry may succeed.
         """
-        port = self.reserve()
+        self.reserve()
         ensure_free(_OPENS)
         listener, self._listener = self._listener, None
         assert listener is not None
-        self._server = TCPStore(
-            self.address,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout),
-            master_listen_fd=listener.detach(),
-        )
+        self._server = store_server(listener, self.address, timeout)
         return self._server
 
     def stop(self) -> None:

@@ -91,13 +91,14 @@ def deaths_reported_to(listener: Listener) -> Iterator[None]:
             _listeners.remove(listener)
 
 
-def within(seconds: float, what: str, function: Callable[[], T]) -> T:
+def within(seconds: float, what: str, function: Callable[[], T], *, thread: str = "bounded call") -> T:
     """Run a function that may hang, and return its result: a file system or a resolver may have lost its server.
 
     Args:
         seconds: maximum time to wait.
         what: what the function does, for the error.
         function: runs in a thread.
+        thread: the thread's name.
 
     Raises:
         TimeoutError: if it takes longer; its thread remains.
@@ -111,13 +112,18 @@ def within(seconds: float, what: str, function: Callable[[], T]) -> T:
         except (ElasticLaunchError, OSError) as error:
             errors.append(error)
 
-    thread = threading.Thread(target=run, name="bounded call", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
+    running = threading.Thread(target=run, name=thread, daemon=True)
+    running.start()
+    running.join(seconds)
+    if running.is_alive():
         raise TimeoutError(f"{what} took more than {seconds:g} s")
     if errors:
-        raise errors[0]
+        error = errors.pop()
+        try:
+            raise error
+        finally:
+            # An error that refers to itself through its traceback would keep what it uses until garbage collection.
+            del error
     if not results:
         raise ElasticLaunchError(f"{what} failed; the traceback is above")
     return results[0]

@@ -8,9 +8,7 @@ abandoned. Any client that reaches its port can read it and write to it.
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Callable
-from datetime import timedelta
 from typing import TypeVar
 
 from torch._C._distributed_c10d import TCPStore
@@ -19,7 +17,9 @@ from torch.distributed import DistError
 from elastic_launch.config.launch_config import Endpoint
 from elastic_launch.errors import EndpointError, StoreError
 from elastic_launch.rendezvous.wire.addresses import resolve
+from elastic_launch.rendezvous.worker_store import store_client, store_server
 from elastic_launch.system.program import GIVEN_UP
+from elastic_launch.system.threads import within
 
 __all__ = ["NotAStoreError", "StaticStore", "connect_store", "host_store"]
 
@@ -86,21 +86,15 @@ class StaticStore:
         store = self._store
         if store is None:
             raise StoreError(f"The store at {self._where} is closed.")
-        return _bounded(lambda: function(store), timeout, self._where, inline=self._embedded)
+        if self._embedded:
+            return _answer(lambda: function(store), self._where)
+        return _bounded(lambda: function(store), timeout, self._where)
 
 
 def host_store(listener: socket.socket, host: str, timeout: float) -> StaticStore:
     """Serve a new store on a listening socket; it takes ownership of the socket."""
-    port = listener.getsockname()[1]
-    store = TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout),
-        master_listen_fd=listener.detach(),
-    )
-    return StaticStore(store, str(Endpoint(host, port)), embedded=True)
+    where = str(Endpoint(host, listener.getsockname()[1]))
+    return StaticStore(store_server(listener, host, timeout), where, embedded=True)
 
 
 def connect_store(endpoint: Endpoint, timeout: float) -> StaticStore:
@@ -109,16 +103,9 @@ def connect_store(endpoint: Endpoint, timeout: float) -> StaticStore:
     Raises:
         EndpointError: if the name does not resolve, nothing listens, or what listens is not a store.
     """
-    host = _reachable(endpoint, timeout)
-
-    def connect() -> TCPStore:
-        return TCPStore(
-            host, endpoint.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout)
-        )
-
-    where = str(endpoint)
+    host, where = _reachable(endpoint, timeout), str(endpoint)
     try:
-        store = _bounded(connect, timeout, where, inline=False)
+        store = _bounded(lambda: store_client(host, endpoint.port, timeout), timeout, where)
     except StoreError as error:
         _reachable(endpoint, timeout)  # a dying host may have accepted the first connection
         raise NotAStoreError(
@@ -142,32 +129,12 @@ def _reachable(endpoint: Endpoint, timeout: float) -> str:
     )
 
 
-def _bounded(function: Callable[[], T], timeout: float, where: str, *, inline: bool) -> T:
+def _bounded(function: Callable[[], T], timeout: float, where: str) -> T:
     """Call a store; a call that does not return in time is left to a daemon thread."""
-    if inline:
-        return _answer(function, where)
-    result: list[T] = []
-    errors: list[StoreError] = []
-
-    def work() -> None:
-        try:
-            result.append(_answer(function, where))
-        except StoreError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=work, name=GIVEN_UP, daemon=True)
-    thread.start()
-    thread.join(timeout)
-    if errors:
-        error = errors.pop()
-        try:
-            raise error
-        finally:
-            # An error that refers to itself through its traceback would keep the socket open until garbage collection.
-            del error
-    if not result:
-        raise StoreError(f"the store at {where} did not answer within {timeout:g} s.")
-    return result[0]
+    try:
+        return within(timeout, where, lambda: _answer(function, where), thread=GIVEN_UP)
+    except TimeoutError:
+        raise StoreError(f"the store at {where} did not answer within {timeout:g} s.") from None
 
 
 def _answer(function: Callable[[], T], where: str) -> T:
