@@ -77,11 +77,13 @@ class FoundLeader:
 class Backend(Protocol):
     """Finds the leader. Calls may block within their deadlines, and come from one thread at a time.
 
+    The defaults are those of a run that only one node can lead.
+
     Attributes:
         steps_down: whether a leader steps down once it has been unsure for ``CUT_OFF`` times dead_after.
     """
 
-    steps_down: bool
+    steps_down: bool = False
 
     def open(self) -> NodeAddress:
         """Determine this node's address and acquire its resources.
@@ -107,7 +109,7 @@ class Backend(Protocol):
             silent_for: seconds for which its link has already been silent.
             seen_round: the last round that this node knows of.
         """
-        ...
+        return
 
     def reached(self, order: m.Order) -> None:
         """Record that the leader is alive: it sent an order that this node obeys."""
@@ -115,17 +117,15 @@ class Backend(Protocol):
 
     def unsure_for(self) -> float:
         """Seconds since this node, if it leads or led last, verified that no other node leads."""
-        ...
+        return 0.0
 
     def close(self) -> None:
         """Stop leading and release everything."""
         ...
 
 
-class C10dBackend:
+class C10dBackend(Backend):
     """The leader is the node that listens at the endpoint, and the control record is in its memory."""
-
-    steps_down = False
 
     def __init__(self, config: LaunchConfig, clock: Clock, events: EventSink) -> None:
         self._config = config
@@ -220,14 +220,8 @@ class C10dBackend:
         where = f"the rendezvous endpoint {self._endpoint}"
         return FoundLeader(self._endpoint.host, self._endpoint.port, where, given=True, strange=self._taken)
 
-    def unreachable(self, found: FoundLeader, *, refused: bool, silent_for: float = 0.0, seen_round: int = 0) -> None:
-        """Do nothing: only an agent at the endpoint can lead."""
-
     def reached(self, order: m.Order) -> None:
         self._taken = False
-
-    def unsure_for(self) -> float:
-        return 0.0  # no other node can lead
 
     def close(self) -> None:
         if self._service is not None:

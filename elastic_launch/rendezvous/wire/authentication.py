@@ -20,7 +20,6 @@ from __future__ import annotations
 import hmac
 import json
 import secrets
-from typing import Protocol
 
 from elastic_launch import codec
 from elastic_launch.errors import ProtocolError
@@ -98,23 +97,16 @@ def _line_mac(key: bytes, number: int, line: bytes) -> bytes:
     return keyed(key, number.to_bytes(8, "big"), line).hex().encode()
 
 
-class _Side(Protocol):
-    """One side of the handshake."""
-
-    opening: bytes
-
-    def receive(self, line: bytes) -> tuple[bytes, Seal | None]:
-        """Process the other side's next line; return the answer and, once the handshake is complete, the seal."""
-        ...
-
-
 class _NodeSide:
+    """The node's side of the handshake."""
+
     def __init__(self, key: bytes) -> None:
         self._key = key
         self._nonce = secrets.token_bytes(_NONCE)
         self.opening = _line("challenge", nonce=self._nonce)
 
     def receive(self, line: bytes) -> tuple[bytes, Seal | None]:
+        """Process the other side's next line; return the answer and, once the handshake is complete, the seal."""
         if _kind(line) == "refused":
             raise OtherTokenError("This node has a token, the run has none.")
         fields = _read(line, "answer", nonce=_NONCE, mac=_MAC // 2)
@@ -126,6 +118,8 @@ class _NodeSide:
 
 
 class _LeaderSide:
+    """The leader's side of the handshake."""
+
     opening = b""
 
     def __init__(self, key: bytes) -> None:
@@ -133,6 +127,7 @@ class _LeaderSide:
         self._nonces: tuple[bytes, bytes] | None = None
 
     def receive(self, line: bytes) -> tuple[bytes, Seal | None]:
+        """See the node's side."""
         if self._nonces is None:
             theirs = _read(line, "challenge", nonce=_NONCE)["nonce"]
             self._nonces = nonces = (theirs, secrets.token_bytes(_NONCE))
@@ -192,7 +187,9 @@ class Channel:
         unsent: bytes to send; the owner removes them from the front.
     """
 
-    def __init__(self, side: _Side | None, limit: int = codec.MAX_BYTES, *, open_leader: bool = False) -> None:
+    def __init__(
+        self, side: _NodeSide | _LeaderSide | None, limit: int = codec.MAX_BYTES, *, open_leader: bool = False
+    ) -> None:
         self.unsent = bytearray()
         self._reader = codec.LineReader(limit)
         self._side = side
@@ -250,7 +247,7 @@ class Channel:
                 messages.append(line if self._seal is None else self._seal.open(line))
         return messages
 
-    def _shake_hands(self, side: _Side, line: bytes) -> None:
+    def _shake_hands(self, side: _NodeSide | _LeaderSide, line: bytes) -> None:
         answer, seal = side.receive(line)
         self.unsent += answer
         if seal is not None:
