@@ -96,12 +96,6 @@ def test_local_ranks_are_given_with_commas() -> None:
         parse_ranks("0,x")
 
 
-@pytest.mark.parametrize("text", ["{host}", "{0}", "{", "{rank.x}"])
-def test_a_file_name_that_cannot_be_made_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="file name"):
-        Output(stdout_file=text)
-
-
 # Flags and variables.
 
 
@@ -249,14 +243,6 @@ def test_lines_are_duplicated_by_node_and_round() -> None:
 def test_lines_are_duplicated_of_teed_streams_only_if_there_are_any() -> None:
     output = Output(tee=parse_streams("-t", "1:1"), stdout_filters=("x",))
     assert [routes(output, rank)[0].filters for rank in (0, 1)] == [(), ("x",)]
-
-
-def test_redirected_streams_can_go_to_files_of_other_names() -> None:
-    output = Output(redirects=Streams(Std.ALL, ((0, Std.NONE),)), stdout_file="/o/{node_rank}-{local_rank}-{rank}.txt")
-    (first, _), (second, errors) = routes(output, 0), routes(output, 1)
-    assert (first.console, first.path) == (True, Path("/logs/run/round_1/4/stdout.log"))
-    assert (second.console, second.path) == (False, Path("/o/2-1-5.txt"))
-    assert (errors.console, errors.path) == (False, Path("/logs/run/round_1/5/stderr.log"))
 
 
 def test_without_a_home_or_temporary_directory_a_place_for_files_is_required(

@@ -47,9 +47,6 @@ PROGRESS = ("auto", "live", "plain", "none")
 TORCH_HEADER = "[${role_name}${local_rank}]:"
 """torchrun's default prefix of each line of a tee'd stream."""
 
-FORMAT_NAMES = ("rank", "local_rank", "world_size", "local_world_size", "node_rank")
-"""Names that may stand in braces in a file name; they are Composer's."""
-
 
 class Std(enum.IntFlag):
     """A worker's streams, with torchrun's numbers."""
@@ -119,15 +116,10 @@ class Output:
         prefix: whether to put ``[node:rank]`` before each line that is shown.
         header: template of the prefix of tee'd lines, with ``${role_name}``, ``${local_rank}``, ``${rank}`` and
             ``${hostname}``.
-        stdout_file, stderr_file: where a redirected stream goes instead of the log directory: a path with names of
-            FORMAT_NAMES in braces; empty for no such file.
         keep: whether streams are kept in the log directory.
         layout: naming of the directories below the run's, one of LAYOUTS.
         logs_specs: entry point of the group ``torchrun.logs_specs`` that decides on files and console; empty for none.
         specs: such an object that a Python program created; None for none.
-
-    Raises:
-        UsageError: if a name in braces is unknown.
     """
 
     redirects: Streams = Streams()
@@ -137,22 +129,10 @@ class Output:
     stderr_filters: tuple[str, ...] = ()
     prefix: bool = False
     header: str = TORCH_HEADER
-    stdout_file: str = ""
-    stderr_file: str = ""
     keep: bool = True
     logs_specs: str = ""
     specs: object = None
     layout: str = "rounds"
-
-    def __post_init__(self) -> None:
-        for text in filter(None, (self.stdout_file, self.stderr_file)):
-            try:
-                text.format(**dict.fromkeys(FORMAT_NAMES, 0))
-            except (LookupError, ValueError, AttributeError) as error:
-                known = ", ".join(f"{{{name}}}" for name in FORMAT_NAMES)
-                raise UsageError(
-                    f"the file name {text!r} cannot be made into a path: {error!r}.", f"It may hold {known}."
-                ) from None
 
     def shows(self, local_rank: int, std: Std) -> bool:
         """Whether a stream is shown on the console."""
@@ -176,16 +156,13 @@ class Output:
         return out, self._route(placement, directory, Std.ERR, role, node_id)
 
     def _route(self, placement: Placement, directory: Path, std: Std, role: str, node_id: str) -> Route:
-        name, template = ("stdout", self.stdout_file) if std is Std.OUT else ("stderr", self.stderr_file)
+        name = "stdout" if std is Std.OUT else "stderr"
         kept = directory if self.keep else None
-        path = kept / self.worker_directory(placement) / f"{name}.log" if kept else None
-        if template and std in self.redirects.of(placement.local_rank):
-            path = _formatted(template, placement)
         header = self.header_of(placement, role=role, node_id=node_id)
         filters = self.filters(placement.local_rank, std) if kept else ()
         return Route(
             console=self.shows(placement.local_rank, std),
-            path=path,
+            path=kept / self.worker_directory(placement) / f"{name}.log" if kept else None,
             prefix=header if self.prefix or std in self.tee.of(placement.local_rank) else "",
             rank=placement.rank,
             filters=filters,
@@ -214,13 +191,6 @@ class Output:
         return Template(self.header).safe_substitute(
             role_name=role, local_rank=placement.local_rank, rank=placement.rank, hostname=socket.gethostname()
         )
-
-
-def _formatted(template: str, placement: Placement) -> Path:
-    values = {"node_rank": placement.group_rank} | {
-        name: getattr(placement, name) for name in FORMAT_NAMES if name != "node_rank"
-    }
-    return Path(template.format(**values))
 
 
 def parse_streams(asked: str, text: str) -> Streams:
