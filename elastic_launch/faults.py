@@ -36,7 +36,6 @@ __all__ = [
     "MOST",
     "NODE_WAYS",
     "WAYS",
-    "Drill",
     "Fault",
     "FaultPlan",
     "Rehearsal",
@@ -257,51 +256,36 @@ class FaultPlan:
         return {ENV_FAULTS: self.dumps()}
 
 
-class Drill:
-    """One worker's part in a drill.
+class Rehearsal:
+    """One process' part in a plan, each of whose faults happens once.
 
     Args:
-        text: the value of :data:`ENV_DRILL`.
+        happens: called with a fault's position in the plan, the fault, the step and the rank, when it is due; whether
+            it happens.
+        strike: carries out a fault.
     """
 
-    def __init__(self, text: str) -> None:
-        seed, *entries = json.loads(text)
-        self._seed = seed
-        self._left = dict(enumerate(Fault(**entry) for entry in entries))
+    def __init__(
+        self, plan: FaultPlan, happens: Callable[[int, Fault, int, int], bool], strike: Callable[[Fault], None]
+    ) -> None:
+        self._seed = plan.seed
+        self._left = dict(enumerate(plan.faults))
+        self._happens = happens
+        self._strike = strike
 
     def reached(self, moment: str, step: int, *, rank: int, world_size: int, round: int) -> None:
-        """Ask the agent about each fault that is planned for this rank and moment; carry it out if it says so."""
+        """Note that the worker has reached a moment of a step; it may be another rank in each round."""
         for number, fault in tuple(self._left.items()):
             due = fault.at == moment and fault.step in (None, step) and fault.round in (None, round)
             if due and rank == self._rank(number, fault, world_size):
                 del self._left[number]
-                if _ordered(number, step, rank):
-                    _strike(fault)
+                if self._happens(number, fault, step, rank):
+                    self._strike(fault)
 
     def _rank(self, number: int, fault: Fault, world_size: int) -> int:
         if fault.rank is not None:
             return fault.rank
         return zlib.crc32(f"{self._seed} {number}".encode()) % world_size
-
-
-class Rehearsal:
-    """One worker's part in a plan.
-
-    Args:
-        strike: carries out a fault.
-    """
-
-    def __init__(self, plan: FaultPlan, *, rank: int, round: int, strike: Callable[[Fault], None]) -> None:
-        self._left = [fault for fault in plan.faults if (fault.rank, fault.round) == (rank, round)]
-        self._strike = strike
-
-    def reached(self, moment: str, step: int) -> None:
-        """Note that the worker has reached a moment of a step."""
-        for fault in tuple(self._left):
-            if fault.at == moment and fault.step in (None, step):
-                self._left.remove(fault)
-                print(f"[elastic-launch] planned fault: {fault.told(step)}", file=sys.stderr, flush=True)
-                self._strike(fault)
 
 
 def reached(moment: str, step: int) -> None:
@@ -316,21 +300,27 @@ def reached(moment: str, step: int) -> None:
     # A process may go on in another round, as another rank.
     number = int(os.environ.get(ENV_ROUND) or int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) + 1)
     rank, world_size = int(os.environ.get("RANK") or 0), int(os.environ.get("WORLD_SIZE") or 1)
-    if text:
-        _rehearsal(text, rank, number).reached(moment, step)
-    if drill:
-        _drill(drill).reached(moment, step, rank=rank, world_size=world_size, round=number)
+    for rehearsal in ([_planned(text)] if text else []) + ([_drill(drill)] if drill else []):
+        rehearsal.reached(moment, step, rank=rank, world_size=world_size, round=number)
 
 
 @functools.cache
-def _rehearsal(text: str, rank: int, number: int) -> Rehearsal:
-    return Rehearsal(FaultPlan.of({ENV_FAULTS: text}), rank=rank, round=number, strike=_strike)
+def _planned(text: str) -> Rehearsal:
+    return Rehearsal(FaultPlan.of({ENV_FAULTS: text}), _announced, _strike)
 
 
-_drill = functools.cache(Drill)
+@functools.cache
+def _drill(text: str) -> Rehearsal:
+    seed, *entries = json.loads(text)
+    return Rehearsal(FaultPlan(tuple(Fault(**entry) for entry in entries), seed), _ordered, _strike)
 
 
-def _ordered(number: int, step: int, rank: int) -> bool:
+def _announced(number: int, fault: Fault, step: int, rank: int) -> bool:
+    print(f"[elastic-launch] planned fault: {fault.told(step)}", file=sys.stderr, flush=True)
+    return True
+
+
+def _ordered(number: int, fault: Fault, step: int, rank: int) -> bool:
     """Ask the agent about a fault of the drill; return whether this process is to carry it out."""
     address = os.environ.get(ENV_SOCKET, "")
     try:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from elastic_launch.cli.main import parse
 from elastic_launch.errors import UsageError
-from elastic_launch.faults import ENV_DRILL, ENV_FAULTS, MOMENTS, WAYS, Drill, Fault, FaultPlan, Rehearsal, reached
+from elastic_launch.faults import ENV_DRILL, ENV_FAULTS, MOMENTS, WAYS, Fault, FaultPlan, Rehearsal, reached
 
 numbers = st.integers(0, 10**6)
 
@@ -86,13 +86,13 @@ def test_a_launcher_logs_that_faults_are_planned(caplog: pytest.LogCaptureFixtur
 def test_each_fault_happens_once_to_its_rank_in_its_round() -> None:
     plan = FaultPlan.fail_at(1, 3, do="slow", seconds=1) + FaultPlan.fail_at(1, at="drain") + FaultPlan.fail_at(0, 3)
     struck: list[tuple[int, Fault]] = []
-    mine = Rehearsal(plan, rank=1, round=1, strike=lambda fault: struck.append((step, fault)))
-    another = Rehearsal(plan, rank=1, round=2, strike=lambda fault: struck.append((-1, fault)))
+    mine = Rehearsal(plan, lambda *due: True, lambda fault: struck.append((step, fault)))
+    another = Rehearsal(plan, lambda *due: True, lambda fault: struck.append((-1, fault)))
     for step in (1, 2, 3, 3, 4):
-        for rehearsal in (mine, another):
-            rehearsal.reached("step", step)
+        for rehearsal, number in ((mine, 1), (another, 2)):
+            rehearsal.reached("step", step, rank=1, world_size=2, round=number)
             if step > 2:
-                rehearsal.reached("drain", step)
+                rehearsal.reached("drain", step, rank=1, world_size=2, round=number)
     assert struck == [(3, plan.faults[0]), (3, plan.faults[1])]
 
 
@@ -139,12 +139,16 @@ def test_what_only_a_drill_can_do_is_refused_in_the_environment(entry: str) -> N
     assert "--drill" in caught.value.hint
 
 
-def test_a_seed_determines_the_ranks_of_a_drill(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_seed_determines_the_ranks_of_a_drill() -> None:
     faults = FaultPlan(tuple(Fault(rank=None, step=step, round=None, do="exit") for step in range(20)), seed=7)
     asked: list[tuple[int, int]] = []
-    monkeypatch.setattr("elastic_launch.faults._ordered", lambda number, step, rank: asked.append((number, rank)))
+
+    def noted(number: int, fault: Fault, step: int, rank: int) -> bool:
+        asked.append((number, rank))
+        return False
+
     for rank in range(3):
-        drill = Drill(faults.drill()[ENV_DRILL])
+        drill = Rehearsal(faults, noted, lambda fault: pytest.fail("it was not to happen"))
         for step in (*range(20), *range(20)):
             drill.reached("step", step, rank=rank, world_size=3, round=1)
     assert sorted(number for number, _ in asked) == list(range(20)), "each by one rank, once"
