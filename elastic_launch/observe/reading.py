@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from elastic_launch import __version__
-from elastic_launch.errors import UsageError
+from elastic_launch import __version__, codec
+from elastic_launch.errors import ProtocolError, UsageError
 from elastic_launch.events import types as ev
 from elastic_launch.observe.chronicle import Chronicle
 
@@ -26,15 +26,13 @@ KINDS = {
     ev.event_name(kind): kind for kind in vars(ev).values() if isinstance(kind, type) and issubclass(kind, ev.Event)
 }
 
-_TYPES: dict[str, tuple[type, ...]] = {
-    "str": (str,),
-    "int": (int,),
-    "float": (int, float),
-    "float | None": (int, float, type(None)),
-    "bool": (bool,),
-    "tuple[str, ...]": (list,),
-    "tuple[int, ...]": (list,),
-}
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What every line has."""
+
+    event: str
+    clock: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,35 +184,24 @@ def _parsed(line: str) -> tuple[dict[str, Any], tuple[float, ev.Event] | None]:
     if len(line) > LONGEST_LINE:
         raise ValueError(f"it has more than {LONGEST_LINE} characters")
     try:
-        value = json.loads(line)
+        value = json.loads(line, parse_float=_number, parse_constant=_number)
     except (ValueError, RecursionError):
         raise ValueError(f"no JSON: {line.strip()[:60]!r}") from None
     if not isinstance(value, dict) or not isinstance(value.get("event"), str):
         raise ValueError(f"no event: {line.strip()[:60]!r}")
-    clock = _checked("clock", "float", value.get("clock"))
-    kind = KINDS.get(value["event"])
-    if kind is None:
-        return value, None
-    found: dict[str, Any] = {}
-    for item in fields(kind):
-        if item.name in value:
-            found[item.name] = _checked(f"{value['event']}.{item.name}", str(item.type), value[item.name])
-        elif item.default is MISSING:
-            raise ValueError(f"{value['event']} has no {item.name}")
-    return value, (clock, kind(**found))
+    try:
+        head = codec.decode(Line, value)
+        kind = KINDS.get(head.event)
+        return value, None if kind is None else (head.clock, codec.decode(kind, value))
+    except ProtocolError as error:
+        raise ValueError(error.message.rstrip(".")) from None
 
 
-def _checked(name: str, hint: str, found: Any) -> Any:
-    fits = isinstance(found, _TYPES[hint]) and (hint == "bool" or not isinstance(found, bool))
-    if isinstance(found, float):
-        fits = fits and -1e300 < found < 1e300  # excludes infinity and NaN
-    if not fits:
-        raise ValueError(f"{name} is {str(found)[:60]!r}, not of type {hint}")
-    if not isinstance(found, list):
-        return found
-    if hint == "tuple[int, ...]":
-        return tuple(_checked(name, "int", one) for one in found)
-    return tuple(map(str, found))
+def _number(text: str) -> float:
+    """Refuse infinity and NaN, and what becomes one of them in calculations."""
+    if not -1e300 < (found := float(text)) < 1e300:
+        raise ValueError(text)
+    return found
 
 
 def _begins_another(chronicle: Chronicle, clock: float, event: ev.Event) -> bool:

@@ -184,7 +184,7 @@ def test_the_link_to_the_newest_run_does_not_count_as_a_second_run(
 def test_fields_with_a_default_may_be_missing() -> None:
     line = '{"event": "order_received", "clock": 3, "order": "form", "round": 1, "term": 1, "cause": "first"}'
     assert parse(line) == (3, ev.OrderReceived("form", 1, 1, "first", ""))
-    with pytest.raises(ValueError, match="first_step has no step"):
+    with pytest.raises(ValueError, match=r"FirstStep\.step is missing"):
         parse('{"event": "first_step", "clock": 3, "round": 1}')
 
 
