@@ -16,6 +16,7 @@ import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -185,7 +186,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _address(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[Address, RunAddress | None]:
     """Return how to reach the run, and the file by which it was found, if any."""
-    values = Values({name: [text] for name in _WHERE if (text := _given(options, name)) is not None}, environ)
+    values = _values(options, environ)
     backend, endpoint, run_id, log_dir, token_file = (values.text(name) for name in _WHERE)
     if "--log-dir" in values.given and "--rdzv-endpoint" not in values.given:
         endpoint = None
@@ -207,9 +208,9 @@ def _address(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[A
     return Address(run_id, backend, parse_endpoints(endpoint), token, leader), found
 
 
-def _given(options: argparse.Namespace, name: str) -> str | None:
-    text: str | None = getattr(options, name[2:].replace("-", "_"))
-    return text
+def _values(options: argparse.Namespace, environ: Mapping[str, str]) -> Values:
+    given = {name: getattr(options, name[2:].replace("-", "_")) for name in _WHERE}
+    return Values({name: [text] for name, text in given.items() if text is not None}, environ)
 
 
 def _found(log_dir: str | None, run_id: str | None, environ: Mapping[str, str]) -> FoundRun:
@@ -325,10 +326,7 @@ def _tell(answer: a.Answer) -> int:
 def _events(options: argparse.Namespace) -> int:
     since = None if options.since is None else Setting("--since ", options.since).seconds()
     directory = _directory(options)
-
-    def alive() -> bool:
-        return find(directory, None, depth=0)[1]
-
+    alive = partial(_has_agent, directory)
     return show_events(directory, since=since, follow=options.follow, as_json=options.json, alive=alive)
 
 
@@ -337,7 +335,7 @@ def _logs(options: argparse.Namespace) -> int:
     if rank < 0:
         raise UsageError(f"logs {rank}: ranks begin at 0.", "Write the rank before the flags.")
     directory = _directory(options)
-    return show_logs(directory, rank, follow=options.follow, alive=lambda: find(directory, None, depth=0)[1])
+    return show_logs(directory, rank, follow=options.follow, alive=partial(_has_agent, directory))
 
 
 def _report(options: argparse.Namespace) -> int:
@@ -348,7 +346,7 @@ def _report(options: argparse.Namespace) -> int:
         name = "log_dir" if Path(options.run).is_dir() else "rdzv_id"
         setattr(options, name, options.run)
     directory = _directory(options)
-    alive = True if find(directory, None, depth=0)[1] else None  # other hosts' agents are not seen
+    alive = True if _has_agent(directory) else None  # other hosts' agents are not seen
     html, png = (Path(text) if text else None for text in (options.html, options.png))
     show_report(directory, as_object=options.json, html=html, png=png, alive=alive)
     return ExitCode.DONE
@@ -356,7 +354,7 @@ def _report(options: argparse.Namespace) -> int:
 
 def _directory(options: argparse.Namespace) -> Path:
     """Return the directory with the run's event files."""
-    values = Values({name: [text] for name in _WHERE if (text := _given(options, name)) is not None}, os.environ)
+    values = _values(options, os.environ)
     endpoint, run_id, log_dir = (values.text(name) for name in ("--rdzv-endpoint", "--rdzv-id", "--log-dir"))
     if endpoint is not None and not log_dir:
         raise UsageError(
@@ -371,6 +369,11 @@ def _directory(options: argparse.Namespace) -> Path:
     return _found(log_dir, run_id, os.environ).directory
 
 
+def _has_agent(directory: Path) -> bool:
+    """Whether an agent of the run with this directory is alive on this host."""
+    return find(directory, None, depth=0)[1]
+
+
 def _check_id(directory: Path, run_id: str | None) -> None:
     """Refuse another id than that of the run with this directory, whose name is the id if no file has it."""
     here = {each.run.run_id for each in find(directory, None, depth=0)[0]} or {directory.resolve().name}
@@ -382,7 +385,7 @@ def _check_id(directory: Path, run_id: str | None) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    values = Values({name: [text] for name in _WHERE if (text := _given(options, name)) is not None}, os.environ)
+    values = _values(options, os.environ)
     address, found, about = None, None, ""
     try:
         address, found = _address(options, os.environ)

@@ -255,7 +255,7 @@ def sections(host: Host, ledger: Ledger) -> dict[str, str]:
     """Return the parts of a report, as HTML by the names of :data:`SECTIONS`."""
     return {
         "summary": summary_section(host, ledger),
-        "rounds": f"<h2>Rounds</h2>{_Picture(host.chronicle, host.told, ledger.incidents).svg()}"
+        "rounds": f"<h2>Rounds</h2>{_rounds(host, ledger.incidents)}"
         f"{_ticks(host)}"
         "<p class='dim'>Each bar is a round, as high as its world size. Red areas: training stood still. Red lines: "
         "rounds that broke. Green lines: durable checkpoints.</p>",
@@ -304,51 +304,38 @@ class _Axis:
         return "".join(drawn)
 
 
-class _Picture:
+def _rounds(host: Host, incidents: Sequence[Incident]) -> str:
     """The rounds of one host on a time axis, as SVG."""
+    axis, drawn = _Axis(host.chronicle), bars(host.chronicle, host.told)
+    largest = max([1, *(bar.world for bar in drawn)])
+    label = f"{counted(len(host.chronicle.rounds), 'round')} in {axis.whole:.1f} s, world size up to {largest}"
+    shapes = [_bar(axis, bar, largest) for bar in drawn]
+    marks = [_mark(axis, moment, event) for moment, event in host.told]
+    return _figure(label, label, "".join([*shapes, axis.bands(incidents), *marks]))
 
-    def __init__(
-        self, chronicle: Chronicle, told: Sequence[tuple[float, ev.Event]], incidents: Sequence[Incident]
-    ) -> None:
-        self._axis = _Axis(chronicle)
-        self._bands = self._axis.bands(incidents)
-        self._bars = bars(chronicle, told)
-        self._rounds = len(chronicle.rounds)
-        self._told = told
-        self._largest = max([1, *(bar.world for bar in self._bars)])
 
-    def svg(self) -> str:
-        label = f"{counted(self._rounds, 'round')} in {self._axis.whole:.1f} s, world size up to {self._largest}"
-        drawn = "".join(
-            [
-                *map(self._bar, self._bars),
-                self._bands,
-                *(self._mark(moment, event) for moment, event in self._told),
-            ]
-        )
-        return _figure(label, label, drawn)
+def _bar(axis: _Axis, bar: Bar, largest: int) -> str:
+    told = bar.told
+    high = (FLOOR - MARGIN) * bar.world / largest
+    left, right = axis.across(bar.since), axis.across(bar.until)
+    steps = "" if told.begun is None else f", steps {told.step} to {told.last}"
+    what = f"round {told.number}: world size {bar.world}{steps}; {told.kind or 'trains'} {told.cause}"
+    return (
+        f"<rect class='round' x='{left:.1f}' y='{FLOOR - high:.1f}' width='{max(1.0, right - left):.1f}' "
+        f"height='{high:.1f}'><title>{escape(what)}</title></rect>"
+    )
 
-    def _bar(self, bar: Bar) -> str:
-        told = bar.told
-        high = (FLOOR - MARGIN) * bar.world / self._largest
-        left, right = self._axis.across(bar.since), self._axis.across(bar.until)
-        steps = "" if told.begun is None else f", steps {told.step} to {told.last}"
-        what = f"round {told.number}: world size {bar.world}{steps}; {told.kind or 'trains'} {told.cause}"
-        return (
-            f"<rect class='round' x='{left:.1f}' y='{FLOOR - high:.1f}' width='{max(1.0, right - left):.1f}' "
-            f"height='{high:.1f}'><title>{escape(what)}</title></rect>"
-        )
 
-    def _mark(self, moment: float, event: ev.Event) -> str:
-        match event:
-            case ev.CheckpointSaved(step=step):
-                kind, what = "saved", f"checkpoint of step {step}"
-            case ev.RoundBroken(cause=cause):
-                kind, what = "broken", cause
-            case _:
-                return ""
-        x = f"{self._axis.across(moment):.1f}"
-        return f"<line class='{kind}' x1='{x}' x2='{x}' y1='{FLOOR}' y2='{HEIGHT}'><title>{escape(what)}</title></line>"
+def _mark(axis: _Axis, moment: float, event: ev.Event) -> str:
+    match event:
+        case ev.CheckpointSaved(step=step):
+            kind, what = "saved", f"checkpoint of step {step}"
+        case ev.RoundBroken(cause=cause):
+            kind, what = "broken", cause
+        case _:
+            return ""
+    x = f"{axis.across(moment):.1f}"
+    return f"<line class='{kind}' x1='{x}' x2='{x}' y1='{FLOOR}' y2='{HEIGHT}'><title>{escape(what)}</title></line>"
 
 
 def when(host: Host, moment: float) -> str:
