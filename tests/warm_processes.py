@@ -15,7 +15,7 @@ from threading import Event
 from elastic_agents.warm.client import WarmServer
 from elastic_agents.warm.processes import WarmProcesses
 from elastic_agents.workers.placement import shared_environment
-from elastic_agents.workers.processes import ExecProcesses, StartRequest, WorkerProcesses
+from elastic_agents.workers.processes import ExecProcesses, StartRequest
 from elastic_agents.workers.sessions import kill_sessions, reap_orphans
 from elastic_launch.config.launch_config import Command, LaunchConfig
 
@@ -36,7 +36,7 @@ class Starter:
     """Starts Python commands in one way and waits for them to end."""
 
     def __init__(
-        self, processes: WorkerProcesses, exits: queue.SimpleQueue[tuple[int, int]], env: dict[str, str]
+        self, processes: ExecProcesses, exits: queue.SimpleQueue[tuple[int, int]], env: dict[str, str]
     ) -> None:
         self.processes = processes
         self.env = env

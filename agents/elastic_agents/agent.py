@@ -48,7 +48,7 @@ from elastic_agents.workers.guard import Guard
 from elastic_agents.workers.logs import LogPlaces
 from elastic_agents.workers.output import OutputPump
 from elastic_agents.workers.placement import group_of, place, placements, shared_environment
-from elastic_agents.workers.processes import ExecProcesses, OnExit, WorkerProcesses
+from elastic_agents.workers.processes import ExecProcesses, OnExit
 from elastic_agents.workers.round_workers import Reaped, RoundWorkers
 from elastic_agents.workers.start import StartTimer, WorkerStarts, while_scarce
 from elastic_agents.workers.stuck import LOOK_EVERY
@@ -133,7 +133,7 @@ class LocalElasticAgent(ElasticAgent):
         *,
         clock: Clock | None = None,
         inbox: Inbox[object] | None = None,
-        processes: Callable[[OnExit], WorkerProcesses] = ExecProcesses,
+        processes: Callable[[OnExit], ExecProcesses] = ExecProcesses,
         env: Mapping[str, str] | None = None,
     ) -> None:
         self._config = config

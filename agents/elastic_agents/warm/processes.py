@@ -11,7 +11,7 @@ from elastic_agents.warm._script_imports import differs_at_import
 from elastic_agents.warm.client import WarmServer
 from elastic_agents.warm.fork_bootstrap import ServerLink
 from elastic_agents.warm.server import wants_server
-from elastic_agents.workers.processes import ExecProcesses, OnExit, StartRequest, WorkerProcesses
+from elastic_agents.workers.processes import ExecProcesses, OnExit, StartRequest
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.system.threads import VitalThread
 from elastic_launch.system.writer_thread import Writer
@@ -26,7 +26,7 @@ MOST_REPLACED = 3
 
 def start_processes(
     config: LaunchConfig, env: Mapping[str, str], begun: ServerLink | None, files: Writer
-) -> Callable[[OnExit], WorkerProcesses]:
+) -> Callable[[OnExit], ExecProcesses]:
     """Start a node's means of starting workers as early as possible, and return how to put it into use.
 
     Args:
@@ -53,8 +53,8 @@ def start_processes(
     return lambda on_exit: WarmProcesses(on_exit, server, make)
 
 
-class WarmProcesses:
-    """Forks workers from a warm server where possible, and executes all other processes.
+class WarmProcesses(ExecProcesses):
+    """Forks workers from a warm server where possible, and executes all others.
 
     This process becomes a subreaper: workers' orphans, and the workers themselves, become its children.
 
@@ -68,9 +68,9 @@ class WarmProcesses:
         self._former: list[tuple[WarmServer, VitalThread]] = []  # each with the thread that closes it
         self._make = make
         self._replaced = 0
-        self._exec = ExecProcesses(on_exit, self._claimed)
         self._complained = False
         self.forked = 0
+        super().__init__(on_exit)
 
     def when_ready(self, call: Callable[[], None]) -> None:
         self._replace_lost()
@@ -104,28 +104,25 @@ class WarmProcesses:
 
     def start(self, request: StartRequest) -> int:
         if not self._server.usable or self._differs(request):
-            return self._exec.start(request)
+            return super().start(request)
         try:
             pid = self._server.start(request)
         except OSError as error:
             _log.warning("a worker imports for itself: %s", error)
             self._server.give_up()
-            return self._exec.start(request)
-        self._exec.adopt(pid)
+            return super().start(request)
+        return self._forked(pid)
+
+    def _forked(self, pid: int) -> int:
+        self._watch(pid)
         self.forked += 1
         return pid
-
-    def signal(self, pid: int, number: int) -> None:
-        self._exec.signal(pid, number)
-
-    def signal_group(self, pid: int, number: int) -> None:
-        self._exec.signal_group(pid, number)
 
     def close(self) -> None:
         self._server.close()
         for _, closer in self._former:
             closer.join(30)
-        self._exec.close()
+        super().close()
         become_subreaper(False)
 
     def _differs(self, request: StartRequest) -> bool:
@@ -141,10 +138,7 @@ class CallersForks(WarmProcesses):
     """Forks workers from a copy of the calling process: nothing else can start them, and there is no other copy."""
 
     def start(self, request: StartRequest) -> int:
-        pid = self._server.start(request)
-        self._exec.adopt(pid)
-        self.forked += 1
-        return pid
+        return self._forked(self._server.start(request))
 
     def _replace_lost(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Starting, signalling and reaping worker processes, behind an interface with several implementations."""
+"""Starts worker processes by fork and exec, signals and reaps them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import Protocol
 
 from elastic_agents.child import UNKNOWN
 from elastic_agents.workers.sessions import dead_strangers, reap, reap_orphans
 from elastic_launch.system.descriptors import given_limit
 from elastic_launch.system.threads import VitalThread
 
-__all__ = ["ExecProcesses", "OnExit", "StartRequest", "WorkerProcesses"]
+__all__ = ["ExecProcesses", "OnExit", "StartRequest"]
 
 OnExit = Callable[[int, int], None]
 """Called with pid and exit code (-N for signal N) once a process is reaped, from any thread."""
@@ -45,54 +43,16 @@ class StartRequest:
     inherit: Sequence[int] = ()
 
 
-class WorkerProcesses(Protocol):
-    """Starts processes, each the leader of its own session, and reports their ends at once."""
-
-    def when_ready(self, call: Callable[[], None]) -> None:
-        """Call back once starting a process is as fast as possible; immediately, or later from another thread."""
-        ...
-
-    def prepare(self, count: int, call: Callable[[], None]) -> None:
-        """Call back for each of so many processes once it can start without waiting; at once or from another thread."""
-        ...
-
-    def training(self) -> None:
-        """Record that all workers train: preparations for the next ones no longer delay them."""
-        ...
-
-    def start(self, request: StartRequest) -> int:
-        """Start a process and return its pid, which is also its session id.
-
-        Raises:
-            OSError: if it cannot be executed.
-        """
-        ...
-
-    def signal(self, pid: int, number: int) -> None:
-        """Signal a process, if it has not been reaped."""
-        ...
-
-    def signal_group(self, pid: int, number: int) -> None:
-        """Signal a process and the rest of its process group, if it has not been reaped."""
-        ...
-
-    def close(self) -> None:
-        """Release everything; the processes must have ended."""
-        ...
-
-
 class ExecProcesses:
-    """Plain fork and exec. A thread waits on the processes' pidfds, so an exit is seen when it happens.
+    """Starts processes, each the leader of its own session, and reports their ends at once.
 
-    Args:
-        claimed: returns children of this process that other code will reap.
+    A thread waits on the processes' pidfds, so an exit is seen when it happens.
     """
 
-    def __init__(self, on_exit: OnExit, claimed: Callable[[], Collection[int]] = frozenset) -> None:
+    def __init__(self, on_exit: OnExit) -> None:
         self._on_exit = on_exit
-        self._claimed = claimed
         self._lock = threading.Lock()
-        self._running: dict[int, tuple[Callable[[], int], int]] = {}
+        self._running: dict[int, int] = {}  # pidfds by pid
         self._selector = selectors.DefaultSelector()
         self._wake_in, self._wake_out = socket.socketpair()
         self._selector.register(self._wake_in, selectors.EVENT_READ, None)
@@ -103,16 +63,23 @@ class ExecProcesses:
         self._thread.start()
 
     def when_ready(self, call: Callable[[], None]) -> None:
+        """Call back once starting a process is as fast as possible; immediately, or later from another thread."""
         call()
 
     def prepare(self, count: int, call: Callable[[], None]) -> None:
+        """Call back for each of so many processes once it can start without waiting; at once or from another thread."""
         for _ in range(count):
             call()
 
     def training(self) -> None:
-        pass
+        """Record that all workers train: preparations for the next ones no longer delay them."""
 
     def start(self, request: StartRequest) -> int:
+        """Start a process and return its pid, which is also its session id.
+
+        Raises:
+            OSError: if it cannot be executed.
+        """
         with given_limit():
             process = subprocess.Popen(
                 list(request.argv),
@@ -122,43 +89,48 @@ class ExecProcesses:
                 start_new_session=True,
                 pass_fds=request.inherit,
             )
-        self._watch(process.pid, process.wait)
+        process.returncode = UNKNOWN  # Popen must no longer wait for it
+        self._watch(process.pid)
         return process.pid
 
-    def adopt(self, pid: int) -> None:
-        """Take charge of a child of this process that other code has started."""
-        self._watch(pid, partial(_wait_for_child, pid))
+    def _claimed(self) -> Collection[int]:
+        """Return children of this process that other code will reap."""
+        return ()
 
-    def _watch(self, pid: int, wait: Callable[[], int]) -> None:
+    def _watch(self, pid: int) -> None:
+        """Take charge of a child of this process."""
         with self._lock:
             try:
                 pidfd = os.pidfd_open(pid)
             except OSError:  # too many files are open; a process that cannot be watched must not run
                 os.kill(pid, signal.SIGKILL)
-                wait()
+                _wait_for_child(pid)
                 raise
             self._sessions.add(pid)
-            self._running[pid] = (wait, pidfd)
+            self._running[pid] = pidfd
             self._selector.register(pidfd, selectors.EVENT_READ, pid)
         self._wake_out.send(b"x")
 
     def signal(self, pid: int, number: int) -> None:
+        """Signal a process, if it has not been reaped."""
         with self._lock:
             if pid in self._running:
-                signal.pidfd_send_signal(self._running[pid][1], number)
+                signal.pidfd_send_signal(self._running[pid], number)
 
     def signal_group(self, pid: int, number: int) -> None:
+        """Signal a process and the rest of its process group, if it has not been reaped."""
         with self._lock:
             if pid in self._running:
                 os.killpg(pid, number)  # each leads a session, and its number stays reserved until it is reaped
 
     def close(self) -> None:
+        """Release everything; the processes must have ended."""
         self._closed = True
         self._wake_out.send(b"x")
         self._thread.join(10)
-        for wait, pidfd in self._running.values():
+        for pid, pidfd in self._running.items():
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-            wait()
+            _wait_for_child(pid)
             os.close(pidfd)
         self._selector.close()
         self._wake_in.close()
@@ -172,10 +144,10 @@ class ExecProcesses:
                     self._wake_in.recv(4096)
                     continue
                 with self._lock:
-                    wait, pidfd = self._running.pop(key.data)
+                    pidfd = self._running.pop(key.data)
                     self._selector.unregister(pidfd)
                     os.close(pidfd)
-                    code = wait()
+                    code = _wait_for_child(key.data)
                 self._on_exit(key.data, code)
             if time.monotonic() >= swept + SWEEP_EVERY:
                 swept = time.monotonic()

@@ -24,7 +24,7 @@ from elastic_agents.workers.failures import (
 from elastic_agents.workers.guard import Guard
 from elastic_agents.workers.logs import WorkerLogs, keep_error
 from elastic_agents.workers.output import PAGE_LINES, OutputPump, Stream
-from elastic_agents.workers.processes import StartRequest, WorkerProcesses
+from elastic_agents.workers.processes import ExecProcesses, StartRequest
 from elastic_agents.workers.sessions import empty_sessions, kill_sessions, reap_orphans
 from elastic_agents.workers.signal_forwarding import heeds, ignores
 from elastic_agents.workers.stuck import StuckDetector
@@ -106,7 +106,7 @@ class RoundWorkers:
     def __init__(
         self,
         node_id: str,
-        processes: WorkerProcesses,
+        processes: ExecProcesses,
         pump: OutputPump,
         guard: Guard,
         clock: Clock,

@@ -22,7 +22,7 @@ from elastic_agents.workers.placement import (
     place_of,
     unplaced,
 )
-from elastic_agents.workers.processes import WorkerProcesses
+from elastic_agents.workers.processes import ExecProcesses
 from elastic_agents.workers.round_workers import RoundWorkers
 from elastic_launch.clock import Clock
 from elastic_launch.config.launch_config import LaunchConfig
@@ -126,7 +126,7 @@ class WorkerStarts:
         shared: Mapping[str, str],
         clock: Clock,
         events: EventSink,
-        processes: WorkerProcesses,
+        processes: ExecProcesses,
         workers: RoundWorkers,
         places: LogPlaces,
         control: Control,
