@@ -6,7 +6,7 @@ import logging
 import signal
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -21,9 +21,9 @@ from torch.distributed.elastic.agent.server.api import (
 from elastic_agents import policy_types as v
 from elastic_agents.console import Consoles
 from elastic_agents.departure import Departure
-from elastic_agents.drill import Drill, FaultReached, Thaw
+from elastic_agents.drill import Drill, FaultReached
 from elastic_agents.hangs.watch import HangWatch, Watched, WatchedWorker, keep_stacks
-from elastic_agents.inbox import AheadDue, CanStart, EstimateDue, Exited, HowAreYou, Inbox, LookDue, SignalCaught
+from elastic_agents.inbox import Exited, HowAreYou, Inbox, SignalCaught
 from elastic_agents.notices import Notice
 from elastic_agents.outcome import Outcome, result_of
 from elastic_agents.output_sinks import Kept
@@ -70,7 +70,7 @@ from elastic_launch.observe.present import Present
 from elastic_launch.rendezvous.backends.c10d import Backend
 from elastic_launch.rendezvous.node.failure_detector import CutOff
 from elastic_launch.rendezvous.node.membership import Membership
-from elastic_launch.rendezvous.node.membership_events import LinkDown, LinkUp, Opened, RendezvousLost
+from elastic_launch.rendezvous.node.membership_events import LinkDown, LinkUp, Opened
 from elastic_launch.rendezvous.record import Round
 from elastic_launch.rendezvous.run_file import RunAddress, RunFile
 from elastic_launch.rendezvous.torch_handler import MembershipHandler
@@ -94,13 +94,6 @@ DISCONNECTED = 0.1
 
 ESTIMATE_EVERY = 5.0
 """Seconds between two estimates of how long the round still needs."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Later:
-    """The time has come for an event that was put off."""
-
-    event: v.Event
 
 
 class LocalElasticAgent(ElasticAgent):
@@ -213,7 +206,11 @@ class LocalElasticAgent(ElasticAgent):
         self._saves = DurableState(snapshot_store, self._control.step_timer, lambda: self._control.saves)
         membership = self._membership
         self._drill = Drill(
-            self._config.drill, self._config.node_id, self._later, membership.cut_link, snapshot_store.fail_copies
+            self._config.drill,
+            self._config.node_id,
+            self._inbox.put_later,
+            membership.cut_link,
+            snapshot_store.fail_copies,
         )
         self._hangs = HangWatch(self._control.progress, self._membership.report, self._config.hang_timeout or 0.0)
         self._departure = Departure(
@@ -238,7 +235,7 @@ class LocalElasticAgent(ElasticAgent):
             self._workers,
             self._places,
             self._control,
-            self._inbox.put,
+            self._inbox,
             self._cannot_start,
             self._all_started,
         )
@@ -266,9 +263,6 @@ class LocalElasticAgent(ElasticAgent):
             return self._files.ask(partial(result_of, self._outcome.code, self._local_failures, error_files), IDLE)
         except TimeoutError:
             return result_of(self._outcome.code, {}, {})
-
-    def _later(self, item: object, seconds: float) -> None:
-        self._inbox.put_later(seconds, item)
 
     def _of_run_file(self, act: Callable[[], None]) -> None:
         """Have the one thread that writes the run's file do something to it."""
@@ -350,6 +344,9 @@ class LocalElasticAgent(ElasticAgent):
     def _understand(self, item: object) -> v.Event | None:
         """Translate an inbox item into a policy event, and record it."""
         match item:
+            case Callable():
+                event: v.Event | None = item()
+                return event
             case Exited(pid=pid, exit_code=exit_code):
                 return self._exited(pid, exit_code)
             case Opened(place=place):
@@ -366,9 +363,6 @@ class LocalElasticAgent(ElasticAgent):
                 self._member = self._member and isinstance(item, CutOff)
                 self._events.emit(LinkChanged(up=False, cause=reason))
                 return item
-            case EstimateDue(round=number):
-                self._estimate(number)
-                return None
             case FaultReached(due=due):
                 if self._drill.reached(item):
                     self._membership.report(m.FaultDue(self._view.round, due.fault, due.step))
@@ -376,17 +370,11 @@ class LocalElasticAgent(ElasticAgent):
             case m.Strike():
                 self._drill.ordered(item)
                 return None
-            case Thaw():
-                self._drill.thaw(item)
-                return None
             case Straggles(round=number, slow=slow):
                 self._straggles(number, slow)
                 return None
             case m.PeerDone(round=number):
                 self._watch_ends(number)
-                return None
-            case LookDue(round=number):
-                self._look(number)
                 return None
             case ThreadDied(name=name, error=error):
                 cause = f"internal error: the agent's thread {name!r} ended by {error}"
@@ -397,13 +385,6 @@ class LocalElasticAgent(ElasticAgent):
                 if every is not None:
                     self._inbox.put_later(every, item)
                 return None
-            case CanStart(round=number):
-                if pid := self._starts.next(number):
-                    self._inbox.put_later(self._config.timing.join_timeout, AheadDue(pid))
-                return None
-            case AheadDue(pid=pid):
-                local_rank = self._workers.newcomer(pid)
-                return None if local_rank is None else v.AheadOver(local_rank)
             case v.WorkerReady():
                 self._learn_start(item)
                 return item
@@ -460,16 +441,10 @@ class LocalElasticAgent(ElasticAgent):
                 return item if given_up or self._snapshot_store.idle else None
             case v.WorkerDisconnected():
                 # The exit of the worker that it has lost, or the leader's break, says more.
-                self._inbox.put_later(DISCONNECTED, _Later(item))
+                self._inbox.put_later(DISCONNECTED, lambda: item)
                 return None
-            case _Later(event=event):
-                return event
-            case m.StartAhead() | m.Released() | RendezvousLost():
-                return item
-            case v.StartsTake() | v.AheadGone() | v.WorkerStopping() | v.WorkerSuspended() | v.WorkerGone():
-                return item
-            case v.DrainOver() | v.TeardownOver() | v.SuspendOver() | v.GraceOver() | v.HoldOver() | v.StartFailed():
-                return item
+        if isinstance(item, v.Event):
+            return item
         raise TypeError(f"the inbox holds a {type(item).__name__}")
 
     def _straggles(self, number: int, slow: SlowRank) -> None:
@@ -665,7 +640,7 @@ class LocalElasticAgent(ElasticAgent):
                 self._ready(number)
                 self._processes.training()
                 if self._rank == 0:  # one member's estimate is enough
-                    self._inbox.put_later(ESTIMATE_EVERY, EstimateDue(number))
+                    self._inbox.put_later(ESTIMATE_EVERY, partial(self._estimate, number))
             case v.ReportStopped():
                 self._end_round(action)
             case m.Done(round=number):
@@ -700,19 +675,19 @@ class LocalElasticAgent(ElasticAgent):
         """From now on, end workers of this round that hang at exit: others have finished."""
         if self._watched != number:
             self._watched = number
-            self._inbox.put_later(LOOK_EVERY, LookDue(number))
+            self._inbox.put_later(LOOK_EVERY, partial(self._look, number))
 
     def _look(self, number: int) -> None:
         """End workers that hang at exit while others have finished."""
         if number != self._view.round or self._view.phase is not v.Phase.RUNNING or not self._view.alive:
             return
         self._workers.kill_stuck()
-        self._inbox.put_later(LOOK_EVERY, LookDue(number))
+        self._inbox.put_later(LOOK_EVERY, partial(self._look, number))
 
     def _estimate(self, number: int) -> None:
         if number == self._view.round and self._view.phase is v.Phase.RUNNING:
             self._ready(number, round(self._control.step_timer.remaining(), 3))
-            self._inbox.put_later(ESTIMATE_EVERY, EstimateDue(number))
+            self._inbox.put_later(ESTIMATE_EVERY, partial(self._estimate, number))
 
     def _ready(self, number: int, remaining: float = -1.0) -> None:
         begun = self._control.step_timer.of_round(number)

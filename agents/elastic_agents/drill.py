@@ -8,13 +8,14 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from elastic_agents.inbox import SignalCaught
 from elastic_launch.contract import FaultDue
 from elastic_launch.faults import WAYS, FaultPlan
 from elastic_launch.rendezvous.wire.messages import Strike
 
-__all__ = ["Drill", "FaultReached", "Thaw"]
+__all__ = ["Drill", "FaultReached"]
 
 _log = logging.getLogger("elastic_launch.agent")
 
@@ -32,20 +33,13 @@ class FaultReached:
     answer: Callable[[bool], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Thaw:
-    """The time is over for which a process was to be stopped."""
-
-    pid: int
-
-
 class Drill:
     """Carries out planned faults; used by the agent's thread.
 
     Args:
         plan: the faults.
         node_id: this node.
-        put: puts an item into the agent's inbox; with seconds, after that time.
+        later: puts an item into the agent's inbox after a number of seconds.
         cut_link: cuts the link to the leader for some seconds; returns False if this node leads.
         fail_copies: has copies to storage fail for some seconds; returns False if this node makes none to a directory.
     """
@@ -54,13 +48,13 @@ class Drill:
         self,
         plan: FaultPlan,
         node_id: str,
-        put: Callable[[object, float], None],
+        later: Callable[[float, object], None],
         cut_link: Callable[[float], bool],
         fail_copies: Callable[[float], bool],
     ) -> None:
         self._plan = plan
         self._node_id = node_id
-        self._put = put
+        self._later = later
         self._cut_link = cut_link
         self._fail_copies = fail_copies
         self._waiting: dict[int, FaultReached] = {}
@@ -101,9 +95,9 @@ class Drill:
             case "freeze":
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(reached.pid, signal.SIGSTOP)
-                    self._put(Thaw(reached.pid), fault.seconds)
+                    self._later(fault.seconds, partial(_go_on, reached.pid))
             case "sigterm":
-                self._put(SignalCaught(signal.SIGTERM), 0.0)
+                self._later(0.0, SignalCaught(signal.SIGTERM))
             case "cut_link":
                 self._cut_link(fault.seconds)
             case "fail_copies":
@@ -112,6 +106,7 @@ class Drill:
                 os.kill(os.getpid(), signal.SIGKILL)  # the guard kills the workers
         reached.answer(fault.do in WAYS)
 
-    def thaw(self, thaw: Thaw) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(thaw.pid, signal.SIGCONT)
+
+def _go_on(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)

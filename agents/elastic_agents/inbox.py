@@ -16,19 +16,7 @@ from elastic_launch.clock import Clock
 from elastic_launch.observe.present import Present
 from elastic_launch.system.threads import VitalThread
 
-__all__ = [
-    "REPEAT",
-    "AheadDue",
-    "CanStart",
-    "EstimateDue",
-    "Exited",
-    "HowAreYou",
-    "Inbox",
-    "LookDue",
-    "SignalCaught",
-    "SignalsTo",
-    "Withheld",
-]
+__all__ = ["REPEAT", "Exited", "HowAreYou", "Inbox", "SignalCaught", "SignalsTo", "Withheld"]
 
 T = TypeVar("T")
 
@@ -52,34 +40,6 @@ class Exited:
 
 
 @dataclass(frozen=True, slots=True)
-class CanStart:
-    """One more worker can be started without waiting: of a round, or ahead of one if the number is 0."""
-
-    round: int
-
-
-@dataclass(frozen=True, slots=True)
-class AheadDue:
-    """Time by which a worker that was started ahead had to come to its first use of the world."""
-
-    pid: int
-
-
-@dataclass(frozen=True, slots=True)
-class LookDue:
-    """Some of the round's workers have finished: time to check whether the others hang."""
-
-    round: int
-
-
-@dataclass(frozen=True, slots=True)
-class EstimateDue:
-    """Time to report to the leader how long the round still needs."""
-
-    round: int
-
-
-@dataclass(frozen=True, slots=True)
 class HowAreYou:
     """Asks how this node's part of the run is, for an HTTP request or for the charts of the page.
 
@@ -92,7 +52,10 @@ class HowAreYou:
 
 
 class Inbox(Generic[T]):
-    """A queue filled from any thread and from signal handlers, and emptied by one loop."""
+    """A queue filled from any thread and from signal handlers, and emptied by one loop.
+
+    A function in it is called by that loop, and may return what the loop is to react to.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

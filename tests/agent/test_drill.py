@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from harness import wait_for
 
-from elastic_agents.drill import Drill, FaultReached, Thaw
+from elastic_agents.drill import Drill, FaultReached
 from elastic_agents.inbox import SignalCaught
 from elastic_launch.contract import FaultDue
 from elastic_launch.faults import Fault, FaultPlan
@@ -29,15 +29,15 @@ PLAN = FaultPlan(
 
 class Node:
     def __init__(self) -> None:
-        self.put: list[tuple[object, float]] = []
+        self.put: list[tuple[float, Any]] = []
         self.answers: list[bool] = []
         self.cuts: list[float] = []
         self.fails: list[float] = []
         self.leads = self.copies = False
         self.drill = Drill(PLAN, "b", self._later, self._cut, self._fail)
 
-    def _later(self, item: object, seconds: float) -> None:
-        self.put.append((item, seconds))
+    def _later(self, seconds: float, item: object) -> None:
+        self.put.append((seconds, item))
 
     def _cut(self, seconds: float) -> bool:
         self.cuts.append(seconds)
@@ -80,7 +80,7 @@ def test_a_node_leaves_as_by_sigterm() -> None:
     node = Node()
     node.reach(2)
     node.drill.ordered(Strike(1, 2, "b"))
-    assert node.put == [(SignalCaught(signal.SIGTERM), 0.0)]
+    assert node.put == [(0.0, SignalCaught(signal.SIGTERM))]
     assert node.answers == [False]
 
 
@@ -113,13 +113,14 @@ def test_a_worker_is_stopped_for_a_time(process: subprocess.Popen[Any]) -> None:
     node = Node()
     node.reach(1, process.pid)
     node.drill.ordered(Strike(1, 1, "b"))
-    assert node.put == [(Thaw(process.pid), 2.0)]
+    [(seconds, go_on)] = node.put
+    assert seconds == 2.0
     wait_for("the process to stand", lambda: _state(process.pid) == "T")
-    node.drill.thaw(Thaw(process.pid))
+    go_on()
     wait_for("the process to run", lambda: _state(process.pid) == "S")
     process.kill()
     process.wait()
-    node.drill.thaw(Thaw(process.pid))
+    go_on()
 
 
 def _state(pid: int) -> str:

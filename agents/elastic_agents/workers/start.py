@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from elastic_agents.inbox import CanStart
-from elastic_agents.policy_types import AheadGone, StartWorkers
+from elastic_agents.inbox import Inbox
+from elastic_agents.policy_types import AheadGone, AheadOver, StartWorkers
 from elastic_agents.workers.control import Control
 from elastic_agents.workers.logs import LogPlaces, WorkerLogs
 from elastic_agents.workers.logs_specs import LogsSpecsFailed
@@ -111,7 +111,7 @@ class WorkerStarts:
 
     Args:
         shared: the variables that all workers share.
-        put: puts an item into the agent's inbox.
+        inbox: the agent's.
         fail: called if a worker of a round cannot be started: with the cause as text, the local ranks that are not
             started, and the error.
         started: called with a round's number and the pids of its new workers by local rank once all are started.
@@ -130,7 +130,7 @@ class WorkerStarts:
         workers: RoundWorkers,
         places: LogPlaces,
         control: Control,
-        put: Callable[[object], None],
+        inbox: Inbox[object],
         fail: Callable[[str, Collection[int], Exception], None],
         started: Callable[[int, Mapping[int, int]], None],
     ) -> None:
@@ -142,7 +142,7 @@ class WorkerStarts:
         self._workers = workers
         self._places = places
         self._control = control
-        self._put = put
+        self._inbox = inbox
         self._fail = fail
         self._started = started
         self._round: _Staggered | None = None
@@ -162,7 +162,7 @@ class WorkerStarts:
         new = [placement for placement in placed if placement.local_rank not in running]
         if new:
             number = start.form.round.number
-            self._processes.prepare(len(new), lambda: self._put(CanStart(number)))
+            self._processes.prepare(len(new), lambda: self._inbox.put(partial(self._start_in_round, number)))
         return new
 
     def begin(self, start: StartWorkers, placed: Sequence[Placement], new: Sequence[Placement]) -> None:
@@ -213,6 +213,22 @@ class WorkerStarts:
         self._round = None
         self._started(number, self._pids)
 
+    def _start_in_round(self, number: int) -> None:
+        """There is a process for one more worker of a round."""
+        start = self._round
+        if start is None or start.number != number:
+            return
+        placement = start.left.pop(0)
+        try:
+            self._pids[placement.local_rank] = self._start(start, placement)
+        except OSError as error:
+            self._round = None
+            left = [other.local_rank for other in (placement, *start.left)]
+            self._fail(f"worker {placement.rank} cannot be started: {error}", left, error)
+            return
+        if not start.left:
+            self._all_started(start.number)
+
     # Workers that start ahead of a round.
 
     def start_ahead(self, local_ranks: Collection[int], restarts: int) -> None:
@@ -222,7 +238,7 @@ class WorkerStarts:
             restarts: restarts charged so far.
         """
         placed = [unplaced(local_rank) for local_rank in sorted(local_ranks)]
-        self._processes.prepare(len(placed), lambda: self._put(CanStart(0)))
+        self._processes.prepare(len(placed), lambda: self._inbox.put(self._start_next_ahead))
 
         def env(placement: Placement, error_file: str) -> dict[str, str]:
             where = {"error_file": error_file, "socket": self._control.address}
@@ -246,42 +262,28 @@ class WorkerStarts:
 
     def _not_ahead(self, local_rank: int, error: Exception) -> None:
         _log.warning("the worker of local rank %d cannot be started ahead: %s", local_rank, error)
-        self._put(AheadGone(local_rank, ExitCode.STARTUP_FAILURE))
+        self._inbox.put(AheadGone(local_rank, ExitCode.STARTUP_FAILURE))
 
-    # All workers.
-
-    def next(self, number: int) -> int:
-        """There is a process for one more worker of a round, or ahead of one if the number is 0.
-
-        Returns:
-            the pid of the worker if it was started ahead; else 0.
-        """
-        if number:
-            if self._round is not None and self._round.number == number:
-                self._start_in_round(self._round)
-            return 0
+    def _start_next_ahead(self) -> None:
+        """There is a process for one more worker that starts ahead of a round."""
         self._ahead = [start for start in self._ahead if start.left]
         if not self._ahead:
-            return 0
+            return
         start = self._ahead[0]
         placement = start.left.pop(0)
         try:
-            return self._start(start, placement)
+            pid = self._start(start, placement)
         except OSError as error:
             self._not_ahead(placement.local_rank, error)
-            return 0
-
-    def _start_in_round(self, start: _Staggered) -> None:
-        placement = start.left.pop(0)
-        try:
-            self._pids[placement.local_rank] = self._start(start, placement)
-        except OSError as error:
-            self._round = None
-            left = [other.local_rank for other in (placement, *start.left)]
-            self._fail(f"worker {placement.rank} cannot be started: {error}", left, error)
             return
-        if not start.left:
-            self._all_started(start.number)
+        self._inbox.put_later(self._config.timing.join_timeout, partial(self._over, pid))
+
+    def _over(self, pid: int) -> AheadOver | None:
+        """The time is over in which a worker had to come to its first use of the world."""
+        local_rank = self._workers.newcomer(pid)
+        return None if local_rank is None else AheadOver(local_rank)
+
+    # All workers.
 
     def _start(self, start: _Staggered, placement: Placement) -> int:
         local_rank, began = placement.local_rank, self._clock.now()
