@@ -619,8 +619,8 @@ class LocalElasticAgent(ElasticAgent):
                     self._inbox.put_later(seconds, v.DrainOver(number))
             case v.AwaitCopies(bounded=bounded):
                 self._await_copies(bounded=bounded)
-            case v.AwaitEnd(round=number, local_rank=local_rank, seconds=seconds):
-                self._inbox.put_later(seconds, v.TeardownOver(number, local_rank))
+            case v.Later(seconds=seconds, event=event):
+                self._inbox.put_later(seconds, event)
             case v.Terminate(local_ranks=local_ranks):
                 self._start_no_more(local_ranks)
                 self._workers.terminate(local_ranks, action.number)
@@ -628,8 +628,6 @@ class LocalElasticAgent(ElasticAgent):
             case v.Kill(local_ranks=local_ranks):
                 self._start_no_more(local_ranks)
                 self._workers.kill(local_ranks)
-            case v.Hold(round=number, local_rank=local_rank):
-                self._inbox.put_later(v.HOLD, v.HoldOver(number, local_rank))
             case v.ReportFailed(local_rank=local_rank):
                 if failure := self._workers.failure(local_rank, self._control.step_timer):
                     self._membership.report(m.Failed(failure.round, failure))

@@ -30,50 +30,7 @@ import signal
 from dataclasses import replace
 
 from elastic_agents import policy_ahead
-from elastic_agents.policy_types import (
-    ENDING,
-    SAVING,
-    TEARDOWN,
-    Action,
-    AheadGone,
-    AheadOver,
-    AskStop,
-    AwaitCopies,
-    AwaitEnd,
-    CopiesDone,
-    DrainOver,
-    Event,
-    Finish,
-    GivePlace,
-    GraceOver,
-    Hold,
-    HoldOver,
-    Kill,
-    Leave,
-    Phase,
-    ReportDisconnected,
-    ReportFailed,
-    ReportReady,
-    ReportStopped,
-    SendExit,
-    StartFailed,
-    StartsTake,
-    StartWorkers,
-    Suspend,
-    SuspendOver,
-    TeardownOver,
-    Terminate,
-    View,
-    Warn,
-    WorkerAhead,
-    WorkerDisconnected,
-    WorkerDrained,
-    WorkerEnded,
-    WorkerGone,
-    WorkerReady,
-    WorkerStopping,
-    WorkerSuspended,
-)
+from elastic_agents import policy_types as v
 from elastic_launch.errors import ExitCode
 from elastic_launch.rendezvous.node.failure_detector import CutOff
 from elastic_launch.rendezvous.node.membership_events import LinkDown, RendezvousLost
@@ -81,33 +38,35 @@ from elastic_launch.rendezvous.wire import messages as m
 
 __all__ = ["UNKNOWN", "decide"]
 
-Decision = tuple[View, list[Action]]
+Decision = tuple[v.View, list[v.Action]]
 
 UNKNOWN = "the workers of this node have finished; whether all others have could not be learned"
 
 _STOPPED = (-signal.SIGTERM, -signal.SIGINT)
 
 
-def decide(view: View, event: Event, nproc: int, node_id: str = "") -> Decision:
+def decide(view: v.View, event: v.Event, nproc: int, node_id: str = "") -> Decision:
     """Return the response to an event on a node with nproc workers."""
-    if view.phase is Phase.OVER:
+    if view.phase is v.Phase.OVER:
         return view, []
     after, actions = _decide(view, event, nproc, node_id)
     return policy_ahead.settled(view, after, actions, nproc)
 
 
-def _decide(view: View, event: Event, nproc: int, node_id: str) -> Decision:
+def _decide(view: v.View, event: v.Event, nproc: int, node_id: str) -> Decision:
+    if isinstance(event, m.Drain | m.Break | v.OfRound) and event.round != view.round:
+        return view, []
     match event:
         case m.Form():
             return _form(view, event, policy_ahead.slots_of(event, node_id, nproc))
         case m.StartAhead():
             return policy_ahead.ordered(view, nproc)
-        case m.Drain(round=number):
-            return _drain(view, event) if number == view.round else (view, [])
-        case m.Break(round=number, cause=cause):
-            if number == view.round and view.phase is Phase.SAVING and view.leaving is None:
+        case m.Drain():
+            return _drain(view, event)
+        case m.Break(cause=cause):
+            if view.phase is v.Phase.SAVING and view.leaving is None:
                 return _saved(view)
-            return _stop(view, cause) if number == view.round else (view, [])
+            return _stop(view, cause)
         case m.Evicted(reason=reason, final=final):
             if final and view.leaving is None:
                 view = replace(view, leaving=int(ExitCode.RENDEZVOUS), cause=reason)
@@ -121,74 +80,74 @@ def _decide(view: View, event: Event, nproc: int, node_id: str) -> Decision:
         case CutOff():
             return _cut_off(view, event)
         case RendezvousLost(error=error):
-            if view.phase is Phase.FINISHED:
+            if view.phase is v.Phase.FINISHED:
                 return _over(view, error.exit_code, f"{UNKNOWN}: {error.message} {error.hint}".strip())
             return _end(view, error.exit_code, f"{error.message} {error.hint}".strip())
-        case WorkerGone():
+        case v.WorkerGone():
             return _gone(view, event)
-        case WorkerAhead(local_rank=local_rank) if local_rank in view.alive:
-            return _placed(view, local_rank) if view.phase is Phase.RUNNING else (view, [])
-        case WorkerAhead(local_rank=local_rank):
+        case v.WorkerAhead(local_rank=local_rank) if local_rank in view.alive:
+            return _placed(view, local_rank) if view.phase is v.Phase.RUNNING else (view, [])
+        case v.WorkerAhead(local_rank=local_rank):
             return policy_ahead.waits(view, local_rank)
-        case AheadGone():
+        case v.AheadGone():
             return policy_ahead.gone(view, event, nproc)
-        case AheadOver(local_rank=local_rank):
+        case v.AheadOver(local_rank=local_rank):
             return policy_ahead.over(view, local_rank)
-        case StartsTake(slow=slow):
+        case v.StartsTake(slow=slow):
             return replace(view, ahead=replace(view.ahead, slow=slow)), []
-        case HoldOver(round=number, local_rank=local_rank):
-            if number != view.round or local_rank not in view.held:
+        case v.HoldOver(local_rank=local_rank):
+            if local_rank not in view.held:
                 return view, []
-            return _fail(replace(view, held=view.held - {local_rank}), [ReportFailed(local_rank)])
-        case StartFailed(cause=cause, started=started, code=code):
+            return _fail(replace(view, held=view.held - {local_rank}), [v.ReportFailed(local_rank)])
+        case v.StartFailed(cause=cause, started=started, code=code):
             view, actions = _end(replace(view, alive=started, live=view.live & started), code, cause)
             return view, [m.Leaving(cause), *actions]
-        case WorkerReady(round=number):
-            return _ready(view, event) if number == view.round else (view, [])
-        case WorkerDrained(round=number, local_rank=local_rank, step=step, keeps=keeps):
-            if number != view.round or local_rank not in view.alive:
+        case v.WorkerReady():
+            return _ready(view, event)
+        case v.WorkerDrained(number, local_rank, step, keeps):
+            if local_rank not in view.alive:
                 return view, []
             view = replace(view, drained=view.drained | {local_rank}, step=max(view.step, step), keeps=keeps)
-            return view, [AwaitEnd(number, local_rank, TEARDOWN)]
-        case WorkerStopping(round=number, local_rank=local_rank, step=step):
-            if number != view.round or local_rank not in view.alive:
+            return view, [v.Later(v.TEARDOWN, v.TeardownOver(number, local_rank))]
+        case v.WorkerStopping(number, local_rank, step):
+            if local_rank not in view.alive:
                 return view, []
             view = replace(view, stopping=view.stopping | {local_rank}, step=max(view.step, step))
-            return view, [AwaitEnd(number, local_rank, SAVING)]
-        case WorkerDisconnected(round=number):
-            return _disconnected(view, event) if number == view.round else (view, [])
-        case WorkerSuspended(round=number, local_rank=local_rank):
-            return _suspended(view, local_rank) if number == view.round else (view, [])
-        case WorkerEnded(round=number, local_rank=local_rank):
-            ends = number == view.round and local_rank in view.alive
-            return view, [AwaitEnd(number, local_rank, ENDING)] if ends else []
-        case Leave():
+            return view, [v.Later(v.SAVING, v.TeardownOver(number, local_rank))]
+        case v.WorkerDisconnected():
+            return _disconnected(view, event)
+        case v.WorkerSuspended(local_rank=local_rank):
+            return _suspended(view, local_rank)
+        case v.WorkerEnded(number, local_rank):
+            ends = local_rank in view.alive
+            return view, [v.Later(v.ENDING, v.TeardownOver(number, local_rank))] if ends else []
+        case v.Leave():
             return _leave(view, event)
-        case CopiesDone():
-            return _saved(view) if view.phase is Phase.SAVING and not view.serving else (view, [])
-        case DrainOver(round=number):
-            return _drain_over(view) if number == view.round else (view, [])
-        case TeardownOver(round=number, local_rank=local_rank):
-            if number != view.round or local_rank not in view.alive:
+        case v.CopiesDone():
+            return _saved(view) if view.phase is v.Phase.SAVING and not view.serving else (view, [])
+        case v.DrainOver():
+            return _drain_over(view)
+        case v.TeardownOver(local_rank=local_rank):
+            if local_rank not in view.alive:
                 return view, []
-            return replace(view, live=view.live - {local_rank}), [Kill(frozenset({local_rank}))]
-        case SuspendOver(round=number):
-            return _suspend_over(view) if number == view.round else (view, [])
-        case GraceOver(round=number):
+            return replace(view, live=view.live - {local_rank}), [v.Kill(frozenset({local_rank}))]
+        case v.SuspendOver():
+            return _suspend_over(view)
+        case v.GraceOver():
             overdue = view.alive - view.live
-            if view.phase is not Phase.STOPPING or number != view.round or not overdue:
+            if view.phase is not v.Phase.STOPPING or not overdue:
                 return view, []
-            return view, [Kill(_all_or(view, overdue))]
+            return view, [v.Kill(_all_or(view, overdue))]
 
 
-def _form(view: View, form: m.Form, slots: frozenset[int]) -> Decision:
+def _form(view: v.View, form: m.Form, slots: frozenset[int]) -> Decision:
     number, ahead = form.round.number, view.ahead
-    revives = view.phase is Phase.SUSPENDED and number > view.round
-    if not (view.phase is Phase.WAITING or revives) or view.leaving is not None:
+    revives = view.phase is v.Phase.SUSPENDED and number > view.round
+    if not (view.phase is v.Phase.WAITING or revives) or view.leaving is not None:
         return view, []
     kept, waiting, coming = view.suspended & slots, ahead.waiting & slots, ahead.coming & slots
-    starts = StartWorkers(form, kept, waiting, coming)
-    left_out: list[Action] = [Kill(view.suspended - slots)] if view.suspended - slots else []
+    starts = v.StartWorkers(form, kept, waiting, coming)
+    left_out: list[v.Action] = [v.Kill(view.suspended - slots)] if view.suspended - slots else []
     ahead = replace(
         ahead,
         coming=ahead.coming - slots,
@@ -198,93 +157,93 @@ def _form(view: View, form: m.Form, slots: frozenset[int]) -> Decision:
     )
     # The round may end before they are ready: those that have their places can be suspended from the start.
     members, live = frozenset(member.incarnation for member in form.round.members), kept | waiting
-    view = View(Phase.RUNNING, number, members, slots, alive=slots, live=live, lives=view.lives, ahead=ahead)
+    view = v.View(v.Phase.RUNNING, number, members, slots, alive=slots, live=live, lives=view.lives, ahead=ahead)
     return view, [*left_out, starts]
 
 
-def _placed(view: View, local_rank: int) -> Decision:
+def _placed(view: v.View, local_rank: int) -> Decision:
     """A worker of the round that was started ahead waits for its place now."""
-    return replace(view, live=view.live | {local_rank}), [GivePlace(local_rank)]
+    return replace(view, live=view.live | {local_rank}), [v.GivePlace(local_rank)]
 
 
-def _ready(view: View, event: WorkerReady) -> Decision:
+def _ready(view: v.View, event: v.WorkerReady) -> Decision:
     local_rank = event.local_rank
-    if view.phase is not Phase.RUNNING or local_rank not in view.alive:
+    if view.phase is not v.Phase.RUNNING or local_rank not in view.alive:
         return view, []
     live = view.live | {local_rank} if event.live else view.live - {local_rank}
     first = local_rank not in view.ready
     view = replace(view, ready=view.ready | {local_rank}, live=live)
     all_train = view.alive <= view.ready
     view = replace(view, lives=event.live and (view.lives or (all_train and view.alive <= live)))
-    return view, [ReportReady(view.round)] if first and all_train else []
+    return view, [v.ReportReady(view.round)] if first and all_train else []
 
 
-def _disconnected(view: View, event: WorkerDisconnected) -> Decision:
+def _disconnected(view: v.View, event: v.WorkerDisconnected) -> Decision:
     """Have the worker leave the round: another rank is gone, and may be known to this node only by this."""
     waits = event.local_rank in view.live - view.drained
-    if view.phase not in (Phase.RUNNING, Phase.DRAINING) or not waits:
+    if view.phase not in (v.Phase.RUNNING, v.Phase.DRAINING) or not waits:
         return view, []
-    return _fail(view, [ReportDisconnected(event.local_rank, event.error)])
+    return _fail(view, [v.ReportDisconnected(event.local_rank, event.error)])
 
 
-def _suspended(view: View, local_rank: int) -> Decision:
-    asked = view.phase is Phase.STOPPING or local_rank in view.drained
+def _suspended(view: v.View, local_rank: int) -> Decision:
+    asked = view.phase is v.Phase.STOPPING or local_rank in view.drained
     if local_rank not in view.live or not asked:
         return view, []
     one = frozenset({local_rank})
     view = replace(view, alive=view.alive - one, live=view.live - one, suspended=view.suspended | one)
-    if view.phase is Phase.STOPPING:
+    if view.phase is v.Phase.STOPPING:
         return (view, []) if view.alive else _settle(view)
     return _drained(view)
 
 
-def _suspend_over(view: View) -> Decision:
-    if view.phase is not Phase.STOPPING or not view.live:
+def _suspend_over(view: v.View) -> Decision:
+    if view.phase is not v.Phase.STOPPING or not view.live:
         return view, []
     late = ", ".join(map(str, sorted(view.live)))
-    warning = Warn(f"the workers of local rank {late} have not left the round in time; they are killed")
-    return replace(view, live=frozenset()), [warning, Kill(_all_or(view, view.live))]
+    warning = v.Warn(f"the workers of local rank {late} have not left the round in time; they are killed")
+    return replace(view, live=frozenset()), [warning, v.Kill(_all_or(view, view.live))]
 
 
-def _all_or(view: View, local_ranks: frozenset[int]) -> frozenset[int] | None:
+def _all_or(view: v.View, local_ranks: frozenset[int]) -> frozenset[int] | None:
     """Return the local ranks; None if no other worker of this node runs."""
     return None if local_ranks == view.alive | view.suspended else local_ranks
 
 
-def _can_drain(view: View) -> bool:
+def _can_drain(view: v.View) -> bool:
     return bool(view.alive) and view.alive <= view.ready and not view.held
 
 
-def _drain(view: View, order: m.Drain) -> Decision:
+def _drain(view: v.View, order: m.Drain) -> Decision:
     """Have the workers stop after the same step, or end the round here if some cannot."""
-    if view.phase is Phase.DRAINING:
+    if view.phase is v.Phase.DRAINING:
         return replace(view, final=view.final or order.final), []
-    if view.phase is not Phase.RUNNING:
+    if view.phase is not v.Phase.RUNNING:
         return view, []
     if not _can_drain(view):
         return _stop(view, order.cause)
-    view = replace(view, phase=Phase.DRAINING, final=order.final)
-    return view, [AskStop(view.round, order.cause, order.seconds)]
+    view = replace(view, phase=v.Phase.DRAINING, final=order.final)
+    return view, [v.AskStop(view.round, order.cause, order.seconds)]
 
 
-def _drain_over(view: View) -> Decision:
-    if view.phase is Phase.FINISHED and view.leaving is not None:
+def _drain_over(view: v.View) -> Decision:
+    if view.phase is v.Phase.FINISHED and view.leaving is not None:
         return _over(view, view.leaving, view.cause)
-    if view.phase is Phase.SAVING:
+    if view.phase is v.Phase.SAVING:
         undone = "the next round has not restored" if view.serving else "the last checkpoint is not in durable storage"
         view, actions = _saved(view)
-        return view, [Warn(f"{undone}: there was no time left"), *actions]
-    if view.phase is not Phase.DRAINING:
+        return view, [v.Warn(f"{undone}: there was no time left"), *actions]
+    if view.phase is not v.Phase.DRAINING:
         return view, []
     late = "the workers have not stopped in time"
     if view.live and not _ends(view):
         view, actions = _stop(view, late)
-        return view, [Warn(f"{late}; the round ends without that"), *actions]
+        return view, [v.Warn(f"{late}; the round ends without that"), *actions]
     view, actions = _kill(view)
-    return view, [Warn(f"{late}; they are killed"), *actions]
+    return view, [v.Warn(f"{late}; they are killed"), *actions]
 
 
-def _stop(view: View, cause: str, number: int = signal.SIGTERM) -> Decision:
+def _stop(view: v.View, cause: str, number: int = signal.SIGTERM) -> Decision:
     """End the round on this node.
 
     Unless the node leaves, workers that can be suspended are told to be. The others that save as they train need no
@@ -294,32 +253,32 @@ def _stop(view: View, cause: str, number: int = signal.SIGTERM) -> Decision:
         number: the signal that the other workers get.
     """
     # Without these reports the leader would charge the crashes that these workers caused elsewhere.
-    held: list[Action] = [ReportFailed(local_rank) for local_rank in sorted(view.held)]
+    held: list[v.Action] = [v.ReportFailed(local_rank) for local_rank in sorted(view.held)]
     view = replace(view, held=frozenset())
     match view.phase:
-        case Phase.RUNNING | Phase.DRAINING if view.alive:
+        case v.Phase.RUNNING | v.Phase.DRAINING if view.alive:
             suspends = frozenset() if _ends(view) else view.live
             kills, ends = (view.alive & view.ready) - suspends, view.alive - view.ready - suspends
-            stopping: list[Action] = [Suspend(view.round, cause, suspends)] if suspends else []
-            stopping += [Kill(_all_or(view, kills))] if kills else []
-            stopping += [Terminate(view.round, _all_or(view, ends), number)] if ends else []
-            view, exits = _dismiss(replace(view, phase=Phase.STOPPING, live=suspends))
+            stopping: list[v.Action] = [v.Suspend(view.round, cause, suspends)] if suspends else []
+            stopping += [v.Kill(_all_or(view, kills))] if kills else []
+            stopping += [v.Terminate(view.round, _all_or(view, ends), number)] if ends else []
+            view, exits = _dismiss(replace(view, phase=v.Phase.STOPPING, live=suspends))
             return view, [*held, *stopping, *exits]
-        case Phase.RUNNING | Phase.DRAINING | Phase.FINISHED:
+        case v.Phase.RUNNING | v.Phase.DRAINING | v.Phase.FINISHED:
             view, actions = _settle(view)
             return view, [*held, *actions]
-        case Phase.STOPPING | Phase.SUSPENDED:
+        case v.Phase.STOPPING | v.Phase.SUSPENDED:
             return _dismiss(view)
         case _:
             return view, []
 
 
-def _ends(view: View) -> bool:
+def _ends(view: v.View) -> bool:
     """Whether no further round follows on this node."""
     return view.leaving is not None or view.final
 
 
-def _dismiss(view: View) -> Decision:
+def _dismiss(view: v.View) -> Decision:
     """Have suspended workers exit if they get no place any more; others follow once they are suspended.
 
     Before, they save a state that is newer than the node's snapshot.
@@ -327,78 +286,78 @@ def _dismiss(view: View) -> Decision:
     exits = view.suspended
     if not exits or not _ends(view):
         return view, []
-    actions: list[Action] = [SendExit(exits)]
-    actions += [AwaitEnd(view.round, local_rank, TEARDOWN) for local_rank in sorted(exits)]
-    phase = Phase.DRAINING if view.phase is Phase.DRAINING else Phase.STOPPING
+    actions: list[v.Action] = [v.SendExit(exits)]
+    actions += [v.Later(v.TEARDOWN, v.TeardownOver(view.round, local_rank)) for local_rank in sorted(exits)]
+    phase = v.Phase.DRAINING if view.phase is v.Phase.DRAINING else v.Phase.STOPPING
     return replace(view, phase=phase, alive=view.alive | exits, suspended=frozenset()), actions
 
 
-def _kill(view: View) -> Decision:
+def _kill(view: v.View) -> Decision:
     """End the round on this node, without grace, and the suspended workers with it."""
-    if view.phase is Phase.SUSPENDED and view.leaving is None:
+    if view.phase is v.Phase.SUSPENDED and view.leaving is None:
         # The leader may form a round at once: it knows the node as stopped.
-        return replace(view, phase=Phase.WAITING, suspended=frozenset()), [Kill()]
+        return replace(view, phase=v.Phase.WAITING, suspended=frozenset()), [v.Kill()]
     if workers := view.alive | view.suspended:
         nothing: frozenset[int] = frozenset()
-        return replace(view, phase=Phase.STOPPING, alive=workers, live=nothing, suspended=nothing), [Kill()]
-    if view.phase is Phase.WAITING and view.leaving is None:
+        return replace(view, phase=v.Phase.STOPPING, alive=workers, live=nothing, suspended=nothing), [v.Kill()]
+    if view.phase is v.Phase.WAITING and view.leaving is None:
         return view, []  # already reported; the next round may be formed with the port that was reported then
     return _settle(view)
 
 
-def _settle(view: View, drained: int = -1) -> Decision:
+def _settle(view: v.View, drained: int = -1) -> Decision:
     """All workers are reaped or suspended."""
     if view.suspended and _ends(view):
         return _dismiss(view)
     if view.leaving is None and (not view.final or drained < 0):
-        phase = Phase.SUSPENDED if view.suspended else Phase.WAITING
-        reports: list[Action] = [] if view.told else [ReportStopped(view.round, drained)]
+        phase = v.Phase.SUSPENDED if view.suspended else v.Phase.WAITING
+        reports: list[v.Action] = [] if view.told else [v.ReportStopped(view.round, drained)]
         return replace(view, phase=phase, held=frozenset(), told=True), reports
     if view.leaving is None:
-        return replace(view, phase=Phase.SAVING), [AwaitCopies()]
+        return replace(view, phase=v.Phase.SAVING), [v.AwaitCopies()]
     if drained < 0:
         told = view.told
         view, actions = _over(view, view.leaving, view.cause)
         # The others must not wait for what this node saves as it leaves.
-        return view, actions if told or view.phase is Phase.OVER else [ReportStopped(view.round), *actions]
+        return view, actions if told or view.phase is v.Phase.OVER else [v.ReportStopped(view.round), *actions]
     # Others continue from their own memory or this node's; if neither has the state, new nodes need the disk's.
-    view = replace(view, phase=Phase.SAVING, serving=view.keeps, told=view.nodes > 1 or view.keeps)
-    stopped: list[Action] = [ReportStopped(view.round, drained, view.keeps)] if view.told else []
-    return view, [*stopped, AwaitCopies()]
+    view = replace(view, phase=v.Phase.SAVING, serving=view.keeps, told=view.nodes > 1 or view.keeps)
+    stopped: list[v.Action] = [v.ReportStopped(view.round, drained, view.keeps)] if view.told else []
+    return view, [*stopped, v.AwaitCopies()]
 
 
-def _released(view: View) -> Decision:
+def _released(view: v.View) -> Decision:
     """No node needs this node's snapshot (any more), or the leader that would say so is gone."""
-    if view.phase is not Phase.SAVING or not view.serving:
+    if view.phase is not v.Phase.SAVING or not view.serving:
         return view, []
-    return replace(view, serving=False), [AwaitCopies()]
+    return replace(view, serving=False), [v.AwaitCopies()]
 
 
-def _saved(view: View) -> Decision:
+def _saved(view: v.View) -> Decision:
     """Everything that must be saved is saved, or there is no time left for it."""
-    stopped: list[Action] = [] if view.told else [ReportStopped(view.round, view.step, secured=True)]
+    stopped: list[v.Action] = [] if view.told else [v.ReportStopped(view.round, view.step, secured=True)]
     if view.leaving is None:
-        return replace(view, phase=Phase.WAITING, told=True), stopped
+        return replace(view, phase=v.Phase.WAITING, told=True), stopped
     view, actions = _over(view, view.leaving, view.cause)
     return view, [*stopped, *actions]
 
 
-def _over(view: View, code: int, cause: str) -> Decision:
+def _over(view: v.View, code: int, cause: str) -> Decision:
     """Exit, once what is in memory only is saved: the memory is lost with this node."""
     view = replace(view, leaving=int(code), cause=cause)
     done = code in (ExitCode.DONE, ExitCode.RENDEZVOUS)
-    if view.phase is Phase.SAVING or done or not view.round:
-        return replace(view, phase=Phase.OVER), [Finish(int(code), cause)]
-    return replace(view, phase=Phase.SAVING, told=True), [AwaitCopies(bounded=True)]
+    if view.phase is v.Phase.SAVING or done or not view.round:
+        return replace(view, phase=v.Phase.OVER), [v.Finish(int(code), cause)]
+    return replace(view, phase=v.Phase.SAVING, told=True), [v.AwaitCopies(bounded=True)]
 
 
-def _end(view: View, code: int, cause: str) -> Decision:
-    if view.phase is Phase.SAVING and view.leaving is None:
+def _end(view: v.View, code: int, cause: str) -> Decision:
+    if view.phase is v.Phase.SAVING and view.leaving is None:
         view = replace(view, leaving=int(code), cause=cause, told=True)
-        return view, [AwaitCopies(bounded=True)]
-    if view.phase is Phase.SAVING:
+        return view, [v.AwaitCopies(bounded=True)]
+    if view.phase is v.Phase.SAVING:
         return _released(view)
-    finished = view.phase is Phase.FINISHED and code == ExitCode.DONE
+    finished = view.phase is v.Phase.FINISHED and code == ExitCode.DONE
     if view.leaving is not None and not finished:
         code, cause = view.leaving, view.cause
     view = replace(view, leaving=code, cause=cause, told=True)
@@ -407,96 +366,96 @@ def _end(view: View, code: int, cause: str) -> Decision:
     return _over(view, code, cause)
 
 
-def _link_down(view: View, event: LinkDown) -> Decision:
-    if view.phase is Phase.FINISHED:
+def _link_down(view: v.View, event: LinkDown) -> Decision:
+    if view.phase is v.Phase.FINISHED:
         waits = f"waits until {event.until}" if event.gone else "waits"
         gone = "is gone" if event.gone else "cannot be reached"
-        return view, [Warn(f"the leader {gone} ({event.reason}); this node has finished and {waits}")]
-    if view.phase is Phase.SAVING:
+        return view, [v.Warn(f"the leader {gone} ({event.reason}); this node has finished and {waits}")]
+    if view.phase is v.Phase.SAVING:
         return _released(view) if event.gone else (view, [])
-    if view.phase is Phase.DRAINING:
-        return view, [Warn(f"{event.reason}; the workers stop after the same step all the same")]
-    if view.phase in (Phase.WAITING, Phase.SUSPENDED):
+    if view.phase is v.Phase.DRAINING:
+        return view, [v.Warn(f"{event.reason}; the workers stop after the same step all the same")]
+    if view.phase in (v.Phase.WAITING, v.Phase.SUSPENDED):
         if not event.gone:
-            return view, [Warn(f"waiting for the endpoint: {event.reason}")]
-        return view, [Warn(f"parked: the leader is gone ({event.reason}); this node goes on when {event.until}")]
+            return view, [v.Warn(f"waiting for the endpoint: {event.reason}")]
+        return view, [v.Warn(f"parked: the leader is gone ({event.reason}); this node goes on when {event.until}")]
     if event.gone or view.nodes == 1:
         # The host's workers died with it: the others would only hang. A single node might train beside the others.
         view, actions = _stop(view, event.reason)
         text = f"parking: the leader is gone ({event.reason}); this node goes on when {event.until}"
-        return view, [Warn(text), *actions]
-    return view, [Warn(f"{event.reason}; the workers train on")]
+        return view, [v.Warn(text), *actions]
+    return view, [v.Warn(f"{event.reason}; the workers train on")]
 
 
-def _cut_off(view: View, event: CutOff) -> Decision:
+def _cut_off(view: v.View, event: CutOff) -> Decision:
     """The others may form a round without this node: kill what could train or write in parallel with them.
 
     If the leader's node is a member of this round, the workers need not be killed: either those of that node are out of
     reach, too, and these can do no step without them, or they are killed there, since their node leads no longer. Else
     all nodes of this round may be on one side of a cut, and the leader, or the next one, on the other.
     """
-    stopping = view.phase is Phase.STOPPING and view.leaving is None
+    stopping = view.phase is v.Phase.STOPPING and view.leaving is None
     whole = view.nodes == 1 or event.leader not in view.members
     cut_off = event.certain or (bool(view.alive) and (whole or stopping))
     if not (view.alive or view.suspended) or not cut_off:
         return view, []
     view, actions = _kill(view)
-    return view, [Warn(f"{event.reason}: the others may train without this node; its workers are killed"), *actions]
+    return view, [v.Warn(f"{event.reason}: the others may train without this node; its workers are killed"), *actions]
 
 
-def _gone(view: View, event: WorkerGone) -> Decision:
+def _gone(view: v.View, event: v.WorkerGone) -> Decision:
     one = frozenset({event.local_rank})
-    if event.round == view.round and one <= view.suspended:
+    if one <= view.suspended:
         view = replace(view, suspended=view.suspended - one)
-        ended = view.phase is Phase.SUSPENDED and not view.suspended
-        return (replace(view, phase=Phase.WAITING) if ended else view), []
-    if event.round != view.round or not one <= view.alive:
+        ended = view.phase is v.Phase.SUSPENDED and not view.suspended
+        return (replace(view, phase=v.Phase.WAITING) if ended else view), []
+    if not one <= view.alive:
         return view, []
     view = replace(view, alive=view.alive - one, live=view.live - one)
-    if view.phase is Phase.STOPPING:
+    if view.phase is v.Phase.STOPPING:
         return (view, []) if view.alive else _settle(view)
     if event.exit_code == 0:
         view = replace(view, drained=view.drained | (one & view.stopping))
     # How a drained worker ends does not count: its state is saved.
     if event.exit_code != 0 and event.local_rank not in view.drained:
         if event.exit_code in _STOPPED:
-            return replace(view, held=view.held | one), [Hold(event.round, event.local_rank)]
-        return _fail(view, [ReportFailed(event.local_rank)])
+            return replace(view, held=view.held | one), [v.Later(v.HOLD, v.HoldOver(event.round, event.local_rank))]
+        return _fail(view, [v.ReportFailed(event.local_rank)])
     return _drained(view)
 
 
-def _drained(view: View) -> Decision:
+def _drained(view: v.View) -> Decision:
     """A worker has finished, or is drained and has exited or is suspended."""
     if view.alive or view.held:
         return view, []
     if view.drained:
         # If only some were drained, the script has ended without honouring the stop.
         return _settle(view, view.step if view.drained == view.slots else -1)
-    return replace(view, phase=Phase.FINISHED), [m.Done(view.round)]
+    return replace(view, phase=v.Phase.FINISHED), [m.Done(view.round)]
 
 
-def _fail(view: View, reports: list[Action]) -> Decision:
+def _fail(view: v.View, reports: list[v.Action]) -> Decision:
     """Report failures and end the round here at once, without waiting for the leader's break."""
     view, actions = _stop(view, "a worker of this node has failed")
-    held = [action for action in actions if isinstance(action, ReportFailed)]
+    held = [action for action in actions if isinstance(action, v.ReportFailed)]
     return view, [*held, *reports, *actions[len(held) :]]
 
 
-def _leave(view: View, event: Leave) -> Decision:
+def _leave(view: v.View, event: v.Leave) -> Decision:
     """Leave the run, after a drain if there is time for one; on a second request, at once."""
-    if view.phase is Phase.SAVING and view.leaving is None:
+    if view.phase is v.Phase.SAVING and view.leaving is None:
         view = replace(view, leaving=event.code, cause=f"stopped by {event.reason}")
-        return view, [m.Leaving(event.reason, event.seconds), AwaitCopies(bounded=True)]
-    if view.phase is Phase.SAVING:
+        return view, [m.Leaving(event.reason, event.seconds), v.AwaitCopies(bounded=True)]
+    if view.phase is v.Phase.SAVING:
         return _saved(view)
     if view.leaving is not None:
         return _kill(view) if view.alive else (view, [])
-    drains = view.phase in (Phase.RUNNING, Phase.DRAINING) and _can_drain(view) and event.seconds > 0
+    drains = view.phase in (v.Phase.RUNNING, v.Phase.DRAINING) and _can_drain(view) and event.seconds > 0
     view = replace(view, leaving=event.code, cause=f"stopped by {event.reason}", held=frozenset())
     if drains:
         # The ranks agree among themselves, so they need not wait for the leader's order.
-        actions: list[Action] = [AskStop(view.round, event.reason, event.seconds)]
-        return replace(view, phase=Phase.DRAINING), [m.Leaving(event.reason, event.seconds), *actions]
+        actions: list[v.Action] = [v.AskStop(view.round, event.reason, event.seconds)]
+        return replace(view, phase=v.Phase.DRAINING), [m.Leaving(event.reason, event.seconds), *actions]
     if view.alive or view.suspended:
         view, actions = _stop(view, view.cause, event.number)
     else:

@@ -19,22 +19,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from elastic_agents.policy_types import (
-    Action,
-    AheadGone,
-    KillAhead,
-    Phase,
-    ReportAheadGone,
-    ReportStopped,
-    StartAhead,
-    View,
-    Warn,
-)
+from elastic_agents import policy_types as v
 from elastic_launch.rendezvous.wire import messages as m
 
 __all__ = ["MOST_FAILED", "MOST_LOST", "gone", "ordered", "over", "settled", "slots_of", "waits"]
 
-Decision = tuple[View, list[Action]]
+Decision = tuple[v.View, list[v.Action]]
 
 MOST_LOST = 3
 """Newcomers in a row that may be killed before a local rank starts with its next round instead."""
@@ -52,7 +42,7 @@ def slots_of(form: m.Form, node_id: str, nproc: int) -> frozenset[int]:
     return frozenset(next(mine, range(nproc)))
 
 
-def settled(before: View, view: View, actions: list[Action], nproc: int) -> Decision:
+def settled(before: v.View, view: v.View, actions: list[v.Action], nproc: int) -> Decision:
     """Complete a decision: start workers ahead where a round has ended here, and end them where no further one follows.
 
     Args:
@@ -62,29 +52,29 @@ def settled(before: View, view: View, actions: list[Action], nproc: int) -> Deci
     if view.leaving is not None or view.final:
         view, kills = _dismissed(view)
         return view, [*kills, *actions]
-    stopped = next((action for action in actions if isinstance(action, ReportStopped)), None)
+    stopped = next((action for action in actions if isinstance(action, v.ReportStopped)), None)
     if stopped is None:
         return view, actions
-    starts: list[Action] = []
+    starts: list[v.Action] = []
     others = bool(view.suspended) or view.nodes > 1
-    if _may_start(view) and view.lives and others and before.phase is not Phase.FINISHED:
+    if _may_start(view) and view.lives and others and before.phase is not v.Phase.FINISHED:
         view, starts = _start(view, _missing(view, nproc))
     slots = _offered(view, nproc)
     report = replace(stopped, slots=slots, importing=bool(view.ahead.coming) and not slots)
     return view, [*(report if action is stopped else action for action in actions), *starts]
 
 
-def ordered(view: View, nproc: int) -> Decision:
+def ordered(view: v.View, nproc: int) -> Decision:
     """The leader orders this node to start its workers ahead; it waits for the report that they are there."""
-    if view.phase not in (Phase.WAITING, Phase.SUSPENDED):
+    if view.phase not in (v.Phase.WAITING, v.Phase.SUSPENDED):
         return view, []
-    actions: list[Action] = []
+    actions: list[v.Action] = []
     if _may_start(view) and not view.final:
         view, actions = _start(view, _missing(view, nproc))
     return view, actions if view.ahead.coming else [*actions, m.Imported()]
 
 
-def waits(view: View, local_rank: int) -> Decision:
+def waits(view: v.View, local_rank: int) -> Decision:
     """A newcomer waits for its place."""
     one = frozenset({local_rank})
     if not one <= view.ahead.coming:
@@ -94,7 +84,7 @@ def waits(view: View, local_rank: int) -> Decision:
     return view, _complete(view)
 
 
-def gone(view: View, event: AheadGone, nproc: int) -> Decision:
+def gone(view: v.View, event: v.AheadGone, nproc: int) -> Decision:
     """A newcomer has ended: start another one, or start its local rank with the next round."""
     one, ahead = frozenset({event.local_rank}), view.ahead
     if not one <= ahead.coming | ahead.waiting:
@@ -105,17 +95,17 @@ def gone(view: View, event: AheadGone, nproc: int) -> Decision:
     view = _with(view, coming=ahead.coming - one, waiting=ahead.waiting - one, lost=lost, fails=fails)
     if not failed and lost < MOST_LOST:
         view, starts = _start(view, one)
-        actions = [ReportAheadGone(event.local_rank, "another one starts"), *starts]
+        actions = [v.ReportAheadGone(event.local_rank, "another one starts"), *starts]
         left = _offered(view, nproc)
-        withdraws = one <= ahead.waiting and left and view.phase is not Phase.STOPPING
+        withdraws = one <= ahead.waiting and left and view.phase is not v.Phase.STOPPING
         return view, [*actions, m.Slots(left)] if withdraws else actions
     view = _with(view, in_round=view.ahead.in_round | one, lost=0)
     never = fails >= MOST_FAILED
     how = "workers of this node no longer start ahead" if never else "another one starts with its next round"
-    return view, [ReportAheadGone(event.local_rank, how), *([] if view.ahead.coming else _complete(view))]
+    return view, [v.ReportAheadGone(event.local_rank, how), *([] if view.ahead.coming else _complete(view))]
 
 
-def over(view: View, local_rank: int) -> Decision:
+def over(view: v.View, local_rank: int) -> Decision:
     """A newcomer has not come in time: the script may never come to a use of the world."""
     one = frozenset({local_rank})
     if not one <= view.ahead.coming:
@@ -123,44 +113,44 @@ def over(view: View, local_rank: int) -> Decision:
     text = f"the worker of local rank {local_rank} that was started ahead has not come to its first use of the world"
     fails = view.ahead.fails + (not view.ahead.in_round)
     view = _with(view, in_round=view.ahead.in_round | one, fails=fails)
-    return view, [Warn(f"{text} in time; it is killed"), KillAhead(one)]
+    return view, [v.Warn(f"{text} in time; it is killed"), v.KillAhead(one)]
 
 
-def _may_start(view: View) -> bool:
+def _may_start(view: v.View) -> bool:
     return view.ahead.slow and view.ahead.fails < MOST_FAILED
 
 
-def _dismissed(view: View) -> Decision:
+def _dismissed(view: v.View) -> Decision:
     ahead, nothing = view.ahead, frozenset[int]()
     if not ahead.coming | ahead.waiting:
         return view, []
-    return _with(view, coming=nothing, waiting=nothing), [KillAhead(ahead.coming | ahead.waiting)]
+    return _with(view, coming=nothing, waiting=nothing), [v.KillAhead(ahead.coming | ahead.waiting)]
 
 
-def _missing(view: View, nproc: int) -> frozenset[int]:
+def _missing(view: v.View, nproc: int) -> frozenset[int]:
     """Return the local ranks without a worker, other than those that start with the next round."""
     ahead = view.ahead
     return frozenset(range(nproc)) - view.suspended - ahead.coming - ahead.waiting - ahead.in_round
 
 
-def _offered(view: View, nproc: int) -> tuple[int, ...]:
+def _offered(view: v.View, nproc: int) -> tuple[int, ...]:
     """Return the local ranks with which the node could take part in a round; empty for all, and for none."""
     return tuple(sorted(frozenset(range(nproc)) - view.ahead.coming)) if view.ahead.coming else ()
 
 
-def _start(view: View, local_ranks: frozenset[int]) -> Decision:
+def _start(view: v.View, local_ranks: frozenset[int]) -> Decision:
     if not local_ranks:
         return view, []
-    return _with(view, coming=view.ahead.coming | local_ranks), [StartAhead(local_ranks)]
+    return _with(view, coming=view.ahead.coming | local_ranks), [v.StartAhead(local_ranks)]
 
 
-def _complete(view: View) -> list[Action]:
+def _complete(view: v.View) -> list[v.Action]:
     """Report that the node can take part with all its workers, if that is news to the leader."""
-    if view.ahead.coming or view.phase in (Phase.STOPPING, Phase.SAVING, Phase.OVER):
+    if view.ahead.coming or view.phase in (v.Phase.STOPPING, v.Phase.SAVING, v.Phase.OVER):
         return []
-    trains = view.phase in (Phase.RUNNING, Phase.DRAINING, Phase.FINISHED)
+    trains = view.phase in (v.Phase.RUNNING, v.Phase.DRAINING, v.Phase.FINISHED)
     return [m.Slots(())] if trains else [m.Slots(()), m.Imported()]
 
 
-def _with(view: View, **changes: Any) -> View:
+def _with(view: v.View, **changes: Any) -> v.View:
     return replace(view, ahead=replace(view.ahead, **changes))

@@ -1,4 +1,4 @@
-"""The policy's types: its view, the events that come in, and the actions that go out."""
+"""The policy's types: its view, the events that come in, and the actions that go out. All names are public."""
 
 from __future__ import annotations
 
@@ -10,57 +10,6 @@ from elastic_launch.errors import ExitCode
 from elastic_launch.rendezvous.node.failure_detector import CutOff
 from elastic_launch.rendezvous.node.membership_events import LinkDown, RendezvousLost
 from elastic_launch.rendezvous.wire import messages as m
-
-__all__ = [
-    "ENDING",
-    "HOLD",
-    "SAVING",
-    "SERVES",
-    "TEARDOWN",
-    "Action",
-    "AheadGone",
-    "AheadOver",
-    "AskStop",
-    "AwaitCopies",
-    "AwaitEnd",
-    "CopiesDone",
-    "DrainOver",
-    "Event",
-    "Finish",
-    "GivePlace",
-    "GraceOver",
-    "Hold",
-    "HoldOver",
-    "Kill",
-    "KillAhead",
-    "Leave",
-    "Newcomers",
-    "Phase",
-    "ReportAheadGone",
-    "ReportDisconnected",
-    "ReportFailed",
-    "ReportReady",
-    "ReportStopped",
-    "SendExit",
-    "StartAhead",
-    "StartFailed",
-    "StartWorkers",
-    "StartsTake",
-    "Suspend",
-    "SuspendOver",
-    "TeardownOver",
-    "Terminate",
-    "View",
-    "Warn",
-    "WorkerAhead",
-    "WorkerDisconnected",
-    "WorkerDrained",
-    "WorkerEnded",
-    "WorkerGone",
-    "WorkerReady",
-    "WorkerStopping",
-    "WorkerSuspended",
-]
 
 HOLD = 0.2
 """Seconds for which a worker's exit by SIGTERM or SIGINT waits for the agent's own signal.
@@ -174,16 +123,28 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerGone:
-    """A worker was reaped; -N for signal N."""
+class OfRound:
+    """An event that counts only in its own round."""
 
     round: int
+
+
+@dataclass(frozen=True, slots=True)
+class OfWorker(OfRound):
+    """Likewise, of a worker of this node."""
+
     local_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerGone(OfWorker):
+    """A worker was reaped; -N for signal N."""
+
     exit_code: int
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerReady:
+class WorkerReady(OfWorker):
     """A worker reported that it has begun to train and can be drained.
 
     Attributes:
@@ -192,15 +153,13 @@ class WorkerReady:
         rehearses: whether a worker that is started ahead does all that its first step needs before it waits.
     """
 
-    round: int
-    local_rank: int
     live: bool = False
     restore_s: float = field(default=0.0, compare=False)
     rehearses: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerDrained:
+class WorkerDrained(OfWorker):
     """A worker reported that it has stopped by agreement of all ranks, with its state in memory.
 
     It then ends or, if it can, is suspended.
@@ -209,48 +168,36 @@ class WorkerDrained:
         keeps: whether the node now has a snapshot of that step, and can serve it to others.
     """
 
-    round: int
-    local_rank: int
     step: int
     keeps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerStopping:
+class WorkerStopping(OfWorker):
     """A worker reported that all ranks stop after the same step, and that its script saves the state and exits."""
 
-    round: int
-    local_rank: int
     step: int
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerDisconnected:
+class WorkerDisconnected(OfWorker):
     """A worker that can be suspended reported that an exchange with other ranks failed; it waits for orders.
 
     Attributes:
         error: its exception, in one line.
     """
 
-    round: int
-    local_rank: int
     error: str
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerSuspended:
+class WorkerSuspended(OfWorker):
     """A worker reported that it has left the round's process groups, and waits for its place in another round."""
-
-    round: int
-    local_rank: int
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerEnded:
+class WorkerEnded(OfWorker):
     """A worker reported that its script has ended, and that only its objects remain to be destroyed."""
-
-    round: int
-    local_rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,32 +257,23 @@ class CopiesDone:
 
 
 @dataclass(frozen=True, slots=True)
-class DrainOver:
+class DrainOver(OfRound):
     """The time for the drain has passed."""
 
-    round: int
-
 
 @dataclass(frozen=True, slots=True)
-class TeardownOver:
+class TeardownOver(OfWorker):
     """The time is over in which a worker had to exit that is drained, or whose script has ended."""
 
-    round: int
-    local_rank: int
-
 
 @dataclass(frozen=True, slots=True)
-class SuspendOver:
+class SuspendOver(OfRound):
     """The time is over in which the workers that were told to leave the round had to do so."""
 
-    round: int
-
 
 @dataclass(frozen=True, slots=True)
-class GraceOver:
+class GraceOver(OfRound):
     """The workers' grace has passed."""
-
-    round: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,11 +291,8 @@ class StartFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class HoldOver:
+class HoldOver(OfWorker):
     """The wait for the agent's own signal is over."""
-
-    round: int
-    local_rank: int
 
 
 Event = (
@@ -500,20 +435,11 @@ class AwaitCopies:
 
 
 @dataclass(frozen=True, slots=True)
-class AwaitEnd:
-    """Raise TeardownOver for the worker after the seconds."""
+class Later:
+    """Raise the event after the seconds."""
 
-    round: int
-    local_rank: int
     seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Hold:
-    """Raise HoldOver for the worker after HOLD seconds."""
-
-    round: int
-    local_rank: int
+    event: TeardownOver | HoldOver
 
 
 @dataclass(frozen=True, slots=True)
@@ -583,10 +509,9 @@ Action = (
     | ReportAheadGone
     | AskStop
     | AwaitCopies
-    | AwaitEnd
+    | Later
     | Terminate
     | Kill
-    | Hold
     | ReportReady
     | ReportFailed
     | ReportDisconnected

@@ -183,7 +183,7 @@ def test_exits_without_workers_are_ignored(phase: View) -> None:
 @pytest.mark.parametrize("code", [TERM_CODE, INT_CODE])
 def test_an_exit_by_a_stop_signal_waits_for_the_agents_own(code: int) -> None:
     held, actions = decide(RUNNING, gone(0, code), 2)
-    assert (held.phase, held.held, actions) == (Phase.RUNNING, {0}, [v.Hold(1, 0)])
+    assert (held.phase, held.held, actions) == (Phase.RUNNING, {0}, [v.Later(v.HOLD, v.HoldOver(1, 0))])
 
 
 def test_without_the_agents_own_signal_it_counts_as_preemption() -> None:

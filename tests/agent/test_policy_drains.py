@@ -43,7 +43,7 @@ DRAINING = view(DRAIN)
 @pytest.mark.parametrize("asked", [DRAINING, READY], ids=["by the agent", "by a signal to a worker"])
 def test_scripts_that_save_by_themselves_are_drained_once_they_have_exited_with_0(asked: View) -> None:
     saving, actions = decide(asked, v.WorkerStopping(1, 0, 9), 2)
-    assert actions == [v.AwaitEnd(1, 0, v.SAVING)]
+    assert actions == [v.Later(v.SAVING, v.TeardownOver(1, 0))]
     saving, _ = decide(saving, v.WorkerStopping(1, 1, 9), 2)
     saving, actions = decide(saving, gone(0, 0), 2)
     assert actions == []
@@ -100,7 +100,7 @@ def test_how_a_drained_worker_ends_does_not_count() -> None:
 
 def test_a_drained_worker_that_hangs_is_killed() -> None:
     found, actions = decide(DRAINING, drained(1), 2)
-    assert actions == [v.AwaitEnd(1, 1, v.TEARDOWN)]
+    assert actions == [v.Later(v.TEARDOWN, v.TeardownOver(1, 1))]
     assert after(found, v.TeardownOver(1, 1)) == (Phase.DRAINING, [v.Kill(frozenset({1}))])
     ended, _ = decide(found, gone(1, 0), 2)
     assert decide(ended, v.TeardownOver(1, 1), 2) == (ended, [])
@@ -109,7 +109,7 @@ def test_a_drained_worker_that_hangs_is_killed() -> None:
 def test_a_worker_whose_script_has_ended_is_killed_if_it_hangs() -> None:
     running, _ = decide(View(), form(1), 2)
     found, actions = decide(running, v.WorkerEnded(1, 1), 2)
-    assert actions == [v.AwaitEnd(1, 1, v.ENDING)]
+    assert actions == [v.Later(v.ENDING, v.TeardownOver(1, 1))]
     assert after(found, v.TeardownOver(1, 1)) == (Phase.RUNNING, [v.Kill(frozenset({1}))])
     gone_by_itself, _ = decide(found, gone(1, 0), 2)
     assert decide(gone_by_itself, v.TeardownOver(1, 1), 2) == (gone_by_itself, [])

@@ -132,7 +132,7 @@ class AgentLife(RuleBasedStateMachine):
                 self.copying = True
                 if bounded:
                     self.limits.append(self.round)
-            case v.AwaitEnd(round=number, local_rank=local_rank):
+            case v.Later(event=v.TeardownOver(round=number, local_rank=local_rank)):
                 self.teardowns.append((number, local_rank))
             case v.ReportReady(round=number):
                 assert number == self.round
@@ -157,7 +157,7 @@ class AgentLife(RuleBasedStateMachine):
                 assert local_ranks <= self.workers | self.suspended
                 assert self.view.phase is Phase.STOPPING or local_ranks <= self.drained
                 self._told_to_end(local_ranks)
-            case v.Hold(round=number, local_rank=local_rank):
+            case v.Later(event=v.HoldOver(round=number, local_rank=local_rank)):
                 assert number == self.round
                 assert self.codes[local_rank] in (TERM_CODE, INT_CODE)
                 self.holds.append((number, local_rank))

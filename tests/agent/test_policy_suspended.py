@@ -151,7 +151,7 @@ def test_a_suspended_worker_that_dies_is_missing_in_the_next_round() -> None:
 
 # No further round.
 
-EXITING = [v.SendExit(BOTH), v.AwaitEnd(1, 0, v.TEARDOWN), v.AwaitEnd(1, 1, v.TEARDOWN)]
+EXITING = [v.SendExit(BOTH), v.Later(v.TEARDOWN, v.TeardownOver(1, 0)), v.Later(v.TEARDOWN, v.TeardownOver(1, 1))]
 
 
 @pytest.mark.parametrize(
@@ -189,10 +189,10 @@ def test_a_node_that_leaves_ends_its_suspended_workers() -> None:
     assert after(SUSPENDED, leave(SIGTERM, 30.0)) == (Phase.STOPPING, [m.Leaving("SIGTERM"), *EXITING])
     half = view(brk(1), suspended(0))
     half, actions = decide(half, leave(SIGTERM, 30.0), 2)
-    assert actions == [m.Leaving("SIGTERM"), v.SendExit(frozenset({0})), v.AwaitEnd(1, 0, v.TEARDOWN)]
+    assert actions == [m.Leaving("SIGTERM"), v.SendExit(frozenset({0})), v.Later(v.TEARDOWN, v.TeardownOver(1, 0))]
     half, actions = decide(half, suspended(1), 2)
     assert (half.phase, actions) == (Phase.STOPPING, []), "one after the other"
-    assert after(half, gone(0, 143)) == (Phase.STOPPING, [v.SendExit(ONE), v.AwaitEnd(1, 1, v.TEARDOWN)])
+    assert after(half, gone(0, 143)) == (Phase.STOPPING, [v.SendExit(ONE), v.Later(v.TEARDOWN, v.TeardownOver(1, 1))])
 
 
 # Planned stops.

@@ -138,10 +138,8 @@ class SimNode(Host):
                 self.workers.dismiss()
             case v.AskStop():
                 self.workers.ask_stop()
-            case v.AwaitEnd(local_rank=rank, seconds=seconds):
-                self.kernel.call(seconds, self, lambda: self.inbox.put(v.TeardownOver(number, rank)))
-            case v.Hold(local_rank=rank):
-                self.kernel.call(v.HOLD, self, lambda: self.inbox.put(v.HoldOver(number, rank)))
+            case v.Later(seconds=seconds, event=event):
+                self.kernel.call(seconds, self, lambda: self.inbox.put(event))
             case v.ReportFailed() | v.ReportDisconnected():
                 symptom = "" if isinstance(action, v.ReportFailed) else "broken connection"
                 failure = m.Failure(self.node_id, "crash", 0, 0, 42, 1, "exit code 1", ran=60.0, symptom=symptom)
