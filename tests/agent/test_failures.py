@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from elastic_agents.outcome import result_of
 from elastic_agents.workers import failures
-from elastic_agents.workers.failures import OutOfMemoryCounter, printed_last, raised_in, report
+from elastic_agents.workers.failures import OutOfMemoryCounter, about, printed_last, raised_in, report
 from elastic_agents.workers.round_workers import Reaped
 from elastic_launch.batch import BatchError
 from elastic_launch.contract import Placement
@@ -30,6 +30,8 @@ from elastic_launch.snapshot.errors import CheckpointWriteError, UnsupportedStat
 from elastic_launch.training.ranks.replicas import ReplicasDifferError
 from elastic_launch.training.steps import NonFiniteLossError
 
+PLACEMENT = Placement(5, 1, 0, 8, 2, 4, "127.0.0.1", 29500, 5, 8, False)
+
 TRACEBACK = (
     "Traceback (most recent call last):",
     '  File "train.py", line 3, in <module>',
@@ -40,24 +42,18 @@ TRACEBACK = (
 
 def failed(error_file: Path, **arguments: Any) -> m.Failure:
     """A report on a worker that, by default, has exit code 1 and left nothing."""
+    worker: dict[str, Any] = {"ran": 1.5, "log": error_file.parent, "trained": -1}
     values: dict[str, Any] = {
-        "node_id": "a",
-        "round_number": 3,
-        "rank": 5,
-        "local_rank": 1,
         "world_size": 8,
-        "pid": 42,
         "exit_code": 1,
-        "ran": 1.5,
         "ago": 0.5,
         "error": read_error_file(error_file),
-        "log": error_file.parent,
         "stderr": (),
         "stopped": False,
         "out_of_memory": False,
-        "trained": -1,
     }
-    return report(**{**values, **arguments})
+    worker |= {name: arguments.pop(name) for name in worker if name in arguments}
+    return report(about("a", 3, PLACEMENT, 42, **worker), **{**values, **arguments})
 
 
 @pytest.fixture
@@ -521,6 +517,6 @@ def test_undecodable_text_is_escaped(error_file: Path) -> None:
 @pytest.mark.parametrize("text", ["", '{"message": {"mess', "[]", '{"message": {"message": "boom"}}'])
 def test_an_incomplete_error_file_raises_nothing(error_file: Path, text: str) -> None:
     error_file.write_text(text)
-    reaped = Reaped(1, Placement(5, 1, 0, 8, 2, 4, "127.0.0.1", 29500, 5, 8, False), 42, 1, 1.5, 2.0)
+    reaped = Reaped(1, PLACEMENT, 42, 1, 1.5, 2.0)
     result = result_of(1, {5: reaped}, {1: error_file})
     assert (result.failures[5].pid, result.failures[5].exitcode) == (42, 1)

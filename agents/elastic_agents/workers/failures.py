@@ -7,8 +7,10 @@ import re
 import signal
 import socket
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from elastic_launch.contract import Placement
 from elastic_launch.error_file import ErrorFile
 from elastic_launch.errors import FINAL_NOTE, REPEATS_NOTE, ExitCode
 from elastic_launch.events.sentences import ending
@@ -17,7 +19,7 @@ from elastic_launch.symptoms import BROKEN_CONNECTION, symptom_in, symptom_of_ab
 from elastic_launch.system.memory_groups import CGROUPS, memory_groups
 from elastic_launch.system.plain_text import clipped, one_line, plain
 
-__all__ = ["OutOfMemoryCounter", "disconnection", "printed_last", "raised_in", "report"]
+__all__ = ["OutOfMemoryCounter", "about", "disconnection", "printed_last", "raised_in", "report"]
 
 # Bytes of JSON: a report must fit into one message, however long an exception is and whatever characters it has.
 _DETAIL_LINES = 60
@@ -67,36 +69,53 @@ def _event_files() -> list[Path]:
     return [*own, *roots]
 
 
+def about(
+    node_id: str, round_number: int, placement: Placement, pid: int, *, ran: float, log: Path | None, trained: int
+) -> Failure:
+    """Return what is known of a worker, however it failed.
+
+    Args:
+        trained: optimizer steps that the round has done; -1 if that is not known.
+    """
+    return Failure(
+        node_id=node_id,
+        kind="crash",
+        rank=placement.rank,
+        local_rank=placement.local_rank,
+        pid=pid,
+        exit_code=ExitCode.TRAINING_FAILED,  # the interpreter's, if an exception ends it
+        message="",
+        ran=round(ran, 3),
+        log="" if log is None else clipped(plain(str(log)), _LINE_BYTES),
+        round=round_number,
+        host=socket.gethostname(),
+        trained=trained,
+    )
+
+
 def report(
+    known: Failure,
     *,
-    node_id: str,
-    round_number: int,
-    rank: int,
-    local_rank: int,
     world_size: int,
-    pid: int,
     exit_code: int,
-    ran: float,
     ago: float,
     error: ErrorFile | None,
-    log: Path | None,
     stderr: Sequence[str],
     only_crashes: bool = False,
     fatal_codes: Collection[int] = (),
     stopped: bool,
     out_of_memory: bool,
-    trained: int,
     supposed: bool = False,
 ) -> Failure:
     """Build the report on a failed worker.
 
     Args:
+        known: what :func:`about` returns.
         error: the content of its error file.
         only_crashes: whether each failure counts as a crash, unless the script calls ``do_not_retry``.
         fatal_codes: exit codes (128 + N for signal N) after which a restart would not help.
         stderr: the end of its stderr.
         stopped: it had failed, and was stopped before it ended; the exit code is that of the stop.
-        trained: optimizer steps that the round has done; -1 if that is not known.
         supposed: only :func:`printed_last` indicates that it had failed.
     """
     text, detail, notes = _last_words(exit_code, error, stderr, stopped=stopped, supposed=supposed)
@@ -114,7 +133,8 @@ def report(
     elif supposed or only_crashes:
         kind = "crash"
     else:
-        kind = "startup" if trained < 0 and ran <= START and _cannot_start(exit_code, text, detail, stderr) else "crash"
+        begins = known.trained < 0 and known.ran <= START
+        kind = "startup" if begins and _cannot_start(exit_code, text, detail, stderr) else "crash"
     symptom = ""
     if kind == "crash" and world_size > 1:
         symptom = symptom_in(text) if exit_code != -signal.SIGABRT else symptom_of_abort("\n".join(stderr))
@@ -124,62 +144,29 @@ def report(
     how = "" if stopped and first else f"{ending(exit_code)}{hint}"
     if supposed:
         how = "printed before it was stopped"
-    return Failure(
-        node_id=node_id,
+    return replace(
+        known,
         kind=kind,
-        rank=rank,
-        local_rank=local_rank,
-        pid=pid,
         exit_code=exit_code,
         message=clipped(": ".join(filter(None, (how, first))), _LINE_BYTES),
         detail=_bounded(detail),
-        ran=round(ran, 3),
         ago=max(0.0, ago),
-        log="" if log is None else clipped(plain(str(log)), _LINE_BYTES),
-        round=round_number,
-        host=socket.gethostname(),
         symptom=symptom,
-        trained=trained,
         supposed=supposed,
         repeats=next((clipped(line, _LINE_BYTES) for line in notes if line.startswith(REPEATS_NOTE)), ""),
     )
 
 
-def disconnection(
-    error: str,
-    *,
-    node_id: str,
-    round_number: int,
-    rank: int,
-    local_rank: int,
-    pid: int,
-    ran: float,
-    log: Path | None,
-    trained: int,
-) -> Failure:
+def disconnection(known: Failure, error: str) -> Failure:
     """Build the report on a worker that lost its connection to another rank, and waits for orders.
 
     Args:
+        known: what :func:`about` returns.
         error: its exception, as ``Type: message``.
-        trained: see :func:`report`.
     """
     lines = error.strip().splitlines()
-    return Failure(
-        node_id=node_id,
-        kind="crash",
-        rank=rank,
-        local_rank=local_rank,
-        pid=pid,
-        exit_code=ExitCode.TRAINING_FAILED,  # the interpreter's exit code if it were not suspended
-        message=clipped(one_line(lines[0]), _LINE_BYTES) if lines else BROKEN_CONNECTION,
-        ran=round(ran, 3),
-        log="" if log is None else clipped(plain(str(log)), _LINE_BYTES),
-        round=round_number,
-        host=socket.gethostname(),
-        symptom=symptom_in(error) or BROKEN_CONNECTION,
-        trained=trained,
-        alive=True,
-    )
+    message = clipped(one_line(lines[0]), _LINE_BYTES) if lines else BROKEN_CONNECTION
+    return replace(known, message=message, symptom=symptom_in(error) or BROKEN_CONNECTION, alive=True)
 
 
 def raised_in(stderr: Sequence[str], *, stopped: bool) -> int | None:

@@ -14,13 +14,7 @@ from operator import itemgetter
 
 from elastic_agents.policy_types import WorkerEnded
 from elastic_agents.step_timer import StepTimer
-from elastic_agents.workers.failures import (
-    OutOfMemoryCounter,
-    disconnection,
-    printed_last,
-    raised_in,
-    report,
-)
+from elastic_agents.workers.failures import OutOfMemoryCounter, about, disconnection, printed_last, raised_in, report
 from elastic_agents.workers.guard import Guard
 from elastic_agents.workers.logs import WorkerLogs, keep_error
 from elastic_agents.workers.output import PAGE_LINES, OutputPump, Stream
@@ -260,7 +254,6 @@ class RoundWorkers:
             worker.stderr.ended.wait(0.2)
         stderr = [line for line in worker.stderr.tail() if line[0] >= worker.placed]
         lines = tuple(line for _, line in stderr)
-        steps = step_timer.of_round(worker.round)
         now, error = self._clock.now(), self._read(worker.logs)
         index = raised_in(lines, stopped=worker.stopped is not None)
         # A stopped worker's exception, without proof that it had ended the worker.
@@ -278,23 +271,16 @@ class RoundWorkers:
         ):
             return None
         found = report(
-            node_id=self._node_id,
-            round_number=worker.round,
-            rank=worker.placement.rank,
-            local_rank=local_rank,
+            self._about(worker, failed, step_timer),
             world_size=worker.placement.world_size,
-            pid=worker.pid,
             exit_code=reaped.exit_code,
-            ran=failed - worker.started,
             ago=now - failed,
             error=error,
-            log=worker.logs.directory if self._pump.kept.useful else None,
             stderr=lines,
             only_crashes=self._only_crashes,
             fatal_codes=self._fatal_codes,
             stopped=worker.stopped is not None,
             out_of_memory=reaped.exit_code == -signal.SIGKILL and self._memory.risen(),
-            trained=-1 if steps is None else steps[1] - steps[0],
             supposed=supposed,
         )
         if worker.late and found.kind == "crash" and reaped.exit_code < 0:
@@ -303,17 +289,17 @@ class RoundWorkers:
 
     def disconnected(self, local_rank: int, error: str, step_timer: StepTimer) -> Failure:
         """Build the report on a worker that still runs, and whose connection to another rank broke."""
-        pid = self._chosen({local_rank})[-1]
-        worker = self._alive[pid]
+        worker = self._alive[self._chosen({local_rank})[-1]]
+        return disconnection(self._about(worker, self._clock.now(), step_timer), error)
+
+    def _about(self, worker: _Worker, failed: float, step_timer: StepTimer) -> Failure:
         steps = step_timer.of_round(worker.round)
-        return disconnection(
-            error,
-            node_id=self._node_id,
-            round_number=worker.round,
-            rank=worker.placement.rank,
-            local_rank=local_rank,
-            pid=pid,
-            ran=self._clock.now() - worker.started,
+        return about(
+            self._node_id,
+            worker.round,
+            worker.placement,
+            worker.pid,
+            ran=failed - worker.started,
             log=worker.logs.directory if self._pump.kept.useful else None,
             trained=-1 if steps is None else steps[1] - steps[0],
         )
