@@ -145,61 +145,38 @@ def bootstrap(argument: str) -> Callable[[], object]:
         loading = _torch(planned, health)
         gc.freeze()  # a collection would touch, and so copy, the shared pages
     forked = _fork()
-    if forked is not None and forked.pid == 0:
+    if isinstance(forked, dict):
         if health is not None:
             health.close()
         os.close(settings["state"])
         _be_server(settings["log"], settings["mask"], inherited)
-        return serve_as({**settings, **forked.servers()}, planned, loading)
-    server = forked.agents() if forked is not None else None
+        return serve_as({**settings, **forked}, planned, loading)
     if loading is not None:
         loading.abandon()
     error = loading.error if loading is not None else None
-    return partial(_be_agent, settings["agent"], settings["state"], health, server, error)
+    return partial(_be_agent, settings["agent"], settings["state"], health, forked, error)
 
 
-@dataclass(frozen=True, slots=True)
-class _Fork:
-    """One of the two processes after the fork, with all ends of their connections.
+def _fork() -> ServerLink | dict[str, int] | None:
+    """Fork the server.
 
-    Attributes:
-        pid: of the server; 0 in the server itself.
+    Returns:
+        the link to it; in the server, its descriptors; None if there is no room for one more process, or the server
+        could not be watched and was ended: the agent tries once more, and reports it.
     """
-
-    pid: int
-    orders: socket.socket
-    theirs: socket.socket
-    source: int
-    tell: int
-
-    def servers(self) -> dict[str, int]:
-        """Close the agent's ends, and return the server's descriptors."""
-        self.orders.close()
-        os.close(self.source)
-        return {"orders": self.theirs.detach(), "tell": self.tell}
-
-    def agents(self) -> ServerLink | None:
-        """Close the server's ends, and return the agent's; None if the server cannot be watched and was ended."""
-        self.theirs.close()
-        os.close(self.tell)
-        try:
-            return ServerLink(Child(self.pid, SERVER), self.orders, self.source)
-        except OSError:
-            self.orders.close()
-            os.close(self.source)
-            return None
-
-
-def _fork() -> _Fork | None:
-    """Fork, if there is room for one more process; otherwise the agent tries once more, and reports it."""
-    with contextlib.ExitStack() as undo, contextlib.suppress(OSError):
-        orders, theirs = map(undo.enter_context, socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM))
+    with contextlib.suppress(OSError), contextlib.ExitStack() as agents, contextlib.ExitStack() as servers:
+        orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        agents.callback(orders.close)
+        servers.callback(theirs.close)
         source, tell = os.pipe2(os.O_CLOEXEC)
-        for descriptor in (source, tell):
-            undo.callback(os.close, descriptor)
-        pid = os.fork()
-        undo.pop_all()
-        return _Fork(pid, orders, theirs, source, tell)
+        agents.callback(os.close, source)
+        servers.callback(os.close, tell)
+        if pid := os.fork():
+            link = ServerLink(Child(pid, SERVER), orders, source)
+            agents.pop_all()
+            return link
+        servers.pop_all()
+        return {"orders": theirs.detach(), "tell": tell}
     return None
 
 

@@ -56,18 +56,15 @@ class Guard:
 
     def add(self, sid: int) -> None:
         """Kill this session if the agent dies."""
-        for watcher in self._watchers:
-            watcher.add(sid)
+        self._tell(f"+{sid}")
 
     def remove(self, sid: int) -> None:
         """Forget this session: it has ended."""
-        for watcher in self._watchers:
-            watcher.remove(sid)
+        self._tell(f"-{sid}")
 
     def add_directory(self, path: Path) -> None:
         """Remove this directory if the agent dies."""
-        for watcher in self._watchers:
-            watcher.add_directory(path)
+        self._tell(f"{path}")
 
     def close(self) -> None:
         """Dismiss the guard."""
@@ -75,6 +72,10 @@ class Guard:
             watcher.dismiss()
         for watcher in self._watchers:
             watcher.close()
+
+    def _tell(self, line: str) -> None:
+        for watcher in self._watchers:
+            watcher.tell(line)
 
 
 class _Watcher:
@@ -86,8 +87,7 @@ class _Watcher:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sids: set[int] = set()
-        self._directories: set[Path] = set()
+        self._lines: set[str] = set()  # that a replacement receives
         self._closing = threading.Event()
         self._process = _start()
         self._thread = VitalThread(self._replace_dead, "guard")
@@ -97,26 +97,19 @@ class _Watcher:
     def pid(self) -> int:
         return self._process.pid
 
-    def add(self, sid: int) -> None:
+    def tell(self, line: str) -> None:
         with self._lock:
-            self._sids.add(sid)
-            self._write(f"+{sid}\n")
-
-    def remove(self, sid: int) -> None:
-        with self._lock:
-            self._sids.discard(sid)
-            self._write(f"-{sid}\n")
-
-    def add_directory(self, path: Path) -> None:
-        with self._lock:
-            self._directories.add(path)
-            self._write(f"{path}\n")
+            if line.startswith("-"):
+                self._lines.discard(f"+{line[1:]}")
+            else:
+                self._lines.add(line)
+            self._write(line)
 
     def dismiss(self) -> None:
         with self._lock:
             if not self._closing.is_set():
                 self._closing.set()
-                self._write("bye\n")
+                self._write("bye")
                 _stdin(self._process).close()
 
     def close(self) -> None:
@@ -156,15 +149,13 @@ class _Watcher:
                 _stdin(process).close()
             else:
                 _stdin(dead).close()
-                for sid in self._sids:
-                    self._write(f"+{sid}\n")
-                for path in self._directories:
-                    self._write(f"{path}\n")
+                for line in self._lines:
+                    self._write(line)
         return True
 
     def _write(self, line: str) -> None:
         try:
-            written = _stdin(self._process).write(line.encode())
+            written = _stdin(self._process).write(f"{line}\n".encode())
         except BrokenPipeError:
             return  # it has died; its replacement receives everything
         if written is None:
