@@ -6,17 +6,18 @@ import heapq
 import itertools
 import queue
 import signal
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Generic, TypeVar
 
 from elastic_launch.clock import Clock
 from elastic_launch.observe.present import Present
 from elastic_launch.system.threads import VitalThread
 
-__all__ = ["REPEAT", "Exited", "HowAreYou", "Inbox", "SignalCaught", "SignalsTo", "Withheld"]
+__all__ = ["REPEAT", "Exited", "HowAreYou", "Inbox", "SignalCaught", "handling", "signals_to", "withheld"]
 
 T = TypeVar("T")
 
@@ -90,61 +91,53 @@ class Inbox(Generic[T]):
                     return heapq.heappop(self._timers)[2]
 
 
-class SignalsTo:
-    """Puts signals into an inbox while entered; restores the previous handlers on exit."""
-
-    def __init__(self, numbers: Iterable[signal.Signals], inbox: Inbox[Any]) -> None:
-        self._numbers = tuple(numbers)
-        self._inbox = inbox
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> SignalsTo:
-        for number in self._numbers:
-            self._before[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._inbox.put(SignalCaught(number))
+@contextmanager
+def handling(numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Install a signal handler while entered."""
+    before = [(number, signal.signal(number, handler)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, old in before:
+            # None: set by native code, which Python cannot put back.
+            signal.signal(number, signal.SIG_DFL if old is None else old)
 
 
-class Withheld:
-    """Puts signals into an inbox that this process blocks, so that all processes that it starts block them, too.
+def signals_to(inbox: Inbox[Any], numbers: Iterable[signal.Signals]) -> AbstractContextManager[None]:
+    """Put signals into an inbox while entered."""
+    return handling(numbers, lambda number, frame: inbox.put(SignalCaught(number)))
+
+
+@contextmanager
+def withheld(inbox: Inbox[Any], numbers: Iterable[signal.Signals]) -> Iterator[None]:
+    """Put signals into an inbox that this process blocks, so that all processes that it starts block them, too.
 
     Slurm, for one, sends a signal to every process of a step, which would end most of them. Threads that were started
     before the signals were blocked may get them as well, so there must be none.
     """
+    if not (chosen := frozenset(numbers)):
+        yield
+        return
+    closing = threading.Event()
 
-    def __init__(self, numbers: Iterable[signal.Signals], inbox: Inbox[Any]) -> None:
-        self._numbers = frozenset(numbers)
-        self._inbox = inbox
-        self._closing = False
-        self._thread = VitalThread(self._take, "withheld signals")
-
-    def __enter__(self) -> Withheld:
-        if self._numbers:
-            signal.pthread_sigmask(signal.SIG_BLOCK, self._numbers)
-            self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if not self._numbers:
-            return
-        self._closing = True
-        if self._thread.ident is not None and self._thread.is_alive():
-            with suppress(ProcessLookupError):
-                signal.pthread_kill(self._thread.ident, min(self._numbers))
-        self._thread.join(10)
-        while signal.sigtimedwait(self._numbers, 0) is not None:
-            pass
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._numbers)
-
-    def _take(self) -> None:
+    def take() -> None:
         while True:
-            number = signal.sigwait(self._numbers)
-            if self._closing:
+            number = signal.sigwait(chosen)
+            if closing.is_set():
                 return
-            self._inbox.put(SignalCaught(number))
+            inbox.put(SignalCaught(number))
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, chosen)
+    thread = VitalThread(take, "withheld signals")
+    thread.start()
+    try:
+        yield
+    finally:
+        closing.set()
+        if thread.ident is not None and thread.is_alive():
+            with suppress(ProcessLookupError):
+                signal.pthread_kill(thread.ident, min(chosen))
+        thread.join(10)
+        while signal.sigtimedwait(chosen, 0) is not None:
+            pass
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, chosen)

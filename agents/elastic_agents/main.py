@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from elastic_agents.console import Consoles, announce, configure_logging
-from elastic_agents.inbox import Inbox, SignalsTo, Withheld
+from elastic_agents.inbox import Inbox, signals_to, withheld
 from elastic_agents.notices import watching
 from elastic_agents.prctl import set_dumpable
 from elastic_agents.probes.node_check import check_node
@@ -127,7 +127,7 @@ def run(
         level: of the launcher's own lines; None: as LOGLEVEL says.
         watcher: observes what the agent does.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, claimed(config.notices))  # before any thread is started, see Withheld
+    signal.pthread_sigmask(signal.SIG_BLOCK, claimed(config.notices))  # before any thread is started, see withheld
     consoles = Consoles()
     with closing(consoles):
         configure_logging(
@@ -184,7 +184,7 @@ def _run(config: LaunchConfig, begun: Bootstrap | None, consoles: Consoles, watc
     set_dumpable(False)
     raise_limit()
     reserve()
-    signals = SignalsTo((*config.signals.leave, *config.signals.forward, *claimed(config.notices)), inbox)
+    signals = signals_to(inbox, (*config.signals.leave, *config.signals.forward, *claimed(config.notices)))
     files = Writer("files", limit=LIMIT, patience=PATIENCE, lost=_tell_lost)
     journal = _Journal(
         JsonLines(
@@ -201,8 +201,8 @@ def _run(config: LaunchConfig, begun: Bootstrap | None, consoles: Consoles, watc
     )
     reported = deaths_reported_to(inbox.put)
     served, shown = ExitStack(), ExitStack()
-    withheld = Withheld(claimed(config.notices), inbox)
-    with closing(files), signals, reported, withheld, watchdog(inbox.put), served, shown:
+    blocked = withheld(inbox, claimed(config.notices))
+    with closing(files), signals, reported, blocked, watchdog(inbox.put), served, shown:
         health = served.enter_context(_health(config, begun))
         pages = served.enter_context(_pages(config, journal, inbox, clock))
         if config.progress == "live":

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic_agents.inbox import Inbox, SignalCaught, SignalsTo, Withheld
+from elastic_agents.inbox import Inbox, SignalCaught, signals_to, withheld
 from elastic_launch.testing import FakeClock
 
 
@@ -118,7 +118,7 @@ def handled() -> Iterator[list[int]]:
 
 
 def test_signals_come_through_the_inbox(inbox: Inbox[object], handled: list[int]) -> None:
-    with SignalsTo([signal.SIGUSR1, signal.SIGUSR2], inbox):
+    with signals_to(inbox, [signal.SIGUSR1, signal.SIGUSR2]):
         signal.raise_signal(signal.SIGUSR1)
         signal.raise_signal(signal.SIGUSR2)
         signal.raise_signal(signal.SIGUSR1)
@@ -127,7 +127,7 @@ def test_signals_come_through_the_inbox(inbox: Inbox[object], handled: list[int]
 
 
 def test_the_handlers_found_before_are_restored(inbox: Inbox[object], handled: list[int]) -> None:
-    with SignalsTo([signal.SIGUSR1], inbox):
+    with signals_to(inbox, [signal.SIGUSR1]):
         signal.raise_signal(signal.SIGUSR2)
         assert handled == [signal.SIGUSR2], "others are left alone"
     signal.raise_signal(signal.SIGUSR1)
@@ -137,7 +137,7 @@ def test_the_handlers_found_before_are_restored(inbox: Inbox[object], handled: l
 
 
 def test_the_handlers_are_restored_after_an_error(inbox: Inbox[object], handled: list[int]) -> None:
-    with pytest.raises(ValueError, match="boom"), SignalsTo([signal.SIGUSR1], inbox):
+    with pytest.raises(ValueError, match="boom"), signals_to(inbox, [signal.SIGUSR1]):
         raise ValueError("boom")
     signal.raise_signal(signal.SIGUSR1)
     assert handled == [signal.SIGUSR1]
@@ -146,7 +146,7 @@ def test_the_handlers_are_restored_after_an_error(inbox: Inbox[object], handled:
 def test_a_signal_ends_the_wait_of_the_main_thread(inbox: Inbox[object], handled: list[int]) -> None:
     main = threading.main_thread().ident
     assert main is not None
-    with SignalsTo([signal.SIGUSR1], inbox):
+    with signals_to(inbox, [signal.SIGUSR1]):
         thread = threading.Thread(target=signal.pthread_kill, args=(main, signal.SIGUSR1))
         thread.start()
         assert inbox.take() == SignalCaught(signal.SIGUSR1)
@@ -155,10 +155,10 @@ def test_a_signal_ends_the_wait_of_the_main_thread(inbox: Inbox[object], handled
 
 WITHHELD = """
 import os, signal, subprocess, sys
-from elastic_agents.inbox import Inbox, SignalCaught, Withheld
+from elastic_agents.inbox import Inbox, SignalCaught, withheld
 from elastic_launch.clock import MonotonicClock
 inbox = Inbox(MonotonicClock())
-with Withheld([signal.SIGUSR1], inbox):
+with withheld(inbox, [signal.SIGUSR1]):
     child = "import signal; print(signal.SIGUSR1 in signal.pthread_sigmask(signal.SIG_BLOCK, ()))"
     subprocess.run([sys.executable, "-c", child], timeout=100, check=True)
     os.kill(os.getpid(), signal.SIGUSR1)
@@ -175,5 +175,5 @@ def test_a_withheld_signal_is_an_item_and_is_blocked_in_a_child() -> None:
 
 def test_without_signals_to_withhold_there_is_no_thread(inbox: Inbox[object]) -> None:
     threads = threading.active_count()
-    with Withheld([], inbox):
+    with withheld(inbox, []):
         assert threading.active_count() == threads

@@ -10,8 +10,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from multiprocessing import spawn
@@ -24,6 +24,7 @@ from elastic_agents.calls.held_signals import HeldSignals
 from elastic_agents.calls.metrics import Monitor, wanted
 from elastic_agents.calls.process import Order
 from elastic_agents.child import UNKNOWN, Child
+from elastic_agents.inbox import handling
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.error_file import ENV_ERROR_FILE
 from elastic_launch.system.descriptors import given_limit
@@ -152,23 +153,15 @@ def _await(process: Child, monitor: Monitor | None) -> None:
     monitor.put()
 
 
-@contextmanager
-def _handling(numbers: Sequence[signal.Signals], handler: Any) -> Iterator[None]:
+def _handling(numbers: Sequence[signal.Signals], handler: Any) -> AbstractContextManager[None]:
     """Install a signal handler while entered; does nothing outside the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        _log.warning(
-            "called from another thread than the main thread: signals to this process do not reach the workers; "
-            "they end when this process does"
-        )
-        yield
-        return
-    before = [(number, signal.signal(number, handler)) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, old in before:
-            # None: set by native code, which Python cannot put back.
-            signal.signal(number, signal.SIG_DFL if old is None else old)
+    if threading.current_thread() is threading.main_thread():
+        return handling(numbers, handler)
+    _log.warning(
+        "called from another thread than the main thread: signals to this process do not reach the workers; "
+        "they end when this process does"
+    )
+    return nullcontext()
 
 
 def _memory(name: str, stack: ExitStack) -> int:

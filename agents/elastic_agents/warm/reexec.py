@@ -50,7 +50,7 @@ def reexec(config: LaunchConfig) -> Bootstrap | None:
         return None
     health = None if config.health_port is None else _listener(config)
     heard = {*BLOCKED, *config.signals.leave, *config.signals.forward, *claimed(config.notices)}
-    # Notices stay blocked, in the server and the workers, too; see inbox.Withheld.
+    # Notices stay blocked, in the server and the workers, too; see inbox.withheld.
     mask = sorted({*signal.pthread_sigmask(signal.SIG_BLOCK, heard), *claimed(config.notices)})
     with contextlib.closing(Consoles()) as consoles:
         configure_logging(config.log_format, node=config.node_id, consoles=consoles, quiet=config.torchrun)
