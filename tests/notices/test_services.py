@@ -151,7 +151,7 @@ def test_an_event_that_had_begun_before_the_agent_makes_no_node_leave(service: S
         assert (notice.id, notice.leaves, notice.seconds) == ("E-2", True, None)
 
 
-class Scripted:
+class Scripted(Source):
     """A source that says one thing after the other."""
 
     name, watched, pause = "script", "a script", 0.0
@@ -165,12 +165,6 @@ class Scripted:
             self.done.set()
             return []
         return self._polls.pop(0)
-
-    def acknowledge(self, notice: Notice) -> str:
-        return ""
-
-    def close(self) -> None:
-        return
 
 
 def test_a_node_that_leaves_receives_notices_that_shorten_its_time() -> None:

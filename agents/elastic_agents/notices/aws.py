@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 from elastic_agents.notices.http import LINK_LOCAL, Http, Reply, Unanswered
-from elastic_agents.notices.types import SOON, Notice, Trouble, dated, decoded, plain, promised, seconds_until
+from elastic_agents.notices.types import SOON, Notice, Source, Trouble, dated, decoded, plain, promised, seconds_until
 from elastic_launch.config.notice_sources import NoticeSource
 
 __all__ = ["Aws", "instance_action", "lifecycle", "rebalance", "scheduled", "source"]
@@ -99,7 +99,7 @@ def lifecycle(body: bytes) -> Notice | None:
     return Notice(NAME, "scale-in", "its Auto Scaling group terminates it") if terminated else None
 
 
-class Aws:
+class Aws(Source):
     """Polls all of these documents in turn.
 
     Args:
@@ -150,9 +150,6 @@ class Aws:
     def _recommended(self) -> list[Notice]:
         reply = self._get("events/recommendations/rebalance")
         return [rebalance(reply.body, leaves=self._early)] if reply else []
-
-    def acknowledge(self, notice: Notice) -> str:
-        return ""
 
     def close(self) -> None:
         self._http.close()

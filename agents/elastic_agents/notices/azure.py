@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 
 from elastic_agents.notices.http import LINK_LOCAL, Http, Reply
-from elastic_agents.notices.types import SOON, Notice, Trouble, dated, decoded, plain, promised, seconds_until
+from elastic_agents.notices.types import SOON, Notice, Source, Trouble, dated, decoded, plain, promised, seconds_until
 from elastic_launch.config.notice_sources import NoticeSource
 
 __all__ = ["Azure", "events", "source"]
@@ -86,7 +86,7 @@ def _folded(name: str) -> str:
     return name.casefold().removeprefix("_")
 
 
-class Azure:
+class Azure(Source):
     """Polls once a second, as Microsoft recommends.
 
     Args:

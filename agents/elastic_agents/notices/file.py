@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 
-from elastic_agents.notices.types import Notice, Trouble
+from elastic_agents.notices.types import Notice, Source, Trouble
 from elastic_launch.config.notice_sources import NoticeSource
 
 __all__ = ["File", "seconds_in", "source"]
@@ -24,7 +24,7 @@ def seconds_in(text: str) -> float | None:
     return min(found, LONGEST) if math.isfinite(found) and found >= 0 else None
 
 
-class File:
+class File(Source):
     """A file whose existence makes the node leave; it may contain the seconds that are left.
 
     A file that exists at the start counts, too: its author could not know whether the node had started.
@@ -50,12 +50,6 @@ class File:
             self._empty = True  # it may be about to be written
             return []
         return [Notice(self.name, "request", f"{self._path} is there", seconds_in(text))]
-
-    def acknowledge(self, notice: Notice) -> str:
-        return ""
-
-    def close(self) -> None:
-        """There is nothing to close: poll does not block."""
 
 
 def _beginning(path: str) -> str:

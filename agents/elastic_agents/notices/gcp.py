@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from urllib.parse import quote
 
 from elastic_agents.notices.http import LINK_LOCAL, Http, Reply
-from elastic_agents.notices.types import Notice, Trouble
+from elastic_agents.notices.types import Notice, Source, Trouble
 from elastic_launch.config.notice_sources import NoticeSource
 
 __all__ = ["Gcp", "maintenance", "preempted", "source"]
@@ -62,7 +62,7 @@ def maintenance(text: str) -> Notice | None:
     raise Trouble("instance/maintenance-event has an unknown value", repr(text[:60]))
 
 
-class Gcp:
+class Gcp(Source):
     """Waits for a preemption, and polls for maintenance in between."""
 
     name = NAME
@@ -80,9 +80,6 @@ class Gcp:
             return [notice for notice in (happening, self._preempted(wait=0)) if notice is not None]
         notice = self._preempted(wait=WAIT if self._etag else 0)
         return [] if notice is None else [notice]
-
-    def acknowledge(self, notice: Notice) -> str:
-        return ""
 
     def close(self) -> None:
         self._http.close()

@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from elastic_agents.notices.types import Notice
+from elastic_agents.notices.types import Notice, Source
 from elastic_launch.config.notice_sources import NoticeSource
 
 __all__ = ["Slurm", "seconds_left", "source"]
@@ -22,7 +22,7 @@ ANSWER = 10.0
 """Seconds to wait for squeue."""
 
 
-class Slurm:
+class Slurm(Source):
     """The end of a job: SLURM_JOB_END_TIME, a Unix time, as known when the job began.
 
     Slurm is asked a minute before that, since the job's time may have been extended, and at the start if the variable
@@ -62,12 +62,6 @@ class Slurm:
         if left > AHEAD:
             return []
         return [Notice(self.name, "time limit", f"the end of job {self._job}", max(0.0, left))]
-
-    def acknowledge(self, notice: Notice) -> str:
-        return ""
-
-    def close(self) -> None:
-        """There is nothing to close: poll blocks for a few seconds at most."""
 
 
 def _later(left: float | None) -> str:

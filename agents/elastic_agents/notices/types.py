@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Any
 
 __all__ = [
     "LATE",
@@ -81,7 +82,7 @@ class Trouble(Exception):
         self.detail = detail
 
 
-class Source(Protocol):
+class Source(ABC):
     """A source of notices, polled repeatedly by its own thread.
 
     Attributes:
@@ -94,13 +95,13 @@ class Source(Protocol):
     watched: str
     pause: float
 
+    @abstractmethod
     def poll(self) -> Sequence[Notice]:
         """Return all current notices; returning one again does no harm.
 
         Raises:
             Trouble: if they cannot be determined.
         """
-        ...
 
     def acknowledge(self, notice: Notice) -> str:
         """The node has left because of the notice and needs no more of its time; return what was done, in words.
@@ -108,11 +109,10 @@ class Source(Protocol):
         Raises:
             Trouble: if that failed.
         """
-        ...
+        return ""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most polls take no time
         """Abort a poll in progress, and let no other begin; called from another thread."""
-        ...
 
 
 def decoded(what: str, body: bytes) -> Any:
