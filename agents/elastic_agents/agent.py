@@ -31,13 +31,10 @@ from elastic_agents.policy import decide
 from elastic_agents.reporting import (
     received,
     report_ahead,
-    report_came,
-    report_ended,
     report_forwarded,
     report_kept,
     report_late,
     report_lost_ahead,
-    report_missing,
     report_opened,
     report_order,
 )
@@ -57,6 +54,7 @@ from elastic_launch.clock import Clock, MonotonicClock
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.contract import Copied, Copying, Save, SlowRank
 from elastic_launch.errors import EndpointError, ExitCode
+from elastic_launch.events.sentences import ending
 from elastic_launch.events.types import (
     CheckpointSaved,
     EventSink,
@@ -538,11 +536,13 @@ class LocalElasticAgent(ElasticAgent):
         )
         if not takes_part:
             if where.local_rank in self._view.suspended:
-                report_missing(reaped)
+                text = "rank %d (pid %d), which was suspended, ended with %s"
+                _log.warning(text, where.rank, pid, ending(exit_code))
         elif exit_code != 0 and not drained:
             if self._view.phase is not v.Phase.STOPPING:
                 self._local_failures[where.rank] = reaped
-                report_ended(reaped)
+                text = "rank %d (pid %d) ended with %s in round %d"
+                _log.warning(text, where.rank, pid, ending(exit_code), reaped.round)
             elif self._view.leaving is None:
                 self._had_failed(reaped)
         if exit_code == 0 and self._view.alive == self._view.slots:
@@ -560,7 +560,8 @@ class LocalElasticAgent(ElasticAgent):
         if (age := self._workers.age_of(local_rank)) is not None:
             pid, took = age
             self._events.emit(WorkerAhead(local_rank, pid, round(took, 3)))
-            report_came(local_rank, pid, took)
+            text = "local rank %d (pid %d), started ahead, is ready for a round after %.1f s"
+            _log.info(text, local_rank, pid, took)
             self._start_timer.ahead(took)
             self._learned_start()
 

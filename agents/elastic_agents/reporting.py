@@ -16,13 +16,10 @@ from elastic_launch.rendezvous.wire import messages as m
 __all__ = [
     "received",
     "report_ahead",
-    "report_came",
-    "report_ended",
     "report_forwarded",
     "report_kept",
     "report_late",
     "report_lost_ahead",
-    "report_missing",
     "report_opened",
     "report_order",
 ]
@@ -61,12 +58,6 @@ def report_forwarded(number: int, spared: list[int]) -> None:
         _log.warning("%s is kept from rank %s, which has no handler and would end by it (said once)", name, ranks)
 
 
-def report_ended(reaped: Reaped) -> None:
-    """Print which worker failed."""
-    rank, code = reaped.placement.rank, ending(reaped.exit_code)
-    _log.warning("rank %d (pid %d) ended with %s in round %d", rank, reaped.pid, code, reaped.round)
-
-
 def report_kept(start: StartWorkers, started: int, missing: int) -> None:
     """Print how many of this node's workers in a round are not started with it.
 
@@ -92,11 +83,6 @@ def report_ahead(local_ranks: frozenset[int], seconds: float | None) -> None:
     _log.info("%s (local rank %s) started ahead of a round%s: the others do not wait", workers, ranks, about)
 
 
-def report_came(local_rank: int, pid: int, took: float) -> None:
-    """Print that a worker that was started ahead can take a place in a round."""
-    _log.info("local rank %d (pid %d), started ahead, is ready for a round after %.1f s", local_rank, pid, took)
-
-
 def report_lost_ahead(reaped: Reaped, failure: m.Failure | None, following: str) -> None:
     """Print that a worker that was started ahead has ended before it had a place in a round."""
     why = ending(reaped.exit_code) if failure is None else failure.message
@@ -107,12 +93,6 @@ def report_lost_ahead(reaped: Reaped, failure: m.Failure | None, following: str)
         why,
         following,
     )
-
-
-def report_missing(reaped: Reaped) -> None:
-    """Print that a suspended worker has ended."""
-    rank, code = reaped.placement.rank, ending(reaped.exit_code)
-    _log.warning("rank %d (pid %d), which was suspended, ended with %s", rank, reaped.pid, code)
 
 
 def report_late(failure: m.Failure) -> None:
