@@ -349,14 +349,12 @@ class LocalElasticAgent(ElasticAgent):
                 return self._exited(pid, exit_code)
             case Opened(place=place):
                 self._opened(place.hosting, str(place.endpoint), place.address)
-                return None
             case LinkUp(leader=leader):
                 self._member, self.leader = True, leader
                 self._hangs.linked()
                 assert self._run_address is not None
                 self._of_run_file(partial(self._run_file.write, replace(self._run_address, leader=leader)))
                 self._events.emit(LinkChanged(up=True, cause="hello accepted"))
-                return None
             case LinkDown(reason=reason) | CutOff(reason=reason):
                 self._member = self._member and isinstance(item, CutOff)
                 self._events.emit(LinkChanged(up=False, cause=reason))
@@ -364,25 +362,19 @@ class LocalElasticAgent(ElasticAgent):
             case FaultReached(due=due):
                 if self._drill.reached(item):
                     self._membership.report(m.FaultDue(self._view.round, due.fault, due.step))
-                return None
             case m.Strike():
                 self._drill.ordered(item)
-                return None
             case Straggles(round=number, slow=slow):
                 self._straggles(number, slow)
-                return None
             case m.PeerDone(round=number):
                 self._watch_ends(number)
-                return None
             case ThreadDied(name=name, error=error):
                 cause = f"internal error: the agent's thread {name!r} ended by {error}"
                 self._outcome = self._outcome or Outcome(ExitCode.TRAINING_FAILED, cause, self.restarts)
-                return None
             case HowAreYou(answer=answer, every=every):
                 answer(self._present())
                 if every is not None:
                     self._inbox.put_later(every, item)
-                return None
             case v.WorkerReady():
                 self._learn_start(item)
                 return item
@@ -391,11 +383,9 @@ class LocalElasticAgent(ElasticAgent):
                 return item
             case TimerExpired():
                 self._workers.end_late(item)
-                return None
             case m.Notice(text=text):
                 if not self._hosting:
                     _log.info("%s", text)
-                return None
             case m.Form() | m.Drain() | m.Break() | m.Evicted() | m.RunEnd():
                 self._run_over = isinstance(item, m.RunEnd)
                 self._member = not isinstance(item, m.Evicted)
@@ -411,23 +401,18 @@ class LocalElasticAgent(ElasticAgent):
                 waits = self._view.suspended if number else self._view.ahead.waiting
                 if number in (0, self._view.round) and local_rank in waits:
                     self._workers.kill({local_rank})
-                return None
             case m.TakeStacks(round=number):
                 self._hangs.tell_stacks(number, self._watched_workers() if number == self._view.round else ())
-                return None
             case m.SaveNow(round=number):
                 self._control.ask_save(number)
-                return None
             case m.Saved(round=number, step=step, error=error):
                 if number == self._view.round:
                     self._saves.reported(step, error)
                     if not error:
                         self._events.emit(CheckpointSaved(number, step, ""))
                 self._membership.report(item)
-                return None
             case SignalCaught(number=number) if number in self._config.signals.forward:
                 report_forwarded(number, self._workers.forward(number))
-                return None
             case SignalCaught(number=number):
                 return self._departure.by_signal(number, self._view)
             case v.WorkerDrained(step=step):
@@ -440,10 +425,11 @@ class LocalElasticAgent(ElasticAgent):
             case v.WorkerDisconnected():
                 # The exit of the worker that it has lost, or the leader's break, says more.
                 self._inbox.put_later(DISCONNECTED, lambda: item)
-                return None
-        if isinstance(item, v.Event):
-            return item
-        raise TypeError(f"the inbox holds a {type(item).__name__}")
+            case _ if isinstance(item, v.Event):
+                return item
+            case _:
+                raise TypeError(f"the inbox holds a {type(item).__name__}")
+        return None
 
     def _straggles(self, number: int, slow: SlowRank) -> None:
         if number == self._formed.number and (node := self._formed.node_of(slow.rank)):
