@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 
 from elastic_launch.system.threads import ThreadDied, VitalThread
 
@@ -50,18 +51,6 @@ CLOSING = 5.0
 
 ASK_AGAIN = 0.05
 """Seconds after which a responder that had no response is called again, unless it wakes the server before."""
-
-REASONS = {
-    200: "OK",
-    400: "Bad Request",
-    404: "Not Found",
-    405: "Method Not Allowed",
-    421: "Misdirected Request",
-    431: "Request Header Fields Too Large",
-    500: "Internal Server Error",
-    503: "Service Unavailable",
-    505: "HTTP Version Not Supported",
-}
 
 _DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
@@ -392,7 +381,7 @@ def _meant(host: str, names: Collection[str]) -> bool:
 def _head(response: Response) -> bytes:
     at = time.gmtime()
     lines = [
-        f"HTTP/1.1 {response.status} {REASONS[response.status]}",
+        f"HTTP/1.1 {response.status} {HTTPStatus(response.status).phrase}",
         f"Date: {_DAYS[at.tm_wday]}, {at.tm_mday:02} {_MONTHS[at.tm_mon - 1]} {at.tm_year} "
         f"{at.tm_hour:02}:{at.tm_min:02}:{at.tm_sec:02} GMT",
         f"Content-Type: {response.content_type}",
