@@ -273,7 +273,6 @@ def _health(config: LaunchConfig, begun: Bootstrap | None) -> Iterator[Health | 
     from elastic_agents.probes.health import Health, health_listener
 
     listener = (begun.health if begun is not None else None) or health_listener(config)
-    assert listener is not None
     with closing(Health(listener)) as health:
         yield health
 
@@ -307,10 +306,7 @@ def _pages(config: LaunchConfig, journal: _Journal, inbox: Inbox[object], clock:
     from elastic_agents.probes.roster import Roster
     from elastic_launch.observe.history import History
 
-    metrics, history = journal.metrics, History(clock)
-
-    listener = page_listener(config)
-    assert listener is not None
+    metrics, history, listener = journal.metrics, History(clock), page_listener(config)
     roster = Roster(config, lambda: journal.leader())
     made = node_pages(
         config, metrics, journal.ledger, journal.watch, history, lambda rank: journal.output(rank), roster

@@ -31,9 +31,7 @@ def config(port: int, host: str | None = None, **fields: Any) -> LaunchConfig:
 
 
 def listener(port: int, host: str | None = None, **fields: Any) -> socket.socket:
-    found = health_listener(config(port, host, **fields))
-    assert found is not None
-    return found
+    return health_listener(config(port, host, **fields))
 
 
 @pytest.fixture

@@ -47,25 +47,23 @@ ASK_EVERY = 0.05
 """Seconds between two questions to the agent's loop: more clients do not cause more questions."""
 
 
-def health_listener(config: LaunchConfig) -> socket.socket | None:
-    """Return a listening socket for probes, if they are configured.
+def health_listener(config: LaunchConfig) -> socket.socket:
+    """Return a listening socket for probes, which are configured.
 
     Raises:
         EndpointError: if it cannot listen there.
     """
-    if config.health_port is None:
-        return None
+    assert config.health_port is not None
     return _listener("--health-port", config.health_host, config.health_port, config)
 
 
-def page_listener(config: LaunchConfig) -> socket.socket | None:
-    """Return a listening socket for ``--http``, if it is configured.
+def page_listener(config: LaunchConfig) -> socket.socket:
+    """Return a listening socket for ``--http``, which is configured.
 
     Raises:
         EndpointError: if it cannot listen there.
     """
-    if config.http is None:
-        return None
+    assert config.http is not None
     return _listener("--http", config.http.host, config.http.port, config)
 
 

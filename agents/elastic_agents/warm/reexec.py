@@ -48,7 +48,11 @@ def reexec(config: LaunchConfig) -> Bootstrap | None:
     """
     if not wants_server(config) or not _is_plain() or not _gains(config):
         return None
-    health = None if config.health_port is None else _listener(config)
+    health = None
+    if config.health_port is not None:
+        from elastic_agents.probes.health import health_listener
+
+        health = health_listener(config)
     heard = {*BLOCKED, *config.signals.leave, *config.signals.forward, *claimed(config.notices)}
     # Notices stay blocked, in the server and the workers, too; see inbox.withheld.
     mask = sorted({*signal.pthread_sigmask(signal.SIG_BLOCK, heard), *claimed(config.notices)})
@@ -88,12 +92,6 @@ def _gains(config: LaunchConfig) -> bool:
     own = not sys.flags.safe_path and sys.path[0] == mine
     found = plan(server_settings(config), sys.path[1:] if own else sys.path)
     return isinstance(found, Plan) and found.torch_comes_first
-
-
-def _listener(config: LaunchConfig) -> socket.socket | None:
-    from elastic_agents.probes.health import health_listener
-
-    return health_listener(config)
 
 
 def _state(config: LaunchConfig, mask: list[int]) -> AgentState:
