@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any
 
 from elastic_agents.calls.forking import fork_agent
-from elastic_agents.calls.function import ForkedCall
+from elastic_agents.calls.function import ForkedCall, memory
 from elastic_agents.calls.held_signals import HeldSignals
 from elastic_agents.calls.metrics import Monitor, wanted
 from elastic_agents.calls.process import Order
@@ -68,7 +68,7 @@ def run_agent(config: LaunchConfig, forked: ForkedCall | None = None) -> Ended:
     """
     caught: list[int] = []
     with ExitStack() as stack:
-        order, report = (_memory(name, stack) for name in ("order", "report"))
+        order, report = (memory(name, stack) for name in ("order", "report"))
         monitor, tell = _monitor(config, stack)
         with open(order, "wb", closefd=False) as file:
             token = config.token.reveal() if config.token else None
@@ -80,7 +80,8 @@ def run_agent(config: LaunchConfig, forked: ForkedCall | None = None) -> Ended:
         if forked is None:
             process = _executed([*inherit, *config.command.inherit], order, report)
         else:
-            process = _forked(forked, inherit, held, order, report)
+            command = partial(_command, order, report)
+            process = Child(fork_agent(command, _environment(), inherit, held, forked), NAME)
 
         def catch(number: int, frame: FrameType | None) -> None:
             caught.append(number)
@@ -128,12 +129,6 @@ def _executed(inherit: Sequence[int], order: int, report: int) -> Child:
     return Child(started.pid, NAME)
 
 
-def _forked(forked: ForkedCall, inherit: Sequence[int], held: HeldSignals, order: int, report: int) -> Child:
-    command = partial(_command, order, report)
-    pid = fork_agent(command, _environment(), inherit, held, forked.function, forked.args, forked.results)
-    return Child(pid, NAME)
-
-
 def _monitor(config: LaunchConfig, stack: ExitStack) -> tuple[Monitor | None, int | None]:
     """Return the object that puts metrics, and the agent's end of its pipe; None if no handler here wants metrics."""
     if not wanted():
@@ -162,12 +157,6 @@ def _handling(numbers: Sequence[signal.Signals], handler: Any) -> AbstractContex
         "they end when this process does"
     )
     return nullcontext()
-
-
-def _memory(name: str, stack: ExitStack) -> int:
-    descriptor = os.memfd_create(f"elastic-launch-{name}")
-    stack.callback(os.close, descriptor)
-    return descriptor
 
 
 def _level() -> int | None:

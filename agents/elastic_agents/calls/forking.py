@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing import get_context
 from typing import NoReturn
 
+from elastic_agents.calls.function import ForkedCall
 from elastic_agents.calls.held_signals import HeldSignals
 from elastic_agents.calls.worker import call
 from elastic_agents.prctl import signal_at_parents_death
@@ -36,9 +37,7 @@ def fork_agent(
     env: Mapping[str, str],
     inherit: Sequence[int],
     held: HeldSignals,
-    function: Callable[..., object],
-    args: tuple[object, ...],
-    results: Sequence[int],
+    called: ForkedCall,
 ) -> int:
     """Fork the agent's process, and from it the process that forks the workers; return the pid of the first.
 
@@ -47,7 +46,6 @@ def fork_agent(
             and of the pipe from it.
         inherit: descriptors for the agent alone.
         held: holds back all signals; a worker starts with the handlers and the mask from before.
-        results: by local rank, descriptors for what a worker's function returns.
 
     Raises:
         OSError: if no process can be forked.
@@ -75,19 +73,12 @@ def fork_agent(
                 os.execve(argv[0], argv, dict(env))
             for descriptor in (*inherit, orders.detach(), source):
                 os.close(descriptor)
-            _serve(theirs, tell, held.mask, function, args, results)
+            _serve(theirs, tell, held.mask, called)
         finally:
             os._exit(127)
 
 
-def _serve(
-    theirs: socket.socket,
-    tell: int,
-    mask: Collection[int],
-    function: Callable[..., object],
-    args: tuple[object, ...],
-    results: Sequence[int],
-) -> NoReturn:
+def _serve(theirs: socket.socket, tell: int, mask: Collection[int], called: ForkedCall) -> NoReturn:
     """Fork workers until the agent hangs up; in each worker, wait for orders and call the function."""
     os.setsid()
     signal_at_parents_death(signal.SIGKILL)
@@ -110,8 +101,8 @@ def _serve(
     signal.signal(signal.SIGCHLD, signal.SIG_DFL if on_child is None else on_child)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     local_rank = orders.argv[-1]
-    mine = results[int(local_rank)]
-    for descriptor in results:
+    mine = called.results[int(local_rank)]
+    for descriptor in called.results:
         if descriptor != mine:
             os.close(descriptor)
     interrupted = False
@@ -119,7 +110,7 @@ def _serve(
     def act() -> None:
         nonlocal interrupted
         try:
-            call(lambda: (function, args), local_rank, mine)
+            call(lambda: (called.function, called.args), local_rank, mine)
         except BaseException as error:
             interrupted = isinstance(error, KeyboardInterrupt)
             error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # without this frame

@@ -17,7 +17,7 @@ from elastic_agents.calls.worker import HEADER, UNPICKLABLE
 from elastic_agents.warm.server import entered
 from elastic_launch.config.launch_config import Command
 
-__all__ = ["ForkedCall", "FunctionCall", "Results", "name_of"]
+__all__ = ["ForkedCall", "FunctionCall", "Results", "memory", "name_of"]
 
 
 class Results:
@@ -64,7 +64,7 @@ class ForkedCall(Results):
     def __init__(self, function: Callable[..., object], args: Sequence[object], nproc: int) -> None:
         self.function, self.args = function, tuple(args)
         with ExitStack() as stack:
-            super().__init__(name_of(function), [_memory("result", stack) for _ in range(nproc)])
+            super().__init__(name_of(function), [memory("result", stack) for _ in range(nproc)])
             self._stack = stack.pop_all()
 
     @property
@@ -92,8 +92,8 @@ class FunctionCall(Results):
 
     def __init__(self, function: Callable[..., object], args: Sequence[object], nproc: int) -> None:
         with ExitStack() as stack:
-            self._call = _memory("call", stack)
-            super().__init__(name_of(function), [_memory("result", stack) for _ in range(nproc)])
+            self._call = memory("call", stack)
+            super().__init__(name_of(function), [memory("result", stack) for _ in range(nproc)])
             self._shared = _pickle(function, tuple(args), self._call)
             self._stack = stack.pop_all()
         self._tracker: int | None = getattr(resource_tracker._resource_tracker, "_fd", None)
@@ -115,14 +115,21 @@ class FunctionCall(Results):
         self._stack.close()
 
 
-def name_of(function: Callable[..., object]) -> str:
-    """The name of a function, or of the function that a ``functools.partial`` calls."""
+def _innermost(function: Callable[..., object]) -> Callable[..., object]:
+    """Return the function that a ``functools.partial`` calls, or the function itself."""
     while isinstance(function, functools.partial):
         function = function.func
+    return function
+
+
+def name_of(function: Callable[..., object]) -> str:
+    """The name of a function, or of the function that a ``functools.partial`` calls."""
+    function = _innermost(function)
     return getattr(function, "__qualname__", type(function).__qualname__)
 
 
-def _memory(name: str, stack: ExitStack) -> int:
+def memory(name: str, stack: ExitStack) -> int:
+    """Return a descriptor of anonymous memory, which the stack closes."""
     descriptor = os.memfd_create(f"elastic-launch-{name}")
     stack.callback(os.close, descriptor)
     return descriptor
@@ -146,7 +153,8 @@ def _pickle(function: Callable[..., object], args: tuple[object, ...], descripto
     child = _Child()
     # Raises if a worker imports the caller's module and it has no `if __name__ == "__main__"`.
     prepared = spawn.get_preparation_data("worker")
-    if not {"init_main_from_name", "init_main_from_path"} & prepared.keys() and _is_in_main(function):
+    in_main = getattr(_innermost(function), "__module__", None) == "__main__"
+    if not {"init_main_from_name", "init_main_from_path"} & prepared.keys() and in_main:
         raise ValueError(
             f"{name_of(function)} is defined in a __main__ that is not a file, where a new process cannot find it. "
             "Define it in a module, or use start_method='fork'."
@@ -181,9 +189,3 @@ def _why_not(function: Callable[..., object], args: tuple[object, ...]) -> str:
                 f"  {remedy}, or use start_method='fork', which pickles nothing but results."
             )
     return f"the call of entrypoint {name} cannot be pickled. Use start_method='fork'."
-
-
-def _is_in_main(function: Callable[..., object]) -> bool:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return getattr(function, "__module__", None) == "__main__"
