@@ -164,7 +164,6 @@ def resume(state: AgentState, begun: Bootstrap, error: BaseException | None) -> 
 
 
 def _told(config: LaunchConfig, code: int) -> int:
-    """Return the exit code of this process."""
     return code_of(code) if config.torchrun else code
 
 

@@ -120,7 +120,6 @@ class Lateness:
         self._longest[activity] = max(longest * FORGETS if activity == Activity.STEP else longest, seconds)
 
     def _left(self, local_rank: int) -> float:
-        """Return the seconds until a worker is late."""
         report, stood = self._seen[local_rank]
         left = self._limit(report) - stood
         if local_rank not in self._stopped:

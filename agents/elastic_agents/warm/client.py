@@ -73,7 +73,7 @@ class WarmServer:
         self._closing = False
         self._deadline = time.monotonic() + PATIENCE  # for each import
         self._calls: list[Callable[[], None]] = []
-        self._wanted: list[tuple[int, Callable[[], None]]] = []  # number of processes, and what to call for each
+        self._wanted: list[Callable[[], None]] = []  # what to call, for each process that is wanted
         self._reaping = threading.Lock()
         self._reaped = False
         self._idle: list[Prefork] = []
@@ -144,7 +144,7 @@ class WarmServer:
         """
         with self._lock:
             if not (self._known and not self._usable):
-                self._wanted.append((count, call))
+                self._wanted += [call] * count
                 os.eventfd_write(self._wake, 1)
                 return
         for _ in range(count):
@@ -272,10 +272,9 @@ class WarmServer:
     def _provide(self) -> None:
         """Provide as many waiting processes as are wanted now, checking that each runs; call back for each."""
         with self._lock:
-            wanted, self._wanted = self._wanted, []
-        if not wanted:
+            calls, self._wanted = self._wanted, []
+        if not calls:
             return
-        calls = [call for count, call in wanted for _ in range(count)]
         told = 0
         self._ahead_at = time.monotonic() + REST
         try:
@@ -349,7 +348,7 @@ class WarmServer:
             self._known, self._usable = True, usable
             calls, self._calls = self._calls, []
             if not usable:
-                calls += [call for count, call in self._wanted for _ in range(count)]
+                calls += self._wanted
                 self._wanted = []
         for call in calls:
             call()

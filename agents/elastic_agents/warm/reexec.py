@@ -108,11 +108,6 @@ def _state(config: LaunchConfig, mask: list[int]) -> AgentState:
 
 
 def _execute(config: LaunchConfig, mask: list[int], state: int, health: socket.socket | None) -> NoReturn:
-    """Execute the other program.
-
-    Raises:
-        OSError: if that is impossible.
-    """
     health_descriptor = health.fileno() if health is not None else None
     settings = {**server_settings(config), "mask": mask, "agent": AGENT, "state": state, "health": health_descriptor}
     env = server_environment(shared_environment(config))

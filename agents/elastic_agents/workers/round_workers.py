@@ -159,11 +159,10 @@ class RoundWorkers:
 
     def keep(self, round_number: int, placement: Placement) -> int:
         """Give the worker of the same local rank, suspended or a newcomer, a place in another round; return its pid."""
-        pid = self._chosen({placement.local_rank})[-1]
-        worker = self._alive[pid]
+        worker = self._chosen({placement.local_rank})[-1]
         worker.round, worker.placement, worker.placed = round_number, placement, self._clock.now()
         worker.suspends = None
-        return pid
+        return worker.pid
 
     def logs(self) -> dict[int, WorkerLogs]:
         """Return where the output goes of the workers that run, newcomers too, by local rank."""
@@ -185,9 +184,9 @@ class RoundWorkers:
         Args:
             new: only if it was started with its round.
         """
-        for pid in reversed(self._chosen({local_rank})):
-            worker = self._alive[pid]
-            return None if new and worker.placed != worker.started else (pid, self._clock.now() - worker.started)
+        for worker in reversed(self._chosen({local_rank})):
+            begun = not new or worker.placed == worker.started
+            return (worker.pid, self._clock.now() - worker.started) if begun else None
         return None
 
     def newcomer(self, pid: int) -> int | None:
@@ -201,8 +200,8 @@ class RoundWorkers:
 
     def suspends(self, local_ranks: Collection[int]) -> None:
         """Record that workers are told to leave the round: from now on they may fail because of that."""
-        for pid in self._chosen(local_ranks):
-            self._alive[pid].suspends = self._clock.now()
+        for worker in self._chosen(local_ranks):
+            worker.suspends = self._clock.now()
 
     def script_ended(self, pid: int, exit_code: int) -> WorkerEnded | None:
         """Record the code that a worker is about to exit with; None if the process is not a running worker."""
@@ -289,7 +288,7 @@ class RoundWorkers:
 
     def disconnected(self, local_rank: int, error: str, step_timer: StepTimer) -> Failure:
         """Build the report on a worker that still runs, and whose connection to another rank broke."""
-        worker = self._alive[self._chosen({local_rank})[-1]]
+        worker = self._chosen({local_rank})[-1]
         return disconnection(self._about(worker, self._clock.now(), step_timer), error)
 
     def _about(self, worker: _Worker, failed: float, step_timer: StepTimer) -> Failure:
@@ -318,28 +317,30 @@ class RoundWorkers:
         SIGTERM goes to each main process. Any other signal goes to its process group, as from a terminal: a shell that
         runs the script in the foreground ends on Ctrl-C only if the script does. A worker that ignores it gets SIGTERM.
         """
-        for pid in self._chosen(local_ranks):
-            self._stop(pid)
-            if number == signal.SIGTERM or ignores(pid, number):
-                self._processes.signal(pid, signal.SIGTERM)
+        for worker in self._chosen(local_ranks):
+            self._stop(worker)
+            if number == signal.SIGTERM or ignores(worker.pid, number):
+                self._processes.signal(worker.pid, signal.SIGTERM)
             else:
-                self._processes.signal_group(pid, number)
+                self._processes.signal_group(worker.pid, number)
             # A stopped process would not handle the signal before its grace is over.
-            self._processes.signal(pid, signal.SIGCONT)
+            self._processes.signal(worker.pid, signal.SIGCONT)
 
     def forward(self, number: int) -> list[int]:
         """Forward a signal to the workers that it does not end; return the ranks of the others."""
-        spared = [pid for pid in self._chosen(None) if not heeds(pid, number)]
-        for pid in self._chosen(None):
-            if pid not in spared:
-                self._processes.signal(pid, number)
-        return [self._alive[pid].placement.rank for pid in spared]
+        spared = []
+        for worker in self._chosen(None):
+            if heeds(worker.pid, number):
+                self._processes.signal(worker.pid, number)
+            else:
+                spared.append(worker.placement.rank)
+        return spared
 
     def kill(self, local_ranks: Collection[int] | None = None) -> None:
         """Kill workers (None: all that are left) with their entire sessions; their exits are reported as usual."""
-        for pid in self._chosen(local_ranks):
-            self._stop(pid)
-            self._processes.signal(pid, signal.SIGKILL)
+        for worker in self._chosen(local_ranks):
+            self._stop(worker)
+            self._processes.signal(worker.pid, signal.SIGKILL)
 
     def end_late(self, expired: TimerExpired) -> None:
         """Send the requested signal to the process whose timer has expired, if it belongs to a worker."""
@@ -364,7 +365,7 @@ class RoundWorkers:
 
     def kill_stuck(self) -> None:
         """Kill the remaining workers if all of them are deadlocked on their interpreter's lock."""
-        workers = self._chosen(None)
+        workers = [worker.pid for worker in self._chosen(None)]
         stuck = self._watch.look(workers)
         if len(stuck) < len(workers):
             return  # a worker that still runs may need the others
@@ -381,8 +382,8 @@ class RoundWorkers:
         Args:
             spared: local ranks of the workers that are suspended, whose sessions go on.
         """
-        newcomers = {pid for pid, worker in self._alive.items() if not worker.round}
-        stuck = self._end_sessions(self._sessions - newcomers - set(self._chosen(spared)), AT_LAST)
+        stay = {pid for pid, w in self._alive.items() if not w.round or w.placement.local_rank in spared}
+        stuck = self._end_sessions(self._sessions - stay, AT_LAST)
         self._reaped.clear()
         return stuck
 
@@ -392,16 +393,15 @@ class RoundWorkers:
             self._processes.signal(pid, signal.SIGKILL)
         self._end_sessions(set(self._sessions), AT_LAST)
 
-    def _stop(self, pid: int) -> None:
-        if self._alive[pid].stopped is None:
-            self._alive[pid].stopped = self._clock.now()
+    def _stop(self, worker: _Worker) -> None:
+        if worker.stopped is None:
+            worker.stopped = self._clock.now()
 
-    def _chosen(self, local_ranks: Collection[int] | None) -> list[int]:
-        return [
-            pid
-            for pid, worker in self._alive.items()
-            if (worker.round if local_ranks is None else worker.placement.local_rank in local_ranks)
-        ]
+    def _chosen(self, local_ranks: Collection[int] | None) -> list[_Worker]:
+        workers = self._alive.values()
+        if local_ranks is None:
+            return [worker for worker in workers if worker.round]
+        return [worker for worker in workers if worker.placement.local_rank in local_ranks]
 
     def _leave_empty_sessions(self) -> None:
         """Stop tracking sessions that are empty: their numbers may soon be reused by other processes."""
