@@ -22,9 +22,8 @@ from elastic_agents.workers import processes as processes_module
 from elastic_agents.workers import sessions
 from elastic_agents.workers.guard import Guard
 from elastic_agents.workers.output import TAIL_LINES, OutputPump, Stream
-from elastic_agents.workers.processes import ExecProcesses, StartRequest
+from elastic_agents.workers.processes import ExecProcesses, StartRequest, ignores
 from elastic_agents.workers.sessions import empty_sessions, kill_sessions, session_members
-from elastic_agents.workers.signal_forwarding import ignores
 from elastic_launch.config.output import Route
 
 Exits = queue.SimpleQueue[tuple[int, int]]

@@ -13,5 +13,4 @@
 ``stuck``              detects interpreters that deadlock on the GIL at exit
 ``watchdog``           torch's timers
 ``numa``               CPU binding
-``signal_forwarding``  determines which signals can be forwarded
 """

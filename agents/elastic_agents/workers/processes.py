@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import selectors
 import signal
 import socket
@@ -14,17 +15,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from elastic_agents.child import UNKNOWN
-from elastic_agents.workers.sessions import dead_strangers, reap, reap_orphans
+from elastic_agents.workers.sessions import dead_strangers, read_proc, reap, reap_orphans
 from elastic_launch.system.descriptors import given_limit
 from elastic_launch.system.threads import VitalThread
 
-__all__ = ["ExecProcesses", "OnExit", "StartRequest"]
+__all__ = ["ExecProcesses", "OnExit", "StartRequest", "heeds", "ignores"]
 
 OnExit = Callable[[int, int], None]
 """Called with pid and exit code (-N for signal N) once a process is reaped, from any thread."""
 
 SWEEP_EVERY = 10.0
 """Seconds between reapings of dead processes that workers left behind; twice that if their session is unknown."""
+
+_HARMLESS = (signal.SIGURG, signal.SIGWINCH, signal.SIGCONT, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
+"""Signals that do not end a process without a handler for them (signal(7))."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,3 +172,19 @@ def _wait_for_child(pid: int) -> int:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     except ChildProcessError:
         return UNKNOWN  # other code in this process has already waited for it
+
+
+def heeds(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal or ignores it; its default action would end most workers."""
+    return _in_mask("Ign", pid, number) or _in_mask("Cgt", pid, number)
+
+
+def ignores(pid: int, number: int) -> bool:
+    """Whether a signal would have no effect on a process."""
+    return _in_mask("Ign", pid, number) or (number in _HARMLESS and not _in_mask("Cgt", pid, number))
+
+
+def _in_mask(name: str, pid: int, number: int) -> bool:
+    """Check a mask of ``/proc/<pid>/status`` (proc(5)), in which bit N - 1 stands for signal N."""
+    found = re.search(rf"^Sig{name}:\s*([0-9a-f]+)$", read_proc(f"/proc/{pid}/status"), re.MULTILINE)
+    return found is not None and bool(int(found[1], 16) >> (number - 1) & 1)

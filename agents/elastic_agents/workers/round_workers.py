@@ -18,9 +18,8 @@ from elastic_agents.workers.failures import OutOfMemoryCounter, about, disconnec
 from elastic_agents.workers.guard import Guard
 from elastic_agents.workers.logs import WorkerLogs, keep_error
 from elastic_agents.workers.output import PAGE_LINES, OutputPump, Stream
-from elastic_agents.workers.processes import ExecProcesses, StartRequest
+from elastic_agents.workers.processes import ExecProcesses, StartRequest, heeds, ignores
 from elastic_agents.workers.sessions import empty_sessions, kill_sessions, reap_orphans
-from elastic_agents.workers.signal_forwarding import heeds, ignores
 from elastic_agents.workers.stuck import StuckDetector
 from elastic_agents.workers.watchdog import TimerExpired
 from elastic_launch.clock import Clock
