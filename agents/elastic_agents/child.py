@@ -8,9 +8,11 @@ import select
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
-__all__ = ["UNKNOWN", "Child"]
+__all__ = ["UNKNOWN", "Child", "started"]
 
 _log = logging.getLogger("elastic_launch")
 
@@ -19,6 +21,26 @@ UNKNOWN = 255
 
 KILLED = 10.0
 """Seconds that a process gets between SIGKILL and its end."""
+
+
+def started(command: Sequence[str], name: str, **options: Any) -> Child:
+    """Start a process in a session of its own, with the limit on descriptors that this process was started with.
+
+    Args:
+        name: of the process, for messages.
+        options: of :class:`subprocess.Popen`.
+
+    Raises:
+        OSError: if it cannot be executed, or watched.
+    """
+    import subprocess  # here, since a warm server does without, and its workers must not see what it imports
+
+    from elastic_launch.system.descriptors import given_limit
+
+    with given_limit():
+        process = subprocess.Popen(command, start_new_session=True, **options)
+    process.returncode = UNKNOWN  # Popen must no longer wait for it
+    return Child(process.pid, name)
 
 
 class Child:
@@ -46,6 +68,10 @@ class Child:
             os.kill(pid, signal.SIGKILL)
             self.reap()
             raise
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable once the process has ended, until it is reaped."""
+        return self._descriptor
 
     def signal(self, number: int) -> None:
         """Send a signal, if it has not been reaped."""

@@ -173,14 +173,14 @@ def test_an_exception_while_the_agent_starts_leaves_no_process(tmp_path: Path, m
     def stop(number: int, frame: object) -> None:
         raise Enough
 
-    def execute(*args: Any) -> Any:
-        process = executed(*args)
+    def execute(*args: Any, **options: Any) -> Any:
+        process = started(*args, **options)
         os.kill(os.getpid(), signal.SIGALRM)
         time.sleep(0.5)  # until that thread has taken it
         return process
 
-    executed = calling._executed
-    monkeypatch.setattr(calling, "_executed", execute)
+    started = calling.started
+    monkeypatch.setattr(calling, "started", execute)
     before = signal.signal(signal.SIGALRM, stop)
     over = threading.Event()
     # It takes the signal that this thread blocks, and then the handler runs here.

@@ -7,7 +7,6 @@ import logging
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Sequence
@@ -23,11 +22,10 @@ from elastic_agents.calls.function import ForkedCall, memory
 from elastic_agents.calls.held_signals import HeldSignals
 from elastic_agents.calls.metrics import Monitor, wanted
 from elastic_agents.calls.process import Order
-from elastic_agents.child import UNKNOWN, Child
+from elastic_agents.child import Child, started
 from elastic_agents.inbox import handling
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.error_file import ENV_ERROR_FILE
-from elastic_launch.system.descriptors import given_limit
 
 __all__ = ["Ended", "run_agent"]
 
@@ -78,7 +76,9 @@ def run_agent(config: LaunchConfig, forked: ForkedCall | None = None) -> Ended:
         stack.callback(held.release)
         held.hold()
         if forked is None:
-            process = _executed([*inherit, *config.command.inherit], order, report)
+            # In its own session, so that a terminal's signals reach it through the caller only.
+            inherit += config.command.inherit
+            process = started(_command(order, report), NAME, env=_environment(), pass_fds=inherit)
         else:
             command = partial(_command, order, report)
             process = Child(fork_agent(command, _environment(), inherit, held, forked), NAME)
@@ -115,18 +115,6 @@ def _command(order: int, report: int, *server: int) -> list[str]:
 def _environment() -> dict[str, str]:
     """Return the agent's environment, without the caller's own error file: only the caller writes that one."""
     return {name: value for name, value in os.environ.items() if name != ENV_ERROR_FILE}
-
-
-def _executed(inherit: Sequence[int], order: int, report: int) -> Child:
-    with given_limit():
-        started = subprocess.Popen(
-            _command(order, report),
-            env=_environment(),
-            pass_fds=inherit,
-            start_new_session=True,  # a terminal's signals reach it through the caller only
-        )
-    started.returncode = UNKNOWN  # Popen must no longer wait for it
-    return Child(started.pid, NAME)
 
 
 def _monitor(config: LaunchConfig, stack: ExitStack) -> tuple[Monitor | None, int | None]:

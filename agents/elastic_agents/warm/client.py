@@ -8,14 +8,13 @@ import os
 import selectors
 import signal
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 
-from elastic_agents.child import UNKNOWN, Child
+from elastic_agents.child import started
 from elastic_agents.warm import prefork
 from elastic_agents.warm._import_watch import PER_WORKER
 from elastic_agents.warm.fork_bootstrap import SERVER, ServerLink
@@ -24,7 +23,6 @@ from elastic_agents.warm.server import command, open_log, server_environment, se
 from elastic_agents.workers.processes import StartRequest
 from elastic_agents.workers.sessions import kill_sessions, reap_orphans
 from elastic_launch.config.launch_config import LaunchConfig
-from elastic_launch.system.descriptors import given_limit
 from elastic_launch.system.threads import VitalThread
 from elastic_launch.system.writer_thread import Writer
 
@@ -101,17 +99,9 @@ class WarmServer:
             undo.enter_context(orders)
             log = partial(open_log, str(settings["log"]))
             opened = log() if files is None else files.ask(log, OPEN_TIMEOUT)
-            with theirs, open(tell, "wb"), opened as output, given_limit():
-                process = subprocess.Popen(
-                    command(settings),
-                    env=server_environment(env),
-                    stdout=output,
-                    stderr=output,
-                    pass_fds=[theirs.fileno(), tell],
-                    start_new_session=True,
-                )
-            process.returncode = UNKNOWN  # Popen must no longer wait for it
-            server = Child(process.pid, SERVER)
+            with theirs, open(tell, "wb"), opened as output:
+                streams = {"stdout": output, "stderr": output, "pass_fds": [theirs.fileno(), tell]}
+                server = started(command(settings), SERVER, env=server_environment(env), **streams)
             undo.pop_all()
         return WarmServer(ServerLink(server, orders, source), env, ahead)
 

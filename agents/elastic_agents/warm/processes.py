@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from elastic_agents.child import Child
 from elastic_agents.prctl import become_subreaper
 from elastic_agents.warm._script_imports import differs_at_import
 from elastic_agents.warm.client import WarmServer
@@ -114,9 +115,8 @@ class WarmProcesses(ExecProcesses):
         return self._forked(pid)
 
     def _forked(self, pid: int) -> int:
-        self._watch(pid)
         self.forked += 1
-        return pid
+        return self._watch(Child(pid, "a worker"))
 
     def close(self) -> None:
         self._server.close()

@@ -7,16 +7,14 @@ import re
 import selectors
 import signal
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from elastic_agents.child import UNKNOWN
+from elastic_agents.child import UNKNOWN, Child, started
 from elastic_agents.workers.sessions import dead_strangers, read_proc, reap, reap_orphans
-from elastic_launch.system.descriptors import given_limit
 from elastic_launch.system.threads import VitalThread
 
 __all__ = ["ExecProcesses", "OnExit", "StartRequest", "heeds", "ignores"]
@@ -56,7 +54,7 @@ class ExecProcesses:
     def __init__(self, on_exit: OnExit) -> None:
         self._on_exit = on_exit
         self._lock = threading.Lock()
-        self._running: dict[int, int] = {}  # pidfds by pid
+        self._running: dict[int, Child] = {}  # by pid
         self._selector = selectors.DefaultSelector()
         self._wake_in, self._wake_out = socket.socketpair()
         self._selector.register(self._wake_in, selectors.EVENT_READ, None)
@@ -84,42 +82,29 @@ class ExecProcesses:
         Raises:
             OSError: if it cannot be executed.
         """
-        with given_limit():
-            process = subprocess.Popen(
-                list(request.argv),
-                env=dict(request.env),
-                stdout=request.stdout,
-                stderr=request.stderr,
-                start_new_session=True,
-                pass_fds=request.inherit,
-            )
-        process.returncode = UNKNOWN  # Popen must no longer wait for it
-        self._watch(process.pid)
-        return process.pid
+        streams = {"stdout": request.stdout, "stderr": request.stderr}
+        return self._watch(
+            started(list(request.argv), "a worker", env=dict(request.env), pass_fds=request.inherit, **streams)
+        )
 
     def _claimed(self) -> Collection[int]:
         """Return children of this process that other code will reap."""
         return ()
 
-    def _watch(self, pid: int) -> None:
-        """Take charge of a child of this process."""
+    def _watch(self, child: Child) -> int:
+        """Take charge of a child; return its pid."""
         with self._lock:
-            try:
-                pidfd = os.pidfd_open(pid)
-            except OSError:  # too many files are open; a process that cannot be watched must not run
-                os.kill(pid, signal.SIGKILL)
-                _wait_for_child(pid)
-                raise
-            self._sessions.add(pid)
-            self._running[pid] = pidfd
-            self._selector.register(pidfd, selectors.EVENT_READ, pid)
+            self._sessions.add(child.pid)
+            self._running[child.pid] = child
+            self._selector.register(child, selectors.EVENT_READ, child)
         self._wake_out.send(b"x")
+        return child.pid
 
     def signal(self, pid: int, number: int) -> None:
         """Signal a process, if it has not been reaped."""
         with self._lock:
             if pid in self._running:
-                signal.pidfd_send_signal(self._running[pid], number)
+                self._running[pid].signal(number)
 
     def signal_group(self, pid: int, number: int) -> None:
         """Signal a process and the rest of its process group, if it has not been reaped."""
@@ -132,10 +117,9 @@ class ExecProcesses:
         self._closed = True
         self._wake_out.send(b"x")
         self._thread.join(10)
-        for pid, pidfd in self._running.items():
-            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-            _wait_for_child(pid)
-            os.close(pidfd)
+        for child in self._running.values():
+            child.signal(signal.SIGKILL)
+            child.reap()
         self._selector.close()
         self._wake_in.close()
         self._wake_out.close()
@@ -147,12 +131,12 @@ class ExecProcesses:
                 if key.data is None:
                     self._wake_in.recv(4096)
                     continue
+                child: Child = key.data
                 with self._lock:
-                    pidfd = self._running.pop(key.data)
-                    self._selector.unregister(pidfd)
-                    os.close(pidfd)
-                    code = _wait_for_child(key.data)
-                self._on_exit(key.data, code)
+                    del self._running[child.pid]
+                    self._selector.unregister(child)
+                    child.reap()
+                self._on_exit(child.pid, UNKNOWN if child.exit_code is None else child.exit_code)
             if time.monotonic() >= swept + SWEEP_EVERY:
                 swept = time.monotonic()
                 with self._lock, suppress(OSError):  # no descriptor is left: retried next time
@@ -165,13 +149,6 @@ class ExecProcesses:
         for pid in dead & self._unclaimed:
             reap(pid)
         self._unclaimed = dead - self._unclaimed
-
-
-def _wait_for_child(pid: int) -> int:
-    try:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    except ChildProcessError:
-        return UNKNOWN  # other code in this process has already waited for it
 
 
 def heeds(pid: int, number: int) -> bool:
