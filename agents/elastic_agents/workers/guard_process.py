@@ -29,20 +29,8 @@ def watch(source: int) -> None:
             else:
                 return
     kill_sessions(sids)
-    for directory in directories:
-        _remove(directory)
+    if directories:
+        import shutil  # only now, as it takes long
 
-
-def _remove(directory: str) -> None:
-    """Remove a directory; the other guard process does so, too."""
-    for parent, inner, files in os.walk(directory, topdown=False):
-        for name in (*files, *inner):
-            path = os.path.join(parent, name)
-            try:
-                (os.rmdir if name in inner and not os.path.islink(path) else os.unlink)(path)
-            except OSError:
-                continue
-    try:
-        os.rmdir(directory)
-    except OSError:
-        return
+        for directory in directories:  # the other guard process does so, too
+            shutil.rmtree(directory, ignore_errors=True)
