@@ -10,15 +10,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from torch.distributed.elastic.agent.server.api import (
-    DEFAULT_ROLE,
-    ElasticAgent,
-    RunResult,
-    WorkerGroup,
-    WorkerState,
-)
+from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, ElasticAgent, RunResult, WorkerGroup, WorkerState
 
 from elastic_agents import policy_types as v
+from elastic_agents import reporting
 from elastic_agents.console import Consoles
 from elastic_agents.departure import Departure
 from elastic_agents.drill import Drill, FaultReached
@@ -28,16 +23,6 @@ from elastic_agents.notices import Notice
 from elastic_agents.outcome import Outcome, result_of
 from elastic_agents.output_sinks import Kept
 from elastic_agents.policy import decide
-from elastic_agents.reporting import (
-    received,
-    report_ahead,
-    report_forwarded,
-    report_kept,
-    report_late,
-    report_lost_ahead,
-    report_opened,
-    report_order,
-)
 from elastic_agents.snapshots.durable_state import DurableState
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
 from elastic_agents.workers.control import Control, HungUp, ScriptEnded, Straggles, loss_in
@@ -54,16 +39,8 @@ from elastic_launch.clock import Clock, MonotonicClock
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.contract import Copied, Copying, Save, SlowRank
 from elastic_launch.errors import EndpointError, ExitCode
+from elastic_launch.events import types as ev
 from elastic_launch.events.sentences import ending
-from elastic_launch.events.types import (
-    CheckpointSaved,
-    EventSink,
-    LinkChanged,
-    NodeEnded,
-    StragglerFound,
-    WorkerAhead,
-    WorkerExited,
-)
 from elastic_launch.observe.present import Present
 from elastic_launch.rendezvous.backends.c10d import Backend
 from elastic_launch.rendezvous.node.failure_detector import CutOff
@@ -118,7 +95,7 @@ class LocalElasticAgent(ElasticAgent):
         self,
         config: LaunchConfig,
         backend: Backend,
-        events: EventSink,
+        events: ev.EventSink,
         files: Writer,
         consoles: Consoles,
         *,
@@ -251,7 +228,7 @@ class LocalElasticAgent(ElasticAgent):
                 self._react(self._inbox.take())
                 self._hangs.follow(self._advancing())
         assert self._outcome is not None
-        self._events.emit(NodeEnded(self._outcome.code, self._outcome.cause))
+        self._events.emit(ev.NodeEnded(self._outcome.code, self._outcome.cause))
         self._of_run_file(partial(self._run_file.end, self._outcome.code, self._outcome.cause))
         error_files = {rank: logs.kept_error or logs.error_file for rank, logs in self._starts.logs.items()}
         failure = self._outcome.failure
@@ -273,7 +250,7 @@ class LocalElasticAgent(ElasticAgent):
             number, error = self._view.round, f"{copied.error} {copied.hint}".strip()
             if copied.path:
                 self._saves.copied(copied)
-                self._events.emit(CheckpointSaved(number, copied.step, copied.path))
+                self._events.emit(ev.CheckpointSaved(number, copied.step, copied.path))
             asked = self._control.answers(copied.step)
             self._membership.report(m.Saved(number, copied.step, "" if copied.path else error, asked))
         told = copied is not None and self._control.tell_copied(copied)
@@ -354,10 +331,10 @@ class LocalElasticAgent(ElasticAgent):
                 self._hangs.linked()
                 assert self._run_address is not None
                 self._of_run_file(partial(self._run_file.write, replace(self._run_address, leader=leader)))
-                self._events.emit(LinkChanged(up=True, cause="hello accepted"))
+                self._events.emit(ev.LinkChanged(up=True, cause="hello accepted"))
             case LinkDown(reason=reason) | CutOff(reason=reason):
                 self._member = self._member and isinstance(item, CutOff)
-                self._events.emit(LinkChanged(up=False, cause=reason))
+                self._events.emit(ev.LinkChanged(up=False, cause=reason))
                 return item
             case FaultReached(due=due):
                 if self._drill.reached(item):
@@ -409,10 +386,10 @@ class LocalElasticAgent(ElasticAgent):
                 if number == self._view.round:
                     self._saves.reported(step, error)
                     if not error:
-                        self._events.emit(CheckpointSaved(number, step, ""))
+                        self._events.emit(ev.CheckpointSaved(number, step, ""))
                 self._membership.report(item)
             case SignalCaught(number=number) if number in self._config.signals.forward:
-                report_forwarded(number, self._workers.forward(number))
+                reporting.forwarded(number, self._workers.forward(number))
             case SignalCaught(number=number):
                 return self._departure.by_signal(number, self._view)
             case v.WorkerDrained(step=step):
@@ -433,7 +410,7 @@ class LocalElasticAgent(ElasticAgent):
 
     def _straggles(self, number: int, slow: SlowRank) -> None:
         if number == self._formed.number and (node := self._formed.node_of(slow.rank)):
-            event = StragglerFound(number, slow.rank, node, slow.phase, slow.ratio)
+            event = ev.StragglerFound(number, slow.rank, node, slow.phase, slow.ratio)
             self._events.emit(event)
             _log.warning("%s", event.line())
 
@@ -492,10 +469,10 @@ class LocalElasticAgent(ElasticAgent):
         where = ",".join(map(str, config.endpoints)) or endpoint
         # Written only once the run has accepted this node: before, the file may belong to other nodes.
         self._run_address = RunAddress(config.run_id, config.backend, where, config.node_id)
-        report_opened(config, hosting=hosting, endpoint=endpoint, address=address)
+        reporting.opened(config, hosting=hosting, endpoint=endpoint, address=address)
 
     def _ordered(self, order: m.Form | m.Drain | m.Break | m.Evicted | m.RunEnd) -> None:
-        event = received(order, self._view.round, self._config.node_id)
+        event = reporting.received(order, self._view.round, self._config.node_id)
         self._events.emit(event)
         if isinstance(order, m.RunEnd):
             self.restarts, self._failure = max(self.restarts, order.restarts), order.failure
@@ -504,7 +481,7 @@ class LocalElasticAgent(ElasticAgent):
         if isinstance(order, m.Form):
             self.restarts, self.max_restarts = order.restarts, order.max_restarts
         if not self._hosting:  # on the host, the leader's own events already report it
-            report_order(order, event.round, event.cause)
+            reporting.ordered(order, event.round, event.cause)
 
     def _exited(self, pid: int, exit_code: int) -> v.Event | None:
         reaped = self._workers.reap(pid, exit_code)
@@ -518,7 +495,7 @@ class LocalElasticAgent(ElasticAgent):
         drained = where.local_rank in self._view.drained
         stopped = self._view.phase in (v.Phase.STOPPING, v.Phase.DRAINING) or drained or not takes_part
         self._events.emit(
-            WorkerExited(reaped.round, where.rank, where.local_rank, pid, exit_code, round(reaped.ran, 3), stopped)
+            ev.WorkerExited(reaped.round, where.rank, where.local_rank, pid, exit_code, round(reaped.ran, 3), stopped)
         )
         if not takes_part:
             if where.local_rank in self._view.suspended:
@@ -538,14 +515,14 @@ class LocalElasticAgent(ElasticAgent):
     def _exited_ahead(self, reaped: Reaped) -> v.AheadGone:
         local_rank, code, ahead = reaped.placement.local_rank, reaped.exit_code, self._view.ahead
         stopped = local_rank not in ahead.coming | ahead.waiting
-        self._events.emit(WorkerExited(0, -1, local_rank, reaped.pid, code, round(reaped.ran, 3), stopped))
+        self._events.emit(ev.WorkerExited(0, -1, local_rank, reaped.pid, code, round(reaped.ran, 3), stopped))
         return v.AheadGone(local_rank, code)
 
     def _came(self, local_rank: int) -> None:
         """A worker that was started ahead has come to its first use of the world."""
         if (age := self._workers.age_of(local_rank)) is not None:
             pid, took = age
-            self._events.emit(WorkerAhead(local_rank, pid, round(took, 3)))
+            self._events.emit(ev.WorkerAhead(local_rank, pid, round(took, 3)))
             text = "local rank %d (pid %d), started ahead, is ready for a round after %.1f s"
             _log.info(text, local_rank, pid, took)
             self._start_timer.ahead(took)
@@ -586,14 +563,14 @@ class LocalElasticAgent(ElasticAgent):
             case v.GivePlace(local_rank=local_rank):
                 self._starts.give(local_rank)
             case v.StartAhead(local_ranks=local_ranks):
-                report_ahead(local_ranks, self._start_timer.seen)
+                reporting.ahead(local_ranks, self._start_timer.seen)
                 self._starts.start_ahead(local_ranks, self.restarts)
             case v.KillAhead(local_ranks=local_ranks):
                 self._starts.kill_ahead(local_ranks)
             case v.ReportAheadGone(local_rank=local_rank, next=following):
                 if reaped := self._workers.reaped(local_rank):
                     failure = self._workers.failure(local_rank, self._control.step_timer)
-                    report_lost_ahead(reaped, failure, following)
+                    reporting.lost_ahead(reaped, failure, following)
             case v.Suspend(round=number, cause=cause, local_ranks=local_ranks):
                 self._workers.suspends(local_ranks)
                 self._control.suspend(number, local_ranks, cause)
@@ -648,7 +625,7 @@ class LocalElasticAgent(ElasticAgent):
         if failure := self._workers.failure(reaped.placement.local_rank, self._control.step_timer):
             if not failure.supposed:
                 self._local_failures[failure.rank] = reaped
-            report_late(failure)
+            reporting.late(failure)
             self._membership.report(m.Failed(failure.round, failure))
 
     def _suspension(self) -> float:
@@ -744,7 +721,7 @@ class LocalElasticAgent(ElasticAgent):
         sources = form.sources if self._rank == 0 else ()
         self._snapshot_store.fetch(sources, self._transfer_key(), self._control.tell_fetched)
         self._control.writer = placed[0].local_rank
-        report_kept(start, len(new), self._config.nproc - len(placed))
+        reporting.kept(start, len(new), self._config.nproc - len(placed))
         self._starts.begin(start, placed, new)
 
     def _cannot_start(self, cause: str, left: Collection[int], error: Exception) -> None:

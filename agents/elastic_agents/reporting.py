@@ -13,16 +13,7 @@ from elastic_launch.events.sentences import ending
 from elastic_launch.events.types import OrderReceived, counted
 from elastic_launch.rendezvous.wire import messages as m
 
-__all__ = [
-    "received",
-    "report_ahead",
-    "report_forwarded",
-    "report_kept",
-    "report_late",
-    "report_lost_ahead",
-    "report_opened",
-    "report_order",
-]
+__all__ = ["ahead", "forwarded", "kept", "late", "lost_ahead", "opened", "ordered", "received"]
 
 _log = logging.getLogger("elastic_launch.agent")
 
@@ -33,7 +24,7 @@ _spared: set[int] = set()
 """Signals already reported as not forwarded to some workers."""
 
 
-def report_opened(config: LaunchConfig, *, hosting: bool, endpoint: str, address: str) -> None:
+def opened(config: LaunchConfig, *, hosting: bool, endpoint: str, address: str) -> None:
     """Print this node's role and endpoint and, on the host, how to start the other nodes."""
     if hosting and config.announce:
         options = [f"--nnodes {config.limits.min_nodes}:{config.limits.max_nodes} --nproc {config.nproc}"]
@@ -48,7 +39,7 @@ def report_opened(config: LaunchConfig, *, hosting: bool, endpoint: str, address
         _log.info("node %s (%s) %s at %s", config.node_id, address, role, endpoint)
 
 
-def report_forwarded(number: int, spared: list[int]) -> None:
+def forwarded(number: int, spared: list[int]) -> None:
     """Print, once for each signal, the ranks that it was not forwarded to."""
     name = signal.Signals(number).name
     _log.debug("%s passed on to the workers", name)
@@ -58,7 +49,7 @@ def report_forwarded(number: int, spared: list[int]) -> None:
         _log.warning("%s is kept from rank %s, which has no handler and would end by it (said once)", name, ranks)
 
 
-def report_kept(start: StartWorkers, started: int, missing: int) -> None:
+def kept(start: StartWorkers, started: int, missing: int) -> None:
     """Print how many of this node's workers in a round are not started with it.
 
     Args:
@@ -72,7 +63,7 @@ def report_kept(start: StartWorkers, started: int, missing: int) -> None:
         _log.info("round %d: %s kept, %d started%s", number, counted(kept, "worker"), started, more)
 
 
-def report_ahead(local_ranks: frozenset[int], seconds: float | None) -> None:
+def ahead(local_ranks: frozenset[int], seconds: float | None) -> None:
     """Print that workers start ahead of a place in a round.
 
     Args:
@@ -83,7 +74,7 @@ def report_ahead(local_ranks: frozenset[int], seconds: float | None) -> None:
     _log.info("%s (local rank %s) started ahead of a round%s: the others do not wait", workers, ranks, about)
 
 
-def report_lost_ahead(reaped: Reaped, failure: m.Failure | None, following: str) -> None:
+def lost_ahead(reaped: Reaped, failure: m.Failure | None, following: str) -> None:
     """Print that a worker that was started ahead has ended before it had a place in a round."""
     why = ending(reaped.exit_code) if failure is None else failure.message
     _log.warning(
@@ -95,7 +86,7 @@ def report_lost_ahead(reaped: Reaped, failure: m.Failure | None, following: str)
     )
 
 
-def report_late(failure: m.Failure) -> None:
+def late(failure: m.Failure) -> None:
     """Print that a stopped worker had failed before, or may have."""
     text = "rank %d (pid %d) had failed before it was stopped: %s"
     if failure.supposed:
@@ -118,7 +109,7 @@ def received(order: MemberOrder, present: int, node_id: str) -> OrderReceived:
     return OrderReceived(kind, number, order.term, cause, why, workers)
 
 
-def report_order(order: MemberOrder, number: int, cause: str) -> None:
+def ordered(order: MemberOrder, number: int, cause: str) -> None:
     """Print what the leader has ordered; the end of the run is reported by the summary.
 
     Args:

@@ -15,14 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from elastic_launch.events.types import (
-    Event,
-    OrderReceived,
-    WorkerExited,
-    WorkerKept,
-    WorkerPlaced,
-    WorkerStarted,
-)
+from elastic_launch.events.types import Event, OrderReceived, WorkerExited, WorkerKept, WorkerPlaced, WorkerStarted
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult

@@ -21,13 +21,7 @@ from elastic_agents.probes.http_server import HttpServer, Request, Responder, Re
 from elastic_launch.config.launch_config import Endpoint, LaunchConfig
 from elastic_launch.errors import EndpointError
 from elastic_launch.observe.present import Present
-from elastic_launch.rendezvous.wire.addresses import (
-    early_address,
-    full_host_name,
-    listen,
-    listen_anywhere,
-    try_listen,
-)
+from elastic_launch.rendezvous.wire.addresses import early_address, full_host_name, listen, listen_anywhere, try_listen
 
 __all__ = ["Health", "Page", "health_listener", "own_names", "page_listener"]
 

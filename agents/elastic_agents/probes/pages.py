@@ -15,22 +15,12 @@ from elastic_agents.probes.http_server import Response
 from elastic_agents.probes.roster import Answer, Roster
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.events.types import Event
+from elastic_launch.observe import page
 from elastic_launch.observe.chronicle import Chronicle
 from elastic_launch.observe.history import History
 from elastic_launch.observe.ledger import Ledger
 from elastic_launch.observe.live import LiveLedger
 from elastic_launch.observe.metrics import CONTENT_TYPE, NodeMetrics
-from elastic_launch.observe.page import (
-    LOOK_EVERY,
-    MOST,
-    charts_section,
-    live_page,
-    now_section,
-    rank_options,
-    roster_section,
-    sections,
-    summary_section,
-)
 from elastic_launch.observe.present import Present
 from elastic_launch.observe.reading import Host
 from elastic_launch.observe.watch import Watch, span
@@ -73,7 +63,7 @@ def node_pages(
     silent = NOTED * config.timing.beat_among(config.limits.max_nodes)
 
     def show_page(present: Present, query: str = "") -> Response:
-        return Response(200, live_page(config.run_id, config.node_id).encode(), "text/html; charset=utf-8")
+        return Response(200, page.live_page(config.run_id, config.node_id).encode(), "text/html; charset=utf-8")
 
     drawn: list[tuple[float, Response]] = []  # the last one, and when
 
@@ -92,9 +82,9 @@ def node_pages(
 
     def redrawn(present: Present) -> Response:
         # One event, after which the browser asks again: so a reader that is slow, or stays, holds nothing here.
-        found = {"now": now_section(watch.figures(present), watch.doing(present))}
-        found |= ledger.drawn(draw, present.step) | {"rank": rank_options(present.ranks)} | nodes()
-        return Response(200, f"retry: {LOOK_EVERY}\ndata: {json.dumps(found)}\n\n".encode(), "text/event-stream")
+        found = {"now": page.now_section(watch.figures(present), watch.doing(present))}
+        found |= ledger.drawn(draw, present.step) | {"rank": page.rank_options(present.ranks)} | nodes()
+        return Response(200, f"retry: {page.LOOK_EVERY}\ndata: {json.dumps(found)}\n\n".encode(), "text/event-stream")
 
     def nodes() -> dict[str, str]:
         answer = roster.look() or Answer()
@@ -103,29 +93,33 @@ def node_pages(
         old = span(age) if answer.status is not None and (answer.problem or age > OLD) else ""
         of = answer.at, answer.problem, old
         return again(
-            "nodes", of, now, math.inf, lambda: {"nodes": roster_section(answer.status, old, answer.problem, silent)}
+            "nodes",
+            of,
+            now,
+            math.inf,
+            lambda: {"nodes": page.roster_section(answer.status, old, answer.problem, silent)},
         )
 
     def draw(chronicle: Chronicle, told: Sequence[tuple[float, Event]], found: Ledger) -> dict[str, str]:
-        if len(chronicle.rounds) > MOST:
+        if len(chronicle.rounds) > page.MOST:
             chronicle = copy.copy(chronicle)
-            chronicle.rounds = dict(sorted(chronicle.rounds.items())[-MOST:])
+            chronicle.rounds = dict(sorted(chronicle.rounds.items())[-page.MOST :])
             chronicle.since = next((x.formed for x in chronicle.rounds.values() if x.formed is not None), None)
         host = Host(config.node_id, chronicle, (), tuple(told))
-        found = replace(found, incidents=found.incidents[-MOST:])
+        found = replace(found, incidents=found.incidents[-page.MOST :])
         samples, until = history.samples(), chronicle.until
         charts = again(
             "charts",
             ledger.events,
             until,
             STILL,
-            lambda: {"charts": charts_section(samples, host, found.incidents)},
+            lambda: {"charts": page.charts_section(samples, host, found.incidents)},
         )
         # An incident that lasts grows; a round does too, but slowly beside what is drawn already.
         lasts = bool(found.incidents) and not found.incidents[-1].recovered
         most = 0.0 if lasts else max(STILL, SEEN * (until - (chronicle.since or 0.0)))
-        rounds = again("rounds", ledger.events, until, most, lambda: sections(host, found))
-        return {**charts, **rounds, "summary": summary_section(host, found)}
+        rounds = again("rounds", ledger.events, until, most, lambda: page.sections(host, found))
+        return {**charts, **rounds, "summary": page.summary_section(host, found)}
 
     def show_metrics(present: Present, query: str = "") -> Response:
         leads, goodput = ledger.goodput(present.step)

@@ -19,15 +19,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
+from elastic_agents import policy_types as v
 from elastic_agents.drill import FaultReached
-from elastic_agents.policy_types import (
-    WorkerAhead,
-    WorkerDisconnected,
-    WorkerDrained,
-    WorkerReady,
-    WorkerStopping,
-    WorkerSuspended,
-)
 from elastic_agents.snapshots.durable_state import SAVES_ITSELF
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
 from elastic_agents.step_events import StepEvents
@@ -77,12 +70,12 @@ SPARE_PEERS = 16
 """Connections at once in addition to these."""
 
 Said = (
-    WorkerReady
-    | WorkerDrained
-    | WorkerStopping
-    | WorkerDisconnected
-    | WorkerSuspended
-    | WorkerAhead
+    v.WorkerReady
+    | v.WorkerDrained
+    | v.WorkerStopping
+    | v.WorkerDisconnected
+    | v.WorkerSuspended
+    | v.WorkerAhead
     | Saved
     | ScriptEnded
     | HungUp
@@ -402,7 +395,7 @@ class Control:
             if number or peer.waits or not isinstance(message, c.Ahead):
                 raise ProtocolError(f"{type(message).__name__} was sent in round {number}.")
             peer.waits = True
-            self._say(WorkerAhead(local_rank))
+            self._say(v.WorkerAhead(local_rank))
             return
         match message:
             case c.Ready(step=step, live=live, restore_s=restore_s, drains=drains, rehearses=rehearses):
@@ -413,7 +406,7 @@ class Control:
                 self.step_timer.begin(number, step, self._clock.now(), message.total)
                 if drains:
                     live = live and self._patience_s > 0
-                    self._say(WorkerReady(number, local_rank, live, restore_s, rehearses))
+                    self._say(v.WorkerReady(number, local_rank, live, restore_s, rehearses))
             case c.StepDone(step=step):
                 # The time of the step itself, if known: this thread may learn of it later, together with further steps.
                 reached = self._reached()
@@ -431,18 +424,18 @@ class Control:
                 self._say(Saved(number, step, error, self.answers(step)))
             case c.Drained(step=step, seconds=seconds):
                 self.step_timer.saved(seconds)
-                self._say(WorkerDrained(number, local_rank, step))
+                self._say(v.WorkerDrained(number, local_rank, step))
                 self._send(peer, c.Noted())
             case c.Stopping(step=step):
-                self._say(WorkerStopping(number, local_rank, step))
+                self._say(v.WorkerStopping(number, local_rank, step))
             case c.SlowRank():
                 self._say(Straggles(number, message))
             case c.Disconnected(error=error):
-                self._say(WorkerDisconnected(number, local_rank, error))
+                self._say(v.WorkerDisconnected(number, local_rank, error))
             case c.Suspended():
                 self._end(peer, number)
                 peer.waits = True
-                self._say(WorkerSuspended(number, local_rank))
+                self._say(v.WorkerSuspended(number, local_rank))
 
     def _order_fault(self, sock: socket.socket, strikes: bool) -> None:
         with self._lock:

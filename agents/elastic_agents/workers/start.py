@@ -14,14 +14,7 @@ from elastic_agents.policy_types import AheadGone, AheadOver, StartWorkers
 from elastic_agents.workers.control import Control
 from elastic_agents.workers.logs import LogPlaces, WorkerLogs
 from elastic_agents.workers.logs_specs import LogsSpecsFailed
-from elastic_agents.workers.placement import (
-    AHEAD,
-    arguments,
-    environment,
-    environment_ahead,
-    place_of,
-    unplaced,
-)
+from elastic_agents.workers.placement import AHEAD, arguments, environment, environment_ahead, place_of, unplaced
 from elastic_agents.workers.processes import ExecProcesses
 from elastic_agents.workers.round_workers import RoundWorkers
 from elastic_launch.clock import Clock
