@@ -69,20 +69,6 @@ PEERS_PER_WORKER = 4
 SPARE_PEERS = 16
 """Connections at once in addition to these."""
 
-Said = (
-    v.WorkerReady
-    | v.WorkerDrained
-    | v.WorkerStopping
-    | v.WorkerDisconnected
-    | v.WorkerSuspended
-    | v.WorkerAhead
-    | Saved
-    | ScriptEnded
-    | HungUp
-    | FaultReached
-    | Straggles
-)
-
 
 @dataclass(slots=True)
 class _Peer:
@@ -109,7 +95,7 @@ class Control:
 
     Args:
         snapshot_store: holds the node's snapshots.
-        say: called from that thread; must not block.
+        say: puts what a worker has reported into the agent's inbox; must not block.
         events: records what the workers report about their steps.
         workers: how many workers this node has.
         patience_s: seconds for which a worker that lost its connection to another rank waits for an order; 0 if no
@@ -126,7 +112,7 @@ class Control:
         self,
         clock: Clock,
         snapshot_store: SnapshotStore,
-        say: Callable[[Said], None],
+        say: Callable[[object], None],
         events: EventSink,
         workers: int,
         patience_s: float = 0.0,
