@@ -191,16 +191,7 @@ class LocalElasticAgent(ElasticAgent):
         self._departure = Departure(
             self._config, self._clock, self._control.step_timer, self._events, self._inbox.put_later
         )
-        self._workers = RoundWorkers(
-            self._config.node_id,
-            processes,
-            pump,
-            guard,
-            self._clock,
-            self._files,
-            only_crashes=self._config.torchrun,
-            fatal_codes=self._config.fatal_exit_codes,
-        )
+        self._workers = RoundWorkers(self._config, processes, pump, guard, self._clock, self._files)
         self._starts = WorkerStarts(
             self._config,
             self._env,

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import spawn
 from types import FrameType
@@ -37,6 +37,7 @@ MARGIN = 10.0
 NAME = "the agent's process"
 
 
+@dataclass(frozen=True, slots=True)
 class Ended:
     """How an agent's process has ended.
 
@@ -47,11 +48,10 @@ class Ended:
         pid: of the process.
     """
 
-    def __init__(self, report: dict[str, Any], number: int, exit_code: int | None, pid: int) -> None:
-        self.report = report
-        self.signal = number
-        self.exit_code = exit_code
-        self.pid = pid
+    report: dict[str, Any]
+    signal: int
+    exit_code: int | None
+    pid: int
 
 
 def run_agent(config: LaunchConfig, forked: ForkedCall | None = None) -> Ended:

@@ -23,6 +23,7 @@ from elastic_agents.workers.sessions import empty_sessions, kill_sessions, reap_
 from elastic_agents.workers.stuck import StuckDetector
 from elastic_agents.workers.watchdog import TimerExpired
 from elastic_launch.clock import Clock
+from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.contract import Placement
 from elastic_launch.error_file import ErrorFile, read_error_file
 from elastic_launch.events.sentences import ending
@@ -91,26 +92,19 @@ class RoundWorkers:
     It owns newcomers, too, which have no place in a round yet. What is done to all workers spares these.
 
     Args:
-        node_id: for failure reports.
         files: reads and copies the files that workers leave, which may hang.
-        only_crashes, fatal_codes: see :func:`~elastic_agents.workers.failures.report`.
     """
 
     def __init__(
         self,
-        node_id: str,
+        config: LaunchConfig,
         processes: ExecProcesses,
         pump: OutputPump,
         guard: Guard,
         clock: Clock,
         files: Writer,
-        *,
-        only_crashes: bool = False,
-        fatal_codes: Collection[int] = (),
     ) -> None:
-        self._node_id = node_id
-        self._only_crashes = only_crashes
-        self._fatal_codes = fatal_codes
+        self._config = config
         self._files = files
         self._processes = processes
         self._pump = pump
@@ -275,8 +269,8 @@ class RoundWorkers:
             ago=now - failed,
             error=error,
             stderr=lines,
-            only_crashes=self._only_crashes,
-            fatal_codes=self._fatal_codes,
+            only_crashes=self._config.torchrun,
+            fatal_codes=self._config.fatal_exit_codes,
             stopped=worker.stopped is not None,
             out_of_memory=reaped.exit_code == -signal.SIGKILL and self._memory.risen(),
             supposed=supposed,
@@ -293,7 +287,7 @@ class RoundWorkers:
     def _about(self, worker: _Worker, failed: float, step_timer: StepTimer) -> Failure:
         steps = step_timer.of_round(worker.round)
         return about(
-            self._node_id,
+            self._config.node_id,
             worker.round,
             worker.placement,
             worker.pid,
