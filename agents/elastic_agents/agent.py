@@ -29,7 +29,7 @@ from elastic_agents.workers.control import Control, HungUp, ScriptEnded, Straggl
 from elastic_agents.workers.guard import Guard
 from elastic_agents.workers.logs import LogPlaces
 from elastic_agents.workers.output import OutputPump
-from elastic_agents.workers.placement import group_of, place, placements, shared_environment
+from elastic_agents.workers.placement import group_of, place, shared_environment
 from elastic_agents.workers.processes import ExecProcesses, OnExit
 from elastic_agents.workers.round_workers import Reaped, RoundWorkers
 from elastic_agents.workers.start import StartTimer, WorkerStarts, while_scarce
@@ -696,8 +696,8 @@ class LocalElasticAgent(ElasticAgent):
         assert self._store is not None
         form = start.form
         self._formed = form.round
-        self._rank = place(self._group, form.round, self._config)
-        placed = placements(self._group)
+        placed = place(self._group, form.round, self._config)
+        self._rank = placed[0].group_rank
         new = self._starts.prepare(start, placed)
         self._local_failures.clear()
         self._saves.begin()

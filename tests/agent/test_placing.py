@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import HashStore
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerGroup, WorkerSpec
 
-from elastic_agents.workers.placement import environment, environment_ahead, place, place_of, placements, unplaced
+from elastic_agents.workers.placement import environment, environment_ahead, place, place_of, unplaced
 from elastic_launch.config.launch_config import Command, LaunchConfig
 from elastic_launch.config.torch_options import TorchOptions
 from elastic_launch.contract import ENV_AHEAD, ENV_ROUND, ENV_SOCKET, UNPLACED, round_environment
@@ -42,8 +42,8 @@ def test_ranks_within_roles_are_torchs(roles: str) -> None:
     ours = []
     for member in members:
         group = WorkerGroup(spec_of(member))
-        place(group, Round(1, tuple(members)), replace(config, node_id=member.node_id))
-        ours.append([(x.rank, x.world_size, x.role_rank, x.role_world_size) for x in placements(group)])
+        found = place(group, Round(1, tuple(members)), replace(config, node_id=member.node_id))
+        ours.append([(x.rank, x.world_size, x.role_rank, x.role_world_size) for x in found])
     assert ours == torchs(members)
 
 
@@ -52,13 +52,13 @@ def test_a_node_may_take_part_with_some_of_its_workers() -> None:
     config = LaunchConfig(Command(("x",), ("x",)), nproc=4)
     members = (Member("first", "i", 2, "host", 1), Member(config.node_id, "i", 2, "host", 1, slots=(1, 3)))
     group = WorkerGroup(replace(spec_of(members[1]), local_world_size=4))
-    assert place(group, Round(1, members), config) == 1
+    found = place(group, Round(1, members), config)
+    assert (group.group_rank, group.group_world_size, group.master_addr) == (1, 2, "host")
     assert [x.global_rank for x in group.workers] == [-1, 2, -1, 3]
-    found = placements(group)
     assert [(x.rank, x.local_rank, x.role_rank, x.first_on_node) for x in found] == [(2, 1, 2, True), (3, 3, 3, False)]
     assert {(x.world_size, x.local_world_size, x.role_world_size) for x in found} == {(4, 2, 4)}
-    place(group, Round(2, (members[0], replace(members[1], workers=4, slots=()))), config)
-    assert [(x.rank, x.local_rank) for x in placements(group)] == [(2, 0), (3, 1), (4, 2), (5, 3)]
+    found = place(group, Round(2, (members[0], replace(members[1], workers=4, slots=()))), config)
+    assert [(x.rank, x.local_rank) for x in found] == [(2, 0), (3, 1), (4, 2), (5, 3)]
 
 
 @pytest.mark.parametrize("virtual", [False, True])
@@ -79,8 +79,7 @@ def test_a_kept_worker_gets_the_variables_that_a_new_one_gets(virtual: bool) -> 
     members = tuple(Member(name, "i", 2, "host", 1) for name in ("first", config.node_id))
     group = WorkerGroup(spec_of(members[1]))
     form = m.Form(1, Round(3, members), 2, "rank 0\0 crashed", max_restarts=5)
-    place(group, form.round, config)
-    placement = placements(group)[1]
+    placement = place(group, form.round, config)[1]
     shared = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "CUDA_VISIBLE_DEVICES": "4,5"}
     new = environment(config, shared, form, placement, error_file="", socket="")
     told = place_of(config, form, placement)

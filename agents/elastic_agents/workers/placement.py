@@ -30,7 +30,6 @@ __all__ = [
     "group_of",
     "place",
     "place_of",
-    "placements",
     "shared_environment",
     "unplaced",
 ]
@@ -61,8 +60,8 @@ def group_of(config: LaunchConfig, handler: RendezvousHandler) -> WorkerGroup:
     return WorkerGroup(spec)
 
 
-def place(group: WorkerGroup, formed: Round, config: LaunchConfig) -> int:
-    """Assign a round's ranks to a group's workers, and return the node's rank among the members.
+def place(group: WorkerGroup, formed: Round, config: LaunchConfig) -> list[Placement]:
+    """Assign a round's ranks to a group's workers, and return the placements of those in the round, by local rank.
 
     Workers that have no part in the round get the rank -1.
     """
@@ -71,44 +70,35 @@ def place(group: WorkerGroup, formed: Round, config: LaunchConfig) -> int:
     master_addr, master_port = first_member.address, first_member.store_port
     if config.kind.fixed_ranks and config.endpoint is not None:
         master_addr, master_port = config.endpoint.host, config.endpoint.port
-    # torch annotates none of these beyond their initial None.
-    values = {
-        "group_rank": me,
-        "group_world_size": len(formed.members),
-        "master_addr": config.options.master_addr or master_addr,
-        "master_port": config.options.master_port or master_port,
-    }
-    for name, value in values.items():
-        setattr(group, name, value)
+    master_addr, master_port = config.options.master_addr or master_addr, config.options.master_port or master_port
     role = formed.members[me].role
     of_role = sum(member.workers for member in formed.members if member.role == role)
-    ranks = {ranks.local_rank: ranks for ranks in formed.ranks_of(me)}
-    for worker in group.workers:
-        mine = ranks.get(worker.local_rank)
-        worker.global_rank, worker.role_rank = (-1, -1) if mine is None else (mine.rank, mine.role_rank)
-        worker.world_size, worker.role_world_size = formed.world_size, of_role
-    return me
-
-
-def placements(group: WorkerGroup) -> list[Placement]:
-    """Return the placements of those of a group's workers that are in the round, by local rank."""
-    workers = [worker for worker in group.workers if worker.global_rank >= 0]
-    return [
+    mine = formed.ranks_of(me)
+    placed = [
         Placement(
-            rank=worker.global_rank,
-            local_rank=worker.local_rank,
-            group_rank=int(group.group_rank),  # type: ignore[call-overload]
-            world_size=worker.world_size,
-            local_world_size=len(workers),
-            group_world_size=int(group.group_world_size),  # type: ignore[call-overload]
-            master_addr=str(group.master_addr),
-            master_port=int(group.master_port),  # type: ignore[call-overload]
-            role_rank=worker.role_rank,
-            role_world_size=worker.role_world_size,
-            first_on_node=worker is workers[0],
+            rank=ranks.rank,
+            local_rank=ranks.local_rank,
+            group_rank=me,
+            world_size=formed.world_size,
+            local_world_size=len(mine),
+            group_world_size=len(formed.members),
+            master_addr=master_addr,
+            master_port=master_port,
+            role_rank=ranks.role_rank,
+            role_world_size=of_role,
+            first_on_node=ranks is mine[0],
         )
-        for worker in workers
+        for ranks in mine
     ]
+    # torch annotates none of these beyond their initial None.
+    for name in ("group_rank", "group_world_size", "master_addr", "master_port"):
+        setattr(group, name, getattr(placed[0], name))
+    by_local_rank = {placement.local_rank: placement for placement in placed}
+    for worker in group.workers:
+        found = by_local_rank.get(worker.local_rank)
+        worker.global_rank, worker.role_rank = (-1, -1) if found is None else (found.rank, found.role_rank)
+        worker.world_size, worker.role_world_size = formed.world_size, of_role
+    return placed
 
 
 def unplaced(local_rank: int) -> Placement:
