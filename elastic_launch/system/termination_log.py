@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 __all__ = ["ENV_TERMINATION_LOG", "LIMIT", "termination_message", "write_termination_log"]
 
@@ -17,16 +17,13 @@ LIMIT = 4096
 """Bytes of a container's message that the kubelet reads."""
 
 
-def write_termination_log(
-    message: str, environ: Mapping[str, str] | None = None, *, unless_written: bool = False
-) -> None:
+def write_termination_log(message: str, *, unless_written: bool = False) -> None:
     """Write a message where Kubernetes reads it, if the file exists: Kubernetes creates it before the container starts.
 
     Args:
-        environ: the environment variables; None for those of this process.
         unless_written: do not overwrite an existing message.
     """
-    path = (os.environ if environ is None else environ).get(ENV_TERMINATION_LOG) or DEFAULT
+    path = os.environ.get(ENV_TERMINATION_LOG) or DEFAULT
     try:
         # Open first, then check: the path may be anything, such as a pipe without a reader.
         descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)

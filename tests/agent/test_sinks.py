@@ -522,10 +522,11 @@ def test_without_a_failure_the_last_words_are_the_end() -> None:
     assert failure_summary(94, "below the minimum", None) == "exit code 94: below the minimum\n"
 
 
-def test_the_termination_log_is_overwritten(tmp_path: Path) -> None:
+def test_the_termination_log_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "termination-log"
     path.write_text("something longer than what comes")
-    write_termination_log("short", {"ELASTIC_LAUNCH_TERMINATION_LOG": str(path)})
+    monkeypatch.setenv("ELASTIC_LAUNCH_TERMINATION_LOG", str(path))
+    write_termination_log("short")
     assert path.read_text() == "short"
 
 
@@ -534,11 +535,14 @@ def _missing(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [_missing, Path.mkdir, os.mkfifo])
-def test_only_a_regular_file_is_used_as_termination_log(make: Callable[[Path], None], tmp_path: Path) -> None:
+def test_only_a_regular_file_is_used_as_termination_log(
+    make: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "there"
     make(path)
     was = path.stat().st_mode if path.exists() else None
-    write_termination_log("x", {"ELASTIC_LAUNCH_TERMINATION_LOG": str(path)})
+    monkeypatch.setenv("ELASTIC_LAUNCH_TERMINATION_LOG", str(path))
+    write_termination_log("x")
     assert (path.stat().st_mode if path.exists() else None) == was
 
 
