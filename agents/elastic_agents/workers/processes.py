@@ -135,7 +135,7 @@ class ExecProcesses:
                 with self._lock:
                     del self._running[child.pid]
                     self._selector.unregister(child)
-                    child.reap()
+                child.reap()
                 self._on_exit(child.pid, UNKNOWN if child.exit_code is None else child.exit_code)
             if time.monotonic() >= swept + SWEEP_EVERY:
                 swept = time.monotonic()
