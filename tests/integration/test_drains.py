@@ -54,7 +54,6 @@ def trains(job: Job, world_size: int, after: int = 0) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.executed
 def test_workers_whose_local_ranks_are_all_0_are_distinguished(job: Job) -> None:
     agent = job.launch("--standalone", "--nproc", "2", "--virtual-local-rank", command=digits(job))
     number = trains(job, 2)

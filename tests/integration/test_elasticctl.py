@@ -111,7 +111,6 @@ def test_a_checkpoint_a_resize_and_a_drain_of_a_node_cost_no_step(job: Job) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.executed
 def test_a_run_that_is_drained_exits_with_143_everywhere_and_resumes_at_its_step(job: Job) -> None:
     nodes = [job.node(name, command=digits(job)) for name in "ab"]
     trains(job, 2)

@@ -60,7 +60,6 @@ def freeze_until_lost(job: Job, agent: Agent, number: int) -> tuple[list[int], f
 
 
 @pytest.mark.slow
-@pytest.mark.executed
 def test_a_node_that_freezes_comes_back_as_a_new_one(job: Job) -> None:
     host = node(job, "a", nnodes="1:2")
     host.says("hosts")

@@ -158,7 +158,6 @@ def test_a_copy_is_made_again_when_its_process_is_killed_and_never_seen_when_its
 
 
 @pytest.mark.slow
-@pytest.mark.executed
 def test_the_last_copy_is_made_by_another_node_when_its_agent_is_killed(job: Job, undisturbed: str) -> None:
     """Training is over then; only what the dead node was doing remains to be done."""
     checkpoints = job.directory / "checkpoints"

@@ -110,7 +110,6 @@ def test_all_members_leave_at_once_to_spares(job: Job, servers: list[Member], un
 
 
 @pytest.mark.slow
-@pytest.mark.executed
 def test_a_node_that_leaves_while_no_other_waits_does_not_stay(job: Job, servers: list[Member]) -> None:
     """The limit is an hour: reaching it would be noticed."""
     agent = Run(job, servers, "1").node("a", "--shutdown-timeout", "3600")

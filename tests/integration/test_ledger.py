@@ -94,7 +94,6 @@ def test_a_plain_script_gets_a_summary_without_steps(job: Job) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.executed
 def test_a_node_that_comes_before_the_end_waits_when_a_resize_would_not_pay(job: Job) -> None:
     """Its last steps take much longer than the earlier ones, so the rest seems short whenever the node comes."""
     gate = job.directory / "go-on"

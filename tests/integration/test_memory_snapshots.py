@@ -91,7 +91,6 @@ def test_a_node_that_joins_gets_the_state_from_the_others(job: Job, undisturbed:
 
 
 @pytest.mark.slow
-@pytest.mark.executed
 def test_a_run_that_fails_leaves_what_it_had_in_memory(job: Job, undisturbed: str) -> None:
     saving = ["--checkpoint", str(job.directory / "checkpoints"), "--every", "10000"]
     agent = job.launch("--standalone", "--nproc", "1", "--max-restarts", "0", command=digits(job, *saving))

@@ -12,7 +12,6 @@ from changes import Changes, ctl
 from harness import SCRIPTS, Job
 
 
-@pytest.mark.executed
 def test_a_drained_run_that_reports_its_state_as_saved_has_saved_it(job: Job, tmp_path: Path) -> None:
     checkpoints = tmp_path / "checkpoints"
     changes = Changes(job, "--checkpoint", str(checkpoints))

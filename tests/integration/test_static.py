@@ -25,7 +25,6 @@ def met(job: Job, number: int, ranks: int) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in paths]
 
 
-@pytest.mark.executed
 def test_ranks_and_master_are_those_that_were_given_and_a_restart_meets_there_again(job: Job) -> None:
     master = ["--master-addr", "localhost", "--master-port", str(job.port)]
     nodes = [start(job, rank, *master) for rank in (1, 0)]

@@ -57,7 +57,6 @@ def test_of_two_runs_that_save_to_one_directory_the_later_one_does(job: Job) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.executed
 def test_a_checkpoint_saved_before_another_run_took_the_directory_is_not_reported_as_saved(job: Job) -> None:
     directory = job.directory / "checkpoints"
     first = launch(job, "first")

@@ -225,7 +225,6 @@ def test_what_torch_itself_has_needs_no_rule(exact: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.executed
 def test_worlds_and_kills_leave_the_same_buffers(job: Job) -> None:
     script = [str(SCRIPTS / "buffers.py"), "--exact"]
     env = FaultPlan.fail_at(1, 5).environment()

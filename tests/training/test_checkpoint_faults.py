@@ -167,7 +167,6 @@ def test_another_training_is_refused_by_the_name_of_what_differs(
 
 
 @pytest.mark.slow
-@pytest.mark.executed
 def test_each_node_may_have_a_directory_of_its_own(job: Job, trained: tuple[Path, str]) -> None:
     """The same relative path means a different place on each node; nodes with a checkpoint give it to those without."""
     result = job.directory / "result.json"

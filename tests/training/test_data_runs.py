@@ -33,7 +33,6 @@ def test_a_thousand_million_samples_start_within_a_second(job: Job) -> None:
 
 
 @pytest.mark.slow  # test_function_loader has the same without workers
-@pytest.mark.executed
 def test_random_offsets_have_the_undisturbed_hash_through_three_kills(job: Job) -> None:
     options = ["--exact", "--steps", "60", "--result"]
     alone, killed = job.directory / "alone.json", job.directory / "killed.json"

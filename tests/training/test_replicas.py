@@ -82,7 +82,6 @@ def _alone(*flags: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.executed
 def test_a_bit_that_flips_on_one_rank_is_found_by_name_and_a_restart_cures_it(job: Job, tmp_path: Path) -> None:
     """In exact mode the weights are those of the undisturbed run."""
     flags = ["--exact", "--steps", "30"]

@@ -101,7 +101,6 @@ def test_an_existing_group_keeps_its_timeout(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
-@pytest.mark.executed
 def test_a_collective_that_a_rank_does_not_come_to_fails_after_the_timeout(job: Job) -> None:
     agent = job.launch("--standalone", "--nproc", "2", "--max-restarts", "0", command=[SETTINGS, "hang"])
     assert agent.wait(60) == 1, agent.output
