@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from harness import SCRIPTS, SLOWNESS, Agent, Job, wait_for
+from harness import SCRIPTS, Agent, Job, run_script, wait_for
 
 from elastic_launch.faults import FaultPlan
 
@@ -24,8 +24,7 @@ def undisturbed_hash(directory: Path, steps: int = STEPS, *options: str, script:
     if not options and known in _hashes:
         return _hashes[known]
     (directory / "hurry").touch()
-    command = [sys.executable, script, str(directory), "--steps", str(steps), *options]
-    subprocess.run(command, check=True, capture_output=True, timeout=100 * SLOWNESS)
+    run_script(script, str(directory), "--steps", str(steps), *options)
     found = str(json.loads((directory / "result.json").read_text())["hash"])
     if not options:
         _hashes[known] = found

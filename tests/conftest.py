@@ -20,7 +20,7 @@ from hypothesis.internal.conjecture import providers
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from harness import SLOWNESS, Job, forks, job_in
+from harness import SLOWNESS, Job, forks, job_in, share_forks
 
 # A shell without job control, or nohup, ignores these signals for background jobs; all child processes would, too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -128,6 +128,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)  # the terminal reporter must exist
 def pytest_configure(config: pytest.Config) -> None:
+    if getattr(config.option, "numprocesses", None):  # of pytest-xdist
+        share_forks()
     terminal = config.pluginmanager.get_plugin("terminalreporter")
     if isinstance(terminal, pytest.TerminalReporter):  # a pytest-xdist process has none
         config.pluginmanager.register(_Failures(terminal))
@@ -174,8 +176,6 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaks threads, children, descriptors or shared memory."""
     if request.node.get_closest_marker("gpu") is not None:
         _open_gpu()
-    if "job" in request.fixturenames:
-        forks()  # which keeps running
     threads, children = set(threading.enumerate()), _children()
     descriptors, shared = _descriptors(), _shared()
     yield
@@ -194,7 +194,13 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     assert not found, f"left behind: {found}; native threads: {_native_threads()}"
 
 
+@pytest.fixture(scope="session")
+def forking() -> None:
+    """Start the process that forks agents, and keep it."""
+    forks()
+
+
 @pytest.fixture
-def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Job]:
+def job(tmp_path: Path, request: pytest.FixtureRequest, forking: None) -> Iterator[Job]:
     """Launches whose workers must not outlive the test."""
     yield from job_in(tmp_path, executed=request.node.get_closest_marker("executed") is not None)

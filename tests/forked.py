@@ -1,4 +1,4 @@
-"""Agents that are forked from a process that has already imported everything that an agent needs.
+"""Agents and scripts that are forked from a process that has already imported everything that they need.
 
 The imports of an agent and its warm server, mainly of torch, take four fifths of a short run's CPU time. The code after
 the imports is the same as in an executed agent: each is a separate process with its own session, environment, command,
@@ -15,6 +15,8 @@ always. The differences:
   given, the agent is executed, see ``harness.Job.launch``.
 - The process' environment in ``/proc`` is that of the process that forks.
 - Workers have 6 s, not 2 s, to leave a round: on a busy machine, the agent would kill those that need longer.
+
+A script without a launcher is forked likewise (``harness.run_script``), and then run as in a worker of a warm server.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import json
 import logging
 import os
 import runpy
+import select
 import selectors
 import signal
 import socket
@@ -121,33 +124,80 @@ class Process:
         self.send_signal(signal.SIGKILL)
 
 
-class Forks:
-    """The process that forks agents; it is started once, and imports while the first test sets up."""
+class Server:
+    """The process that forks agents.
 
-    def __init__(self) -> None:
-        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno()), " " * ROOM],
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+    Args:
+        name: of the abstract socket at which it takes orders.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._ends, self._theirs = socket.socketpair()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(f"\0{name}")
+        self._listener.listen()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._thread = threading.Thread(target=self._start_when_needed, daemon=True)
+
+    def start(self) -> None:
+        """Start it; it imports while the first test sets up."""
+        inherited = [self._theirs.fileno(), self._listener.fileno()]
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, *map(str, inherited), " " * ROOM],
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            pass_fds=inherited,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        self._theirs.close()
+        self._listener.close()
+
+    def start_when_needed(self) -> None:
+        """Start it when the first process connects."""
+        self._thread.start()
+
+    def _start_when_needed(self) -> None:
+        readable, _, _ = select.select([self._listener, self._theirs], [], [])
+        if self._theirs not in readable:
+            self.start()
+
+    def close(self) -> None:
+        self._ends.close()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._theirs.close()
+        self._listener.close()
+        if self._process is not None:
+            self._process.wait(60)
+
+
+class Forks:
+    """A connection to the process that forks agents, by the name of its socket."""
+
+    def __init__(self, name: str) -> None:
+        self._orders = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._orders.connect(f"\0{name}")
 
     def start(
-        self, arguments: Sequence[str], output: int, env: Mapping[str, str], cwd: Path | None, network: str = ""
+        self,
+        arguments: Sequence[str],
+        output: int,
+        env: Mapping[str, str],
+        cwd: Path | None,
+        network: str = "",
+        *,
+        script: bool = False,
     ) -> Process:
-        """Fork an agent.
+        """Fork an agent, or a process that runs a script.
 
         Args:
-            arguments: of ``python -m elastic_launch``.
+            arguments: of ``python -m elastic_launch``, or a script and its own.
             output: descriptor of the file for its output.
             network: name of its network namespace, as with ``ip netns exec``; "" for that of the tests.
         """
         status, theirs = os.pipe()
         where = {"cwd": os.fspath(cwd or Path.cwd()), "network": network}
-        order = {"arguments": list(arguments), "env": dict(env), **where}
+        order = {"arguments": list(arguments), "env": dict(env), "script": script, **where}
         try:
             socket.send_fds(self._orders, [json.dumps(order).encode()], [output, theirs])
         finally:
@@ -156,17 +206,25 @@ class Forks:
 
     def close(self) -> None:
         self._orders.close()
-        self._process.wait(60)
 
 
-def _serve(orders: socket.socket) -> Callable[[], None]:
+def _serve(ends: socket.socket, listener: socket.socket) -> Callable[[], None]:
     """Fork a process for each order and report how it ended; return only in a forked process, with what to run."""
     selector = selectors.DefaultSelector()
-    selector.register(orders, selectors.EVENT_READ)
+    selector.register(ends, selectors.EVENT_READ)
+    selector.register(listener, selectors.EVENT_READ)
+    sockets = {ends, listener}
     told: dict[int, tuple[int, int]] = {}
     while True:
         for key, _ in selector.select():
-            if key.fileobj is not orders:
+            if key.fileobj is ends:
+                os._exit(0)
+            if key.fileobj is listener:
+                orders, _ = listener.accept()
+                sockets.add(orders)
+                selector.register(orders, selectors.EVENT_READ)
+                continue
+            if key.fd in told:
                 pid, status = told.pop(key.fd)
                 selector.unregister(key.fd)
                 os.close(key.fd)
@@ -175,9 +233,14 @@ def _serve(orders: socket.socket) -> Callable[[], None]:
                     os.write(status, b"%d\n" % ended)
                 os.close(status)
                 continue
+            orders = key.fileobj
+            assert isinstance(orders, socket.socket)
             data, received, _, _ = socket.recv_fds(orders, 1 << 20, 2)
             if not data:
-                os._exit(0)
+                selector.unregister(orders)
+                sockets.discard(orders)
+                orders.close()
+                continue
             output, status = received
             pid = os.fork()
             if not pid:
@@ -185,7 +248,8 @@ def _serve(orders: socket.socket) -> Callable[[], None]:
                     os.close(descriptor)
                     os.close(other)
                 selector.close()
-                orders.close()
+                for each in sockets:
+                    each.close()
                 os.close(status)
                 return partial(_become, json.loads(data), output)
             os.close(output)
@@ -284,6 +348,12 @@ def _become(order: dict[str, object], output: int) -> None:
     if network:
         _enter(network)
     os.chdir(cwd)
+    if order["script"]:
+        if threads := env.get("OMP_NUM_THREADS"):
+            importlib.import_module("torch").set_num_threads(int(threads))
+        command = [sys.executable, "-u", *arguments]
+        orders = importlib.import_module("elastic_agents.warm.run_script").Orders
+        orders(command, env, os.dup(1), os.dup(2)).carry_out(mask=(), changed={})
     os.environ.clear()
     os.environ.update(env)
     path = [*sys.path]
@@ -303,15 +373,16 @@ def _become(order: dict[str, object], output: int) -> None:
 
 def main() -> None:
     del sys.path[0]  # this file's directory
-    orders = socket.socket(fileno=int(sys.argv[1]))
-    orders.set_inheritable(False)
+    ends, listener = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
+    for each in (ends, listener):
+        each.set_inheritable(False)
     gc.disable()
     for name in MODULES:
         importlib.import_module(name)
     importlib.import_module("elastic_agents.step_timer").SHORTEST_SUSPENSION = 6.0
     gc.freeze()
     gc.enable()
-    _serve(orders)()
+    _serve(ends, listener)()
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from forked import Forks, Process
+from forked import Forks, Process, Server
 
 SCRIPTS = Path(__file__).parent / "scripts"
 LOOP = str(SCRIPTS / "loop.py")
@@ -152,19 +153,60 @@ def alive(pid: int) -> bool:
 
 _forks: list[Forks] = []
 
+_NAME_OF_FORKS = "TESTS_FORKS"
+
+
+def share_forks() -> None:
+    """Have the processes that this one starts share the process that forks agents."""
+    _server().start_when_needed()
+
+
+def _server() -> Server:
+    name = os.environ[_NAME_OF_FORKS] = f"elastic-launch-tests-{os.getpid()}"
+    server = Server(name)
+    atexit.register(server.close)
+    return server
+
 
 def forks() -> Forks:
-    """Return the process that forks agents; there is one."""
+    """Return the connection to the process that forks agents; there is one."""
     if not _forks:
-        _forks.append(Forks())
+        if _NAME_OF_FORKS not in os.environ:
+            _server().start()
+        _forks.append(Forks(os.environ[_NAME_OF_FORKS]))
         atexit.register(_forks[0].close)
     return _forks[0]
+
+
+def run_script(*command: str, timeout: float = 100.0, env: dict[str, str] | None = None, code: int = 0) -> str:
+    """Run a script without a launcher; return what it printed.
+
+    Its process is forked from one that has imported torch, see :mod:`forked`.
+
+    Args:
+        command: the script, or ``-m`` and a module, and its arguments.
+        timeout: seconds that are ample on a quiet machine.
+        code: the exit code that it must have.
+    """
+    with tempfile.TemporaryFile() as output:
+        process = forks().start(command, output.fileno(), {**os.environ, **(env or {})}, None, script=True)
+        try:
+            ended = process.wait(timeout * SLOWNESS)
+        finally:
+            process.kill()
+        output.seek(0)
+        printed = output.read().decode()
+    assert ended == code, printed
+    return printed
 
 
 class Agent:
     """One ``elastic-launch`` process: executed, or forked if the program is ``elastic-launch`` itself.
 
     See :mod:`forked` for the differences; the mark ``executed`` on a test has all of its agents executed.
+
+    Args:
+        script: whether a forked process runs a script, which comes first in ``arguments``, instead of an agent.
     """
 
     def __init__(
@@ -177,6 +219,7 @@ class Agent:
         prefix: Sequence[str] = (),
         program: Sequence[str] = ("-m", "elastic_launch"),
         forked: bool = False,
+        script: bool = False,
     ) -> None:
         self.name = name
         self.process: subprocess.Popen[bytes] | Process
@@ -184,7 +227,9 @@ class Agent:
         environ = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
         with self.output_path.open("wb") as output:
             if forked:
-                self.process = forks().start(arguments, output.fileno(), environ, cwd, network_of(prefix))
+                self.process = forks().start(
+                    arguments, output.fileno(), environ, cwd, network_of(prefix), script=script
+                )
                 return
             self.process = subprocess.Popen(
                 [*prefix, sys.executable, *program, *arguments],

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from harness import SLOWNESS, wait_for
+from harness import SLOWNESS, Agent, wait_for
 from torch._C._distributed_c10d import TCPStore
 
 from elastic_launch import contract as c
@@ -64,7 +61,7 @@ class PlayedAgent:
 
     def __init__(self, workers: int = 1, on_ahead: Callable[[Worker], object] = lambda worker: None) -> None:
         self.address = f"@played-agent-{secrets.token_hex(8)}"
-        self.processes: list[subprocess.Popen[str]] = []
+        self.processes: list[Agent] = []
         self._workers = workers
         self.on_ahead = on_ahead
         self._connected: dict[int, Worker] = {}
@@ -133,24 +130,16 @@ class PlayedAgent:
         """The environment of a worker that starts ahead of a place."""
         return c.ahead_environment(self.environment(1, 0, local_rank, self._workers), workers=self._workers)
 
-    def start(self, environment: dict[str, str], script: Path, *arguments: str) -> subprocess.Popen[str]:
-        """Start a worker."""
-        self.processes.append(
-            subprocess.Popen(
-                [sys.executable, str(script), *arguments],
-                env={**os.environ, "OMP_NUM_THREADS": "1", "RES_OPTIONS": "attempts:0", **environment},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
+    def start(self, environment: dict[str, str], directory: Path, script: Path, *arguments: str) -> Agent:
+        """Start a worker, whose output goes to the directory."""
+        env = {"OMP_NUM_THREADS": "1", "RES_OPTIONS": "attempts:0", **environment}
+        self.processes.append(Agent([str(script), *arguments], directory, "worker", env, forked=True, script=True))
         return self.processes[-1]
 
     def close(self) -> None:
         """End what still runs."""
         for process in self.processes:
             process.kill()
-            process.communicate()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # ends the thread
         self._threads[0].join()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import SCRIPTS, Agent, Job, wait_for
+from harness import SCRIPTS, Agent, Job, run_script, wait_for
 
 DIGITS = str(Path(__file__).parents[2] / "examples" / "digits" / "train.py")
 
@@ -20,8 +20,7 @@ DIGITS = str(Path(__file__).parents[2] / "examples" / "digits" / "train.py")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The hash of the weights after six epochs in one process."""
     result = tmp_path_factory.mktemp("undisturbed") / "result.json"
-    command = [sys.executable, DIGITS, "--exact", "--result", str(result)]
-    subprocess.run(command, check=True, capture_output=True, timeout=250)
+    run_script(DIGITS, "--exact", "--result", str(result))
     return str(json.loads(result.read_text())["weights_sha256"])
 
 

@@ -157,6 +157,7 @@ def ray_hosts() -> Iterator[tuple[RayCluster, list[Host]]]:
 @pytest.mark.slow
 @pytest.mark.skipif(bool(MISSING), reason=MISSING or "nothing is missing")
 @pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed: pip install '.[ray]'")
+@pytest.mark.usefixtures("forking")
 def test_on_ray_a_worker_an_agent_and_a_node_are_lost(tmp_path: Path, ray_hosts: tuple[RayCluster, list[Host]]) -> None:
     """Training comes to the weights of the undisturbed run: Ray starts agents again, and they join."""
     cluster, hosts = ray_hosts

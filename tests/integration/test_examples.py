@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from types import SimpleNamespace
 
 import pytest
-from harness import Job
+from harness import Job, run_script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DIGITS = str(EXAMPLES / "digits" / "train.py")
@@ -103,6 +103,7 @@ def test_the_digits_are_learned_at_the_default_options(job: Job, tmp_path: Path)
     assert told == {**expected, "accuracy": told["accuracy"]}
 
 
+@pytest.mark.usefixtures("forking")
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -113,10 +114,9 @@ def test_the_digits_are_learned_at_the_default_options(job: Job, tmp_path: Path)
     ],
 )
 def test_a_bad_option_of_the_digits_costs_one_line(options: list[str], message: str) -> None:
-    done = subprocess.run([sys.executable, DIGITS, *options], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2
-    assert f"train.py: error: {message}" in done.stderr.splitlines()
-    assert "Traceback" not in done.stderr
+    printed = run_script(DIGITS, *options, code=2)
+    assert f"train.py: error: {message}" in printed.splitlines()
+    assert "Traceback" not in printed
 
 
 @pytest.mark.slow

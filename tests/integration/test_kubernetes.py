@@ -7,14 +7,12 @@ import random
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from changes import SCRIPT
-from harness import LOOP, Job
+from harness import LOOP, Job, run_script
 from kubelet.cluster import UID, Cluster, cluster
 from kubelet.manifests import EXAMPLES, Manifest, documents, find, rendered
 from kubelet.operators import as_jobset, as_trainer, as_training_operator
@@ -76,6 +74,7 @@ class Training:
 @needs_kubectl
 @pytest.mark.soak
 @pytest.mark.timeout(900)
+@pytest.mark.usefixtures("forking")
 def test_four_pods_through_ten_evictions_and_losses_come_to_the_weights_of_the_undisturbed_run(tmp_path: Path) -> None:
     """Pods are evicted with their grace, lost with their nodes, and killed; so is pod 0, which hosts the run."""
     chance = random.Random(20)
@@ -116,6 +115,7 @@ def test_four_pods_through_ten_evictions_and_losses_come_to_the_weights_of_the_u
 
 
 @needs_kubectl
+@pytest.mark.usefixtures("forking")
 def test_a_job_that_is_resized_loses_no_step(tmp_path: Path) -> None:
     """As kubectl does it, and Kueue's elastic jobs: by both numbers of the indexed job."""
     manifests = rendered("overlays/kueue-elastic")
@@ -148,8 +148,7 @@ def undisturbed(directory: Path) -> str:
     """The hash of the weights that a single process ends with."""
     directory.mkdir()
     (directory / "hurry").touch()
-    command = [sys.executable, SCRIPT, str(directory), "--steps", str(STEPS)]
-    subprocess.run(command, check=True, capture_output=True, timeout=250)
+    run_script(SCRIPT, str(directory), "--steps", str(STEPS))
     return str(json.loads((directory / "result.json").read_text())["hash"])
 
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from etcd_servers import Member, cluster, endpoints
-from harness import SCRIPTS, Agent, Job, wait_for
+from harness import SCRIPTS, Agent, Job, run_script, wait_for
 
 DIGITS = str(Path(__file__).parents[2] / "examples" / "digits" / "train.py")
 
@@ -51,8 +49,7 @@ class Run:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The hash of the weights after three epochs in one process."""
     result = tmp_path_factory.mktemp("undisturbed") / "result.json"
-    command = [sys.executable, DIGITS, "--exact", "--epochs", "3", "--result", str(result)]
-    subprocess.run(command, check=True, capture_output=True, timeout=250)
+    run_script(DIGITS, "--exact", "--epochs", "3", "--result", str(result))
     return str(json.loads(result.read_text())["weights_sha256"])
 
 

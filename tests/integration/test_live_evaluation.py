@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import SCRIPTS, SLOWNESS, Job, read_lines
+from harness import SCRIPTS, Job, read_lines, run_script
 
 SCRIPT = str(SCRIPTS / "evaluating.py")
 EVALUATED = [5, 10, 15, 18]
@@ -17,8 +15,7 @@ EVALUATED = [5, 10, 15, 18]
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("undisturbed")
-    command = [sys.executable, SCRIPT, str(directory)]
-    subprocess.run(command, check=True, capture_output=True, timeout=100 * SLOWNESS)
+    run_script(SCRIPT, str(directory))
     (result,) = read_lines(directory / "results.jsonl")
     assert [step for step, _ in result["evaluations"]] == EVALUATED
     return result

@@ -7,14 +7,12 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from changes import ctl
-from harness import SCRIPTS, Job, alive, wait_for
+from harness import SCRIPTS, Job, alive, run_script, wait_for
 
 DIGITS = str(Path(__file__).parents[2] / "examples" / "digits" / "train.py")
 
@@ -23,8 +21,7 @@ DIGITS = str(Path(__file__).parents[2] / "examples" / "digits" / "train.py")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The hash of the weights after three epochs in one process."""
     result = tmp_path_factory.mktemp("undisturbed") / "result.json"
-    command = [sys.executable, DIGITS, "--exact", "--epochs", "3", "--result", str(result)]
-    subprocess.run(command, check=True, capture_output=True, timeout=250)
+    run_script(DIGITS, "--exact", "--epochs", "3", "--result", str(result))
     return str(json.loads(result.read_text())["weights_sha256"])
 
 

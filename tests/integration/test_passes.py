@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import SCRIPTS, SLOWNESS, Agent, Job, wait_for
+from harness import SCRIPTS, Agent, Job, run_script, wait_for
 
 SCRIPT = str(SCRIPTS / "passes.py")
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -18,8 +18,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def undisturbed(directory: Path, *options: str) -> dict[str, Any]:
     directory.mkdir(exist_ok=True)
-    command = [sys.executable, SCRIPT, str(directory), *options]
-    subprocess.run(command, check=True, capture_output=True, timeout=100 * SLOWNESS)
+    run_script(SCRIPT, str(directory), *options)
     return dict(json.loads((directory / "result.json").read_text()))
 
 
@@ -164,8 +163,7 @@ def test_the_examples_have_the_undisturbed_weights_after_three_kills(
     def result(name: str) -> dict[str, Any]:
         return dict(json.loads((tmp_path / name).read_text()))
 
-    alone = [sys.executable, script, "--steps", str(steps), "--result", str(tmp_path / "alone")]
-    subprocess.run(alone, check=True, capture_output=True, timeout=250)
+    run_script(script, "--steps", str(steps), "--result", str(tmp_path / "alone"))
     third = steps // 4
     faults = [{"rank": n % 2, "round": n, "step": n * third} for n in (1, 2, 3)]
     command = [script, "--steps", str(steps), "--result", str(tmp_path / "killed")]

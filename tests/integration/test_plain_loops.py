@@ -6,14 +6,12 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import SCRIPTS, Agent, Job, read_lines, wait_for
+from harness import SCRIPTS, Agent, Job, read_lines, run_script, wait_for
 
 SCRIPT = str(SCRIPTS / "plain.py")
 OWN_LOOP = str(Path(__file__).parents[2] / "examples" / "convert" / "ddp" / "own_loop.py")
@@ -48,9 +46,8 @@ class Plain:
 def undisturbed(directory: Path) -> list[float]:
     directory.mkdir()
     (directory / "hurry").touch()
-    env = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    command = [sys.executable, SCRIPT, str(directory), str(STEPS), "0"]
-    subprocess.run(command, env=env, check=True, capture_output=True, timeout=100)
+    env = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    run_script(SCRIPT, str(directory), str(STEPS), "0", env=env)
     return list(json.loads((directory / "result.json").read_text())["weights"])
 
 

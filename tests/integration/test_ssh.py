@@ -116,6 +116,7 @@ def commands() -> tuple[str, str]:
     return whole, again
 
 
+@pytest.mark.usefixtures("forking")
 def test_a_host_is_lost_and_comes_back(tmp_path: Path, hosts: Hosts) -> None:
     """All that is changed is the script's arguments, and that the hosts have no GPU."""
     work, notes = tmp_path / "work", tmp_path / "notes"

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from etcd_servers import cluster
-from harness import LOOP, Job, wait_for
+from forked import Process
+from harness import LOOP, Job, forks, wait_for
 
 SETTLE = "join_settle=0.5,resize_delay=0.2"
 
@@ -23,16 +24,17 @@ class Nodes:
     def __init__(self, job: Job, backend: str, endpoint: str) -> None:
         self.job = job
         self._where = ["--rdzv-backend", backend, "--rdzv-endpoint", endpoint, "--rdzv-id", "x"]
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[subprocess.Popen[bytes] | Process] = []
 
-    def start(self, nnodes: str, conf: str = SETTLE, restarts: int = 2) -> subprocess.Popen[bytes]:
+    def start(self, nnodes: str, conf: str = SETTLE, restarts: int = 2) -> subprocess.Popen[bytes] | Process:
         options = ["--nnodes", nnodes, "--nproc-per-node", "1", "--max-restarts", str(restarts), "--rdzv-conf", conf]
+        command = ["-m", "torch.distributed.run", *self._where, *options, LOOP, str(self.job.work)]
+        process: subprocess.Popen[bytes] | Process
         with self._output(len(self._processes)).open("wb") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "torch.distributed.run", *self._where, *options, LOOP, str(self.job.work)],
-                stdout=output,
-                stderr=output,
-            )
+            if self.job.executed:
+                process = subprocess.Popen([sys.executable, *command], stdout=output, stderr=output)
+            else:
+                process = forks().start(command, output.fileno(), os.environ, None, script=True)
         self._processes.append(process)
         return process
 
@@ -81,7 +83,6 @@ def nodes(job: Job, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[
             nodes.close()
 
 
-@pytest.mark.executed
 def test_two_nodes_survive_a_killed_worker(nodes: Nodes) -> None:
     nodes.start("2")
     nodes.start("2")
@@ -95,6 +96,7 @@ def test_two_nodes_survive_a_killed_worker(nodes: Nodes) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.executed
 def test_a_node_that_joins_later_is_admitted(nodes: Nodes) -> None:
     nodes.start("1:2")
     nodes.workers(1)

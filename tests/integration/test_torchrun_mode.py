@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from harness import SLOWNESS, free_port, wait_for
+from forked import Process
+from harness import SLOWNESS, forks, free_port, wait_for
 
 pytestmark = pytest.mark.timeout(300)
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+TORCHRUN = ("-m", "torch.distributed.run")
 
 NOTE = """\
 echo "$RANK of $WORLD_SIZE, restart $TORCHELASTIC_RESTART_COUNT" >> "$NOTES"
@@ -47,17 +48,25 @@ class Run:
         self.directory = directory
         self._program = program
         self._environ = {**environ, "NOTES": str(directory / "notes"), "OMP_NUM_THREADS": "1"}
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[subprocess.Popen[bytes] | Process] = []
 
     def start(self, flags: Sequence[str], script: str, *, shell: bool) -> None:
-        """Start a launcher whose workers run a script, in Python or a shell."""
+        """Start a launcher whose workers run a script, in Python or a shell; it is executed if that is in Python."""
         path = self.directory / ("script.sh" if shell else "script.py")
         path.write_text(f"#!/bin/sh\n{NOTE}{script}\n" if shell else script)
         path.chmod(0o700)
         line = [*self._program, *flags, *(["--no-python"] if shell else []), str(path)]
         with (self.directory / "output").open("ab") as output:
+            if shell:
+                self._processes.append(forks().start(line, output.fileno(), self._environ, None, script=True))
+                return
             process = subprocess.Popen(
-                line, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=self._environ, start_new_session=True
+                [sys.executable, *line],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=self._environ,
+                start_new_session=True,
             )
         self._processes.append(process)
 
@@ -89,7 +98,7 @@ class Run:
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> Iterator[tuple[Run, Run]]:
+def runs(tmp_path: Path, forking: None) -> Iterator[tuple[Run, Run]]:
     """torchrun, and its replacement through a link named ``torchrun``."""
     link = tmp_path / "torchrun"
     link.symlink_to(Path(sys.executable).parent / "elastic-launch")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 
 import pytest
 import torch
-from harness import SCRIPTS, Job
+from harness import SCRIPTS, Job, run_script
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -229,8 +227,8 @@ def test_worlds_and_kills_leave_the_same_buffers(job: Job) -> None:
     script = [str(SCRIPTS / "buffers.py"), "--exact"]
     env = FaultPlan.fail_at(1, 5).environment()
     agent = job.launch("--standalone", "--nproc", "3", command=script, env=env)
-    alone = subprocess.run([sys.executable, *script], capture_output=True, text=True, timeout=200)
+    alone = run_script(*script)
     assert agent.wait(60) == 0, agent.output
     assert "restarts: 1" in agent.output
     pattern = r"hash \w+ seen 120 place 0 lowest .*"
-    assert re.findall(pattern, agent.output) == re.findall(pattern, alone.stdout) * 3, agent.output
+    assert re.findall(pattern, agent.output) == re.findall(pattern, alone) * 3, agent.output

@@ -10,14 +10,13 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import SCRIPTS, Agent, Job, wait_for
+from harness import SCRIPTS, Agent, Job, run_script, wait_for
 
 from elastic_launch import snapshot
 from elastic_launch.snapshot.format.files import FileSum
@@ -44,9 +43,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     directory = tmp_path_factory.mktemp("trained")
     options = ["--checkpoint", str(directory / "checkpoints"), "--every", "10", "--result", str(directory / "result")]
     # Slow enough for each to be written: of two that wait, the newer one is.
-    command = [sys.executable, DIGITS, *SHORT, *options, "--step-time", "0.3"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stderr
+    run_script(DIGITS, *SHORT, *options, "--step-time", "0.3")
     assert [info.step for info in snapshot.find(directory / "checkpoints")] == [23, 20, 10]
     return directory / "checkpoints", str(_result(directory / "result")["weights_sha256"])
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import SCRIPTS, Agent, Job, wait_for
+from harness import SCRIPTS, Agent, Job, run_script, wait_for
 from s3_server import BUCKET, S3Server, s3_server
 
 DIGITS = str(Path(__file__).parents[2] / "examples" / "digits" / "train.py")
@@ -64,8 +64,7 @@ def manifests(server: S3Server) -> list[str]:
 @pytest.mark.slow
 def test_a_run_whose_nodes_are_all_killed_resumes_in_another_run_from_s3(job: Job, s3: S3Server) -> None:
     alone = job.directory / "alone.json"
-    command = [sys.executable, DIGITS, *SHORT, "--result", str(alone)]
-    subprocess.run(command, check=True, capture_output=True, timeout=250)
+    run_script(DIGITS, *SHORT, "--result", str(alone))
 
     command = digits(job, URL, "--every", "4")
     nodes = [job.node(name, nnodes="2:2", command=command, env=s3.env) for name in ("a", "b")]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tarfile
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
-from harness import SCRIPTS, Job
+from harness import SCRIPTS, Job, run_script
 
 import elastic_launch as el
 from elastic_launch.errors import UsageError
@@ -36,8 +34,7 @@ def test_a_thousand_million_samples_start_within_a_second(job: Job) -> None:
 def test_random_offsets_have_the_undisturbed_hash_through_three_kills(job: Job) -> None:
     options = ["--exact", "--steps", "60", "--result"]
     alone, killed = job.directory / "alone.json", job.directory / "killed.json"
-    done = subprocess.run([sys.executable, OFFSETS, *options, str(alone)], capture_output=True, timeout=250)
-    assert done.returncode == 0, done.stderr.decode()
+    run_script(OFFSETS, *options, str(alone))
     plan = [
         {"rank": 1, "step": 15, "round": 1},
         {"rank": 0, "step": 30, "round": 2},
@@ -66,8 +63,7 @@ def test_a_webdataset_has_the_undisturbed_hash_through_three_kills(job: Job) -> 
     shards = str(job.directory / "shards")
     alone, killed = job.directory / "alone.json", job.directory / "killed.json"
     for options in (["--make"], ["--exact", "--result", str(alone)]):
-        done = subprocess.run([sys.executable, str(STREAMING), shards, *options], capture_output=True, timeout=250)
-        assert done.returncode == 0, done.stderr.decode()
+        run_script(str(STREAMING), shards, *options)
     plan = [
         {"rank": 1, "step": 20, "round": 1},
         {"rank": 0, "step": 50, "round": 2},
@@ -111,8 +107,7 @@ def test_a_tar_file_that_is_truncated_is_named(tmp_path: Path) -> None:
 @needs_webdataset
 def test_a_truncated_shard_ends_the_run_and_is_named(job: Job) -> None:
     shards = job.directory / "shards"
-    done = subprocess.run([sys.executable, str(STREAMING), str(shards), "--make"], capture_output=True, timeout=250)
-    assert done.returncode == 0, done.stderr.decode()
+    run_script(str(STREAMING), str(shards), "--make")
     (shards / "digits-004.tar").write_bytes((shards / "digits-004.tar").read_bytes()[:-20000])
     command = [str(STREAMING), str(shards), "--loader-workers", "1"]
     agent = job.launch("--standalone", "--nproc", "2", command=command)

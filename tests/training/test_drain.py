@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness import Agent
 
 from elastic_launch.contract import ENV_ROUND
 from elastic_launch.integrations.drain import Drain
@@ -70,14 +71,14 @@ def test_a_second_training_does_not_inherit_the_stop_of_the_first() -> None:
     drain.end()
 
 
+@pytest.mark.usefixtures("forking")
 def test_what_one_rank_is_sent_stops_all_after_the_same_step(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", RANKS]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    said = [rank.communicate(timeout=180)[0].strip() for rank in ranks]
-    assert said == ["4 143", "4 143"], "one boundary later than asked"
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS)
+    commands = [[str(script), str(rank), str(tmp_path / "store")] for rank in range(2)]
+    ranks = [Agent(command, tmp_path, f"rank{command[1]}", forked=True, script=True) for command in commands]
+    assert [rank.wait(60) for rank in ranks] == [0, 0], [rank.output for rank in ranks]
+    assert [rank.output.strip() for rank in ranks] == ["4 143", "4 143"], "one boundary later than asked"
 
 
 def test_the_integrations_import_no_framework_before_they_are_used() -> None:

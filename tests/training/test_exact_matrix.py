@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import SCRIPTS, Job, job_in
+from harness import SCRIPTS, Job, job_in, run_script
 
 # A test may find that two worlds are still to be launched.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -58,8 +56,7 @@ class Launches:
         return ["--resume", str(copy)]
 
     def _alone(self, options: list[str]) -> None:
-        done = subprocess.run([sys.executable, SCRIPT, *options], capture_output=True, timeout=250)
-        assert done.returncode == 0, done.stderr.decode()
+        run_script(SCRIPT, *options)
 
     def _launched(self, world: int, options: list[str]) -> None:
         directory = self._directory / f"job-{world}"

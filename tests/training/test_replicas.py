@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import re
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from harness import SCRIPTS, Job
+from harness import SCRIPTS, Job, run_script
 from torch import Tensor, nn
 
 from elastic_launch import snapshot
@@ -77,8 +75,7 @@ def test_parameters_buffers_and_the_state_of_the_optimizer_are_compared() -> Non
 
 
 def _alone(*flags: str) -> str:
-    done = subprocess.run([sys.executable, SCRIPT, *flags], capture_output=True, text=True, timeout=200)
-    return re.findall(r"hash (\w+)", done.stdout)[0]
+    return re.findall(r"hash (\w+)", run_script(SCRIPT, *flags))[0]
 
 
 @pytest.mark.slow

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import SCRIPTS, Job
+from harness import SCRIPTS, Job, run_script
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -253,7 +251,7 @@ def _launched(job: Job, *arguments: str, workers: int = 2, faults: dict[str, str
 @pytest.mark.parametrize("how", [pytest.param(["--weights-only"], marks=pytest.mark.soak), []], ids=["weights", "all"])
 def test_a_worker_that_is_killed_costs_nothing_of_what_it_began_with(job: Job, how: list[str]) -> None:
     """In the first round no state is in storage, and the first snapshot may be that of another start."""
-    subprocess.run([sys.executable, SCRIPT, str(job.work / "a"), "--until", "3ba"], check=True, capture_output=True)
+    run_script(SCRIPT, str(job.work / "a"), "--until", "3ba")
     start = ["--start-from", str(job.work / "a"), "--size", "16", *how]
     first = 1 if how else 4
     alone = _launched(job, str(job.work / "b"), *start, workers=1)

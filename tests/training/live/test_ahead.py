@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import SCRIPTS, SLOWNESS, read_lines, wait_for
+from harness import SCRIPTS, Agent, read_lines, run_script, wait_for
 from played_agent import PlayedAgent
 from torch import nn
 
@@ -210,8 +208,8 @@ class Training:
         (self.directory / "limit.new").write_text(str(step))
         (self.directory / "limit.new").replace(self.directory / "limit")
 
-    def start(self, environment: dict[str, str], *flags: str) -> subprocess.Popen[str]:
-        return self.agent.start(environment, SCRIPT, str(self.directory), *self._flags, *flags)
+    def start(self, environment: dict[str, str], *flags: str) -> Agent:
+        return self.agent.start(environment, self.directory, SCRIPT, str(self.directory), *self._flags, *flags)
 
     def steps(self, number: int) -> list[dict[str, Any]]:
         return [x for x in read_lines(self.directory / "steps.jsonl") if x["round"] == number]
@@ -229,17 +227,16 @@ class Training:
         self.limit(0)
         worker.wait(c.Suspended, suspended + 1)
 
-    def end(self, *processes: subprocess.Popen[str]) -> list[dict[str, Any]]:
+    def end(self, *processes: Agent) -> list[dict[str, Any]]:
         """Let the training end, and return each rank's result."""
         self.limit(100)
         for process in processes:
-            output, _ = process.communicate(timeout=60 * SLOWNESS)
-            assert process.returncode == 0, output
+            assert process.wait(60) == 0, process.output
         return [json.loads((self.directory / f"result-{rank}.json").read_text()) for rank in range(len(processes))]
 
 
 @pytest.fixture
-def node() -> Iterator[PlayedAgent]:
+def node(forking: None) -> Iterator[PlayedAgent]:
     """An agent with up to three workers."""
     node = PlayedAgent(3)
     yield node
@@ -250,8 +247,7 @@ def node() -> Iterator[PlayedAgent]:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     directory = tmp_path_factory.mktemp("undisturbed")
     (directory / "limit").write_text("100")
-    command = [sys.executable, str(SCRIPT), str(directory)]
-    subprocess.run(command, check=True, capture_output=True, timeout=60 * SLOWNESS)
+    run_script(str(SCRIPT), str(directory))
     return str(json.loads((directory / "result-0.json").read_text())["hash"])
 
 
@@ -285,7 +281,7 @@ def test_a_newcomer_joins_a_running_training_with_its_state(
     for rank, process in enumerate((survivor, newcomer)):
         noted = [x for x in training.steps(2) if x["rank"] == rank]
         assert [x["step"] for x in noted] == [*range(len(steps) + 1, 21)]
-        assert {(x["pid"], x["world"], x["RANK"]) for x in noted} == {(process.pid, 2, str(rank))}
+        assert {(x["pid"], x["world"], x["RANK"]) for x in noted} == {(process.process.pid, 2, str(rank))}
         told = [x.step for x in node.worker(rank).said(c.StepDone)]
         assert (len(steps) + 1 in told) == (rank == 0), "the first step in each round is reported at once"
     assert first == second
@@ -315,7 +311,7 @@ def test_a_newcomer_whose_round_breaks_as_it_joins_waits_for_another_place(
 
     node.place(3, 3, [0, 1, 2])
     wait_for("the late one's pause", (tmp_path / "pauses").exists)
-    late.send_signal(signal.SIGKILL)
+    late.signal(signal.SIGKILL)
     for local_rank in (0, 1):
         node.worker(local_rank).wait(c.Disconnected)
         node.worker(local_rank).tell(c.Suspend(3, "crash"))
@@ -326,7 +322,7 @@ def test_a_newcomer_whose_round_breaks_as_it_joins_waits_for_another_place(
     assert results[0] == results[1]
     assert results[0]["hash"] == undisturbed
     assert results[0]["resumed"] == training.steps(1)[-1]["step"]
-    assert {x["rank"] for x in training.steps(4) if x["pid"] == newcomer.pid} == {0}
+    assert {x["rank"] for x in training.steps(4) if x["pid"] == newcomer.process.pid} == {0}
 
 
 @pytest.mark.slow
@@ -343,7 +339,7 @@ def test_a_newcomer_that_has_got_the_state_is_a_source_of_it(
     training.drain(0)
     node.place(2, 2, [0, 1])
     node.worker(1).wait(c.Ready)
-    survivor.send_signal(signal.SIGKILL)
+    survivor.signal(signal.SIGKILL)
     training.limit(100)
     node.worker(1).wait(c.Disconnected)
     node.worker(1).tell(c.Suspend(2, "crash"))
@@ -358,9 +354,8 @@ def test_a_newcomer_that_has_got_the_state_is_a_source_of_it(
 def test_a_script_that_reads_the_rank_itself_fails_by_its_name(node: PlayedAgent, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os\nprint(int(os.environ['LOCAL_RANK']))\nrank = int(os.environ['RANK'])\n")
-    process = node.start(node.ahead(1), script)
-    output, _ = process.communicate(timeout=60 * SLOWNESS)
-    assert process.returncode == 1
-    assert output.startswith("1\n")
-    assert "int(os.environ['RANK'])" in output
-    assert "'unplaced'" in output
+    process = node.start(node.ahead(1), tmp_path, script)
+    assert process.wait(60) == 1
+    assert process.output.startswith("1\n")
+    assert "int(os.environ['RANK'])" in process.output
+    assert "'unplaced'" in process.output
