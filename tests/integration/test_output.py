@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import Job, job_in
+from harness import Job, job_in, run_script
 
 SAY = 'echo "out $LOCAL_RANK"; echo "err $LOCAL_RANK" >&2'
 """A worker that says one line on each stream."""
@@ -212,15 +212,9 @@ def test_the_console_shows_what_torchrun_shows(job: Job) -> None:
     script.write_text(
         "import os, sys\nprint('out', os.environ['RANK'])\nprint('err', os.environ['RANK'], file=sys.stderr)\n"
     )
-    torchrun = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", *flags, str(script)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=True,
-    )
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "3", *flags, str(script)]
+    expected = run_script(*command, env={"OMP_NUM_THREADS": "1"}).splitlines()
     ours = job.launch("--nproc", "3", *flags, command=[str(script)], env={"LOGLEVEL": "ERROR"})
     assert ours.wait() == 0
-    expected = (torchrun.stdout + torchrun.stderr).splitlines()
     assert sorted(ours.output.splitlines()) == sorted(expected)
     assert len(expected) == 4

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import SCRIPTS, SLOWNESS, Job, read_lines
+from harness import SCRIPTS, SLOWNESS, Job, read_lines, run_script
 
 from elastic_launch import snapshot
 from elastic_launch.faults import FaultPlan
@@ -32,7 +32,7 @@ FLAGS = pytest.mark.parametrize(
 def alone(form: str, directory: Path) -> dict[str, Any]:
     """The result of the training in one process, without a launcher."""
     directory.mkdir()
-    subprocess.run([sys.executable, SCRIPT, form, directory], check=True, capture_output=True, timeout=100 * SLOWNESS)
+    run_script(SCRIPT, form, str(directory))
     (result,) = read_lines(directory / "results.jsonl")
     return result
 
@@ -94,8 +94,7 @@ def test_evaluations_by_the_clock_are_on_all_ranks_after_the_same_steps(job: Job
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_loggers_lines_are_those_of_the_undisturbed_run(job: Job, rank: int, flags: tuple[str, ...]) -> None:
     whole, log = job.directory / "whole.jsonl", job.work / "log.jsonl"
-    command = [sys.executable, LOGGERS, "--log", str(whole)]
-    subprocess.run(command, check=True, capture_output=True, timeout=100 * SLOWNESS)
+    run_script(LOGGERS, "--log", str(whole))
     plan = FaultPlan.fail_at(rank, 10) + FaultPlan.fail_at(rank, 33, round=2) + FaultPlan.fail_at(rank, 47, round=3)
     flags = ("--standalone", "--nproc", "2", *flags)
     agent = job.launch(*flags, command=[LOGGERS, "--log", str(log)], env=plan.environment())

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import SCRIPTS, Job
+from harness import SCRIPTS, Job, run_script
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -34,8 +32,7 @@ def _results(directory: Path, rank: int = 0) -> dict[str, dict[str, Any]]:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     directory = tmp_path_factory.mktemp("alone")
-    done = subprocess.run([sys.executable, SCRIPT, str(directory)], capture_output=True, timeout=250)
-    assert done.returncode == 0, done.stderr.decode()
+    run_script(SCRIPT, str(directory))
     return _results(directory)
 
 
