@@ -112,6 +112,7 @@ def test_snapshots_and_copies_to_slow_storage_are_found(tmp_path: Path) -> None:
     assert rows["copies.within"]["medians"]["ours"] <= rows["copies.longest"]["medians"]["ours"]
 
 
+@pytest.mark.soak
 def test_what_watching_costs_is_measured_while_it_is_read(tmp_path: Path) -> None:
     rows = measured("watching.py", tmp_path / "watching.json", "--steps", "60")
     assert rows["watched.off"]["medians"]["ours"] > 0.045

@@ -63,20 +63,15 @@ def test_eight_devices_are_divided_among_the_processes(processes: int) -> None:
     assert_tutorial(output, processes, devices=8)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "launcher",
     [
         ["-m", "elastic_launch", "--standalone", "--nproc_per_node=2"],
-        pytest.param(
-            ["-m", "elastic_launch.launch", "--nproc_per_node=2", "--nnodes=1", "--node_rank=0"], marks=pytest.mark.soak
-        ),
-        pytest.param(
-            [elastic_launch.launch.__file__, "--nproc_per_node=2", "--nnodes=1", "--node_rank=0"],
-            marks=pytest.mark.soak,
-        ),
-        pytest.param(["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"], marks=pytest.mark.soak),
+        ["-m", "elastic_launch.launch", "--nproc_per_node=2", "--nnodes=1", "--node_rank=0"],
+        [elastic_launch.launch.__file__, "--nproc_per_node=2", "--nnodes=1", "--node_rank=0"],
+        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"],
     ],
     ids=["elastic-launch", "launch", "launch by its path", "torchrun"],
 )
@@ -174,8 +169,9 @@ def test_without_a_launcher_the_series_sets_the_processes_address_by_hand(tmp_pa
 @pytest.mark.timeout(600)
 def test_the_series_keeps_its_global_batch_at_any_world_size_and_stops_at_a_step(job: Job) -> None:
     script, snapshot = str(SERIES / "any_world.py"), job.directory / "snapshot.pt"
-    alone = run("-m", "elastic_launch", "--standalone", script, "2", "5", cwd=job.directory)
-    loss = float(re.findall(r"world size 1 \| loss ([\d.]+)", alone)[0])
+    alone = job.launch("--standalone", name="alone", command=[script, "2", "5"], cwd=job.directory)
+    assert alone.wait(100) == 0, alone.output
+    loss = float(re.findall(r"world size 1 \| loss ([\d.]+)", alone.output)[0])
     snapshot.unlink(missing_ok=True)
     options = ["2", "5", "--snapshot", str(snapshot)]
     command = gated(job, 9, "any_world.py", *options)
@@ -186,8 +182,9 @@ def test_the_series_keeps_its_global_batch_at_any_world_size_and_stops_at_a_step
     assert agent.wait(100) == 143, agent.output
     (saved,) = re.findall(r"step (\d+) \| snapshot saved", agent.output)
     assert 9 <= int(saved) <= 12, agent.output
-    rest = run("-m", "elastic_launch", "--standalone", "--nproc", "4", script, *options)
-    assert rest.count(f"resumes at step {saved}") == 4
-    parts = re.findall(r"step 128 \| world size 4 \| loss ([\d.]+)", rest)
+    rest = job.launch("--standalone", "--nproc", "4", name="rest", command=[script, *options])
+    assert rest.wait(100) == 0, rest.output
+    assert rest.output.count(f"resumes at step {saved}") == 4
+    parts = re.findall(r"step 128 \| world size 4 \| loss ([\d.]+)", rest.output)
     assert len(parts) == 4
     assert sum(map(float, parts)) == pytest.approx(loss, rel=1e-3)

@@ -148,10 +148,15 @@ def test_one_huge_tensor_is_one_share() -> None:
     assert [len(b"".join(division.parts(index))) > 4000 for index in range(len(division))] == [False, True, False]
 
 
-def test_no_more_files_than_a_manifest_has_room_for(tmp_path: Path) -> None:
+def test_no_more_files_than_a_manifest_has_room_for() -> None:
     state = {str(index): torch.tensor(index) for index in range(2 * MAX_SHARES)}
     division, _ = division_of(state, 10_000)
     assert len(division) == MAX_SHARES
+
+
+@pytest.mark.slow
+def test_as_many_files_as_a_manifest_has_room_for(tmp_path: Path) -> None:
+    state = {str(index): torch.tensor(index) for index in range(2 * MAX_SHARES)}
     together(tmp_path, state, MAX_SHARES, step=1)
     loaded = snapshot.newest(tmp_path, refuse)
     assert loaded is not None
