@@ -56,7 +56,6 @@ def test_where_the_only_snapshot_is_lost_with_its_node_storage_serves_or_the_beg
     assert result["hash"] == undisturbed
 
 
-@pytest.mark.executed
 def test_where_all_nodes_are_lost_storage_serves(job: Job, undisturbed: str) -> None:
     changes = Changes(job, "--checkpoint", str(job.directory / "checkpoints"), "--every", "10")
     lost = [changes.node(name, nnodes="2:2") for name in "ab"]

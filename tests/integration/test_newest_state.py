@@ -70,7 +70,6 @@ def test_a_spare_with_an_older_state_in_memory_resumes_from_the_durable_one(
 
 
 @pytest.mark.slow
-@pytest.mark.executed
 def test_a_node_that_thaws_with_an_older_state_in_memory_resumes_from_the_durable_one(
     job: Job, servers: list[Member], tmp_path: Path, undisturbed: str
 ) -> None:

@@ -33,7 +33,6 @@ def test_below_min_the_run_waits_for_a_replacement_of_the_same_name_or_another(j
     assert result["hash"] == undisturbed
 
 
-@pytest.mark.executed
 def test_a_spare_that_has_imported_takes_a_lost_nodes_place_at_once(job: Job, undisturbed: str) -> None:
     changes = Changes(job, step_time=0.5)  # it lasts until the spare has come
     host, lost = changes.node("a", nnodes="2:2"), changes.node("b", nnodes="2:2")

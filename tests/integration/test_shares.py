@@ -72,7 +72,6 @@ def test_the_first_node_writes_the_share_of_one_that_is_killed_while_it_does(job
     assert result["hash"] == undisturbed
 
 
-@pytest.mark.executed
 def test_a_node_with_its_own_directory_writes_the_whole_checkpoint_there(job: Job) -> None:
     changes = Changes(job, "--checkpoint", "checkpoints", "--every", "100", "--split", "1")
     changes.hurry()

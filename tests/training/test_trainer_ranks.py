@@ -113,7 +113,6 @@ def test_checkpoints_by_the_clock_are_taken_at_the_same_step_everywhere(job: Job
 
 
 @pytest.mark.slow
-@pytest.mark.executed
 def test_a_hand_written_loop_resumes_after_a_kill_and_at_another_size(job: Job) -> None:
     checkpoints, result = job.directory / "checkpoints", job.directory / "result.json"
     command = [str(EXAMPLES / "own_loop" / "train.py"), "--checkpoint", str(checkpoints), "--every", "5"]
