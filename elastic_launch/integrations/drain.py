@@ -33,7 +33,7 @@ class Drain:
         self.stops = False
         self.save = False
         self._world = World()
-        self._link: AgentLink | None = None
+        self._link = AgentLink()
         self._agreement: Agreement | None = None
         self._termination = Termination()
         self._stop = Stop.NO
@@ -53,8 +53,7 @@ class Drain:
         self._link = AgentLink.connect(self._world)
         self._termination = Termination()
         self._termination.watch()
-        if self._link is not None:
-            self._link.say(Ready(step, total))
+        self._link.say(Ready(step, total))
 
     def boundary(self, step: int, *, end: bool = False) -> bool:
         """Mark the boundary after an optimizer step. All ranks must call it equally often.
@@ -69,10 +68,8 @@ class Drain:
         if self._agreement is None:
             self._agreement = Agreement(self._world.world_size)
         self._step, self._reached = step, time.monotonic()
-        save = False
-        if self._link is not None:
-            self._link.step(step)
-            save = self._world.rank == 0 and self._link.save_asked()
+        self._link.step(step)
+        save = self._world.rank == 0 and self._link.save_asked()
         agreed = self._agreement.exchange(Wishes(stop=self._wanted(), save=save))
         self._stop = max(self._stop, agreed.stop)
         self.stops = self._stop.drains and not end
@@ -86,7 +83,7 @@ class Drain:
             step: optimizer steps done when the state was taken.
             error: why it failed; empty if it did not.
         """
-        if self._link is not None and self._world.rank == 0:
+        if self._world.rank == 0:
             self._link.saved(step, error)
 
     def end(self) -> None:
@@ -95,9 +92,8 @@ class Drain:
             self._agreement.settle()
             self._agreement = None
         self._termination.close()
-        if self._link is not None:
-            self._link.close()
-            self._link = None
+        self._link.close()
+        self._link = AgentLink()
 
     def leave(self) -> int:
         """Report to the agent that all ranks have stopped and this process' state is saved; called by all ranks.
@@ -107,16 +103,15 @@ class Drain:
             :class:`~elastic_launch.training.stopping.Drained` with it.
         """
         # The agent relies on messages, not on the code; a sender of SIGTERM to this process expects the signal's.
-        code = 0 if self._link is not None or self._stop is Stop.AGENT else 128 + signal.SIGTERM
+        code = 0 if self._link.present or self._stop is Stop.AGENT else 128 + signal.SIGTERM
         if self._agreement is not None:
             self._agreement.settle()
-        if self._link is not None:
-            self._link.drained(self._step, time.monotonic() - self._reached)
+        self._link.drained(self._step, time.monotonic() - self._reached)
         self.end()
         return code
 
     def _wanted(self) -> Stop:
-        asked = self._link is not None and bool(self._link.stop_asked())
+        asked = bool(self._link.stop_asked())
         return Stop.SIGNAL if self._termination.asked else Stop.AGENT if asked else Stop.NO
 
 

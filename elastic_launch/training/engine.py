@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import torch
@@ -22,7 +22,6 @@ from torch import Tensor
 from elastic_launch import faults
 from elastic_launch.contract import Ready, SlowRank
 from elastic_launch.error_file import do_not_retry
-from elastic_launch.shared_progress import Activity
 from elastic_launch.symptoms import symptom_in
 from elastic_launch.training.checkpoints.checkpoint import Checkpoint
 from elastic_launch.training.checkpoints.manager import CheckpointManager
@@ -55,6 +54,7 @@ class Engine:
         world: this process' ranks and the world's sizes; None: it was started ahead of its place in a round.
 
     Attributes:
+        link: the connection to the agent, if there is one.
         device: the ``torch.device`` to train on.
         step: optimizer steps done at the last boundary.
         resumed_step: optimizer steps that were done when this process joined the current round; set once steps have
@@ -81,6 +81,7 @@ class Engine:
         timeout: float = GROUP_TIMEOUT,
     ) -> None:
         self._world = world
+        self.link = link or AgentLink()
         self.device = device
         self.step = 0
         self.resumed_step = 0
@@ -89,10 +90,9 @@ class Engine:
         self.stopped = self.evaluates = self.sharded = False
         self.checkpoint: CheckpointManager | None = None
         self._managers: dict[Checkpoint, CheckpointManager] = {}
-        self.saver = Saver(World() if world is None else world, link)
+        self.saver = Saver(world or World(), self.link)
         self.trainings = Trainings()
         self.groups = RoundGroups() if groups is None else groups
-        self._link = link
         self._termination = Termination()
         self._begun = False
         self._stop_wanted = Stop.NO
@@ -149,7 +149,7 @@ class Engine:
             if self._world is not None:
                 return
             try:
-                link = self._link = wait_for_place()
+                link = self.link = wait_for_place()
             except Drained:
                 self.stopped, self._stop_agreed = True, Stop.AGENT
                 raise
@@ -200,7 +200,7 @@ class Engine:
         self.trainings.begin(trained, checkpoint)
         self.checkpoint = None if checkpoint is None else self._manager_of(checkpoint)
         began = time.monotonic()
-        with telling(self._link):
+        with telling(self.link):
             resumed = self.saver.restore(self.checkpoint, dict(identity), state, live)
             self.step = self.resumed_step = resumed.step
             self.worlds = [*resumed.worlds, self.world.world_size]
@@ -236,8 +236,7 @@ class Engine:
         if self._unchecked:
             self._unchecked = False
             self._check(state)
-        if self._link is not None:
-            self._link.step(step)
+        self.link.step(step)
         faults.reached("step", step)
         self.saver.poll(step, self.checkpoint)
         wishes = self.saver.wishes(step, self.checkpoint)
@@ -263,15 +262,9 @@ class Engine:
     ) -> None:
         """Report a step and take a snapshot in memory, since something long comes before the step's boundary."""
         self.step = step
-        if self._link is not None:
-            self._link.step(step)
+        self.link.step(step)
         self.saver.poll(step, self.checkpoint)
         self.saver.keep(self._after(step, identity, state), stays)
-
-    def note(self, loss: float, batch: int, passes: int, lr: float | None) -> None:
-        """Let the agent know of the step that was just done; the report of the step has it."""
-        if self._link is not None:
-            self._link.note(loss, batch, passes, lr)
 
     def request_stop(self) -> None:
         """Make all ranks stop after the same step: the next one, or the one after it."""
@@ -297,33 +290,22 @@ class Engine:
         self.meet()
         self._begun, self.step = True, step
         self._termination.watch()
-        if self._link is None:
-            return
-        live = live and self._may_live(self._link)
+        live = live and self._may_live(self.link)
         self._live = live and self.groups.breakable and not self.groups.foreign
         if self._live:
-            self._link.listen(lambda: self.groups.disconnect())
+            self.link.listen(lambda: self.groups.disconnect())
         ready = Ready(step, total, self._restore_seconds, self._uncompared, self._live, rehearses=rehearses)
-        self._link.say(ready)
+        self.link.say(ready)
         self._restore_seconds = 0.0
 
     def _may_live(self, link: AgentLink) -> bool:
         # How to leave NCCL's communicators is written but was never run: a worker with a GPU is started again.
         return link.patience > 0 and self.device.type == "cpu" and not self._forgets
 
-    def watch(self, step: int | None, first: Activity = Activity.FIRST_STEP) -> None:
-        """Have the agent notice from now on if no step follows those done, see :meth:`AgentLink.watch`."""
-        if self._link is not None:
-            self._link.watch(step, first)
-
-    def doing(self, activity: Activity, limit: float = 0.0, what: str = "") -> AbstractContextManager[None]:
-        """Let the agent know that this is done meanwhile, see :meth:`AgentLink.doing`."""
-        return nullcontext() if self._link is None else self._link.doing(activity, limit, what)
-
     def report_straggler(self, found: Straggler) -> None:
         """Report a rank that is slower than the others."""
-        if self._link is not None:
-            self._link.say(SlowRank(found.rank, found.phase, found.ratio))
+        if self.link.present:
+            self.link.say(SlowRank(found.rank, found.phase, found.ratio))
         else:
             _log.warning("rank %d is slow in %s: %.1f times the others' time", found.rank, found.phase, found.ratio)
 
@@ -345,10 +327,10 @@ class Engine:
 
     def end_with_round(self) -> None:
         """From now on, this process ends with its round, as one does whose loop is its own."""
-        if self._live and self._link is not None:
+        if self._live:
             self._live = False
             if self._begun:
-                self._link.say(Ready(self.step, live=False))
+                self.link.say(Ready(self.step, live=False))
 
     @property
     def untouched(self) -> bool:
@@ -358,7 +340,7 @@ class Engine:
     @property
     def is_over(self) -> bool:
         """Whether the current round is over, and this process is to continue in another one."""
-        return self._live and self._link is not None and self._link.suspending
+        return self._live and self.link.suspending
 
     def caused(self, error: RuntimeError) -> bool:
         """Whether an error that was just caught may be due to the round's end."""
@@ -376,19 +358,18 @@ class Engine:
             RuntimeError: the error, if this process is not to be suspended: the error is its own.
             Drained: if this process gets no place in another round.
         """
-        assert self._link is not None
         if error is not None:
-            if not self._link.disconnected(self.step, str(error)):
+            if not self.link.disconnected(self.step, str(error)):
                 raise error
             error.__traceback__ = error.__context__ = error.__cause__ = None
         self._leave_round(broken=error is not None)
-        place = self._link.suspended(self.step, lambda: self._termination.asked)
+        place = self.link.suspended(self.step, lambda: self._termination.asked)
         if place is None:
             self.stopped, self._stop_agreed = True, max(self._stop_agreed, Stop.AGENT)
             # Its place may be on the way: then the agent must not take this worker's end for that of the training.
             raise Drained(128 + signal.SIGTERM if self._termination.asked else 0)
         take(place)
-        self._move(self._link)
+        self._move(self.link)
         self.groups = RoundGroups()
         self._stop_agreed = Stop.NO
         self.stopped = self.evaluates = self._begun = self._ended = self._drained = False
@@ -409,12 +390,8 @@ class Engine:
         """Join the round in which this process has got a place."""
         if self.is_over:  # the order came before there was anything to disconnect
             self.groups.disconnect()
-        with self.forming(), self.groups.forming():
+        with self.link.forming(), self.groups.forming():
             join(self.world, self._timeout)
-
-    def forming(self) -> AbstractContextManager[None]:
-        """Let the agent know that this process enters a round meanwhile, see :meth:`AgentLink.forming`."""
-        return nullcontext() if self._link is None else self._link.forming()
 
     def _leave_round(self, *, broken: bool) -> None:
         if broken:
@@ -440,19 +417,19 @@ class Engine:
 
     def drains_live(self) -> bool:
         """Report that the round is drained, if this process is to continue in another one; return whether it is."""
-        if not self.draining or not self._live or self._link is None or self._termination.asked:
+        if not self.draining or not self._live or self._termination.asked:
             return False
         if self._agreement is not None:
             self._agreement.settle()
         self.saver.settle()
-        self._report_drained(self._link)
+        self._report_drained()
         return True
 
-    def _report_drained(self, link: AgentLink) -> None:
+    def _report_drained(self) -> None:
         if not self._drained:
             self._drained = True
             faults.reached("leave", self.step)
-            link.drained(self.step, self.saver.seconds)
+            self.link.drained(self.step, self.saver.seconds)
 
     def leave_if_draining(self) -> None:
         """End the process, through the end of the session, if the training continues in other processes.
@@ -463,11 +440,11 @@ class Engine:
         if self.draining:
             self.stopped = True
             # The agent relies on messages, not on the code; a sender of SIGTERM to this process expects the signal's.
-            raise Drained(0 if self._link is not None or self._stop_agreed is Stop.AGENT else 128 + signal.SIGTERM)
+            raise Drained(0 if self.link.present or self._stop_agreed is Stop.AGENT else 128 + signal.SIGTERM)
 
     def finish_training(self) -> None:
         """Wait until the saved state is written, unless the agent writes it after a drain."""
-        self.saver.finish(wait=not self.draining or self._link is None)
+        self.saver.finish(wait=not self.draining or not self.link.present)
 
     def compare_replicas(self, named: Named | None) -> None:
         """From now on, compare these tensors, which must be equal on all ranks, at step boundaries; None: stop."""
@@ -502,22 +479,21 @@ class Engine:
                 # Another start would resume from the state in memory, and could not save it either.
                 do_not_retry(f"{self.saver.failure.message} {self.saver.failure.hint}".strip())
             raise self.saver.failure
-        if self.draining and self._link is not None:
-            self._report_drained(self._link)
+        if self.draining and self.link.present:
+            self._report_drained()
 
     def release(self) -> None:
         """Restore the signal handler, and release the memory and the agent's socket."""
         self._termination.close()
         self.saver.close()
-        if self._link is not None:
-            self._link.close()
+        self.link.close()
 
     def abandon(self) -> None:
         """After an error: let a checkpoint in progress finish, without communicating with other ranks."""
         self.saver.abandon()
 
     def _check(self, state: TrainingState) -> None:
-        if self.checkpoint is None and self._link is None:
+        if self.checkpoint is None and not self.link.present:
             return
         state.check()
         first = self.world.rank == 0
@@ -570,6 +546,6 @@ class Engine:
             self.saver.equal_after(replicas.good)
 
     def _wanted(self) -> Stop:
-        asked = self._link is not None and bool(self._link.stop_asked())
+        asked = bool(self.link.stop_asked())
         signalled = Stop.SIGNAL if self._termination.asked else Stop.NO
         return max(self._stop_wanted, Stop.AGENT if asked else Stop.NO, signalled)

@@ -66,21 +66,25 @@ class AgentLink:
     checkpoints calls :meth:`may_commit`.
 
     Args:
-        sock: a socket connected to the agent; this object closes it.
+        sock: a socket connected to the agent; this object closes it. None: this process has no agent, and nothing here
+            has an effect.
 
     Attributes:
+        present: whether this process has, or had, an agent.
         slots: the slots of the node's snapshots; empty if the agent did not answer.
         sequence: highest number of a snapshot in them, before this worker wrote any.
         patience: seconds to wait for an order after an exchange with other ranks has failed; 0 if this worker is never
             suspended.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket | None = None) -> None:
         self.slots: list[Slot] = []
         self.sequence = 0
-        sock.settimeout(BUSY_TIMEOUT)
+        if sock is not None:
+            sock.settimeout(BUSY_TIMEOUT)
+        self.present = sock is not None
         self.patience = 0.0
-        self._sock: socket.socket | None = sock
+        self._sock = sock
         self._sending = threading.Lock()  # held while a message is sent, and to hang up
         self._reading = threading.Lock()  # held while reading
         self._pending = b""
@@ -110,31 +114,30 @@ class AgentLink:
         self._exit = False
 
     @staticmethod
-    def connect(world: World, *, saves: bool = True) -> AgentLink | None:
-        """Connect to the agent that the environment names; return None if there is none or it cannot be reached.
+    def connect(world: World, *, saves: bool = True) -> AgentLink:
+        """Connect to the agent that the environment names, if there is one and it can be reached.
 
         Args:
             saves: whether the library saves this worker's state.
         """
         if not world.round:
-            return None
+            return AgentLink()
         link = AgentLink._connect(c.Hello(world.round, world.rank, world.local_rank, saves))
-        if link is not None:
-            link._tells_steps = world.first_on_node  # all workers take the same steps: one report is enough
-            # The first processes of a run may take long to find each other: nothing is known of their network.
-            link._forms = os.environ.get(c.ENV_START_REASON, "first") != "first"
+        link._tells_steps = world.first_on_node  # all workers take the same steps: one report is enough
+        # The first processes of a run may take long to find each other: nothing is known of their network.
+        link._forms = os.environ.get(c.ENV_START_REASON, "first") != "first"
         return link
 
     @staticmethod
-    def ahead(local_rank: int) -> AgentLink | None:
+    def ahead(local_rank: int) -> AgentLink:
         """Like :meth:`connect`, in a process that was started ahead of a place in a round."""
         return AgentLink._connect(c.Hello(0, 0, local_rank))
 
     @staticmethod
-    def _connect(hello: c.Hello) -> AgentLink | None:
+    def _connect(hello: c.Hello) -> AgentLink:
         address = os.environ.get(c.ENV_SOCKET, "")
         if not address:
-            return None
+            return AgentLink()
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.settimeout(BUSY_TIMEOUT)
         try:
@@ -142,7 +145,7 @@ class AgentLink:
         except OSError as error:
             sock.close()
             _log.warning("the agent cannot be reached at %s (%s): planned changes will cost steps", address, error)
-            return None
+            return AgentLink()
         dump_stacks_on_signal()
         link = AgentLink(sock)
         link._round, link._local_rank = hello.round, hello.local_rank
@@ -152,6 +155,8 @@ class AgentLink:
 
     def say(self, message: c.Message) -> None:
         """Send a message to the agent; it gets lost if the agent is gone."""
+        if not self.present:
+            return
         data = c.pack(message)
         with self._sending:
             if self._sock is None:
@@ -325,9 +330,11 @@ class AgentLink:
     def may_commit(self) -> bool:
         """Ask the agent whether a checkpoint that this process has written may be committed.
 
-        The agent knows whether the node still belongs to the run. Without an answer, the result is False. Only one
-        thread, which may differ from the one that calls the other methods, calls this.
+        The agent knows whether the node still belongs to the run. Without an answer, the result is False; without an
+        agent, it is True. Only one thread, which may differ from the one that calls the other methods, calls this.
         """
+        if not self.present:
+            return True
         number = self._commit.number + 1
         self.say(c.MayCommit(number))
         deadline = time.monotonic() + COMMIT_TIMEOUT

@@ -216,11 +216,11 @@ class Loop:
                     groups = getattr(self._optimizer, "param_groups", None) or [{}]
                     lr = groups[0].get("lr")
                     lr = lr if isinstance(lr, int | float) else None
-                    self._engine.note(step.loss, self._loader.batch.size, step.plan.grad_accum, lr)
+                    self._engine.link.note(step.loss, self._loader.batch.size, step.plan.grad_accum, lr)
                     self._end_step()
                 self._complete()
         finally:
-            self._engine.watch(None)
+            self._engine.link.watch(None)
             self._engine.end_with_round()
             self._leave()
         self._engine.finish_training()
@@ -282,7 +282,7 @@ class Loop:
         Args:
             live: the training that continues in this process; None: it begins here.
         """
-        with self._engine.forming():
+        with self._engine.link.forming():
             self._take_part(live)
 
     def _take_part(self, live: Live | None) -> None:
@@ -300,7 +300,7 @@ class Loop:
         self._train_the_same(resumed.trained)
         _warn_of_idle_ranks(world, self._loader.batch)
         if self._options.prepare is not None and self._received is None:
-            with engine.doing(Activity.RESTORE):
+            with engine.link.doing(Activity.RESTORE):
                 self._options.prepare(self._step)
         self._agree(resumed.step)
         self._gradients = gradients = self._new_gradients(world)
@@ -312,7 +312,7 @@ class Loop:
         self._pace = Pace(world.rank, world.world_size, resumed.step, on_host=on_host, report=engine.report_straggler)
         # Last: a process that is interrupted before has received only a part of the state.
         engine.begin(resumed.step, self._end, live=self._live, rehearses=self._rehearses)
-        engine.watch(resumed.step, self._first)
+        engine.link.watch(resumed.step, self._first)
 
     def _agree(self, step: int) -> None:
         """Agree with the other ranks, which may be at another point between two steps.
@@ -368,7 +368,7 @@ class Loop:
                     self._engine.keep_newer(step, self._loader._identity, self._state)
                 raise
             try:
-                with self._engine.forming():
+                with self._engine.link.forming():
                     self._engine.join_round()
                     live = Live(step, self._engine.worlds, last, done, self._trains())
                     self._enter(live if self._has_state else None)
@@ -438,7 +438,7 @@ class Loop:
 
     def _take(self, received: Resumed) -> None:
         """Take a state over from another process, after a step that this one has not done itself."""
-        with self._engine.doing(Activity.RESTORE):
+        with self._engine.link.doing(Activity.RESTORE):
             self._load(received)
             self._step = received.step
             if not received.passes:  # else it is loaded once more, before the next pass
@@ -609,7 +609,7 @@ class Loop:
     def _evaluate(self) -> None:
         assert self._options.evaluations is not None
         epoch = self._loader._position(self._step).epoch
-        with self._engine.doing(Activity.EVALUATION), evaluating(self._model):
+        with self._engine.link.doing(Activity.EVALUATION), evaluating(self._model):
             self._options.evaluations.evaluate(self._step, epoch, self._engine.checkpoint)
         self._engine.note_exchanges()
         self._owes_evaluation = False

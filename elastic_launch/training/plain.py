@@ -54,10 +54,10 @@ class PlainLoop:
     """One process' part in a training with a loop of its own.
 
     Args:
-        link: the connection to the agent; None if there is none.
+        link: the connection to the agent, if there is one.
     """
 
-    def __init__(self, world: World, link: AgentLink | None) -> None:
+    def __init__(self, world: World, link: AgentLink) -> None:
         self._world = world
         self._link = link
         self._termination = Termination()
@@ -68,11 +68,10 @@ class PlainLoop:
     def report(self, step: int) -> None:
         """Report a step that is done."""
         begins, self._step = self._step is None, step
-        if begins and self._link is not None:
+        if begins:
             self._link.say(Ready(step, drains=False))  # whether it can stop shows only when it asks
-        elif not begins:
-            if self._link is not None:
-                self._link.step(step)
+        else:
+            self._link.step(step)
             faults.reached("step", step)
 
     def should_stop(self) -> bool:
@@ -86,8 +85,7 @@ class PlainLoop:
             return False
         self._agreement.settle()
         self._stops = True
-        if self._link is not None:
-            self._link.say(Stopping(self._step or 0))
+        self._link.say(Stopping(self._step or 0))
         return True
 
     def _agree(self, step: int | None) -> Agreement:
@@ -104,14 +102,13 @@ class PlainLoop:
             )
         agreement = Agreement(world_size)
         self._termination.watch()
-        if self._link is not None:
-            self._link.say(Ready(step))
+        self._link.say(Ready(step))
         return agreement
 
     def _wanted(self) -> Stop:
         if self._termination.asked:
             return Stop.SIGNAL
-        return Stop.AGENT if self._link is not None and self._link.stop_asked() else Stop.NO
+        return Stop.AGENT if self._link.stop_asked() else Stop.NO
 
 
 @functools.cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 
 import torch
@@ -172,7 +172,7 @@ class Run:
         Raises:
             UsageError: if ``duration`` is not a duration.
         """
-        return self._engine.doing(Activity.PAUSE, seconds_of(duration), what)
+        return self._engine.link.doing(Activity.PAUSE, seconds_of(duration), what)
 
     def request_stop(self) -> None:
         """Make all ranks stop after the same step: the next one, or the one after it. One rank's request is enough."""
@@ -369,11 +369,10 @@ def _joined(settings: Determinism, timeout: float) -> Engine:
     world, groups = environment(), RoundGroups()
     link = AgentLink.connect(world)
     try:
-        with nullcontext() if link is None else link.forming(), groups.forming():
+        with link.forming(), groups.forming():
             device = join(world, timeout)
     except BaseException:
-        if link is not None:
-            link.close()
+        link.close()
         raise
     return Engine(world, device, link, groups=groups, settings=settings, timeout=timeout)
 

@@ -12,6 +12,7 @@ import pytest
 import elastic_launch as el
 from elastic_launch.errors import UsageError
 from elastic_launch.training import plain
+from elastic_launch.training.link import AgentLink
 from elastic_launch.training.plain import PlainLoop
 from elastic_launch.training.ranks.world import World
 
@@ -37,7 +38,7 @@ def test_steps_are_reported_before_it_may_stop() -> None:
 
 
 def test_several_ranks_need_a_process_group() -> None:
-    loop = PlainLoop(World(rank=0, world_size=2), None)
+    loop = PlainLoop(World(rank=0, world_size=2), AgentLink())
     loop.report(0)
     with pytest.raises(UsageError, match="init_process_group"):
         loop.should_stop()

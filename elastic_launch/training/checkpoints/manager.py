@@ -86,7 +86,7 @@ class CheckpointManager:
         self.branch = Branch()
         """The branch of the training that checkpoints are saved under."""
         self._owner = ""
-        self._link: AgentLink | None = None
+        self._link = AgentLink()
         self._highest = 0
         self._awaited = 0
         self._owed = 0  # step of a checkpoint that was put off
@@ -266,7 +266,7 @@ class CheckpointManager:
         """Treat the current state as not saved."""
         self._last_step = -1
 
-    def requested(self, step: int, link: AgentLink | None) -> None:
+    def requested(self, step: int, link: AgentLink) -> None:
         """Record that the agent copies the state after a step once it is in memory."""
         self._last_step, self._last_time = step, time.monotonic()
         self._link, self._awaited, self._owed = link, step, 0
@@ -372,9 +372,8 @@ class CheckpointManager:
             if outcome.error is not None:
                 self._failed(outcome.step, outcome.error, saved=outcome.info is not None)
             report(outcome)
-        told = [] if self._link is None else self._link.copies()
         # Copies that an earlier process has requested may go to the directory of another training of the script.
-        copied = [self._outcome(copied) for copied in told if copied.directory == str(self.directory)]
+        copied = [self._outcome(each) for each in self._link.copies() if each.directory == str(self.directory)]
         for outcome in [*own, *copied]:
             if outcome.info is not None:
                 self._saved = max(self._saved, outcome.step)  # also if old ones could not be removed
@@ -401,7 +400,7 @@ class CheckpointManager:
         if self._owed:
             self.lost(self._owed, "the agent did not answer")
         ended = self.outcomes(report)
-        while wait and self._awaited and self._link is not None:
+        while wait and self._awaited:
             if not self._link.wait_copied(FINAL_TIMEOUT):
                 self.lost(self._awaited, "the agent, which copies it, does not answer")
             ended += self.outcomes(report)

@@ -246,7 +246,7 @@ class Newest:
 
 
 def newest(
-    memory: MemorySnapshots | None, world: World, training: int, live: tuple[int, int, int] | None = None
+    memory: MemorySnapshots, world: World, training: int, live: tuple[int, int, int] | None = None
 ) -> Newest | None:
     """Return the newest state of a training in memory; None if there is none. Called by all ranks.
 
@@ -254,7 +254,7 @@ def newest(
         live: round, step and updated passes of this process' own state, if it was suspended; of equal ones, a live
             state is taken.
     """
-    found = memory.newest(training) if memory is not None else None
+    found = memory.newest(training)
     kept = (0, 0) if found is None else (found[1].round, found[1].step)
     mine = [*kept, 0, *((0, 0, 0) if live is None else live)]
     everybody = [mine]

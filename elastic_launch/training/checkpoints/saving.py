@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -76,7 +76,7 @@ class Saver:
 
     Args:
         world: this process' world.
-        link: connection to the agent, which keeps snapshots in memory and copies them. Without it, there are only
+        link: connection to the agent, which keeps snapshots in memory and copies them. Without one, there are only
             durable checkpoints, written by a thread of this process.
 
     Attributes:
@@ -86,13 +86,13 @@ class Saver:
         joins_live: whether the state that this process began with came from a process that was kept.
     """
 
-    def __init__(self, world: World, link: AgentLink | None) -> None:
+    def __init__(self, world: World, link: AgentLink) -> None:
         self.failure: snapshot.CheckpointError | None = None
         self.seconds = 0.0
         self.compares = self.joins_live = False
         self._world = world
         self._link = link
-        self._memory = MemorySnapshots(link, world) if link is not None else None
+        self._memory = MemorySnapshots(link, world)
         self._checkpoint: CheckpointManager | None = None
         self._training = -1
         self._branch = Branch()
@@ -150,8 +150,7 @@ class Saver:
             raise
         if resumed.state is not None:
             state.restore(resumed.state, resumed.origin, resumed.classes, resumed.orders, resumed.anew, resumed.frozen)
-        if self._memory is not None:
-            self._memory.rhythm.begin(resumed.step)
+        self._memory.rhythm.begin(resumed.step)
         return resumed
 
     def _newest(
@@ -177,12 +176,12 @@ class Saver:
 
     def move(self, world: World, link: AgentLink) -> None:
         """Begin or continue in a round, in which nothing is agreed on yet."""
-        self._world, self._link = world, link
         self._posted = self._agreed = NOTHING
-        if self._memory is None:
-            self._memory = MemorySnapshots(link, world)
-        else:
+        if link is self._link:
             self._memory.move(world)
+        else:
+            self._memory = MemorySnapshots(link, world)
+        self._world, self._link = world, link
 
     def _from_memory(
         self,
@@ -271,7 +270,7 @@ class Saver:
     def wishes(self, step: int, checkpoint: CheckpointManager | None) -> Wishes:
         """Return what this rank wants, each wish once; rank 0's clock and costs decide for all ranks."""
         save = self._asked(step, checkpoint) or (checkpoint is not None and checkpoint.wanted(step))
-        keep = self._memory is not None and self._memory.writes and self._memory.rhythm.due(step)
+        keep = self._memory.writes and self._memory.rhythm.due(step)
         first = self._world.rank == 0
         save = (first and save and not self._posted.save) or self._owes(checkpoint)
         keep = first and keep and not self._posted.keep
@@ -283,19 +282,11 @@ class Saver:
 
     def _owes(self, checkpoint: CheckpointManager | None) -> bool:
         """Whether a postponed checkpoint can be made now."""
-        return (
-            checkpoint is not None
-            and checkpoint.owes
-            and not self._posted.save
-            and not (self._link and self._link.silent)
-        )
+        return checkpoint is not None and checkpoint.owes and not self._posted.save and not self._link.silent
 
     def _agent_is_there(self) -> bool:
         """Whether the agent is connected and takes snapshots; if it does not answer then, it is slow."""
-        return self._memory is not None and self._memory.writes and self._link is not None and self._link.alive
-
-    def _may_commit(self) -> bool:
-        return self._link is None or self._link.may_commit()
+        return self._memory.writes and self._link.alive
 
     def agree(self, agreed: Wishes) -> None:
         """Record what all ranks agreed on; it is done at the next boundary with a step."""
@@ -305,8 +296,7 @@ class Saver:
     def poll(self, step: int, checkpoint: CheckpointManager | None) -> None:
         """Record that a step is done, and report checkpoints that were written or failed."""
         self._uncertain = None
-        if self._memory is not None:
-            self._memory.rhythm.step_done(step, time.monotonic())
+        self._memory.rhythm.step_done(step, time.monotonic())
         if checkpoint is not None:
             self._checkpoint = checkpoint  # for the end, even if a second training continues without restoring
             for outcome in checkpoint.outcomes(self._report):
@@ -331,14 +321,14 @@ class Saver:
             durable = (due or last) and checkpoint.needs(after.step)
         if not durable and not agreed.keep and not ((draining or keep) and self._world.round):
             return
-        with self._doing_that():
+        with self._link.doing(Activity.CHECKPOINT):
             self._save(after, durable=durable, last=last, stays=stays)
 
     def _save(self, after: Trained, *, durable: bool, last: bool, stays: Stays | None) -> None:
         began = time.monotonic()
         step, checkpoint, state = after.step, after.checkpoint, after.state
         self._kept = False
-        in_memory = self._memory is not None and self._memory.writes
+        in_memory = self._memory.writes
         durably = checkpoint if checkpoint is not None and checkpoint.writes else None
         captured = state.capture(keep=in_memory or (durable and durably is not None))
         meta = self._meta_after(after, now=durable)
@@ -355,12 +345,8 @@ class Saver:
                 _log.warning("checkpoint of step %d: the agent does not answer; it is put off until it does", step)
             durably.put_off(step)
         elif durable and checkpoint is not None:
-            checkpoint.save(captured, step, meta, self._may_commit, state.gathered)
+            checkpoint.save(captured, step, meta, self._link.may_commit, state.gathered)
         self.seconds = time.monotonic() - began
-
-    def _doing_that(self) -> AbstractContextManager[None]:
-        """Within this context, the agent knows that a save is under way, which takes another time than a step."""
-        return nullcontext() if self._link is None else self._link.doing(Activity.CHECKPOINT)
 
     def keep(self, after: Trained, stays: Stays) -> None:
         """Take a snapshot of the state after a step in memory alone; called by all ranks.
@@ -370,8 +356,8 @@ class Saver:
         if not self._world.round:
             return
         began = time.monotonic()
-        in_memory = self._memory is not None and self._memory.writes
-        with self._doing_that():
+        in_memory = self._memory.writes
+        with self._link.doing(Activity.CHECKPOINT):
             captured = after.state.capture(keep=in_memory)
             meta = self._meta_after(after, now=False)
             if in_memory:
@@ -380,7 +366,7 @@ class Saver:
 
     def keep_newer(self, after: Trained) -> None:
         """Take a snapshot of the state after a step in memory, unless there is one; called by one rank alone."""
-        if self._memory is None or not self._memory.writes:
+        if not self._memory.writes:
             return
         began = time.monotonic()
         found = self._memory.newest(self._training)
@@ -420,14 +406,11 @@ class Saver:
 
     def drop_unequal(self) -> None:
         """Drop the snapshots in memory that are newer than the last state that was equal on all ranks."""
-        if self._memory is not None:
-            self.settle()
-            self._memory.drop_above(self._equal, self._training)
+        self.settle()
+        self._memory.drop_above(self._equal, self._training)
 
     def settle(self) -> None:
         """Wait until parameters and the optimizer's state may change."""
-        if self._memory is None:
-            return
         try:
             self._memory.settle()
         except snapshot.UnsupportedStateError:
@@ -482,8 +465,7 @@ class Saver:
 
     def close(self) -> None:
         """Release the memory."""
-        if self._memory is not None:
-            self._memory.close()
+        self._memory.close()
 
     def _keep(
         self,
@@ -496,7 +478,6 @@ class Saver:
         last: bool,
         spent: float,
     ) -> bool:
-        assert self._memory is not None
         self._memory.rhythm.taken(step)
         self._keeping = step
         try:
@@ -522,27 +503,24 @@ class Saver:
 
     def _lose_snapshot(self, reason: str, remedy: str = "") -> None:
         """Give up a snapshot that was reported as on its way to the agent."""
-        assert self._memory is not None
         self._give_up_memory(reason, remedy)
         if self._checkpoint is not None:
             self._checkpoint.lost(self._memory.rhythm.last, reason)
 
     def _give_up_memory(self, reason: str, remedy: str = "") -> None:
-        assert self._memory is not None
         self._memory.give_up(reason.removesuffix("."), remedy)
         self._kept = False
 
     def _asked(self, step: int, checkpoint: CheckpointManager | None) -> bool:
         """Whether the agent requests a checkpoint; reports an error to it if the script saves none."""
-        if self._link is None or not self._link.save_asked():
+        if not self._link.save_asked():
             return False
         if checkpoint is None:
             self._link.saved(step, "the script saves no checkpoints")
         return checkpoint is not None
 
     def _report(self, outcome: snapshot.WriteOutcome) -> None:
-        if self._link is not None:
-            self._link.saved(outcome.step, "" if outcome.info is not None else str(outcome.error))
+        self._link.saved(outcome.step, "" if outcome.info is not None else str(outcome.error))
 
     def _tell(self, outcome: snapshot.WriteOutcome) -> None:
         for listener in self._listeners:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -34,16 +34,13 @@ __all__ = [
 CHUNK = 64 * 2**20
 """Bytes of a tensor that are sent at once: what has arrived is reported."""
 
-_link: ContextVar[AgentLink | None] = ContextVar("link", default=None)
+_link: ContextVar[AgentLink] = ContextVar("link", default=AgentLink())
 """The connection to the agent of the process that restores a state now."""
 
 
 @contextmanager
-def telling(link: AgentLink | None) -> Iterator[None]:
+def telling(link: AgentLink) -> Iterator[None]:
     """Within this context, a state is restored: the agent knows when that is an exchange with other ranks."""
-    if link is None:
-        yield
-        return
     token = _link.set(link)
     try:
         with link.doing(Activity.RESTORE):
@@ -52,12 +49,9 @@ def telling(link: AgentLink | None) -> Iterator[None]:
         _link.reset(token)
 
 
-@contextmanager
-def exchanging() -> Iterator[None]:
+def exchanging() -> AbstractContextManager[None]:
     """Within this context, this process only waits for other ranks, or sends to them and receives from them."""
-    link = _link.get()
-    with nullcontext() if link is None else link.doing(Activity.FORMING):
-        yield
+    return _link.get().doing(Activity.FORMING)
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], source: int) -> None:
@@ -133,8 +127,7 @@ def in_chunks(tensor: Tensor, transfer: Callable[[Tensor], object]) -> None:
     with exchanging():
         for begin in range(0, sent.numel(), CHUNK):
             transfer(sent[begin : begin + CHUNK])
-            if link is not None:
-                link.advanced()
+            link.advanced()
 
 
 def from_first(world: World, read: Callable[[], Any]) -> Any:

@@ -97,7 +97,7 @@ def wait_for_place() -> AgentLink:
         ElasticLaunchError: if the agent cannot be reached.
     """
     link = AgentLink.ahead(int(os.environ.get(ENV_LOCAL_RANK) or os.environ["LOCAL_RANK"]))
-    if link is None:
+    if not link.present:
         raise ElasticLaunchError(
             "This process was started ahead of its place in a round, and its agent cannot be reached.",
             "The agent has ended. It starts such a process with everything else that it needs.",
