@@ -378,9 +378,10 @@ class Loop:
                     raise
                 error = again
 
-    # What a step needs, see RoundChange.
+    # What a step needs to know of its round's end, and to do at it:
 
     def exchanged(self) -> None:
+        """Note that a pass has exchanged everything; no exchange follows before the step's end."""
         self._engine.note_exchanges()
 
     @property
@@ -391,17 +392,28 @@ class Loop:
         return self._engine.caused(error)
 
     def break_off(self) -> None:
+        """Make all exchanges that are under way fail, so that none is waited for."""
         self._engine.groups.disconnect()
 
     def between_passes(self) -> None:
+        """Called before each pass but the first."""
         self._engine.check_exchanges()
 
     def take_over(self) -> None:
+        """Set the training to the state that was received from other ranks, before the next pass."""
         assert self._received is not None
         self._load(self._received)
         self._received = None
 
     def recover(self, error: RuntimeError, passes: Sequence[Outcome]) -> Recovered:
+        """Take part in the next round, after an error that :attr:`caused` explains.
+
+        Args:
+            passes: loss and metrics of each pass of the step that is done.
+
+        Raises:
+            RuntimeError: the error, if this process is not to go on.
+        """
         assert self._gradients is not None
         self._gradients.give_up()
         self._change_round(error, passes)
@@ -480,7 +492,7 @@ class Loop:
             settle=self._engine.saver.settle,
             origin=self._origin,
             agreement=self._engine.agreement,
-            change=self,
+            loop=self,
             spare=lambda: loader._spare(number),
             done=self._received.passes if self._received is not None else (),
         )

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,7 +32,10 @@ from elastic_launch.training.randomness import derive, drop_second_normal, kept,
 from elastic_launch.training.ranks.agreement import Agreement
 from elastic_launch.training.together import Optimizers
 
-__all__ = ["NonFiniteLossError", "Recovered", "RehearsedStep", "RoundChange", "RoundOverError", "Step"]
+if TYPE_CHECKING:
+    from elastic_launch.training.loop import Loop
+
+__all__ = ["NonFiniteLossError", "Recovered", "RehearsedStep", "RoundOverError", "Step"]
 
 _log = logging.getLogger(__name__)
 
@@ -64,39 +67,6 @@ class Recovered:
     agreement: Agreement | None
     done: Outcome | None = None
     passes: Sequence[Outcome] = ()
-
-
-class RoundChange(Protocol):
-    """What a step needs to know of its round's end."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the round is over; does not wait."""
-
-    def exchanged(self) -> None:
-        """Called when a pass has exchanged everything; no exchange follows before the step's end."""
-
-    def between_passes(self) -> None:
-        """Called before each pass but the first."""
-
-    def take_over(self) -> None:
-        """Set the training to the state that was received from other ranks, before the next pass."""
-
-    def caused(self, error: RuntimeError) -> bool:
-        """Whether an error that was just caught may be due to the round's end."""
-
-    def break_off(self) -> None:
-        """Make all exchanges that are under way fail, so that none is waited for."""
-
-    def recover(self, error: RuntimeError, passes: Sequence[Outcome]) -> Recovered:
-        """Take part in the next round.
-
-        Args:
-            passes: loss and metrics of each pass of the step that is done.
-
-        Raises:
-            RuntimeError: the error, if this process is not to go on.
-        """
 
 
 class Step:
@@ -137,7 +107,7 @@ class Step:
         settle: Callable[[], None] = lambda: None,
         origin: Callable[[int, int], str] = lambda step, micro: "",
         agreement: Agreement | None = None,
-        change: RoundChange | None = None,
+        loop: Loop | None = None,
         done: Sequence[Outcome] = (),
         spare: Callable[[], Any] = lambda: None,
     ) -> None:
@@ -153,7 +123,7 @@ class Step:
             settle: called before parameters and the optimizer's state change.
             origin: ``(step, micro_batch) -> str``: which samples it has, and the newest checkpoint; for errors.
             agreement: its wishes are exchanged together with the losses.
-            change: how the step continues in another round; None: it does not.
+            loop: the loop that the step belongs to, and by which it continues in another round; None: it does not.
             done: loss and metrics of each pass that other ranks have done before this process joined them.
             spare: returns a micro-batch for the passes of a sharded model that count nothing, if this rank has none.
         """
@@ -185,7 +155,7 @@ class Step:
         self._settle = settle
         self._origin = origin
         self._agreement = agreement
-        self._change = change
+        self._loop = loop
         self._broken: RuntimeError | None = None  # the error that an exchange within backward() failed with
         self._done_elsewhere = False
         self._out_of_memory = False
@@ -246,8 +216,8 @@ class Step:
         with self._noting_errors():
             self._exchange()
         self._exchange_s += time.perf_counter() - began
-        if self._change is not None:
-            self._change.exchanged()
+        if self._loop is not None:
+            self._loop.exchanged()
 
     @property
     def _left_out(self) -> bool:
@@ -257,17 +227,17 @@ class Step:
     def _may_go_on(self, error: RuntimeError) -> bool:
         # Once within a step: a script whose later passes need something from its earlier ones fails in a process that
         # has left these out, and trains on after a restart, from the step's start.
-        return self._change is not None and not (self._passes > 1 and self._moved) and self._change.caused(error)
+        return self._loop is not None and not (self._passes > 1 and self._moved) and self._loop.caused(error)
 
     def _goes_on(self, error: RuntimeError) -> bool:
         """Continue the pass in another round, from its first micro-batch; return whether that is possible."""
-        if self._change is None or not self._may_go_on(error):
+        if self._loop is None or not self._may_go_on(error):
             return False
-        self._change.break_off()
+        self._loop.break_off()
         if self._table is not None:
             self._table.give_up()
             self._table = None
-        recovered = self._change.recover(error, self._done)
+        recovered = self._loop.recover(error, self._done)
         self._error = self._broken = None
         self._drawn.clear()
         self._losses, self._metric_values, self._current = [], [], None
@@ -286,7 +256,7 @@ class Step:
 
     def _samples_of_pass(self) -> Generator[Any, None, None]:
         for number, micro in enumerate(self.plan.micro_batches):
-            if self._change is not None and self._change.is_over:
+            if self._loop is not None and self._loop.is_over:
                 raise RoundOverError("the round is over")
             began = time.perf_counter()
             with self._noting_errors(), left_seeded():
@@ -335,14 +305,14 @@ class Step:
             )
         self._passes += 1
         self._pending, self.updated = True, False
-        if self._passes > 1 and self._change is not None:
-            self._change.between_passes()
+        if self._passes > 1 and self._loop is not None:
+            self._loop.between_passes()
         if self._left_out:
             drop_second_normal()  # as the micro-batches do on the other ranks
             return
-        if self._received and self._change is not None:
+        if self._received and self._loop is not None:
             self._received = False
-            self._change.take_over()
+            self._loop.take_over()
         self._start_pass()
 
     def _start_pass(self) -> None:

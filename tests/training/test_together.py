@@ -342,7 +342,7 @@ def _broken(monkeypatch: pytest.MonkeyPatch, gan: Gan, passes: list[tuple[float,
     """A step whose next exchange fails, once; others have done these passes."""
     loop = _run().steps(_loader(), gan.models, gan.optimizers, until=1, exact=True)
     step = next(loop)
-    step._change = Elsewhere(step, passes, loop)
+    step._loop = Elsewhere(step, passes, loop)
     wait, left = ExactGradients.wait, [1]
 
     def breaks(self: ExactGradients, table: Any) -> None:
@@ -364,9 +364,9 @@ def test_a_pass_that_others_have_done_is_left_out_and_its_result_taken_over(monk
     assert step.gradients() == {}
     assert math.isnan(step.grad_norm("d"))
     step.update(optimizer="d")
-    assert (step.loss, gan.hashes, step._change.taken) == (0.5, before, 0)
+    assert (step.loss, gan.hashes, step._loop.taken) == (0.5, before, 0)
     for x in step:
-        assert step._change.taken == 1
+        assert step._loop.taken == 1
         step.backward(gan.loss_g(x))
     step.update(optimizer="g")
     assert gan.hashes[1] == before[1]
@@ -390,7 +390,7 @@ def test_a_step_that_has_moved_once_does_not_do_so_again_and_blames_no_script(mo
 
     with pytest.raises(RuntimeError, match="Connection closed"):
         second_pass()
-    assert step._change.recovered == 1
+    assert step._loop.recovered == 1
 
 
 @pytest.mark.parametrize("exact", [False, True])
