@@ -134,7 +134,8 @@ def test_each_byte_that_is_kept_is_sent_once_and_no_other(
 ) -> None:
     ranks, holders = len(has), [rank for rank, there in enumerate(has) if there]
     messages = Messages()
-    monkeypatch.setattr(spreading, "dist", messages)
+    for module in (exchange, spreading):
+        monkeypatch.setattr(module, "dist", messages)
     monkeypatch.setattr(spreading, "in_chunks", messages.in_chunks)
 
     def spread(rank: int) -> Any:
@@ -165,7 +166,8 @@ def test_what_a_rank_keeps_is_received_as_it_was_sent(monkeypatch: pytest.Monkey
         "set": {(name, torch.tensor(number)) for number, name in enumerate("hgfedcba")},
     }
     messages = Messages()
-    monkeypatch.setattr(spreading, "dist", messages)
+    for module in (exchange, spreading):
+        monkeypatch.setattr(module, "dist", messages)
 
     def spread(rank: int) -> Any:
         return spread_state(state if rank == 0 else None, [0], World(rank, 2), Shards(rank, 2, 0))
@@ -204,7 +206,8 @@ def test_a_rank_that_serves_no_other_says_that_it_waits_for_those_that_are_serve
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     messages = Messages()
-    monkeypatch.setattr(spreading, "dist", messages)
+    for module in (exchange, spreading):
+        monkeypatch.setattr(module, "dist", messages)
     monkeypatch.setattr(spreading, "in_chunks", messages.in_chunks)
     links = [Link() for _ in range(3)]
     seen: list[list[Activity]] = []

@@ -19,8 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from elastic_launch import snapshot
@@ -44,7 +42,7 @@ from elastic_launch.training.checkpoints.shared_directory import Writers, behind
 from elastic_launch.training.checkpoints.state import TrainingState
 from elastic_launch.training.checkpoints.urls import open_url
 from elastic_launch.training.link import AgentLink
-from elastic_launch.training.ranks.exchange import broadcast_state, exchanging
+from elastic_launch.training.ranks.exchange import broadcast_state, numbers_of_all
 from elastic_launch.training.ranks.spreading import in_place, spread_state
 from elastic_launch.training.ranks.world import World
 
@@ -113,7 +111,7 @@ class CheckpointManager:
                 _log.warning(
                     "it is not known whether there is a newer checkpoint; training goes on from memory: %s", error
                 )
-        newest = max(_from_all(world, list(max(mine, default=(0, 0)))))
+        newest = max(numbers_of_all(world, list(max(mine, default=(0, 0)))))
         self._highest = max(self._highest, position[0], newest[0])
         return (newest[0], newest[1]) > position
 
@@ -148,7 +146,7 @@ class CheckpointManager:
         loaded, known, damaged = read.loaded, read.known, read.damaged
         newest, holder, complete = _agree(world, loaded)
         self._highest = max(
-            self._highest, newest[0], *(entry[0] for entry in _from_all(world, [known])), *(above or (0,))[:1]
+            self._highest, newest[0], *(entry[0] for entry in numbers_of_all(world, [known])), *(above or (0,))[:1]
         )
         if holder is None and above is not None:
             return None
@@ -195,7 +193,7 @@ class CheckpointManager:
         url = isinstance(self.directory, Url)
         self._writers = behind_url(world) if url else in_directory(Path(self.directory), world)
         self._begin(world, meta)
-        self._last_step = min(step for (step,) in _from_all(world, [standing[0]]))
+        self._last_step = min(step for (step,) in numbers_of_all(world, [standing[0]]))
         self._last_time = time.monotonic() - standing[1]
 
     @property
@@ -581,22 +579,12 @@ def run_id() -> str:
     return os.environ.get("TORCHELASTIC_RUN_ID", "")
 
 
-def _from_all(world: World, numbers: list[int]) -> list[list[int]]:
-    """Return the numbers of all ranks, by rank."""
-    if world.world_size == 1:
-        return [numbers]
-    gathered = [torch.zeros(len(numbers), dtype=torch.int64) for _ in range(world.world_size)]
-    with exchanging():
-        dist.all_gather(gathered, torch.tensor(numbers, dtype=torch.int64))
-    return [[int(x) for x in entry] for entry in gathered]
-
-
 def _agree(world: World, loaded: snapshot.LoadedCheckpoint | None) -> tuple[tuple[int, int], int | None, bool]:
     """Return the newest (round, step) on any rank, the first rank that has it, and whether all have the same one."""
     mine = [0, 0, 0] if loaded is None else [loaded.round, loaded.step, int(loaded.info.digest[:15], 16)]
     if world.world_size == 1:
         return (mine[0], mine[1]), None if loaded is None else 0, True
-    found = [(entry[0], entry[1], entry[2]) for entry in _from_all(world, mine)]
+    found = [(entry[0], entry[1], entry[2]) for entry in numbers_of_all(world, mine)]
     best = max(found)
     if best == (0, 0, 0):
         return (0, 0), None, True

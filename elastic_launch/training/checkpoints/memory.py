@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from elastic_launch import faults, snapshot
@@ -25,7 +23,7 @@ from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter, rea
 from elastic_launch.snapshot.room import MORE_MEMORY, lacking
 from elastic_launch.training.checkpoints.snapshot_interval import Cost, Rhythm
 from elastic_launch.training.link import AgentLink
-from elastic_launch.training.ranks.exchange import broadcast_state, exchanging
+from elastic_launch.training.ranks.exchange import broadcast_state, numbers_of_all
 from elastic_launch.training.ranks.spreading import Cuts, in_place, spread_state
 from elastic_launch.training.ranks.world import World
 
@@ -257,12 +255,7 @@ def newest(
     found = memory.newest(training)
     kept = (0, 0) if found is None else (found[1].round, found[1].step)
     mine = [*kept, 0, *((0, 0, 0) if live is None else live)]
-    everybody = [mine]
-    if world.world_size > 1:
-        gathered = [torch.zeros(len(mine), dtype=torch.int64) for _ in range(world.world_size)]
-        with exchanging():
-            dist.all_gather(gathered, torch.tensor(mine, dtype=torch.int64))
-        everybody = [[int(x) for x in entry] for entry in gathered]
+    everybody = numbers_of_all(world, mine)
     in_slots, in_processes = [tuple(entry[:3]) for entry in everybody], [tuple(entry[3:]) for entry in everybody]
     best = max([*in_slots, *in_processes])
     if best == (0, 0, 0):

@@ -10,19 +10,15 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-
-import torch
-import torch.distributed as dist
 
 from elastic_launch import snapshot
 from elastic_launch.snapshot.errors import MalformedError
 from elastic_launch.snapshot.stall import STALL, while_advancing
 from elastic_launch.snapshot.storage.shared_copies import CopiedFiles, Copies, Taking
-from elastic_launch.training.ranks.exchange import exchanging
+from elastic_launch.training.ranks.exchange import numbers_of_all, receive_bytes, send_bytes
 from elastic_launch.training.ranks.world import World
 
 __all__ = ["Read", "read_on_node"]
@@ -71,13 +67,7 @@ def _on_node(world: World) -> list[int]:
 
     Launchers number them so. A node may take part with some of its local ranks only.
     """
-    if world.world_size == 1:
-        return [world.rank]
-    mine = torch.tensor([world.first_on_node, world.local_rank, world.local_world_size])
-    gathered = [torch.zeros_like(mine) for _ in range(world.world_size)]
-    with exchanging():
-        dist.all_gather(gathered, mine)
-    found = [entry.tolist() for entry in gathered]
+    found = numbers_of_all(world, [world.first_on_node, world.local_rank, world.local_world_size])
     begins = [rank for rank, (first, _, _) in enumerate(found) if first or not rank]
     nodes = [[*range(*ends)] for ends in pairwise([*begins, world.world_size])]
     consecutive = all(
@@ -104,8 +94,7 @@ def _read_for(others: list[int], directory: Path, read: Callable[[Copies | None]
             told["copies"] = copies.told() if copies.info is not None else None
         _say(others, json.dumps(told).encode())
         for other in others:
-            with exchanging():
-                dist.recv(torch.zeros(1, dtype=torch.int64), src=other)  # it has the files
+            receive_bytes(other)  # it has the files
         return found
     finally:
         copies.close()
@@ -113,7 +102,8 @@ def _read_for(others: list[int], directory: Path, read: Callable[[Copies | None]
 
 def _have_read(reader: int, rank: int, directory: Path, read: Callable[[Copies | None], Read], taking: Taking) -> Read:
     try:
-        told: dict[str, Any] = json.loads(_hear(reader))
+        while not (said := receive_bytes(reader, PATIENCE)):  # it is still reading
+            pass
     except RuntimeError as error:
         if "Timed out" not in str(error):
             raise  # the reader's end is the cause
@@ -122,6 +112,7 @@ def _have_read(reader: int, rank: int, directory: Path, read: Callable[[Copies |
             f"Rank {reader}, which reads {directory} for rank {rank} too, has not responded for {PATIENCE:g} s.",
             "Check that process, and the file system that it reads.",
         ) from error
+    told: dict[str, Any] = json.loads(said)
     if "error" in told:
         raise snapshot.CheckpointError(*told["error"])
     damaged = None
@@ -135,7 +126,7 @@ def _have_read(reader: int, rank: int, directory: Path, read: Callable[[Copies |
     except (OSError, MalformedError) as error:
         _log.warning("rank %d reads the checkpoint by itself: what rank %d has read: %s", rank, reader, error)
         told["alone"] = True
-    dist.send(torch.zeros(1, dtype=torch.int64), dst=reader)
+    send_bytes(b"", reader)
     if told["alone"]:
         return while_advancing(directory, lambda: read(None))
     return Read(loaded, told["known"], damaged)
@@ -144,27 +135,4 @@ def _have_read(reader: int, rank: int, directory: Path, read: Callable[[Copies |
 def _say(others: list[int], data: bytes) -> None:
     """Send a message; an empty one means that another will follow."""
     for other in others:
-        dist.send(torch.tensor([len(data)]), dst=other)
-        if data:
-            dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), dst=other)
-
-
-def _hear(reader: int) -> bytes:
-    """Return the first message that is not empty.
-
-    Raises:
-        RuntimeError: if the reader is gone, or has sent nothing for too long.
-    """
-    size = torch.zeros(1, dtype=torch.int64)
-    while not int(size):
-        _receive(size, reader)
-    content = torch.empty(int(size), dtype=torch.uint8)
-    _receive(content, reader)
-    return bytes(content.tolist())
-
-
-def _receive(target: torch.Tensor, reader: int) -> None:
-    with exchanging():
-        work = dist.irecv(target, src=reader)
-        assert work is not None
-        work.wait(timedelta(seconds=PATIENCE))
+        send_bytes(data, other)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,9 @@ __all__ = [
     "exchanging",
     "from_first",
     "in_chunks",
+    "numbers_of_all",
+    "receive_bytes",
+    "send_bytes",
     "telling",
 ]
 
@@ -52,6 +56,44 @@ def telling(link: AgentLink) -> Iterator[None]:
 def exchanging() -> AbstractContextManager[None]:
     """Within this context, this process only waits for other ranks, or sends to them and receives from them."""
     return _link.get().doing(Activity.FORMING)
+
+
+def numbers_of_all(world: World, numbers: Sequence[int]) -> list[list[int]]:
+    """Return the numbers of all ranks, by rank; called by all ranks with equally many."""
+    if world.world_size == 1:
+        return [[*numbers]]
+    mine = torch.tensor(numbers, dtype=torch.int64)
+    gathered = [torch.zeros_like(mine) for _ in range(world.world_size)]
+    with exchanging():
+        dist.all_gather(gathered, mine)
+    return [entry.tolist() for entry in gathered]
+
+
+def send_bytes(data: bytes, target: int) -> None:
+    """Send a message to a rank that calls :func:`receive_bytes`."""
+    with exchanging():
+        dist.send(torch.tensor([len(data)]), dst=target)
+        if data:
+            dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), dst=target)
+
+
+def receive_bytes(source: int, timeout: float | None = None) -> bytes:
+    """Receive a message from a rank.
+
+    Raises:
+        RuntimeError: if that rank is gone, or nothing has come for so many seconds.
+    """
+
+    def receive(target: Tensor) -> Tensor:
+        if timeout is None:
+            dist.recv(target, src=source)
+        elif (work := dist.irecv(target, src=source)) is not None:
+            work.wait(timedelta(seconds=timeout))
+        return target
+
+    with exchanging():
+        size = int(receive(torch.zeros(1, dtype=torch.int64)))
+        return bytes(receive(torch.empty(size, dtype=torch.uint8)).tolist()) if size else b""
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], source: int) -> None:

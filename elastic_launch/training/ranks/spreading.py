@@ -19,7 +19,15 @@ from torch import Tensor
 from elastic_launch.snapshot.format import tree
 from elastic_launch.snapshot.format.plain import Path
 from elastic_launch.snapshot.storage.shared_copies import Taking
-from elastic_launch.training.ranks.exchange import broadcast_state, described, exchanging, from_first, in_chunks
+from elastic_launch.training.ranks.exchange import (
+    broadcast_state,
+    described,
+    exchanging,
+    from_first,
+    in_chunks,
+    receive_bytes,
+    send_bytes,
+)
 from elastic_launch.training.ranks.world import World
 
 __all__ = ["Box", "Cut", "Cuts", "in_place", "narrowed", "sources", "spread_state", "state_from_first"]
@@ -116,8 +124,8 @@ def in_place(taking: Cuts) -> Taking:
 def _serve(targets: Sequence[int], tensors: Mapping[str, Tensor], rest: Any) -> None:
     shapes = described(tensors)
     for target in targets:
-        _say([shapes, rest], target)
-    wanted = {target: dict(_heard(target)) for target in targets}
+        send_bytes(json.dumps([shapes, rest]).encode(), target)
+    wanted = {target: dict(json.loads(receive_bytes(target))) for target in targets}
     # One tensor after the other, so that no target waits until another one has everything.
     for name in _places(rest, _stand_ins(shapes)) if targets else ():
         for target, boxes in wanted.items():
@@ -126,7 +134,7 @@ def _serve(targets: Sequence[int], tensors: Mapping[str, Tensor], rest: Any) -> 
 
 
 def _received(source: int, cut: Cut) -> Any:
-    shapes, rest = _heard(source)
+    shapes, rest = json.loads(receive_bytes(source))
     stand_ins = _stand_ins(shapes)
 
     def receive(path: Path, whole: Tensor) -> Tensor:
@@ -138,7 +146,7 @@ def _received(source: int, cut: Cut) -> Any:
         return cut.kept(path, whole.shape, part)
 
     boxes = ((name, cut.box(path, stand_ins[name].shape)) for name, path in _places(rest, stand_ins).items())
-    _say([(name, box) for name, box in boxes if box is not None], source)
+    send_bytes(json.dumps([(name, box) for name, box in boxes if box is not None]).encode(), source)
     return tree.decode(rest, stand_ins, receive)
 
 
@@ -160,19 +168,3 @@ def _places(rest: Any, stand_ins: Mapping[str, Tensor]) -> dict[str, Path]:
 
     tree.decode(rest, stand_ins, note)
     return found
-
-
-def _say(message: Any, target: int) -> None:
-    data = bytearray(json.dumps(message).encode())
-    with exchanging():
-        dist.send(torch.tensor([len(data)]), dst=target)
-        dist.send(torch.frombuffer(data, dtype=torch.uint8), dst=target)
-
-
-def _heard(source: int) -> Any:
-    size = torch.zeros(1, dtype=torch.int64)
-    with exchanging():
-        dist.recv(size, src=source)
-        content = torch.empty(int(size), dtype=torch.uint8)
-        dist.recv(content, src=source)
-    return json.loads(bytes(content.tolist()))
