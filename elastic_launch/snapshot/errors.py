@@ -147,11 +147,7 @@ def writing(path: Path, what: str) -> Iterator[None]:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Like :func:`writing`, for reads.
-
-    Raises:
-        CheckpointReadError: for an OSError.
-    """
+    """Turn an OSError into a CheckpointReadError, like :func:`writing`."""
     try:
         yield
     except OSError as error:

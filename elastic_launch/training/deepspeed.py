@@ -172,11 +172,7 @@ class PartitionedOptimizer:
         return self._whole
 
     def check(self) -> None:
-        """Check on all ranks that the parts are where they are looked for.
-
-        Raises:
-            UsageError: if they are not, as may be in a version of DeepSpeed that is not known here.
-        """
+        """Check on all ranks that the parts are where they are looked for: in another version they may not be."""
         for name, parameter, own in self._each():
             if not torch.equal(self._gathered(parameter, own).to(parameter.dtype), parameter.detach()):
                 raise UsageError(
@@ -220,11 +216,7 @@ class PartitionedOptimizer:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take this rank's parts of the tensors.
-
-        Raises:
-            ValueError: if the state is that of another optimizer.
-        """
+        """Take this rank's parts of the tensors."""
         mine = self.state_dict()
         if "groups" not in state:
             raise ValueError("it was saved without DeepSpeed")
@@ -356,11 +348,7 @@ def _joined(deepspeed: Any) -> bool:
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """Return the names of the parameters of each group that is trained.
-
-    Raises:
-        UsageError: if the optimizer has one that is not the model's.
-    """
+    """Return the names of the parameters of each group that is trained; all must be the model's."""
     known = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = []
     for number, group in enumerate(optimizer.param_groups):

@@ -44,11 +44,7 @@ _INSTEAD = {
 
 
 def checked(config: Any) -> dict[str, Any]:
-    """Return the configuration without the keys whose value is ``"auto"``.
-
-    Raises:
-        UsageError: if it has a key that is not supported.
-    """
+    """Return the configuration without the keys whose value is ``"auto"``; refuse keys that are not supported."""
     where = "Trainer(deepspeed_config=...)"
     check_kind(where, config, Mapping, "Give a dict as in DeepSpeed's documentation; {} has all defaults.")
     chosen: dict[str, Any] = {key: value for key, value in config.items() if value != "auto"}
@@ -74,11 +70,7 @@ def checked(config: Any) -> dict[str, Any]:
 
 
 def precision_of(config: Mapping[str, Any], precision: str | None) -> str:
-    """Return the precision of the configuration, or that of the trainer, which may be None.
-
-    Raises:
-        UsageError: if both name one, and they differ.
-    """
+    """Return the precision of the configuration, or that of the trainer, which may be None; refuse two that differ."""
     chosen = [
         (name, key) for name, keys in _HALF.items() for key in keys if dict(config.get(key, {})).get("enabled", False)
     ]
@@ -93,11 +85,7 @@ def precision_of(config: Mapping[str, Any], precision: str | None) -> str:
 
 
 def clip_norm_of(config: Mapping[str, Any], clip_norm: float | None) -> float | None:
-    """Return the maximum norm of the gradients in the configuration, or that of the trainer.
-
-    Raises:
-        UsageError: if both have one, and they differ.
-    """
+    """Return the maximum norm of the gradients in the configuration, or that of the trainer; refuse two that differ."""
     theirs = config.get("gradient_clipping", 0) or None  # 0 means none
     if None not in (theirs, clip_norm) and theirs != clip_norm:
         _conflict(f"gradient_clipping is {theirs}", f"clip_norm={clip_norm:g}")
@@ -113,9 +101,6 @@ def completed(
         config: what :func:`checked` returned.
         batch: has a number as its micro-batch size.
         clip_norm: the trainer's; None: it has none.
-
-    Raises:
-        UsageError: if the configuration and the trainer have different values.
     """
     micro_batches = batch.micro_batches()
     micro, passes = len(micro_batches[0]), -(-len(micro_batches) // world_size)

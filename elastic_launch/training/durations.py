@@ -22,9 +22,6 @@ def total_steps(until: int | str, steps_per_epoch: int) -> int:
     Args:
         until: epochs as a number or ``"3ep"``, or steps as ``"1000ba"`` (Composer's notation: a step is a batch).
         steps_per_epoch: optimizer steps in an epoch, or :data:`ENDLESS`.
-
-    Raises:
-        UsageError: if it is neither, or in epochs for data without epochs.
     """
     match = re.fullmatch(r"\s*(\d+)\s*(ep|ba|)\s*", str(until))
     if not match or isinstance(until, bool):
@@ -52,11 +49,7 @@ class Interval:
 
     @staticmethod
     def parse(every: int | str) -> Interval:
-        """Parse steps, 50 or ``"50ba"``, or a duration, ``"30s"``, ``"5min"`` or ``"2h"``.
-
-        Raises:
-            UsageError: if it is neither, or not positive.
-        """
+        """Parse steps, 50 or ``"50ba"``, or a duration, ``"30s"``, ``"5min"`` or ``"2h"``."""
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(every))
         number = float(match[1]) if match else 0.0
         if match and match[2] in ("", "ba") and number >= 1 and number.is_integer():
@@ -69,11 +62,7 @@ class Interval:
 
     @staticmethod
     def in_training(every: int | str, steps_per_epoch: int) -> Interval:
-        """Parse epochs, 1 or ``"1ep"``, steps, ``"50ba"``, or a duration, ``"30s"``, ``"5min"`` or ``"2h"``.
-
-        Raises:
-            UsageError: if it is not one of these, not positive, or in epochs for data without epochs.
-        """
+        """Parse epochs, 1 or ``"1ep"``, steps, ``"50ba"``, or a duration, ``"30s"``, ``"5min"`` or ``"2h"``."""
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(every))
         if match and match[2] in _UNITS:
             return Interval.parse(every)
@@ -92,11 +81,7 @@ class Interval:
 
 
 def seconds_of(duration: float | str) -> float:
-    """Return the seconds of a duration: a number of seconds, or ``"30s"``, ``"5min"`` or ``"2h"``.
-
-    Raises:
-        UsageError: if it is neither, or not positive.
-    """
+    """Return the seconds of a duration: a number of seconds, or ``"30s"``, ``"5min"`` or ``"2h"``."""
     if isinstance(duration, int | float) and not isinstance(duration, bool) and 0 < duration < math.inf:
         return float(duration)
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", duration) if isinstance(duration, str) else None

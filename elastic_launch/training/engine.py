@@ -194,7 +194,6 @@ class Engine:
 
         Args:
             identity: what must be equal in the saved state and in this training.
-            trained: the models trained.
             live: see :meth:`Saver.restore`.
         """
         self.trainings.begin(trained, checkpoint)
@@ -280,7 +279,6 @@ class Engine:
         """Mark the training as begun or resumed; from now on it can be stopped.
 
         Args:
-            step: optimizer steps done.
             total: steps of the whole training; 0: not known.
             live: whether this process can continue the training in another round, see :meth:`suspend`.
             rehearses: whether one that is started ahead would do a step before it takes its place.
@@ -432,11 +430,7 @@ class Engine:
             self.link.drained(self.step, self.saver.seconds)
 
     def leave_if_draining(self) -> None:
-        """End the process, through the end of the session, if the training continues in other processes.
-
-        Raises:
-            Drained: if :attr:`draining` is set.
-        """
+        """End the process, through the end of the session, if the training continues in other processes."""
         if self.draining:
             self.stopped = True
             # The agent relies on messages, not on the code; a sender of SIGTERM to this process expects the signal's.

@@ -37,7 +37,6 @@ class Evaluations:
         report: called once with each evaluation, on all ranks.
 
     Attributes:
-        every: the interval.
         history: all evaluations so far.
         running: whether one is being done between two steps.
     """
@@ -175,9 +174,6 @@ class Evaluator:
 
         Args:
             steps_per_epoch: of the training data.
-
-        Raises:
-            UsageError: if the evaluator does not fit this training.
         """
         if exact:
             self.loader._check_exact()
@@ -231,11 +227,7 @@ def evaluated(
 
 
 def checked_eval_loader(where: str, loader: Loader) -> Loader:
-    """Return a loader of evaluation data.
-
-    Raises:
-        UsageError: if it is none, or has no end.
-    """
+    """Return a loader of evaluation data; refuse anything else, and one without an end."""
     check_loader(where, loader)
     if loader.steps_per_epoch == ENDLESS:
         raise UsageError(f"{where} has no end.", "Give FunctionLoader(steps_per_epoch=...): an evaluation is an epoch.")

@@ -12,12 +12,7 @@ def check_kind(where: str, given: object, kind: type | tuple[type, ...], remedy:
 
     Args:
         where: the call and its argument, such as ``run.steps(loader=...)``.
-        given: the argument.
-        kind: the expected type or types.
         remedy: what to give instead; for the error.
-
-    Raises:
-        UsageError: naming the argument, what was given, and the remedy.
     """
     if not isinstance(given, kind):
         raise UsageError(f"{where} is {found(given)}.", remedy)

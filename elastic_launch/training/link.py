@@ -387,7 +387,6 @@ class AgentLink:
         """Report that all ranks have stopped after a step; returns once the agent confirms it.
 
         Args:
-            step: optimizer steps done.
             seconds: duration of the last save.
         """
         self._noted = False

@@ -149,11 +149,7 @@ class Loop:
                 )
 
     def _check_sharded(self, model: object, optimizer: object) -> None:
-        """Refuse what a sharded model cannot be trained with.
-
-        Raises:
-            UsageError: naming it.
-        """
+        """Refuse what a sharded model cannot be trained with."""
         options = self._options
         if isinstance(model, Mapping):
             raise UsageError("run.steps(model=...): of several models none may be sharded.", "Give one model.")
@@ -315,11 +311,7 @@ class Loop:
         engine.link.watch(resumed.step, self._first)
 
     def _agree(self, step: int) -> None:
-        """Agree with the other ranks, which may be at another point between two steps.
-
-        Args:
-            step: optimizer steps done.
-        """
+        """Agree with the other ranks, which may be at another point between two steps."""
         micro = len(self._loader.batch.micro_batches()[0])
         numbers = [self._lacks_evaluation(step), self._bounded == step, -micro]
         if self._engine.world.world_size > 1:

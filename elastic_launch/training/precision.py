@@ -18,11 +18,7 @@ class Precision:
 
     Args:
         name: ``fp32``, ``bf16`` or ``fp16``.
-        device: the device that is trained on.
         scales: whether to have a gradient scaler.
-
-    Raises:
-        UsageError: if the name is not one of these.
     """
 
     def __init__(self, name: str, device: torch.device, *, scales: bool = True) -> None:

@@ -641,12 +641,7 @@ class Step:
         return table
 
     def _exchange(self) -> Means:
-        """Exchange losses and gradients with all ranks, once per pass; return the means over the global batch.
-
-        Raises:
-            UsageError: if only some micro-batches have a weight, the weights do not sum to a positive number, or the
-                ranks do not train the same parameters.
-        """
+        """Exchange losses and gradients with all ranks, once per pass; return the means over the global batch."""
         if self._means is not None:
             return self._means
         if self._table is None:
@@ -681,11 +676,7 @@ class Step:
         return self._means
 
     def _check_losses(self) -> None:
-        """Check that every loss is finite.
-
-        Raises:
-            NonFiniteLossError: on all ranks, if a loss on any rank is NaN or infinite.
-        """
+        """Check that every loss is finite; raise a NonFiniteLossError on all ranks if one on any rank is not."""
         assert self._table is not None
         if (index := self._table.not_finite()) is None:
             return

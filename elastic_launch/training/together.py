@@ -41,11 +41,7 @@ class Optimizers(Group):
 
 
 def as_model(model: nn.Module | Mapping[str, nn.Module]) -> nn.Module:
-    """Return a model, or several models by name as one module.
-
-    Raises:
-        UsageError: if it is neither, or cannot be trained as it is.
-    """
+    """Return a model, or several models by name as one module."""
     if isinstance(model, nn.Module):
         check_trainable(model)
         return model
@@ -61,11 +57,7 @@ def as_model(model: nn.Module | Mapping[str, nn.Module]) -> nn.Module:
 def as_optimizer(
     optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
 ) -> torch.optim.Optimizer | Optimizers:
-    """Return an optimizer, or several optimizers by name as one object.
-
-    Raises:
-        UsageError: if it is neither, or an optimizer needs the gradients at several points in a step.
-    """
+    """Return an optimizer, or several optimizers by name as one object."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         _check("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
     for each in optimizer.values() if isinstance(optimizer, Mapping) else [optimizer]:
@@ -74,14 +66,7 @@ def as_optimizer(
 
 
 def as_part(where: str, part: Stateful | Mapping[str, Stateful] | None) -> Stateful | None:
-    """Return a stateful object, or several by name as one object.
-
-    Args:
-        where: the call and its argument, for the error.
-
-    Raises:
-        UsageError: if one of them lacks ``state_dict`` or ``load_state_dict``.
-    """
+    """Return a stateful object, or several by name as one object; ``where`` names the argument in the error."""
     for one in part.values() if isinstance(part, Mapping) else [part]:
         if one is not None and not is_stateful(one):
             raise UsageError(f"{where} is {found(one)}.", "Give an object that has state_dict and load_state_dict.")

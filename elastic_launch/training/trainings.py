@@ -33,11 +33,7 @@ class Trainings:
 
     @contextmanager
     def looping(self) -> Iterator[None]:
-        """Return the context in which a loop over steps runs.
-
-        Raises:
-            UsageError: if another loop is running.
-        """
+        """Return the context in which a loop over steps runs."""
         if self._looping:
             raise UsageError(
                 "Two loops over steps at once: run.steps() or Trainer.fit() began before another one had ended.",
@@ -51,11 +47,7 @@ class Trainings:
             self._looping = False
 
     def refuse_beside_steps(self, what: str) -> None:
-        """Refuse a call that saves or restores a state within a loop over steps.
-
-        Raises:
-            UsageError: if such a loop is running.
-        """
+        """Refuse a call that saves or restores a state within a loop over steps."""
         if self._looping:
             raise UsageError(
                 f"{what} was called within run.steps() or a Trainer, which save by themselves.",
@@ -63,11 +55,7 @@ class Trainings:
             )
 
     def refuse_after_restoring(self, what: str) -> None:
-        """Refuse a call that must come before a state is restored.
-
-        Raises:
-            UsageError: if a state was restored.
-        """
+        """Refuse a call that must come before a state is restored."""
         if self._looping or self.resumed:
             after = "run.steps() or Trainer.fit() had begun" if self._looping else "run.resume()"
             raise UsageError(
@@ -76,11 +64,7 @@ class Trainings:
             )
 
     def refuse_before_restoring(self, what: str, registered: Sequence[str]) -> None:
-        """Refuse a step boundary with registered objects that were not restored at the loop's start.
-
-        Raises:
-            UsageError: if objects are registered and no state was restored.
-        """
+        """Refuse a step boundary with registered objects that were not restored at the loop's start."""
         if registered and not self._last:
             raise UsageError(
                 f"{what} came without run.resume() before it: {', '.join(map(repr, registered))} would begin anew on "
@@ -89,11 +73,7 @@ class Trainings:
             )
 
     def begin(self, models: Sequence[object], checkpoint: Checkpoint | None) -> None:
-        """Record that the training of some models begins.
-
-        Raises:
-            UsageError: if the training of other models saves to the same place.
-        """
+        """Record that the training of some models begins; those of two trainings cannot save to the same place."""
         self._last = tuple(weakref.ref(model) for model in models)
         if checkpoint is None:
             return

@@ -34,11 +34,7 @@ ELEMENTWISE = {
 
 
 def check_trainable(model: nn.Module) -> None:
-    """Refuse a model that would differ between ranks, or would never reach the end of a step.
-
-    Raises:
-        UsageError: naming the module, and what to do instead.
-    """
+    """Refuse a model that would differ between ranks, or would never reach the end of a step."""
     check_not_flat(model)
     sharding = sharding_modules(model)
     for name, parameter in model.named_parameters():
@@ -64,11 +60,7 @@ def check_trainable(model: nn.Module) -> None:
 
 
 def check_not_flat(model: nn.Module) -> None:
-    """Refuse a model whose shards are parts of flat tensors.
-
-    Raises:
-        UsageError: naming the module.
-    """
+    """Refuse a model whose shards are parts of flat tensors."""
     for name, module in model.named_modules():
         tensors = {type(parameter).__name__ for parameter in module.parameters(recurse=False)}
         if "ShardedTensor" in tensors or any(map(_FLAT.fullmatch, _classes(type(module)))):
@@ -81,11 +73,7 @@ def check_not_flat(model: nn.Module) -> None:
 
 
 def check_elementwise(optimizers: Sequence[Any]) -> None:
-    """Refuse optimizers whose result for a shard may differ from that for the whole parameter.
-
-    Raises:
-        UsageError: naming the optimizer.
-    """
+    """Refuse optimizers whose result for a shard may differ from that for the whole parameter."""
     for optimizer in optimizers:
         name = type(optimizer).__name__
         if _classes(type(optimizer))[0] not in ELEMENTWISE:

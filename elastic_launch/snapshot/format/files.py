@@ -40,12 +40,7 @@ _SYNC = 64 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class FileSum:
-    """Size and checksum of a file.
-
-    Attributes:
-        bytes: its size.
-        sha256: SHA-256 of its content, 64 hex digits.
-    """
+    """Size and SHA-256 (64 hex digits) of a file."""
 
     bytes: int
     sha256: str
@@ -79,7 +74,6 @@ def open_regular(path: Path) -> Iterator[int]:
 
     Raises:
         MalformedError: if it is not a regular file.
-        OSError: if it cannot be opened.
     """
     if stat.S_ISLNK(os.lstat(path).st_mode):
         raise MalformedError(f"{path.name} is not a regular file")
@@ -122,7 +116,6 @@ def read_small(path: Path, limit: int) -> bytes:
 
     Raises:
         MalformedError: if it is larger than ``limit`` bytes, or not a regular file.
-        OSError: if it cannot be read.
     """
     with open_regular(path) as descriptor:
         data = bytearray()

@@ -132,11 +132,7 @@ class Manifest:
         return sum(file.bytes for file in self.files.values())
 
     def dumps(self) -> tuple[bytes, str]:
-        """Return the manifest as JSON, and its digest: the SHA-256, in hex, of its content.
-
-        Raises:
-            UnsupportedStateError: if ``meta`` is not a dict of plain values, or is too large.
-        """
+        """Return the manifest as JSON, and its digest: the SHA-256, in hex, of its content."""
         return assemble(self.step, self.round, self.tensors, self.state, encode_meta(self.meta))
 
     @staticmethod
@@ -174,11 +170,7 @@ class Manifest:
 
 
 def encode_meta(meta: dict[str, Any]) -> Any:
-    """Return a manifest's meta as JSON.
-
-    Raises:
-        UnsupportedStateError: if it is not a dict of plain values.
-    """
+    """Return a manifest's meta, which is a dict of plain values, as JSON."""
     if type(meta) is not dict:
         raise UnsupportedStateError("A checkpoint's meta is a dict.")
     try:
@@ -193,9 +185,6 @@ def assemble(step: int, round: int, tensors: dict[str, FileSum], state: FileSum,
     Args:
         tensors: size and checksum of each tensor file, by name.
         meta: as ``encode_meta`` returns it.
-
-    Raises:
-        UnsupportedStateError: if ``meta`` is too large.
     """
     body = {
         "format": FORMAT,
@@ -215,22 +204,14 @@ def assemble(step: int, round: int, tensors: dict[str, FileSum], state: FileSum,
 
 
 def check_numbers(step: int, round: int) -> None:
-    """Check that step and round can be in a name.
-
-    Raises:
-        UsageError: if one is negative or not an integer.
-    """
+    """Check that step and round can be in a name: integers, 0 or more."""
     for name, value in (("step", step), ("round", round)):
         if type(value) is not int or not 0 <= value < _MAX_NUMBER:
             raise UsageError(f"{name}={value!r}: a checkpoint's {name} is an integer, 0 or more.")
 
 
 def parse_json(data: bytes) -> Any:
-    """Parse strict JSON.
-
-    Raises:
-        MalformedError: if the data is not JSON, or is nested too deeply.
-    """
+    """Parse strict JSON; raise a MalformedError for anything else."""
     try:
         return json.loads(data, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -266,11 +247,7 @@ def _shares_among(value: dict[str, Any]) -> list[str]:
 
 
 def file_sum(name: str, item: Any) -> FileSum:
-    """Return the size and checksum that a JSON value has for a file.
-
-    Raises:
-        MalformedError: if it has not both.
-    """
+    """Return the size and checksum that a JSON value has for a file; raise a MalformedError if it has not both."""
     if not isinstance(item, dict) or item.keys() != {"bytes", "sha256"}:
         raise MalformedError(f"the manifest does not say what {name} must be")
     return FileSum(_number(item["bytes"], f"size of {name}"), _sha256(item["sha256"]))

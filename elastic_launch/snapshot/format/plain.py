@@ -133,11 +133,7 @@ class Encoder:
         return coded
 
     def other(self, value: Any, path: Path) -> Any:
-        """Turn a value of another kind into JSON.
-
-        Raises:
-            UnsupportedStateError: with its type and place.
-        """
+        """Turn a value of another kind into JSON, or refuse it."""
         self.refuse(type_name(value), path)
 
     def _pairs(self, value: dict[Any, Any], path: Path) -> list[list[Any]]:
@@ -302,11 +298,7 @@ def _loaded_class(name: str, fields: tuple[str, ...]) -> Any:
 
 
 def _like(name: str, fields: list[str]) -> Any:
-    """Return a new class of named tuples.
-
-    Raises:
-        ValueError: if a name is invalid.
-    """
+    """Return a new class of named tuples; raise a ValueError if a name is invalid."""
     module, _, qualified = name.partition(":")
     kind = namedtuple(qualified.rpartition(".")[2], fields, module=module)  # type: ignore[misc]
     kind.__qualname__ = qualified
@@ -326,11 +318,7 @@ def _float(value: Any, path: Path) -> float:
 
 
 def base64_bytes(value: Any, path: Path) -> bytes:
-    """Decode a text in base64.
-
-    Raises:
-        MalformedError: if it is not a text in base64.
-    """
+    """Decode a text in base64; raise a MalformedError for anything else."""
     if isinstance(value, str) and value.isascii():
         with suppress(binascii.Error):
             return base64.b64decode(value, validate=True)

@@ -42,7 +42,6 @@ class UnknownMember:
 
     Attributes:
         type: module and qualified name of the enum.
-        name, value: name and value of the member.
     """
 
     type: str

@@ -44,14 +44,7 @@ class Layout:
 def parts(
     tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
-    """Yield the content of a file with these tensors in order; at most one tensor at a time is copied.
-
-    Args:
-        metadata: as for ``layout``.
-
-    Raises:
-        UnsupportedStateError: as ``layout``.
-    """
+    """Yield the content of the file that :func:`layout` describes; at most one tensor at a time is copied."""
     found = layout(tensors, metadata)
     yield found.header
     for name, _, _ in found.places:

@@ -58,7 +58,6 @@ def decode(tree: Any, tensors: Mapping[str, torch.Tensor], take: Take | None = N
     """Rebuild a state.
 
     Args:
-        tree: the JSON value.
         tensors: tensors by name, with the dtypes and shapes under which they are stored. Each is looked up once, in the
             order of the JSON value.
         take: called for each tensor before the next one is looked up; None: all of each is kept.

@@ -63,14 +63,7 @@ class Slot:
 
     @staticmethod
     def make(name: str) -> Slot:
-        """Make an empty slot.
-
-        Args:
-            name: shown in lists of the process' descriptors.
-
-        Raises:
-            OSError: if there are no descriptors left.
-        """
+        """Make an empty slot; the name is shown in lists of the process' descriptors."""
         tensors = os.memfd_create(f"{name}-tensors", os.MFD_CLOEXEC)
         try:
             return Slot(tensors, os.memfd_create(f"{name}-head", os.MFD_CLOEXEC))

@@ -35,13 +35,9 @@ class SlotDraft:
     Slow work that can wait is done lazily, by the thread that writes.
 
     Args:
-        state: nested dicts, lists, tuples, tensors and plain values.
         stays: whether a tensor should keep its values until the draft is written.
         watch: whether to detect that the script changes such tensors before then; changes to the optimizer's state are
             detected only by the tensors' versions.
-
-    Raises:
-        UnsupportedStateError: if a checkpoint cannot hold a value, naming its type and place.
     """
 
     def __init__(
@@ -70,20 +66,12 @@ class SlotDraft:
 
     @cached_property
     def layout(self) -> tensorfile.Layout:
-        """The layout of its tensors.
-
-        Raises:
-            UnsupportedStateError: if there are too many tensors for a file.
-        """
+        """The layout of its tensors."""
         return tensorfile.layout(self.tensors)
 
     @cached_property
     def state(self) -> bytes:
-        """The rest of the state, as JSON.
-
-        Raises:
-            UnsupportedStateError: if it is too large.
-        """
+        """The rest of the state, as JSON."""
         return state_json(self._rest)
 
     @cached_property

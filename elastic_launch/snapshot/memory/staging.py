@@ -32,11 +32,7 @@ def mark(tensors: Iterable[Tensor]) -> list[torch.cuda.Event]:
 
 
 class Staging:
-    """Copies tensors of one GPU; used by one thread at a time.
-
-    Raises:
-        RuntimeError: if there is no pinned memory.
-    """
+    """Copies tensors of one GPU, in one thread at a time; raises a RuntimeError if there is no pinned memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

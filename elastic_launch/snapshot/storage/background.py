@@ -49,9 +49,6 @@ class BackgroundWriter:
         keep: number of newest checkpoints to keep after each write, see ``prune``; None: remove nothing.
         keep_every, keep_best: which others to keep, see ``prune``.
         owner, may_commit: as for ``write``.
-
-    Raises:
-        UsageError: if ``keep`` is less than 1.
     """
 
     def __init__(
@@ -85,10 +82,6 @@ class BackgroundWriter:
         Args:
             state: as for ``write``; a copy that is not changed any more, since it is read later in another thread.
             step, round, meta: as for ``write``.
-
-        Raises:
-            CheckpointError: if the writer is closed or its thread has ended.
-            UsageError: if ``step`` or ``round`` is invalid.
         """
         check_numbers(step, round)
         with self._changed:
@@ -109,14 +102,7 @@ class BackgroundWriter:
             return outcomes
 
     def flush(self, timeout: float) -> bool:
-        """Wait until all submitted states are written or have failed.
-
-        Args:
-            timeout: seconds.
-
-        Returns:
-            False on timeout.
-        """
+        """Wait until all submitted states are written or have failed; return False after so many seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: self._idle() or self._ended, timeout) and self._idle()
 

@@ -41,11 +41,7 @@ class Draft:
 
 @contextmanager
 def draft(directory: Path) -> Iterator[Draft]:
-    """Make a draft; it is removed if an exception is raised before it is renamed.
-
-    Raises:
-        OSError: if the directory cannot be written.
-    """
+    """Make a draft; it is removed if an exception is raised before it is renamed."""
     made = _make(directory)
     try:
         yield made
@@ -62,9 +58,6 @@ def remove_abandoned(directory: Path) -> None:
     """Remove the remains of dead writers and sweepers, and nothing of running ones.
 
     On a file system without locks, drafts are kept, since it is unknown whether their writers are running.
-
-    Raises:
-        OSError: if something cannot be removed.
     """
     with os.scandir(directory) as entries:
         found = [entry for entry in entries if entry.is_dir(follow_symlinks=False)]
@@ -82,9 +75,6 @@ def remove_shares(directory: Path, newest: tuple[int, int]) -> None:
 
     Args:
         newest: round and step of the newest complete checkpoint.
-
-    Raises:
-        OSError: if something cannot be removed.
     """
     for name in os.listdir(directory):
         step, round = parse_share(name) or (0, 0)
@@ -93,11 +83,7 @@ def remove_shares(directory: Path, newest: tuple[int, int]) -> None:
 
 
 def bury(path: Path) -> None:
-    """Remove a directory, which need not exist, so that it never appears half-removed under its own name.
-
-    Raises:
-        OSError: if it cannot be removed.
-    """
+    """Remove a directory, which need not exist, so that it never appears half-removed under its own name."""
     grave = path.with_name(f"{REMOVING}{new_nonce()}")
     with suppress(FileNotFoundError):
         os.rename(path, grave)

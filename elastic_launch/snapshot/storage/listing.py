@@ -91,14 +91,7 @@ def find(directory: str | os.PathLike[str], on_damaged: OnDamaged | None = None)
 
 
 def positions(directory: str | os.PathLike[str]) -> list[tuple[int, int]]:
-    """Return (round, step) of every entry with a checkpoint's name, complete or not, with one listing.
-
-    Args:
-        directory: a directory, which need not exist, or a URL.
-
-    Raises:
-        CheckpointReadError: if the directory cannot be listed.
-    """
+    """Return (round, step) of every entry with a checkpoint's name, complete or not, with one listing."""
     where = place(directory)
     names = remote.names(where) if isinstance(where, Url) else _names(where)
     return [(numbers[1], numbers[0]) for name in names if (numbers := parse_name(name)) is not None]

@@ -32,9 +32,6 @@ def claim(where: Place, run: str, *, again: bool = False) -> str:
         run: the run's id; may be empty.
         again: the id is unique, and earlier processes of the run may have taken the location: then their mark stays,
             since copies that they have requested may be under way.
-
-    Raises:
-        CheckpointWriteError: if nothing can be written there.
     """
     if again and (found := _read(where)) is not None and found.get("run") == run:
         return owned_by(run)
@@ -49,11 +46,7 @@ def owned_by(run: str) -> str:
 
 
 def other_owner(where: Place, run: str) -> str:
-    """Return the id of the run that took a directory or URL last; empty if it was this run or none.
-
-    Raises:
-        CheckpointWriteError: if the mark cannot be read.
-    """
+    """Return the id of the run that took a directory or URL last; empty if it was this run or none."""
     found = _read(where)
     return "" if found is None or found.get("run") == run else f"{found.get('run')!r:.80}"
 

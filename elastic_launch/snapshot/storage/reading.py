@@ -130,10 +130,6 @@ def newest(
         above: consider only checkpoints newer than this (round, step).
         step: consider only checkpoints of this step.
         copies, parts, taking: as for :func:`load`.
-
-    Raises:
-        CheckpointReadError: if the directory cannot be listed.
-        CheckpointGoneError: if other processes keep removing checkpoints.
     """
     told: set[Place] = set()
 

@@ -66,9 +66,6 @@ def write(
         owner: mark of the run that must have taken the directory last, see ``owner``; empty: any run.
         may_commit: called once all files are on the disk; if it returns False, the checkpoint is not committed.
 
-    Returns:
-        The description of the checkpoint.
-
     Raises:
         NotCommittedError: if ``may_commit`` returned False; nothing is left behind.
         UnsupportedStateError: if the format cannot hold a value, naming its type and place; nothing was written.
@@ -104,14 +101,10 @@ def write_parts(
 
     Args:
         tensors: content of the tensor file, in parts; or of several files, most of which other nodes write.
-        state: content of the state's file.
         meta: as ``encode_meta`` returns it.
         may_commit: as for ``write``.
         owner: as for ``write``; checked after ``may_commit``.
         take: as for ``owner.check``.
-
-    Raises:
-        NotCommittedError: if ``may_commit`` returned False; nothing is left behind.
     """
     check_numbers(step, round)
     where = place(directory)
@@ -157,9 +150,6 @@ def write_share(
     Args:
         index: index of the share, from 1, as the first share is the committer's.
         nonce: nonce in the checkpoint's name.
-
-    Raises:
-        CheckpointWriteError: if it cannot be written; nothing is left behind.
     """
     check_numbers(step, round)
     where = place(directory)
@@ -308,21 +298,13 @@ def _best_of(infos: list[CheckpointInfo], best: Best | None) -> list[CheckpointI
 
 
 def check_keep(keep: int) -> None:
-    """Check that at least one checkpoint is kept.
-
-    Raises:
-        UsageError: if ``keep`` is less than 1.
-    """
+    """Check that at least one checkpoint is kept."""
     if keep < 1:
         raise UsageError(f"keep={keep}: at least 1 checkpoint is kept.")
 
 
 def state_json(rest: Any) -> bytes:
-    """Return the content of a state's file.
-
-    Raises:
-        UnsupportedStateError: if it is too large.
-    """
+    """Return the content of a state's file; refuse a state that is too large."""
     text = json.dumps(rest, separators=(",", ":"), allow_nan=False).encode()
     if len(text) > MAX_STATE_BYTES:
         raise UnsupportedStateError(

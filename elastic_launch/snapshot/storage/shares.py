@@ -112,9 +112,6 @@ class Division:
         size: size of that file in bytes.
         count: number of nodes; there may be fewer shares.
         waits: called about once a second while waiting for the shares of other nodes.
-
-    Raises:
-        MalformedError: if it is not a tensor file.
     """
 
     def __init__(self, read: Read, size: int, count: int, waits: Callable[[], None] = lambda: None) -> None:
@@ -149,12 +146,7 @@ class Division:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Tensors to be written by several nodes.
-
-    Attributes:
-        division: the division into two or more shares.
-        nonce: nonce in the checkpoint's name; see :func:`nonce_of`.
-    """
+    """Tensors to be written by several nodes in two or more shares; the nonce is that in the checkpoint's name."""
 
     division: Division
     nonce: str
@@ -205,11 +197,7 @@ def pack_sum(file: FileSum) -> bytes:
 
 
 def parse_sum(data: bytes) -> FileSum:
-    """Return the argument that :func:`pack_sum` was given.
-
-    Raises:
-        MalformedError: if the data is not from it.
-    """
+    """Return the argument that :func:`pack_sum` was given; raise a MalformedError for other data."""
     return file_sum("a share", parse_json(data))
 
 

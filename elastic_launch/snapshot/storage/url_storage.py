@@ -30,11 +30,7 @@ _DRIVERS = threading.Lock()  # fsspec's table of instances is not thread-safe.
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A file or a directory.
-
-    Attributes:
-        bytes: size of a file.
-    """
+    """A file or a directory; ``bytes`` is the size of a file."""
 
     name: str
     bytes: int
@@ -43,9 +39,6 @@ class Entry:
 
 class Storage:
     """The file system of a URL. Methods raise the driver's own errors: use it within :func:`loading` or :func:`saving`.
-
-    Raises:
-        UsageError: if there is no driver for the URL.
     """
 
     def __init__(self, url: Url) -> None:
@@ -163,11 +156,7 @@ class Storage:
 
 
 def check_driver(url: Url) -> None:
-    """Check that an installed driver can open a URL.
-
-    Raises:
-        UsageError: naming the package to install.
-    """
+    """Check that an installed driver can open a URL; the UsageError names the package to install."""
     try:
         import fsspec
         from fsspec.registry import known_implementations
@@ -191,11 +180,7 @@ def check_driver(url: Url) -> None:
 
 @contextmanager
 def loading(url: Url, what: str = "read") -> Iterator[None]:
-    """Turn a driver's errors into an error that says what could not be done, where and why.
-
-    Raises:
-        CheckpointReadError: for any error of the driver.
-    """
+    """Turn a driver's errors into a CheckpointReadError that says what could not be done, where and why."""
     try:
         yield
     except (ElasticLaunchError, MalformedError):
@@ -206,11 +191,7 @@ def loading(url: Url, what: str = "read") -> Iterator[None]:
 
 @contextmanager
 def saving(url: Url, what: str) -> Iterator[None]:
-    """Like :func:`loading`, for writes.
-
-    Raises:
-        CheckpointWriteError: for any error of the driver.
-    """
+    """Turn a driver's errors into a CheckpointWriteError, like :func:`loading`."""
     try:
         yield
     except (ElasticLaunchError, MalformedError):

@@ -59,22 +59,14 @@ _SUM = ".sum"  # Suffix to the name of a share's file: the size and checksum tha
 
 
 def candidates(url: Url) -> list[Url]:
-    """Return the URLs that have a checkpoint's name and a manifest.
-
-    Raises:
-        CheckpointReadError: if the storage cannot be listed.
-    """
+    """Return the URLs that have a checkpoint's name and a manifest."""
     with loading(url):
         storage = Storage(url)
         return [path for path, entries in _directories(storage, url) if MANIFEST in entries]
 
 
 def names(url: Url) -> list[str]:
-    """Return the names of the directories behind a URL, with one request.
-
-    Raises:
-        CheckpointReadError: if the storage cannot be listed.
-    """
+    """Return the names of the directories behind a URL, with one request."""
     with loading(url):
         return [entry.name for entry in Storage(url).entries(url) if entry.is_directory]
 
@@ -118,10 +110,6 @@ def write(
     """Write a checkpoint; return its URL, its digest and its size in bytes.
 
     A process that dies before the end leaves a directory without a manifest, and perhaps parts of an upload.
-
-    Raises:
-        CheckpointWriteError: if the storage refuses it or cannot be reached.
-        NotCommittedError: if ``may_commit`` returned False.
     """
     nonce = tensors.nonce if isinstance(tensors, Split) else new_nonce()
     path = url / directory_name(step, round, nonce)
@@ -146,11 +134,7 @@ def write(
 
 
 def write_share(url: Url, division: Division, index: int, *, step: int, round: int, nonce: str) -> None:
-    """Write a share of a checkpoint that another node commits.
-
-    Raises:
-        CheckpointWriteError: if the storage refuses it or cannot be reached.
-    """
+    """Write a share of a checkpoint that another node commits."""
     path = url / directory_name(step, round, nonce)
     name = share_file(index, len(division))
     with saving(url, "write a share of a checkpoint in"):
@@ -199,11 +183,7 @@ def _names(storage: Storage, path: Url) -> dict[str, int]:
 
 
 def remove(urls: Iterable[Url]) -> None:
-    """Remove checkpoints, so that a half-removed one is never mistaken for a complete one.
-
-    Raises:
-        CheckpointWriteError: if one cannot be removed.
-    """
+    """Remove checkpoints, so that a half-removed one is never mistaken for a complete one."""
     for url in urls:
         with saving(url, "remove"):
             _remove(Storage(url), url)
@@ -217,9 +197,6 @@ def remove_abandoned(url: Url, newest: tuple[int, int]) -> None:
 
     Args:
         newest: round and step of the newest complete checkpoint.
-
-    Raises:
-        CheckpointWriteError: if something cannot be removed.
     """
     with saving(url, "remove old checkpoints in"):
         storage = Storage(url)

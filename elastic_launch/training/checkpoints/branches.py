@@ -38,7 +38,6 @@ def following(world_round: int, run: str, meta: dict[str, Any], highest: int) ->
 
     Args:
         world_round: number of the run's round, from 1; 0 if rounds are not counted.
-        run: the run's id.
         meta: meta of the state that it resumes from; empty if there is none.
         highest: highest round of all known states, whether or not it resumes from them.
     """

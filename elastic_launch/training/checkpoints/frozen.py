@@ -51,9 +51,6 @@ class Frozen:
         """Check that they are still frozen, and have the values that they had when this was first called.
 
         Of a sharded model each rank checks its shards.
-
-        Raises:
-            UsageError: naming a weight.
         """
         for name, keys in self._skipped.items():
             module = parts.get(name)
@@ -84,12 +81,7 @@ class Frozen:
         Called by all ranks if some are sharded.
 
         Args:
-            saved: the state.
-            origin: names the checkpoint in error messages.
             digest: of the weights that were left out; None: none were.
-
-        Raises:
-            UsageError: if other weights are frozen here, or they have other values.
         """
         skips = bool(self._skipped.get(name))
         if not isinstance(part, nn.Module) or not isinstance(saved, Mapping) or (digest is None and not skips):

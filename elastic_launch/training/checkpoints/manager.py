@@ -69,11 +69,7 @@ RESCUE_TIMEOUT = 5.0
 
 
 class CheckpointManager:
-    """Decides when a training saves durably, has it written, and finds what it resumes from.
-
-    Args:
-        settings: the script's :class:`~elastic_launch.Checkpoint`.
-    """
+    """Decides when a training saves durably, has it written, and finds what it resumes from."""
 
     def __init__(self, settings: Checkpoint) -> None:
         self.settings = settings
@@ -98,11 +94,7 @@ class CheckpointManager:
         self._writers = Writers(True)
 
     def has_newer(self, world: World, position: tuple[int, int]) -> bool:
-        """Whether there is a checkpoint newer than a state in memory, judged by its name; called by all ranks.
-
-        Args:
-            position: round and step of the state in memory.
-        """
+        """Whether there is a checkpoint above a (round, step) in memory, judged by its name; called by all ranks."""
         mine: list[tuple[int, int]] = []
         if world.rank == 0 or not isinstance(self.directory, Url):
             try:
@@ -516,11 +508,7 @@ class CheckpointManager:
 
 
 def _listed(directory: Place) -> list[tuple[int, int]]:
-    """Return the positions of all checkpoints; an error that passes must not have an older state win.
-
-    Raises:
-        CheckpointError, TimeoutError: if that is not possible within ``LOOK_TIMEOUT``.
-    """
+    """Return the positions of all checkpoints; an error that passes must not have an older state win."""
     left = LOOK_TIMEOUT
     until = time.monotonic() + left
     while True:

@@ -34,8 +34,6 @@ def differences(part: object, saved: Any, kind: str) -> str:
     """Describe how an optimizer or scheduler differs from the one whose state was saved; "" if it can load the state.
 
     Args:
-        part: the optimizer or scheduler.
-        saved: the saved state.
         kind: class that saved it; "": not known.
     """
     mine = class_of(part)

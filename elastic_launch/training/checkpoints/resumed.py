@@ -82,16 +82,7 @@ def meta_of(identity: dict[str, int], worlds: list[int]) -> dict[str, Any]:
 
 
 def check_identity(identity: dict[str, int], meta: dict[str, Any], origin: str) -> None:
-    """Refuse a state that another training saved.
-
-    Args:
-        identity: this training's.
-        meta: the saved state's.
-        origin: names the checkpoint in error messages.
-
-    Raises:
-        UsageError: naming what differs.
-    """
+    """Refuse a state that another training saved; ``origin`` names the checkpoint in the error."""
     saved = meta.get("identity", {})
     for name, value in identity.items():
         if saved.get(name) != value:

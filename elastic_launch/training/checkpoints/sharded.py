@@ -126,7 +126,6 @@ class Cutting:
     """Cuts this rank's shards out of whole tensors, one by one as they are read or sent; without communication.
 
     Args:
-        parts: the parts by name.
         here, there: names of each optimizer's parameters by group, now and when the state was saved, if known.
     """
 

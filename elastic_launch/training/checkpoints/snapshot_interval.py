@@ -116,7 +116,6 @@ class Rhythm:
         """Record the cost of the last snapshot.
 
         Args:
-            cost: its durations.
             fresh: whether its memory had to be allocated first, which happens once for each slot; such a cost does not
                 count unless it is longer than a step.
         """

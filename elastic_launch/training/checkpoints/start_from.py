@@ -54,11 +54,7 @@ class StartFrom:
     def of(
         start_from: str | os.PathLike[str] | None, weights_only: bool, allow: Sequence[str], own: Place
     ) -> StartFrom | None:
-        """Check the arguments of a ``Checkpoint`` whose own place is ``own``, an absolute path or a URL.
-
-        Raises:
-            UsageError: if they do not fit each other, or no installed driver opens the URL.
-        """
+        """Check the arguments of a ``Checkpoint`` whose own place is ``own``, an absolute path or a URL."""
         if isinstance(allow, str):
             raise UsageError(f"Checkpoint(allow={allow!r}) is a string.", f"Give a list: allow=[{allow!r}].")
         if start_from is None:
@@ -80,7 +76,6 @@ class StartFrom:
 
         Args:
             identity: what must be equal in the checkpoint and in this training, unless it is allowed to differ.
-            state: the parts of this training.
 
         Raises:
             UsageError: if the checkpoint differs from this training in more than what is allowed.
@@ -117,11 +112,7 @@ class StartFrom:
         return {"step": loaded.step, "path": str(loaded.info.path), **told}
 
     def _changed(self, identity: Mapping[str, int], saved: Mapping[str, int], origin: str) -> list[str]:
-        """Return the allowed differences, as text.
-
-        Raises:
-            UsageError: if there are others.
-        """
+        """Return the allowed differences, as text; refuse others."""
         differing = [name for name, value in identity.items() if saved.get(name) != value]
         if any(name in self.allow for name in differing):
             differing = [name for name in differing if name != SAMPLE_ORDER]  # it follows from the others

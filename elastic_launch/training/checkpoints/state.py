@@ -43,11 +43,7 @@ class TrainingState:
         self._on_restore: list[Callable[[], None]] = []
 
     def register(self, name: str, stateful: Stateful) -> None:
-        """Add a part.
-
-        Raises:
-            UsageError: if another object has the name, or the object lacks ``state_dict`` or ``load_state_dict``.
-        """
+        """Add a part."""
         if self._parts.get(name, stateful) is not stateful:
             raise UsageError(f"run.register({name!r}): the name is taken.", "Choose another.")
         if isinstance(stateful, type):
@@ -60,11 +56,7 @@ class TrainingState:
         self._parts[name] = stateful
 
     def extended(self, parts: dict[str, Stateful]) -> TrainingState:
-        """Return a state with further parts and the same functions.
-
-        Raises:
-            UsageError: if a name is taken.
-        """
+        """Return a state with further parts and the same functions."""
         state = TrainingState()
         state._on_save, state._on_restore = self._on_save, self._on_restore
         state._frozen = self._frozen
@@ -114,11 +106,7 @@ class TrainingState:
         return {name: self._frozen.left(name, part.state_dict()) for name, part in self._parts.items()}
 
     def taking(self, meta: Mapping[str, Any]) -> Cutting | None:
-        """Return what cuts this rank's shards out of a state's tensors; None if it needs all of them.
-
-        Args:
-            meta: the state's.
-        """
+        """Return what cuts this rank's shards out of a state's tensors; None if it needs all of them."""
         return Cutting(self._parts, self.orders(), meta.get("orders", {})) if self.sharded else None
 
     @property
@@ -153,11 +141,7 @@ class TrainingState:
         return not (self._parts or self._on_save or self._on_restore)
 
     def check(self) -> None:
-        """Check that a checkpoint can hold the states of all parts.
-
-        Raises:
-            UnsupportedStateError: naming the type and place of a value that it cannot.
-        """
+        """Check that a checkpoint can hold the states of all parts."""
         tree.encode(self._states())
 
     def orders(self) -> dict[str, list[list[str]]]:
@@ -207,15 +191,10 @@ class TrainingState:
         """Load the parts' states, then call the ``on_restore`` functions.
 
         Args:
-            state: states by part.
-            origin: names the checkpoint in error messages.
             classes, orders: results of :meth:`classes` and :meth:`orders` when the state was saved; missing entries are
                 unknown.
             anew: names of parts that begin anew, and of states that are not used.
             frozen: result of :meth:`frozen` when the state was saved.
-
-        Raises:
-            UsageError: if the state has other parts than this training, or does not fit one of them.
         """
         if lacking := sorted(self._parts.keys() - state.keys() - set(anew)):
             names = ", ".join(lacking)
@@ -243,11 +222,7 @@ class TrainingState:
 
 
 def _check_members(saved: Any, origin: str, path: Path) -> None:
-    """Refuse a state with an enum member that this script lacks or that has another value here.
-
-    Raises:
-        UsageError: naming its place.
-    """
+    """Refuse a state with an enum member that this script lacks or that has another value here."""
     if isinstance(saved, UnknownMember):
         raise UsageError(
             f"{origin} has {saved} at {show(path)}, and this script has no such member of an enum.",
@@ -273,9 +248,6 @@ def _load(
 
     Args:
         orders: names of an optimizer's parameters: when it was saved, and now.
-
-    Raises:
-        UsageError: if the state does not fit the part.
     """
     if isinstance(part, Group):
         there = list(saved) if isinstance(saved, Mapping) and "param_groups" not in saved else []

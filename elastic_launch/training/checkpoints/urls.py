@@ -54,9 +54,6 @@ def open_url(
     """Check that a URL works, read its newest checkpoint, and take the URL for this run; called by all ranks.
 
     Args:
-        url: the URL of the checkpoints.
-        world: this process' world.
-        run: the run's id.
         check: called with the meta and step of a checkpoint; raises if it belongs to another training.
         skip: called with the errors of damaged checkpoints, and with errors that prevent looking for one above.
         taking: returns what this rank keeps of each tensor.

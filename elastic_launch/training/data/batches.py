@@ -26,7 +26,6 @@ class Request(NamedTuple):
         step: the step that it belongs to, from 0.
         epoch: the epoch that it belongs to, from 0.
         start: position of its first sample in the epoch.
-        micro: the micro-batch.
         indices: the dataset's indices of its samples, if there is a dataset.
     """
 

@@ -138,11 +138,7 @@ class Loader(ABC):
         """Return the names of the random generators that the data holds."""
 
     def _check_exact(self) -> None:
-        """Check, as far as possible, that the data will be the same after a restart.
-
-        Raises:
-            UsageError: if the data holds random generators of its own; the message names them.
-        """
+        """Check, as far as possible, that the data will be the same after a restart."""
         found = self._own_generators()
         if found:
             raise UsageError(
@@ -188,11 +184,7 @@ class Loader(ABC):
             self.batch = GlobalBatch(self.batch.size, identity["micro-batch"])
 
     def _epoch_from(self, step: int, world_size: int, rank: int) -> Generator[Any]:
-        """Yield a rank's collated micro-batches one by one, from a step to the end of its epoch.
-
-        Raises:
-            UsageError: if another epoch was started during this one with ``persistent_workers=True``.
-        """
+        """Yield a rank's collated micro-batches one by one, from a step to the end of its epoch."""
         first = self._position(step)
         steps = range(step, step + self.steps_per_epoch - first.step_in_epoch)
         self._feed.requests = requests = self._requests(steps, world_size, rank)
@@ -489,11 +481,7 @@ _SENDING: set[int] = set()
 
 
 def check_loader(where: str, loader: object) -> None:
-    """Check that an argument is a loader of this library.
-
-    Raises:
-        UsageError: naming the argument.
-    """
+    """Check that an argument is a loader of this library."""
     remedy = (
         "Give an el.ElasticLoader of its dataset, or, if that is iterable, of an el.ShardedStream of the shards that "
         "it reads: it shares samples out over any number of ranks."

@@ -115,11 +115,7 @@ def _words(count: int, *key: int | str) -> list[int]:
 
 
 def _mix(x: Tensor, key: int, work: Tensor) -> Tensor:
-    """Hash 32-bit words in place.
-
-    Args:
-        work: a tensor of the same shape, which is overwritten.
-    """
+    """Hash 32-bit words in place; ``work``, of the same shape, is overwritten."""
     x.bitwise_xor_(key)
     torch.bitwise_right_shift(x, 16, out=work)
     x.bitwise_xor_(work).mul_(0x21F0AAAD).bitwise_and_(_LOW)

@@ -183,12 +183,8 @@ class StreamOrder:
     """The sampler of a :class:`ShardedStream`; takes 16 bytes per shard, and nothing per sample.
 
     Args:
-        stream: the stream.
         size: number of samples in a global batch.
         shuffle: whether each epoch has its own order.
-
-    Raises:
-        UsageError: if the global batch is not a multiple of the number of lanes.
     """
 
     def __init__(self, stream: ShardedStream, size: int, shuffle: bool) -> None:

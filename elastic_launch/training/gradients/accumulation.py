@@ -30,11 +30,7 @@ __all__ = ["ExactGradients", "Gradients", "check_model"]
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse modules whose results cannot be the same at every world size.
-
-    Raises:
-        UsageError: naming the module.
-    """
+    """Refuse modules whose results cannot be the same at every world size."""
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
             raise UsageError(
@@ -52,7 +48,6 @@ class Gradients:
     """The gradients of a model's and an optimizer's parameters.
 
     Args:
-        model: the model, on its device.
         optimizer: the optimizer; it may have parameters that are not the model's.
         world_size, rank: of the default process group.
         overlap: whether backward passes send finished gradients to other ranks. Without it, a step can be given up on
@@ -65,9 +60,6 @@ class Gradients:
         parameters: all parameters, and which of them need gradients.
         on_cpu: whether all parameters are on the CPU; their exchange then shares its order with that of other values.
         waiting: whether gradients are complete but the optimizer has not stepped yet.
-
-    Raises:
-        UsageError: naming a parameter whose gradient cannot be reduced, or in which the ranks differ.
     """
 
     exact = False
@@ -326,14 +318,7 @@ class Gradients:
                 parameter.grad.mul_(factor)
 
     def disagree(self, where: str) -> NoReturn:
-        """Raise the error that the ranks do not train the same parameters.
-
-        Args:
-            where: the step, for the error.
-
-        Raises:
-            UsageError: naming the parameters that have changed on this rank.
-        """
+        """Raise the error that the ranks do not train the same parameters, naming those that changed on this rank."""
         changed = (
             f"on rank {self.rank} these changed: {', '.join(self._changes)}"
             if self._changes
@@ -408,11 +393,7 @@ class Gradients:
 
 
 class ExactGradients(Gradients):
-    """Gradients added in the fixed tree: bitwise equal at every world size.
-
-    Raises:
-        UsageError: if the model has parts that cannot be reduced in this way.
-    """
+    """Gradients added in the fixed tree: bitwise equal at every world size."""
 
     exact = True
 

@@ -45,8 +45,6 @@ class _Bucket:
     Attributes:
         members: indices of the parameters.
         flat: a one-dimensional tensor: the gradients' values, then a flag for each, then the cargo.
-        flags: the flags, as a view.
-        cargo: the room for the cargo, as a view.
         pending: number of members that the last micro-batch has not computed yet.
     """
 
@@ -62,7 +60,6 @@ class BucketedReduction:
     """Sums gradients over micro-batches and ranks.
 
     Args:
-        like: the parameters.
         names: their names, for errors.
         sparse: indices of those with sparse gradients, which are sent one by one at the end.
         rank: of the default process group.
@@ -138,11 +135,7 @@ class BucketedReduction:
             bucket.pending = len(bucket.members)
 
     def begin_pass(self, *, last: bool) -> None:
-        """Begin a backward pass.
-
-        Args:
-            last: whether it is this rank's last one in this step.
-        """
+        """Begin a backward pass; ``last`` is whether it is this rank's last one in this step."""
         self._seen = [False] * len(self._like)
         self._sending = last
 
@@ -158,11 +151,7 @@ class BucketedReduction:
             self._send_all()
 
     def put(self, which: int, gradient: Tensor) -> None:
-        """Add a gradient, or a part of one.
-
-        Raises:
-            UsageError: if its bucket was already sent.
-        """
+        """Add a gradient, or a part of one."""
         bucket = self._home[which]
         if gradient.layout is not torch.strided or bucket is None:
             self._put_sparse(which, gradient, bucket)
@@ -182,11 +171,7 @@ class BucketedReduction:
         return [view if present and home is not None else None for view, present, home in pairs]
 
     def added(self, which: int) -> None:
-        """Record that a gradient, or a part of one, was added to one of :meth:`totals`.
-
-        Raises:
-            UsageError: if its bucket was already sent.
-        """
+        """Record that a gradient, or a part of one, was added to one of :meth:`totals`."""
         bucket = self._home[which]
         if self._sending and bucket is not None:
             self._refuse_late(which, bucket)
@@ -355,11 +340,7 @@ class BucketedReduction:
 
 
 class LocalReduction:
-    """Sums gradients over the micro-batches of a single rank.
-
-    Args:
-        count: number of parameters.
-    """
+    """Sums gradients over the micro-batches of a single rank."""
 
     early = False
     room = 0

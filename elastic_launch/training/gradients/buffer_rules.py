@@ -38,8 +38,6 @@ class Buffer:
     """A buffer of a model.
 
     Attributes:
-        name: its name in the model.
-        tensor: its tensor.
         homes: the modules that have it, each with its name there.
         rule: the rule; None if there is none.
         checked: whether its mean or sum may be invalid, for example infinite.
@@ -55,11 +53,7 @@ class Buffer:
 
 
 def checked_rules(rules: Mapping[str, str] | None) -> dict[str, str]:
-    """Check and return the rules given as ``buffers=``.
-
-    Raises:
-        UsageError: naming an invalid pattern or rule.
-    """
+    """Check and return the rules given as ``buffers=``."""
     if not isinstance(rules, Mapping | None):
         raise UsageError(
             f"buffers={rules!r} is not a dict of patterns and rules.", 'For example: buffers={"*.queue": "last"}.'
@@ -77,9 +71,6 @@ def buffers_of(model: nn.Module, rules: Mapping[str, str]) -> list[Buffer]:
 
     Args:
         rules: rules by pattern of the buffer's name; the first match counts.
-
-    Raises:
-        UsageError: if a pattern matches no buffer, or a rule cannot be applied to a buffer; the message names them.
     """
     homes: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for path, module in model.named_modules():

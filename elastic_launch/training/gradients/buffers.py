@@ -31,14 +31,10 @@ class Buffers:
     """One model's buffers during a step.
 
     Args:
-        world_size: of the default process group.
         rules: the script's rules, by pattern.
 
     Attributes:
         summed: buffers whose new value comes from a rounded sum over the micro-batches.
-
-    Raises:
-        UsageError: as raised by ``buffers_of``.
     """
 
     def __init__(self, model: nn.Module, world_size: int, rules: Mapping[str, str] | None = None) -> None:
@@ -89,11 +85,7 @@ class Buffers:
         self._left, self._mine = {}, False
 
     def take(self, index: int) -> list[Tensor]:
-        """Collect the values that a micro-batch left, and return what it adds to each of ``summed``.
-
-        Raises:
-            UsageError: if a buffer without a rule has changed, or a buffer has another shape.
-        """
+        """Collect the values that a micro-batch left, and return what it adds to each of ``summed``."""
         if not self._all:
             return []
         for buffer in self._all:
@@ -295,11 +287,7 @@ def _refuse_shape(buffer: Buffer) -> NoReturn:
 
 
 def _take_back(buffer: Buffer) -> None:
-    """If a module has replaced a buffer's tensor, put the old tensor back, with the new values.
-
-    Raises:
-        UsageError: if the values do not fit.
-    """
+    """If a module has replaced a buffer's tensor, put the old tensor back, with the new values."""
     tensor = buffer.tensor
     for module, name in buffer.homes:
         current = module._buffers[name]

@@ -103,11 +103,7 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
 
 
 def layout(like: Sequence[Tensor]) -> list[Part]:
-    """Return the parts into which tensors like these are divided, by dtype and device.
-
-    Raises:
-        ValueError: if one is sparse.
-    """
+    """Return the parts into which tensors like these are divided, by dtype and device."""
     kinds: dict[tuple[torch.dtype, torch.device], list[FlatSlice]] = {}
     for which, tensor in enumerate(like):
         if tensor.layout != torch.strided:

@@ -25,13 +25,7 @@ MOST_CARGO = 1 << 16
 
 
 def cargo_size(rows: int, columns: int, carried: int) -> int:
-    """Return the length of :attr:`MeanTable.cargo`; 0 if it is too long to be sent with other values.
-
-    Args:
-        rows: number of micro-batches.
-        columns: number of values in each row.
-        carried: number of further numbers.
-    """
+    """Return the length of :attr:`MeanTable.cargo`; 0 if it is too long to be sent with other values."""
     size = _FLAGS + carried + _SIZE * rows * (columns + 2)
     return size if size <= MOST_CARGO else 0
 

@@ -36,9 +36,6 @@ class Parameters:
         reduced_names: names of these.
         sparse: indices, in ``reduced``, of those that get sparse gradients.
         signature: a 40-bit number that is equal on all ranks if their parameters are, and have changed equally often.
-
-    Raises:
-        UsageError: naming a parameter whose gradient cannot be reduced.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
@@ -137,11 +134,7 @@ class Parameters:
         ]
 
     def agree(self, rank: int) -> None:
-        """Set all ranks' parameters to rank 0's values, since a script without a seed builds different models.
-
-        Raises:
-            UsageError: if this rank's parameters differ from rank 0's, naming the first difference.
-        """
+        """Set all ranks' parameters to rank 0's values, since a script without a seed builds different models."""
         if not self.same_everywhere():
             theirs = broadcast_state(self._description() if rank == 0 else None, 0, rank)
             raise UsageError(
@@ -158,11 +151,7 @@ class Parameters:
         return int(bounds[0]) == -int(bounds[1])
 
     def check_new(self, names: list[str]) -> None:
-        """Compare parameters that were added during the training; called by all ranks.
-
-        Raises:
-            UsageError: naming the first parameter whose values differ between ranks.
-        """
+        """Compare parameters that were added during the training; called by all ranks."""
         tensors = [p for name, p in zip(self.names, self.all, strict=True) if name in set(names) - self.sharded.keys()]
         digests = torch.tensor([_digest(tensor) for tensor in tensors], dtype=torch.int64)
         bounds = torch.cat([digests, -digests])
@@ -194,11 +183,7 @@ class OwnParameters:
         return {name: value.detach() for name, value in Parameters(self._model, self._optimizer).extra.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load the values.
-
-        Raises:
-            UsageError: naming a parameter that the state or the optimizer lacks, or that has another shape or dtype.
-        """
+        """Load the values."""
         own = self.state_dict()
         for name in [*own, *(name for name in state if name not in own)]:
             mine, theirs = own.get(name), state.get(name)

@@ -56,11 +56,7 @@ class ExactReduction:
         self._exchange = ShardExchange(world_size, rank)
 
     def begin(self, index: int) -> None:
-        """Begin a micro-batch.
-
-        Args:
-            index: its index in the global batch; each rank begins its micro-batches in order.
-        """
+        """Begin a micro-batch, by its index in the global batch; each rank begins its micro-batches in order."""
         segments_so_far = [segment for segment, _ in self._stack]
         joined = joins(segments_so_far, index)
         lefts = [values for _, values in reversed(self._stack[len(self._stack) - joined :])]
@@ -72,7 +68,6 @@ class ExactReduction:
         It is added at once to all nodes that it belongs to, while it is still in the cache.
 
         Args:
-            which: index of the tensor.
             value: the value; it may come in parts (reentrant checkpointing).
 
         Raises:

@@ -31,9 +31,6 @@ class ShardSums:
     Args:
         model: the sharded model, whose modules get the reduction.
         exact: whether sums must be bitwise equal at every world size.
-
-    Raises:
-        UsageError: if the parameters are not sharded over all ranks, in one dimension.
     """
 
     def __init__(self, model: nn.Module, parameters: Parameters, world_size: int, rank: int, *, exact: bool) -> None:
@@ -95,11 +92,7 @@ class ShardSums:
             scatter.calls = scatter.made = 0
 
     def end_pass(self) -> None:
-        """End a pass.
-
-        Raises:
-            UsageError: naming parameters without a gradient.
-        """
+        """End a pass, in which each parameter must have got its gradient."""
         trained = [(n, p) for n, p in self._parameters.sharded.items() if p.requires_grad]
         if self._reduced != sum(_padded(p, self._world_size) for _, p in trained):
             without = ", ".join(name for name, p in trained if p.grad is None)

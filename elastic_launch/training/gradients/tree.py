@@ -49,12 +49,7 @@ def fold(total: int, nodes: Sequence[tuple[Segment, T]], add: Callable[[T, T], T
     """Return the root of a tree with ``total`` leaves.
 
     Args:
-        total: number of leaves.
         nodes: nodes with their values; they must cover the indices from 0 to before ``total``.
-        add: adds two values.
-
-    Raises:
-        ValueError: if the nodes do not cover that range.
     """
     known = dict(nodes)
     if total < 1 or sum(min(total, s + (1 << k)) - s for s, k in known) != total or len(known) != len(nodes):

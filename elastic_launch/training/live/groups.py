@@ -204,11 +204,7 @@ def _is_gloo(backend: object) -> bool:
 
 
 def _wait_until_gone(held: list[tuple[weakref.ref[ProcessGroup], str]], sockets: GroupSockets) -> None:
-    """Wait until groups and sockets are gone: a thread of gloo or autograd may be the last to drop its reference.
-
-    Raises:
-        GroupsRemainError: if they are not gone in time.
-    """
+    """Wait until groups and sockets are gone: a thread of gloo or autograd may be the last to drop its reference."""
     deadline, collected = time.monotonic() + _LEFT_S, False
     while True:
         left = [name for ref, name in held if ref() is not None]

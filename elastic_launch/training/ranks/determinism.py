@@ -19,9 +19,6 @@ class Determinism:
     Args:
         threads: threads of each CPU operation, from the start; None: torch's setting, and 1 in exact mode.
         deterministic: whether algorithms are deterministic, from the start; None: only in exact mode.
-
-    Raises:
-        UsageError: if threads is less than 1.
     """
 
     def __init__(self, threads: int | None = None, deterministic: bool | None = None) -> None:

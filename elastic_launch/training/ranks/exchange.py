@@ -117,8 +117,6 @@ def broadcast_state(state: Any, source: int, rank: int) -> Any:
 
     Args:
         state: a state that a checkpoint can hold; used only on the source rank.
-        source: rank that sends its state.
-        rank: this process' rank.
     """
     tensors: dict[str, Tensor] = {}
     header = b""

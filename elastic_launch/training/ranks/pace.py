@@ -107,11 +107,7 @@ class Pace:
         self._count += micro_batches
 
     def compare(self, step: int) -> None:
-        """Compare the ranks if a window ends with this step; called by all ranks.
-
-        Raises:
-            RuntimeError: if the exchange with other ranks fails.
-        """
+        """Compare the ranks if a window ends with this step; called by all ranks."""
         if step < self._next or self._world_size == 1:
             return
         count = self._count or math.nan

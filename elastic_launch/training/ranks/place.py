@@ -57,11 +57,7 @@ def rehearsing() -> Iterator[None]:
 
 
 def refuse_in_rehearsal() -> None:
-    """Refuse a use of the world in a rehearsal. Call it before taking any lock: other threads may wait here.
-
-    Raises:
-        NoPlaceError: if this thread rehearses.
-    """
+    """Refuse a use of the world in a rehearsal. Call it before taking any lock: other threads may wait here."""
     with _rehearsal:
         if _rehearses:
             raise NoPlaceError("This process has no place in a round yet: it only rehearses a step.")
@@ -90,12 +86,7 @@ def find_place() -> None:
 
 
 def wait_for_place() -> AgentLink:
-    """Wait for the place, and describe it to this process' environment; return the connection to the agent.
-
-    Raises:
-        Drained: if there is none for this process.
-        ElasticLaunchError: if the agent cannot be reached.
-    """
+    """Wait for the place, and describe it to this process' environment; return the connection to the agent."""
     link = AgentLink.ahead(int(os.environ.get(ENV_LOCAL_RANK) or os.environ["LOCAL_RANK"]))
     if not link.present:
         raise ElasticLaunchError(

@@ -77,11 +77,7 @@ def get_local_rank() -> int:
 
 
 def rank_on_node() -> int:
-    """Return the rank on the node even if every worker's local rank is 0 (``--virtual-local-rank``: one GPU each).
-
-    Raises:
-        UsageError: see :func:`get_local_rank`.
-    """
+    """Return the rank on the node even if every worker's local rank is 0 (``--virtual-local-rank``: one GPU each)."""
     return _place(ENV_LOCAL_RANK) if os.environ.get(ENV_LOCAL_RANK) else get_local_rank()
 
 
@@ -89,9 +85,6 @@ def first_on_node() -> bool:
     """Return whether this process has the lowest rank on its node, which need not be 0 in a round of our agents.
 
     Before a process that was started ahead has a place, it is local rank 0.
-
-    Raises:
-        UsageError: see :func:`get_local_rank`.
     """
     told = os.environ.get(ENV_FIRST_ON_NODE, UNPLACED)
     return rank_on_node() == 0 if told == UNPLACED else told == "1"

@@ -44,7 +44,6 @@ class ReplicaCheck:
     after that (on a GPU, which is not waited for, one boundary later), the result one boundary later.
 
     Args:
-        world_size, rank: this process' world size and rank.
         group: a process group of all ranks, for CPU tensors.
         named: returns the tensors to compare.
 
@@ -92,9 +91,6 @@ class ReplicaCheck:
         Args:
             agreed: whether a comparison is to be made.
             differs: whether the posted checksums differed.
-
-        Raises:
-            ReplicasDifferError: on all ranks, if they differed.
         """
         posted, self._posted, self._posting = self._posted, self._posting, None
         self._agreed |= agreed
@@ -103,11 +99,7 @@ class ReplicaCheck:
             self._judge(posted, differs)
 
     def compare(self, step: int) -> None:
-        """Compare the state after a step immediately.
-
-        Raises:
-            ReplicasDifferError: on all ranks, if something differs.
-        """
+        """Compare the state after a step immediately."""
         taken = _Taken(step, self._named)
         total = taken.total()
         numbers = torch.tensor([total, ~total])

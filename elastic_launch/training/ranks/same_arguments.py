@@ -23,7 +23,6 @@ def check_same(world: World, given: Mapping[str, object]) -> None:
     """Compare the arguments of all ranks; called by all ranks.
 
     Args:
-        world: this process' world.
         given: arguments by the names used in errors; compared as text.
 
     Raises:

@@ -96,9 +96,6 @@ def state_from_first(world: World, read: Callable[[Taking], dict[str, Any]], tak
     Args:
         read: gets what is kept of each tensor as it is read.
         taking: returns what this rank keeps of each tensor.
-
-    Raises:
-        UsageError, CheckpointError: as :func:`from_first`.
     """
     if world.world_size == 1:
         return read(taking)

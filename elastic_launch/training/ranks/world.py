@@ -56,11 +56,7 @@ class World:
 
     @staticmethod
     def of(environ: Mapping[str, str]) -> World:
-        """Read the world from a worker's environment.
-
-        Raises:
-            UsageError: if the environment describes it only in part, or not in numbers.
-        """
+        """Read the world from a worker's environment."""
         needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         missing = [name for name in needed if not environ.get(name)]
         if len(missing) == len(needed) or missing == ["RANK", "WORLD_SIZE"]:
@@ -97,11 +93,7 @@ class World:
         )
 
     def device(self) -> torch.device:
-        """Return this rank's GPU if each local rank can have one of its own, else the CPU.
-
-        Raises:
-            UsageError: if there are GPUs, but which one is this rank's is unknown.
-        """
+        """Return this rank's GPU if each local rank can have one of its own, else the CPU."""
         if torch.cuda.is_available() and not self.placed:
             raise UsageError(
                 f"Rank {self.rank} of {self.world_size} cannot tell which GPU is its own: LOCAL_RANK is not set.",
@@ -120,9 +112,6 @@ def join(world: World, timeout: float = GROUP_TIMEOUT) -> torch.device:
 
     Args:
         timeout: seconds after which a collective fails if not all ranks have joined it.
-
-    Raises:
-        UsageError: if a group was joined before that has no backend for the CPU, which control values need.
     """
     device = _use(world.device())
     if dist.is_initialized():
