@@ -9,8 +9,7 @@ from elastic_launch.system.memory_groups import CGROUPS, memory_groups
 
 __all__ = ["MORE_MEMORY", "free_memory", "inactive_cache", "lacking", "remedy_of", "room"]
 
-RESERVE = 0.1
-"""Fraction of the free memory that snapshots leave free."""
+RESERVE = 0.1  # fraction of the free memory that snapshots leave free
 
 MORE_MEMORY = (
     "take a host with more memory, or raise the limit (docker run --memory, a pod's limits.memory, Slurm's --mem)"

@@ -15,8 +15,7 @@ from elastic_launch.training.kinds import check_kind
 
 __all__ = ["checked", "clip_norm_of", "completed", "precision_of"]
 
-_HALF = {"bf16": ("bf16", "bfloat16"), "fp16": ("fp16",)}
-"""The configuration's sections that choose each precision."""
+_HALF = {"bf16": ("bf16", "bfloat16"), "fp16": ("fp16",)}  # the configuration's sections that choose each precision
 
 _PASSED = {
     *("activation_checkpointing", "comms_logger", "communication_data_type", "csv_monitor", "dump_state"),

@@ -51,8 +51,7 @@ __all__ = ["Loop", "LoopOptions"]
 
 _log = logging.getLogger(__name__)
 
-OWN = "parameters"
-"""Name of the part of the state that holds the optimizer's parameters that are not in the model."""
+OWN = "parameters"  # name of the part of the state that holds the optimizer's parameters that are not in the model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

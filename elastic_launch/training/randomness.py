@@ -53,8 +53,7 @@ def seeded(seed: int, *, devices: bool) -> Iterator[None]:
         yield
 
 
-_left_seeded: list[None] = []
-"""One entry for each :func:`left_seeded` that is open."""
+_left_seeded: list[None] = []  # one entry for each `left_seeded` that is open
 
 
 @contextmanager
@@ -98,8 +97,7 @@ def drop_second_normal() -> None:
         numpy.random.set_bit_generator(numpy.random.get_bit_generator())
 
 
-_spare: list[Any] = []
-"""Unused NumPy bit generators that :func:`_numpys_kept` has made."""
+_spare: list[Any] = []  # unused NumPy bit generators that `_numpys_kept` has made
 
 
 @contextmanager

@@ -29,8 +29,7 @@ __all__ = [
     "write_all",
 ]
 
-MAX_HEADER = 100_000_000
-"""Maximum size in bytes of a header that safetensors reads."""
+MAX_HEADER = 100_000_000  # maximum size in bytes of a header that safetensors reads
 
 _CHUNK = 8 * 1024 * 1024  # Bytes hashed and written at a time, so that they are still in the cache when written.
 

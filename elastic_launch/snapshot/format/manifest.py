@@ -54,8 +54,7 @@ WHOLE, SPLIT = 1, 2  # Schemas: one tensor file, which older versions can read, 
 FORMAT = "elastic-launch checkpoint"
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
 WRITING, REMOVING, SHARE = ".writing-", ".removing-", ".share-"
-MAX_SHARES = 256
-"""Maximum number of tensor files, so that a manifest has room for them."""
+MAX_SHARES = 256  # maximum number of tensor files, so that a manifest has room for them
 MAX_MANIFEST_BYTES = 1024 * 1024
 MAX_STATE_BYTES = 64 * 1024 * 1024
 

@@ -20,8 +20,7 @@ from elastic_launch.snapshot.stall import advanced
 
 __all__ = ["Layout", "copied", "layout", "mapped", "parts", "read"]
 
-_PIECE = 2**22
-"""Elements copied at a time; reading a large tensor is slow if the file is not in the page cache."""
+_PIECE = 2**22  # elements copied at a time; reading a large tensor is slow if the file is not in the page cache
 
 _ELEMENTS = {safetensors_type(dtype) for dtype in DTYPES.values()}
 

@@ -14,11 +14,8 @@ from torch import Tensor
 
 __all__ = ["SMALL", "Watched"]
 
-SMALL = 64 * 1024
-"""Bytes below which a tensor is copied at once, since watching it takes as long."""
-
-_PIECE = 1 << 20
-"""Bytes of a copy that are moved to aligned memory at a time, so that they stay in the cache."""
+SMALL = 64 * 1024  # bytes below which a tensor is copied at once, since watching it takes as long
+_PIECE = 1 << 20  # bytes of a copy that are moved to aligned memory at a time, so that they stay in the cache
 
 
 class Watched:

@@ -46,8 +46,7 @@ __all__ = ["MAX_SUM_BYTES", "Division", "Split", "cuts", "gather", "nonce_of", "
 
 _log = logging.getLogger(__name__)
 
-PATIENCE = 5.0
-"""Seconds that the committer waits for other shares, in addition to the time that its own share took."""
+PATIENCE = 5.0  # seconds that the committer waits for other shares, in addition to the time that its own share took
 
 MAX_SUM_BYTES = 1024
 

@@ -15,8 +15,7 @@ from elastic_launch.training.kinds import check_kind
 
 __all__ = ["Checkpoint", "check_checkpoint"]
 
-SPLIT = 2**30
-"""Bytes of tensors from which on the nodes write a checkpoint together."""
+SPLIT = 2**30  # bytes of tensors from which on the nodes write a checkpoint together
 
 
 class Checkpoint:

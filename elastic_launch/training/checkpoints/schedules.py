@@ -15,8 +15,7 @@ from elastic_launch.training.checkpoints.state import Group, Stateful
 
 __all__ = ["forgotten", "has_forgotten_average"]
 
-_PLATEAU = {"optimizer", "num_bad_epochs", "cooldown_counter"}
-"""Attributes of a ReduceLROnPlateau."""
+_PLATEAU = {"optimizer", "num_bad_epochs", "cooldown_counter"}  # attributes of a ReduceLROnPlateau
 
 
 def forgotten(parts: Iterable[Stateful]) -> list[torch.optim.Optimizer]:

@@ -24,8 +24,7 @@ from elastic_launch.training.wrapped import is_sharded, is_zero, sharding_module
 
 __all__ = ["Cutting", "Gathering", "holds_shards", "local_state"]
 
-_WHOLE = object()
-"""Stands for all of a tensor."""
+_WHOLE = object()  # stands for all of a tensor
 
 
 def holds_shards(part: Any) -> bool:

@@ -35,11 +35,8 @@ from elastic_launch.training.randomness import derive
 
 __all__ = ["ElasticLoader", "FunctionLoader", "Loader", "LoaderOptions", "Position", "check_loader"]
 
-AT_A_TIME = 16384
-"""Number of positions requested from a sampler at a time; a request for few would take as long."""
-
-LIST_OF_SHARDS = "list of shards (as a hash)"
-"""Name of the fingerprint of a stream in a checkpoint's identity."""
+AT_A_TIME = 16384  # number of positions requested from a sampler at a time; a request for few would take as long
+LIST_OF_SHARDS = "list of shards (as a hash)"  # name of the fingerprint of a stream in a checkpoint's identity
 
 
 class LoaderOptions(TypedDict, total=False):
@@ -476,8 +473,7 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-_SENDING: set[int] = set()
-"""This process, if it has sent a micro-batch."""
+_SENDING: set[int] = set()  # this process, if it has sent a micro-batch
 
 
 def check_loader(where: str, loader: object) -> None:

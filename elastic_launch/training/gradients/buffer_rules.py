@@ -23,8 +23,7 @@ __all__ = ["Buffer", "advice", "buffers_of", "checked_rules"]
 
 RULES = ("mean", "sum", "last", "min", "max", "ignore", "error")
 
-DEFAULT = "*"
-"""The pattern whose rule applies only to buffers that no other rule applies to."""
+DEFAULT = "*"  # the pattern whose rule applies only to buffers that no other rule applies to
 
 _AVERAGES = {"mean", "var", "variance", "std", "avg", "average", "ema"}
 _NO_AVERAGES = {"min", "max", "sum", "count", "num", "queue", "ptr", "hist", "histogram", "bank"}

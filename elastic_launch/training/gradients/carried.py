@@ -15,8 +15,7 @@ from elastic_launch.errors import UsageError
 
 __all__ = ["CarriedStates"]
 
-STEPS = 2
-"""Number of steps to watch, as each micro-batch of later steps would do the same."""
+STEPS = 2  # number of steps to watch, as each micro-batch of later steps would do the same
 
 
 class CarriedStates:

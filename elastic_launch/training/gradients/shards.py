@@ -25,8 +25,7 @@ __all__ = ["ShardExchange"]
 BUCKET_BYTES = 16 * 1024 * 1024
 """Bytes of one node exchanged at a time; with the number of buckets in flight, it bounds the memory of the exchange."""
 
-TAGS = 1 << 20
-"""Number of message tags before they are reused."""
+TAGS = 1 << 20  # number of message tags before they are reused
 
 
 @dataclass(slots=True)

@@ -35,8 +35,7 @@ __all__ = [
     "telling",
 ]
 
-CHUNK = 64 * 2**20
-"""Bytes of a tensor that are sent at once: what has arrived is reported."""
+CHUNK = 64 * 2**20  # bytes of a tensor that are sent at once: what has arrived is reported
 
 _link: ContextVar[AgentLink] = ContextVar("link", default=AgentLink())
 """The connection to the agent of the process that restores a state now."""

@@ -22,11 +22,8 @@ from elastic_launch.training.wrapped import is_zero
 
 __all__ = ["SHARE", "Named", "ReplicaCheck", "ReplicasDifferError", "replicated"]
 
-SHARE = 0.001
-"""Fraction of the training's time that comparisons may cost, not counting those before checkpoints."""
-
-MEMORY = 5
-"""Number of comparisons whose median cost decides when the next one is due."""
+SHARE = 0.001  # fraction of the training's time that comparisons may cost, not counting those before checkpoints
+MEMORY = 5  # number of comparisons whose median cost decides when the next one is due
 
 Named = Callable[[], Iterable[tuple[str, Tensor]]]
 """Returns the tensors that must be the same on all ranks, with names for errors, in the same order on all ranks."""

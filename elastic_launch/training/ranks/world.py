@@ -20,8 +20,7 @@ from elastic_launch.training.ranks.place import find_place
 
 __all__ = ["GROUP_TIMEOUT", "World", "device_ahead", "environment", "join", "leave"]
 
-GROUP_TIMEOUT = 600.0
-"""Seconds after which a collective fails if not all ranks have joined it."""
+GROUP_TIMEOUT = 600.0  # seconds after which a collective fails if not all ranks have joined it
 
 
 @dataclass(frozen=True, slots=True)
