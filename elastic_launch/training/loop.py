@@ -22,9 +22,10 @@ from elastic_launch.snapshot.storage.listing import positions
 from elastic_launch.system.threads import within
 from elastic_launch.training.checkpoints.checkpoint import Checkpoint
 from elastic_launch.training.checkpoints.memory import settled
+from elastic_launch.training.checkpoints.parts import Stateful
 from elastic_launch.training.checkpoints.resumed import Outcome, Resumed
 from elastic_launch.training.checkpoints.saving import Live
-from elastic_launch.training.checkpoints.state import Stateful, TrainingState
+from elastic_launch.training.checkpoints.state import TrainingState
 from elastic_launch.training.data.evaluation import evaluating
 from elastic_launch.training.data.generators import generators_of_modules
 from elastic_launch.training.data.loader import Loader

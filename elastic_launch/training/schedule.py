@@ -9,7 +9,7 @@ from typing import Any
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from elastic_launch.errors import UsageError
-from elastic_launch.training.checkpoints.state import Stateful
+from elastic_launch.training.checkpoints.parts import Stateful
 from elastic_launch.training.durations import Interval
 from elastic_launch.training.together import as_part
 

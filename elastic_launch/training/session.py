@@ -17,7 +17,7 @@ from elastic_launch.contract import ENV_START_REASON
 from elastic_launch.errors import UsageError
 from elastic_launch.shared_progress import Activity
 from elastic_launch.training.checkpoints.checkpoint import Checkpoint, check_checkpoint
-from elastic_launch.training.checkpoints.state import Stateful
+from elastic_launch.training.checkpoints.parts import Stateful
 from elastic_launch.training.data.loader import Loader, check_loader
 from elastic_launch.training.durations import seconds_of
 from elastic_launch.training.engine import Engine

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from elastic_launch.errors import UsageError
-from elastic_launch.training.checkpoints.state import Group, Stateful, is_stateful
+from elastic_launch.training.checkpoints.parts import Group, Stateful, is_stateful
 from elastic_launch.training.kinds import found
 from elastic_launch.training.wrapped import check_trainable
 

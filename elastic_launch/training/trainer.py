@@ -16,7 +16,7 @@ from elastic_launch.batch import GlobalBatch
 from elastic_launch.errors import UsageError
 from elastic_launch.training.callbacks import Callback, CheckpointEnd, Evaluation, Incident, RoundStart, StepEnd
 from elastic_launch.training.checkpoints.checkpoint import Checkpoint, check_checkpoint
-from elastic_launch.training.checkpoints.state import Stateful
+from elastic_launch.training.checkpoints.parts import Stateful
 from elastic_launch.training.data.evaluation import evaluating
 from elastic_launch.training.data.loader import Loader, check_loader
 from elastic_launch.training.deepspeed import DeepSpeed

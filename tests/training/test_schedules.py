@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, LinearLR, Red
 from torch.optim.swa_utils import AveragedModel
 
 import elastic_launch as el
+from elastic_launch.training.checkpoints.parts import Group
 from elastic_launch.training.checkpoints.schedules import forgotten, has_forgotten_average
-from elastic_launch.training.checkpoints.state import Group
 from elastic_launch.training.engine import Engine
 from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 
-from elastic_launch.training.checkpoints.state import Group, Stateful
+from elastic_launch.training.checkpoints.parts import Group, Stateful
 
 __all__ = ["forgotten", "has_forgotten_average"]
 
