@@ -430,13 +430,9 @@ class CheckpointManager:
         """Return what a training without a checkpoint of its own begins with."""
         if self.settings.start_from is None:
             return Resumed()
-        found = self.settings.start_from.begin(world, identity, parts)
-        resumed = Resumed.of(
-            found.step, found.state, {"worlds": []} | found.meta | {"identity": identity}, found.origin
-        )
-        worlds = resumed.worlds if found.step else []
-        self._last_step = found.step
-        return replace(resumed, worlds=worlds, anew=found.anew)
+        resumed = self.settings.start_from.begin(world, identity, parts)
+        self._last_step = resumed.step
+        return resumed
 
     def _open_url(
         self,

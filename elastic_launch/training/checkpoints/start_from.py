@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic_launch.errors import UsageError
@@ -13,33 +13,15 @@ from elastic_launch.snapshot.location import Place, Url, place
 from elastic_launch.snapshot.storage.shared_copies import Taking
 from elastic_launch.snapshot.storage.url_storage import check_driver
 from elastic_launch.training.checkpoints.loading import read_checkpoint, weights_in
+from elastic_launch.training.checkpoints.resumed import Resumed
 from elastic_launch.training.checkpoints.state import TrainingState
 from elastic_launch.training.data.samplers import SAMPLE_ORDER
 from elastic_launch.training.ranks.spreading import state_from_first
 from elastic_launch.training.ranks.world import World
 
-__all__ = ["Beginning", "StartFrom"]
+__all__ = ["StartFrom"]
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Beginning:
-    """What a training begins with.
-
-    Attributes:
-        step: optimizer steps done; 0 if only weights are taken.
-        state: state by part.
-        meta: the checkpoint's meta.
-        origin: names the checkpoint in error messages.
-        anew: names of the parts, of this training or of the checkpoint, that are not taken.
-    """
-
-    step: int
-    state: dict[str, Any]
-    meta: dict[str, Any]
-    origin: str
-    anew: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +53,8 @@ class StartFrom:
             check_driver(where)
         return StartFrom(where, weights_only, tuple(allow))
 
-    def begin(self, world: World, identity: Mapping[str, int], state: TrainingState) -> Beginning:
-        """Read the checkpoint; called by all ranks, of which the first one reads.
+    def begin(self, world: World, identity: dict[str, int], state: TrainingState) -> Resumed:
+        """Return what a training begins with; called by all ranks, of which the first one reads the checkpoint.
 
         Args:
             identity: what must be equal in the checkpoint and in this training, unless it is allowed to differ.
@@ -84,6 +66,7 @@ class StartFrom:
         told = state_from_first(world, self._read, state.taking)
         step, parts, meta = int(told["step"]), told["state"], told["meta"]
         origin = f"The checkpoint of step {step} in {told['path']}"
+        done = 0 if self.weights_only else step
         here, there = set(state.names), {*parts, *told["others"]}
         _check_names(self.allow, [*map(_short, identity), *sorted(here | there)])
         anew = (here | there) & set(self.allow)
@@ -96,14 +79,15 @@ class StartFrom:
             _log.warning(
                 "a new training begins at step %d with %s of the checkpoint of step %d in %s; not taken: %s; other "
                 "than there: %s",
-                0 if self.weights_only else step,
+                done,
                 ", ".join(name for name in state.names if name not in anew) or "nothing",
                 step,
                 told["path"],
                 ", ".join([*sorted(anew), *(["the number of steps"] if self.weights_only else [])]) or "nothing",
                 ", ".join(changed) or ("not compared" if self.weights_only else "nothing"),
             )
-        return Beginning(0 if self.weights_only else step, parts, meta, origin, frozenset(anew))
+        resumed = Resumed.of(done, parts, {"worlds": []} | meta | {"identity": identity}, origin)
+        return replace(resumed, worlds=resumed.worlds if done else [], anew=frozenset(anew))
 
     def _read(self, taking: Taking) -> dict[str, Any]:
         loaded = read_checkpoint(self.place, None, weights_in if self.weights_only else None, taking)
