@@ -17,7 +17,7 @@ from elastic_launch.snapshot.errors import CheckpointGoneError, CheckpointReadEr
 from elastic_launch.snapshot.format import tensor_file as tensorfile
 from elastic_launch.snapshot.format import tree
 from elastic_launch.snapshot.format.files import FileSum, open_regular, read_chunks, read_small, sum_of
-from elastic_launch.snapshot.format.manifest import MAX_STATE_BYTES, STATE, Manifest, parse_json
+from elastic_launch.snapshot.format.manifest import MAX_STATE_BYTES, STATE, Manifest, parse_json, parse_name
 from elastic_launch.snapshot.location import Place, Url
 from elastic_launch.snapshot.storage import urls as remote
 from elastic_launch.snapshot.storage.listing import (
@@ -121,12 +121,11 @@ def newest(
     parts: Parts | None = None,
     taking: Taking | None = None,
 ) -> LoadedCheckpoint | None:
-    """Load the newest intact checkpoint; return None if there is none.
+    """Load the newest intact checkpoint; return None if there is none. A warning names each that is skipped.
 
     Args:
         directory: a directory, which need not exist, or a URL.
-        on_damaged: called once with the error of each checkpoint that is skipped; it may raise to refuse that. Without
-            it, a warning is logged.
+        on_damaged: called once with the error of each checkpoint that is skipped; it may raise to refuse that.
         above: consider only checkpoints newer than this (round, step).
         step: consider only checkpoints of this step.
         copies, parts, taking: as for :func:`load`.
@@ -134,9 +133,11 @@ def newest(
     told: set[Place] = set()
 
     def skip(error: CheckpointReadError) -> None:
-        if error.path not in told:
+        if error.path not in told and (step is None or step == (parse_name(error.path.name) or [step])[0]):
             told.add(error.path)
-            (on_damaged or _warn)(error)
+            _log.warning("a checkpoint is skipped: %s", error)
+            if on_damaged is not None:
+                on_damaged(error)
 
     gone: CheckpointGoneError | None = None
     for _ in range(SCANS):
@@ -163,10 +164,6 @@ def _first_sound(
         except CheckpointReadError as error:
             skip(error)
     return None
-
-
-def _warn(error: CheckpointReadError) -> None:
-    _log.warning("skipped a checkpoint. %s", error)
 
 
 def _same(info: CheckpointInfo, manifest: Manifest, digest: str) -> Manifest:

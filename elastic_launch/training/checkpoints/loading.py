@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -25,8 +24,6 @@ from elastic_launch.snapshot.storage.reading import Parts
 from elastic_launch.snapshot.storage.shared_copies import Taking
 
 __all__ = ["export", "load_checkpoint", "read_checkpoint", "weights_in"]
-
-_log = logging.getLogger(__name__)
 
 
 def load_checkpoint(
@@ -132,13 +129,7 @@ def _read(where: Place, step: int | None, parts: Parts | None, taking: Taking | 
             where, f"{where} is the checkpoint of step {info.step}, not of step {step}.", "Leave out step=."
         )
     damaged: list[snapshot.CheckpointReadError] = []
-
-    def skip(error: snapshot.CheckpointReadError) -> None:
-        if step is None or step == (parse_name(error.path.name) or [None])[0]:
-            damaged.append(error)
-            _log.warning("a checkpoint is skipped: %s", error)
-
-    loaded = snapshot.newest(where, skip, step=step, parts=parts, taking=taking)
+    loaded = snapshot.newest(where, damaged.append, step=step, parts=parts, taking=taking)
     if loaded is not None:
         return loaded
     if damaged:

@@ -450,7 +450,7 @@ class CheckpointManager:
         def check(meta: dict[str, Any], step: int) -> None:
             check_identity(identity, meta, origin(step))
 
-        found = open_url(url, world, run_id(), check, _warn, parts.taking, above)
+        found = open_url(url, world, run_id(), check, parts.taking, above)
         self._owner = found.owner
         self._highest = max(self._highest, found.highest, above[0] if above else 0)
         if found.state is None and above is not None:
@@ -523,23 +523,13 @@ def _read(directory: Path, above: tuple[int, int] | None, taking: Taking, copies
     known = 0
     try:
         if above is None or not _of_another_run(directory):
-            skip = partial(_skip, damaged=damaged)
-            loaded = snapshot.newest(directory, on_damaged=skip, above=above, copies=copies, taking=taking)
+            loaded = snapshot.newest(directory, damaged.append, above=above, copies=copies, taking=taking)
         known = max((number for number, _ in positions(directory)), default=0)
     except snapshot.CheckpointError as error:
         if above is None:
             raise
-        _warn(error)
+        _log.warning("a checkpoint is skipped: %s", error)
     return Read(loaded, known, damaged[0] if damaged else None)
-
-
-def _skip(error: snapshot.CheckpointReadError, damaged: list[snapshot.CheckpointReadError]) -> None:
-    damaged.append(error)
-    _warn(error)
-
-
-def _warn(error: Exception) -> None:
-    _log.warning("a checkpoint is skipped: %s", error)
 
 
 def _of_another_run(where: Place) -> bool:

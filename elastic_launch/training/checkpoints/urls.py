@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,10 +21,12 @@ from elastic_launch.training.ranks.world import World
 
 __all__ = ["Found", "open_url"]
 
+_log = logging.getLogger(__name__)
+
 Check = Callable[[dict[str, Any], int], None]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Found:
     """The checkpoints found behind a URL.
 
@@ -43,19 +46,12 @@ class Found:
 
 
 def open_url(
-    url: Url,
-    world: World,
-    run: str,
-    check: Check,
-    skip: Callable[[Exception], None],
-    taking: Cuts,
-    above: tuple[int, int] | None = None,
+    url: Url, world: World, run: str, check: Check, taking: Cuts, above: tuple[int, int] | None = None
 ) -> Found:
     """Check that a URL works, read its newest checkpoint, and take the URL for this run; called by all ranks.
 
     Args:
         check: called with the meta and step of a checkpoint; raises if it belongs to another training.
-        skip: called with the errors of damaged checkpoints, and with errors that prevent looking for one above.
         taking: returns what this rank keeps of each tensor.
         above: round and step of a state in memory: only newer checkpoints, made by this run, are considered. The URL
             is then not taken, and failures are not errors.
@@ -69,15 +65,11 @@ def open_url(
             f"Checkpoints cannot be saved to {url} under elastic-launch: that is the memory of one process.",
             "Leave the checkpoint out: snapshots in the node's memory are taken anyway. Or give a directory.",
         )
-    look = partial(_open, url, run, check, skip, again=world.round > 1)
-    if above is not None:
-        look = partial(_open_newer, url, run, check, skip, above)
-
-    def read(taking: Taking) -> dict[str, Any]:
-        found = while_advancing(url, lambda: look(taking))
-        return {field.name: getattr(found, field.name) for field in fields(found)}
-
-    found = Found(**state_from_first(world, read, taking))
+    if above is None:
+        look = partial(_open, url, run, check, again=world.round > 1)
+    else:
+        look = partial(_open_newer, url, run, check, above)
+    found = Found(**state_from_first(world, lambda taking: vars(while_advancing(url, partial(look, taking))), taking))
     if world.rank == 0:
         return found
     if found.state is not None:
@@ -85,15 +77,10 @@ def open_url(
     return replace(found, owner="")
 
 
-def _open(url: Url, run: str, check: Check, skip: Callable[[Exception], None], taking: Taking, *, again: bool) -> Found:
+def _open(url: Url, run: str, check: Check, taking: Taking, *, again: bool) -> Found:
     remote.probe(url)
     damaged: list[snapshot.CheckpointReadError] = []
-
-    def on_damaged(error: snapshot.CheckpointReadError) -> None:
-        damaged.append(error)
-        skip(error)
-
-    loaded = snapshot.newest(url, on_damaged=on_damaged, taking=taking)
+    loaded = snapshot.newest(url, damaged.append, taking=taking)
     if loaded is None and damaged:
         # Starting from scratch would eventually overwrite checkpoints that may be repairable.
         raise damaged[0]
@@ -103,20 +90,18 @@ def _open(url: Url, run: str, check: Check, skip: Callable[[Exception], None], t
     return _found(url, loaded, owner.claim(url, run, again=again))
 
 
-def _open_newer(
-    url: Url, run: str, check: Check, skip: Callable[[Exception], None], above: tuple[int, int], taking: Taking
-) -> Found:
+def _open_newer(url: Url, run: str, check: Check, above: tuple[int, int], taking: Taking) -> Found:
     mine = owner.owned_by(run)
     try:
         if other := owner.other_owner(url, run):
             raise snapshot.CheckpointError(f"{url} was taken by run {other}.")
-        loaded = snapshot.newest(url, on_damaged=skip, above=above, taking=taking)
+        loaded = snapshot.newest(url, above=above, taking=taking)
         if loaded is not None:
             check(loaded.meta, loaded.step)
             mine = owner.claim(url, run, again=True)
         return _found(url, loaded, mine)
     except snapshot.CheckpointError as error:
-        skip(error)
+        _log.warning("a checkpoint is skipped: %s", error)
         return Found(0, None, {}, mine, 0)
 
 
