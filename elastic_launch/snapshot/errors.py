@@ -25,23 +25,6 @@ from pathlib import Path
 from elastic_launch.errors import ElasticLaunchError
 from elastic_launch.snapshot.location import Place
 
-__all__ = [
-    "CheckpointError",
-    "CheckpointGoneError",
-    "CheckpointReadError",
-    "CheckpointWriteError",
-    "DamagedCheckpointError",
-    "ForeignCheckpointError",
-    "MalformedError",
-    "NotCommittedError",
-    "TakenError",
-    "TornSnapshotError",
-    "UnknownFormatError",
-    "UnsupportedStateError",
-    "reading",
-    "writing",
-]
-
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NOT_ALLOWED = {errno.EROFS, errno.EACCES, errno.EPERM}
 _NO_DIRECTORY = {errno.ENOTDIR, errno.EEXIST}

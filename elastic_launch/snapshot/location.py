@@ -8,8 +8,6 @@ from pathlib import Path
 
 from elastic_launch.errors import UsageError
 
-__all__ = ["Place", "Url", "place"]
-
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://")
 _COLLAPSED = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/[^/]")
 _PASSWORD = re.compile(r"[^/]*:[^/@]*@")

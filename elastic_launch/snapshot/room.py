@@ -7,8 +7,6 @@ from pathlib import Path
 
 from elastic_launch.system.memory_groups import CGROUPS, memory_groups
 
-__all__ = ["MORE_MEMORY", "free_memory", "inactive_cache", "lacking", "remedy_of", "room"]
-
 RESERVE = 0.1  # fraction of the free memory that snapshots leave free
 
 MORE_MEMORY = (

@@ -14,8 +14,6 @@ from typing import TypeVar
 from elastic_launch.snapshot.errors import CheckpointReadError
 from elastic_launch.snapshot.location import Place, Url
 
-__all__ = ["advanced", "while_advancing"]
-
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")

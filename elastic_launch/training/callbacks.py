@@ -9,8 +9,6 @@ from torch import Tensor
 
 from elastic_launch.snapshot.location import Place
 
-__all__ = ["Callback", "CheckpointEnd", "Evaluation", "Incident", "Progress", "RoundStart", "StepEnd"]
-
 
 @dataclass(frozen=True, slots=True)
 class StepEnd:

@@ -24,8 +24,6 @@ from elastic_launch.training.gradients.buckets import LocalReduction
 from elastic_launch.training.gradients.means import MeanTable
 from elastic_launch.training.randomness import kept
 
-__all__ = ["DeepSpeed"]
-
 _PER_ELEMENT = ("ASGD", "Adadelta", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 """Classes in ``torch.optim`` that treat each element by itself, so that ZeRO may cut parameters into parts."""
 

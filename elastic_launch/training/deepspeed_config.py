@@ -13,8 +13,6 @@ from elastic_launch.batch import GlobalBatch
 from elastic_launch.errors import UsageError
 from elastic_launch.training.kinds import check_kind
 
-__all__ = ["checked", "clip_norm_of", "completed", "precision_of"]
-
 _HALF = {"bf16": ("bf16", "bfloat16"), "fp16": ("fp16",)}  # the configuration's sections that choose each precision
 
 _PASSED = {

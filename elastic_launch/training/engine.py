@@ -42,8 +42,6 @@ from elastic_launch.training.ranks.world import GROUP_TIMEOUT, World, environmen
 from elastic_launch.training.stopping import Drained, Stop, Termination
 from elastic_launch.training.trainings import Trainings
 
-__all__ = ["Engine"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -22,8 +22,6 @@ from elastic_launch.training.steps import RoundOverError
 if TYPE_CHECKING:
     from elastic_launch.training.engine import Engine
 
-__all__ = ["Evaluations", "Evaluator", "checked_eval_loader", "evaluated"]
-
 
 class Evaluations:
     """The evaluations of one training, which are a part of its state.

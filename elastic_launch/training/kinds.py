@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from elastic_launch.errors import UsageError
 
-__all__ = ["check_kind", "found"]
-
 
 def check_kind(where: str, given: object, kind: type | tuple[type, ...], remedy: str) -> None:
     """Check the type of an argument.

@@ -20,8 +20,6 @@ from elastic_launch.stack_dump import dump_stacks_on_signal
 if TYPE_CHECKING:
     from elastic_launch.training.ranks.world import World
 
-__all__ = ["AgentLink"]
-
 _log = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT = 2.0  # seconds to wait for the agent's answer

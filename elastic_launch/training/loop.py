@@ -48,8 +48,6 @@ from elastic_launch.training.stopping import Drained
 from elastic_launch.training.together import as_model, as_optimizer
 from elastic_launch.training.wrapped import check_elementwise, sharding_modules
 
-__all__ = ["Loop", "LoopOptions"]
-
 _log = logging.getLogger(__name__)
 
 OWN = "parameters"  # name of the part of the state that holds the optimizer's parameters that are not in the model

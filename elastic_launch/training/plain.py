@@ -14,8 +14,6 @@ from elastic_launch.training.ranks.agreement import Agreement, Wishes
 from elastic_launch.training.ranks.world import World, environment
 from elastic_launch.training.stopping import Stop, Termination
 
-__all__ = ["PlainLoop", "report_step", "should_stop"]
-
 
 def report_step(step: int) -> None:
     """Tell the launcher how many optimizer steps of the whole training are done; for scripts with a loop of their own.

@@ -8,8 +8,6 @@ import torch
 
 from elastic_launch.errors import UsageError
 
-__all__ = ["Precision", "is_out_of_memory"]
-
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["derive", "drop_second_normal", "kept", "left_seeded", "seed_all", "seeded"]
-
 
 def derive(*values: int | str) -> int:
     """Derive a 63-bit seed from values with SHA-256; similar values give unrelated seeds."""

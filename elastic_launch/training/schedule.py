@@ -13,8 +13,6 @@ from elastic_launch.training.checkpoints.parts import Stateful
 from elastic_launch.training.durations import Interval
 from elastic_launch.training.together import as_part
 
-__all__ = ["Schedule", "Schedules"]
-
 
 @dataclass(frozen=True, slots=True)
 class Schedule:

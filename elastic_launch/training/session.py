@@ -36,8 +36,6 @@ from elastic_launch.training.stopping import Drained
 from elastic_launch.training.together import as_part
 from elastic_launch.training.wrapped import check_not_flat
 
-__all__ = ["Run", "Stateful", "session"]
-
 _log = logging.getLogger(__name__)
 
 _LONGEST = 10 * 365 * 24 * 3600.0  # largest timeout in seconds; every clock's arithmetic can represent it

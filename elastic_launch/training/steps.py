@@ -35,8 +35,6 @@ from elastic_launch.training.together import Optimizers
 if TYPE_CHECKING:
     from elastic_launch.training.loop import Loop
 
-__all__ = ["NonFiniteLossError", "Recovered", "RehearsedStep", "RoundOverError", "Step"]
-
 _log = logging.getLogger(__name__)
 
 

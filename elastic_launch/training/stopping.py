@@ -9,8 +9,6 @@ from enum import IntEnum
 from types import FrameType
 from typing import Any
 
-__all__ = ["Drained", "Stop", "Termination"]
-
 
 class Stop(IntEnum):
     """Who requested a stop; of several, the highest value counts."""

@@ -15,8 +15,6 @@ from elastic_launch.training.checkpoints.parts import Group, Stateful, is_statef
 from elastic_launch.training.kinds import found
 from elastic_launch.training.wrapped import check_trainable
 
-__all__ = ["Optimizers", "as_model", "as_optimizer", "as_part"]
-
 
 class Optimizers(Group):
     """Several optimizers, by name."""

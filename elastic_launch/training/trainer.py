@@ -34,8 +34,6 @@ from elastic_launch.training.session import Run
 from elastic_launch.training.steps import RoundOverError, Step
 from elastic_launch.training.wrapped import sharding_modules
 
-__all__ = ["Trainer"]
-
 _log = logging.getLogger(__name__)
 
 _SEVERAL = "several are trained together by run.steps()."

@@ -10,8 +10,6 @@ from typing import Any
 from elastic_launch.errors import UsageError
 from elastic_launch.training.checkpoints.checkpoint import Checkpoint
 
-__all__ = ["Trainings"]
-
 _TOGETHER = 'run.steps(loader, {"a": a, "b": b}, {"a": optimizer_a, "b": optimizer_b})'
 
 

@@ -11,16 +11,6 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from elastic_launch.errors import UsageError
 
-__all__ = [
-    "ELEMENTWISE",
-    "check_elementwise",
-    "check_not_flat",
-    "check_trainable",
-    "is_sharded",
-    "is_zero",
-    "sharding_modules",
-]
-
 # By name, since importing these classes is slow.
 _FULLY_SHARD = re.compile(r"torch\.distributed\.(.*\.)?FSDPModule")
 _FLAT = re.compile(r"torch\.distributed\..*FullyShardedDataParallel")

@@ -9,8 +9,6 @@ from typing import Any
 
 from elastic_launch.snapshot.errors import MalformedError
 
-__all__ = ["dtype_of", "is_array", "is_scalar", "restored"]
-
 _DTYPE = re.compile(r"[<>|][biufcSUMm][0-9]{1,9}(\[[0-9]{0,9}[A-Za-z]{1,2}\])?")
 _WIDEST = {"f": 8, "c": 16}  # Bytes; wider types differ between machines.
 

@@ -9,19 +9,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-__all__ = [
-    "DTYPES",
-    "NATIVE",
-    "bytes_of",
-    "dense",
-    "flat_bytes",
-    "is_possible",
-    "name_of",
-    "safetensors_type",
-    "state_sha256",
-    "stored_shape",
-]
-
 NATIVE = {
     torch.float64: "F64",
     torch.float32: "F32",

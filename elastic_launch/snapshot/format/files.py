@@ -15,20 +15,6 @@ from typing import Any
 from elastic_launch.snapshot.errors import MalformedError
 from elastic_launch.snapshot.stall import advanced
 
-__all__ = [
-    "MAX_HEADER",
-    "FileSum",
-    "create",
-    "open_regular",
-    "read_chunks",
-    "read_small",
-    "remove_tree",
-    "safetensors_header",
-    "sum_of",
-    "sync_directory",
-    "write_all",
-]
-
 MAX_HEADER = 100_000_000  # maximum size in bytes of a header that safetensors reads
 
 _CHUNK = 8 * 1024 * 1024  # Bytes hashed and written at a time, so that they are still in the cache when written.

@@ -26,30 +26,6 @@ from elastic_launch.snapshot.errors import MalformedError, UnknownFormatError, U
 from elastic_launch.snapshot.format.files import FileSum
 from elastic_launch.snapshot.format.plain import Decoder, Encoder
 
-__all__ = [
-    "MANIFEST",
-    "MAX_MANIFEST_BYTES",
-    "MAX_SHARES",
-    "MAX_STATE_BYTES",
-    "REMOVING",
-    "SHARE",
-    "STATE",
-    "TENSORS",
-    "WRITING",
-    "Manifest",
-    "assemble",
-    "check_numbers",
-    "directory_name",
-    "encode_meta",
-    "file_sum",
-    "new_nonce",
-    "parse_json",
-    "parse_name",
-    "parse_share",
-    "share_directory",
-    "share_file",
-]
-
 WHOLE, SPLIT = 1, 2  # Schemas: one tensor file, which older versions can read, or several.
 FORMAT = "elastic-launch checkpoint"
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"

@@ -40,8 +40,6 @@ from typing import Any, NoReturn
 from elastic_launch.snapshot.errors import MalformedError, UnsupportedStateError
 from elastic_launch.snapshot.format import small_values as small
 
-__all__ = ["MAX_DEPTH", "Decoder", "Encoder", "Path", "base64_bytes", "show", "type_name"]
-
 MAX_DEPTH = 64  # maximum nesting depth, well below the depth at which Python's JSON parser would exhaust the stack
 
 _MAX_INT_BITS = 8192  # Python itself refuses to parse integers of more than 4300 digits.

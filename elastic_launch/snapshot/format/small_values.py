@@ -27,8 +27,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["ERRORS", "MEMBER", "READERS", "UnknownMember", "find_class", "member", "written"]
-
 MEMBER = "$enum"  # the tag of an enum member; the encoder and the decoder handle its value
 _MOST_DIGITS = 4000  # maximum number of digits of a Decimal, as many as Python parses of an integer
 

@@ -28,9 +28,7 @@ import torch
 from elastic_launch.snapshot.errors import MalformedError
 from elastic_launch.snapshot.format import arrays
 from elastic_launch.snapshot.format.dtypes import DTYPES, bytes_of, is_possible, name_of, safetensors_type, stored_shape
-from elastic_launch.snapshot.format.plain import MAX_DEPTH, Decoder, Encoder, Path, base64_bytes, show, type_name
-
-__all__ = ["MAX_DEPTH", "Take", "decode", "encode", "tensor_names"]
+from elastic_launch.snapshot.format.plain import Decoder, Encoder, Path, base64_bytes, show, type_name
 
 Take = Callable[[Path, torch.Tensor], torch.Tensor]
 """Returns what is kept of a tensor at a place in the state; it has the tensor's shape and dtype.

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 
 from elastic_launch.snapshot.room import lacking
 
-__all__ = ["Header", "Slot"]
-
 _MAGIC = b"elsnap01"
 _FIELDS = struct.Struct("<8sQQQQQQ")  # magic, round, step, training, bytes of tensors, of state, of meta
 _HEADER = struct.Struct(f"<Q{_FIELDS.size}sI")  # sequence, fields, their CRC-32

@@ -24,8 +24,6 @@ from elastic_launch.snapshot.memory.staging import Staging, mark
 from elastic_launch.snapshot.memory.watch import Watched
 from elastic_launch.snapshot.storage.saving import state_json
 
-__all__ = ["SlotDraft", "SlotWriter", "read_meta", "read_state"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from elastic_launch.snapshot.format.dtypes import flat_bytes
 
-__all__ = ["PIECE", "Staging", "mark"]
-
 PIECE = 32 * 1024 * 1024  # bytes of each of the two buffers
 
 

@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-__all__ = ["SMALL", "Watched"]
-
 SMALL = 64 * 1024  # bytes below which a tensor is copied at once, since watching it takes as long
 _PIECE = 1 << 20  # bytes of a copy that are moved to aligned memory at a time, so that they stay in the cache
 

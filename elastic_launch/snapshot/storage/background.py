@@ -17,8 +17,6 @@ from elastic_launch.snapshot.format.manifest import check_numbers
 from elastic_launch.snapshot.storage.listing import CheckpointInfo
 from elastic_launch.snapshot.storage.saving import check_keep, prune, write
 
-__all__ = ["BackgroundWriter", "WriteOutcome"]
-
 
 @dataclass(frozen=True, slots=True)
 class WriteOutcome:

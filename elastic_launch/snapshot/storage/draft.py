@@ -20,8 +20,6 @@ from pathlib import Path
 from elastic_launch.snapshot.format.files import create, remove_tree
 from elastic_launch.snapshot.format.manifest import REMOVING, TENSORS, WRITING, new_nonce, parse_share
 
-__all__ = ["Draft", "bury", "draft", "remove_abandoned", "remove_shares"]
-
 _ATTEMPTS = 10  # An attempt fails only if a sweeper comes between the writer's first two calls.
 _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
 

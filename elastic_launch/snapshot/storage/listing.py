@@ -23,18 +23,6 @@ from elastic_launch.snapshot.format.manifest import MANIFEST, MAX_MANIFEST_BYTES
 from elastic_launch.snapshot.location import Place, Url, place
 from elastic_launch.snapshot.storage import urls as remote
 
-__all__ = [
-    "SCANS",
-    "CheckpointInfo",
-    "OnDamaged",
-    "check_size",
-    "faults",
-    "find",
-    "inspect",
-    "manifest_of",
-    "positions",
-]
-
 SCANS = 10  # A scan is repeated only if a checkpoint was written or removed during it.
 
 OnDamaged = Callable[[CheckpointReadError], None]

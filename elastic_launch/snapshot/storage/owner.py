@@ -18,8 +18,6 @@ from elastic_launch.snapshot.format.files import create, read_small
 from elastic_launch.snapshot.location import Place, Url
 from elastic_launch.snapshot.storage.url_storage import Storage, saving
 
-__all__ = ["OWNER", "check", "claim", "other_owner", "owned_by"]
-
 OWNER = "owner.json"
 _FORMAT = "elastic-launch owner"
 _LIMIT = 16 * 1024

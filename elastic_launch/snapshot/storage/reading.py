@@ -32,8 +32,6 @@ from elastic_launch.snapshot.storage.listing import (
 from elastic_launch.snapshot.storage.shared_copies import Copies, Taking
 from elastic_launch.snapshot.storage.url_storage import Storage
 
-__all__ = ["LoadedCheckpoint", "Parts", "load", "newest"]
-
 _log = logging.getLogger(__name__)
 
 Parts = Callable[[CheckpointInfo], Collection[str]]

@@ -37,8 +37,6 @@ from elastic_launch.snapshot.storage.draft import Draft, bury, draft, remove_aba
 from elastic_launch.snapshot.storage.listing import CheckpointInfo, find
 from elastic_launch.snapshot.storage.shares import MAX_SUM_BYTES, PATIENCE, Division, Split, gather, pack_sum, parse_sum
 
-__all__ = ["check_keep", "left_over", "prune", "state_json", "write", "write_parts", "write_share"]
-
 _SUM = "sum.json"  # Next to a waiting share.
 
 

@@ -22,8 +22,6 @@ from elastic_launch.snapshot.format.plain import Decoder
 from elastic_launch.snapshot.room import free_memory
 from elastic_launch.snapshot.storage.listing import CheckpointInfo
 
-__all__ = ["CopiedFiles", "Copies", "Taking"]
-
 Taking = Callable[[Mapping[str, Any]], tree.Take | None]
 """Returns, for a checkpoint's meta, what is kept of each tensor, which is in mapped memory; None: all of each."""
 

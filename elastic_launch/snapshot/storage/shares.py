@@ -42,8 +42,6 @@ from elastic_launch.snapshot.errors import MalformedError
 from elastic_launch.snapshot.format.files import MAX_HEADER, FileSum, safetensors_header, sum_of
 from elastic_launch.snapshot.format.manifest import MAX_SHARES, file_sum, parse_json
 
-__all__ = ["MAX_SUM_BYTES", "Division", "Split", "cuts", "gather", "nonce_of", "pack_sum", "parse_sum"]
-
 _log = logging.getLogger(__name__)
 
 PATIENCE = 5.0  # seconds that the committer waits for other shares, in addition to the time that its own share took

@@ -40,21 +40,6 @@ from elastic_launch.snapshot.location import Url
 from elastic_launch.snapshot.storage.shares import MAX_SUM_BYTES, PATIENCE, Division, Split, gather, pack_sum, parse_sum
 from elastic_launch.snapshot.storage.url_storage import Entry, Storage, loading, saving
 
-__all__ = [
-    "Tried",
-    "candidates",
-    "faults",
-    "manifest_of",
-    "names",
-    "probe",
-    "remove",
-    "remove_abandoned",
-    "sizes",
-    "try_out",
-    "write",
-    "write_share",
-]
-
 _SUM = ".sum"  # Suffix to the name of a share's file: the size and checksum that its node reports.
 
 

@@ -13,8 +13,6 @@ from elastic_launch.training.checkpoints.start_from import StartFrom
 from elastic_launch.training.durations import Interval
 from elastic_launch.training.kinds import check_kind
 
-__all__ = ["Checkpoint", "check_checkpoint"]
-
 SPLIT = 2**30  # bytes of tensors from which on the nodes write a checkpoint together
 
 

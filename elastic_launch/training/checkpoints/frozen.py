@@ -16,8 +16,6 @@ from elastic_launch.errors import UsageError
 from elastic_launch.training.ranks.checksum import checksums, combined
 from elastic_launch.training.wrapped import is_sharded
 
-__all__ = ["Frozen"]
-
 _HINT = (
     "With Checkpoint(skip_frozen=True) frozen weights are not saved: give the model the same ones at every start, "
     "before the training, and leave them frozen and unchanged. Or leave skip_frozen out."

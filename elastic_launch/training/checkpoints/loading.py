@@ -23,8 +23,6 @@ from elastic_launch.snapshot.stall import while_advancing
 from elastic_launch.snapshot.storage.reading import Parts
 from elastic_launch.snapshot.storage.shared_copies import Taking
 
-__all__ = ["export", "load_checkpoint", "read_checkpoint", "weights_in"]
-
 
 def load_checkpoint(
     directory: str | os.PathLike[str], *, step: int | None = None, weights_only: bool = False

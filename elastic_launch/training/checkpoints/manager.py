@@ -46,8 +46,6 @@ from elastic_launch.training.ranks.exchange import broadcast_state, numbers_of_a
 from elastic_launch.training.ranks.spreading import in_place, spread_state
 from elastic_launch.training.ranks.world import World
 
-__all__ = ["CheckpointManager", "run_id", "weights_sha256"]
-
 _log = logging.getLogger(__name__)
 
 Report = Callable[[snapshot.WriteOutcome], None]

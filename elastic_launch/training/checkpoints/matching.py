@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-__all__ = ["class_of", "differences", "module_differences", "other_dtype", "reordered"]
-
 _SHOWN = 4  # Names in a message.
 
 _LATER = {"foreach", "fused", "capturable", "differentiable", "maximize", "decoupled_weight_decay", "param_names"}

@@ -27,8 +27,6 @@ from elastic_launch.training.ranks.exchange import broadcast_state, numbers_of_a
 from elastic_launch.training.ranks.spreading import Cuts, in_place, spread_state
 from elastic_launch.training.ranks.world import World
 
-__all__ = ["MemorySnapshots", "Newest", "Route", "newest", "restore", "settled"]
-
 _log = logging.getLogger(__name__)
 
 Route = Callable[[CopyJob, int], CopyJob]

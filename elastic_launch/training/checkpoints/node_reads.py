@@ -21,8 +21,6 @@ from elastic_launch.snapshot.storage.shared_copies import CopiedFiles, Copies, T
 from elastic_launch.training.ranks.exchange import numbers_of_all, receive_bytes, send_bytes
 from elastic_launch.training.ranks.world import World
 
-__all__ = ["Read", "read_on_node"]
-
 _log = logging.getLogger(__name__)
 
 PATIENCE = STALL + 30.0  # seconds without a message from the reader after which a waiting worker fails

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
-__all__ = ["Gathered", "Group", "Stateful", "is_stateful"]
-
 
 class Stateful(Protocol):
     """An object whose state can be saved, such as torch's modules, optimizers and schedulers."""

@@ -10,8 +10,6 @@ import torch
 
 from elastic_launch.errors import UsageError
 
-__all__ = ["Outcome", "Resumed", "check_identity", "meta_of"]
-
 _log = logging.getLogger(__name__)
 
 Outcome = tuple[float, dict[str, float]]

@@ -26,8 +26,6 @@ from elastic_launch.training.ranks.agreement import NOTHING, Wishes
 from elastic_launch.training.ranks.exchange import broadcast_state
 from elastic_launch.training.ranks.world import World
 
-__all__ = ["Live", "Saver", "Trained"]
-
 _log = logging.getLogger(__name__)
 
 Stays = Callable[[Tensor], bool]

@@ -13,8 +13,6 @@ from torch.optim.swa_utils import AveragedModel
 
 from elastic_launch.training.checkpoints.parts import Group, Stateful
 
-__all__ = ["forgotten", "has_forgotten_average"]
-
 _PLATEAU = {"optimizer", "num_bad_epochs", "cooldown_counter"}  # attributes of a ReduceLROnPlateau
 
 

@@ -22,8 +22,6 @@ from elastic_launch.training.ranks.exchange import broadcast_state
 from elastic_launch.training.ranks.spreading import Box, narrowed
 from elastic_launch.training.wrapped import is_sharded, is_zero, sharding_modules
 
-__all__ = ["Cutting", "Gathering", "holds_shards", "local_state"]
-
 _WHOLE = object()  # stands for all of a tensor
 
 

@@ -17,8 +17,6 @@ import torch.distributed as dist
 from elastic_launch.training.ranks.exchange import exchanging
 from elastic_launch.training.ranks.world import World
 
-__all__ = ["Writers", "behind_url", "in_directory"]
-
 
 @dataclass(frozen=True, slots=True)
 class Writers:

@@ -7,8 +7,6 @@ import statistics
 from collections import deque
 from dataclasses import dataclass
 
-__all__ = ["SHARE", "Cost", "Rhythm"]
-
 SHARE = 0.01  # fraction of the training's time that snapshots may cost
 MEMORY = 5  # number of snapshots whose median cost is used, since a single one may be an outlier
 STEPS = 15  # number of steps whose median duration is used

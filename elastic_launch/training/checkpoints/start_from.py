@@ -19,8 +19,6 @@ from elastic_launch.training.data.samplers import SAMPLE_ORDER
 from elastic_launch.training.ranks.spreading import state_from_first
 from elastic_launch.training.ranks.world import World
 
-__all__ = ["StartFrom"]
-
 _log = logging.getLogger(__name__)
 
 

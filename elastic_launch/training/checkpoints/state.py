@@ -28,8 +28,6 @@ from elastic_launch.training.checkpoints.sharded import Cutting, Gathering, hold
 from elastic_launch.training.gradients.parameters import OwnParameters
 from elastic_launch.training.kinds import found
 
-__all__ = ["Gathered", "Group", "Stateful", "TrainingState", "is_stateful"]
-
 
 class TrainingState:
     """The parts of a training's state."""

@@ -19,8 +19,6 @@ from elastic_launch.snapshot.storage.shared_copies import Taking
 from elastic_launch.training.ranks.spreading import Cuts, state_from_first
 from elastic_launch.training.ranks.world import World
 
-__all__ = ["Found", "open_url"]
-
 _log = logging.getLogger(__name__)
 
 Check = Callable[[dict[str, Any], int], None]

@@ -13,8 +13,6 @@ from elastic_launch.batch import MicroBatch
 from elastic_launch.errors import UsageError
 from elastic_launch.training.randomness import derive, seed_all, seeded
 
-__all__ = ["Batches", "Drawn", "Feed", "GetBatch", "Request", "versions"]
-
 GetBatch = Callable[[int, MicroBatch], Any]
 """``(step, micro) -> data``: the collated data of one micro-batch of a step; steps count from 0 over all epochs."""
 

@@ -14,8 +14,6 @@ from elastic_launch.training.gradients.means import MeanTable
 from elastic_launch.training.randomness import derive, seeded
 from elastic_launch.training.wrapped import sharding_modules
 
-__all__ = ["evaluate", "evaluating"]
-
 Measure = Callable[[Any], tuple[list[Tensor | float], float | None]]
 """``(micro_batch) -> (values, weight)``: the values to average, and their weight (None: the number of samples)."""
 

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["generators_of_modules", "own_generators"]
-
 DEPTH = 8  # maximum nesting depth of attributes and elements to search
 OBJECTS = 20_000  # maximum number of objects to search, those nearest to the data first
 ELEMENTS = 64  # maximum size of a collection to search: larger ones hold samples, not transforms

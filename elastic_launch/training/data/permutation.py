@@ -20,8 +20,6 @@ from torch import Tensor
 
 from elastic_launch.errors import UsageError
 
-__all__ = ["Permutation", "uniform"]
-
 ROUNDS = 16
 """Rounds of the network. From 12 rounds on, no test distinguishes orders of 2 to 7 items from random ones. The number
 is even, so that the two halves end in their original places."""

@@ -29,8 +29,6 @@ from elastic_launch.errors import UsageError
 from elastic_launch.training.data.permutation import Permutation
 from elastic_launch.training.randomness import derive
 
-__all__ = ["ShardedStream", "StreamOrder", "count_shards"]
-
 Shard = str | os.PathLike[str]
 
 Open = Callable[[Any], Any]  # ``(shard) -> samples``: a sequence, or an iterable that yields them from the first one on

@@ -26,8 +26,6 @@ from elastic_launch.training.gradients.parameters import Parameters
 from elastic_launch.training.gradients.reduction import ExactReduction
 from elastic_launch.training.gradients.sharded import ShardSums, clip, total_norm
 
-__all__ = ["ExactGradients", "Gradients", "check_model"]
-
 
 def check_model(model: nn.Module) -> None:
     """Refuse modules whose results cannot be the same at every world size."""

@@ -26,8 +26,6 @@ from torch import Tensor
 from elastic_launch.errors import UsageError
 from elastic_launch.training.gradients.flat import Values, dense_stride
 
-__all__ = ["BucketedReduction", "LocalReduction"]
-
 FIRST_BYTES = 1024 * 1024  # size of the first bucket in bytes: the sooner it is full, the sooner the exchange begins
 BYTES = 25 * 1024 * 1024  # size of the other buckets in bytes, as in DistributedDataParallel
 ALIGNED = 16  # a gradient's offset in its bucket is a multiple of this number of elements

@@ -19,8 +19,6 @@ from torch.nn.parameter import is_lazy
 
 from elastic_launch.errors import UsageError
 
-__all__ = ["Buffer", "advice", "buffers_of", "checked_rules"]
-
 RULES = ("mean", "sum", "last", "min", "max", "ignore", "error")
 
 DEFAULT = "*"  # the pattern whose rule applies only to buffers that no other rule applies to

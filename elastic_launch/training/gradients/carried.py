@@ -13,8 +13,6 @@ from torch.utils.hooks import RemovableHandle
 
 from elastic_launch.errors import UsageError
 
-__all__ = ["CarriedStates"]
-
 STEPS = 2  # number of steps to watch, as each micro-batch of later steps would do the same
 
 

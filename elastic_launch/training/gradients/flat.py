@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-__all__ = ["Flat", "FlatSlice", "Part", "Values", "dense_stride", "layout"]
-
 SMALL = 64 * 1024
 """Elements below which a tensor is packed with others; a message costs about as much as copying so many elements."""
 

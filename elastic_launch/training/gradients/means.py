@@ -14,8 +14,6 @@ from torch import Tensor
 
 from elastic_launch.errors import UsageError
 
-__all__ = ["MOST_CARGO", "MeanTable", "Means", "cargo_size"]
-
 _MARK, _SIGNATURE, _WHOLE, _HEAD = 0, 1, 2, 3
 _SIZE = 8  # bytes of a number
 _FLAGS = 2  # of each rank, in the cargo: its parameters have changed; they have not

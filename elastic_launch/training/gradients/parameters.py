@@ -19,8 +19,6 @@ from elastic_launch.snapshot.format.dtypes import bytes_of, dense
 from elastic_launch.training.ranks.exchange import broadcast_state, broadcast_tensors
 from elastic_launch.training.wrapped import is_sharded
 
-__all__ = ["OwnParameters", "Parameters"]
-
 
 class Parameters:
     """The parameters of a model and an optimizer, and which of them need gradients.

@@ -21,8 +21,6 @@ from elastic_launch.training.gradients.flat import SMALL, Values, layout
 from elastic_launch.training.gradients.shards import ShardExchange
 from elastic_launch.training.gradients.tree import Segment, fold, joins, segments
 
-__all__ = ["ExactReduction"]
-
 
 class ExactReduction:
     """Sums tensors over micro-batches and ranks, bitwise equal at every world size.

@@ -22,8 +22,6 @@ from elastic_launch.training.gradients.parameters import Parameters
 from elastic_launch.training.gradients.tree import Segment, fold, joins, segments
 from elastic_launch.training.wrapped import sharding_modules
 
-__all__ = ["ShardSums", "clip", "total_norm"]
-
 
 class ShardSums:
     """Sums the gradients of sharded parameters over micro-batches and ranks, into each parameter's ``grad``.

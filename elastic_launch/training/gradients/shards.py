@@ -20,8 +20,6 @@ from torch import Tensor
 from elastic_launch.batch import slice_of
 from elastic_launch.training.gradients.tree import Segment, fold
 
-__all__ = ["ShardExchange"]
-
 BUCKET_BYTES = 16 * 1024 * 1024
 """Bytes of one node exchanged at a time; with the number of buckets in flight, it bounds the memory of the exchange."""
 

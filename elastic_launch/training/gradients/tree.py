@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-__all__ = ["Segment", "fold", "joins", "segments"]
-
 Segment = tuple[int, int]
 """A node of the tree: start and level."""
 

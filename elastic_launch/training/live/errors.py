@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from traceback import walk_tb
 
-__all__ = ["is_of_exchange"]
-
 _ELSEWHERE = (
     "contextlib",
     "torch.utils._contextlib",  # no_grad() as a decorator

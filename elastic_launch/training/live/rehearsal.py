@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from elastic_launch.training.randomness import kept
 
-__all__ = ["graphs_fit_any_world", "randomness_kept", "unchanged"]
-
 _CONTAINERS = (dict, OrderedDict, list, set, deque)
 
 

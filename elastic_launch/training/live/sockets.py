@@ -25,8 +25,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-__all__ = ["GroupSockets"]
-
 _ENDING = 10.0  # seconds in which the thread of these searches must end
 _POLL = 0.005  # seconds between two searches for new connections, while a broken round's group is still being formed
 

@@ -21,8 +21,6 @@ import torch.distributed as dist
 from elastic_launch.training.ranks.world import GROUP_TIMEOUT
 from elastic_launch.training.stopping import Stop
 
-__all__ = ["NOTHING", "Agreement", "Wishes"]
-
 
 @dataclass(frozen=True, slots=True)
 class Wishes:

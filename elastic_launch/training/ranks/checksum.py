@@ -15,8 +15,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-__all__ = ["checksums", "combined"]
-
 _CHUNK = 1 << 15  # words multiplied at a time on a CPU, so that they and their random numbers stay in the cache
 _DEVICE_CHUNK = 1 << 18
 _DEVICE_CHUNKS = 16  # chunks multiplied at a time on another device, which needs memory for the products

@@ -8,8 +8,6 @@ import torch
 
 from elastic_launch.errors import UsageError
 
-__all__ = ["Determinism"]
-
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 

@@ -22,19 +22,6 @@ from elastic_launch.snapshot.format.dtypes import flat_bytes
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.ranks.world import World
 
-__all__ = [
-    "broadcast_state",
-    "broadcast_tensors",
-    "described",
-    "exchanging",
-    "from_first",
-    "in_chunks",
-    "numbers_of_all",
-    "receive_bytes",
-    "send_bytes",
-    "telling",
-]
-
 CHUNK = 64 * 2**20  # bytes of a tensor that are sent at once: what has arrived is reported
 
 _link: ContextVar[AgentLink] = ContextVar("link", default=AgentLink())

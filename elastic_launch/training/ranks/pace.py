@@ -14,8 +14,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-__all__ = ["SLOW", "Pace", "Straggler", "slow_ranks"]
-
 SLOW = 1.5  # a rank is slow if a micro-batch takes it this many times the median of the other ranks
 NOTABLE = 0.001  # seconds that each micro-batch must take longer than that at least
 FIRST_WINDOW = 20  # steps of the first window

@@ -16,9 +16,6 @@ from elastic_launch.errors import ElasticLaunchError
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.stopping import Drained
 
-__all__ = ["NoPlaceError", "find_place", "is_ahead", "joining", "refuse_in_rehearsal", "rehearsing"]
-__all__ += ["take", "wait_for_place"]
-
 _joins: list[Callable[[], object]] = []
 _lock = threading.RLock()
 _rehearsal = threading.RLock()

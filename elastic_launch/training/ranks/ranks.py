@@ -15,19 +15,6 @@ from elastic_launch.contract import ENV_FIRST_ON_NODE, ENV_LOCAL_RANK, UNPLACED
 from elastic_launch.errors import UsageError
 from elastic_launch.training.ranks.place import find_place
 
-__all__ = [
-    "first_on_node",
-    "get_global_rank",
-    "get_local_rank",
-    "get_local_world_size",
-    "get_node_rank",
-    "get_world_size",
-    "is_available",
-    "is_initialized",
-    "joined",
-    "rank_on_node",
-]
-
 
 def is_available() -> bool:
     """Return whether torch was built with its distributed package."""

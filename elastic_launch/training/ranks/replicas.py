@@ -20,8 +20,6 @@ from elastic_launch.errors import ElasticLaunchError
 from elastic_launch.training.ranks.checksum import checksums, combined
 from elastic_launch.training.wrapped import is_zero
 
-__all__ = ["SHARE", "Named", "ReplicaCheck", "ReplicasDifferError", "replicated"]
-
 SHARE = 0.001  # fraction of the training's time that comparisons may cost, not counting those before checkpoints
 MEMORY = 5  # number of comparisons whose median cost decides when the next one is due
 

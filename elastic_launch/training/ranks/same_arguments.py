@@ -16,8 +16,6 @@ import torch.distributed as dist
 from elastic_launch.errors import UsageError
 from elastic_launch.training.ranks.world import World
 
-__all__ = ["check_same"]
-
 
 def check_same(world: World, given: Mapping[str, object]) -> None:
     """Compare the arguments of all ranks; called by all ranks.

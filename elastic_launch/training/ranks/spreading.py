@@ -30,8 +30,6 @@ from elastic_launch.training.ranks.exchange import (
 )
 from elastic_launch.training.ranks.world import World
 
-__all__ = ["Box", "Cut", "Cuts", "in_place", "narrowed", "sources", "spread_state", "state_from_first"]
-
 Box = Sequence[tuple[int, int]]
 """A part of a tensor: where it begins in each dimension, and its length there."""
 

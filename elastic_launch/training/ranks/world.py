@@ -18,8 +18,6 @@ from elastic_launch.contract import ENV_FIRST_ON_NODE, ENV_LOCAL_RANK, ENV_ROUND
 from elastic_launch.errors import UsageError
 from elastic_launch.training.ranks.place import find_place
 
-__all__ = ["GROUP_TIMEOUT", "World", "device_ahead", "environment", "join", "leave"]
-
 GROUP_TIMEOUT = 600.0  # seconds after which a collective fails if not all ranks have joined it
 
 
