@@ -41,7 +41,7 @@ ENDLESS = {
     "elastic_launch/snapshot/storage/shares.py": ["found[index - 1].result()"],
     "elastic_launch/training/checkpoints/memory.py": ["writing.result()"],
     # Exchanges with other ranks, which end with the timeout of their process group.
-    "elastic_launch/training/data/evaluation.py": ["table.wait()"],
+    "elastic_launch/training/evaluations.py": ["table.wait()"],
     "elastic_launch/training/gradients/accumulation.py": ["table.wait()"],
     "elastic_launch/training/gradients/buckets.py": ["first.work.wait()", *["bucket.work.wait()"] * 3],
     "elastic_launch/training/gradients/means.py": ["self._work.wait()", "self.wait()"],

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from elastic_launch.errors import UsageError
 from elastic_launch.training.callbacks import Evaluation
 from elastic_launch.training.checkpoints.checkpoint import Checkpoint
 from elastic_launch.training.checkpoints.manager import CheckpointManager
-from elastic_launch.training.data.evaluation import Measure, evaluate
 from elastic_launch.training.data.loader import Loader, check_loader
 from elastic_launch.training.durations import ENDLESS, Interval
+from elastic_launch.training.gradients.means import MeanTable
+from elastic_launch.training.randomness import derive, seeded
 from elastic_launch.training.ranks.same_arguments import check_same
 from elastic_launch.training.ranks.world import World
 from elastic_launch.training.steps import RoundOverError
+from elastic_launch.training.wrapped import sharding_modules
 
 if TYPE_CHECKING:
     from elastic_launch.training.engine import Engine
+
+Measure = Callable[[Any], tuple[list[Tensor | float], float | None]]
+"""``(micro_batch) -> (values, weight)``: the values to average, and their weight (None: the number of samples)."""
 
 
 class Evaluations:
@@ -214,14 +221,54 @@ def evaluated(
     *,
     together: bool,
 ) -> dict[str, float]:
-    """Return the means of metrics over all samples of the evaluation data; called by all ranks.
+    """Return the means of metrics over all samples of one epoch, the same at every world size; called by all ranks.
 
     Args:
-        measure, check, together: see :func:`elastic_launch.training.data.evaluation.evaluate`.
+        measure: called for each micro-batch under ``no_grad``, with a random state derived from the loader's seed and
+            the micro-batch.
+        check: called before each micro-batch; may raise an error that ends the evaluation.
+        together: whether all ranks call ``measure`` equally often, since a sharded model needs all of them; the results
+            of further calls are not used.
     """
     check_same(world, {**loader._identity, "metrics": list(metrics)})
-    means = evaluate(loader, measure, len(metrics), world.world_size, world.rank, check, together=together)
-    return dict(zip(metrics, means, strict=True))
+    steps, world_size, rank = loader.steps_per_epoch, world.world_size, world.rank
+    # All global batches but the last have as many micro-batches as the first.
+    each, last = (loader._plan(step, world_size, rank).total for step in (0, steps - 1))
+    measured: list[tuple[int, list[Tensor | float], float, float | None]] = []
+    latest: list[Any] = []
+    with torch.no_grad(), closing(loader._epoch_from(0, world_size, rank)) as batches:
+        for step in range(steps):
+            plan = loader._plan(step, world_size, rank)
+            for micro in plan.micro_batches:
+                check()
+                latest = [next(batches)]
+                with seeded(derive("evaluation", loader.seed, step, micro.index), devices=True):
+                    values, weight = measure(latest[0])
+                measured.append((step * each + micro.index, values, float(len(micro)), weight))
+            for _ in range(plan.grad_accum, -(-plan.total // world_size) if together else 0):
+                latest = latest or [loader._spare(step)]
+                with seeded(0, devices=True):
+                    measure(latest[0])
+    table = MeanTable((steps - 1) * each + last, len(metrics))
+    for place, values, samples, weight in measured:
+        table.fill(place, values, samples, weight)
+    table.post(world_size)
+    table.wait()
+    return dict(zip(metrics, table.means(loader.length, "evaluation").values, strict=True))
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode; on exit, restore the mode of each of its modules."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for sharded in sharding_modules(model):
+            sharded.reshard()
 
 
 def checked_eval_loader(where: str, loader: Loader) -> Loader:

@@ -26,12 +26,11 @@ from elastic_launch.training.checkpoints.parts import Stateful
 from elastic_launch.training.checkpoints.resumed import Outcome, Resumed
 from elastic_launch.training.checkpoints.saving import Live
 from elastic_launch.training.checkpoints.state import TrainingState
-from elastic_launch.training.data.evaluation import evaluating
 from elastic_launch.training.data.generators import generators_of_modules
 from elastic_launch.training.data.loader import Loader
 from elastic_launch.training.durations import total_steps
 from elastic_launch.training.engine import Engine
-from elastic_launch.training.evaluations import Evaluations
+from elastic_launch.training.evaluations import Evaluations, evaluating
 from elastic_launch.training.gradients.accumulation import ExactGradients, Gradients
 from elastic_launch.training.gradients.buffer_rules import buffers_of
 from elastic_launch.training.gradients.means import cargo_size

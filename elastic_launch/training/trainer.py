@@ -17,12 +17,11 @@ from elastic_launch.errors import UsageError
 from elastic_launch.training.callbacks import Callback, CheckpointEnd, Evaluation, Incident, RoundStart, StepEnd
 from elastic_launch.training.checkpoints.checkpoint import Checkpoint, check_checkpoint
 from elastic_launch.training.checkpoints.parts import Stateful
-from elastic_launch.training.data.evaluation import evaluating
 from elastic_launch.training.data.loader import Loader, check_loader
 from elastic_launch.training.deepspeed import DeepSpeed
 from elastic_launch.training.deepspeed_config import checked, clip_norm_of, completed, precision_of
 from elastic_launch.training.durations import Interval
-from elastic_launch.training.evaluations import Evaluations, checked_eval_loader, evaluated
+from elastic_launch.training.evaluations import Evaluations, checked_eval_loader, evaluated, evaluating
 from elastic_launch.training.gradients.accumulation import Gradients
 from elastic_launch.training.gradients.buffer_rules import checked_rules
 from elastic_launch.training.kinds import check_kind

@@ -23,7 +23,7 @@ from torch.utils.data import TensorDataset
 import elastic_launch as el
 from elastic_launch.training.callbacks import Evaluation, RoundStart, StepEnd
 from elastic_launch.training.checkpoints.memory import MemorySnapshots
-from elastic_launch.training.data import evaluation
+from elastic_launch.training.evaluations import evaluated
 
 # What is put in the place of the library's functions below counts as the library's own.
 __name__ = "elastic_launch.training.evaluating"
@@ -94,8 +94,8 @@ class Seen(el.Callback):
             exec(TRACKER, {})  # not under this file's name
 
 
-def torn_evaluate(*arguments: Any, **options: Any) -> list[float]:
-    means = evaluate(*arguments, **options)
+def torn_evaluation(*arguments: Any, **options: Any) -> dict[str, float]:
+    means = evaluated(*arguments, **options)
     if (run.world.round, run.rank, trainer.step) == (1, 1, args.torn):
         await_end(args.directory)
         raise RuntimeError("Connection closed by peer, as far as this rank knows")
@@ -108,11 +108,10 @@ def complete(*arguments: Any, **options: Any) -> bool:
 
 store = MemorySnapshots.store
 MemorySnapshots.store = complete  # type: ignore[method-assign]
-evaluate = evaluation.evaluate
 if args.torn:
-    import elastic_launch.training.evaluations
+    import elastic_launch.training.trainer
 
-    elastic_launch.training.evaluations.evaluate = torn_evaluate
+    elastic_launch.training.trainer.evaluated = torn_evaluation
 
 with el.session() as run:
     torch.manual_seed(0)

@@ -6,5 +6,4 @@
 ``permutation``  random order in constant memory
 ``batches``      fetches one micro-batch, in any process
 ``generators``   finds random generators that the library does not seed
-``evaluation``   evaluation, divided among the ranks
 """
