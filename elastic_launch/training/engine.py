@@ -30,11 +30,10 @@ from elastic_launch.training.checkpoints.saving import Live, Saver, Trained
 from elastic_launch.training.checkpoints.schedules import forgotten, has_forgotten_average
 from elastic_launch.training.checkpoints.state import TrainingState
 from elastic_launch.training.link import AgentLink
-from elastic_launch.training.live.errors import is_of_exchange
 from elastic_launch.training.live.groups import GroupsRemainError, RoundGroups
 from elastic_launch.training.ranks.agreement import Agreement, Wishes
 from elastic_launch.training.ranks.determinism import Determinism
-from elastic_launch.training.ranks.exchange import telling
+from elastic_launch.training.ranks.exchange import is_of_exchange, telling
 from elastic_launch.training.ranks.pace import Straggler
 from elastic_launch.training.ranks.place import refuse_in_rehearsal, rehearsing, take, wait_for_place
 from elastic_launch.training.ranks.replicas import Named, ReplicaCheck, ReplicasDifferError
@@ -479,10 +478,6 @@ class Engine:
         self._termination.close()
         self.saver.close()
         self.link.close()
-
-    def abandon(self) -> None:
-        """After an error: let a checkpoint in progress finish, without communicating with other ranks."""
-        self.saver.abandon()
 
     def _check(self, state: TrainingState) -> None:
         if self.checkpoint is None and not self.link.present:

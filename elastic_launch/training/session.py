@@ -393,7 +393,7 @@ def _ended_in_order(engine: Engine, found: bool) -> Iterator[None]:
         drained = reason
     except BaseException:
         # No collectives: the other ranks may never join them, and this process is about to fail.
-        engine.abandon()
+        engine.saver.abandon()
         raise
     engine.close()
     if not found:

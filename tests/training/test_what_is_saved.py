@@ -54,7 +54,7 @@ def _train(directory: Path, extra: Extra, until: int, lr: Any = 0.1, late: Any =
                 extra.state = late[1]
     except UnsupportedStateError as error:
         error.add_note(str(done[-1] if done else 0))
-        run._engine.abandon()
+        run._engine.saver.abandon()
         raise
     return done
 

@@ -58,6 +58,7 @@ class Gradients:
         parameters: all parameters, and which of them need gradients.
         on_cpu: whether all parameters are on the CPU; their exchange then shares its order with that of other values.
         waiting: whether gradients are complete but the optimizer has not stepped yet.
+        took: whether the last backward pass has computed any gradient.
     """
 
     exact = False
@@ -93,7 +94,7 @@ class Gradients:
             if hasattr(each, "_optimizer_step_pre_hooks")  # an optimizer that only wraps others lacks it
         ]
         self._taking = False
-        self._took = False
+        self.took = False
         self._totals: Values | None = None  # autograd adds to these in place
         self._carried = False  # whether the step's table is sent with gradients
         if world_size > 1:
@@ -192,7 +193,7 @@ class Gradients:
     @contextmanager
     def backward(self, number: int) -> Iterator[None]:
         """Context for the backward pass of this rank's number-th micro-batch."""
-        self._took = False
+        self.took = False
         self._reduction.begin_pass(last=number == self._plan.grad_accum - 1)
         if self._shards is not None:
             self._shards.begin_pass(number)
@@ -219,17 +220,12 @@ class Gradients:
         """Run the backward pass of a weighted loss, within :meth:`backward`."""
         loss.backward()  # type: ignore[no-untyped-call]
 
-    @property
-    def took(self) -> bool:
-        """Whether the last backward pass has computed any gradient."""
-        return self._took
-
     def _take_gradient(self, which: int, parameter: Tensor) -> None:
         """Take a parameter's gradient as soon as the backward pass has computed it."""
         gradient = parameter.grad
         if not self._taking or gradient is None:
             return
-        self._took = True
+        self.took = True
         if self._totals is not None and (total := self._totals[which]) is not None:
             if gradient is not total:
                 # One of the script's hooks has replaced it.

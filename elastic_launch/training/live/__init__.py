@@ -1,6 +1,5 @@
 """Live rounds: a worker leaves one round and joins the next without ending its process.
 
-``errors``   which errors are those of exchanges
 ``groups``   the process groups of one round
 ``rehearsal``  what a rehearsal of a step must not leave behind
 ``sockets``  the connections of these groups

@@ -4,7 +4,7 @@
 ``world``           joining the process group, and leaving it
 ``place``           the place in a round, and the wait for it of a process that was started ahead
 ``agreement``       decisions that all ranks take at the same step boundary
-``exchange``        state sent to ranks that have none
+``exchange``        messages, and a state sent to ranks that have none
 ``spreading``       the same where each rank keeps only a part of it
 ``same_arguments``  checks that all ranks were given the same arguments
 ``replicas``        checks that all ranks have the same parameters

@@ -1,4 +1,4 @@
-"""Sends a state to ranks that have none, as JSON and raw tensors, never as a pickle."""
+"""Exchanges with other ranks: messages, and states as JSON and raw tensors, never as a pickle."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
 from functools import partial
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -42,6 +43,28 @@ def telling(link: AgentLink) -> Iterator[None]:
 def exchanging() -> AbstractContextManager[None]:
     """Within this context, this process only waits for other ranks, or sends to them and receives from them."""
     return _link.get().doing(Activity.FORMING)
+
+
+_ELSEWHERE = (
+    "contextlib",
+    "torch.utils._contextlib",  # no_grad() as a decorator
+    "torch.distributed.",
+    # Gradients are exchanged within the backward pass.
+    "torch._tensor",
+    "torch.autograd",
+    "torch.nn.modules._functions",  # SyncBatchNorm
+    "torch.utils.checkpoint",
+)
+
+
+def is_of_exchange(error: BaseException) -> bool:
+    """Whether an error that the library caught was raised by an exchange of its own.
+
+    The traceback of an error that a script raises, in a callback for example, has a frame of the script's code. The
+    message cannot tell: a script may raise an error with the same words.
+    """
+    modules = [str(frame.f_globals.get("__name__")) for frame, _ in walk_tb(error.__traceback__)]
+    return all(name.startswith(("elastic_launch.training.", *_ELSEWHERE)) for name in modules)
 
 
 def numbers_of_all(world: World, numbers: Sequence[int]) -> list[list[int]]:
