@@ -80,21 +80,13 @@ def parse_share(name: str) -> tuple[int, int] | None:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The contents of a complete checkpoint.
+    """The contents of a complete checkpoint."""
 
-    Attributes:
-        step: optimizer steps done when the state was taken.
-        round: number of the round that saved it.
-        tensors: size and checksum of each tensor file, by name, in order.
-        state: size and checksum of the state's file.
-        meta: the writer's metadata, which can be read without the state.
-    """
-
-    step: int
-    round: int
-    tensors: dict[str, FileSum]
-    state: FileSum
-    meta: dict[str, Any]
+    step: int  # optimizer steps done when the state was taken
+    round: int  # number of the round that saved it
+    tensors: dict[str, FileSum]  # size and checksum of each tensor file, by name, in order
+    state: FileSum  # size and checksum of the state's file
+    meta: dict[str, Any]  # the writer's metadata, which can be read without the state
 
     @property
     def files(self) -> dict[str, FileSum]:

@@ -33,13 +33,9 @@ _MOST_DIGITS = 4000  # maximum number of digits of a Decimal, as many as Python 
 
 @dataclass(frozen=True, slots=True)
 class UnknownMember:
-    """Stands for an enum member that this process does not know.
+    """Stands for an enum member that this process does not know."""
 
-    Attributes:
-        type: module and qualified name of the enum.
-    """
-
-    type: str
+    type: str  # module and qualified name of the enum
     name: str
     value: Any
 

@@ -26,15 +26,11 @@ _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A checkpoint directory that is being written.
-
-    Attributes:
-        tensors: descriptor of its tensor file, empty, open for writing, locked.
-    """
+    """A checkpoint directory that is being written."""
 
     path: Path
     nonce: str
-    tensors: int
+    tensors: int  # descriptor of its tensor file, empty, open for writing, locked
 
 
 @contextmanager

@@ -14,17 +14,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """The round number that one start of the training saves under.
+    """The round number that one start of the training saves under."""
 
-    Attributes:
-        round: the number in the names of checkpoints, and in snapshots.
-        ahead: how far it is ahead of the run's own round.
-        since: number of the run's first start; states with a lower number were saved by other runs.
-    """
-
-    round: int = 0
-    ahead: int = 0
-    since: int = 0
+    round: int = 0  # the number in the names of checkpoints, and in snapshots
+    ahead: int = 0  # how far it is ahead of the run's own round
+    since: int = 0  # number of the run's first start; states with a lower number were saved by other runs
 
     def meta(self, run: str) -> dict[str, Any]:
         """Return what a saved state records of the branch, for :func:`following`."""

@@ -217,23 +217,14 @@ def settled(optimizer: Any, parameters: Iterable[Tensor]) -> Callable[[Tensor], 
 
 @dataclass(frozen=True, slots=True)
 class Newest:
-    """The newest state that is in memory anywhere, agreed on by all ranks.
+    """The newest state that is in memory anywhere, agreed on by all ranks."""
 
-    Attributes:
-        position: its round and step.
-        live: whether it is the state of a process that was suspended, and not a snapshot.
-        mine: this node's snapshot of it, if any; None if it is live.
-        holders: the ranks that have it, themselves or on their nodes.
-        everywhere: whether all ranks have it.
-        passes: updated passes of the next step that it includes, if it is live.
-    """
-
-    position: tuple[int, int]
-    live: bool
-    mine: tuple[Slot, Header] | None
-    holders: Sequence[int]
-    everywhere: bool
-    passes: int = 0
+    position: tuple[int, int]  # its round and step
+    live: bool  # whether it is the state of a process that was suspended, and not a snapshot
+    mine: tuple[Slot, Header] | None  # this node's snapshot of it, if any; None if it is live
+    holders: Sequence[int]  # the ranks that have it, themselves or on their nodes
+    everywhere: bool  # whether all ranks have it
+    passes: int = 0  # updated passes of the next step that it includes, if it is live
 
     @property
     def holder(self) -> int:

@@ -28,17 +28,11 @@ PATIENCE = STALL + 30.0  # seconds without a message from the reader after which
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """The result of reading a directory.
+    """The result of reading a directory."""
 
-    Attributes:
-        loaded: the newest intact checkpoint, if any.
-        known: highest round in any checkpoint's name.
-        damaged: error of the first checkpoint that was skipped, if any.
-    """
-
-    loaded: snapshot.LoadedCheckpoint | None
-    known: int
-    damaged: snapshot.CheckpointReadError | None
+    loaded: snapshot.LoadedCheckpoint | None  # the newest intact checkpoint, if any
+    known: int  # highest round in any checkpoint's name
+    damaged: snapshot.CheckpointReadError | None  # error of the first checkpoint that was skipped, if any
 
 
 def read_on_node(world: World, directory: Path, read: Callable[[Copies | None], Read], taking: Taking) -> Read:

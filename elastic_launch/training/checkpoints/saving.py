@@ -33,40 +33,24 @@ Stays = Callable[[Tensor], bool]
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """A training that continues in another round, in the same process.
+    """A training that continues in another round, in the same process."""
 
-    Attributes:
-        step: optimizer steps done.
-        worlds: world sizes of the rounds that it has been through.
-        last: loss of the last step, and its metrics by name.
-        passes: the same of each updated pass of the next step.
-        trained: whether each parameter needs a gradient, by name.
-    """
-
-    step: int
-    worlds: list[int]
-    last: Outcome
-    passes: tuple[Outcome, ...] = ()
-    trained: dict[str, bool] = field(default_factory=dict)
+    step: int  # optimizer steps done
+    worlds: list[int]  # world sizes of the rounds that it has been through
+    last: Outcome  # loss of the last step, and its metrics by name
+    passes: tuple[Outcome, ...] = ()  # the same of each updated pass of the next step
+    trained: dict[str, bool] = field(default_factory=dict)  # whether each parameter needs a gradient, by name
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A training after a step, of which a checkpoint or a snapshot is made.
+    """A training after a step, of which a checkpoint or a snapshot is made."""
 
-    Attributes:
-        step: optimizer steps done.
-        checkpoint: where it is saved durably, if anywhere.
-        identity: what must be equal in the saved state and in the training that goes on from it.
-        state: what the script trains and has registered.
-        worlds: world sizes of the rounds that it has been through.
-    """
-
-    step: int
-    checkpoint: CheckpointManager | None
-    identity: Mapping[str, int]
-    state: TrainingState
-    worlds: list[int]
+    step: int  # optimizer steps done
+    checkpoint: CheckpointManager | None  # where it is saved durably, if anywhere
+    identity: Mapping[str, int]  # what must be equal in the saved state and in the training that goes on from it
+    state: TrainingState  # what the script trains and has registered
+    worlds: list[int]  # world sizes of the rounds that it has been through
 
 
 class Saver:

@@ -20,15 +20,10 @@ from elastic_launch.training.ranks.world import World
 
 @dataclass(frozen=True, slots=True)
 class Writers:
-    """Which ranks write checkpoints.
+    """Which ranks write checkpoints."""
 
-    Attributes:
-        me: whether this rank does: rank 0, and the first rank of each node that has its own directory.
-        drawn: a random number, the same on all ranks, if all nodes share one location; else 0.
-    """
-
-    me: bool
-    drawn: int = 0
+    me: bool  # whether this rank does: rank 0, and the first rank of each node that has its own directory
+    drawn: int = 0  # a random number, the same on all ranks, if all nodes share one location; else 0
 
 
 def in_directory(directory: Path, world: World) -> Writers:

@@ -15,15 +15,10 @@ SAMPLES = 10  # number of comparisons of steps that count; older ones fade
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The duration of one snapshot, in seconds.
+    """The duration of one snapshot, in seconds."""
 
-    Attributes:
-        stall: time that the training waited for it.
-        beside: time that it took in the background.
-    """
-
-    stall: float
-    beside: float
+    stall: float  # time that the training waited for it
+    beside: float  # time that it took in the background
 
 
 @dataclass(slots=True)

@@ -26,21 +26,13 @@ Check = Callable[[dict[str, Any], int], None]
 
 @dataclass(frozen=True)
 class Found:
-    """The checkpoints found behind a URL.
+    """The checkpoints found behind a URL."""
 
-    Attributes:
-        step: of the newest checkpoint; 0 if there is none.
-        state: that checkpoint's state by part; None if there is none.
-        meta: that checkpoint's meta.
-        owner: mark of this run, by which copies are checked; on rank 0.
-        highest: highest round in any checkpoint's name.
-    """
-
-    step: int
-    state: dict[str, Any] | None
-    meta: dict[str, Any]
-    owner: str
-    highest: int
+    step: int  # of the newest checkpoint; 0 if there is none
+    state: dict[str, Any] | None  # that checkpoint's state by part; None if there is none
+    meta: dict[str, Any]  # that checkpoint's meta
+    owner: str  # mark of this run, by which copies are checked; on rank 0
+    highest: int  # highest round in any checkpoint's name
 
 
 def open_url(

@@ -18,20 +18,13 @@ GetBatch = Callable[[int, MicroBatch], Any]
 
 
 class Request(NamedTuple):
-    """A request for one micro-batch.
+    """A request for one micro-batch."""
 
-    Attributes:
-        step: the step that it belongs to, from 0.
-        epoch: the epoch that it belongs to, from 0.
-        start: position of its first sample in the epoch.
-        indices: the dataset's indices of its samples, if there is a dataset.
-    """
-
-    step: int
-    epoch: int
-    start: int
+    step: int  # the step that it belongs to, from 0
+    epoch: int  # the epoch that it belongs to, from 0
+    start: int  # position of its first sample in the epoch
     micro: MicroBatch
-    indices: list[int]
+    indices: list[int]  # the dataset's indices of its samples, if there is a dataset
 
 
 class Feed:

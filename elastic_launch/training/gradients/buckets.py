@@ -33,19 +33,13 @@ ALIGNED = 16  # a gradient's offset in its bucket is a multiple of this number o
 
 @dataclass(slots=True)
 class _Bucket:
-    """Gradients that are reduced together.
+    """Gradients that are reduced together."""
 
-    Attributes:
-        members: indices of the parameters.
-        flat: a one-dimensional tensor: the gradients' values, then a flag for each, then the cargo.
-        pending: number of members that the last micro-batch has not computed yet.
-    """
-
-    members: list[int]
-    flat: Tensor
+    members: list[int]  # indices of the parameters
+    flat: Tensor  # a one-dimensional tensor: the gradients' values, then a flag for each, then the cargo
     flags: Tensor
     cargo: Tensor
-    pending: int = 0
+    pending: int = 0  # number of members that the last micro-batch has not computed yet
     work: dist.Work | None = None
 
 

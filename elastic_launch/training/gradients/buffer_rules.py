@@ -32,21 +32,14 @@ _QUANTIZER = {"scale": "last", "zero_point": "last", "fake_quant_enabled": "last
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A buffer of a model.
-
-    Attributes:
-        homes: the modules that have it, each with its name there.
-        rule: the rule; None if there is none.
-        checked: whether its mean or sum may be invalid, for example infinite.
-        saved: whether checkpoints have it.
-    """
+    """A buffer of a model."""
 
     name: str
     tensor: Tensor
-    homes: tuple[tuple[nn.Module, str], ...]
-    rule: str | None
-    checked: bool
-    saved: bool
+    homes: tuple[tuple[nn.Module, str], ...]  # the modules that have it, each with its name there
+    rule: str | None  # the rule; None if there is none
+    checked: bool  # whether its mean or sum may be invalid, for example infinite
+    saved: bool  # whether checkpoints have it
 
 
 def checked_rules(rules: Mapping[str, str] | None) -> dict[str, str]:

@@ -30,15 +30,10 @@ def cargo_size(rows: int, columns: int, carried: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """Means over the global batch.
+    """Means over the global batch."""
 
-    Attributes:
-        values: one mean for each column.
-        correction: factor for the gradients: samples / sum of the weights; 1 without weights.
-    """
-
-    values: list[float]
-    correction: float
+    values: list[float]  # one mean for each column
+    correction: float  # factor for the gradients: samples / sum of the weights; 1 without weights
 
 
 class MeanTable:

@@ -241,20 +241,13 @@ class ExactReduction:
 
 @dataclass(slots=True)
 class _Leaf:
-    """The current micro-batch.
-
-    Attributes:
-        lefts: the nodes that its value is added to, the nearest first; the last one receives the sum.
-        result: the sums by tensor, for values that were put.
-        put: which tensors have a value in the result.
-        pending: values of which more parts may come.
-    """
+    """The current micro-batch."""
 
     index: int
-    lefts: list[Values]
-    result: Values
-    put: list[bool]
-    pending: dict[int, Tensor] = field(default_factory=dict)
+    lefts: list[Values]  # the nodes that its value is added to, the nearest first; the last one receives the sum
+    result: Values  # the sums by tensor, for values that were put
+    put: list[bool]  # which tensors have a value in the result
+    pending: dict[int, Tensor] = field(default_factory=dict)  # values of which more parts may come
 
 
 def _sum_of_lefts(lefts: list[Tensor | None]) -> Tensor | None:

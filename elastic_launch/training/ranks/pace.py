@@ -23,16 +23,11 @@ WINDOWS = 2  # consecutive windows in which a rank must be slow: a single one ma
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """A rank that is slower than the others.
-
-    Attributes:
-        phase: what it needs more time for: ``data``, or ``compute`` for everything else.
-        ratio: its time divided by the median of the other ranks.
-    """
+    """A rank that is slower than the others."""
 
     rank: int
-    phase: str
-    ratio: float
+    phase: str  # what it needs more time for: ``data``, or ``compute`` for everything else
+    ratio: float  # its time divided by the median of the other ranks
 
 
 def slow_ranks(times: Sequence[tuple[float, float]]) -> list[Straggler]:
