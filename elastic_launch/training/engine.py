@@ -49,22 +49,6 @@ class Engine:
 
     Args:
         world: this process' ranks and the world's sizes; None: it was started ahead of its place in a round.
-
-    Attributes:
-        link: the connection to the agent, if there is one.
-        device: the ``torch.device`` to train on.
-        step: optimizer steps done at the last boundary.
-        resumed_step: optimizer steps that were done when this process joined the current round; set once steps have
-            begun.
-        worlds: world sizes of all rounds of the training so far; the last one is this round's.
-        state: what checkpoints hold besides model and optimizer.
-        stopped: whether all ranks have agreed to stop before the training's end.
-        evaluates: whether all ranks have agreed to evaluate; the loop resets it.
-        checkpoint: where to save to, once a state was restored.
-        saver: saves and restores.
-        trainings: the training that is running, and those before it.
-        groups: the process groups of the current round.
-        sharded: whether the model that is trained is sharded.
     """
 
     def __init__(
@@ -80,12 +64,14 @@ class Engine:
         self._world = world
         self.link = link or AgentLink()
         self.device = device
-        self.step = 0
-        self.resumed_step = 0
-        self.worlds: list[int] = [] if world is None else [world.world_size]
-        self.state = TrainingState()
-        self.stopped = self.evaluates = self.sharded = False
-        self.checkpoint: CheckpointManager | None = None
+        self.step = 0  # optimizer steps done at the last boundary
+        self.resumed_step = 0  # and when this process joined the current round; set once steps have begun
+        self.worlds: list[int] = [] if world is None else [world.world_size]  # of all rounds of the training so far
+        self.state = TrainingState()  # what checkpoints hold besides model and optimizer
+        self.stopped = False  # whether all ranks have agreed to stop before the training's end
+        self.evaluates = False  # whether all ranks have agreed to evaluate; the loop resets it
+        self.sharded = False  # whether the model that is trained is sharded
+        self.checkpoint: CheckpointManager | None = None  # where to save to, once a state was restored
         self._managers: dict[Checkpoint, CheckpointManager] = {}
         self.saver = Saver(world or World(), self.link)
         self.trainings = Trainings()

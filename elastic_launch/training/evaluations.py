@@ -40,17 +40,13 @@ class Evaluations:
         every: interval between two evaluations; None: none is due.
         measure: evaluates the present state; called by all ranks.
         report: called once with each evaluation, on all ranks.
-
-    Attributes:
-        history: all evaluations so far.
-        running: whether one is being done between two steps.
     """
 
     def __init__(
         self, every: Interval | None, measure: Callable[[], dict[str, float]], report: Callable[[Evaluation], None]
     ) -> None:
-        self.history: list[Evaluation] = []
-        self.running = False
+        self.history: list[Evaluation] = []  # all evaluations so far
+        self.running = False  # whether one is being done between two steps
         self.every = every
         self._measure = measure
         self._report = report

@@ -46,21 +46,15 @@ class AgentLink:
     Args:
         sock: a socket connected to the agent; this object closes it. None: this process has no agent, and nothing here
             has an effect.
-
-    Attributes:
-        present: whether this process has, or had, an agent.
-        slots: the slots of the node's snapshots; empty if the agent did not answer.
-        sequence: highest number of a snapshot in them, before this worker wrote any.
-        patience: seconds to wait for an order after an exchange with other ranks has failed; 0 if this worker is never
-            suspended.
     """
 
     def __init__(self, sock: socket.socket | None = None) -> None:
-        self.slots: list[Slot] = []
-        self.sequence = 0
+        self.slots: list[Slot] = []  # of the node's snapshots; empty if the agent did not answer
+        self.sequence = 0  # highest number of a snapshot in them, before this worker wrote any
         if sock is not None:
             sock.settimeout(BUSY_TIMEOUT)
-        self.present = sock is not None
+        self.present = sock is not None  # whether this process has, or had, an agent
+        # Seconds to wait for an order after an exchange with other ranks has failed; 0 if this worker is not suspended.
         self.patience = 0.0
         self._sock = sock
         self._sending = threading.Lock()  # held while a message is sent, and to hang up

@@ -54,33 +54,22 @@ OWN = "parameters"  # name of the part of the state that holds the optimizer's p
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopOptions:
-    """Options of a loop over steps; see :meth:`elastic_launch.Run.steps`.
-
-    Attributes:
-        start: optimizer steps that this process has already done; if above 0, no checkpoint is restored.
-        buffers: rules for the model's buffers, by pattern of their names.
-        redo: whether a step may be given up when memory runs out, and repeated with smaller micro-batches.
-        parts: parts of the state besides model and optimizer, by name.
-        prepare: called with the number of steps done once the training is restored, before the first step.
-        evaluations: evaluate between a step and its boundary.
-        rehearse: goes through a step as the loop over steps does. Called in a process that was started ahead, before
-            it waits for its place, with a step of one micro-batch, of which nothing remains.
-        gradients: makes the gradients of a round, by world size and rank, if they are not the loop's own.
-        stepper: steps in place of the optimizer, and has its state.
-    """
+    """Options of a loop over steps; see :meth:`elastic_launch.Run.steps`."""
 
     exact: bool = False
-    buffers: Mapping[str, str] = field(default_factory=dict)
-    parts: Mapping[str, Stateful] = field(default_factory=dict)
+    buffers: Mapping[str, str] = field(default_factory=dict)  # rules, by pattern of the buffers' names
+    parts: Mapping[str, Stateful] = field(default_factory=dict)  # of the state, besides model and optimizer
     scaler: torch.amp.GradScaler | None = None
     metrics: Sequence[str] = ()
-    start: int = 0
-    redo: bool = False
-    prepare: Callable[[int], None] | None = None
-    evaluations: Evaluations | None = None
+    start: int = 0  # steps that this process has already done; if above 0, no checkpoint is restored
+    redo: bool = False  # a step may be given up when memory runs out, and repeated with smaller micro-batches
+    prepare: Callable[[int], None] | None = None  # called with the steps done, before the first step of a round
+    evaluations: Evaluations | None = None  # done between a step and its boundary
+    # Goes through a step as the loop over steps does. Called in a process that was started ahead, before it waits for
+    # its place, with a step of one micro-batch, of which nothing remains.
     rehearse: Callable[[Step], None] | None = None
-    gradients: Callable[[int, int], Gradients] | None = None
-    stepper: Any = None
+    gradients: Callable[[int, int], Gradients] | None = None  # by world size and rank, if they are not the loop's own
+    stepper: Any = None  # steps in place of the optimizer, and has its state
 
 
 class Loop:

@@ -51,20 +51,14 @@ class RoundOverError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """How a step continues in another round.
-
-    Attributes:
-        plan, batches, gradients, agreement: as for :class:`Step`.
-        done: loss and metrics of the step if other ranks have done it, so that this rank only receives the result.
-        passes: the same of each pass that other ranks have done, if they are further in the same step than this one.
-    """
+    """How a step continues in another round."""
 
     plan: BatchPlan
     batches: Iterator[Any]
     gradients: Gradients
     agreement: Agreement | None
-    done: Outcome | None = None
-    passes: Sequence[Outcome] = ()
+    done: Outcome | None = None  # of the step if other ranks have done it, so that this rank only receives the result
+    passes: Sequence[Outcome] = ()  # that other ranks have done, if they are further in the same step than this one
 
 
 class Step:

@@ -18,13 +18,10 @@ class Trainings:
 
     A saved state belongs to one training. If two ran at the same time, a fault would leave one a step ahead of the
     other.
-
-    Attributes:
-        resumed: whether the script's own training loop has restored its state.
     """
 
     def __init__(self) -> None:
-        self.resumed = False
+        self.resumed = False  # whether the script's own training loop has restored its state
         self._looping = False
         self._last: tuple[weakref.ref[Any], ...] = ()
         self._places: dict[str, tuple[weakref.ref[Any], ...]] = {}

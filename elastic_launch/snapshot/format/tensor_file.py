@@ -25,17 +25,11 @@ _ELEMENTS = {safetensors_type(dtype) for dtype in DTYPES.values()}
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The layout of a tensor file.
+    """The layout of a tensor file."""
 
-    Attributes:
-        header: the file's first bytes.
-        places: name, offset in bytes and size in bytes of each tensor, in the order of the file.
-        size: size of the file in bytes.
-    """
-
-    header: bytes
-    places: list[tuple[str, int, int]]
-    size: int
+    header: bytes  # the file's first bytes
+    places: list[tuple[str, int, int]]  # name, offset and size in bytes of each tensor, in the order of the file
+    size: int  # of the file, in bytes
 
 
 def parts(

@@ -29,21 +29,13 @@ _MOST = 2**53  # Larger numbers cannot be a worker's counts.
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The header of a slot.
+    """The header of a slot."""
 
-    Attributes:
-        sequence: 1 or more, rising with every snapshot on its node.
-        round: the round that took it; higher than the rounds of all states that it was resumed from.
-        step: optimizer steps done.
-        training: number of the training within its script, from 0.
-        tensors, state, meta: sizes in bytes.
-    """
-
-    sequence: int
-    round: int
-    step: int
-    training: int
-    tensors: int
+    sequence: int  # 1 or more, rising with every snapshot on its node
+    round: int  # the round that took it; higher than the rounds of all states that it was resumed from
+    step: int  # optimizer steps done
+    training: int  # number of the training within its script, from 0
+    tensors: int  # this and the next two: sizes in bytes
     state: int
     meta: int
 

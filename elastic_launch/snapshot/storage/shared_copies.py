@@ -29,14 +29,10 @@ MOST = 0.5  # fraction of the free memory that copies may use
 
 
 class Copies:
-    """Files of one checkpoint in this process' memory, read only once.
-
-    Attributes:
-        info: the checkpoint that they belong to; None if there is none, or no room for them.
-    """
+    """Files of one checkpoint in this process' memory, read only once."""
 
     def __init__(self) -> None:
-        self.info: CheckpointInfo | None = None
+        self.info: CheckpointInfo | None = None  # None: there is no checkpoint, or no room for its files
         self._state = -1
         self._tensors: list[int] = []
 

@@ -208,20 +208,13 @@ def probe(url: Url) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What happened when a storage was tried.
+    """What happened when a storage was tried."""
 
-    Attributes:
-        checkpoints: names of checkpoints that were listed.
-        wrote, read: seconds that 1 MiB took.
-        same: whether what was read is what was written.
-        modified: when it was written by the storage's clock, in seconds since 1970; None if it does not say.
-    """
-
-    checkpoints: int
-    wrote: float
+    checkpoints: int  # how many were listed
+    wrote: float  # seconds that 1 MiB took
     read: float
-    same: bool
-    modified: float | None
+    same: bool  # whether what was read is what was written
+    modified: float | None  # when it was written by the storage's clock, in seconds since 1970, if that says
 
 
 def try_out(url: Url) -> Tried:

@@ -18,39 +18,22 @@ Outcome = tuple[float, dict[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """The state that a training resumes from.
+    """The state that a training resumes from."""
 
-    Attributes:
-        step: optimizer steps done.
-        state: state by part; None if the training starts from scratch.
-        identity: what must not change on a resume, as it was when the checkpoint was made.
-        worlds: world sizes of the rounds so far.
-        origin: names the checkpoint in error messages.
-        classes: class names of those parts whose state fits no other class.
-        compared: False if the ranks were compared in this training, but not in this state.
-        equal: in that case, the step after which the ranks were last equal.
-        orders: parameter names of each optimizer, by group.
-        last: loss and metrics of the last step, if the state is that of a process that was suspended.
-        anew: names of the parts that begin anew, and of those in the state that are not taken.
-        frozen: checksums of the frozen weights that were left out, by part.
-        passes: loss and metrics of each updated pass of the next step, if the process was suspended between two passes.
-        trained: in that process, whether each parameter needs a gradient, by name.
-    """
-
-    step: int = 0
-    state: dict[str, Any] | None = None
-    identity: dict[str, int] = field(default_factory=dict)
-    worlds: list[int] = field(default_factory=list)
-    origin: str = ""
-    classes: dict[str, str] = field(default_factory=dict)
-    compared: bool = True
-    equal: int = 0
-    orders: dict[str, list[list[str]]] = field(default_factory=dict)
-    last: Outcome | None = None
-    anew: frozenset[str] = frozenset()
-    frozen: dict[str, int] = field(default_factory=dict)
-    passes: tuple[Outcome, ...] = ()
-    trained: dict[str, bool] = field(default_factory=dict)
+    step: int = 0  # optimizer steps done
+    state: dict[str, Any] | None = None  # by part; None if the training starts from scratch
+    identity: dict[str, int] = field(default_factory=dict)  # what must not change on a resume, as it was then
+    worlds: list[int] = field(default_factory=list)  # world sizes of the rounds so far
+    origin: str = ""  # names the checkpoint in error messages
+    classes: dict[str, str] = field(default_factory=dict)  # of those parts whose state fits no other class
+    compared: bool = True  # False if the ranks were compared in this training, but not in this state
+    equal: int = 0  # in that case, the step after which the ranks were last equal
+    orders: dict[str, list[list[str]]] = field(default_factory=dict)  # parameter names of each optimizer, by group
+    last: Outcome | None = None  # of the last step, if the state is that of a process that was suspended
+    anew: frozenset[str] = frozenset()  # names of the parts that begin anew, and of those that are not taken
+    frozen: dict[str, int] = field(default_factory=dict)  # checksums of the frozen weights that were left out, by part
+    passes: tuple[Outcome, ...] = ()  # each updated pass of the next step, if it was suspended between two passes
+    trained: dict[str, bool] = field(default_factory=dict)  # in that process, whether each parameter needs a gradient
 
     @property
     def uncompared(self) -> int:

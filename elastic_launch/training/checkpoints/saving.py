@@ -60,18 +60,13 @@ class Saver:
         world: this process' world.
         link: connection to the agent, which keeps snapshots in memory and copies them. Without one, there are only
             durable checkpoints, written by a thread of this process.
-
-    Attributes:
-        failure: why the last checkpoint could not be saved; None otherwise.
-        seconds: duration of the last save.
-        compares: whether the ranks' states are compared in the current training, see ``replicas``.
-        joins_live: whether the state that this process began with came from a process that was kept.
     """
 
     def __init__(self, world: World, link: AgentLink) -> None:
-        self.failure: snapshot.CheckpointError | None = None
-        self.seconds = 0.0
-        self.compares = self.joins_live = False
+        self.failure: snapshot.CheckpointError | None = None  # why the last checkpoint could not be saved
+        self.seconds = 0.0  # duration of the last save
+        self.compares = False  # whether the ranks' states are compared in the current training, see `replicas`
+        self.joins_live = False  # whether the state that this process began with came from a process that was kept
         self._world = world
         self._link = link
         self._memory = MemorySnapshots(link, world)

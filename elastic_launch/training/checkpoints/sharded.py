@@ -40,13 +40,10 @@ class Gathering:
 
     Args:
         keep: whether this rank needs the states.
-
-    Attributes:
-        own: addresses of the tensors that were made for it, which nothing else changes.
     """
 
     def __init__(self, *, keep: bool) -> None:
-        self.own: set[int] = set()
+        self.own: set[int] = set()  # addresses of the tensors that were made for it, which nothing else changes
         self._keep = keep
 
     def state(self, part: Any, chosen: Callable[[Any], Any] = lambda state: state) -> Any:

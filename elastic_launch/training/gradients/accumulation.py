@@ -52,13 +52,6 @@ class Gradients:
             one rank.
         room: number of elements of the tables that are sent with gradients, see :meth:`post`; the same on all ranks.
         buffers: rules for buffers, by pattern of their names.
-
-    Attributes:
-        model: the module that the script calls for the forward pass.
-        parameters: all parameters, and which of them need gradients.
-        on_cpu: whether all parameters are on the CPU; their exchange then shares its order with that of other values.
-        waiting: whether gradients are complete but the optimizer has not stepped yet.
-        took: whether the last backward pass has computed any gradient.
     """
 
     exact = False
@@ -74,7 +67,7 @@ class Gradients:
         room: int = 0,
         buffers: Mapping[str, str] | None = None,
     ) -> None:
-        self.model = model
+        self.model = model  # what the script calls for the forward pass
         self.world_size = world_size
         self.rank = rank
         self.parameters = Parameters(model, optimizer)
@@ -85,8 +78,8 @@ class Gradients:
         self._plan = BatchPlan((), 1, ())
         self._new: list[str] = []
         self._changes: list[str] = []
-        self.on_cpu = True
-        self.waiting = False
+        self.on_cpu = True  # all parameters; their exchange then shares its order with that of other values
+        self.waiting = False  # whether gradients are complete but the optimizer has not stepped yet
         self._hooks: list[Any] = []
         self._step_hooks = [
             each.register_step_pre_hook(self._before_step)
@@ -94,7 +87,7 @@ class Gradients:
             if hasattr(each, "_optimizer_step_pre_hooks")  # an optimizer that only wraps others lacks it
         ]
         self._taking = False
-        self.took = False
+        self.took = False  # whether the last backward pass has computed any gradient
         self._totals: Values | None = None  # autograd adds to these in place
         self._carried = False  # whether the step's table is sent with gradients
         if world_size > 1:

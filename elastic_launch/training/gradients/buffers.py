@@ -29,9 +29,6 @@ class Buffers:
 
     Args:
         rules: the script's rules, by pattern.
-
-    Attributes:
-        summed: buffers whose new value comes from a rounded sum over the micro-batches.
     """
 
     def __init__(self, model: nn.Module, world_size: int, rules: Mapping[str, str] | None = None) -> None:
@@ -45,7 +42,7 @@ class Buffers:
         self._last = [x for x in found if x.rule == "last"]
         self._extremes = [x for x in found if x.rule in ("min", "max")]
         self._ruled = [*self._means, *self._counts, *self._last, *self._extremes]
-        self.summed = [x.tensor for x in self._means]
+        self.summed = [x.tensor for x in self._means]  # their new values come from rounded sums over micro-batches
         self._starts: dict[str, Tensor] = {}
         self._versions: dict[str, int] = {}
         self._sums: list[Tensor] = []

@@ -33,17 +33,11 @@ class FlatSlice:
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """One or more tensors in a flat order.
+    """One or more tensors in a flat order."""
 
-    Attributes:
-        nodes: the elements of each of this rank's nodes of the tree; they may be changed.
-        total: receives their sum over all ranks; may be the memory of the first node.
-        packed: the tensors that these elements are copies of, if they are copies.
-    """
-
-    nodes: list[Tensor]
-    total: Tensor
-    packed: list[Tensor] = field(default_factory=list)
+    nodes: list[Tensor]  # the elements of each of this rank's nodes of the tree; they may be changed
+    total: Tensor  # receives their sum over all ranks; may be the memory of the first node
+    packed: list[Tensor] = field(default_factory=list)  # what these elements are copies of, if they are copies
 
     def unpack(self) -> None:
         """Copy the sums to their tensors."""

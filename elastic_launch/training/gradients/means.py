@@ -42,10 +42,6 @@ class MeanTable:
     All other rows are zero, so that adding the ranks' tables is exact; every rank then sums the rows in the same order.
     A table is exchanged separately, or as the cargo of other values that are summed over the ranks.
 
-    Attributes:
-        any_changed, all_changed: whether any rank, and whether every rank, has reported in the cargo that its
-            parameters have changed.
-
     Args:
         rows: number of micro-batches.
         columns: number of values in each row.
@@ -55,7 +51,7 @@ class MeanTable:
     def __init__(self, rows: int, columns: int, carried: Sequence[float] = ()) -> None:
         # First the mark, the sum of the signatures, and the number of ranks with all gradients. Each row has the
         # values, the weight, and whether it was given. Plain numbers, since most tables are small and torch calls cost.
-        self.any_changed = self.all_changed = False
+        self.any_changed = self.all_changed = False  # whether ranks reported in the cargo that parameters have changed
         self._width = columns + 2
         self._end = _HEAD + rows * self._width
         self._numbers = array("d", bytes(_SIZE * self._end))

@@ -21,36 +21,23 @@ from elastic_launch.training.wrapped import is_sharded
 
 
 class Parameters:
-    """The parameters of a model and an optimizer, and which of them need gradients.
-
-    Attributes:
-        all: the model's parameters in its order, then those only in the optimizer, in its order.
-        names: names of all of them, as used in messages.
-        trained: those that need gradients.
-        trained_names: names of the trained ones.
-        extra: those that are not in the model, by name.
-        sharded: those that are sharded, by name.
-        reduced: the trained ones that are not sharded, whose gradients are reduced here.
-        reduced_names: names of these.
-        sparse: indices, in ``reduced``, of those that get sparse gradients.
-        signature: a 40-bit number that is equal on all ranks if their parameters are, and have changed equally often.
-    """
+    """The parameters of a model and an optimizer, and which of them need gradients."""
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
         self._model = model
         self._optimizer = optimizer
         self._in_optimizer: list[int] = []
         self._kinds: list[tuple[bool, torch.dtype]] = []
-        self.all: list[Tensor] = []
-        self.names: list[str] = []
-        self.trained: list[Tensor] = []
+        self.all: list[Tensor] = []  # the model's in its order, then those only in the optimizer, in its order
+        self.names: list[str] = []  # of all of them, as used in messages
+        self.trained: list[Tensor] = []  # those that need gradients
         self.trained_names: list[str] = []
-        self.extra: dict[str, Tensor] = {}
-        self.sharded: dict[str, Tensor] = {}
-        self.reduced: list[Tensor] = []
+        self.extra: dict[str, Tensor] = {}  # those that are not in the model, by name
+        self.sharded: dict[str, Tensor] = {}  # those that are sharded, by name
+        self.reduced: list[Tensor] = []  # the trained ones that are not sharded, whose gradients are reduced here
         self.reduced_names: list[str] = []
-        self.sparse: frozenset[int] = frozenset()
-        self.signature = 0
+        self.sparse: frozenset[int] = frozenset()  # indices, in `reduced`, of those that get sparse gradients
+        self.signature = 0  # of 40 bits, equal on all ranks if their parameters are, and have changed equally often
         self._generation = 0
         self._find()
 

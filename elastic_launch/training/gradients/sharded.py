@@ -143,19 +143,14 @@ class _Scatter:
     """Reduces the gradients of one module's parameters, instead of ``reduce_scatter_tensor``.
 
     It has the methods of torch's ``ReduceScatter``, which is in a private module.
-
-    Attributes:
-        stacks: nodes of the tree; one list for each reduction in a pass.
-        calls: number of reductions in the current pass that have a stack.
-        made: number of reductions in the current pass.
-        sizes: number of elements of each reduction, as in the first pass.
     """
 
     def __init__(self, sums: ShardSums) -> None:
         self._sums = sums
-        self.stacks: list[list[tuple[Segment, Tensor]]] = []
-        self.calls = self.made = 0
-        self.sizes: list[int] = []
+        self.stacks: list[list[tuple[Segment, Tensor]]] = []  # nodes of the tree, for each reduction in a pass
+        self.calls = 0  # number of reductions in the current pass that have a stack
+        self.made = 0  # number of reductions in the current pass
+        self.sizes: list[int] = []  # number of elements of each reduction, as in the first pass
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)

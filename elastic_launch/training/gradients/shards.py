@@ -28,19 +28,12 @@ TAGS = 1 << 20  # number of message tags before they are reused
 
 @dataclass(slots=True)
 class _Bucket:
-    """Elements being exchanged.
+    """Elements being exchanged."""
 
-    Attributes:
-        nodes: this rank's nodes.
-        total: receives the sums.
-        others: for each other rank, this rank's shard of that rank's nodes.
-        works: transfers that must end before the next stage.
-    """
-
-    nodes: list[Tensor]
-    total: Tensor
-    others: dict[int, list[Tensor]] = field(default_factory=dict)
-    works: list[dist.Work] = field(default_factory=list)
+    nodes: list[Tensor]  # this rank's
+    total: Tensor  # receives the sums
+    others: dict[int, list[Tensor]] = field(default_factory=dict)  # this rank's shard of each other rank's nodes
+    works: list[dist.Work] = field(default_factory=list)  # transfers that must end before the next stage
 
     def wait(self) -> None:
         for work in self.works:

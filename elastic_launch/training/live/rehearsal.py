@@ -86,13 +86,9 @@ def randomness_kept() -> Iterator[None]:
 
 
 class _Folded(dict[Any, None]):
-    """The functions that torch's compiler calls itself, to put their results into its graphs as constants.
+    """The functions that torch's compiler calls itself, to put their results into its graphs as constants."""
 
-    Attributes:
-        asked: whether it has looked for one whose result depends on the process groups.
-    """
-
-    asked = False
+    asked = False  # whether it has looked for one whose result depends on the process groups
 
     def __contains__(self, function: object) -> bool:
         self.asked = self.asked or any(function is each for each in _OF_THE_WORLD)

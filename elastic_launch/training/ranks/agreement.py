@@ -24,25 +24,15 @@ from elastic_launch.training.stopping import Stop
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What one rank wants or, after an exchange, what any rank wants.
+    """What one rank wants or, after an exchange, what any rank wants."""
 
-    Attributes:
-        stop: who requested a stop.
-        save: make a durable checkpoint.
-        keep: take a snapshot in memory.
-        evaluate: evaluate after the next step.
-        compare: compare the ranks' states, see :mod:`elastic_launch.training.ranks.replicas`.
-        checksum: checksum of this rank's state; all ranks post one at the same boundaries, and None at the others.
-        differs: after an exchange, whether the ranks' checksums differed.
-    """
-
-    stop: Stop = Stop.NO
-    save: bool = False
-    keep: bool = False
-    evaluate: bool = False
-    compare: bool = False
-    checksum: int | None = None
-    differs: bool = False
+    stop: Stop = Stop.NO  # who requested a stop
+    save: bool = False  # make a durable checkpoint
+    keep: bool = False  # take a snapshot in memory
+    evaluate: bool = False  # after the next step
+    compare: bool = False  # compare the ranks' states, see `replicas`
+    checksum: int | None = None  # of this rank's state; all ranks post one at the same boundaries
+    differs: bool = False  # after an exchange, whether the ranks' checksums differed
 
     def __or__(self, other: Wishes) -> Wishes:
         """Return the union of both; the checksum is the other's."""

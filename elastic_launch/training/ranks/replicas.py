@@ -41,13 +41,10 @@ class ReplicaCheck:
     Args:
         group: a process group of all ranks, for CPU tensors.
         named: returns the tensors to compare.
-
-    Attributes:
-        good: the last step after which nothing differed; None: none in this process.
     """
 
     def __init__(self, world_size: int, rank: int, group: dist.ProcessGroup, named: Named) -> None:
-        self.good: int | None = None
+        self.good: int | None = None  # the last step in this process after which nothing differed
         self._world_size = world_size
         self._rank = rank
         self._group = group
