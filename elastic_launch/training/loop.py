@@ -76,7 +76,6 @@ class Loop:
     """Iterates over the steps of one training.
 
     Args:
-        engine: saves, restores and stops.
         loader, model, optimizer, until, checkpoint: see :meth:`elastic_launch.Run.steps`.
     """
 
@@ -259,11 +258,7 @@ class Loop:
             self._take(self._received)
 
     def _enter(self, live: Live | None = None) -> None:
-        """Take part in the current round: restore the newest state, and exchange with its ranks from now on.
-
-        Args:
-            live: the training that continues in this process; None: it begins here.
-        """
+        """Take part in the current round: restore the newest state, and exchange with its ranks from now on."""
         with self._engine.link.forming():
             self._take_part(live)
 

@@ -22,7 +22,6 @@ def seed_all(seed: int, *, devices: bool) -> None:
     """Seed all global generators that a script may use: torch's, Python's, and NumPy's if it is loaded.
 
     Args:
-        seed: 63 bits.
         devices: whether to seed torch's GPU generators too.
     """
     # torch.manual_seed takes milliseconds if no device is in use: it keeps a stack trace for each kind of device.
@@ -39,7 +38,6 @@ def seeded(seed: int, *, devices: bool) -> Iterator[None]:
     """Seed all generators as :func:`seed_all` does; on exit, restore their state as :func:`kept` does.
 
     Args:
-        seed: 63 bits.
         devices: whether to seed GPU generators (CUDA or ROCm) too.
     """
     if _left_seeded:

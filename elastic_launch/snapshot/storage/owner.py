@@ -27,7 +27,6 @@ def claim(where: Place, run: str, *, again: bool = False) -> str:
     """Take a directory or URL; return the ``owner`` to pass to :func:`check`.
 
     Args:
-        run: the run's id; may be empty.
         again: the id is unique, and earlier processes of the run may have taken the location: then their mark stays,
             since copies that they have requested may be under way.
     """

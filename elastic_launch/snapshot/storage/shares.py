@@ -106,7 +106,6 @@ class Division:
 
     Args:
         read: yields the bytes of the undivided file from one offset to another.
-        size: size of that file in bytes.
         count: number of nodes; there may be fewer shares.
         waits: called about once a second while waiting for the shares of other nodes.
     """

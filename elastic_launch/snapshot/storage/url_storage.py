@@ -36,8 +36,7 @@ class Entry:
 
 
 class Storage:
-    """The file system of a URL. Methods raise the driver's own errors: use it within :func:`loading` or :func:`saving`.
-    """
+    """The file system of a URL. Methods raise the driver's errors: use it within :func:`loading` or :func:`saving`."""
 
     def __init__(self, url: Url) -> None:
         check_driver(url)

@@ -109,7 +109,6 @@ class CheckpointManager:
         Args:
             identity: what must be equal in the checkpoint and in this training, by the names used in errors.
             above: round and step of a state in memory; only newer checkpoints, made by this run, are considered.
-            parts: the parts of this training, for ``start_from``.
 
         Returns:
             The state to resume from; None if no intact checkpoint is newer than the state in memory.
@@ -511,7 +510,6 @@ def _read(directory: Path, above: tuple[int, int] | None, taking: Taking, copies
 
     Args:
         above: round and step; None: consider all checkpoints.
-        copies: keeps the files for the node's other workers.
 
     Raises:
         CheckpointError: if the directory cannot be read and ``above`` is None.

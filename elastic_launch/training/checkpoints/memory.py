@@ -41,12 +41,7 @@ class _Written:
 
 
 class MemorySnapshots:
-    """This node's snapshots, as seen by one of its workers.
-
-    Args:
-        link: connection to the agent, which has the slots.
-        world: this process' world.
-    """
+    """This node's snapshots, as seen by one of its workers."""
 
     def __init__(self, link: AgentLink, world: World) -> None:
         self.rhythm = Rhythm()
@@ -258,11 +253,7 @@ def newest(
 
 
 def restore(newest: Newest, world: World, taking: Cuts) -> tuple[Any, dict[str, Any]]:
-    """Return a snapshot's state and meta; called by all ranks.
-
-    Args:
-        taking: returns what this rank keeps of each tensor.
-    """
+    """Return a snapshot's state and meta; called by all ranks."""
     faults.reached("restore", newest.position[1])
     meta = {} if newest.mine is None else read_meta(*newest.mine)
     if newest.everywhere:

@@ -40,7 +40,6 @@ def read_on_node(world: World, directory: Path, read: Callable[[Copies | None], 
 
     Args:
         read: reads the directory, and keeps the files read in the ``Copies`` if there are any.
-        taking: returns what this rank keeps of each tensor.
 
     Raises:
         CheckpointError: as raised by ``read``, on all workers of a node; or if the reader does not respond.

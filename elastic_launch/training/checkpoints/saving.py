@@ -57,7 +57,6 @@ class Saver:
     """Restores and saves the training of this process.
 
     Args:
-        world: this process' world.
         link: connection to the agent, which keeps snapshots in memory and copies them. Without one, there are only
             durable checkpoints, written by a thread of this process.
     """

@@ -42,7 +42,6 @@ def open_url(
 
     Args:
         check: called with the meta and step of a checkpoint; raises if it belongs to another training.
-        taking: returns what this rank keeps of each tensor.
         above: round and step of a state in memory: only newer checkpoints, made by this run, are considered. The URL
             is then not taken, and failures are not errors.
 

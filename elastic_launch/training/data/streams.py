@@ -178,7 +178,6 @@ class StreamOrder:
     """The sampler of a :class:`ShardedStream`; takes 16 bytes per shard, and nothing per sample.
 
     Args:
-        size: number of samples in a global batch.
         shuffle: whether each epoch has its own order.
     """
 

@@ -47,7 +47,6 @@ class Gradients:
 
     Args:
         optimizer: the optimizer; it may have parameters that are not the model's.
-        world_size, rank: of the default process group.
         overlap: whether backward passes send finished gradients to other ranks. Without it, a step can be given up on
             one rank.
         room: number of elements of the tables that are sent with gradients, see :meth:`post`; the same on all ranks.
@@ -262,9 +261,6 @@ class Gradients:
 
     def finish(self, whole: bool = False) -> None:
         """Set every parameter's gradient to that of the global batch, on all ranks.
-
-        Args:
-            whole: whether any rank is :attr:`whole`.
 
         Raises:
             UsageError: naming a parameter that was frozen, unfrozen, converted or added since the step began, or that

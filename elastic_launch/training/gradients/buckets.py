@@ -49,7 +49,6 @@ class BucketedReduction:
     Args:
         names: their names, for errors.
         sparse: indices of those with sparse gradients, which are sent one by one at the end.
-        rank: of the default process group.
         overlap: whether buckets are sent as soon as they are full; otherwise all are sent at the end, which all ranks
             are known to reach.
         room: maximum number of elements of the cargo.

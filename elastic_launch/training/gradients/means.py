@@ -64,7 +64,6 @@ class MeanTable:
         """Fill in a row.
 
         Args:
-            row: index of the micro-batch in the global batch.
             values: one number for each column.
             share: the row's weight if ``weight`` is None.
             weight: the weight given by the script, if any.
@@ -158,7 +157,6 @@ class MeanTable:
         """Return the means of the columns.
 
         Args:
-            samples: number of samples in the global batch.
             where: the step, for errors.
 
         Raises:

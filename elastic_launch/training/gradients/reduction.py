@@ -30,7 +30,6 @@ class ExactReduction:
 
     Args:
         like: tensors with the shapes, dtypes and devices of those to be summed; only these properties are kept.
-        world_size, rank: of the world.
         names: names of the first tensors, for errors.
     """
 

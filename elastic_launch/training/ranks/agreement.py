@@ -75,7 +75,6 @@ class Agreement:
 
     Args:
         world_size: number of ranks; with 1, a wish takes effect at once, and there is no group.
-        timeout: timeout of the group, in seconds.
     """
 
     def __init__(self, world_size: int, timeout: float = GROUP_TIMEOUT) -> None:

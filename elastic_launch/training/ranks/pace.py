@@ -59,7 +59,6 @@ class Pace:
     """Compares the ranks of one round.
 
     Args:
-        step: optimizer steps done when the round began.
         on_host: whether the host's clock shows what a step takes; on a device that computes by itself, only the wait
             for data is compared.
         report: called on rank 0 for each rank that has become slow.
@@ -83,7 +82,6 @@ class Pace:
 
         Args:
             wall, data, exchange: seconds of the whole step, of waiting for data, and of the exchange with other ranks.
-            micro_batches: this rank's.
         """
         self._wall += wall
         self._data += data

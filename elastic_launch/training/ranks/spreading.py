@@ -68,7 +68,6 @@ def spread_state(state: Any, holders: Sequence[int], world: World, cut: Cut | No
 
     Args:
         state: a state that a checkpoint can hold; used on the ranks that have it.
-        holders: these ranks.
         cut: what this rank keeps; None: all of it, on all ranks.
     """
     if cut is None:
@@ -92,7 +91,6 @@ def state_from_first(world: World, read: Callable[[Taking], dict[str, Any]], tak
 
     Args:
         read: gets what is kept of each tensor as it is read.
-        taking: returns what this rank keeps of each tensor.
     """
     if world.world_size == 1:
         return read(taking)
