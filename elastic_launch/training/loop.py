@@ -246,7 +246,8 @@ class Loop:
         if not self._live:
             self._engine.end_with_round()
         try:
-            self._enter()
+            with self._engine.link.forming():
+                self._enter()
         except RuntimeError as error:
             if not self._engine.caused(error):
                 raise
@@ -259,10 +260,6 @@ class Loop:
 
     def _enter(self, live: Live | None = None) -> None:
         """Take part in the current round: restore the newest state, and exchange with its ranks from now on."""
-        with self._engine.link.forming():
-            self._take_part(live)
-
-    def _take_part(self, live: Live | None) -> None:
         engine, world = self._engine, self._engine.world
         check_same(world, self._given)
         resumed = self._resume(live)
