@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,6 +19,15 @@ def _tree_sum(values: list[Tensor]) -> Tensor:
     return fold(len(values), [((index, 0), value) for index, value in enumerate(values)], torch.add)
 
 
+def _add(reduction: ExactReduction, index: int, values: Sequence[Tensor | None]) -> None:
+    """Add all values of one micro-batch."""
+    reduction.begin(index)
+    for which, value in enumerate(values):
+        if value is not None:
+            reduction.put(which, value)
+    reduction.end()
+
+
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(0, 1000))
 def test_one_process_adds_by_the_tree_in_every_step(totals: list[int], seed: int) -> None:
@@ -28,7 +39,7 @@ def test_one_process_adds_by_the_tree_in_every_step(totals: list[int], seed: int
         values = [[torch.randn(s, dtype=d, generator=generator) for s, d in shapes] for _ in range(total)]
         for index, value in enumerate(values):
             # What is added becomes the reduction's.
-            reduction.add(index, [value[0].clone(), value[1].clone(), None])
+            _add(reduction, index, [value[0].clone(), value[1].clone(), None])
         sums = reduction.finish(total)
         assert sums[2] is None
         for which in (0, 1):
@@ -44,7 +55,7 @@ def test_a_missing_value_counts_as_zero_and_only_one_missing_everywhere_stays_mi
     reduction = ExactReduction([torch.empty(2)] * 3, 1, 0)
     value = torch.tensor([-0.0, 1.1])
     for index, row in enumerate(there):
-        reduction.add(index, [value.clone() if present else None for present in row])
+        _add(reduction, index, [value.clone() if present else None for present in row])
     for which, result in enumerate(reduction.finish(len(there))):
         column = [row[which] for row in there]
         if not any(column):
@@ -60,7 +71,7 @@ def test_the_result_lies_in_memory_as_the_parameter_does() -> None:
     like = torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last)
     reduction = ExactReduction([like], 1, 0)
     value = torch.randn(2, 3, 4, 5)
-    reduction.add(0, [value.clone()])
+    _add(reduction, 0, [value.clone()])
     (result,) = reduction.finish(1)
     assert result is not None
     assert result.stride() == like.stride()
@@ -82,7 +93,7 @@ def test_values_in_parts_are_added_up_before_they_meet_others() -> None:
 
 def test_values_that_come_in_parts_late_are_refused() -> None:
     reduction = ExactReduction([torch.empty(3)], 1, 0)
-    reduction.add(0, [torch.ones(3)])
+    _add(reduction, 0, [torch.ones(3)])
     reduction.begin(1)
     reduction.put(0, torch.ones(3))
     with pytest.raises(UsageError, match="tensor 0 came in several parts"):
@@ -91,6 +102,6 @@ def test_values_that_come_in_parts_late_are_refused() -> None:
 
 def test_a_slice_with_a_gap_is_refused() -> None:
     reduction = ExactReduction([torch.empty(3)], 1, 0)
-    reduction.add(0, [torch.ones(3)])
+    _add(reduction, 0, [torch.ones(3)])
     with pytest.raises(ValueError, match="the micro-batches 0 to 1 of 2"):
         reduction.finish(2)

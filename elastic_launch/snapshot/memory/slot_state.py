@@ -123,7 +123,7 @@ class SlotWriter:
         for staging in staged.values():
             staging.finish()
         places = {name: target[offset : offset + size] for name, offset, size in draft.layout.places}
-        changed = Watched.changes(draft.watched, places.__getitem__)
+        changed = [name for name, each in draft.watched.items() if each.changed(places[name])]
         del target, places
         if changed:
             raise TornSnapshotError(

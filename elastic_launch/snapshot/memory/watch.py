@@ -7,8 +7,6 @@ copy is then neither the old state nor the new one. A tensor's version reveals c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 import torch
 from torch import Tensor
 
@@ -51,11 +49,6 @@ class Watched:
             return int(self._sum) != int(_sum(copy))
         total = sum(int(_sum(piece.clone())) for piece in torch.split(copy, _PIECE))
         return (int(self._sum) - total) % 2**64 != 0
-
-    @staticmethod
-    def changes(watched: Mapping[str, Watched], copy_of: Callable[[str], Tensor]) -> list[str]:
-        """Return the names of the tensors that have changed."""
-        return [name for name, each in watched.items() if each.changed(copy_of(name))]
 
 
 def _sum(tensor: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 from elastic_launch.contract import Best
@@ -133,9 +132,7 @@ class BackgroundWriter:
     def __enter__(self) -> BackgroundWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _idle(self) -> bool:

@@ -134,14 +134,6 @@ class ExactReduction:
         del self._stack[len(self._stack) - level :]
         self._stack.append(((leaf.index + 1 - (1 << level), level), leaf.result))
 
-    def add(self, index: int, values: Sequence[Tensor | None]) -> None:
-        """Add all values of one micro-batch at once."""
-        self.begin(index)
-        for which, value in enumerate(values):
-            if value is not None:
-                self.put(which, value)
-        self.end()
-
     def reset(self) -> None:
         """Begin the next step: drop all values, and reuse the memory of the returned sums."""
         self._leaf = None
