@@ -25,7 +25,8 @@ from elastic_launch.training.ranks.world import World
 
 CHUNK = 64 * 2**20  # bytes of a tensor that are sent at once: what has arrived is reported
 
-_link: ContextVar[AgentLink] = ContextVar("link", default=AgentLink())
+_NO_AGENT = AgentLink()
+_link: ContextVar[AgentLink] = ContextVar("link", default=_NO_AGENT)
 """The connection to the agent of the process that restores a state now."""
 
 
