@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,12 +34,13 @@ class Messages:
 
     def __init__(self) -> None:
         self.sent = 0
-        self._queues: dict[tuple[int, int], queue.Queue[Tensor]] = defaultdict(queue.Queue)
+        self._queues: dict[tuple[int, int], queue.Queue[Tensor]] = {}
         self._here = threading.local()
         self._all = threading.Barrier(1)
 
     def run(self, ranks: int, function: Callable[[int], Any]) -> list[Any]:
         self._all = threading.Barrier(ranks)
+        self._queues = {ends: queue.Queue() for ends in product(range(ranks), repeat=2)}
 
         def as_rank(rank: int) -> Any:
             self._here.rank = rank
