@@ -16,7 +16,6 @@ SOURCES = sorted([*(ROOT / "elastic_launch").rglob("*.py"), *(ROOT / "agents").r
 
 BARE = {
     "elastic_launch/system/threads.py": ["threading.Thread"] * 2,  # VitalThread itself; within() awaits the other
-    "elastic_launch/rendezvous/stores/static_store.py": ["threading.Thread"],  # its caller awaits it
     "elastic_launch/rendezvous/node/membership.py": ["threading.Thread"],  # its end is RendezvousLost
     "elastic_launch/observe/spans.py": ["threading.Thread"],  # OpenTelemetry's own call, and its caller awaits it
     # In a worker: its script is told where it uses them, and what ends a thread is printed.
