@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from harness import Job
+from harness import Job, run_script
 
 import elastic_launch as el
 from elastic_launch.faults import FaultPlan
@@ -70,9 +70,7 @@ def test_the_script_after_has_the_undisturbed_weights_through_three_kills(job: J
     alone, killed = job.directory / "alone", job.directory / "killed"
     # A sharded model needs a process group, also in one process.
     launcher = ["-m", "torch.distributed.run", "--standalone"] if name == "torchtitan" else []
-    command = [sys.executable, *launcher, script, *arguments(name, alone)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
+    undisturbed = run_script(*launcher, script, *arguments(name, alone))
     plan = FaultPlan.fail_at(1, 7) + FaultPlan.fail_at(0, 20, round=2) + FaultPlan.fail_at(1, 31, round=3)
     agent = job.launch(
         "--standalone", "--nproc", "2", command=[script, *arguments(name, killed)], env=plan.environment()
@@ -80,5 +78,5 @@ def test_the_script_after_has_the_undisturbed_weights_through_three_kills(job: J
     assert agent.wait(200) == 0, agent.output
     assert agent.output.count("ended with signal 9 (SIGKILL)") == 3, agent.output
     assert weights(name, killed) == weights(name, alone)
-    last = [line for line in done.stdout.splitlines() if "epoch" in line.lower() or "step" in line][-1]
+    last = [line for line in undisturbed.splitlines() if "epoch" in line.lower() or "step" in line][-1]
     assert last in agent.output
