@@ -24,8 +24,6 @@ from elastic_launch.config.settings import default_node_id
 from elastic_launch.config.torch_options import STOP_SIGNALS
 from elastic_launch.errors import UsageError
 
-__all__ = ["Entrypoint", "from_torch", "of_strings", "own", "with_logs", "without_own_flags"]
-
 log = logging.getLogger(__name__)
 
 Entrypoint = Callable[..., object] | str

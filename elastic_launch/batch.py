@@ -12,8 +12,6 @@ from typing import Literal
 
 from elastic_launch.errors import UsageError
 
-__all__ = ["BatchError", "BatchPlan", "GlobalBatch", "MicroBatch", "slice_of"]
-
 
 class BatchError(UsageError, ValueError):
     """An invalid global batch, world or rank."""

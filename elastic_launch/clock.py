@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
-__all__ = ["Clock", "MonotonicClock"]
-
 
 class Clock(Protocol):
     """A monotonic clock of one host. Its values are never compared with those of other hosts."""

@@ -18,8 +18,6 @@ from typing import Annotated, Any, Generic, TypeVar
 
 from elastic_launch.errors import ProtocolError
 
-__all__ = ["MAX_BYTES", "LineReader", "Messages", "between", "decode", "dumps", "loads"]
-
 MAX_BYTES = 4 * 1024 * 1024
 """Size limit of a value or line when reading, in bytes; about 16,000 members of 250 bytes."""
 

@@ -22,8 +22,6 @@ from typing import NoReturn
 
 from elastic_launch.errors import ExitCode
 
-__all__ = ["ENV_ERROR_FILE", "MOST_BYTES", "ErrorFile", "do_not_retry", "read_error_file", "write_error_file"]
-
 ENV_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 MOST_BYTES = 16 * 1024 * 1024

@@ -29,19 +29,6 @@ from typing import Any, NoReturn
 from elastic_launch.contract import ENV_ROUND, ENV_SOCKET, FaultDue, FaultOrder, pack, unpack
 from elastic_launch.errors import ProtocolError, UsageError
 
-__all__ = [
-    "ENV_DRILL",
-    "ENV_FAULTS",
-    "MOMENTS",
-    "MOST",
-    "NODE_WAYS",
-    "WAYS",
-    "Fault",
-    "FaultPlan",
-    "Rehearsal",
-    "reached",
-]
-
 ENV_FAULTS = "ELASTIC_LAUNCH_FAULTS"
 ENV_DRILL = "ELASTIC_LAUNCH_DRILL"
 """The plan of ``--drill``, as JSON; the agent passes it to its workers."""

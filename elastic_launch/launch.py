@@ -37,8 +37,6 @@ from elastic_launch.cli.main import find_module, launch
 from elastic_launch.errors import UsageError
 from elastic_launch.system.program import exiting, reported
 
-__all__ = ["console_main", "main", "spelling"]
-
 LONGEST_SOURCE = 1 << 20
 """Characters of a script that are searched for the name of its argument."""
 

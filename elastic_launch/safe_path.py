@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from importlib.machinery import PathFinder
 
-__all__ = ["leave_out_working_directory"]
-
 
 def leave_out_working_directory() -> None:
     """Let a program that runs by ``-m`` import the same modules as an installed command.

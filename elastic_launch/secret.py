@@ -17,19 +17,6 @@ from typing import NoReturn
 
 from elastic_launch.errors import UsageError
 
-__all__ = [
-    "ENV_ETCD_PASSWORD",
-    "ENV_ETCD_USER",
-    "ENV_TOKEN",
-    "HINT_NO_TOKEN",
-    "HINT_TOKEN",
-    "MIN_LENGTH",
-    "Token",
-    "keyed",
-    "read_token",
-    "without_secrets",
-]
-
 _log = logging.getLogger(__name__)
 
 ENV_TOKEN = "ELASTIC_LAUNCH_TOKEN"

@@ -18,8 +18,6 @@ from typing import NamedTuple
 from elastic_launch.clock import MonotonicClock
 from elastic_launch.system.plain_text import one_line, plain
 
-__all__ = ["FIRST_STEPS", "STEP_BOUNDS", "Activity", "SharedProgress", "WorkerProgress"]
-
 STEP_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 """Seconds: steps are counted by the first of these that they did not exceed."""
 

@@ -14,8 +14,6 @@ from typing import IO
 
 from elastic_launch.system.private_files import open_private
 
-__all__ = ["SIGNAL", "STACKS", "dump_stacks_on_signal"]
-
 SIGNAL = signal.SIGURG
 
 STACKS = "stacks.txt"

@@ -57,8 +57,6 @@ from elastic_launch.system.descriptors import scarce
 from elastic_launch.system.threads import ThreadDied
 from elastic_launch.system.writer_thread import IDLE, Writer
 
-__all__ = ["LocalElasticAgent"]
-
 _log = logging.getLogger("elastic_launch.agent")
 
 ORDER_TIMEOUT = 2.0

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-__all__ = ["UNKNOWN", "Child", "started"]
-
 _log = logging.getLogger("elastic_launch")
 
 UNKNOWN = 255

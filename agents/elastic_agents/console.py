@@ -16,8 +16,6 @@ from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.system.plain_text import plain
 from elastic_launch.system.writer_thread import Writer
 
-__all__ = ["Consoles", "announce", "configure_logging"]
-
 _log = logging.getLogger("elastic_launch")
 
 _COLOURS = {logging.WARNING: 33, logging.ERROR: 31, logging.CRITICAL: 31}

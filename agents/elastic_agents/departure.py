@@ -17,8 +17,6 @@ from elastic_launch.events.types import EventSink, NoticeReceived, OrderReceived
 from elastic_launch.rendezvous.leader.rounds import MOST_SECONDS
 from elastic_launch.rendezvous.wire import messages as m
 
-__all__ = ["MARGIN", "Departure"]
-
 _log = logging.getLogger("elastic_launch.agent")
 
 MARGIN = 2.0

@@ -15,8 +15,6 @@ from elastic_launch.contract import FaultDue
 from elastic_launch.faults import WAYS, FaultPlan
 from elastic_launch.rendezvous.wire.messages import Strike
 
-__all__ = ["Drill", "FaultReached"]
-
 _log = logging.getLogger("elastic_launch.agent")
 
 

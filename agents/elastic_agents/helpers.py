@@ -12,8 +12,6 @@ from pathlib import Path
 
 from elastic_launch.secret import without_secrets
 
-__all__ = ["helper_command", "helper_environment", "helper_path"]
-
 
 def helper_command(code: str, *arguments: str) -> list[str]:
     """Return the command of a helper process.

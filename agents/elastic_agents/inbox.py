@@ -17,8 +17,6 @@ from elastic_launch.clock import Clock
 from elastic_launch.observe.present import Present
 from elastic_launch.system.threads import VitalThread
 
-__all__ = ["REPEAT", "Exited", "HowAreYou", "Inbox", "SignalCaught", "handling", "signals_to", "withheld"]
-
 T = TypeVar("T")
 
 REPEAT = 1.0

@@ -22,8 +22,6 @@ from elastic_launch.observe.present import Present
 from elastic_launch.observe.watch import NODES, Watch
 from elastic_launch.system.threads import ThreadDied, VitalThread
 
-__all__ = ["LiveView", "Panel", "laid_out"]
-
 _log = logging.getLogger("elastic_launch.agent")
 
 TICK = 0.5

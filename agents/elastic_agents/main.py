@@ -65,8 +65,6 @@ if TYPE_CHECKING:
         def ended(self, agent: LocalElasticAgent, result: RunResult) -> None: ...
 
 
-__all__ = ["resume", "run"]
-
 _log = logging.getLogger("elastic_launch")
 
 LIMIT = 4 * 1024 * 1024

@@ -14,8 +14,6 @@ from elastic_launch.error_file import read_error_file
 from elastic_launch.errors import ExitCode
 from elastic_launch.rendezvous.wire import messages as m
 
-__all__ = ["Outcome", "result_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Outcome:

@@ -13,20 +13,6 @@ from typing import BinaryIO, Protocol
 from elastic_launch.system.private_files import make_private
 from elastic_launch.system.writer_thread import Writer
 
-__all__ = [
-    "HOLD",
-    "LONGEST_LINE",
-    "Appended",
-    "Console",
-    "Kept",
-    "Lines",
-    "Logged",
-    "Sink",
-    "colour_of",
-    "has_colours",
-    "painted",
-]
-
 _log = logging.getLogger("elastic_launch.agent")
 
 LONGEST_LINE = 65536

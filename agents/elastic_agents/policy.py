@@ -36,8 +36,6 @@ from elastic_launch.rendezvous.node.failure_detector import CutOff
 from elastic_launch.rendezvous.node.membership_events import LinkDown, RendezvousLost
 from elastic_launch.rendezvous.wire import messages as m
 
-__all__ = ["UNKNOWN", "decide"]
-
 Decision = tuple[v.View, list[v.Action]]
 
 UNKNOWN = "the workers of this node have finished; whether all others have could not be learned"

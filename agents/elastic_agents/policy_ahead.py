@@ -22,8 +22,6 @@ from typing import Any
 from elastic_agents import policy_types as v
 from elastic_launch.rendezvous.wire import messages as m
 
-__all__ = ["MOST_FAILED", "MOST_LOST", "gone", "ordered", "over", "settled", "slots_of", "waits"]
-
 Decision = tuple[v.View, list[v.Action]]
 
 MOST_LOST = 3

@@ -13,8 +13,6 @@ from elastic_launch.events.sentences import ending
 from elastic_launch.events.types import OrderReceived, counted
 from elastic_launch.rendezvous.wire import messages as m
 
-__all__ = ["ahead", "forwarded", "kept", "late", "lost_ahead", "opened", "ordered", "received"]
-
 _log = logging.getLogger("elastic_launch.agent")
 
 MemberOrder = m.Form | m.Drain | m.Break | m.Evicted | m.RunEnd

@@ -30,8 +30,6 @@ from elastic_launch.rendezvous.leader.verdict import own_code
 from elastic_launch.system.descriptors import raise_limit
 from elastic_launch.system.private_files import make_private
 
-__all__ = ["Rank", "StaticWorld", "expanded", "run"]
-
 _log = logging.getLogger("elastic_launch.agent")
 
 # Variables that another launcher has set for its workers do not apply to ours.

@@ -6,8 +6,6 @@ from elastic_launch.clock import Clock
 from elastic_launch.contract import Hello, Ready
 from elastic_launch.events.types import EventSink, FirstStep, RoundProgress, RoundSteps, TrainingBegun
 
-__all__ = ["StepEvents"]
-
 FIRST, MOST = 4.0, 60.0
 """Seconds from the first step to the first progress that is recorded, and the most between two; they double."""
 

@@ -9,8 +9,6 @@ from collections.abc import Callable
 
 from elastic_launch.shared_progress import WorkerProgress
 
-__all__ = ["StepTimer"]
-
 STEPS = 2
 """Steps that may pass until all ranks have stopped: the one in which they are asked, and the next."""
 

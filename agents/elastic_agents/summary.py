@@ -16,8 +16,6 @@ from elastic_launch.system.termination_log import termination_message
 if TYPE_CHECKING:
     from elastic_agents.outcome import Outcome
 
-__all__ = ["failure_summary", "hint_on", "leave_error", "root_cause"]
-
 _log = logging.getLogger("elastic_launch")
 
 _SHARED_MEMORY = (

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig as TorchConfig
 
-__all__ = ["run_torch_agent", "torch_config"]
-
 _log = logging.getLogger("elastic_launch.agent")
 
 

@@ -26,8 +26,6 @@ from elastic_launch.observe.ledger import Incident
 from elastic_launch.rendezvous.wire.addresses import full_host_name
 from elastic_launch.system.writer_thread import OVERHEAD, Writer
 
-__all__ = ["TorchEvents", "check_handler"]
-
 _log = logging.getLogger("elastic_launch.agent")
 
 MOST = 1000

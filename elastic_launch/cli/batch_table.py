@@ -8,8 +8,6 @@ from elastic_launch.batch import GlobalBatch
 from elastic_launch.config.launch_config import parse_nnodes
 from elastic_launch.errors import ExitCode, UsageError
 
-__all__ = ["show_plan"]
-
 MOST = 4096
 """World sizes that are shown at most."""
 

@@ -9,8 +9,6 @@ from elastic_launch.cli.flags import FLAGS
 from elastic_launch.errors import UsageError
 from elastic_launch.system.program import PROGRAM
 
-__all__ = ["SHELLS", "completion", "completion_of"]
-
 _BASH = """\
 _elastic_launch() {
     local word=${COMP_WORDS[COMP_CWORD]}

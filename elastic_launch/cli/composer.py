@@ -32,8 +32,6 @@ from elastic_launch.config.settings import Setting
 from elastic_launch.errors import ExitCode, UsageError
 from elastic_launch.system.program import check_kernel, exiting, reported
 
-__all__ = ["console_main", "main", "start", "wanted", "world"]
-
 _log = logging.getLogger(__name__)
 
 PROGRAM = "elastic-composer"

@@ -51,8 +51,6 @@ from elastic_launch.rendezvous.wire.addresses import (
 from elastic_launch.system.plain_text import one_line, plain
 from elastic_launch.system.threads import within
 
-__all__ = ["examine"]
-
 T = TypeVar("T")
 
 FEW_FILES = 4096

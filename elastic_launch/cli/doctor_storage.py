@@ -28,8 +28,6 @@ from elastic_launch.snapshot.format.manifest import parse_name
 from elastic_launch.snapshot.location import Url, place
 from elastic_launch.snapshot.storage.urls import Tried, try_out
 
-__all__ = ["checkpoints", "logs"]
-
 LITTLE_DISK = 1024 * 1024 * 1024
 
 URL_PATIENCE = 30.0

@@ -48,8 +48,6 @@ from elastic_launch.secret import read_token
 from elastic_launch.system.plain_text import plain
 from elastic_launch.system.private_files import untrusted
 
-__all__ = ["console_main", "main", "parser", "shown"]
-
 PROGRAM = "elasticctl"
 
 WATCH = 2.0

@@ -16,8 +16,6 @@ from elastic_launch.events.sentences import sentence
 from elastic_launch.observe.reading import Refused, event_files, node_of
 from elastic_launch.system.plain_text import one_line, plain
 
-__all__ = ["show_events"]
-
 LOOK_EVERY = 0.5
 """Seconds between two looks at the files while they are followed."""
 

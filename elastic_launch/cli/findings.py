@@ -10,8 +10,6 @@ from typing import TypeVar
 
 from elastic_launch.system.threads import within
 
-__all__ = ["CLOCK_OFF", "PATIENCE", "SLOW", "Finding", "Findings", "Level", "error", "good", "timed", "warning"]
-
 T = TypeVar("T")
 
 SLOW = 1.0

@@ -16,18 +16,6 @@ from elastic_launch.config.torchrun_mode import EMPTY
 from elastic_launch.errors import CommandLineError, UsageError
 from elastic_launch.system.program import PROGRAM
 
-__all__ = [
-    "BY_NAME",
-    "FLAGS",
-    "GROUPS",
-    "USAGE",
-    "Flag",
-    "Line",
-    "Sourced",
-    "Values",
-    "split",
-]
-
 USAGE = f"{PROGRAM} [flags] script.py [arguments of the script]"
 
 

@@ -7,8 +7,6 @@ from elastic_launch.config.notice_sources import spellings
 from elastic_launch.config.torchrun_mode import DEFAULTS
 from elastic_launch.errors import ExitCode
 
-__all__ = ["EXIT_CODES", "help_text"]
-
 SUMMARY = "Run a PyTorch training job on nodes that may shrink and grow while it runs."
 
 EXIT_CODES: tuple[tuple[ExitCode, str], ...] = (

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field, replace
 from elastic_launch.cli.flags import FLAGS, Flag, Line, Sourced, Values
 from elastic_launch.config.settings import Setting
 
-__all__ = ["NOT_IN_FILES", "Job", "JobFile", "shown"]
-
 NOT_IN_FILES = ("--help", "--version", "--config", "--print-config", "--print-completion")
 
 # Flags whose repeated values are merged.

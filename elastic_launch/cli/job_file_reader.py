@@ -18,8 +18,6 @@ from elastic_launch.config.settings import nearest
 from elastic_launch.contract import Placement, worker_environment
 from elastic_launch.errors import UsageError
 
-__all__ = ["read_job_file"]
-
 _FLAG_KEYS = {
     name[2:]: flag for flag in FLAGS for name in flag.names if name.startswith("--") and flag.name not in NOT_IN_FILES
 }

@@ -23,8 +23,6 @@ from elastic_launch.config.backends import BACKENDS, kind_of
 from elastic_launch.config.launch_config import LaunchConfig, parse_nnodes
 from elastic_launch.errors import UsageError
 
-__all__ = ["ENV_INDEX", "Pod", "found_out", "full_name", "sentence"]
-
 ENV_INDEX = "JOB_COMPLETION_INDEX"
 
 PORT = 29400

@@ -14,8 +14,6 @@ from elastic_launch.events import types as ev
 from elastic_launch.observe.reading import event_files, node_of, parse
 from elastic_launch.system.plain_text import plain
 
-__all__ = ["show_logs"]
-
 PIECE = 1024 * 1024
 """Bytes that are read at a time."""
 

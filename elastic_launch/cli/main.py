@@ -48,8 +48,6 @@ from elastic_launch.faults import ENV_FAULTS, FaultPlan
 from elastic_launch.secret import Token, read_token
 from elastic_launch.system.program import PROGRAM, check_kernel, exiting, reported
 
-__all__ = ["build", "check_directory", "console_main", "find_module", "here", "launch", "main", "parse", "read_command"]
-
 log = logging.getLogger(__name__)
 
 

@@ -16,16 +16,6 @@ from elastic_launch.config.torch_options import STOP_SIGNALS, Signals, TorchOpti
 from elastic_launch.errors import UsageError
 from elastic_launch.faults import FaultPlan
 
-__all__ = [
-    "devices_of",
-    "read_drill",
-    "read_exit_codes",
-    "read_limits",
-    "read_notices",
-    "read_signals",
-    "read_torch_options",
-]
-
 log = logging.getLogger("elastic_launch.cli.main")
 
 BY_DEFAULT = (*STOP_SIGNALS, *Signals().forward)

@@ -28,8 +28,6 @@ from elastic_launch.config.output import (
 from elastic_launch.errors import UsageError
 from elastic_launch.system.private_files import make_private, untrusted
 
-__all__ = ["make_run_directory", "read_log_dir", "read_log_format", "read_output", "read_progress"]
-
 log = logging.getLogger(__name__)
 
 

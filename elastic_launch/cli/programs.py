@@ -11,8 +11,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import NoReturn
 
-__all__ = ["composer", "ctl", "launch"]
-
 
 def launch() -> NoReturn:
     """``elastic-launch``."""

@@ -23,8 +23,6 @@ from elastic_launch.config.torch_options import Foreign
 from elastic_launch.config.torchrun_mode import DEFAULT_ENDPOINT, SOURCE
 from elastic_launch.errors import UsageError
 
-__all__ = ["Meeting", "read_meeting"]
-
 log = logging.getLogger("elastic_launch.cli.main")
 
 _ALIASES = {f"elastic-{name}": name for name, kind in BACKENDS.items() if not kind.fixed_ranks}

@@ -20,8 +20,6 @@ from elastic_launch.config.backends import BACKENDS, kind_of
 from elastic_launch.config.launch_config import parse_endpoint, parse_nnodes
 from elastic_launch.errors import UsageError
 
-__all__ = ["JobStep", "expand", "found_out", "sentence"]
-
 SOURCE = "Slurm job "
 
 OWN_STEPS = 0xFFFF_FF00

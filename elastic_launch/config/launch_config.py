@@ -25,22 +25,6 @@ from elastic_launch.errors import UsageError
 from elastic_launch.faults import FaultPlan
 from elastic_launch.secret import Token
 
-__all__ = [
-    "Command",
-    "Endpoint",
-    "LaunchConfig",
-    "Limits",
-    "Timing",
-    "check_seconds",
-    "parse_endpoint",
-    "parse_endpoints",
-    "parse_listening",
-    "parse_nnodes",
-    "parse_voters",
-    "state_directory",
-    "writable",
-]
-
 LONGEST_WAIT = 1e6
 """Longest wait in seconds: eleven days. poll(2) takes milliseconds in an int, so waits beyond 24 days overflow."""
 

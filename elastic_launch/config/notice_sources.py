@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from elastic_launch.errors import UsageError
 
-__all__ = ["AUTO", "KINDS", "UNTOUCHABLE", "NoticeSource", "claimed", "parse_source", "spellings"]
-
 UNTOUCHABLE = (
     signal.SIGKILL,
     signal.SIGSTOP,

@@ -15,21 +15,6 @@ from string import Template
 from elastic_launch.contract import Placement
 from elastic_launch.errors import UsageError
 
-__all__ = [
-    "LATEST",
-    "LAYOUTS",
-    "LOGS_SPECS_GROUP",
-    "LOG_FORMATS",
-    "PROGRESS",
-    "TORCH_HEADER",
-    "Output",
-    "Route",
-    "Std",
-    "Streams",
-    "parse_ranks",
-    "parse_streams",
-]
-
 LAYOUTS = ("rounds", "torchrun")
 
 LATEST = "latest"

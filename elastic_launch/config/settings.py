@@ -13,18 +13,6 @@ from dataclasses import dataclass, fields
 from elastic_launch.config.launch_config import ZERO_ALLOWED, Timing, check_seconds
 from elastic_launch.errors import CommandLineError, UsageError
 
-__all__ = [
-    "CONF_KEYS",
-    "TIMES",
-    "Setting",
-    "check_keys",
-    "conf_items",
-    "default_node_id",
-    "nearest",
-    "parse_conf",
-    "read_timing",
-]
-
 log = logging.getLogger("elastic_launch.cli.main")
 
 TIMES = tuple(item.name for item in fields(Timing))

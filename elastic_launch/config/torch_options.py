@@ -11,19 +11,6 @@ from pathlib import Path
 
 from elastic_launch.errors import CommandLineError, UsageError
 
-__all__ = [
-    "NEWEST_TORCH",
-    "NUMA_MODES",
-    "START_METHODS",
-    "STOP_SIGNALS",
-    "Foreign",
-    "Signals",
-    "TorchOptions",
-    "installed_torch",
-    "untested_torch",
-    "visible_device",
-]
-
 NEWEST_TORCH = (2, 14)
 """The newest torch that the tests run with; a test compares it with pyproject.toml."""
 

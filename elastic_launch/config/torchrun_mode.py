@@ -12,19 +12,6 @@ from contextlib import contextmanager
 from elastic_launch.config.settings import Setting
 from elastic_launch.errors import CommandLineError, ElasticLaunchError, ExitCode
 
-__all__ = [
-    "DEFAULTS",
-    "DEFAULT_ENDPOINT",
-    "EMPTY",
-    "ENV_TORCHRUN",
-    "NAME",
-    "SOURCE",
-    "called_so",
-    "code_of",
-    "errors_told",
-    "wanted",
-]
-
 ENV_TORCHRUN = "ELASTIC_LAUNCH_TORCHRUN"
 
 NAME = "torchrun"

@@ -7,8 +7,6 @@ import signal
 from elastic_launch.events import types as ev
 from elastic_launch.events.types import counted
 
-__all__ = ["ending", "sentence"]
-
 _ORDERS = {
     "drain": "round {round} is to end after the same step on all ranks",
     "break": "round {round} is broken",

@@ -16,8 +16,6 @@ from elastic_launch.events.types import Event, event_name
 from elastic_launch.system.private_files import make_private, open_private
 from elastic_launch.system.writer_thread import Writer
 
-__all__ = ["JsonLines"]
-
 
 class JsonLines:
     """Appends events to a file as JSON lines.

@@ -9,8 +9,6 @@ from accelerate import Accelerator
 from elastic_launch.integrations.drain import Drain
 from elastic_launch.training.stopping import Drained
 
-__all__ = ["DrainCallback"]
-
 
 class DrainCallback:
     """Saves with the script's own function, and ends the process, once all ranks have agreed to stop.

@@ -15,8 +15,6 @@ from elastic_launch.training.ranks.agreement import Agreement, Wishes
 from elastic_launch.training.ranks.world import World, environment
 from elastic_launch.training.stopping import Stop, Termination
 
-__all__ = ["Drain"]
-
 
 class Drain:
     """Makes all ranks stop after the same step when a node joins or leaves, or on SIGTERM.

@@ -15,8 +15,6 @@ from elastic_launch.errors import UsageError
 from elastic_launch.integrations.drain import Drain
 from elastic_launch.training.stopping import Drained
 
-__all__ = ["DrainCallback"]
-
 
 class DrainCallback(Callback):
     """Saves a checkpoint and ends the process once all ranks have agreed to stop.

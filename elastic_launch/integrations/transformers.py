@@ -10,8 +10,6 @@ from elastic_launch.integrations.drain import Drain
 from elastic_launch.training.ranks.world import leave
 from elastic_launch.training.stopping import Drained
 
-__all__ = ["DrainCallback"]
-
 
 class DrainCallback(TrainerCallback):
     """Saves a ``checkpoint-N`` and ends the process once all ranks have agreed to stop.

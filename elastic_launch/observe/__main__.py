@@ -10,8 +10,6 @@ from pathlib import Path
 from elastic_launch.errors import ElasticLaunchError
 from elastic_launch.observe.report import show_report
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the ledger; return the exit code."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from elastic_launch.events.types import counted
 from elastic_launch.observe.ledger import PARTS, Ledger, spoken
 
-__all__ = ["advice"]
-
 SHARE, LEAST = 0.01, 1.0
 """Share of the whole time, and seconds, from which a cost is worth advice."""
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 
 from elastic_launch.events import types as ev
 
-__all__ = ["Chronicle", "RoundTold"]
-
 
 @dataclass(slots=True)
 class RoundTold:

@@ -8,8 +8,6 @@ from typing import NamedTuple
 from elastic_launch.clock import Clock
 from elastic_launch.observe.present import Present
 
-__all__ = ["History", "Sample"]
-
 MOST = 240
 """Samples that are kept: once there are more, every second one is dropped, and half as many are added from then on."""
 

@@ -37,8 +37,6 @@ from dataclasses import dataclass, replace
 from elastic_launch.events.types import counted
 from elastic_launch.observe.chronicle import Chronicle, RoundTold
 
-__all__ = ["PARTS", "Incident", "Ledger", "build", "spoken"]
-
 PARTS = ("detect_s", "stop_s", "form_s", "start_s", "restore_s", "first_step_s")
 """An incident's parts, in order."""
 

@@ -12,8 +12,6 @@ from elastic_launch.events.types import CheckpointSaved, Event, FirstStep, Order
 from elastic_launch.observe.chronicle import Chronicle, RoundTold
 from elastic_launch.observe.ledger import Incident, Ledger, build
 
-__all__ = ["LiveLedger"]
-
 MOST = 1000
 """Events that are kept to be drawn: the last ones."""
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.core import Metric
 
-__all__ = ["CONTENT_TYPE", "METRICS", "NodeMetrics"]
-
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Of Prometheus' text format (https://prometheus.io/docs/instrumenting/exposition_formats/)."""
 

@@ -22,21 +22,6 @@ from elastic_launch.observe.timeline import Bar, bars, still
 if TYPE_CHECKING:
     from elastic_launch.rendezvous.admin.messages import NodeStatus, Status
 
-__all__ = [
-    "SECTIONS",
-    "TICKS",
-    "as_page",
-    "charts_section",
-    "live_page",
-    "now_section",
-    "rank_options",
-    "roster_section",
-    "sections",
-    "summary_section",
-    "time_of_day",
-    "when",
-]
-
 WIDTH, HEIGHT, FLOOR, MARGIN = 960, 140, 128, 4
 """Of a picture, whose width is stretched to that of the window; the bottom of what it draws, and its distance from the
 top."""

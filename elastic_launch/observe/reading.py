@@ -14,8 +14,6 @@ from elastic_launch.errors import ProtocolError, UsageError
 from elastic_launch.events import types as ev
 from elastic_launch.observe.chronicle import Chronicle
 
-__all__ = ["Host", "Refused", "event_files", "node_of", "parse", "read"]
-
 LONGEST_LINE = 4 * 1024 * 1024
 """Longest line that is read, in characters; a round of 16,000 nodes has fewer."""
 

@@ -18,8 +18,6 @@ from elastic_launch.observe.picture import as_png
 from elastic_launch.observe.reading import Host, event_files, read
 from elastic_launch.system.plain_text import one_line, plain
 
-__all__ = ["as_json", "as_table", "joined", "show_report", "standing"]
-
 _HEADINGS = ("", "rounds", "kind", "detect", "stop", "form", "start", "restore", "first", "still", "lost", "cause")
 
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
     from opentelemetry.util.types import AttributeValue
 
-__all__ = ["Spans", "processor", "wanted"]
-
 _log = logging.getLogger("elastic_launch")
 
 LAST = 3.0

@@ -9,8 +9,6 @@ from elastic_launch.events import types as ev
 from elastic_launch.observe.chronicle import Chronicle, RoundTold
 from elastic_launch.observe.ledger import Incident
 
-__all__ = ["Bar", "bars", "still"]
-
 
 @dataclass(frozen=True, slots=True)
 class Bar:

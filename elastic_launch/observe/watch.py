@@ -15,8 +15,6 @@ from elastic_launch.observe.live import LiveLedger
 from elastic_launch.observe.present import Present
 from elastic_launch.system.plain_text import one_line
 
-__all__ = ["NODES", "Watch", "short_names", "span"]
-
 WINDOW = 15.0
 """Seconds whose steps make the rate of steps."""
 

@@ -34,8 +34,6 @@ from elastic_launch.errors import ProtocolError, RefusedError, RendezvousError
 from elastic_launch.rendezvous.record import ControlRecord, Round
 from elastic_launch.rendezvous.wire.seal import ValueSeal
 
-__all__ = ["REPAIR", "STANDS", "UNSEEN", "Claim", "Continuity", "Sight", "SpoiledError", "repairing"]
-
 STANDS = 2.5
 """Seconds for which a joining node sees a record that refuses it, or that has ended, before it accepts the record."""
 

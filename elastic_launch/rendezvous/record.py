@@ -13,19 +13,6 @@ from elastic_launch.codec import between
 from elastic_launch.config.launch_config import Limits
 from elastic_launch.errors import ProtocolError, UsageError
 
-__all__ = [
-    "SCHEMA",
-    "ControlRecord",
-    "End",
-    "FaultyNode",
-    "Leader",
-    "LocalRanks",
-    "Member",
-    "Round",
-    "Seconds",
-    "WorkerRanks",
-]
-
 SCHEMA = 2
 
 MOST_LOCAL_RANKS = 65536

@@ -22,8 +22,6 @@ from elastic_launch.errors import ProtocolError
 from elastic_launch.secret import Token, read_token
 from elastic_launch.system.private_files import make_private, open_private, read_small
 
-__all__ = ["FILE", "TOKEN_FILE", "FoundRun", "RunAddress", "RunFile", "find"]
-
 _log = logging.getLogger(__name__)
 
 FILE = "run.json"

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
         RendezvousParameters,
     )
 
-__all__ = ["c10d_handler_creator", "etcd_handler_creator"]
-
 
 def c10d_handler_creator() -> RendezvousHandlerCreator:
     """Return the factory of handlers for ``--rdzv-backend elastic-c10d``."""

@@ -38,8 +38,6 @@ from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.rendezvous.worker_store import WorkerStore, store_client
 from elastic_launch.secret import read_token
 
-__all__ = ["MembershipHandler", "TorchrunHandler"]
-
 END_TIMEOUT = 10.0
 """Seconds that a node whose workers have finished waits for the run's end to be recorded."""
 

@@ -10,8 +10,6 @@ from torch._C._distributed_c10d import TCPStore
 from elastic_launch.rendezvous.wire.addresses import listen
 from elastic_launch.system.descriptors import ensure_free
 
-__all__ = ["WorkerStore", "store_client", "store_server"]
-
 _OPENS = 10
 """Descriptors that torch's store opens. If one is lacking, it fails and leaves its listener open for good."""
 

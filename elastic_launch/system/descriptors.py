@@ -13,17 +13,6 @@ import resource
 import threading
 from collections.abc import Iterator
 
-__all__ = [
-    "PAUSE",
-    "ensure_free",
-    "given_limit",
-    "raise_limit",
-    "release",
-    "reserve",
-    "scarce",
-    "standard_numbers_taken",
-]
-
 _log = logging.getLogger(__name__)
 
 RESERVE = 32

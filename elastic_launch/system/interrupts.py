@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from types import FrameType
     from typing import NoReturn
 
-__all__ = ["end_quietly"]
-
 _INTERRUPTED = 130
 """As in :class:`elastic_launch.errors.ExitCode`, whose import takes too long for this module."""
 

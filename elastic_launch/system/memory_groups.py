@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["CGROUPS", "MemoryGroup", "memory_groups"]
-
 CGROUPS = Path("/sys/fs/cgroup")
 
 

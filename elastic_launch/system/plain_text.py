@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 
-__all__ = ["clipped", "one_line", "plain"]
-
 _STYLES = re.compile(r"\x1b\[[0-9;:]*[mK]")
 
 # Control characters (including bidirectional ones), line ends other than \n, and surrogates.

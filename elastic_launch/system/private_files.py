@@ -12,8 +12,6 @@ import os
 import stat
 from pathlib import Path
 
-__all__ = ["make_private", "open_private", "read_small", "untrusted"]
-
 
 def make_private(path: Path) -> None:
     """Create a directory and its missing parents, with mode 0700; an existing directory is left unchanged.

@@ -20,8 +20,6 @@ from elastic_launch.system.interrupts import end_quietly
 from elastic_launch.system.termination_log import write_termination_log
 from elastic_launch.system.writer_thread import IDLE, Writer, flush_all
 
-__all__ = ["GIVEN_UP", "PROGRAM", "check_kernel", "exiting", "reported"]
-
 PROGRAM = "elastic-launch"
 
 GIVEN_UP = "c10d-call"

@@ -6,8 +6,6 @@ import os
 import stat
 from collections.abc import Sequence
 
-__all__ = ["ENV_TERMINATION_LOG", "LIMIT", "termination_message", "write_termination_log"]
-
 ENV_TERMINATION_LOG = "ELASTIC_LAUNCH_TERMINATION_LOG"
 """Variable with the file's path, which a pod may also set as ``terminationMessagePath``."""
 

@@ -11,8 +11,6 @@ from typing import TypeVar
 
 from elastic_launch.errors import ElasticLaunchError
 
-__all__ = ["ThreadDied", "VitalThread", "deaths_reported_to", "within"]
-
 T = TypeVar("T")
 
 

@@ -18,8 +18,6 @@ from typing import TypeVar
 
 from elastic_launch.system.threads import VitalThread
 
-__all__ = ["IDLE", "OVERHEAD", "Writer", "flush_all"]
-
 T = TypeVar("T")
 
 Write = Callable[[bytes], object]

@@ -27,8 +27,6 @@ from elastic_agents.inbox import handling
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.error_file import ENV_ERROR_FILE
 
-__all__ = ["Ended", "run_agent"]
-
 _log = logging.getLogger("elastic_launch")
 
 MARGIN = 10.0

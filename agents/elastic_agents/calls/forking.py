@@ -26,8 +26,6 @@ from elastic_agents.prctl import signal_at_parents_death
 from elastic_agents.warm.run_script import await_orders
 from elastic_agents.warm.server import fork_on_demand
 
-__all__ = ["fork_agent"]
-
 _forking = threading.Lock()
 """Held while warnings are suppressed, which are those of the whole process."""
 

@@ -17,8 +17,6 @@ from elastic_agents.calls.worker import HEADER, UNPICKLABLE
 from elastic_agents.warm.server import entered
 from elastic_launch.config.launch_config import Command
 
-__all__ = ["ForkedCall", "FunctionCall", "Results", "memory", "name_of"]
-
 
 class Results:
     """What the workers of a call return, by local rank.

@@ -7,8 +7,6 @@ import sys
 import threading
 from typing import Any
 
-__all__ = ["HeldSignals"]
-
 
 class HeldSignals:
     """Holds back all signals: an exception that a handler raises would leave a new process without an owner.

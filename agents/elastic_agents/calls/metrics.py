@@ -20,8 +20,6 @@ from elastic_launch.events.types import Event, OrderReceived, WorkerExited, Work
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult
 
-__all__ = ["Meter", "MetricPipe", "Monitor", "put_results", "timed_run", "wanted"]
-
 _log = logging.getLogger("elastic_launch.agent")
 
 Put = Callable[[str, int], object]

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 
     from elastic_agents.agent import LocalElasticAgent
 
-__all__ = ["Order", "main"]
-
-
 OF_GROUP = ("group_rank", "group_world_size", "master_addr", "master_port")
 OF_WORKER = ("id", "global_rank", "world_size", "role_rank", "role_world_size")
 """What torch's agent enters in its ``WorkerGroup`` and in each ``Worker`` of it."""

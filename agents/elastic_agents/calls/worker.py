@@ -19,8 +19,6 @@ from typing import Any
 
 from elastic_agents.warm.ending import ERROR_FILE, record
 
-__all__ = ["HEADER", "UNPICKLABLE", "call", "main"]
-
 HEADER = struct.Struct("<Q")
 """Precedes a pickled result: the number of the round."""
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from elastic_launch.shared_progress import Activity, WorkerProgress
 
-__all__ = ["Lateness", "Standstill"]
-
 FACTOR = 5.0
 """A worker is late after so many times the longest time that it has taken for the same."""
 

@@ -18,8 +18,6 @@ from elastic_launch.errors import ProtocolError
 from elastic_launch.stack_dump import SIGNAL
 from elastic_launch.system.private_files import read_small
 
-__all__ = ["Usage", "is_stopped", "is_traced", "moved", "others_in_session", "stacks_of", "usage"]
-
 CPU_SHARE = 0.005
 """Share of a CPU above which a thread does something: gloo's threads look a hundred times a second for what to do."""
 

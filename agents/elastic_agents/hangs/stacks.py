@@ -12,18 +12,6 @@ import elastic_agents
 import elastic_launch
 from elastic_launch.errors import ProtocolError
 
-__all__ = [
-    "Frame",
-    "Stack",
-    "debugged",
-    "in_exchange",
-    "in_loader",
-    "parse_dump",
-    "parse_py_spy",
-    "text_of",
-    "user_frame",
-]
-
 
 class Frame(NamedTuple):
     """One frame of a stack."""

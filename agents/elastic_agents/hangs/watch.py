@@ -21,8 +21,6 @@ from elastic_launch.system.plain_text import clipped, one_line
 from elastic_launch.system.private_files import make_private, open_private
 from elastic_launch.system.threads import ThreadDied, VitalThread
 
-__all__ = ["HangWatch", "Watched", "WatchedWorker", "keep_stacks"]
-
 _log = logging.getLogger("elastic_launch.agent")
 
 TICK = 0.5

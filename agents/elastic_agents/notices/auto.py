@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["cloud_of", "kinds_here", "read_dmi"]
-
 DMI = Path("/sys/class/dmi/id")
 """The firmware's description of the machine, which the kernel makes readable to all users."""
 

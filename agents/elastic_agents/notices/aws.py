@@ -15,8 +15,6 @@ from elastic_agents.notices.http import LINK_LOCAL, Http, Reply, Unanswered
 from elastic_agents.notices.types import SOON, Notice, Source, Trouble, dated, decoded, plain, promised, seconds_until
 from elastic_launch.config.notice_sources import NoticeSource
 
-__all__ = ["Aws", "instance_action", "lifecycle", "rebalance", "scheduled", "source"]
-
 NAME = "AWS"
 
 META = "/latest/meta-data/"

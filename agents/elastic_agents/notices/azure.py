@@ -16,8 +16,6 @@ from elastic_agents.notices.http import LINK_LOCAL, Http, Reply
 from elastic_agents.notices.types import SOON, Notice, Source, Trouble, dated, decoded, plain, promised, seconds_until
 from elastic_launch.config.notice_sources import NoticeSource
 
-__all__ = ["Azure", "events", "source"]
-
 NAME = "Azure"
 
 EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from elastic_agents.notices.types import Notice, Source, Trouble
 from elastic_launch.config.notice_sources import NoticeSource
 
-__all__ = ["File", "seconds_in", "source"]
-
 LONGEST = 1e6
 """Seconds; see :data:`elastic_launch.config.launch_config.LONGEST_WAIT`."""
 

@@ -14,8 +14,6 @@ from elastic_agents.notices.http import LINK_LOCAL, Http, Reply
 from elastic_agents.notices.types import Notice, Source, Trouble
 from elastic_launch.config.notice_sources import NoticeSource
 
-__all__ = ["Gcp", "maintenance", "preempted", "source"]
-
 NAME = "GCP"
 
 INSTANCE = "/computeMetadata/v1/instance/"

@@ -14,8 +14,6 @@ from urllib.parse import urlsplit
 
 from elastic_agents.notices.types import Trouble
 
-__all__ = ["LIMIT", "LINK_LOCAL", "Http", "Reply", "Unanswered"]
-
 LINK_LOCAL = "http://169.254.169.254"
 """The address of the metadata service of AWS, GCP and Azure alike."""
 

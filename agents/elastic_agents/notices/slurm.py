@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from elastic_agents.notices.types import Notice, Source
 from elastic_launch.config.notice_sources import NoticeSource
 
-__all__ = ["Slurm", "seconds_left", "source"]
-
 _log = logging.getLogger("elastic_launch.notices")
 
 AHEAD = 60.0

@@ -10,20 +10,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-__all__ = [
-    "LATE",
-    "SOON",
-    "Notice",
-    "Source",
-    "Trouble",
-    "dated",
-    "decoded",
-    "moment",
-    "plain",
-    "promised",
-    "seconds_until",
-]
-
 SOON = 120.0
 """Seconds before a planned maintenance at which a node leaves: what AWS gives for a spot interruption."""
 

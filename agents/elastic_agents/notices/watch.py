@@ -14,8 +14,6 @@ from elastic_agents.notices.types import Notice, Source, Trouble
 from elastic_launch.config.notice_sources import NoticeSource
 from elastic_launch.system.threads import ThreadDied, VitalThread
 
-__all__ = ["NoticeWatch", "sources_of", "watching"]
-
 _log = logging.getLogger("elastic_launch.notices")
 
 REMEMBERED = 20

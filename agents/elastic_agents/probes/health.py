@@ -23,8 +23,6 @@ from elastic_launch.errors import EndpointError
 from elastic_launch.observe.present import Present
 from elastic_launch.rendezvous.wire.addresses import early_address, full_host_name, listen, listen_anywhere, try_listen
 
-__all__ = ["Health", "Page", "health_listener", "own_names", "page_listener"]
-
 Page = Callable[[Present, str], Response | None]
 """Shows how this node's part of the run is, given what follows the question mark in the address.
 

@@ -22,8 +22,6 @@ from http import HTTPStatus
 
 from elastic_launch.system.threads import ThreadDied, VitalThread
 
-__all__ = ["HttpServer", "Request", "Responder", "Response"]
-
 _log = logging.getLogger("elastic_launch.http")
 
 MAX_CONNECTIONS = 32

@@ -19,8 +19,6 @@ from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.errors import ElasticLaunchError, ExitCode
 from elastic_launch.events.types import NodeChecked
 
-__all__ = ["NodeCheckError", "check_node", "probe"]
-
 LIMIT = 60.0
 """Seconds that the test may take; it takes about three."""
 

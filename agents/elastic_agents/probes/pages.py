@@ -26,8 +26,6 @@ from elastic_launch.observe.reading import Host
 from elastic_launch.observe.watch import Watch, span
 from elastic_launch.system.plain_text import plain
 
-__all__ = ["node_pages"]
-
 SAMPLE_EVERY = 1.0
 """Seconds after which figures are noted for the charts, whether or not there are readers."""
 

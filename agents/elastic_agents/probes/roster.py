@@ -19,8 +19,6 @@ from elastic_launch.rendezvous.admin.messages import Status
 from elastic_launch.system.plain_text import one_line
 from elastic_launch.system.threads import ThreadDied, VitalThread
 
-__all__ = ["Answer", "Roster"]
-
 _log = logging.getLogger("elastic_launch.http")
 
 ASK_EVERY, SHARE, LONGEST = 2.0, 20.0, 20.0

@@ -24,8 +24,6 @@ from elastic_launch import codec
 from elastic_launch.contract import MAX_LINE, Commit, Copied, Copying, CopyJob, MayCommit, pack, unpack
 from elastic_launch.errors import ProtocolError
 
-__all__ = ["Copier"]
-
 _log = logging.getLogger("elastic_launch.agent")
 
 WARN_AFTER = 10.0

@@ -26,8 +26,6 @@ from elastic_launch.snapshot.storage.listing import find
 from elastic_launch.snapshot.storage.saving import prune, write_parts, write_share
 from elastic_launch.snapshot.storage.shares import Division, Split
 
-__all__ = ["copy", "main"]
-
 _log = logging.getLogger(__name__)
 
 SILENCE = 1.0

@@ -9,8 +9,6 @@ from elastic_agents.step_timer import StepTimer
 from elastic_launch.contract import Copied
 from elastic_launch.events.types import counted
 
-__all__ = ["SAVES_ITSELF", "DurableState"]
-
 SAVES_ITSELF = "the script saves its state itself"
 """Why this project has saved nothing of a training with a loop of its own."""
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from elastic_launch.contract import SLOTS
 
-__all__ = ["HeldSlot", "SlotTable"]
-
 
 @dataclass(frozen=True, slots=True)
 class HeldSlot:

@@ -18,8 +18,6 @@ from elastic_launch.snapshot.location import Url, place
 from elastic_launch.snapshot.memory.slot import Header, Slot
 from elastic_launch.system.threads import VitalThread
 
-__all__ = ["SnapshotStore"]
-
 _log = logging.getLogger("elastic_launch.agent")
 
 ATTEMPTS = 4

@@ -37,8 +37,6 @@ from elastic_launch.snapshot.memory.slot import Header, Slot
 from elastic_launch.snapshot.room import lacking
 from elastic_launch.system.threads import VitalThread
 
-__all__ = ["ENDING", "TransferClient", "TransferServer"]
-
 _log = logging.getLogger("elastic_launch.agent")
 
 ENDING = 20.0

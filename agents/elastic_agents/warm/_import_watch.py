@@ -12,8 +12,6 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["PER_WORKER", "Watch", "lives_after_fork", "poisoned_by_fork", "tasks", "watched"]
-
 PER_WORKER = frozenset(
     [
         *("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),

@@ -15,8 +15,6 @@ from typing import Any
 from elastic_agents.warm._import_watch import Watch, watched
 from elastic_agents.warm._script_imports import Import, Reading, entry_point, read
 
-__all__ = ["OURS", "REMEDY", "TORCH", "Loaded", "Loading", "Plan", "plan"]
-
 TORCH = (
     "torch._dynamo",  # the first use of an optimizer imports it
     "torch.distributed.algorithms.join",

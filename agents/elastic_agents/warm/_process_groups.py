@@ -18,8 +18,6 @@ import sys
 import weakref
 from typing import Any
 
-__all__ = ["outlive_users"]
-
 
 def outlive_users() -> None:
     """Make process groups outlive the reducers that use them, from now on and in all forked processes."""

@@ -17,8 +17,6 @@ from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from importlib.util import MAGIC_NUMBER
 
-__all__ = ["IMPORT_TIME", "Import", "Reading", "differs_at_import", "entry_point", "matters_at_import", "read"]
-
 MOST_FILES = 300
 """Maximum number of the user's files that are read; reading stops there."""
 

@@ -26,8 +26,6 @@ from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.system.threads import VitalThread
 from elastic_launch.system.writer_thread import Writer
 
-__all__ = ["WarmServer"]
-
 _log = logging.getLogger("elastic_launch.warm")
 
 OPEN_TIMEOUT = 3.0

@@ -25,8 +25,6 @@ import types
 from collections.abc import Mapping
 from typing import NoReturn
 
-__all__ = ["ERROR_FILE", "SOCKET", "end", "last_words", "record"]
-
 SOCKET = "ELASTIC_LAUNCH_SOCKET"
 """The variable with the agent's socket (elastic_launch.contract.ENV_SOCKET): a worker imports nothing at its end."""
 

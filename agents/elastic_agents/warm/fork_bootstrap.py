@@ -29,9 +29,6 @@ from elastic_agents.warm._script_imports import Import
 from elastic_agents.warm.run_script import BLOCKED, show
 from elastic_agents.warm.server import open_log, serve_as
 
-__all__ = ["SERVER", "AgentState", "Bootstrap", "ServerLink", "answering", "bootstrap"]
-
-
 SERVER = "the warm server"
 
 

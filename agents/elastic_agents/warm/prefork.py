@@ -13,8 +13,6 @@ from collections.abc import Generator
 
 from elastic_agents.workers.processes import StartRequest
 
-__all__ = ["Prefork"]
-
 FORK_TIMEOUT = 10.0
 """Seconds for a fork, which takes 0.03 s on a machine that does not swap."""
 

@@ -17,8 +17,6 @@ from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.system.threads import VitalThread
 from elastic_launch.system.writer_thread import Writer
 
-__all__ = ["WarmProcesses", "start_processes"]
-
 _log = logging.getLogger("elastic_launch.warm")
 
 MOST_REPLACED = 3

@@ -28,8 +28,6 @@ from elastic_launch.config.notice_sources import claimed
 
 _log = logging.getLogger("elastic_launch.warm")
 
-__all__ = ["reexec"]
-
 AGENT = "elastic_agents.main:resume"
 """The function that continues as the agent after the exec."""
 

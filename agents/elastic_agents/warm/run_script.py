@@ -26,8 +26,6 @@ from elastic_agents.prctl import signal_at_parents_death
 from elastic_agents.warm._script_imports import entry_point
 from elastic_agents.warm.ending import end
 
-__all__ = ["BLOCKED", "Orders", "await_orders", "leave_parent", "run_script", "show"]
-
 BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that whole process groups receive; a process that is not a worker yet must ignore them."""
 

@@ -30,18 +30,6 @@ from elastic_agents.warm._preload import REMEDY, Loaded, Loading, Plan, plan
 from elastic_agents.warm._process_groups import outlive_users
 from elastic_agents.warm.run_script import BLOCKED, leave_parent, run_script
 
-__all__ = [
-    "command",
-    "entered",
-    "fork_on_demand",
-    "open_log",
-    "serve",
-    "serve_as",
-    "server_environment",
-    "server_settings",
-    "wants_server",
-]
-
 if TYPE_CHECKING:
     from elastic_launch.config.launch_config import LaunchConfig
 

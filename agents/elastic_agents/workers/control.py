@@ -34,8 +34,6 @@ from elastic_launch.shared_progress import SharedProgress, WorkerProgress
 from elastic_launch.system.descriptors import PAUSE, reserve, scarce
 from elastic_launch.system.threads import VitalThread
 
-__all__ = ["Control", "HungUp", "ScriptEnded", "Straggles", "loss_in"]
-
 _log = logging.getLogger("elastic_launch.agent")
 
 

@@ -19,8 +19,6 @@ from elastic_launch.symptoms import BROKEN_CONNECTION, symptom_in, symptom_of_ab
 from elastic_launch.system.memory_groups import CGROUPS, memory_groups
 from elastic_launch.system.plain_text import clipped, one_line, plain
 
-__all__ = ["OutOfMemoryCounter", "about", "disconnection", "printed_last", "raised_in", "report"]
-
 # Bytes of JSON: a report must fit into one message, however long an exception is and whatever characters it has.
 _DETAIL_LINES = 60
 _DETAIL_BYTES = 128 * 1024

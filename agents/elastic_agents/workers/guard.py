@@ -18,8 +18,6 @@ from pathlib import Path
 
 from elastic_launch.system.threads import VitalThread
 
-__all__ = ["Guard"]
-
 _log = logging.getLogger("elastic_launch.agent")
 
 SETTLED = 1.0

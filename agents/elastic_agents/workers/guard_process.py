@@ -7,8 +7,6 @@ import signal
 
 from elastic_agents.workers.sessions import kill_sessions
 
-__all__ = ["watch"]
-
 
 def watch(source: int) -> None:
     """Follow the agent's lines on a descriptor to their end; the guard's main function."""

@@ -21,8 +21,6 @@ from elastic_launch.error_file import MOST_BYTES
 from elastic_launch.system.private_files import make_private, open_private, read_small
 from elastic_launch.system.writer_thread import Writer
 
-__all__ = ["LogPlaces", "WorkerLogs", "keep_error", "link_latest"]
-
 _log = logging.getLogger("elastic_launch.agent")
 
 PATIENCE = 3.0

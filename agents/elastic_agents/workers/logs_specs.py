@@ -19,8 +19,6 @@ from elastic_launch.config.output import LOGS_SPECS_GROUP, Route, Streams
 from elastic_launch.contract import Placement
 from elastic_launch.errors import UsageError
 
-__all__ = ["LogsSpecsFailed", "NamedLogs", "torch_logs_specs"]
-
 
 class LogsSpecsFailed(Exception):
     """Logs specs of another package raised, or returned something invalid."""

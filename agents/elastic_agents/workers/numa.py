@@ -10,8 +10,6 @@ from inspect import signature
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.errors import UsageError
 
-__all__ = ["bound", "check_binding"]
-
 
 def check_binding(config: LaunchConfig) -> None:
     """Check, before anything is started, whether each worker can be bound.

@@ -17,8 +17,6 @@ from elastic_launch.config.output import Route
 from elastic_launch.system.threads import VitalThread
 from elastic_launch.system.writer_thread import Writer
 
-__all__ = ["OutputPump", "Stream"]
-
 TAIL_LINES, PAGE_LINES = 20, 200
 """Last lines of a stream for failure reports, and those for the page of the run."""
 

@@ -22,18 +22,6 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler
 
 
-__all__ = [
-    "AHEAD",
-    "arguments",
-    "environment",
-    "environment_ahead",
-    "group_of",
-    "place",
-    "place_of",
-    "shared_environment",
-    "unplaced",
-]
-
 AHEAD = "started ahead of a place in a round"
 """The start reason of a worker that has no place yet; it learns why the last round ended with its place."""
 

@@ -17,8 +17,6 @@ from elastic_agents.child import UNKNOWN, Child, started
 from elastic_agents.workers.sessions import dead_strangers, read_proc, reap, reap_orphans
 from elastic_launch.system.threads import VitalThread
 
-__all__ = ["ExecProcesses", "OnExit", "StartRequest", "heeds", "ignores"]
-
 OnExit = Callable[[int, int], None]
 """Called with pid and exit code (-N for signal N) once a process is reaped, from any thread."""
 

@@ -30,8 +30,6 @@ from elastic_launch.events.sentences import ending
 from elastic_launch.rendezvous.wire.messages import Failure
 from elastic_launch.system.writer_thread import Writer
 
-__all__ = ["Reaped", "RoundWorkers"]
-
 _log = logging.getLogger("elastic_launch.agent")
 
 READ_TIMEOUT = 2.0

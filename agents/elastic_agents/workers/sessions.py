@@ -11,17 +11,6 @@ import signal
 import time
 from collections.abc import Iterator, Set
 
-__all__ = [
-    "dead_strangers",
-    "empty_sessions",
-    "kill_sessions",
-    "read_proc",
-    "reap",
-    "reap_orphans",
-    "session_members",
-    "threads_of",
-]
-
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 

@@ -25,8 +25,6 @@ from elastic_launch.events.types import EventSink, WorkerKept, WorkerPlaced, Wor
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.system.descriptors import scarce
 
-__all__ = ["UNKNOWN_START", "StartTimer", "WorkerStarts", "while_scarce"]
-
 _log = logging.getLogger("elastic_launch.agent")
 
 T = TypeVar("T")

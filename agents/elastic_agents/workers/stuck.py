@@ -15,8 +15,6 @@ from dataclasses import dataclass
 
 from elastic_agents.workers.sessions import read_proc, threads_of
 
-__all__ = ["LOOK_EVERY", "STUCK_AFTER", "StuckDetector"]
-
 LOOK_EVERY = 2.0
 """Seconds between two checks of a process."""
 

@@ -24,8 +24,6 @@ from elastic_launch.codec import between, decode, loads
 from elastic_launch.errors import ProtocolError, UsageError
 from elastic_launch.system.threads import VitalThread
 
-__all__ = ["ENV_ENABLE", "ENV_FILE", "TimerExpired", "TimerRequest", "Timers", "watchdog"]
-
 _log = logging.getLogger("elastic_launch.agent")
 
 ENV_ENABLE = "TORCHELASTIC_ENABLE_FILE_TIMER"

@@ -30,8 +30,6 @@ from elastic_launch.rendezvous.wire.authentication import Channel, link_key
 from elastic_launch.rendezvous.wire.seal import ValueSeal
 from elastic_launch.secret import Token
 
-__all__ = ["Address", "AdminClient", "RunEndedError"]
-
 TIMEOUT = 4.0
 """Seconds within which the store and the leader must first answer, both together: users are told within 5 s."""
 

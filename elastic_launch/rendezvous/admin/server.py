@@ -18,8 +18,6 @@ from elastic_launch.rendezvous.leader.machine import LeaderMachine
 from elastic_launch.rendezvous.leader.types import Close, Emit, Instruction, Node, Send
 from elastic_launch.rendezvous.wire import messages as m
 
-__all__ = ["DRAIN_REASON", "MAX_CALLERS", "AdminRequests"]
-
 DRAIN_REASON = "elasticctl drain"
 
 MAX_CALLERS = 64

@@ -27,8 +27,6 @@ from elastic_launch.rendezvous.wire.addresses import (
     try_listen,
 )
 
-__all__ = ["Backend", "C10dBackend", "FoundLeader", "NodeAddress"]
-
 _log = logging.getLogger(__name__)
 
 ACK_TIMEOUT = 5.0

@@ -40,8 +40,6 @@ from elastic_launch.rendezvous.wire.log_once import LogOnce
 from elastic_launch.rendezvous.wire.seal import Patience, ValueSeal
 from elastic_launch.system.threads import ThreadDied, VitalThread
 
-__all__ = ["ElectedBackend", "found_by"]
-
 _log = logging.getLogger(__name__)
 
 WATCH = 1.0

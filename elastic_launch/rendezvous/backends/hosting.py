@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from elastic_launch.config.launch_config import Endpoint
 from elastic_launch.rendezvous.wire.addresses import is_loopback
 
-__all__ = ["explain", "said_rank"]
-
 RANKS = ("SLURM_NODEID", "JOB_COMPLETION_INDEX")
 """Variables in which Slurm and Kubernetes' indexed jobs number the nodes of a job from 0."""
 

@@ -10,8 +10,6 @@ from elastic_launch.events.types import EventSink
 from elastic_launch.rendezvous.backends.c10d import Backend, C10dBackend
 from elastic_launch.rendezvous.stores.registry import open_store
 
-__all__ = ["backend_of"]
-
 
 def backend_of(config: LaunchConfig, clock: Clock, events: EventSink) -> Backend:
     """Return the backend that the configuration names."""

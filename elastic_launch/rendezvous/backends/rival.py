@@ -16,8 +16,6 @@ from elastic_launch.rendezvous.record import ControlRecord
 from elastic_launch.secret import Token
 from elastic_launch.system.threads import VitalThread
 
-__all__ = ["SIGHTINGS", "Rivals"]
-
 _log = logging.getLogger(__name__)
 
 SIGHTINGS = 8

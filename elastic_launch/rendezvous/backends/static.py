@@ -27,8 +27,6 @@ from elastic_launch.rendezvous.wire.seal import Patience, ValueSeal
 from elastic_launch.secret import Token
 from elastic_launch.system.threads import VitalThread
 
-__all__ = ["LeaderAddress", "StaticBackend", "published_leader"]
-
 _log = logging.getLogger(__name__)
 
 LOOK = 1.0

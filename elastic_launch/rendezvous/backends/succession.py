@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 
 from elastic_launch.rendezvous.record import ControlRecord
 
-__all__ = ["Succession", "Takeover"]
-
 REFUSED_FOR = 0.5
 """Seconds for which a leader refuses connections before its process counts as gone."""
 

@@ -26,8 +26,6 @@ from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.rendezvous.wire.addresses import is_hidden, listen_at, routable_address, source_address
 from elastic_launch.rendezvous.wire.authentication import link_key
 
-__all__ = ["VotingBackend"]
-
 _log = logging.getLogger(__name__)
 
 STEP_DOWN = 0.8

@@ -9,8 +9,6 @@ from elastic_launch.rendezvous.record import ControlRecord
 from elastic_launch.rendezvous.wire.messages import PROTOCOL_VERSION, Hello
 from elastic_launch.system.plain_text import clipped, one_line
 
-__all__ = ["LONGEST_COMMAND", "differences", "refusal"]
-
 LONGEST_COMMAND = 4096
 """Bytes of the command's JSON that a hello carries and that are compared."""
 

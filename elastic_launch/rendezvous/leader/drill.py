@@ -5,8 +5,6 @@ from __future__ import annotations
 from elastic_launch.faults import MOST
 from elastic_launch.rendezvous.wire import messages as m
 
-__all__ = ["Drill"]
-
 
 class Drill:
     """What a leader knows of the faults that are planned, and of those that have happened.

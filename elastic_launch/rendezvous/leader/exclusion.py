@@ -10,8 +10,6 @@ from collections.abc import Iterable, Set
 
 from elastic_launch.rendezvous.record import FaultyNode
 
-__all__ = ["FAULTS", "LONGEST", "MOST", "SECONDS", "WINDOW", "Exclusion"]
-
 FAULTS = 3
 """Faults in a row on one node after which it is left out."""
 

@@ -26,8 +26,6 @@ from elastic_launch.rendezvous.leader.verdict import Kind
 from elastic_launch.rendezvous.record import Member, Round
 from elastic_launch.rendezvous.wire import messages as m
 
-__all__ = ["gather", "start_ahead"]
-
 
 def gather(state: LeaderState, phase: Gathering | Parked, now: float) -> Phase:
     """Form the next round once all expected nodes are there; return the phase that follows."""

@@ -10,8 +10,6 @@ from elastic_launch.events.types import HangFound
 from elastic_launch.rendezvous.leader.verdict import words
 from elastic_launch.rendezvous.wire.messages import Failure, Stalled, StalledWorker
 
-__all__ = ["ALIKE", "Verdict", "judge_stalled"]
-
 ALIKE = 600.0
 """Seconds for which all ranks may stand at the same place of the user's code: they may wait for something there."""
 

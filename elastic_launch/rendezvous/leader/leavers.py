@@ -12,8 +12,6 @@ from collections.abc import Iterable, Mapping
 from elastic_launch.rendezvous.leader.types import Node
 from elastic_launch.rendezvous.wire.messages import HeldSnapshot, SnapshotSource
 
-__all__ = ["MOST_SOURCES", "is_needed", "no_longer_needed", "sources", "sources_for"]
-
 MOST_SOURCES = 4
 """Most sources that a round receives; all serve the same snapshot."""
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from elastic_launch.rendezvous.wire.authentication import Channel
 
-__all__ = ["MAX_UNSENT", "Link"]
-
 MAX_UNSENT = 64 * 1024 * 1024
 """Bytes that may be queued for a node that does not read before its link is closed."""
 

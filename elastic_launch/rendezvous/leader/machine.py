@@ -34,8 +34,6 @@ from elastic_launch.rendezvous.record import ControlRecord, Round
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.system.plain_text import clipped, one_line
 
-__all__ = ["TURN_CAP", "LeaderMachine"]
-
 TURN_CAP = 2.0
 """Most seconds of silence that a gap between the leader's own turns counts: a suspended leader evicts no node."""
 

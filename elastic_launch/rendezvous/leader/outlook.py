@@ -8,8 +8,6 @@ from elastic_launch.rendezvous.leader.phases import Broken, Draining, Ended, End
 from elastic_launch.rendezvous.leader.resizing import waiting
 from elastic_launch.rendezvous.leader.state import LeaderState
 
-__all__ = ["outlook"]
-
 _LEAVING = attrgetter("leaving")
 """A generator takes several times as long, and this is asked for each node that joins."""
 

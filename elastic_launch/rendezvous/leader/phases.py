@@ -37,24 +37,6 @@ from dataclasses import dataclass, field
 from elastic_launch.rendezvous.leader.verdict import Kind
 from elastic_launch.rendezvous.wire.messages import Failure
 
-__all__ = [
-    "COLLECT",
-    "LATE",
-    "Broken",
-    "BudgetDecision",
-    "Draining",
-    "Ended",
-    "Ending",
-    "Gathering",
-    "Parked",
-    "Phase",
-    "Running",
-    "broken_round",
-    "last_failure",
-    "over",
-    "put_off",
-]
-
 COLLECT = 0.2
 """Seconds for which reports about a broken round are collected before it is judged, unless all arrive earlier."""
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from elastic_launch.rendezvous.leader.types import Node
 from elastic_launch.rendezvous.record import Round
 
-__all__ = ["Candidate", "choose", "rank_nodes"]
-
 
 @dataclass(frozen=True, slots=True)
 class Candidate:

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["DEFAULT_COST", "DEFAULT_LIVE_COST", "ResizePayoff", "saved"]
-
 DEFAULT_COST = 5.0
 """Assumed cost of a resize in seconds before the first one: processes start, import torch, meet, and restore."""
 

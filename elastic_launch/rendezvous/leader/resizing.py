@@ -14,8 +14,6 @@ from elastic_launch.rendezvous.leader.resize_payoff import ResizePayoff, saved
 from elastic_launch.rendezvous.leader.types import Node
 from elastic_launch.rendezvous.record import Round
 
-__all__ = ["Resizing", "newcomers", "prepared", "regained", "waiting"]
-
 
 def waiting(nodes: Mapping[str, Node]) -> list[Node]:
     """Return the nodes that wait for a round."""

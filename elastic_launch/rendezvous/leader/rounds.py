@@ -43,8 +43,6 @@ from elastic_launch.rendezvous.leader.verdict import Kind, judge, killed, kind_o
 from elastic_launch.rendezvous.record import Member
 from elastic_launch.rendezvous.wire import messages as m
 
-__all__ = ["MOST_SECONDS", "Rounds"]
-
 MOST_SECONDS = 86400.0
 """A drain's limit of this many seconds or more counts as no limit."""
 

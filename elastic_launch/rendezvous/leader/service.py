@@ -30,8 +30,6 @@ from elastic_launch.rendezvous.wire.log_once import LogOnce
 from elastic_launch.secret import HINT_NO_TOKEN, HINT_TOKEN
 from elastic_launch.system.threads import ThreadDied, VitalThread
 
-__all__ = ["UNSURE", "LeaderService"]
-
 _log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT = 10.0

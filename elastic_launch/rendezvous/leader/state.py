@@ -15,8 +15,6 @@ from elastic_launch.rendezvous.leader.types import Close, Commit, Emit, Instruct
 from elastic_launch.rendezvous.record import ControlRecord, End
 from elastic_launch.rendezvous.wire import messages as m
 
-__all__ = ["GRACE", "LeaderState"]
-
 GRACE = 0.5
 """Seconds that a node which was silent for dead_after before this term has to come: it may only have lost the store."""
 

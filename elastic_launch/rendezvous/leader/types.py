@@ -8,8 +8,6 @@ from elastic_launch.events.types import Event
 from elastic_launch.rendezvous.record import ControlRecord
 from elastic_launch.rendezvous.wire import messages as m
 
-__all__ = ["Close", "Commit", "Emit", "Instruction", "Node", "Send"]
-
 
 @dataclass(frozen=True, slots=True)
 class Commit:

@@ -9,8 +9,6 @@ from enum import IntEnum
 from elastic_launch.errors import ExitCode
 from elastic_launch.rendezvous.wire.messages import Failure
 
-__all__ = ["Kind", "exit_code", "first_of", "judge", "killed", "kind_of", "own_code", "root_cause", "words"]
-
 _OURS = {int(ExitCode.USAGE), *range(90, 100)}
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-__all__ = ["CUT_OFF", "TURN_CAP", "CutOff", "FailureDetector"]
-
 TURN_CAP = 2.0
 """Most seconds of the leader's silence that a gap between two turns of the node counts."""
 

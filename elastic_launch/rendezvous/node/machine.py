@@ -14,8 +14,6 @@ from elastic_launch.rendezvous.leader.verdict import first_of
 from elastic_launch.rendezvous.node.failure_detector import FailureDetector
 from elastic_launch.rendezvous.wire import messages as m
 
-__all__ = ["NodeMachine", "Search"]
-
 FIRST_ATTEMPT, NEXT_ATTEMPT = 5.0, 1.5
 """Seconds that one attempt to find the leader may take: before this node first had a link to it, and afterwards."""
 

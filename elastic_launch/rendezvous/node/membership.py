@@ -45,8 +45,6 @@ from elastic_launch.rendezvous.wire.log_once import LogOnce
 from elastic_launch.secret import HINT_TOKEN
 from elastic_launch.system.plain_text import clipped
 
-__all__ = ["Membership"]
-
 HINT_STRANGE = (
     "If the port is in use by another service, choose another --rdzv-endpoint; if its agent is frozen, end it."
 )

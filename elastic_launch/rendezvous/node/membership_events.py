@@ -9,8 +9,6 @@ from elastic_launch.rendezvous.backends.c10d import NodeAddress
 from elastic_launch.rendezvous.node.failure_detector import CutOff
 from elastic_launch.rendezvous.wire import messages as m
 
-__all__ = ["AT_ENDPOINT", "LinkDown", "LinkUp", "MembershipEvent", "Opened", "RendezvousLost"]
-
 AT_ENDPOINT = "an agent is back at the endpoint"
 """What a c10d run waits for before it continues: its store can only be at the endpoint."""
 

@@ -12,8 +12,6 @@ from elastic_launch.rendezvous.record import ControlRecord
 from elastic_launch.rendezvous.stores.control_store import ControlStore
 from elastic_launch.rendezvous.wire.log_once import LogOnce
 
-__all__ = ["ClaimedStore"]
-
 ATTEMPTS = 5
 """Times that one write may find the record of another run before it is given up."""
 

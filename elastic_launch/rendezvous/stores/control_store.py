@@ -7,8 +7,6 @@ from typing import Protocol
 
 from elastic_launch.errors import StoreError
 
-__all__ = ["ControlStore", "MemoryStore"]
-
 
 class ControlStore(Protocol):
     """Holds one value, the control record, under the run id.

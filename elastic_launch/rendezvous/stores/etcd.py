@@ -30,8 +30,6 @@ from elastic_launch.errors import DeniedError, EndpointError, InternalError, Rec
 from elastic_launch.rendezvous.stores.control_store import ControlStore
 from elastic_launch.system.threads import ThreadDied, VitalThread
 
-__all__ = ["EtcdStore", "EtcdUnreachableError"]
-
 _PATIENCE = 1.0
 """Seconds that each member gets at first, if there is time; doubled with every pass over the members."""
 _LONGEST_PATIENCE = 10.0

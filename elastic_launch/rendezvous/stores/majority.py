@@ -21,8 +21,6 @@ from elastic_launch.rendezvous.voters.vote_file import VoteFile
 from elastic_launch.rendezvous.voters.voter import Voter
 from elastic_launch.system.threads import VitalThread
 
-__all__ = ["MajorityStore", "OwnVoter"]
-
 MAX_RECORD = codec.MAX_BYTES // 2
 """Bytes of the largest record: as text in a message, it takes up to twice as many."""
 

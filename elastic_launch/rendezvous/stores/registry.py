@@ -9,8 +9,6 @@ from elastic_launch.config.launch_config import Endpoint
 from elastic_launch.rendezvous.stores.control_store import ControlStore
 from elastic_launch.secret import ENV_ETCD_PASSWORD, ENV_ETCD_USER
 
-__all__ = ["open_store"]
-
 
 def open_store(backend: str, endpoints: Sequence[Endpoint], run_id: str) -> ControlStore:
     """Return a client of the store that keeps a run's control record."""

@@ -21,8 +21,6 @@ from elastic_launch.rendezvous.worker_store import store_client, store_server
 from elastic_launch.system.program import GIVEN_UP
 from elastic_launch.system.threads import within
 
-__all__ = ["NotAStoreError", "StaticStore", "connect_store", "host_store"]
-
 _OWN = "elastic_launch/"
 _LEADER = f"{_OWN}leader"
 

@@ -13,8 +13,6 @@ from elastic_launch.rendezvous.voters.messages import MESSAGES, Answer, Greeting
 from elastic_launch.rendezvous.wire.authentication import Channel
 from elastic_launch.system.threads import VitalThread
 
-__all__ = ["Peers"]
-
 PATIENCE = 2.0
 """Seconds for a connection to be made, and without an answer after which another one is made."""
 

@@ -38,8 +38,6 @@ from elastic_launch.rendezvous.voters.messages import (
     Request,
 )
 
-__all__ = ["Outcome", "Register"]
-
 
 class _Phase(Enum):
     IDLE = "idle"

@@ -20,8 +20,6 @@ from elastic_launch.rendezvous.wire.authentication import Channel
 from elastic_launch.rendezvous.wire.log_once import LogOnce
 from elastic_launch.system.threads import VitalThread
 
-__all__ = ["VoterServer"]
-
 _log = logging.getLogger(__name__)
 
 MAX_STRANGERS = 128

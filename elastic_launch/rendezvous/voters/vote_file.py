@@ -12,8 +12,6 @@ from elastic_launch.errors import EndpointError, ProtocolError
 from elastic_launch.rendezvous.voters.voter import VoterState
 from elastic_launch.system.private_files import make_private, open_private, read_small, untrusted
 
-__all__ = ["VoteFile"]
-
 
 class VoteFile:
     """The file of one voter. It is locked while this object is open, as hosts may share the directory.

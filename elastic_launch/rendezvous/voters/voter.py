@@ -45,8 +45,6 @@ from elastic_launch.rendezvous.voters.messages import (
     Request,
 )
 
-__all__ = ["Voter", "VoterState"]
-
 LONGEST_LEASE = 3600.0
 """Most seconds for which a leader can ask for a lease."""
 

@@ -13,23 +13,6 @@ from elastic_launch.config.launch_config import Endpoint, LaunchConfig
 from elastic_launch.errors import ElasticLaunchError, EndpointError, UnresolvedError
 from elastic_launch.system.threads import within
 
-__all__ = [
-    "ANY_ADDRESS",
-    "early_address",
-    "full_host_name",
-    "has_usable_name",
-    "interface_of",
-    "is_hidden",
-    "is_loopback",
-    "listen",
-    "listen_anywhere",
-    "listen_at",
-    "resolve",
-    "routable_address",
-    "source_address",
-    "try_listen",
-]
-
 ANY_ADDRESS = ("::", "0.0.0.0")
 """Addresses that a socket that listens on all addresses is bound to."""
 

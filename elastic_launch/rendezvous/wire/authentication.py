@@ -25,16 +25,6 @@ from elastic_launch import codec
 from elastic_launch.errors import ProtocolError
 from elastic_launch.secret import Token, keyed
 
-__all__ = [
-    "AuthenticationError",
-    "Channel",
-    "MissingTokenError",
-    "OtherTokenError",
-    "Seal",
-    "UnexpectedTokenError",
-    "link_key",
-]
-
 _NONCE = 32
 _MAC = 64
 """Length of a MAC in characters."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 
-__all__ = ["LogOnce"]
-
 
 class LogOnce:
     """Logs a warning for the first problem of each kind; repetitions appear with ``LOGLEVEL=DEBUG``."""

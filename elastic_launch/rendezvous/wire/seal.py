@@ -11,8 +11,6 @@ from elastic_launch import codec
 from elastic_launch.errors import RefusedError, StoreError
 from elastic_launch.secret import HINT_NO_TOKEN, HINT_TOKEN, Token, keyed
 
-__all__ = ["Patience", "ValueSeal"]
-
 _HEAD, _TAIL = b'{"mac":"', b'",'
 _START = len(_HEAD) + 64 + len(_TAIL)
 
