@@ -263,6 +263,17 @@ class NoSnapshots(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class Restored(Message):
+    """The worker has restored a training and needs no snapshot of it; said only if it writes none (``Slots.writes``).
+
+    Attributes:
+        training: number of the training within its script, from 0.
+    """
+
+    training: Count
+
+
+@dataclass(frozen=True, slots=True)
 class StepDone(Message):
     """An optimizer step is done; ``step`` counts those done so far.
 
@@ -391,6 +402,7 @@ class Slots(Message):
         sequence: highest number of a snapshot so far.
         fetching: whether a snapshot is being fetched from another node, so that ``Fetched`` follows.
         patience_s: seconds to wait for an order after an exchange has failed; 0 if no worker is to be suspended.
+        writes: whether workers write snapshots.
     """
 
     slots: Count
@@ -398,6 +410,7 @@ class Slots(Message):
     sequence: Count
     fetching: bool
     patience_s: Seconds = 0.0
+    writes: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -472,7 +485,7 @@ class Suspend(Message):
 class Place(Message):
     """The place in a round of a worker that is suspended, or was started ahead.
 
-    ``use``, ``sequence`` and ``fetching`` are those of ``Slots``.
+    ``use``, ``sequence``, ``fetching`` and ``writes`` are those of ``Slots``.
 
     Attributes:
         restarts, max_restarts: restarts charged so far, and the run's limit.
@@ -487,6 +500,7 @@ class Place(Message):
     use: SlotOrNone
     sequence: Count
     fetching: bool
+    writes: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -519,6 +533,7 @@ FROM_WORKERS: frozenset[type[Message]] = frozenset(
         MayCommit,
         Stored,
         NoSnapshots,
+        Restored,
         Drained,
         Stopping,
         SlowRank,

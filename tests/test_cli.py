@@ -181,7 +181,7 @@ def test_every_flag_is_tested() -> None:
     switches = {flag.name for flag in FLAGS if not flag.metavar}
     assert {flag.name for flag in FLAGS} - tested - {"--print-completion"} == switches  # which shows, and exits
     assert switches == {
-        *("--standalone", "--module", "--no-python", "--no-warm", "--no-live", "--prefix"),
+        *("--standalone", "--module", "--no-python", "--no-warm", "--no-live", "--no-snapshots", "--prefix"),
         *("--print-config", "--help", "--version", "--run-path", "--virtual-local-rank", "--node-check"),
     }
 
@@ -435,6 +435,11 @@ def test_modules_to_load_ahead_add_up_and_have_names(parse: Parse) -> None:
     with pytest.raises(UsageError, match="--no-preload '-x' is not the name of a module"):
         parse("--no-preload=-x", "train.py")
     assert parse("--no-warm", "train.py").warm is False
+
+
+def test_snapshots_are_kept_unless_they_are_switched_off(parse: Parse) -> None:
+    assert parse("train.py").snapshots
+    assert not parse("--no-snapshots", "train.py").snapshots
 
 
 def test_workers_are_kept_where_they_can_be(parse: Parse) -> None:

@@ -25,7 +25,7 @@ from elastic_agents.output_sinks import Kept
 from elastic_agents.policy import decide
 from elastic_agents.snapshots.durable_state import DurableState
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
-from elastic_agents.workers.control import Control, HungUp, ScriptEnded, Straggles, loss_in
+from elastic_agents.workers.control import Control, HungUp, Restored, ScriptEnded, Straggles, loss_in
 from elastic_agents.workers.guard import Guard
 from elastic_agents.workers.logs import LogPlaces
 from elastic_agents.workers.output import OutputPump
@@ -52,6 +52,7 @@ from elastic_launch.rendezvous.torch_handler import MembershipHandler
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.rendezvous.wire.addresses import listen
 from elastic_launch.rendezvous.worker_store import WorkerStore
+from elastic_launch.snapshot.room import LEFT_OUT, MORE_MEMORY
 from elastic_launch.stack_dump import STACKS
 from elastic_launch.system.descriptors import scarce
 from elastic_launch.system.threads import ThreadDied
@@ -132,6 +133,7 @@ class LocalElasticAgent(ElasticAgent):
         self._formed = Round()
         self._first_steps = 0  # the last round in which a new worker began whose like rehearse if they start ahead
         self._rank = 0  # among the members of the current round
+        self._restored: dict[int, int] = {}  # the training that workers of the round have restored, by local rank
 
     @property
     def outcome(self) -> Outcome:
@@ -169,7 +171,10 @@ class LocalElasticAgent(ElasticAgent):
         pump = self._pump = OutputPump(self._consoles)
         processes = self._processes = self._make_processes(lambda pid, code: self._inbox.put(Exited(pid, code)))
         snapshot_store = self._snapshot_store = SnapshotStore(
-            lambda: self._member and not self._membership.cut_off, self._copied, pump.open_log
+            lambda: self._member and not self._membership.cut_off,
+            self._copied,
+            pump.open_log,
+            writes=self._config.snapshots,
         )
         snapshot_store.start()
         patience = self._config.timing.dead_after + ORDER_TIMEOUT if self._config.keeps_workers else 0.0
@@ -332,6 +337,11 @@ class LocalElasticAgent(ElasticAgent):
                 self._drill.ordered(item)
             case Straggles(round=number, slow=slow):
                 self._straggles(number, slow)
+            case Restored(round=number):
+                if number == self._view.round and self._view.phase is v.Phase.RUNNING:
+                    self._restored[item.local_rank] = item.training
+                    if self._restored.keys() == self._view.slots:
+                        self._snapshot_store.restored(min(self._restored.values()))
             case m.PeerDone(round=number):
                 self._watch_ends(number)
             case ThreadDied(name=name, error=error):
@@ -558,8 +568,7 @@ class LocalElasticAgent(ElasticAgent):
                 self._starts.kill_ahead(local_ranks)
             case v.ReportAheadGone(local_rank=local_rank, next=following):
                 if reaped := self._workers.reaped(local_rank):
-                    failure = self._workers.failure(local_rank, self._control.step_timer)
-                    reporting.lost_ahead(reaped, failure, following)
+                    reporting.lost_ahead(reaped, self._failure_of(local_rank), following)
             case v.Suspend(round=number, cause=cause, local_ranks=local_ranks):
                 self._workers.suspends(local_ranks)
                 self._control.suspend(number, local_ranks, cause)
@@ -582,7 +591,7 @@ class LocalElasticAgent(ElasticAgent):
                 self._start_no_more(local_ranks)
                 self._workers.kill(local_ranks)
             case v.ReportFailed(local_rank=local_rank):
-                if failure := self._workers.failure(local_rank, self._control.step_timer):
+                if failure := self._failure_of(local_rank):
                     self._membership.report(m.Failed(failure.round, failure))
             case v.ReportDisconnected(local_rank=local_rank, error=error):
                 failure = self._workers.disconnected(local_rank, error, self._control.step_timer)
@@ -611,11 +620,26 @@ class LocalElasticAgent(ElasticAgent):
 
     def _had_failed(self, reaped: Reaped) -> None:
         """A stopped worker may have raised before: the leader learns of it before it forms the next round."""
-        if failure := self._workers.failure(reaped.placement.local_rank, self._control.step_timer):
+        if failure := self._failure_of(reaped.placement.local_rank):
             if not failure.supposed:
                 self._local_failures[failure.rank] = reaped
             reporting.late(failure)
             self._membership.report(m.Failed(failure.round, failure))
+
+    def _failure_of(self, local_rank: int) -> m.Failure | None:
+        """Return the report on a reaped worker. If the node's snapshots took its memory, leave them out from now on."""
+        failure = self._workers.failure(local_rank, self._control.step_timer)
+        if failure is not None and failure.kind == "out of memory" and (used := self._snapshot_store.leave_out()):
+            cause = (
+                f"the kernel killed a worker (pid {failure.pid}) for lack of memory while they used "
+                f"{used / 2**30:.2f} GiB, which are freed once the next round has restored the state"
+            )
+            remedy = f": {MORE_MEMORY}, or save more often. --no-snapshots leaves them out from the start"
+            _log.warning(LEFT_OUT, cause, remedy)
+            self._events.emit(ev.SnapshotsLeftOut(self._view.round, cause))
+            if self._view.phase in (v.Phase.WAITING, v.Phase.SUSPENDED):  # it was started ahead of a place
+                self._snapshot_store.between_rounds()
+        return failure
 
     def _suspension(self) -> float:
         """Seconds that workers have to leave a round: less than the leader waits for this node."""
@@ -666,6 +690,7 @@ class LocalElasticAgent(ElasticAgent):
         assert self._store is not None
         self._store.stop()
         self._group.state = WorkerState.STOPPED
+        self._snapshot_store.between_rounds()
         port = self._serve(self._store.address) if end.serve else 0
         newest = self._snapshot_store.newest
         held = m.HeldSnapshot(newest.round, newest.step, port) if newest is not None else None
@@ -698,6 +723,8 @@ class LocalElasticAgent(ElasticAgent):
         self._rank = placed[0].group_rank
         new = self._starts.prepare(start, placed)
         self._local_failures.clear()
+        self._restored.clear()
+        self._snapshot_store.between_rounds()  # also of a node that has left the last one without an order
         self._saves.begin()
         if self._rank == 0 and not self._config.kind.fixed_ranks:  # its workers meet at the endpoint
             try:

@@ -117,6 +117,7 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
             Flag(("--no-python",), "the script is a program of its own"),
             Flag(("--no-warm",), "workers do their imports themselves"),
             Flag(("--no-live",), "each new round starts all workers anew"),
+            Flag(("--no-snapshots",), "none of the state in memory"),
             Flag(("--preload",), "import these ahead, too", "MODULE,..."),
             Flag(("--no-preload",), "don't import these ahead", "MODULE,..."),
             Flag(("--run-path",), "the script, by its full path, is run by runpy"),

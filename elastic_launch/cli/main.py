@@ -251,6 +251,7 @@ def build(line: Line, values: Values) -> LaunchConfig:
         hang_timeout=read_hang_timeout(values),
         log_dir=log_dir,
         live=not values.switch("--no-live"),
+        snapshots=not values.switch("--no-snapshots"),
         warm=not values.switch("--no-warm"),
         preload=_modules("--preload", values),
         no_preload=_modules("--no-preload", values),

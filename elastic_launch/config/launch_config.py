@@ -217,6 +217,7 @@ class LaunchConfig:
         token: the run's secret, or None; never part of any output or digest.
         own_token: whether this agent generated it, and keeps it in a file for elasticctl.
         live: suspend workers where possible instead of ending them when a round ends, and keep them in the next one.
+        snapshots: have workers keep snapshots in this node's memory.
         warm: fork workers from a process that has already done their imports, where possible.
         preload, no_preload: modules that it imports in addition to the script's, or leaves out.
         notices: sources of preemption notices.
@@ -258,6 +259,7 @@ class LaunchConfig:
     token: Token | None = field(default=None, repr=False)
     own_token: bool = False
     live: bool = True
+    snapshots: bool = True
     warm: bool = True
     preload: tuple[str, ...] = ()
     no_preload: tuple[str, ...] = ()

@@ -642,7 +642,7 @@ class SnapshotsLeftOut(Event):
     """From now on a worker of this node writes no snapshots in memory.
 
     Attributes:
-        cause: why, with how much memory they need and how much there is.
+        cause: why, with how much memory they need and how much there is, or how much they used.
     """
 
     round: int

@@ -14,6 +14,9 @@ MORE_MEMORY = (
 )
 """What to do if there is too little."""
 
+LEFT_OUT = "no snapshots in memory from now on: %s. A fault costs the steps since the last checkpoint%s"
+"""The message that snapshots are left out: why, and what to do about it."""
+
 _UNLIMITED = 1 << 60
 
 

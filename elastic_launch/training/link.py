@@ -51,6 +51,7 @@ class AgentLink:
     def __init__(self, sock: socket.socket | None = None) -> None:
         self.slots: list[Slot] = []  # of the node's snapshots; empty if the agent did not answer
         self.sequence = 0  # highest number of a snapshot in them, before this worker wrote any
+        self.writes = True  # whether snapshots are written to them; it never becomes true again
         if sock is not None:
             sock.settimeout(BUSY_TIMEOUT)
         self.present = sock is not None  # whether this process has, or had, an agent
@@ -472,14 +473,15 @@ class AgentLink:
         *lines, self._pending = (self._pending + data).split(b"\n")
         for line in lines:
             match c.unpack(line):
-                case c.Slots(use=use, sequence=sequence, fetching=fetching, patience_s=patience):
+                case c.Slots(use=use, sequence=sequence, fetching=fetching) as slots:
                     self._use, self.sequence, self._fetching = use if use >= 0 else None, sequence, fetching
-                    self.patience = patience
+                    self.patience, self.writes = slots.patience_s, slots.writes
                 case c.Suspend(round=number) as suspend:
                     if number == self._round:
                         self._suspend = suspend
                 case c.Place(use=use, sequence=sequence, fetching=fetching) as place:
                     self._use, self.sequence, self._fetching = use if use >= 0 else None, sequence, fetching
+                    self.writes = place.writes
                     # At once, as orders for the new round may follow.
                     self._place, self._round = place, place.round
                     self._suspend, self._stop_asked = None, ""

@@ -26,7 +26,7 @@ from elastic_agents.policy_types import (
 from elastic_agents.snapshots.durable_state import SAVES_ITSELF
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
 from elastic_agents.warm.ending import SOCKET, last_words
-from elastic_agents.workers.control import Control, HungUp, ScriptEnded
+from elastic_agents.workers.control import Control, HungUp, Restored, ScriptEnded
 from elastic_launch import contract as c
 from elastic_launch.clock import MonotonicClock
 from elastic_launch.events.types import Event, FirstStep, RoundProgress, RoundSteps, SnapshotsLeftOut, TrainingBegun
@@ -108,6 +108,12 @@ def test_why_no_snapshots_are_taken_is_an_event(control: Control, said: Said, ev
     with worker(control, said, 0) as sock:
         sock.sendall(c.pack(c.NoSnapshots("3 of 2.00 GiB each need 6.00 GiB more")))
         wait_for("the event", lambda: SnapshotsLeftOut(1, "3 of 2.00 GiB each need 6.00 GiB more") in events)
+
+
+def test_the_agent_learns_what_a_worker_has_restored(control: Control, said: Said) -> None:
+    with worker(control, said, 1, round_number=3) as sock:
+        sock.sendall(c.pack(c.Restored(2)))
+        assert said.get(timeout=5) == Restored(3, 1, 2)
 
 
 def test_a_checkpoint_answers_a_request_if_it_has_all_steps_that_were_done_then(control: Control, said: Said) -> None:

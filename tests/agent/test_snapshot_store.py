@@ -78,11 +78,17 @@ class Node:
             self.told.append(told)
         return self.workers
 
-    def store(self, step: int, *, durable: bool = True, round: int = 1, keep: int = 2) -> None:
+    def used(self) -> list[int]:
+        """The steps of the snapshots that there are, and of which nothing is freed."""
+        headers = [slot.header() for slot in self.slots if slot.allocated]
+        return sorted(-1 if header is None else header.step for header in headers)
+
+    def store(self, step: int, *, durable: bool = True, round: int = 1, keep: int = 2, training: int = 0) -> None:
         self.sequence += 1
         writer = SlotWriter(self.slots[self.use])
         state = {name: torch.full((self.size,), float(step)) for name in "xy"}
-        writer.write(SlotDraft(state, {}, lambda x: True), sequence=self.sequence, round=round, step=step, training=0)
+        draft = SlotDraft(state, {}, lambda x: True)
+        writer.write(draft, sequence=self.sequence, round=round, step=step, training=training)
         writer.close()
         job = CopyJob(self.sequence, step, round)
         if durable or not self.rank:
@@ -640,3 +646,55 @@ def test_a_copy_that_is_slow_and_makes_progress_is_not_given_up(node: Node, monk
     node.store(1)
     assert node.copied() == [1]
     assert node.going_on >= 1
+
+
+def test_nothing_is_freed_as_long_as_snapshots_are_written(node: Node) -> None:
+    node.store(5, durable=False)
+    node.store(6, durable=False)
+    node.snapshot_store.between_rounds()
+    node.snapshot_store.restored(0)
+    assert node.used() == [5, 6]
+    assert node.snapshot_store.offer()[0].writes
+
+
+def test_without_memory_a_snapshot_is_kept_until_it_is_restored_and_copied(node: Node) -> None:
+    asked, free = threading.Event(), threading.Event()
+    node.may_commit = lambda: asked.set() or free.wait(30 * SLOWNESS)
+    node.store(5)
+    assert asked.wait(30 * SLOWNESS)
+    for step in (6, 7):
+        node.store(step, durable=False)
+    assert node.snapshot_store.leave_out() > 3 * 8 * node.size
+    assert not node.snapshot_store.leave_out(), "it is so already"
+    assert node.used() == [5, 6, 7], "workers of the round may be writing"
+    assert not node.snapshot_store.offer()[0].writes
+    node.snapshot_store.between_rounds()
+    assert node.used() == [5, 7], "one is being copied, the other is to be restored"
+    node.snapshot_store.restored(0)
+    assert node.used() == [5]
+    free.set()
+    assert node.copied() == [5]
+    assert node.used() == []
+    assert node.snapshot_store.newest is None
+
+
+def test_without_memory_the_snapshot_of_a_later_training_waits_for_that(node: Node) -> None:
+    node.store(7, durable=False)
+    node.store(2, durable=False, training=1)
+    assert node.snapshot_store.leave_out()
+    node.snapshot_store.between_rounds()
+    assert node.used() == [2, 7], "each is the newest of its training"
+    node.snapshot_store.restored(0)
+    assert node.used() == [2]
+    node.snapshot_store.restored(1)
+    assert node.used() == []
+
+
+def test_without_memory_an_incomplete_snapshot_is_freed(node: Node) -> None:
+    node.store(7, durable=False)
+    node.store(8, durable=False)
+    node.slots[node.snapshot_store.newest.slot if node.snapshot_store.newest else 0].begin()
+    assert node.used() == [-1, 7]
+    assert node.snapshot_store.leave_out()
+    node.snapshot_store.between_rounds()
+    assert node.used() == [7]

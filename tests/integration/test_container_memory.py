@@ -1,11 +1,15 @@
 """Snapshots in a container's memory: a full /dev/shm takes nothing from them, and too low a limit leaves them out.
 
+A training that needs their memory later gets it.
+
 Real agents, in a mount namespace and in a memory control group.
 """
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import memory_group
@@ -20,14 +24,23 @@ NO_MOUNTS, NO_GROUPS = netns.missing(), memory_group.missing()
 MIB = 96
 """The size of the state; three snapshots of it need more than a container's usual 64 MiB of shared memory."""
 
+LARGER = 160
+"""The size of the state of a training whose need grows, in MiB."""
+
+MORE = 260
+"""MiB that it takes later, in all processes of a node together."""
+
+FREE = 100
+"""MiB that are free then, beside two snapshots."""
+
 FULL = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && head -c 64M /dev/zero >/dev/shm/others && exec "$@"'
 
 
-def train(job: Job, *prefix: str, checkpoints: Path | None = None) -> Agent:
+def train(job: Job, *prefix: str, checkpoints: Path | None = None, flags: tuple[str, ...] = ()) -> Agent:
     """Train 8 steps with one worker, which is killed behind the sixth."""
     command = [str(SCRIPTS / "large_state.py"), str(job.work), str(MIB), "8", *map(str, filter(None, [checkpoints]))]
     env = FaultPlan.fail_at(0, 6).environment()
-    agent = job.launch("--standalone", "--no-live", "--nproc", "1", command=command, env=env, prefix=prefix)
+    agent = job.launch("--standalone", "--no-live", "--nproc", "1", *flags, command=command, env=env, prefix=prefix)
     wait_for("the first step", (job.work / "waiting").exists, 60)
     return agent
 
@@ -61,3 +74,90 @@ def test_a_limit_with_room_for_one_snapshot_of_three_leaves_them_out_and_kills_n
     assert re.search(r"went on from step [246]\b", agent.output), f"not from a checkpoint: {agent.output}"
     steps = {path.name.split(".")[0] for path in (tmp_path / "saved").glob("step-*")}
     assert {"step-2", "step-4", "step-8"} <= steps
+
+
+def growing(directory: Path, checkpoints: Path, more: int = MORE) -> list[str]:
+    return [str(SCRIPTS / "growing_need.py"), str(directory), str(LARGER), str(more), str(checkpoints)]
+
+
+def grow(job: Job, group: memory_group.Group, ranks: int, workers: int = 1) -> None:
+    """Let the need grow once the node has snapshots, and too little memory is free besides.
+
+    Each of the workers in the group takes half of the state for its gradients in a step, and again to exchange them.
+    """
+    for rank in range(ranks):
+        wait_for("the step before", (job.work / f"waiting-{rank}").exists, 60)
+    group.limit((FREE + (workers - 1) * LARGER) * 2**20)
+    job.tell("go")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The weights after the training whose need grows, in one process with enough memory."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    (directory / "go").touch()
+    command = [sys.executable, *growing(directory, directory / "saved")]
+    return weights(subprocess.run(command, check=True, capture_output=True, timeout=250, text=True).stdout)
+
+
+def weights(output: str) -> str:
+    (found,) = set(re.findall(r"weights (\w+)", output))
+    return str(found)
+
+
+def check_left_out(job: Job, agent: Agent) -> None:
+    cause = r"the kernel killed a worker \(pid \d+\) for lack of memory while they used 0\.\d\d GiB, which are freed"
+    said = re.findall(
+        rf"no snapshots in memory from now on: {cause}.*docker run --memory.*--no-snapshots", agent.output
+    )
+    assert len(said) == 1, agent.output
+    assert len([event for event in job.events("snapshots_left_out") if re.match(cause, event["cause"])]) == 1
+
+
+@pytest.mark.system
+@pytest.mark.skipif(bool(NO_GROUPS), reason=NO_GROUPS or "nothing is missing")
+@pytest.mark.parametrize(("nproc", "flags"), [(1, ("--no-live",)), (2, ())], ids=["1 worker", "2 live workers"])
+def test_a_training_that_needs_the_memory_of_snapshots_later_gets_it(
+    job: Job, tmp_path: Path, undisturbed: str, nproc: int, flags: tuple[str, ...]
+) -> None:
+    with memory_group.group() as group:
+        command = growing(job.work, tmp_path / "saved", MORE // nproc)
+        agent = job.launch("--standalone", "--nproc", str(nproc), *flags, command=command, prefix=group.prefix)
+        grow(job, group, nproc, nproc)
+        assert agent.wait(120) == 0, agent.output
+        # A worker that keeps its process needs memory to send its state to the new one, and may be the second.
+        assert 1 <= group.kills <= nproc
+    assert weights(agent.output) == undisturbed
+    assert re.search(r"went on from step [1-8]\b", agent.output), f"a restart cost steps: {agent.output}"
+    check_left_out(job, agent)
+    steps = {path.name.split(".")[0] for path in (tmp_path / "saved").glob("step-*")}
+    assert {"step-12", "step-14"} <= steps, "durable checkpoints go on"
+
+
+@pytest.mark.system
+@pytest.mark.skipif(bool(NO_GROUPS), reason=NO_GROUPS or "nothing is missing")
+def test_another_node_keeps_its_snapshots_and_decides_when_they_are_taken(
+    job: Job, tmp_path: Path, undisturbed: str
+) -> None:
+    """The node of rank 0 leaves them out. A later fault finds a newer state than before, although no checkpoint is."""
+    env = FaultPlan.fail_at(1, 11, round=2).environment()
+    with memory_group.group() as group:
+        command = growing(job.work, tmp_path / "saved")
+        flags = ("--no-live", "--node-rank")
+        first = job.node("a", *flags, "0", nnodes="2", command=command, prefix=group.prefix)
+        other = job.node("b", *flags, "1", nnodes="2", command=command, env=env)
+        grow(job, group, 2)
+        assert (first.wait(120), other.wait(120)) == (0, 0), first.output + other.output
+        assert group.kills == 1
+    assert weights(first.output) == undisturbed
+    check_left_out(job, first)
+    begun = {event["round"]: event["step"] for event in job.events("training_begun")}
+    assert begun[3] > begun[2] > 0, begun
+
+
+def test_the_flag_leaves_snapshots_out_from_the_start(job: Job) -> None:
+    agent = train(job, flags=("--no-snapshots",))
+    job.tell("go")
+    assert agent.wait(60) == 0, agent.output
+    assert "went on from step 0" in agent.output
+    assert not job.events("snapshots_left_out")

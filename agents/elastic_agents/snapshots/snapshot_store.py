@@ -46,6 +46,7 @@ class SnapshotStore:
         tell: called from the thread with the result of a copy (None if there was nothing to copy), with the news that a
             copy is in progress, or with a request to the workers. Returns whether it reached any worker.
         stderr: opens the file that copying processes write to; None: they share this process' stderr.
+        writes: whether workers write snapshots, until :meth:`leave_out`.
     """
 
     def __init__(
@@ -53,11 +54,15 @@ class SnapshotStore:
         may_commit: Callable[[], bool],
         tell: Callable[[Copied | Copying | Save | None], bool],
         stderr: Callable[[], int] | None = None,
+        *,
+        writes: bool = True,
     ) -> None:
         self._may_commit = may_commit
         self._stderr = stderr
         self._tell = tell
         self._book = SlotTable()
+        self._writes = writes
+        self._restored: int | None = None  # snapshots of trainings up to this number are not needed; None: all may be
         self._slots: list[Slot] = []
         self._changed = threading.Condition()
         self._target: CopyJob | None = None  # for the last copy, of whatever snapshot is the newest then
@@ -95,7 +100,8 @@ class SnapshotStore:
             self._look()
             descriptors = [number for slot in self._slots for number in (slot.tensors, slot.head)]
             use = -1 if self._fetch is not None else self._book.use
-            return Slots(len(self._slots), use, self._book.sequence, self._fetch is not None), descriptors
+            slots = Slots(len(self._slots), use, self._book.sequence, self._fetch is not None, writes=self._writes)
+            return slots, descriptors
 
     def stored(self, stored: Stored) -> int:
         """Record a snapshot, and queue a copy if it is marked for one; return the slot to write next."""
@@ -109,6 +115,40 @@ class SnapshotStore:
                     self._book.pin()
                 self._changed.notify_all()
             return self._book.use
+
+    def leave_out(self) -> int:
+        """Have workers of later rounds write no snapshots; return the bytes that are freed thereby, if this is new."""
+        with self._changed:
+            used = sum(slot.allocated for slot in self._slots) if self._writes else 0
+            self._writes = self._writes and not used
+            return used
+
+    def between_rounds(self) -> None:
+        """If snapshots are left out, free all but the newest of each training; no worker of the node is in a round."""
+        self.restored(-1)
+
+    def restored(self, training: int) -> None:
+        """Free the snapshots of trainings up to this one: all of the node's workers have restored it and write none.
+
+        One that is being copied to durable storage is freed after that.
+        """
+        with self._changed:
+            if not self._writes:
+                self._restored = training
+                self._free()
+
+    def _free(self) -> None:
+        if self._restored is None or self._fetch is not None or self._server is not None:
+            return
+        self._look()
+        found = [(header, number) for number, slot in enumerate(self._slots) if (header := slot.header()) is not None]
+        found.sort(key=lambda pair: (pair[0].round, pair[0].step, pair[0].sequence))
+        needed = {header.training: number for header, number in found if header.training > self._restored}
+        copied = self._book.pinned or (None if self._at_rest else self._book.newest)
+        for number, slot in enumerate(self._slots):
+            if number not in needed.values() and (copied is None or number != copied.slot):
+                slot.free()
+        self._look()
 
     def fail_copies(self, seconds: float) -> bool:
         """For a drill: have copies fail for some seconds; return whether this node makes any to a directory."""
@@ -274,6 +314,7 @@ class SnapshotStore:
             with self._changed:
                 self._let_go()
                 self._busy = False
+                self._free()
                 closing = self._closing
                 if copied is not None and not closing:
                     self.failed = "" if copied.path else f"{copied.error} {copied.hint}".strip()

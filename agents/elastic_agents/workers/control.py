@@ -61,6 +61,15 @@ class Straggles:
     slow: c.SlowRank
 
 
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A worker has restored a training, and writes no snapshots; see :class:`elastic_launch.contract.Restored`."""
+
+    round: int
+    local_rank: int
+    training: int
+
+
 PEERS_PER_WORKER = 4
 """Connections at once per worker of the node: those of the last round may not be closed yet."""
 
@@ -169,7 +178,8 @@ class Control:
                 peer.hello = c.Hello(place.round, place.placement.rank, local_rank)
                 peer.waits = False
                 slots, _ = self._snapshot_store.offer()
-                self._send(peer, replace(place, use=slots.use, sequence=slots.sequence, fetching=slots.fetching))
+                place = replace(place, use=slots.use, sequence=slots.sequence, fetching=slots.fetching)
+                self._send(peer, replace(place, writes=slots.writes))
                 return not peer.deaf
         return False
 
@@ -404,6 +414,8 @@ class Control:
                 self._send(peer, c.Use(self._snapshot_store.stored(message)))
             case c.NoSnapshots(cause=cause):
                 self._events.emit(SnapshotsLeftOut(number, cause))
+            case c.Restored(training=training):
+                self._say(Restored(number, local_rank, training))
             case c.Saved(step=step, error=error):
                 self._say(Saved(number, step, error, self.answers(step)))
             case c.Drained(step=step, seconds=seconds):

@@ -65,6 +65,11 @@ class Slot:
         os.close(self.tensors)
         os.close(self.head)
 
+    def free(self) -> None:
+        """Drop the content, and free its memory; a process that still uses it in a mapping gets SIGBUS."""
+        os.ftruncate(self.head, 0)
+        os.ftruncate(self.tensors, 0)
+
     @property
     def allocated(self) -> int:
         """Bytes of memory that the slot uses."""

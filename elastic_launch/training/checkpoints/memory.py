@@ -17,10 +17,10 @@ from typing import Any
 from torch import Tensor
 
 from elastic_launch import faults, snapshot
-from elastic_launch.contract import CopyJob, NoSnapshots, Stored
+from elastic_launch.contract import CopyJob, NoSnapshots, Restored, Stored
 from elastic_launch.snapshot.memory.slot import Header, Slot
 from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter, read_meta, read_state
-from elastic_launch.snapshot.room import MORE_MEMORY, lacking
+from elastic_launch.snapshot.room import LEFT_OUT, MORE_MEMORY, lacking
 from elastic_launch.training.checkpoints.snapshot_interval import Cost, Rhythm
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.ranks.exchange import broadcast_state, numbers_of_all
@@ -56,15 +56,26 @@ class MemorySnapshots:
         self._json = 0  # bytes of the last snapshot besides its tensors
         self._torn = False
         self._left: int | None = None  # a slot that was reserved for writing but is empty
-        self.writes = world.first_on_node and bool(self._slots)
+        self.writes = self._may_write
         """Whether this worker writes its node's snapshots; False once there is no room."""
+        self.decides = world.rank == 0
+        """Whether this worker's costs decide when all take snapshots: the first rank that writes any."""
+
+    @property
+    def _may_write(self) -> bool:
+        return self._world.first_on_node and bool(self._slots) and self._link.writes
 
     def move(self, world: World) -> None:
         """Continue in another round; called without a snapshot under way."""
-        if world.first_on_node != self._world.first_on_node:
-            self.writes = world.first_on_node and bool(self._slots)
-        self._world = world
+        before, self._world = self._world, world
+        if world.first_on_node != before.first_on_node or not self._link.writes:
+            self.writes = self._may_write
         self._sequence = max(self._sequence, self._link.sequence)
+
+    def restored(self, training: int) -> None:
+        """If no snapshots are written on this node, let the agent free those that this training no longer needs."""
+        if not self._link.writes:
+            self._link.say(Restored(training))
 
     def newest(self, training: int) -> tuple[Slot, Header] | None:
         """Return the newest snapshot of a training that this node holds."""
@@ -180,8 +191,7 @@ class MemorySnapshots:
     def give_up(self, cause: str, remedy: str = "") -> None:
         """Write no snapshots from now on, and say why."""
         self.writes = False
-        text = "no snapshots in memory from now on: %s. A fault costs the steps since the last checkpoint%s"
-        _log.warning(text, cause, f": {remedy}, or save more often" if remedy else "")
+        _log.warning(LEFT_OUT, cause, f": {remedy}, or save more often" if remedy else "")
         self._link.say(NoSnapshots(cause))
 
     def _lack(self, size: int) -> str:
@@ -238,9 +248,10 @@ def newest(
     """
     found = memory.newest(training)
     kept = (0, 0) if found is None else (found[1].round, found[1].step)
-    mine = [*kept, 0, *((0, 0, 0) if live is None else live)]
+    mine = [*kept, 0, *((0, 0, 0) if live is None else live), int(memory.writes)]
     everybody = numbers_of_all(world, mine)
-    in_slots, in_processes = [tuple(entry[:3]) for entry in everybody], [tuple(entry[3:]) for entry in everybody]
+    memory.decides = memory.writes and not any(entry[6] for entry in everybody[: world.rank])
+    in_slots, in_processes = [tuple(entry[:3]) for entry in everybody], [tuple(entry[3:6]) for entry in everybody]
     best = max([*in_slots, *in_processes])
     if best == (0, 0, 0):
         return None

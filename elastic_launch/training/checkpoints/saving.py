@@ -127,6 +127,7 @@ class Saver:
         if resumed.state is not None:
             state.restore(resumed.state, resumed.origin, resumed.classes, resumed.orders, resumed.anew, resumed.frozen)
         self._memory.rhythm.begin(resumed.step)
+        self._memory.restored(self._training)
         return resumed
 
     def _newest(
@@ -244,12 +245,12 @@ class Saver:
             )
 
     def wishes(self, step: int, checkpoint: CheckpointManager | None) -> Wishes:
-        """Return what this rank wants, each wish once; rank 0's clock and costs decide for all ranks."""
+        """Return what this rank wants, each wish once; rank 0's clock and one rank's costs decide for all ranks."""
         save = self._asked(step, checkpoint) or (checkpoint is not None and checkpoint.wanted(step))
-        keep = self._memory.writes and self._memory.rhythm.due(step)
+        keep = self._memory.writes and self._memory.decides and self._memory.rhythm.due(step)
         first = self._world.rank == 0
         save = (first and save and not self._posted.save) or self._owes(checkpoint)
-        keep = first and keep and not self._posted.keep
+        keep = keep and not self._posted.keep
         if not save and not keep:
             return NOTHING
         wishes = Wishes(save=save, keep=keep)

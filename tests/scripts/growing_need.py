@@ -1,0 +1,39 @@
+"""Train with a need for memory that grows: ``growing_need.py DIRECTORY MIB MORE CHECKPOINTS``.
+
+The state takes MIB MiB, and from step 9 of 14 on each process takes MORE MiB besides it. Step 8 waits for a file ``go``
+in the directory. The last line has the step from which the process went on, and the weights.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import elastic_launch as el
+from elastic_launch.training.checkpoints import snapshot_interval
+
+GROWS, STEPS = 9, 14
+snapshot_interval.SHARE = 1000.0  # a snapshot after each step, whatever it costs: two of the slots are in use
+
+directory, mib, more = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+with el.session(threads=1) as run:
+    torch.manual_seed(0)
+    # Weights and momentum, half of the state each.
+    model = torch.nn.Linear(mib * 2**20 // 8 // 1024, 1024, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    data = torch.utils.data.TensorDataset(torch.randn(28, model.in_features))
+    loader = el.ElasticLoader(data, el.GlobalBatch(2, micro=1), seed=0)
+    saving = el.Checkpoint(sys.argv[4], every=STEPS - 2)
+    taken = b""
+    for step in run.steps(loader, model, optimizer, until=f"{STEPS}ba", checkpoint=saving, exact=True):
+        if step.number >= GROWS and not taken:
+            taken = b"x" * (more * 2**20)
+        for (x,) in step:
+            step.backward(step.model(x).square().mean())
+        if step.number == GROWS - 1:
+            (directory / f"waiting-{run.rank}").touch()
+            while not (directory / "go").exists():
+                time.sleep(0.02)
+        step.update()
+    print(f"went on from step {run.resumed_step}, weights {el.weights_sha256(model)}", flush=True)
