@@ -171,11 +171,17 @@ def default_logging() -> Iterator[None]:
     log.setLevel(level)
 
 
+FORKS = {"forks", "run_script", "undisturbed_hash"}
+"""Functions that begin to use the process that forks agents, which then stays."""
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaks threads, children, descriptors or shared memory."""
     if request.node.get_closest_marker("gpu") is not None:
         _open_gpu()
+    if FORKS & vars(request.module).keys():
+        request.getfixturevalue("forking")
     threads, children = set(threading.enumerate()), _children()
     descriptors, shared = _descriptors(), _shared()
     yield
