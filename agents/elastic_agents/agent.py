@@ -637,7 +637,7 @@ class LocalElasticAgent(ElasticAgent):
             remedy = f": {MORE_MEMORY}, or save more often. --no-snapshots leaves them out from the start"
             _log.warning(LEFT_OUT, cause, remedy)
             self._events.emit(ev.SnapshotsLeftOut(self._view.round, cause))
-            if self._view.phase in (v.Phase.WAITING, v.Phase.SUSPENDED):  # it was started ahead of a place
+            if self._view.phase is v.Phase.WAITING:  # it was started ahead of a place
                 self._snapshot_store.between_rounds()
         return failure
 
@@ -690,7 +690,8 @@ class LocalElasticAgent(ElasticAgent):
         assert self._store is not None
         self._store.stop()
         self._group.state = WorkerState.STOPPED
-        self._snapshot_store.between_rounds()
+        if not self._view.suspended:  # such a worker may write a last snapshot, if no round follows
+            self._snapshot_store.between_rounds()
         port = self._serve(self._store.address) if end.serve else 0
         newest = self._snapshot_store.newest
         held = m.HeldSnapshot(newest.round, newest.step, port) if newest is not None else None

@@ -136,6 +136,21 @@ def test_a_training_that_needs_the_memory_of_snapshots_later_gets_it(
 
 @pytest.mark.system
 @pytest.mark.skipif(bool(NO_GROUPS), reason=NO_GROUPS or "nothing is missing")
+def test_a_survivor_saves_its_last_step_though_snapshots_are_left_out(job: Job, tmp_path: Path) -> None:
+    """No round follows the kill, and the node's snapshots are older than the state of the worker that is left."""
+    with memory_group.group() as group:
+        command = [*growing(job.work, tmp_path / "saved"), "1"]
+        flags = ("--standalone", "--nproc", "2", "--max-restarts", "0")
+        agent = job.launch(*flags, command=command, prefix=group.prefix)
+        grow(job, group, 2, 2)
+        assert agent.wait(120) == 137, agent.output
+        assert group.kills == 1
+    check_left_out(job, agent)
+    assert [path.name.split(".")[0] for path in (tmp_path / "saved").glob("step-*")] == ["step-8"], agent.output
+
+
+@pytest.mark.system
+@pytest.mark.skipif(bool(NO_GROUPS), reason=NO_GROUPS or "nothing is missing")
 def test_another_node_keeps_its_snapshots_and_decides_when_they_are_taken(
     job: Job, tmp_path: Path, undisturbed: str
 ) -> None:

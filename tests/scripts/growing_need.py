@@ -1,7 +1,8 @@
-"""Train with a need for memory that grows: ``growing_need.py DIRECTORY MIB MORE CHECKPOINTS``.
+"""Train with a need for memory that grows: ``growing_need.py DIRECTORY MIB MORE CHECKPOINTS [RANK]``.
 
 The state takes MIB MiB, and from step 9 of 14 on each process takes MORE MiB besides it. Step 8 waits for a file ``go``
-in the directory. The last line has the step from which the process went on, and the weights.
+in the directory. The last line has the step from which the process went on, and the weights. With RANK, only the need
+of that rank grows, which the kernel kills first, and snapshots are rare.
 """
 
 import sys
@@ -14,10 +15,14 @@ import elastic_launch as el
 from elastic_launch.training.checkpoints import snapshot_interval
 
 GROWS, STEPS = 9, 14
-snapshot_interval.SHARE = 1000.0  # a snapshot after each step, whatever it costs: two of the slots are in use
+# A snapshot after each step, whatever it costs: two of the slots are in use; or none after the first ones.
+grows = None if len(sys.argv) < 6 else int(sys.argv[5])
+snapshot_interval.SHARE = 1000.0 if grows is None else 1e-9
 
 directory, mib, more = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 with el.session(threads=1) as run:
+    if grows == run.rank:
+        Path("/proc/self/oom_score_adj").write_text("1000")
     torch.manual_seed(0)
     # Weights and momentum, half of the state each.
     model = torch.nn.Linear(mib * 2**20 // 8 // 1024, 1024, bias=False)
@@ -27,7 +32,7 @@ with el.session(threads=1) as run:
     saving = el.Checkpoint(sys.argv[4], every=STEPS - 2)
     taken = b""
     for step in run.steps(loader, model, optimizer, until=f"{STEPS}ba", checkpoint=saving, exact=True):
-        if step.number >= GROWS and not taken:
+        if step.number >= GROWS and not taken and grows in (None, run.rank):
             taken = b"x" * (more * 2**20)
         for (x,) in step:
             step.backward(step.model(x).square().mean())

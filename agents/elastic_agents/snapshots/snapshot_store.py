@@ -124,7 +124,10 @@ class SnapshotStore:
             return used
 
     def between_rounds(self) -> None:
-        """If snapshots are left out, free all but the newest of each training; no worker of the node is in a round."""
+        """If snapshots are left out, free all but the newest of each training.
+
+        No worker of the node is in a round, and one that is suspended is given a place before it writes a snapshot.
+        """
         self.restored(-1)
 
     def restored(self, training: int) -> None:
