@@ -31,7 +31,7 @@ def test_the_docstring_of_a_package_lists_its_modules_and_nothing_else(package: 
 
 
 def test_every_public_name_exists() -> None:
-    assert len(set(elastic_launch.__all__)) == len(elastic_launch.__all__)
+    assert elastic_launch.__all__ == sorted(["__version__", *elastic_launch._HOMES, *elastic_launch._MODULES])
     for name in elastic_launch.__all__:
         assert getattr(elastic_launch, name) is not None
 
