@@ -182,7 +182,9 @@ def _parsed(line: str) -> tuple[dict[str, Any], tuple[float, ev.Event] | None]:
     if len(line) > LONGEST_LINE:
         raise ValueError(f"it has more than {LONGEST_LINE} characters")
     try:
-        value = json.loads(line, parse_float=_number, parse_constant=_number)
+        value = json.loads(line, parse_float=_number, parse_constant=_number, parse_int=_whole)
+    except OverflowError as error:
+        raise ValueError(f"it has the number {error}") from None
     except (ValueError, RecursionError):
         raise ValueError(f"no JSON: {line.strip()[:60]!r}") from None
     if not isinstance(value, dict) or not isinstance(value.get("event"), str):
@@ -198,8 +200,15 @@ def _parsed(line: str) -> tuple[dict[str, Any], tuple[float, ev.Event] | None]:
 def _number(text: str) -> float:
     """Refuse infinity and NaN, and what becomes one of them in calculations."""
     if not -1e300 < (found := float(text)) < 1e300:
-        raise ValueError(text)
+        raise OverflowError(text[:40])
     return found
+
+
+def _whole(text: str) -> int:
+    """Refuse integers that :func:`_number` would refuse as numbers with a point."""
+    if len(text) > 300:
+        raise OverflowError(text[:40])
+    return int(text)
 
 
 def _begins_another(chronicle: Chronicle, clock: float, event: ev.Event) -> bool:

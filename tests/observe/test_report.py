@@ -188,6 +188,12 @@ def test_fields_with_a_default_may_be_missing() -> None:
         parse('{"event": "first_step", "clock": 3, "round": 1}')
 
 
+@pytest.mark.parametrize("number", ["Infinity", "-Infinity", "NaN", "1e400", "-1e301", "1" + "0" * 301])
+def test_a_number_that_is_too_large_for_calculations_is_named(number: str) -> None:
+    with pytest.raises(ValueError, match=f"it has the number {number[:40]}"):
+        parse(f'{{"event": "first_step", "clock": {number}, "round": 1, "step": 1}}')
+
+
 class _Tags(HTMLParser):
     """Checks that tags are closed in order, and keeps the texts and the attributes."""
 
