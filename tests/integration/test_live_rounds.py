@@ -124,9 +124,10 @@ def parked(job: Job) -> tuple[Agent, int]:
     first.says("hosts the run")
     second = job.node("b", *options, "--node-rank", "1", nnodes="2", command=[LIVE, str(job.work)])
     pids = begun(job, 1)
+    before = first.output.count("parked with 1 node")  # as it waited for the second
     second.kill()
     wait_for("the other worker to be told", lambda: noted(job, "suspends", 1))
-    first.says("parked with 1 node")
+    first.says("parked with 1 node", times=before + 1)
     return first, pids[0]
 
 
