@@ -114,6 +114,9 @@ def barrier(group: ProcessGroup | None = None) -> None:
 
     Args:
         group: the process group; None: all ranks.
+
+    Raises:
+        UsageError: if there are several ranks and no process group.
     """
     if joined("barrier"):
         distributed.barrier(group=group)
@@ -149,6 +152,9 @@ def broadcast(tensor: Tensor, src: int, group: ProcessGroup | None = None) -> No
         tensor: of any shape, with the same shape and dtype on all ranks; changed in place.
         src: global rank that sends its tensor.
         group: the process group; None: all ranks.
+
+    Raises:
+        UsageError: if there are several ranks and no process group.
     """
     if joined("broadcast"):
         distributed.broadcast(tensor, src=src, group=group)
@@ -166,6 +172,9 @@ def all_gather(tensor: Tensor, group: ProcessGroup | None = None) -> list[Tensor
 
     Returns:
         One tensor for each rank, each of the shape of ``tensor``.
+
+    Raises:
+        UsageError: if there are several ranks and no process group.
     """
     mine = tensor.detach().contiguous()
     if not joined("all_gather"):
@@ -184,6 +193,9 @@ def all_gather_object(obj: T, group: ProcessGroup | None = None) -> list[T]:
     Args:
         obj: any object that can be pickled.
         group: the process group; None: all ranks.
+
+    Raises:
+        UsageError: if there are several ranks and no process group.
     """
     if not joined("all_gather_object"):
         return [obj]
@@ -201,6 +213,9 @@ def broadcast_object_list(object_list: list[Any], src: int = 0, group: ProcessGr
         object_list: of the same length on all ranks; changed in place.
         src: global rank that sends its items.
         group: the process group; None: all ranks.
+
+    Raises:
+        UsageError: if there are several ranks and no process group.
     """
     if joined("broadcast_object_list"):
         distributed.broadcast_object_list(object_list, src=src, group=group)
@@ -248,6 +263,7 @@ def run_local_rank_zero_first() -> Iterator[None]:
 
     Raises:
         ElasticLaunchError: on the other ranks, if the body raised on a local rank 0.
+        UsageError: if there are several ranks and no process group.
     """
     if not joined("run_local_rank_zero_first"):
         yield
@@ -308,6 +324,9 @@ def get_node_signal_file_name(rng: random.Random | None = None) -> str:
 
     Args:
         rng: source of the random part; only the one of rank 0 is used.
+
+    Raises:
+        UsageError: if there are several ranks and no process group.
     """
     drawn = "".join((rng or random.Random()).choices(string.ascii_letters + string.digits, k=_NAME_LENGTH))
     if joined("get_node_signal_file_name"):
@@ -343,6 +362,7 @@ def busy_wait_for_local_rank_zero(
 
     Raises:
         ElasticLaunchError: on a node's other ranks, if the body failed on local rank 0 or does not finish in time.
+        UsageError: if there are several ranks and no process group.
     """
     name = get_node_signal_file_name()
     try:

@@ -15,7 +15,7 @@ import elastic_launch as el
 from elastic_launch.training.checkpoints import snapshot_interval
 
 GROWS, STEPS = 9, 14
-# A snapshot after each step, whatever it costs: two of the slots are in use; or none after the first ones.
+# Without RANK, each step is followed by a snapshot, so that two slots are in use; with it, only the first steps are.
 grows = None if len(sys.argv) < 6 else int(sys.argv[5])
 snapshot_interval.SHARE = 1000.0 if grows is None else 1e-9
 
