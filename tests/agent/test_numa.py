@@ -34,7 +34,7 @@ def test_without_a_mode_torch_is_not_called() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
 def test_without_a_gpu_the_first_worker_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(UsageError, match="--numa-binding node cannot be had for local rank 0") as caught:
+    with pytest.raises(UsageError, match="--numa-binding node is not possible for local rank 0") as caught:
         check_binding(config("node"))
     assert not isinstance(caught.value.__cause__, TypeError), "torch is asked as this version of it wants"
     assert not caplog.records

@@ -66,7 +66,7 @@ def test_a_program_and_its_local_rank(job: Job) -> None:
 def test_numa_binding_without_a_gpu_is_refused_before_anything_starts(job: Job) -> None:
     agent = job.launch("--numa-binding", "node")
     assert agent.wait() == 2
-    assert "--numa-binding node cannot be had for local rank 0" in agent.output
+    assert "--numa-binding node is not possible for local rank 0" in agent.output
     assert "Traceback" not in agent.output
     assert not job.started()
 
