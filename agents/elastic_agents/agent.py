@@ -630,8 +630,9 @@ class LocalElasticAgent(ElasticAgent):
         """Return the report on a reaped worker. If the node's snapshots took its memory, leave them out from now on."""
         failure = self._workers.failure(local_rank, self._control.step_timer)
         if failure is not None and failure.kind == "out of memory" and (used := self._snapshot_store.leave_out()):
+            killed = "a worker" if failure.exit_code == -signal.SIGKILL else "a child of a worker"
             cause = (
-                f"the kernel killed a worker (pid {failure.pid}) for lack of memory while they used "
+                f"the kernel killed {killed} (pid {failure.pid}) for lack of memory while they used "
                 f"{used / 2**30:.2f} GiB, which are freed once the next round has restored the state"
             )
             remedy = f": {MORE_MEMORY}, or save more often. --no-snapshots leaves them out from the start"

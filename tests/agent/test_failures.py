@@ -7,6 +7,9 @@ import json
 import os
 import pickle
 import re
+import subprocess
+import sys
+import textwrap
 import time
 import traceback
 from collections.abc import Sequence
@@ -14,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import SLOWNESS
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from elastic_agents.outcome import result_of
@@ -50,7 +54,7 @@ def failed(error_file: Path, **arguments: Any) -> m.Failure:
         "error": read_error_file(error_file),
         "stderr": (),
         "stopped": False,
-        "out_of_memory": False,
+        "out_of_memory": lambda: False,
     }
     worker |= {name: arguments.pop(name) for name in worker if name in arguments}
     return report(about("a", 3, PLACEMENT, 42, **worker), **{**values, **arguments})
@@ -383,8 +387,8 @@ def test_a_progress_bar_shows_what_it_showed_last(error_file: Path) -> None:
     [
         ({}, "crash"),
         ({"exit_code": -9}, "crash"),
-        ({"exit_code": -9, "out_of_memory": True}, "out of memory"),
-        ({"exit_code": -11, "out_of_memory": True}, "crash"),
+        ({"exit_code": -9, "out_of_memory": lambda: True}, "out of memory"),
+        ({"exit_code": -11, "out_of_memory": lambda: True}, "crash"),
         ({"exit_code": -15}, "preemption"),
         ({"exit_code": -15, "only_crashes": True}, "crash"),
         ({"exit_code": -15, "stopped": True}, "crash"),
@@ -460,8 +464,39 @@ def test_a_traceback_in_the_output_of_a_stopped_worker_counts_if_torch_marked_it
 
 
 def test_out_of_memory_is_reported(error_file: Path) -> None:
-    found = failed(error_file, exit_code=-9, out_of_memory=True)
+    found = failed(error_file, exit_code=-9, out_of_memory=lambda: True)
     assert found.message == "signal 9 (SIGKILL); the kernel killed it for lack of memory"
+
+
+LOST = {
+    "loader": """
+        from torch.utils.data import DataLoader
+        list(DataLoader([1], num_workers=1, worker_init_fn=lambda worker: os.kill(os.getpid(), 9)))
+    """,
+    "pool": """
+        from concurrent.futures import ProcessPoolExecutor
+        with ProcessPoolExecutor() as pool:
+            pool.submit(signal.raise_signal, 9).result()
+    """,
+    "program": """
+        subprocess.run(["sh", "-c", "kill -9 $$"], check=True)
+    """,
+}
+
+
+@pytest.mark.parametrize("lost", LOST)
+def test_a_child_that_the_kernel_killed_is_known_by_the_kernels_counter(error_file: Path, lost: str) -> None:
+    code = f"import os, signal, subprocess{textwrap.dedent(LOST[lost])}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60 * SLOWNESS)
+    stderr = done.stderr.splitlines()
+    found = failed(error_file, exit_code=done.returncode, stderr=stderr, out_of_memory=lambda: True)
+    assert found.kind == "out of memory", found
+    assert found.message.startswith("exit code 1; the kernel killed a child of it for lack of memory: ")
+    assert failed(error_file, stderr=stderr).kind == "crash", "a user may have killed it"
+
+
+def test_another_exception_says_nothing_of_lost_memory(error_file: Path) -> None:
+    assert failed(error_file, stderr=TRACEBACK, out_of_memory=lambda: True).kind == "crash"
 
 
 # The kernel's counter.

@@ -79,8 +79,8 @@ def test_a_limit_with_room_for_one_snapshot_of_three_leaves_them_out_and_kills_n
     assert {"step-2", "step-4", "step-8"} <= steps
 
 
-def growing(directory: Path, checkpoints: Path, more: int = MORE) -> list[str]:
-    return [str(SCRIPTS / "growing_need.py"), str(directory), str(LARGER), str(more), str(checkpoints)]
+def growing(directory: Path, checkpoints: Path, more: int = MORE, *whose: str) -> list[str]:
+    return [str(SCRIPTS / "growing_need.py"), str(directory), str(LARGER), str(more), str(checkpoints), *whose]
 
 
 def grow(job: Job, group: memory_group.Group, ranks: int, workers: int = 1) -> None:
@@ -108,8 +108,8 @@ def weights(output: str) -> str:
     return str(found)
 
 
-def check_left_out(job: Job, agent: Agent) -> None:
-    cause = r"the kernel killed a worker \(pid \d+\) for lack of memory while they used 0\.\d\d GiB, which are freed"
+def check_left_out(job: Job, agent: Agent, killed: str = "a worker") -> None:
+    cause = rf"the kernel killed {killed} \(pid \d+\) for lack of memory while they used 0\.\d\d GiB, which are freed"
     said = re.findall(
         rf"no snapshots in memory from now on: {cause}.*docker run --memory.*--no-snapshots", agent.output
     )
@@ -140,11 +140,27 @@ def test_a_training_that_needs_the_memory_of_snapshots_later_gets_it(
 
 @pytest.mark.system
 @pytest.mark.skipif(bool(NO_GROUPS), reason=NO_GROUPS or "nothing is missing")
+def test_a_loaders_process_gets_it_too(job: Job, tmp_path: Path, undisturbed: str) -> None:
+    with memory_group.group() as group:
+        command = growing(job.work, tmp_path / "saved", MORE, "loader")
+        agent = job.launch("--standalone", command=command, prefix=group.prefix)
+        grow(job, group, 1)
+        assert agent.wait(120) == 0, agent.output
+        assert group.kills == 1
+    assert weights(agent.output) == undisturbed
+    check_left_out(job, agent, "a child of a worker")
+    broken = job.event("round_broken")
+    assert broken["kind"] == "out of memory"
+    assert re.search(r"the kernel killed a child of it for lack of memory: RuntimeError: DataLoader", broken["cause"])
+
+
+@pytest.mark.system
+@pytest.mark.skipif(bool(NO_GROUPS), reason=NO_GROUPS or "nothing is missing")
 def test_a_survivor_saves_its_last_step_though_snapshots_are_left_out(job: Job, tmp_path: Path) -> None:
     """No round follows the kill, and the node's snapshots are older than the state of the worker that is left."""
     with memory_group.group() as group:
         # More than is free, so that the kernel kills rank 1 before it exchanges anything of step 9.
-        command = [*growing(job.work, tmp_path / "saved", MORE + LARGER), "1"]
+        command = growing(job.work, tmp_path / "saved", MORE + LARGER, "1")
         flags = ("--standalone", "--nproc", "2", "--max-restarts", "0")
         agent = job.launch(*flags, command=command, prefix=group.prefix)
         grow(job, group, 2, 2)

@@ -1,8 +1,9 @@
-"""Train with a need for memory that grows: ``growing_need.py DIRECTORY MIB MORE CHECKPOINTS [RANK]``.
+"""Train with a need for memory that grows: ``growing_need.py DIRECTORY MIB MORE CHECKPOINTS [RANK | loader]``.
 
 The state takes MIB MiB, and from step 9 of 14 on each process takes MORE MiB besides it. Step 8 waits for a file ``go``
 in the directory. The last line has the step from which the process went on, and the weights. With RANK, only the need
-of that rank grows, which the kernel kills first, and snapshots are rare.
+of that rank grows, which the kernel kills first, and snapshots are rare. With ``loader``, it is that of a loader's
+process: it takes the memory when there is the file, and it has loaded the samples of three steps.
 """
 
 import sys
@@ -15,11 +16,28 @@ import elastic_launch as el
 from elastic_launch.training.checkpoints import snapshot_interval
 
 GROWS, STEPS = 9, 14
+loads = sys.argv[5:] == ["loader"]
 # Without RANK, each step is followed by a snapshot, so that two slots are in use; with it, only the first steps are.
-grows = None if len(sys.argv) < 6 else int(sys.argv[5])
+grows = None if loads or len(sys.argv) < 6 else int(sys.argv[5])
 snapshot_interval.SHARE = 1000.0 if grows is None else 1e-9
 
 directory, mib, more = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+
+
+class Greedy(torch.utils.data.TensorDataset):
+    """Takes the memory in a loader's process, which the kernel kills first."""
+
+    loaded, taken = 0, b""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        self.loaded += 1
+        if self.loaded == 1:
+            Path("/proc/self/oom_score_adj").write_text("1000")
+        if self.loaded > 6 and not self.taken and (directory / "go").exists():
+            self.taken = b"x" * (more * 2**20)
+        return super().__getitem__(index)
+
+
 with el.session(threads=1) as run:
     if grows == run.rank:
         Path("/proc/self/oom_score_adj").write_text("1000")
@@ -27,12 +45,12 @@ with el.session(threads=1) as run:
     # Weights and momentum, half of the state each.
     model = torch.nn.Linear(mib * 2**20 // 8 // 1024, 1024, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    data = torch.utils.data.TensorDataset(torch.randn(28, model.in_features))
-    loader = el.ElasticLoader(data, el.GlobalBatch(2, micro=1), seed=0)
+    data = (Greedy if loads else torch.utils.data.TensorDataset)(torch.randn(28, model.in_features))
+    loader = el.ElasticLoader(data, el.GlobalBatch(2, micro=1), seed=0, num_workers=int(loads))
     saving = el.Checkpoint(sys.argv[4], every=STEPS - 2)
     taken = b""
     for step in run.steps(loader, model, optimizer, until=f"{STEPS}ba", checkpoint=saving, exact=True):
-        if step.number >= GROWS and not taken and grows in (None, run.rank):
+        if step.number >= GROWS and not taken and not loads and grows in (None, run.rank):
             taken = b"x" * (more * 2**20)
         for (x,) in step:
             step.backward(step.model(x).square().mean())

@@ -6,7 +6,7 @@ import json
 import re
 import signal
 import socket
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +31,11 @@ _RANK = re.compile(r"\[rank\d+\]: ")
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(: |$)")
 _USAGE_ERROR = re.compile(r"(^|: )error: ", re.IGNORECASE)
 _NO_MODULE = re.compile(r".*: No module named \S+$")  # the message of python -m
+_LOST_PROCESS = re.compile(
+    r"RuntimeError: DataLoader worker \(pid.*\) (is killed by signal: Killed|exited unexpectedly)"
+    r"|.*BrokenProcessPool: |.*CalledProcessError: .* died with <Signals\.SIGKILL"
+)
+"""Exceptions of torch's loader, ``concurrent.futures`` and ``subprocess`` in a worker after a child was killed."""
 
 
 class OutOfMemoryCounter:
@@ -102,7 +107,7 @@ def report(
     only_crashes: bool = False,
     fatal_codes: Collection[int] = (),
     stopped: bool,
-    out_of_memory: bool,
+    out_of_memory: Callable[[], bool],
     supposed: bool = False,
 ) -> Failure:
     """Build the report on a failed worker.
@@ -114,6 +119,7 @@ def report(
         fatal_codes: exit codes (128 + N for signal N) after which a restart would not help.
         stderr: the end of its stderr.
         stopped: it had failed, and was stopped before it ended; the exit code is that of the stop.
+        out_of_memory: whether the kernel has killed a process; asked only if the worker or a child of it was killed.
         supposed: only :func:`printed_last` indicates that it had failed.
     """
     text, detail, notes = _last_words(exit_code, error, stderr, stopped=stopped, supposed=supposed)
@@ -126,7 +132,7 @@ def report(
         kind = "fatal"
     elif exit_code == -signal.SIGTERM and not only_crashes:
         kind = "preemption"
-    elif out_of_memory and exit_code == -signal.SIGKILL:
+    elif (exit_code == -signal.SIGKILL or _LOST_PROCESS.match(text)) and out_of_memory():
         kind = "out of memory"
     elif supposed or only_crashes:
         kind = "crash"
@@ -136,7 +142,8 @@ def report(
     symptom = ""
     if kind == "crash" and world_size > 1:
         symptom = symptom_in(text) if exit_code != -signal.SIGABRT else symptom_of_abort("\n".join(stderr))
-    hint = "; the kernel killed it for lack of memory" if kind == "out of memory" else ""
+    killed = "it" if exit_code == -signal.SIGKILL else "a child of it"
+    hint = f"; the kernel killed {killed} for lack of memory" if kind == "out of memory" else ""
     hint = ", which --fatal-exit-codes names" if named else hint
     first = one_line(text.strip().splitlines()[0]) if text.strip() else ""
     how = "" if stopped and first else f"{ending(exit_code)}{hint}"

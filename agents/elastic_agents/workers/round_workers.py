@@ -270,7 +270,7 @@ class RoundWorkers:
             only_crashes=self._config.torchrun,
             fatal_codes=self._config.fatal_exit_codes,
             stopped=worker.stopped is not None,
-            out_of_memory=reaped.exit_code == -signal.SIGKILL and self._memory.risen(),
+            out_of_memory=self._memory.risen,
             supposed=supposed,
         )
         if worker.late and found.kind == "crash" and reaped.exit_code < 0:
