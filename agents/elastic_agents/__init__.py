@@ -3,6 +3,8 @@
 ``main``          runs one node's part of a run
 ``agent``         LocalElasticAgent: takes events, asks ``policy``, carries out its actions
 ``policy``        pure decisions, ``policy_ahead`` those about newcomers; ``policy_types`` has events and actions
+``exits``         what the ends of workers mean
+``status``        what the node says about itself
 ``inbox``         one queue for all events
 ``departure``     leaving the run before its end
 ``drill``         planned faults of this node's workers
@@ -16,7 +18,7 @@
 ``probes/``       health checks
 ``calls/``        runs started from Python
 ``reporting``     what the agent prints about orders
-``step_events``   events about steps; ``step_timer`` estimates how long a step takes
+``step_events``   events about steps; ``step_timer`` estimates how long a step takes, ``start_timer`` a start
 ``outcome``       how the node's part ended; ``summary`` is the final message of a failed run
 ``console``       the agent's own log lines; ``torch_events`` emits torch's events
 ``live_view``     the last rows of a terminal, which show the run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import signal
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
@@ -13,10 +14,11 @@ from pathlib import Path
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, ElasticAgent, RunResult, WorkerGroup, WorkerState
 
 from elastic_agents import policy_types as v
-from elastic_agents import reporting
+from elastic_agents import reporting, status
 from elastic_agents.console import Consoles
 from elastic_agents.departure import Departure
 from elastic_agents.drill import Drill, FaultReached
+from elastic_agents.exits import Exits
 from elastic_agents.hangs.watch import HangWatch, Watched, WatchedWorker, keep_stacks
 from elastic_agents.inbox import Exited, HowAreYou, Inbox, SignalCaught
 from elastic_agents.notices import Notice
@@ -25,14 +27,15 @@ from elastic_agents.output_sinks import Kept
 from elastic_agents.policy import decide
 from elastic_agents.snapshots.durable_state import DurableState
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
-from elastic_agents.workers.control import Control, HungUp, Restored, ScriptEnded, Straggles, loss_in
+from elastic_agents.start_timer import StartTimer
+from elastic_agents.workers.control import Control, HungUp, Restored, ScriptEnded, Straggles
 from elastic_agents.workers.guard import Guard
 from elastic_agents.workers.logs import LogPlaces
 from elastic_agents.workers.output import OutputPump
 from elastic_agents.workers.placement import group_of, place, shared_environment
 from elastic_agents.workers.processes import ExecProcesses, OnExit
-from elastic_agents.workers.round_workers import Reaped, RoundWorkers
-from elastic_agents.workers.start import StartTimer, WorkerStarts, while_scarce
+from elastic_agents.workers.round_workers import RoundWorkers
+from elastic_agents.workers.start import WorkerStarts, while_scarce
 from elastic_agents.workers.stuck import LOOK_EVERY
 from elastic_agents.workers.watchdog import TimerExpired
 from elastic_launch.clock import Clock, MonotonicClock
@@ -40,7 +43,6 @@ from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.contract import Copied, Copying, Save, SlowRank
 from elastic_launch.errors import EndpointError, ExitCode
 from elastic_launch.events import types as ev
-from elastic_launch.events.sentences import ending
 from elastic_launch.observe.present import Present
 from elastic_launch.rendezvous.backends.c10d import Backend
 from elastic_launch.rendezvous.node.failure_detector import CutOff
@@ -52,7 +54,6 @@ from elastic_launch.rendezvous.torch_handler import MembershipHandler
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.rendezvous.wire.addresses import listen
 from elastic_launch.rendezvous.worker_store import WorkerStore
-from elastic_launch.snapshot.room import LEFT_OUT, MORE_MEMORY
 from elastic_launch.stack_dump import STACKS
 from elastic_launch.system.descriptors import scarce
 from elastic_launch.system.threads import ThreadDied
@@ -115,15 +116,14 @@ class LocalElasticAgent(ElasticAgent):
         self._run_file = RunFile(config.run_directory, config.token if config.own_token else None)
         self._membership = Membership(config, backend, self._clock, self._inbox.put, self._reserve, self._beat)
         self._group = group_of(config, MembershipHandler(config, self._membership))
-        self._start_timer = StartTimer()
-        self._view = v.View(ahead=v.Newcomers(slow=self._starts_are_slow))
+        self._start_timer = StartTimer(config.timing.start_wait if config.keeps_workers else math.inf)
+        self._view = v.View(ahead=v.Newcomers(slow=self._start_timer.slow))
         self._outcome: Outcome | None = None
         self.restarts, self.max_restarts = 0, config.limits.max_restarts
         self.finished_round = 0
         self.error_file: Path | None = None
         self.leader = ""
         self._failure: m.Failure | None = None
-        self._local_failures: dict[int, Reaped] = {}
         self._places = LogPlaces(config, files)
         self._run_address: RunAddress | None = None
         self._hosting = False
@@ -131,7 +131,6 @@ class LocalElasticAgent(ElasticAgent):
         self._run_over = False  # the leader has said that the run is over
         self._watched = 0  # the round whose workers may hang at exit
         self._formed = Round()
-        self._first_steps = 0  # the last round in which a new worker began whose like rehearse if they start ahead
         self._rank = 0  # among the members of the current round
         self._restored: dict[int, int] = {}  # the training that workers of the round have restored, by local rank
 
@@ -195,6 +194,7 @@ class LocalElasticAgent(ElasticAgent):
             self._config, self._clock, self._control.step_timer, self._events, self._inbox.put_later
         )
         self._workers = RoundWorkers(self._config, processes, pump, guard, self._clock, self._files)
+        self._exits = Exits(self._workers, self._control.step_timer, snapshot_store, self._events, self._report_failure)
         self._starts = WorkerStarts(
             self._config,
             self._env,
@@ -204,6 +204,7 @@ class LocalElasticAgent(ElasticAgent):
             self._workers,
             self._places,
             self._control,
+            self._start_timer,
             self._inbox,
             self._cannot_start,
             self._all_started,
@@ -229,7 +230,7 @@ class LocalElasticAgent(ElasticAgent):
         if failure is not None and failure.node_id == self._config.node_id:
             self.error_file = error_files.get(failure.local_rank)
         try:
-            return self._files.ask(partial(result_of, self._outcome.code, self._local_failures, error_files), IDLE)
+            return self._files.ask(partial(result_of, self._outcome.code, self._exits.failed, error_files), IDLE)
         except TimeoutError:
             return result_of(self._outcome.code, {}, {})
 
@@ -352,10 +353,13 @@ class LocalElasticAgent(ElasticAgent):
                 if every is not None:
                     self._inbox.put_later(every, item)
             case v.WorkerReady():
-                self._learn_start(item)
+                if item.round == self._view.round and item.local_rank in self._view.alive - self._view.ready:
+                    self._starts.trains(item)
+                    self._learned_start()
                 return item
             case v.WorkerAhead(local_rank=local_rank):
-                self._came(local_rank)
+                self._starts.came(local_rank)
+                self._learned_start()
                 return item
             case TimerExpired():
                 self._workers.end_late(item)
@@ -393,8 +397,7 @@ class LocalElasticAgent(ElasticAgent):
                 return self._departure.by_signal(number, self._view)
             case v.WorkerDrained(step=step):
                 # The host of a c10d run serves no snapshot: the other nodes cannot continue without it.
-                newest = self._snapshot_store.newest
-                return replace(item, keeps=not self._hosting and newest is not None and newest.step == step)
+                return replace(item, keeps=not self._hosting and self._newest_snapshot == step)
             case v.CopiesDone(given_up=given_up):
                 # Otherwise it belongs to an earlier copy.
                 return item if given_up or self._snapshot_store.idle else None
@@ -414,53 +417,27 @@ class LocalElasticAgent(ElasticAgent):
             _log.warning("%s", event.line())
 
     def _present(self) -> Present:
-        timer, view = self._control.step_timer, self._view
-        number, step = timer.reached
-        trained, trained_s = timer.trained
-        remaining = timer.remaining()
-        newest = self._snapshot_store.newest
-        told = self._control.reports(number)
-        # What the leader has said; until then others may have used up what this node's own flags allow.
-        known = view.round > 0
-        saved = self._membership.checkpoint
-        return Present(
-            view.phase.value,
-            view.round,
-            view.nodes,
-            self._formed.world_size,
-            len(view.alive | view.suspended),
-            step if number else None,
-            timer.total,
-            remaining if remaining >= 0 else None,
-            trained,
-            trained_s,
-            newest.step if newest else None,
-            self.restarts if known else None,
-            self.max_restarts if known else None,
-            tuple((member.node_id, member.workers) for member in self._formed.members),
-            loss_in(told),
-            max((x.batch for x in told), default=0),
-            max((x.passes for x in told), default=0),
-            next((x.lr for x in told if x.lr is not None), None),
-            tuple(mine.rank for mine in self._formed.ranks_of(self._rank)) if self._formed.members else (),
-            self._membership.outlook if self._member else "",
-            saved[0] if saved else None,
-            self._clock.now() - saved[1] if saved else None,
-            *self._control.steps(),
+        view, saved = self._view, self._membership.checkpoint
+        return status.present(
+            view,
+            self._formed,
+            self._rank,
+            self._control,
+            snapshot=self._newest_snapshot,
+            # What the leader has said; until then others may have used up what this node's own flags allow.
+            budget=(self.restarts, self.max_restarts) if view.round > 0 else None,
+            outlook=self._membership.outlook if self._member else "",
+            checkpoint=(saved[0], self._clock.now() - saved[1]) if saved else None,
         )
 
     def _beat(self) -> m.Beat | m.Progress:
         """Called from the membership's thread."""
-        timer = self._control.step_timer
-        number, step = timer.reached
+        return status.beat(self._control, self._newest_snapshot)
+
+    @property
+    def _newest_snapshot(self) -> int | None:
         newest = self._snapshot_store.newest
-        if not number:
-            return m.Beat()
-        left = timer.remaining()
-        loss = loss_in(self._control.reports(number))
-        return m.Progress(
-            number, step, newest.step if newest else None, timer.step_seconds, left if left >= 0 else None, loss
-        )
+        return None if newest is None else newest.step
 
     def _opened(self, hosting: bool, endpoint: str, address: str) -> None:
         config = self._config
@@ -486,72 +463,21 @@ class LocalElasticAgent(ElasticAgent):
         reaped = self._workers.reap(pid, exit_code)
         if reaped is None:
             return None
-        where, exit_code = reaped.placement, reaped.exit_code
         if not reaped.round:
-            return self._exited_ahead(reaped)
+            return self._exits.ended_ahead(reaped, self._view.ahead)
         self._learn_first_step()
-        takes_part = reaped.round == self._view.round and where.local_rank in self._view.alive
-        drained = where.local_rank in self._view.drained
-        stopped = self._view.phase in (v.Phase.STOPPING, v.Phase.DRAINING) or drained or not takes_part
-        self._events.emit(
-            ev.WorkerExited(reaped.round, where.rank, where.local_rank, pid, exit_code, round(reaped.ran, 3), stopped)
-        )
-        if not takes_part:
-            if where.local_rank in self._view.suspended:
-                text = "rank %d (pid %d), which was suspended, ended with %s"
-                _log.warning(text, where.rank, pid, ending(exit_code))
-        elif exit_code != 0 and not drained:
-            if self._view.phase is not v.Phase.STOPPING:
-                self._local_failures[where.rank] = reaped
-                text = "rank %d (pid %d) ended with %s in round %d"
-                _log.warning(text, where.rank, pid, ending(exit_code), reaped.round)
-            elif self._view.leaving is None:
-                self._had_failed(reaped)
-        if exit_code == 0 and self._view.alive == self._view.slots:
+        event = self._exits.ended(reaped, self._view)
+        if reaped.exit_code == 0 and self._view.alive == self._view.slots:
             self._watch_ends(reaped.round)  # the first to finish
-        return v.WorkerGone(reaped.round, where.local_rank, exit_code)
-
-    def _exited_ahead(self, reaped: Reaped) -> v.AheadGone:
-        local_rank, code, ahead = reaped.placement.local_rank, reaped.exit_code, self._view.ahead
-        stopped = local_rank not in ahead.coming | ahead.waiting
-        self._events.emit(ev.WorkerExited(0, -1, local_rank, reaped.pid, code, round(reaped.ran, 3), stopped))
-        return v.AheadGone(local_rank, code)
-
-    def _came(self, local_rank: int) -> None:
-        """A worker that was started ahead has come to its first use of the world."""
-        if (age := self._workers.age_of(local_rank)) is not None:
-            pid, took = age
-            self._events.emit(ev.WorkerAhead(local_rank, pid, round(took, 3)))
-            text = "local rank %d (pid %d), started ahead, is ready for a round after %.1f s"
-            _log.info(text, local_rank, pid, took)
-            self._start_timer.ahead(took)
-            self._learned_start()
-
-    def _learn_start(self, ready: v.WorkerReady) -> None:
-        """Note how long a worker's own start took if it was started with this round, and now trains."""
-        begins = ready.round == self._view.round and ready.local_rank in self._view.alive - self._view.ready
-        if begins and (age := self._workers.age_of(ready.local_rank, new=True)) is not None:
-            self._start_timer.ready(max(0.0, age[1] - ready.restore_s))
-            self._learned_start()
-            if ready.rehearses:
-                self._first_steps = ready.round
+        return event
 
     def _learn_first_step(self) -> None:
-        """Note by how much the first step was longer, if a worker began with the round that could have rehearsed it."""
-        if self._first_steps == self._view.round:
-            longer = self._control.step_timer.first_longer(self._view.round)
-            if longer is not None:
-                self._start_timer.first_step(longer)
-                self._learned_start()
-
-    @property
-    def _starts_are_slow(self) -> bool:
-        """Whether a start is expected to take longer than other workers should wait for it."""
-        return self._config.keeps_workers and self._start_timer.expected > self._config.timing.start_wait
+        if self._starts.first_step_done(self._view.round):
+            self._learned_start()
 
     def _learned_start(self) -> None:
-        if self._starts_are_slow != self._view.ahead.slow:
-            self._react(v.StartsTake(self._starts_are_slow))
+        if self._start_timer.slow != self._view.ahead.slow:
+            self._react(v.StartsTake(self._start_timer.slow))
 
     # From the policy to the world.
 
@@ -568,7 +494,7 @@ class LocalElasticAgent(ElasticAgent):
                 self._starts.kill_ahead(local_ranks)
             case v.ReportAheadGone(local_rank=local_rank, next=following):
                 if reaped := self._workers.reaped(local_rank):
-                    reporting.lost_ahead(reaped, self._failure_of(local_rank), following)
+                    reporting.lost_ahead(reaped, self._exits.failure_of(local_rank, self._view), following)
             case v.Suspend(round=number, cause=cause, local_ranks=local_ranks):
                 self._workers.suspends(local_ranks)
                 self._control.suspend(number, local_ranks, cause)
@@ -591,11 +517,10 @@ class LocalElasticAgent(ElasticAgent):
                 self._start_no_more(local_ranks)
                 self._workers.kill(local_ranks)
             case v.ReportFailed(local_rank=local_rank):
-                if failure := self._failure_of(local_rank):
-                    self._membership.report(m.Failed(failure.round, failure))
+                if failure := self._exits.failure_of(local_rank, self._view):
+                    self._report_failure(failure)
             case v.ReportDisconnected(local_rank=local_rank, error=error):
-                failure = self._workers.disconnected(local_rank, error, self._control.step_timer)
-                self._membership.report(m.Failed(failure.round, failure))
+                self._report_failure(self._workers.disconnected(local_rank, error, self._control.step_timer))
             case v.ReportReady(round=number):
                 self._ready(number)
                 self._processes.training()
@@ -618,29 +543,8 @@ class LocalElasticAgent(ElasticAgent):
                     where = self._saves.where(others=self._view.nodes > 1 and not self._run_over)
                 self._outcome = Outcome(code, cause, self.restarts, failure, self._snapshot_store.failed, where)
 
-    def _had_failed(self, reaped: Reaped) -> None:
-        """A stopped worker may have raised before: the leader learns of it before it forms the next round."""
-        if failure := self._failure_of(reaped.placement.local_rank):
-            if not failure.supposed:
-                self._local_failures[failure.rank] = reaped
-            reporting.late(failure)
-            self._membership.report(m.Failed(failure.round, failure))
-
-    def _failure_of(self, local_rank: int) -> m.Failure | None:
-        """Return the report on a reaped worker. If the node's snapshots took its memory, leave them out from now on."""
-        failure = self._workers.failure(local_rank, self._control.step_timer)
-        if failure is not None and failure.kind == "out of memory" and (used := self._snapshot_store.leave_out()):
-            killed = "a worker" if failure.exit_code == -signal.SIGKILL else "a child of a worker"
-            cause = (
-                f"the kernel killed {killed} (pid {failure.pid}) for lack of memory while they used "
-                f"{used / 2**30:.2f} GiB, which are freed once the next round has restored the state"
-            )
-            remedy = f": {MORE_MEMORY}, or save more often. --no-snapshots leaves them out from the start"
-            _log.warning(LEFT_OUT, cause, remedy)
-            self._events.emit(ev.SnapshotsLeftOut(self._view.round, cause))
-            if self._view.phase is v.Phase.WAITING:  # it was started ahead of a place
-                self._snapshot_store.between_rounds()
-        return failure
+    def _report_failure(self, failure: m.Failure) -> None:
+        self._membership.report(m.Failed(failure.round, failure))
 
     def _suspension(self) -> float:
         """Seconds that workers have to leave a round: less than the leader waits for this node."""
@@ -724,7 +628,7 @@ class LocalElasticAgent(ElasticAgent):
         placed = place(self._group, form.round, self._config)
         self._rank = placed[0].group_rank
         new = self._starts.prepare(start, placed)
-        self._local_failures.clear()
+        self._exits.failed.clear()
         self._restored.clear()
         self._snapshot_store.between_rounds()  # also of a node that has left the last one without an order
         self._saves.begin()

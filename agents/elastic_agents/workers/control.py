@@ -15,7 +15,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -469,11 +469,6 @@ class Control:
         _log.warning("a message to a worker could not be sent, its connection is closed: %s", reason)
         with contextlib.suppress(OSError):
             peer.sock.shutdown(socket.SHUT_RDWR)  # its thread reads what the worker has sent, and the end
-
-
-def loss_in(reports: Iterable[WorkerProgress]) -> float | None:
-    """Return the loss of the last step; None if no worker has reported one."""
-    return next((report.loss for report in reports if report.loss is not None), None)
 
 
 def _process_of(sock: socket.socket) -> tuple[int, int]:

@@ -10,7 +10,8 @@ from functools import partial
 from typing import TypeVar
 
 from elastic_agents.inbox import Inbox
-from elastic_agents.policy_types import AheadGone, AheadOver, StartWorkers
+from elastic_agents.policy_types import AheadGone, AheadOver, StartWorkers, WorkerReady
+from elastic_agents.start_timer import StartTimer
 from elastic_agents.workers.control import Control
 from elastic_agents.workers.logs import LogPlaces, WorkerLogs
 from elastic_agents.workers.logs_specs import LogsSpecsFailed
@@ -21,7 +22,7 @@ from elastic_launch.clock import Clock
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.contract import Placement
 from elastic_launch.errors import ExitCode
-from elastic_launch.events.types import EventSink, WorkerKept, WorkerPlaced, WorkerStarted
+from elastic_launch.events.types import EventSink, WorkerAhead, WorkerKept, WorkerPlaced, WorkerStarted
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.system.descriptors import scarce
 
@@ -31,45 +32,6 @@ T = TypeVar("T")
 
 SCARCE = 3.0
 """Seconds for which starting a worker is retried while no descriptors are left."""
-
-UNKNOWN_START = 60.0
-"""Seconds that a worker's start is expected to take before one was seen."""
-
-
-class StartTimer:
-    """How long a worker's own start takes, without the time in which it waits for others."""
-
-    def __init__(self) -> None:
-        self._ahead: float | None = None
-        self._ready: float | None = None
-        self._first: float | None = None
-
-    def ready(self, seconds: float) -> None:
-        """A worker began to train so long after its start; it may have waited for others."""
-        self._ready = seconds if self._ready is None else min(seconds, self._ready)
-
-    def first_step(self, longer: float) -> None:
-        """A new worker's first step took so much longer than others, by what a worker that starts ahead does before.
-
-        Others may have taken longer, too.
-        """
-        self._first = longer if self._first is None else min(longer, self._first)
-
-    def ahead(self, seconds: float) -> None:
-        """A worker that was started ahead came to its first use of the world."""
-        self._ahead = seconds
-
-    @property
-    def seen(self) -> float | None:
-        """Seconds that a start takes, as seen so far; None if none was."""
-        if self._ahead is not None or self._ready is None:
-            return self._ahead
-        return self._ready + (self._first or 0.0)
-
-    @property
-    def expected(self) -> float:
-        """Seconds that the next start is expected to take."""
-        return UNKNOWN_START if self.seen is None else self.seen
 
 
 @dataclass(slots=True)
@@ -102,6 +64,7 @@ class WorkerStarts:
 
     Args:
         shared: the variables that all workers share.
+        timer: learns how long starts take.
         inbox: the agent's.
         fail: called if a worker of a round cannot be started: with the cause as text, the local ranks that are not
             started, and the error.
@@ -121,6 +84,7 @@ class WorkerStarts:
         workers: RoundWorkers,
         places: LogPlaces,
         control: Control,
+        timer: StartTimer,
         inbox: Inbox[object],
         fail: Callable[[str, Collection[int], Exception], None],
         started: Callable[[int, Mapping[int, int]], None],
@@ -133,6 +97,7 @@ class WorkerStarts:
         self._workers = workers
         self._places = places
         self._control = control
+        self._timer = timer
         self._inbox = inbox
         self._fail = fail
         self._started = started
@@ -140,6 +105,7 @@ class WorkerStarts:
         self._ahead: list[_Staggered] = []
         self._late: dict[int, tuple[m.Form, Placement]] = {}  # places of workers that have not come yet
         self._pids: dict[int, int] = {}  # of the round's new workers
+        self._rehearse = 0  # the last round in which a new worker began whose like rehearse if they start ahead
         self.logs: dict[int, WorkerLogs] = {}
 
     # The workers of a round.
@@ -273,6 +239,31 @@ class WorkerStarts:
         """The time is over in which a worker had to come to its first use of the world."""
         local_rank = self._workers.newcomer(pid)
         return None if local_rank is None else AheadOver(local_rank)
+
+    # How long starts take.
+
+    def came(self, local_rank: int) -> None:
+        """A worker that was started ahead has come to its first use of the world."""
+        if (age := self._workers.age_of(local_rank)) is not None:
+            pid, took = age
+            self._events.emit(WorkerAhead(local_rank, pid, round(took, 3)))
+            text = "local rank %d (pid %d), started ahead, is ready for a round after %.1f s"
+            _log.info(text, local_rank, pid, took)
+            self._timer.ahead(took)
+
+    def trains(self, ready: WorkerReady) -> None:
+        """A worker of the round begins to train. If it was started with the round, learn from its start."""
+        if (age := self._workers.age_of(ready.local_rank, new=True)) is not None:
+            self._timer.ready(max(0.0, age[1] - ready.restore_s))
+            if ready.rehearses:
+                self._rehearse = ready.round
+
+    def first_step_done(self, number: int) -> bool:
+        """Learn by how much a round's first step was longer if new workers could have rehearsed it; return whether."""
+        longer = self._control.step_timer.first_longer(number) if number == self._rehearse else None
+        if longer is not None:
+            self._timer.first_step(longer)
+        return longer is not None
 
     # All workers.
 
