@@ -348,35 +348,8 @@ class Loop:
                     raise
                 error = again
 
-    # What a step needs to know of its round's end, and to do at it:
-
-    def exchanged(self) -> None:
-        """Note that a pass has exchanged everything; no exchange follows before the step's end."""
-        self._engine.note_exchanges()
-
-    @property
-    def is_over(self) -> bool:
-        return self._engine.is_over
-
-    def caused(self, error: RuntimeError) -> bool:
-        return self._engine.caused(error)
-
-    def break_off(self) -> None:
-        """Make all exchanges that are under way fail, so that none is waited for."""
-        self._engine.groups.disconnect()
-
-    def between_passes(self) -> None:
-        """Called before each pass but the first."""
-        self._engine.check_exchanges()
-
-    def take_over(self) -> None:
-        """Set the training to the state that was received from other ranks, before the next pass."""
-        assert self._received is not None
-        self._load(self._received)
-        self._received = None
-
-    def recover(self, error: RuntimeError, passes: Sequence[Outcome]) -> Recovered:
-        """Take part in the next round, after an error that :attr:`caused` explains.
+    def _recover(self, error: RuntimeError, passes: Sequence[Outcome]) -> Recovered:
+        """Take part in the next round, after an error that its end has caused in a step.
 
         Args:
             passes: loss and metrics of each pass of the step that is done.
@@ -406,6 +379,12 @@ class Loop:
         if self._is_midway:
             return replace(recovered, passes=received.passes)
         return replace(recovered, done=received.last or self._last)
+
+    def _take_over(self) -> None:
+        """Set the training to the state that was received from other ranks, before a step's next pass."""
+        assert self._received is not None
+        self._load(self._received)
+        self._received = None
 
     @property
     def _is_midway(self) -> bool:
@@ -462,7 +441,9 @@ class Loop:
             settle=self._engine.saver.settle,
             origin=self._origin,
             agreement=self._engine.agreement,
-            loop=self,
+            engine=self._engine,
+            recover=self._recover,
+            take_over=self._take_over,
             spare=lambda: loader._spare(number),
             done=self._received.passes if self._received is not None else (),
         )

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,14 +26,12 @@ from elastic_launch.errors import REPEATS_NOTE, ElasticLaunchError, UsageError
 from elastic_launch.training.checkpoints.resumed import Outcome
 from elastic_launch.training.data.batches import versions
 from elastic_launch.training.data.loader import Position
+from elastic_launch.training.engine import Engine
 from elastic_launch.training.gradients.accumulation import ExactGradients, Gradients
 from elastic_launch.training.gradients.means import Means, MeanTable
 from elastic_launch.training.randomness import derive, drop_second_normal, kept, left_seeded, seed_all
 from elastic_launch.training.ranks.agreement import Agreement
 from elastic_launch.training.together import Optimizers
-
-if TYPE_CHECKING:
-    from elastic_launch.training.loop import Loop
 
 _log = logging.getLogger(__name__)
 
@@ -99,7 +97,9 @@ class Step:
         settle: Callable[[], None] = lambda: None,
         origin: Callable[[int, int], str] = lambda step, micro: "",
         agreement: Agreement | None = None,
-        loop: Loop | None = None,
+        engine: Engine | None = None,
+        recover: Callable[[RuntimeError, Sequence[Outcome]], Recovered] | None = None,
+        take_over: Callable[[], None] = lambda: None,
         done: Sequence[Outcome] = (),
         spare: Callable[[], Any] = lambda: None,
     ) -> None:
@@ -115,7 +115,9 @@ class Step:
             settle: called before parameters and the optimizer's state change.
             origin: ``(step, micro_batch) -> str``: which samples it has, and the newest checkpoint; for errors.
             agreement: its wishes are exchanged together with the losses.
-            loop: the loop that the step belongs to, and by which it continues in another round; None: it does not.
+            engine: knows when the round is over; None: the step cannot continue in another round.
+            recover: takes part in the next round after an error, given the passes that are done.
+            take_over: sets the training to the state that was received from other ranks.
             done: loss and metrics of each pass that other ranks have done before this process joined them.
             spare: returns a micro-batch for the passes of a sharded model that count nothing, if this rank has none.
         """
@@ -147,7 +149,9 @@ class Step:
         self._settle = settle
         self._origin = origin
         self._agreement = agreement
-        self._loop = loop
+        self._engine = engine
+        self._recover = recover
+        self._take_over = take_over
         self._broken: RuntimeError | None = None  # the error that an exchange within backward() failed with
         self._done_elsewhere = False
         self._out_of_memory = False
@@ -208,8 +212,8 @@ class Step:
         with self._noting_errors():
             self._exchange()
         self._exchange_s += time.perf_counter() - began
-        if self._loop is not None:
-            self._loop.exchanged()
+        if self._engine is not None:
+            self._engine.note_exchanges()  # no other follows before the step's end
 
     @property
     def _left_out(self) -> bool:
@@ -219,17 +223,17 @@ class Step:
     def _may_go_on(self, error: RuntimeError) -> bool:
         # Once within a step: a script whose later passes need something from its earlier ones fails in a process that
         # has left these out, and trains on after a restart, from the step's start.
-        return self._loop is not None and not (self._passes > 1 and self._moved) and self._loop.caused(error)
+        return self._engine is not None and not (self._passes > 1 and self._moved) and self._engine.caused(error)
 
     def _goes_on(self, error: RuntimeError) -> bool:
         """Continue the pass in another round, from its first micro-batch; return whether that is possible."""
-        if self._loop is None or not self._may_go_on(error):
+        if self._engine is None or self._recover is None or not self._may_go_on(error):
             return False
-        self._loop.break_off()
+        self._engine.groups.disconnect()  # so that no exchange that is under way is waited for
         if self._table is not None:
             self._table.give_up()
             self._table = None
-        recovered = self._loop.recover(error, self._done)
+        recovered = self._recover(error, self._done)
         self._error = self._broken = None
         self._drawn.clear()
         self._losses, self._metric_values, self._current = [], [], None
@@ -248,7 +252,7 @@ class Step:
 
     def _samples_of_pass(self) -> Generator[Any, None, None]:
         for number, micro in enumerate(self.plan.micro_batches):
-            if self._loop is not None and self._loop.is_over:
+            if self._engine is not None and self._engine.is_over:
                 raise RoundOverError("the round is over")
             began = time.perf_counter()
             with self._noting_errors(), left_seeded():
@@ -297,14 +301,14 @@ class Step:
             )
         self._passes += 1
         self._pending, self.updated = True, False
-        if self._passes > 1 and self._loop is not None:
-            self._loop.between_passes()
+        if self._passes > 1 and self._engine is not None:
+            self._engine.check_exchanges()
         if self._left_out:
             drop_second_normal()  # as the micro-batches do on the other ranks
             return
-        if self._received and self._loop is not None:
+        if self._received:
             self._received = False
-            self._loop.take_over()
+            self._take_over()
         self._start_pass()
 
     def _start_pass(self) -> None:

@@ -316,14 +316,16 @@ class Elsewhere:
 
     def __init__(self, step: el.Step, passes: list[tuple[float, dict[str, float]]], loop: Any) -> None:
         self.taken, self.recovered, self._step, self._passes, self._loop = 0, 0, step, passes, loop
+        step._engine = self.groups = self  # type: ignore[assignment]
+        step._recover, step._take_over = self.recover, self.take_over
 
     is_over = False
 
-    def exchanged(self) -> None: ...
+    def note_exchanges(self) -> None: ...
 
-    def between_passes(self) -> None: ...
+    def check_exchanges(self) -> None: ...
 
-    def break_off(self) -> None: ...
+    def disconnect(self) -> None: ...
 
     def caused(self, error: RuntimeError) -> bool:
         return "Connection closed" in str(error)
@@ -342,7 +344,7 @@ def _broken(monkeypatch: pytest.MonkeyPatch, gan: Gan, passes: list[tuple[float,
     """A step whose next exchange fails, once; others have done these passes."""
     loop = _run().steps(_loader(), gan.models, gan.optimizers, until=1, exact=True)
     step = next(loop)
-    step._loop = Elsewhere(step, passes, loop)
+    Elsewhere(step, passes, loop)
     wait, left = ExactGradients.wait, [1]
 
     def breaks(self: ExactGradients, table: Any) -> None:
@@ -364,9 +366,9 @@ def test_a_pass_that_others_have_done_is_left_out_and_its_result_taken_over(monk
     assert step.gradients() == {}
     assert math.isnan(step.grad_norm("d"))
     step.update(optimizer="d")
-    assert (step.loss, gan.hashes, step._loop.taken) == (0.5, before, 0)
+    assert (step.loss, gan.hashes, step._engine.taken) == (0.5, before, 0)
     for x in step:
-        assert step._loop.taken == 1
+        assert step._engine.taken == 1
         step.backward(gan.loss_g(x))
     step.update(optimizer="g")
     assert gan.hashes[1] == before[1]
@@ -390,7 +392,7 @@ def test_a_step_that_has_moved_once_does_not_do_so_again_and_blames_no_script(mo
 
     with pytest.raises(RuntimeError, match="Connection closed"):
         second_pass()
-    assert step._loop.recovered == 1
+    assert step._engine.recovered == 1
 
 
 @pytest.mark.parametrize("exact", [False, True])
