@@ -18,9 +18,14 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-WARN = 10.0  # seconds without progress after which a warning names the storage
-STALL = 60.0  # seconds without progress after which a read is given up
-STALL_URL = 300.0  # the same behind a URL, where drivers retry by themselves
+WARN = 10.0
+"""Seconds without progress after which a warning names the storage."""
+
+STALL = 60.0
+"""Seconds without progress after which a read is given up."""
+
+STALL_URL = 300.0
+"""The same behind a URL, where drivers retry by themselves."""
 
 
 def advanced() -> None:

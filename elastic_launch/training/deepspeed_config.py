@@ -13,7 +13,8 @@ from elastic_launch.batch import GlobalBatch
 from elastic_launch.errors import UsageError
 from elastic_launch.training.kinds import check_kind
 
-_HALF = {"bf16": ("bf16", "bfloat16"), "fp16": ("fp16",)}  # the configuration's sections that choose each precision
+_HALF = {"bf16": ("bf16", "bfloat16"), "fp16": ("fp16",)}
+"""The sections of DeepSpeed's configuration that choose each precision."""
 
 _PASSED = {
     *("activation_checkpointing", "comms_logger", "communication_data_type", "csv_monitor", "dump_state"),

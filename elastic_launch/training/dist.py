@@ -67,9 +67,16 @@ T = TypeVar("T")
 
 _OPERATIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 _DEVICES = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda"}
-_POLL = 0.1  # seconds between two checks for a file
-_REASON_BYTES = 1024  # of an error's text, sent to the other ranks
-_NAME_LENGTH = 6  # random letters and digits in a signal file's name
+
+_POLL = 0.1
+"""Seconds between two checks for a file."""
+
+_REASON_BYTES = 1024
+"""Maximum number of bytes of an error's text that the other ranks get."""
+
+_NAME_LENGTH = 6
+"""Random letters and digits in a signal file's name."""
+
 _DONE = "local rank zero done"
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from elastic_launch.errors import UsageError
 
-ENDLESS = 2**62  # ``steps_per_epoch`` of a loader without epochs
+ENDLESS = 2**62
+"""``steps_per_epoch`` of a loader without epochs."""
 
 _UNITS = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
 

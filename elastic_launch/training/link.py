@@ -22,17 +22,37 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-ANSWER_TIMEOUT = 2.0  # seconds to wait for the agent's answer
-BUSY_TIMEOUT = 2.0  # seconds that sending a message waits for an agent that does not read
-START_TIMEOUT = 60.0  # seconds to wait for the agent's first answer
-PATIENCE = 600.0  # seconds to wait for a slow agent if a state must not be lost
-COMMIT_TIMEOUT = 30.0  # seconds that the agent has to permit a commit; without an answer, nothing is committed
-FETCH_TIMEOUT = 600.0  # seconds to wait for a snapshot that the agent fetches from another node
-SILENCE = 1.0  # minimum seconds between two messages about steps, as long as steps can be written to shared memory
-ADVANCES = 0.5  # minimum seconds between two reports of a state's parts that have arrived
-PAUSE = 0.2  # seconds between two looks at what else may end a suspended worker's wait
+ANSWER_TIMEOUT = 2.0
+"""Seconds to wait for the agent's answer."""
+
+BUSY_TIMEOUT = 2.0
+"""Seconds that sending a message waits for an agent that does not read."""
+
+START_TIMEOUT = 60.0
+"""Seconds to wait for the agent's first answer."""
+
+PATIENCE = 600.0
+"""Seconds to wait for a slow agent if a state must not be lost."""
+
+COMMIT_TIMEOUT = 30.0
+"""Seconds that the agent has to permit a commit; without an answer, nothing is committed."""
+
+FETCH_TIMEOUT = 600.0
+"""Seconds to wait for a snapshot that the agent fetches from another node."""
+
+SILENCE = 1.0
+"""Minimum seconds between two messages about steps, as long as steps can be written to shared memory."""
+
+ADVANCES = 0.5
+"""Minimum seconds between two reports of a state's parts that have arrived."""
+
+PAUSE = 0.2
+"""Seconds between two looks at what else may end a suspended worker's wait."""
+
 _DESCRIPTORS = 16
-LONGEST_ERROR = 1000  # maximum number of characters of an error sent to the agent
+
+LONGEST_ERROR = 1000
+"""Maximum number of characters of an error sent to the agent."""
 
 
 class AgentLink:

@@ -49,7 +49,8 @@ from elastic_launch.training.wrapped import check_elementwise, sharding_modules
 
 _log = logging.getLogger(__name__)
 
-OWN = "parameters"  # name of the part of the state that holds the optimizer's parameters that are not in the model
+OWN = "parameters"
+"""Name of the part of the state that holds the optimizer's parameters that are not in the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

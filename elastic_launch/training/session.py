@@ -38,7 +38,8 @@ from elastic_launch.training.wrapped import check_not_flat
 
 _log = logging.getLogger(__name__)
 
-_LONGEST = 10 * 365 * 24 * 3600.0  # largest timeout in seconds; every clock's arithmetic can represent it
+_LONGEST = 10 * 365 * 24 * 3600.0
+"""Largest timeout in seconds; every clock's arithmetic can represent it."""
 
 
 class Run:

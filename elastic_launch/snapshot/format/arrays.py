@@ -10,7 +10,9 @@ from typing import Any
 from elastic_launch.snapshot.errors import MalformedError
 
 _DTYPE = re.compile(r"[<>|][biufcSUMm][0-9]{1,9}(\[[0-9]{0,9}[A-Za-z]{1,2}\])?")
-_WIDEST = {"f": 8, "c": 16}  # Bytes; wider types differ between machines.
+
+_WIDEST = {"f": 8, "c": 16}
+"""Bytes; wider types differ between machines."""
 
 
 def is_array(value: Any) -> bool:

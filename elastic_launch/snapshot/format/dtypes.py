@@ -28,7 +28,6 @@ NATIVE = {
 }
 """The dtypes that safetensors has a name for, and that name."""
 
-# Types that safetensors, or its older versions, have no name for: stored as a flat tensor of these elements.
 _AS_ELEMENTS = {
     torch.complex64: ("F32", 4),
     torch.complex128: ("F64", 8),
@@ -36,6 +35,7 @@ _AS_ELEMENTS = {
     torch.float8_e5m2fnuz: ("U8", 1),
     torch.float8_e8m0fnu: ("U8", 1),
 }
+"""Types that safetensors, or its older versions, have no name for: stored as a flat tensor of these elements."""
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -15,9 +15,11 @@ from typing import Any
 from elastic_launch.snapshot.errors import MalformedError
 from elastic_launch.snapshot.stall import advanced
 
-MAX_HEADER = 100_000_000  # maximum size in bytes of a header that safetensors reads
+MAX_HEADER = 100_000_000
+"""Maximum size in bytes of a header that safetensors reads."""
 
-_CHUNK = 8 * 1024 * 1024  # Bytes hashed and written at a time, so that they are still in the cache when written.
+_CHUNK = 8 * 1024 * 1024
+"""Bytes hashed and written at a time, so that they are still in the cache when written."""
 
 _SYNC = 64 * 1024 * 1024
 """Bytes after which a file is synced: one sync at its end could take minutes without any progress."""

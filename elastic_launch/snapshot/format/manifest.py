@@ -26,11 +26,16 @@ from elastic_launch.snapshot.errors import MalformedError, UnknownFormatError, U
 from elastic_launch.snapshot.format.files import FileSum
 from elastic_launch.snapshot.format.plain import Decoder, Encoder
 
-WHOLE, SPLIT = 1, 2  # Schemas: one tensor file, which older versions can read, or several.
+WHOLE, SPLIT = 1, 2
+"""Schemas: one tensor file, which older versions can read, or several."""
+
 FORMAT = "elastic-launch checkpoint"
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
 WRITING, REMOVING, SHARE = ".writing-", ".removing-", ".share-"
-MAX_SHARES = 256  # maximum number of tensor files, so that a manifest has room for them
+
+MAX_SHARES = 256
+"""Maximum number of tensor files, so that a manifest has room for them."""
+
 MAX_MANIFEST_BYTES = 1024 * 1024
 MAX_STATE_BYTES = 64 * 1024 * 1024
 
@@ -38,7 +43,9 @@ _NUMBER = r"(0|[1-9][0-9]{0,17})"
 _NAME = re.compile(rf"step-{_NUMBER}\.r{_NUMBER}\.[0-9a-f]{{16}}")
 _SHARE = re.compile(rf"{re.escape(SHARE)}({_NAME.pattern})-[0-9]{{5}}-of-[0-9]{{5}}")
 _SHA256 = re.compile("[0-9a-f]{64}")
-_MAX_NUMBER = 10**18  # The pattern of a name allows no larger numbers.
+
+_MAX_NUMBER = 10**18
+"""Numbers are smaller than this, as the pattern of a name allows no larger ones."""
 
 
 def new_nonce() -> str:

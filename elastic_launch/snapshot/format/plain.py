@@ -40,9 +40,12 @@ from typing import Any, NoReturn
 from elastic_launch.snapshot.errors import MalformedError, UnsupportedStateError
 from elastic_launch.snapshot.format import small_values as small
 
-MAX_DEPTH = 64  # maximum nesting depth, well below the depth at which Python's JSON parser would exhaust the stack
+MAX_DEPTH = 64
+"""Maximum nesting depth, well below the depth at which Python's JSON parser would exhaust the stack."""
 
-_MAX_INT_BITS = 8192  # Python itself refuses to parse integers of more than 4300 digits.
+_MAX_INT_BITS = 8192
+"""Maximum size of an integer. Python itself refuses to parse integers of more than 4300 digits."""
+
 _SPECIAL_FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _DICTS: dict[type, str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}
 

@@ -27,8 +27,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-MEMBER = "$enum"  # the tag of an enum member; the encoder and the decoder handle its value
-_MOST_DIGITS = 4000  # maximum number of digits of a Decimal, as many as Python parses of an integer
+MEMBER = "$enum"
+"""The tag of an enum member; the encoder and the decoder handle its value."""
+
+_MOST_DIGITS = 4000
+"""Maximum number of digits of a Decimal, as many as Python parses of an integer."""
 
 
 @dataclass(frozen=True, slots=True)

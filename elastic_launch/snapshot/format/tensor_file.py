@@ -18,7 +18,8 @@ from elastic_launch.snapshot.format.dtypes import DTYPES, bytes_of, dense, is_po
 from elastic_launch.snapshot.format.files import MAX_HEADER, safetensors_header
 from elastic_launch.snapshot.stall import advanced
 
-_PIECE = 2**22  # elements copied at a time; reading a large tensor is slow if the file is not in the page cache
+_PIECE = 2**22
+"""Elements copied at a time; reading a large tensor is slow if the file is not in the page cache."""
 
 _ELEMENTS = {safetensors_type(dtype) for dtype in DTYPES.values()}
 

@@ -19,12 +19,19 @@ from dataclasses import dataclass
 from elastic_launch.snapshot.room import lacking
 
 _MAGIC = b"elsnap01"
-_FIELDS = struct.Struct("<8sQQQQQQ")  # magic, round, step, training, bytes of tensors, of state, of meta
-_HEADER = struct.Struct(f"<Q{_FIELDS.size}sI")  # sequence, fields, their CRC-32
+
+_FIELDS = struct.Struct("<8sQQQQQQ")
+"""Magic, round, step, training, bytes of tensors, of state, of meta."""
+
+_HEADER = struct.Struct(f"<Q{_FIELDS.size}sI")
+"""Sequence, fields, their CRC-32."""
+
 _STATE_AT = 4096
 _CHUNK = 8 * 1024 * 1024
 _PIECE = 64 * 1024 * 1024
-_MOST = 2**53  # Larger numbers cannot be a worker's counts.
+
+_MOST = 2**53
+"""Larger numbers cannot be a worker's counts."""
 
 
 @dataclass(frozen=True, slots=True)

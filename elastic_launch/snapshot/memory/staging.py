@@ -15,7 +15,8 @@ from torch import Tensor
 
 from elastic_launch.snapshot.format.dtypes import flat_bytes
 
-PIECE = 32 * 1024 * 1024  # bytes of each of the two buffers
+PIECE = 32 * 1024 * 1024
+"""Bytes of each of the two buffers."""
 
 
 def mark(tensors: Iterable[Tensor]) -> list[torch.cuda.Event]:

@@ -10,8 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-SMALL = 64 * 1024  # bytes below which a tensor is copied at once, since watching it takes as long
-_PIECE = 1 << 20  # bytes of a copy that are moved to aligned memory at a time, so that they stay in the cache
+SMALL = 64 * 1024
+"""Bytes below which a tensor is copied at once, since watching it takes as long."""
+
+_PIECE = 1 << 20
+"""Bytes of a copy that are moved to aligned memory at a time, so that they stay in the cache."""
 
 
 class Watched:

@@ -20,7 +20,9 @@ from pathlib import Path
 from elastic_launch.snapshot.format.files import create, remove_tree
 from elastic_launch.snapshot.format.manifest import REMOVING, TENSORS, WRITING, new_nonce, parse_share
 
-_ATTEMPTS = 10  # An attempt fails only if a sweeper comes between the writer's first two calls.
+_ATTEMPTS = 10
+"""Maximum number of attempts. An attempt fails only if a sweeper comes between the writer's first two calls."""
+
 _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
 
 

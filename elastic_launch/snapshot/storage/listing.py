@@ -23,7 +23,8 @@ from elastic_launch.snapshot.format.manifest import MANIFEST, MAX_MANIFEST_BYTES
 from elastic_launch.snapshot.location import Place, Url, place
 from elastic_launch.snapshot.storage import urls as remote
 
-SCANS = 10  # A scan is repeated only if a checkpoint was written or removed during it.
+SCANS = 10
+"""Maximum number of scans. A scan is repeated only if a checkpoint was written or removed during it."""
 
 OnDamaged = Callable[[CheckpointReadError], None]
 

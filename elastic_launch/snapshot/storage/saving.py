@@ -37,7 +37,8 @@ from elastic_launch.snapshot.storage.draft import Draft, bury, draft, remove_aba
 from elastic_launch.snapshot.storage.listing import CheckpointInfo, find
 from elastic_launch.snapshot.storage.shares import MAX_SUM_BYTES, PATIENCE, Division, Split, gather, pack_sum, parse_sum
 
-_SUM = "sum.json"  # Next to a waiting share.
+_SUM = "sum.json"
+"""Name of the file with the size and checksum of a share that waits to be committed."""
 
 
 def write(

@@ -25,7 +25,8 @@ from elastic_launch.snapshot.storage.listing import CheckpointInfo
 Taking = Callable[[Mapping[str, Any]], tree.Take | None]
 """Returns, for a checkpoint's meta, what is kept of each tensor, which is in mapped memory; None: all of each."""
 
-MOST = 0.5  # fraction of the free memory that copies may use
+MOST = 0.5
+"""Fraction of the free memory that copies may use."""
 
 
 class Copies:

@@ -44,12 +44,16 @@ from elastic_launch.snapshot.format.manifest import MAX_SHARES, file_sum, parse_
 
 _log = logging.getLogger(__name__)
 
-PATIENCE = 5.0  # seconds that the committer waits for other shares, in addition to the time that its own share took
+PATIENCE = 5.0
+"""Seconds that the committer waits for other shares, in addition to the time that its own share took."""
 
 MAX_SUM_BYTES = 1024
 
-_PAUSES = (0.05, 1.0)  # Seconds between polls: first and longest.
-_THREADS = 4  # Threads that compute checksums; a core does one to two GiB/s.
+_PAUSES = (0.05, 1.0)
+"""Seconds between polls: first and longest."""
+
+_THREADS = 4
+"""Threads that compute checksums; a core does one to two GiB/s."""
 
 Read = Callable[[int, int], Iterator[bytes]]
 

@@ -21,9 +21,10 @@ from elastic_launch.snapshot.format.files import FileSum
 from elastic_launch.snapshot.location import Url
 from elastic_launch.snapshot.stall import advanced
 
-_CHUNK = 8 * 1024 * 1024  # Bytes hashed and sent at a time; the driver gathers them into its own parts.
+_CHUNK = 8 * 1024 * 1024
+"""Bytes hashed and sent at a time; the driver gathers them into its own parts."""
 
-_DRIVERS = threading.Lock()  # fsspec's table of instances is not thread-safe.
+_DRIVERS = threading.Lock()  # fsspec's table of instances is not thread-safe
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,8 @@ from elastic_launch.snapshot.location import Url
 from elastic_launch.snapshot.storage.shares import MAX_SUM_BYTES, PATIENCE, Division, Split, gather, pack_sum, parse_sum
 from elastic_launch.snapshot.storage.url_storage import Entry, Storage, loading, saving
 
-_SUM = ".sum"  # Suffix to the name of a share's file: the size and checksum that its node reports.
+_SUM = ".sum"
+"""Suffix to the name of a share's file: the size and checksum that its node reports."""
 
 
 def candidates(url: Url) -> list[Url]:

@@ -13,7 +13,8 @@ from elastic_launch.training.checkpoints.start_from import StartFrom
 from elastic_launch.training.durations import Interval
 from elastic_launch.training.kinds import check_kind
 
-SPLIT = 2**30  # bytes of tensors from which on the nodes write a checkpoint together
+SPLIT = 2**30
+"""Bytes of tensors from which on the nodes write a checkpoint together."""
 
 
 class Checkpoint:

@@ -50,11 +50,20 @@ _log = logging.getLogger(__name__)
 
 Report = Callable[[snapshot.WriteOutcome], None]
 
-FINAL_TIMEOUT = 600.0  # seconds that the end of training waits for the last checkpoint to be written
-MOST_OF_FREE = 0.9  # fraction of the free memory that a copy of the state may take
-LOOK_TIMEOUT = 10.0  # seconds that storage has to list its checkpoints if the training can also resume from memory
-LOOK_AGAIN = 1.0  # seconds between two attempts to list them, if the storage reports an error
-RESCUE_TIMEOUT = 5.0  # seconds that a failing process waits for a checkpoint that is being written
+FINAL_TIMEOUT = 600.0
+"""Seconds that the end of training waits for the last checkpoint to be written."""
+
+MOST_OF_FREE = 0.9
+"""Fraction of the free memory that a copy of the state may take."""
+
+LOOK_TIMEOUT = 10.0
+"""Seconds that storage has to list its checkpoints if the training can also resume from memory."""
+
+LOOK_AGAIN = 1.0
+"""Seconds between two attempts to list them, if the storage reports an error."""
+
+RESCUE_TIMEOUT = 5.0
+"""Seconds that a failing process waits for a checkpoint that is being written."""
 
 
 class CheckpointManager:

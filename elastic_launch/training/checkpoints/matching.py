@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-_SHOWN = 4  # Names in a message.
+_SHOWN = 4
+"""Maximum number of names in a message."""
 
 _LATER = {"foreach", "fused", "capturable", "differentiable", "maximize", "decoupled_weight_decay", "param_names"}
 """Optimizer settings that newer versions of torch added; torch uses their defaults if they are missing."""

@@ -23,7 +23,8 @@ from elastic_launch.training.ranks.world import World
 
 _log = logging.getLogger(__name__)
 
-PATIENCE = STALL + 30.0  # seconds without a message from the reader after which a waiting worker fails
+PATIENCE = STALL + 30.0
+"""Seconds without a message from the reader after which a waiting worker fails."""
 
 
 @dataclass(frozen=True, slots=True)

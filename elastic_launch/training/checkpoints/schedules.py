@@ -13,7 +13,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from elastic_launch.training.checkpoints.parts import Group, Stateful
 
-_PLATEAU = {"optimizer", "num_bad_epochs", "cooldown_counter"}  # attributes of a ReduceLROnPlateau
+_PLATEAU = {"optimizer", "num_bad_epochs", "cooldown_counter"}
+"""Attributes of a ReduceLROnPlateau."""
 
 
 def forgotten(parts: Iterable[Stateful]) -> list[torch.optim.Optimizer]:

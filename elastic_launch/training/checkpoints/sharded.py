@@ -22,7 +22,8 @@ from elastic_launch.training.ranks.exchange import broadcast_state
 from elastic_launch.training.ranks.spreading import Box, narrowed
 from elastic_launch.training.wrapped import is_sharded, is_zero, sharding_modules
 
-_WHOLE = object()  # stands for all of a tensor
+_WHOLE = object()
+"""Stands for all of a tensor."""
 
 
 def holds_shards(part: Any) -> bool:

@@ -7,10 +7,17 @@ import statistics
 from collections import deque
 from dataclasses import dataclass
 
-SHARE = 0.01  # fraction of the training's time that snapshots may cost
-MEMORY = 5  # number of snapshots whose median cost is used, since a single one may be an outlier
-STEPS = 15  # number of steps whose median duration is used
-SAMPLES = 10  # number of comparisons of steps that count; older ones fade
+SHARE = 0.01
+"""Fraction of the training's time that snapshots may cost."""
+
+MEMORY = 5
+"""Number of snapshots whose median cost is used, since a single one may be an outlier."""
+
+STEPS = 15
+"""Number of steps whose median duration is used."""
+
+SAMPLES = 10
+"""Number of comparisons of steps that count; older ones fade."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-DEPTH = 8  # maximum nesting depth of attributes and elements to search
-OBJECTS = 20_000  # maximum number of objects to search, those nearest to the data first
-ELEMENTS = 64  # maximum size of a collection to search: larger ones hold samples, not transforms
+DEPTH = 8
+"""Maximum nesting depth of attributes and elements to search."""
+
+OBJECTS = 20_000
+"""Maximum number of objects to search, those nearest to the data first."""
+
+ELEMENTS = 64
+"""Maximum size of a collection to search: larger ones hold samples, not transforms."""
 
 DRAWING = ("__getitem__", "__getitems__", "__call__", "forward", "indices", "__len__")
 """Methods whose code may use a generator that is global in its module."""

@@ -33,8 +33,11 @@ from elastic_launch.training.durations import ENDLESS
 from elastic_launch.training.kinds import check_kind
 from elastic_launch.training.randomness import derive
 
-AT_A_TIME = 16384  # number of positions requested from a sampler at a time; a request for few would take as long
-LIST_OF_SHARDS = "list of shards (as a hash)"  # name of the fingerprint of a stream in a checkpoint's identity
+AT_A_TIME = 16384
+"""Number of positions requested from a sampler at a time; a request for few would take as long."""
+
+LIST_OF_SHARDS = "list of shards (as a hash)"
+"""Name of the fingerprint of a stream in a checkpoint's identity."""
 
 
 class LoaderOptions(TypedDict, total=False):

@@ -24,7 +24,8 @@ ROUNDS = 16
 """Rounds of the network. From 12 rounds on, no test distinguishes orders of 2 to 7 items from random ones. The number
 is even, so that the two halves end in their original places."""
 
-LONGEST = 2**62  # maximum length; above it, a product of the round function would not fit into int64
+LONGEST = 2**62
+"""Maximum length; above it, a product of the round function would not fit into int64."""
 
 _LOW = 2**32 - 1
 

@@ -17,7 +17,8 @@ from elastic_launch.training.data.permutation import Permutation, uniform
 
 __all__ = ["ByLength", "InOrder", "Permutation", "Sampler", "Shuffled", "Weighted", "uniform"]
 
-SAMPLE_ORDER = "order of samples (as a hash)"  # name of the sample order in a checkpoint's identity
+SAMPLE_ORDER = "order of samples (as a hash)"
+"""Name of the sample order in a checkpoint's identity."""
 
 
 @runtime_checkable

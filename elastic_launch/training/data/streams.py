@@ -31,8 +31,11 @@ from elastic_launch.training.randomness import derive
 
 Shard = str | os.PathLike[str]
 
-Open = Callable[[Any], Any]  # ``(shard) -> samples``: a sequence, or an iterable that yields them from the first one on
-OPEN = 64  # number of shards that a process keeps open
+Open = Callable[[Any], Any]
+"""``(shard) -> samples``: a sequence, or an iterable that yields them from the first one on."""
+
+OPEN = 64
+"""Number of shards that a process keeps open."""
 
 _END = object()
 

@@ -26,9 +26,14 @@ from torch import Tensor
 from elastic_launch.errors import UsageError
 from elastic_launch.training.gradients.flat import Values, dense_stride
 
-FIRST_BYTES = 1024 * 1024  # size of the first bucket in bytes: the sooner it is full, the sooner the exchange begins
-BYTES = 25 * 1024 * 1024  # size of the other buckets in bytes, as in DistributedDataParallel
-ALIGNED = 16  # a gradient's offset in its bucket is a multiple of this number of elements
+FIRST_BYTES = 1024 * 1024
+"""Size of the first bucket in bytes: the sooner it is full, the sooner the exchange begins."""
+
+BYTES = 25 * 1024 * 1024
+"""Size of the other buckets in bytes, as in DistributedDataParallel."""
+
+ALIGNED = 16
+"""A gradient's offset in its bucket is a multiple of this number of elements."""
 
 
 @dataclass(slots=True)

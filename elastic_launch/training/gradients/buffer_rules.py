@@ -21,7 +21,8 @@ from elastic_launch.errors import UsageError
 
 RULES = ("mean", "sum", "last", "min", "max", "ignore", "error")
 
-DEFAULT = "*"  # the pattern whose rule applies only to buffers that no other rule applies to
+DEFAULT = "*"
+"""The pattern whose rule applies only to buffers that no other rule applies to."""
 
 _AVERAGES = {"mean", "var", "variance", "std", "avg", "average", "ema"}
 _NO_AVERAGES = {"min", "max", "sum", "count", "num", "queue", "ptr", "hist", "histogram", "bank"}

@@ -19,7 +19,8 @@ from elastic_launch.batch import BatchPlan
 from elastic_launch.errors import UsageError
 from elastic_launch.training.gradients.buffer_rules import Buffer, advice, buffers_of
 
-BY_VALUE = 100  # interval in steps at which buffers without a rule are compared by their values
+BY_VALUE = 100
+"""Interval in steps at which buffers without a rule are compared by their values."""
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 

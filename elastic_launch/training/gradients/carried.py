@@ -13,7 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from elastic_launch.errors import UsageError
 
-STEPS = 2  # number of steps to watch, as each micro-batch of later steps would do the same
+STEPS = 2
+"""Number of steps to watch, as each micro-batch of later steps would do the same."""
 
 
 class CarriedStates:

@@ -15,8 +15,12 @@ from torch import Tensor
 from elastic_launch.errors import UsageError
 
 _MARK, _SIGNATURE, _WHOLE, _HEAD = 0, 1, 2, 3
-_SIZE = 8  # bytes of a number
-_FLAGS = 2  # of each rank, in the cargo: its parameters have changed; they have not
+
+_SIZE = 8
+"""Bytes of a number."""
+
+_FLAGS = 2
+"""Number of flags of each rank in the cargo: its parameters have changed; they have not."""
 
 MOST_CARGO = 1 << 16
 """Maximum length of a table sent as cargo; a longer table is sent separately, in an eighth of the bytes."""

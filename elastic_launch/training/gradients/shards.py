@@ -23,7 +23,8 @@ from elastic_launch.training.gradients.tree import Segment, fold
 BUCKET_BYTES = 16 * 1024 * 1024
 """Bytes of one node exchanged at a time; with the number of buckets in flight, it bounds the memory of the exchange."""
 
-TAGS = 1 << 20  # number of message tags before they are reused
+TAGS = 1 << 20
+"""Number of message tags before they are reused."""
 
 
 @dataclass(slots=True)

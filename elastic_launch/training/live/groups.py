@@ -23,9 +23,13 @@ from torch.distributed import ProcessGroup, distributed_c10d
 
 from elastic_launch.training.live.sockets import GroupSockets
 
-_LEFT_S = 1.0  # seconds for groups and sockets to be gone after the groups were destroyed
+_LEFT_S = 1.0
+"""Seconds for groups and sockets to be gone after the groups were destroyed."""
+
 _POLL = 0.001
-_ERRORS_ONLY = 2  # torch's level of logging from C++
+
+_ERRORS_ONLY = 2
+"""The level at which torch's C++ code logs errors only."""
 
 
 class GroupsRemainError(RuntimeError):

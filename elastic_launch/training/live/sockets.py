@@ -25,10 +25,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-_ENDING = 10.0  # seconds in which the thread of these searches must end
-_POLL = 0.005  # seconds between two searches for new connections, while a broken round's group is still being formed
+_ENDING = 10.0
+"""Seconds in which the thread of these searches must end."""
 
-_KNOCK_S = 0.1  # seconds to wait for a connection within this process
+_POLL = 0.005
+"""Seconds between two searches for new connections, while a broken round's group is still being formed."""
+
+_KNOCK_S = 0.1
+"""Seconds to wait for a connection within this process."""
 
 _NUMBER = struct.Struct("@n")
 _WATCHED = re.compile(r"^tfd:.* ino:([0-9a-f]+)", re.MULTILINE)

@@ -15,9 +15,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
-_CHUNK = 1 << 15  # words multiplied at a time on a CPU, so that they and their random numbers stay in the cache
+_CHUNK = 1 << 15
+"""Words multiplied at a time on a CPU, so that they and their random numbers stay in the cache."""
+
 _DEVICE_CHUNK = 1 << 18
-_DEVICE_CHUNKS = 16  # chunks multiplied at a time on another device, which needs memory for the products
+
+_DEVICE_CHUNKS = 16
+"""Chunks multiplied at a time on another device, which needs memory for the products."""
 
 
 def checksums(tensors: Sequence[Tensor]) -> Tensor:

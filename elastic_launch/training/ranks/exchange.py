@@ -23,7 +23,8 @@ from elastic_launch.snapshot.format.dtypes import flat_bytes
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.ranks.world import World
 
-CHUNK = 64 * 2**20  # bytes of a tensor that are sent at once: what has arrived is reported
+CHUNK = 64 * 2**20
+"""Bytes of a tensor that are sent at once: what has arrived is reported."""
 
 _NO_AGENT = AgentLink()
 _link: ContextVar[AgentLink] = ContextVar("link", default=_NO_AGENT)

@@ -14,11 +14,20 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-SLOW = 1.5  # a rank is slow if a micro-batch takes it this many times the median of the other ranks
-NOTABLE = 0.001  # seconds that each micro-batch must take longer than that at least
-FIRST_WINDOW = 20  # steps of the first window
-WINDOW_S, LONGEST_WINDOW = 5.0, 10_000  # seconds that a later window lasts, and its most steps
-WINDOWS = 2  # consecutive windows in which a rank must be slow: a single one may have had other work beside it
+SLOW = 1.5
+"""A rank is slow if a micro-batch takes it this many times the median of the other ranks."""
+
+NOTABLE = 0.001
+"""Seconds that each micro-batch must take longer than that at least."""
+
+FIRST_WINDOW = 20
+"""Steps of the first window."""
+
+WINDOW_S, LONGEST_WINDOW = 5.0, 10_000
+"""Seconds that a later window lasts, and its maximum number of steps."""
+
+WINDOWS = 2
+"""Consecutive windows in which a rank must be slow: a single one may have had other work beside it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,11 @@ from elastic_launch.errors import ElasticLaunchError
 from elastic_launch.training.ranks.checksum import checksums, combined
 from elastic_launch.training.wrapped import is_zero
 
-SHARE = 0.001  # fraction of the training's time that comparisons may cost, not counting those before checkpoints
-MEMORY = 5  # number of comparisons whose median cost decides when the next one is due
+SHARE = 0.001
+"""Fraction of the training's time that comparisons may cost, not counting those before checkpoints."""
+
+MEMORY = 5
+"""Number of comparisons whose median cost decides when the next one is due."""
 
 Named = Callable[[], Iterable[tuple[str, Tensor]]]
 """Returns the tensors that must be the same on all ranks, with names for errors, in the same order on all ranks."""

@@ -47,7 +47,8 @@ class Cut(Protocol):
         """Return what is kept of a tensor of a shape, made of this part, which is not used for anything else."""
 
 
-Cuts = Callable[[Mapping[str, Any]], Cut | None]  # returns what a rank keeps of a state with that meta; None: all of it
+Cuts = Callable[[Mapping[str, Any]], Cut | None]
+"""Returns what a rank keeps of a state with that meta; None: all of it."""
 
 
 def narrowed(tensor: Tensor, box: Box) -> Tensor:

@@ -18,7 +18,8 @@ from elastic_launch.contract import ENV_FIRST_ON_NODE, ENV_LOCAL_RANK, ENV_ROUND
 from elastic_launch.errors import UsageError
 from elastic_launch.training.ranks.place import find_place
 
-GROUP_TIMEOUT = 600.0  # seconds after which a collective fails if not all ranks have joined it
+GROUP_TIMEOUT = 600.0
+"""Seconds after which a collective fails if not all ranks have joined it."""
 
 
 @dataclass(frozen=True, slots=True)
