@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from elastic_launch.error_file import ErrorFile, read_error_file, write_error_file
 from elastic_launch.rendezvous.wire.messages import Failure
+from elastic_launch.symptoms import ENDED_BEFORE
 from elastic_launch.system.termination_log import termination_message
 
 if TYPE_CHECKING:
@@ -71,6 +72,8 @@ def leave_error(path: Path, outcome: Outcome, worker: Path | None) -> None:
 def hint_on(failure: Failure) -> str:
     """Return what may help against a failure; empty if nothing is known."""
     if failure.symptom:
+        if ENDED_BEFORE in failure.message:
+            return "a rank that ends leaves the others without a peer: all ranks must make the same number of steps"
         return _ON_SYMPTOMS.get(failure.symptom, "")
     if failure.kind == "out of memory":
         return "give it more memory (the container's limit counts), fewer loader processes or smaller micro-batches"

@@ -555,3 +555,15 @@ def test_an_incomplete_error_file_raises_nothing(error_file: Path, text: str) ->
     reaped = Reaped(1, PLACEMENT, 42, 1, 1.5, 2.0)
     result = result_of(1, {5: reaped}, {1: error_file})
     assert (result.failures[5].pid, result.failures[5].exitcode) == (42, 1)
+
+
+def test_a_broken_connection_names_the_ranks_that_had_ended_with_0_before(error_file: Path) -> None:
+    # As after batches that are not the same number on all ranks: nothing else tells why a peer was gone.
+    stderr = (*TRACEBACK[:-1], "RuntimeError: Connection closed by peer")
+    found = failed(error_file, stderr=stderr, done=[1, 5])
+    assert found.message == (
+        "exit code 1, after rank 1 and 1 more had ended with exit code 0: RuntimeError: Connection closed by peer"
+    )
+    assert failed(error_file, stderr=TRACEBACK, done=[1]).message == "exit code 1: ValueError: boom"
+    lost = failures.disconnection(about("a", 3, PLACEMENT, 42, ran=1.5, log=None, trained=4), stderr[-1], [2])
+    assert lost.message == "after rank 2 had ended with exit code 0: RuntimeError: Connection closed by peer"

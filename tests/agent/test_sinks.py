@@ -34,6 +34,7 @@ from elastic_agents.workers.output import OutputPump
 from elastic_launch.config.launch_config import Command, LaunchConfig
 from elastic_launch.config.output import LOG_FORMATS, Route
 from elastic_launch.rendezvous.wire.messages import Failure
+from elastic_launch.symptoms import ended_before
 from elastic_launch.system.termination_log import LIMIT, write_termination_log
 from elastic_launch.system.writer_thread import Writer
 
@@ -492,6 +493,11 @@ def test_a_root_cause_names_the_worker_its_node_and_the_error() -> None:
         ),
         ({}, ""),
         ({"exit_code": -15}, ""),
+        ({"symptom": "broken connection"}, "see the other ranks' logs"),
+        (
+            {"symptom": "broken connection", "message": f"exit code 1, {ended_before([1])}: RuntimeError"},
+            "the same number of steps",
+        ),
     ],
 )
 def test_hints_fit_the_failure(changes: dict[str, object], hint: str) -> None:

@@ -15,7 +15,7 @@ from elastic_launch.error_file import ErrorFile
 from elastic_launch.errors import FINAL_NOTE, REPEATS_NOTE, ExitCode
 from elastic_launch.events.sentences import ending
 from elastic_launch.rendezvous.wire.messages import Failure
-from elastic_launch.symptoms import BROKEN_CONNECTION, symptom_in, symptom_of_abort
+from elastic_launch.symptoms import BROKEN_CONNECTION, ended_before, symptom_in, symptom_of_abort
 from elastic_launch.system.memory_groups import CGROUPS, memory_groups
 from elastic_launch.system.plain_text import clipped, one_line, plain
 
@@ -109,6 +109,7 @@ def report(
     stopped: bool,
     out_of_memory: Callable[[], bool],
     supposed: bool = False,
+    done: Sequence[int] = (),
 ) -> Failure:
     """Build the report on a failed worker.
 
@@ -121,6 +122,7 @@ def report(
         stopped: it had failed, and was stopped before it ended; the exit code is that of the stop.
         out_of_memory: whether the kernel has killed a process; asked only if the worker or a child of it was killed.
         supposed: only :func:`printed_last` indicates that it had failed.
+        done: ranks of its node that had ended with 0 before, which breaks the connections of the others.
     """
     text, detail, notes = _last_words(exit_code, error, stderr, stopped=stopped, supposed=supposed)
     asked = error.exit_code if error is not None else 0
@@ -149,6 +151,8 @@ def report(
     how = "" if stopped and first else f"{ending(exit_code)}{hint}"
     if supposed:
         how = "printed before it was stopped"
+    if symptom:
+        how = ", ".join(filter(None, (how, ended_before(done))))
     return replace(
         known,
         kind=kind,
@@ -162,15 +166,17 @@ def report(
     )
 
 
-def disconnection(known: Failure, error: str) -> Failure:
+def disconnection(known: Failure, error: str, done: Sequence[int] = ()) -> Failure:
     """Build the report on a worker that lost its connection to another rank, and waits for orders.
 
     Args:
         known: what :func:`about` returns.
         error: its exception, as ``Type: message``.
+        done: as of :func:`report`.
     """
     lines = error.strip().splitlines()
-    message = clipped(one_line(lines[0]), _LINE_BYTES) if lines else BROKEN_CONNECTION
+    text = one_line(lines[0]) if lines else BROKEN_CONNECTION
+    message = clipped(": ".join(filter(None, (ended_before(done), text))), _LINE_BYTES)
     return replace(known, message=message, symptom=symptom_in(error) or BROKEN_CONNECTION, alive=True)
 
 

@@ -272,6 +272,7 @@ class RoundWorkers:
             stopped=worker.stopped is not None,
             out_of_memory=self._memory.risen,
             supposed=supposed,
+            done=self._done(worker.round),
         )
         if worker.late and found.kind == "crash" and reaped.exit_code < 0:
             return replace(found, kind="hang", message=f"its timer {worker.late!r} expired: {found.message}")
@@ -280,7 +281,15 @@ class RoundWorkers:
     def disconnected(self, local_rank: int, error: str, step_timer: StepTimer) -> Failure:
         """Build the report on a worker that still runs, and whose connection to another rank broke."""
         worker = self._chosen({local_rank})[-1]
-        return disconnection(self._about(worker, self._clock.now(), step_timer), error)
+        return disconnection(self._about(worker, self._clock.now(), step_timer), error, self._done(worker.round))
+
+    def _done(self, round_number: int) -> list[int]:
+        """The ranks of a round that have ended with 0 by themselves."""
+        return [
+            reaped.placement.rank
+            for worker, reaped in self._reaped.values()
+            if reaped.round == round_number and not reaped.exit_code and worker.stopped is None
+        ]
 
     def _about(self, worker: _Worker, failed: float, step_timer: StepTimer) -> Failure:
         steps = step_timer.of_round(worker.round)
