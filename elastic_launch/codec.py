@@ -128,7 +128,6 @@ class Messages(Generic[T]):
     """Messages of several classes, one per line; each begins with a ``type``, the name of its class in lower case.
 
     Args:
-        kinds: the classes.
         limit: longest line in bytes.
     """
 

@@ -101,12 +101,9 @@ def keyed(key: bytes, *parts: bytes) -> bytes:
 
 
 def read_token(path: str | None, environ: Mapping[str, str]) -> Token | None:
-    """Return the token from the file or the environment, or None.
+    """Return the token from the file that ``--token-file`` names, or from the environment; None if there is none.
 
     A file that users other than its owner can read causes a warning.
-
-    Args:
-        path: the value of ``--token-file``.
 
     Raises:
         UsageError: on an unreadable file, on an invalid token, and if the two differ.

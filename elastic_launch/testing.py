@@ -9,11 +9,7 @@ __all__ = ["FakeClock", "MemoryStore"]
 
 
 class FakeClock(Clock):
-    """A clock that only moves when advanced.
-
-    Args:
-        start: its initial value.
-    """
+    """A clock that only moves when advanced."""
 
     def __init__(self, start: float = 0.0) -> None:
         self._now = start

@@ -44,9 +44,6 @@ def started(command: Sequence[str], name: str, **options: Any) -> Child:
 class Child:
     """A child; signals may be sent from any thread and from signal handlers.
 
-    Args:
-        name: of the process, for messages.
-
     Attributes:
         exit_code: -N for signal N; None while it runs, and if it cannot be reaped.
 

@@ -85,11 +85,7 @@ class Panel:
 
 
 class LiveView:
-    """Draws until it is closed, in a thread of its own; the consoles' thread writes.
-
-    Args:
-        title: the run and the node.
-    """
+    """Draws until it is closed, in a thread of its own; the consoles' thread writes."""
 
     def __init__(self, title: str, watch: Watch, inbox: Inbox[object], consoles: Consoles) -> None:
         self._title, self._watch, self._inbox, self._consoles = title, watch, inbox, consoles

@@ -242,13 +242,10 @@ def _drain_over(view: v.View) -> Decision:
 
 
 def _stop(view: v.View, cause: str, number: int = signal.SIGTERM) -> Decision:
-    """End the round on this node.
+    """End the round on this node; workers that get a signal get ``number``.
 
     Unless the node leaves, workers that can be suspended are told to be. The others that save as they train need no
     grace, and waiting for others that may be dead would only cost time.
-
-    Args:
-        number: the signal that the other workers get.
     """
     # Without these reports the leader would charge the crashes that these workers caused elsewhere.
     held: list[v.Action] = [v.ReportFailed(local_rank) for local_rank in sorted(view.held)]

@@ -62,11 +62,7 @@ def kept(start: StartWorkers, started: int, missing: int) -> None:
 
 
 def ahead(local_ranks: frozenset[int], seconds: float | None) -> None:
-    """Print that workers start ahead of a place in a round.
-
-    Args:
-        seconds: how long a start takes; None if that is not known.
-    """
+    """Print that workers start ahead of a place in a round, and how long that takes, if it is known."""
     workers, ranks = counted(len(local_ranks), "worker"), ", ".join(map(str, sorted(local_ranks)))
     about = "" if seconds is None else f", which takes about {seconds:.1f} s"
     _log.info("%s (local rank %s) started ahead of a round%s: the others do not wait", workers, ranks, about)
@@ -93,11 +89,7 @@ def late(failure: m.Failure) -> None:
 
 
 def received(order: MemberOrder, present: int, node_id: str) -> OrderReceived:
-    """Return the event for an order.
-
-    Args:
-        present: number of the node's current round.
-    """
+    """Return the event for an order that came in the present round."""
     kind = "end" if isinstance(order, m.RunEnd) else type(order).__name__.lower()
     number = order.round.number if isinstance(order, m.Form) else present
     cause = order.reason if isinstance(order, m.Evicted) else order.cause
@@ -108,11 +100,7 @@ def received(order: MemberOrder, present: int, node_id: str) -> OrderReceived:
 
 
 def ordered(order: MemberOrder, number: int, cause: str) -> None:
-    """Print what the leader has ordered; the end of the run is reported by the summary.
-
-    Args:
-        number: of the round.
-    """
+    """Print what the leader has ordered; the end of the run is reported by the summary."""
     match order:
         case m.Form(round=formed):
             nodes = counted(len(formed.members), "node")

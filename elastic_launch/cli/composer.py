@@ -79,9 +79,6 @@ def console_main() -> NoReturn:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run this node's part of a fixed world as the command line requests.
 
-    Args:
-        argv: arguments without the program's name; None for those of this process.
-
     Returns:
         The exit code, see :class:`~elastic_launch.errors.ExitCode`.
     """

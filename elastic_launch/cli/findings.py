@@ -58,10 +58,7 @@ def error(text: str, remedy: str) -> Finding:
 
 
 def timed(act: Callable[[], T], patience: float = PATIENCE) -> tuple[T, float]:
-    """Return a result and the seconds that it took.
-
-    Args:
-        patience: at most so many.
+    """Return a result and the seconds that it took, ``patience`` at most.
 
     Raises:
         TimeoutError: if it takes more.

@@ -155,10 +155,6 @@ def _configure_logging(values: Values) -> None:
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> LaunchConfig:
     """Convert arguments and environment to a configuration; nothing is started or written.
 
-    Args:
-        argv: arguments without the program's name.
-        environ: the environment, the source of ``PET_*`` and other defaults.
-
     Raises:
         UsageError: if they do not describe a valid launch.
     """

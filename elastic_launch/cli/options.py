@@ -55,9 +55,6 @@ def read_torch_options(values: Values, *, own_agent: bool) -> TorchOptions:
 def read_notices(values: Values, *, own_agent: bool) -> tuple[NoticeSource, ...]:
     """Read the sources of preemption notices; the flag may be given several times.
 
-    Args:
-        own_agent: whether this project's own agent runs the workers, not torch's.
-
     Raises:
         UsageError: on an invalid source, on ``none`` with another source, and on a signal with two meanings.
     """

@@ -447,9 +447,6 @@ def parse_voters(text: str) -> tuple[Endpoint, ...]:
 def parse_listening(text: str, flag: str) -> Endpoint:
     """Parse ``port`` or ``host:port``; since there is always a port, an IPv6 address needs no brackets.
 
-    Args:
-        flag: the one that has the text, for messages.
-
     Returns:
         An endpoint whose host is empty if none is given.
 

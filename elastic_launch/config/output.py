@@ -132,11 +132,7 @@ class Output:
         return self.stdout_filters if std is Std.OUT else self.stderr_filters
 
     def routes(self, placement: Placement, directory: Path, *, role: str, node_id: str) -> tuple[Route, Route]:
-        """Return where a worker's stdout and stderr go.
-
-        Args:
-            directory: the directory of the round's logs.
-        """
+        """Return where a worker's stdout and stderr go."""
         out = self._route(placement, directory, Std.OUT, role, node_id)
         return out, self._route(placement, directory, Std.ERR, role, node_id)
 

@@ -130,11 +130,7 @@ class Ledger:
         return self.productive_s / self.total_s if self.by_steps and self.total_s > 0 else None
 
     def line(self, max_restarts: int | None = None) -> str:
-        """Return the run in one line.
-
-        Args:
-            max_restarts: the budget, if the caller knows it.
-        """
+        """Return the run in one line."""
         most = self.max_restarts if max_restarts is None else max_restarts
         time = f"{self.productive_s:.1f} of {self.total_s:.1f} s"
         if self.by_steps:

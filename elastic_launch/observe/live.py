@@ -71,11 +71,7 @@ class LiveLedger:
     def drawn(
         self, draw: Callable[[Chronicle, Sequence[tuple[float, Event]], Ledger], T], step: int | None = None
     ) -> T:
-        """Return what a function makes of the run until now: chronicle, last events that are drawn, ledger.
-
-        Args:
-            step: optimizer steps done, if that is known.
-        """
+        """Return what a function makes of the run until now: chronicle, last events that are drawn, ledger."""
         with self._lock:
             return self._until_now(lambda ledger: draw(self._chronicle, tuple(self._drawn), ledger), step)
 

@@ -122,9 +122,6 @@ class _Counted:
 class NodeMetrics:
     """Collects a node's metrics from its events. Thread-safe, but for :meth:`text`.
 
-    Args:
-        version: of elastic-launch.
-
     Raises:
         UsageError: if the package prometheus_client is missing.
     """

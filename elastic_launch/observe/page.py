@@ -137,11 +137,7 @@ def as_page(name: str, host: Host, ledger: Ledger, standing: Sequence[str] = (),
 
 
 def live_page(name: str, node: str) -> str:
-    """Return the page of a run in progress: its script fills it with what ``live`` beside it sends.
-
-    Args:
-        node: that serves it.
-    """
+    """Return the page of a run in progress: its script fills it with what ``live`` beside it sends."""
     parts = "".join(f"<section id='{name}'></section>" for name in ("now", "nodes", "charts", *SECTIONS))
     parts += (
         "<section><h2>Output</h2><p><label>The last lines of rank <select id='rank'></select></label></p>"

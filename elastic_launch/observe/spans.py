@@ -84,11 +84,7 @@ class _Round:
 
 
 class Spans:
-    """Makes spans of a node's events. Thread-safe.
-
-    Args:
-        sends: receives the spans.
-    """
+    """Makes spans of a node's events. Thread-safe."""
 
     def __init__(self, run_id: str, node: str, clock: Clock, sends: SpanProcessor) -> None:
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource

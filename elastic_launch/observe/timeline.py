@@ -21,11 +21,7 @@ class Bar:
 
 
 def bars(chronicle: Chronicle, told: Sequence[tuple[float, ev.Event]]) -> list[Bar]:
-    """Return the rounds of which the host knows when they were formed, in order.
-
-    Args:
-        told: the host's events.
-    """
+    """Return the rounds of which the host knows when they were formed, in order."""
     # Only the leader's node knows the others' workers.
     mine = {x.round: x.workers for _, x in told if isinstance(x, ev.OrderReceived) and x.order == "form"}
     worlds = mine | {x.round: x.world_size for _, x in told if isinstance(x, ev.RoundFormed)}

@@ -38,11 +38,7 @@ _RANDOM = re.compile("-[0-9a-f]{6}$")
 
 
 class Watch:
-    """Follows a node's events, and how the node is at moments. Thread-safe.
-
-    Args:
-        ledger: follows the same events.
-    """
+    """Follows a node's events, and how the node is at moments. Thread-safe."""
 
     def __init__(self, clock: Clock, ledger: LiveLedger) -> None:
         self._clock = clock
@@ -98,11 +94,7 @@ class Watch:
                     self._checkpoint = step, self._clock.now()
 
     def figures(self, present: Present, named: int = NODES) -> list[tuple[str, str]]:
-        """Return names and values, the most important first.
-
-        Args:
-            named: nodes that are named at most.
-        """
+        """Return names and values, the most important first; at most ``named`` nodes are named."""
         with self._lock:
             now = self._clock.now()
             rate = self._rate(present, now)

@@ -28,11 +28,7 @@ def store_client(host: str, port: int, timeout: float) -> TCPStore:
 
 
 class WorkerStore:
-    """Holds a listening socket for the next round, and serves on it if this node is the round's first member.
-
-    Args:
-        address: the address that this node advertises.
-    """
+    """Holds a listening socket for the next round, and serves on it if this node is the round's first member."""
 
     def __init__(self, address: str) -> None:
         self.address = address

@@ -116,7 +116,6 @@ def writing(path: Path, what: str) -> Iterator[None]:
     """Turn an OSError into an error that says what could not be done, where and why.
 
     Args:
-        path: the file or directory.
         what: completes "Could not ...", for example "write a checkpoint in".
 
     Raises:

@@ -171,11 +171,7 @@ class Evaluator:
     def _begin(
         self, engine: Engine, steps_per_epoch: int, checkpoint: Checkpoint | None, *, exact: bool
     ) -> Evaluations:
-        """Return the evaluations of a training that begins.
-
-        Args:
-            steps_per_epoch: of the training data.
-        """
+        """Return the evaluations of a training that begins."""
         if exact:
             self.loader._check_exact()
         best = None if checkpoint is None else checkpoint.keep_best

@@ -377,11 +377,7 @@ class AgentLink:
         self.say(c.Saved(step, error[:LONGEST_ERROR]))
 
     def drained(self, step: int, seconds: float) -> None:
-        """Report that all ranks have stopped after a step; returns once the agent confirms it.
-
-        Args:
-            seconds: duration of the last save.
-        """
+        """Report that all ranks have stopped after a step, and how long the save took; the agent confirms it."""
         self._noted = False
         self.say(c.Drained(step, seconds))
         self._hear_until(lambda: self._noted, ANSWER_TIMEOUT)

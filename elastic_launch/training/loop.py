@@ -74,11 +74,7 @@ class LoopOptions:
 
 
 class Loop:
-    """Iterates over the steps of one training.
-
-    Args:
-        loader, model, optimizer, until, checkpoint: see :meth:`elastic_launch.Run.steps`.
-    """
+    """Iterates over the steps of one training; its arguments are those of :meth:`elastic_launch.Run.steps`."""
 
     def __init__(
         self,
@@ -351,9 +347,6 @@ class Loop:
 
     def _recover(self, error: RuntimeError, passes: Sequence[Outcome]) -> Recovered:
         """Take part in the next round, after an error that its end has caused in a step.
-
-        Args:
-            passes: loss and metrics of each pass of the step that is done.
 
         Raises:
             RuntimeError: the error, if this process is not to go on.

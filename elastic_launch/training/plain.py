@@ -49,11 +49,7 @@ def should_stop() -> bool:
 
 
 class PlainLoop:
-    """One process' part in a training with a loop of its own.
-
-    Args:
-        link: the connection to the agent, if there is one.
-    """
+    """One process' part in a training with a loop of its own."""
 
     def __init__(self, world: World, link: AgentLink) -> None:
         self._world = world

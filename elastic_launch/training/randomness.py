@@ -35,11 +35,7 @@ def seed_all(seed: int, *, devices: bool) -> None:
 
 @contextmanager
 def seeded(seed: int, *, devices: bool) -> Iterator[None]:
-    """Seed all generators as :func:`seed_all` does; on exit, restore their state as :func:`kept` does.
-
-    Args:
-        devices: whether to seed GPU generators (CUDA or ROCm) too.
-    """
+    """Seed all generators as :func:`seed_all` does; on exit, restore their state as :func:`kept` does."""
     if _left_seeded:
         seed_all(seed, devices=devices)
         yield
@@ -71,9 +67,6 @@ def kept(*, devices: bool) -> Iterator[None]:
 
     One thing is not restored: the second of two normal deviates that NumPy's legacy functions cache. If not all ranks
     enter this context equally often, :func:`drop_second_normal` makes up for it.
-
-    Args:
-        devices: whether to restore GPU generators (CUDA or ROCm) too.
     """
     on_cpu, pythons = torch.default_generator.get_state(), random.getstate()
     on_gpus = torch.cuda.get_rng_state_all() if devices and torch.cuda.is_available() else None

@@ -77,10 +77,7 @@ class Http:
     def ask(
         self, method: str, path: str, headers: Mapping[str, str], *, deadline: float, body: bytes | None = None
     ) -> Reply:
-        """Send a request and return the answer, whatever its status.
-
-        Args:
-            deadline: seconds for the whole request.
+        """Send a request and return the answer, whatever its status, within ``deadline`` seconds.
 
         Raises:
             Unanswered: if there is no answer in time.

@@ -102,10 +102,7 @@ class Source(ABC):
 
 
 def decoded(what: str, body: bytes) -> Any:
-    """Return the JSON in a body.
-
-    Args:
-        what: what the body is, for the error.
+    """Return the JSON in a body, which an error calls ``what``.
 
     Raises:
         Trouble: if it is not JSON.

@@ -21,11 +21,7 @@ REMEMBERED = 20
 
 
 class NoticeWatch:
-    """Polls each source in its own thread, and puts new notices into an inbox.
-
-    Args:
-        put: receives a notice, from any thread.
-    """
+    """Polls each source in its own thread, and puts new notices into an inbox."""
 
     def __init__(self, sources: Sequence[Source], put: Callable[[Notice], None]) -> None:
         self._sources = tuple(sources)

@@ -37,9 +37,6 @@ class Prefork:
 
         Each is requested before the previous one waits: a process takes two forks, and the server does only the first.
 
-        Args:
-            server: the socket to it.
-
         Raises:
             OSError: if that fails.
         """

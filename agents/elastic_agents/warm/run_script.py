@@ -47,11 +47,7 @@ def run_script(agent: int, mask: Sequence[int], changed: Mapping[str, str | None
 
 
 def await_orders(agent: int) -> Orders:
-    """Wait for orders, perhaps for days, and acknowledge them; end the process if the agent closes the socket.
-
-    Args:
-        agent: as for :func:`run_script`.
-    """
+    """Wait for orders, perhaps for days, and acknowledge them; end the process if the agent closes the socket."""
     with socket.socket(fileno=agent) as sock:
         orders = _receive(sock)
         # Signals sent to the waiting process were not meant for the worker.

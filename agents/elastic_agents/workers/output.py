@@ -95,11 +95,7 @@ class OutputPump:
         self._thread.start()
 
     def open(self, console: int, route: Route) -> tuple[Stream, int]:
-        """Return a stream and the descriptor for the worker to write to, which the caller closes after the start.
-
-        Args:
-            console: the descriptor that is the route's console.
-        """
+        """Return a stream and the descriptor for the worker to write to, which the caller closes after the start."""
         return self._open(self._sinks(console, route))
 
     def open_log(self) -> int:

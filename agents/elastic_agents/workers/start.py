@@ -189,11 +189,7 @@ class WorkerStarts:
     # Workers that start ahead of a round.
 
     def start_ahead(self, local_ranks: Collection[int], restarts: int) -> None:
-        """Start workers ahead of a place in a round, each once there is a process for it.
-
-        Args:
-            restarts: restarts charged so far.
-        """
+        """Start workers ahead of a place in a round, each once there is a process for it."""
         placed = [unplaced(local_rank) for local_rank in sorted(local_ranks)]
         self._processes.prepare(len(placed), lambda: self._inbox.put(self._start_next_ahead))
 

@@ -257,11 +257,7 @@ class ElectedBackend:
             )
 
     def _take(self, expected: bytes | None, record: ControlRecord, timeout: float, takeover: Takeover) -> FoundLeader:
-        """Try to write a record with this node as its leader and to lead; return where the leader is then.
-
-        Args:
-            expected: the value that was read from the store.
-        """
+        """Try to write a record with this node as its leader and to lead; return where the leader is then."""
         assert self._store is not None
         with contextlib.ExitStack() as undo:
             watched, writing = (undo.enter_context(contextlib.closing(self._open_store())) for _ in range(2))

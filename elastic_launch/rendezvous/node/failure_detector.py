@@ -35,12 +35,7 @@ class CutOff:
 
 
 class FailureDetector:
-    """Measures how long a node's leader has been silent.
-
-    Args:
-        dead_after: silence after which a node or leader counts as dead, in seconds.
-        beat: the longest interval between beats, in seconds.
-    """
+    """Measures how long a node's leader has been silent."""
 
     def __init__(self, dead_after: float, beat: float) -> None:
         self._dead_after = dead_after

@@ -47,9 +47,6 @@ T = TypeVar("T")
 class OwnVoter:
     """This node's voter with its file.
 
-    Args:
-        dead_after: see :class:`Voter`.
-
     Attributes:
         problem: why its state could not be written the last time; empty if it was.
     """

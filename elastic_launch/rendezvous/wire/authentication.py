@@ -52,11 +52,7 @@ def link_key(token: Token | None, run_id: str) -> bytes | None:
 
 
 class Seal:
-    """Numbers the lines of one link in both directions and gives each its MAC.
-
-    Args:
-        sending, receiving: the keys of the two directions.
-    """
+    """Numbers the lines of one link in both directions and gives each its MAC."""
 
     def __init__(self, sending: bytes, receiving: bytes) -> None:
         self._sending = sending

@@ -56,12 +56,9 @@ class ValueSeal:
 
 
 class Patience:
-    """Decides when a joining node accepts a value that refuses it.
+    """Decides when a joining node accepts a value that refuses it: when it has stayed for some seconds.
 
     The leader immediately repairs what other clients have written to its store. So a value that stays is the leader's.
-
-    Args:
-        seconds: how long the value must stay.
     """
 
     def __init__(self, seconds: float) -> None:

@@ -154,12 +154,7 @@ def encode_meta(meta: dict[str, Any]) -> Any:
 
 
 def assemble(step: int, round: int, tensors: dict[str, FileSum], state: FileSum, meta: Any) -> tuple[bytes, str]:
-    """Return a manifest as JSON, and its digest.
-
-    Args:
-        tensors: size and checksum of each tensor file, by name.
-        meta: as ``encode_meta`` returns it.
-    """
+    """Return a manifest as JSON, and its digest."""
     body = {
         "format": FORMAT,
         "schema": WHOLE if tensors.keys() == {TENSORS} else SPLIT,

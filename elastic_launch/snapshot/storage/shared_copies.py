@@ -55,10 +55,7 @@ class Copies:
             self.close()
 
     def take(self, source: int) -> tuple[int, FileSum] | None:
-        """Read a tensor file into memory and keep it.
-
-        Args:
-            source: descriptor of the file.
+        """Read a tensor file into memory, from its descriptor, and keep it.
 
         Returns:
             A descriptor of the copy, with its size and checksum; None if there is no room. Then nothing is kept, and
@@ -106,9 +103,6 @@ class CopiedFiles:
 
     def load(self, taking: Taking | None = None) -> tuple[CheckpointInfo, Any]:
         """Return the checkpoint and its state, each tensor in its own memory.
-
-        Args:
-            taking: as for ``snapshot.load``.
 
         Raises:
             OSError: if the files cannot be opened: the process is gone, or belongs to another user.

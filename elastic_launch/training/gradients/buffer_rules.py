@@ -148,11 +148,7 @@ def _is_average(name: str) -> bool:
 
 
 def advice(buffer: Buffer, start: Tensor) -> str:
-    """Return advice for a buffer that changes without a rule.
-
-    Args:
-        start: its value at the step's start.
-    """
+    """Return advice for a buffer that changes without a rule."""
     rule = _guess(buffer.name, start) if buffer.saved else "ignore"
     argument = f'buffers={{"{buffer.name}": "{rule}"}}'
     if not buffer.saved:

@@ -26,11 +26,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: to
 
 
 class Buffers:
-    """One model's buffers during a step.
-
-    Args:
-        rules: the script's rules, by pattern.
-    """
+    """One model's buffers during a step."""
 
     def __init__(self, model: nn.Module, world_size: int, rules: Mapping[str, str] | None = None) -> None:
         found = buffers_of(model, rules or {})

@@ -160,9 +160,6 @@ class MeanTable:
     def means(self, samples: int, where: str) -> Means:
         """Return the means of the columns.
 
-        Args:
-            where: the step, for errors.
-
         Raises:
             UsageError: if only some rows were given a weight, or the weights do not sum to a positive number.
         """

@@ -146,12 +146,7 @@ def described(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 class _Sent(Mapping[str, Tensor]):
-    """Tensors of which each is sent when it is looked up, by all ranks in the same order.
-
-    Args:
-        shapes: dtype and shape of each.
-        tensors: the source's.
-    """
+    """Tensors of which each is sent when it is looked up, by all ranks in the same order."""
 
     def __init__(self, shapes: Mapping[str, Any], tensors: Mapping[str, Tensor] | None, source: int) -> None:
         self._shapes, self._tensors, self._source = shapes, tensors, source

@@ -102,9 +102,6 @@ def get_node_rank() -> int:
 def joined(name: str) -> bool:
     """Return whether there is a process group.
 
-    Args:
-        name: the calling function, for the error.
-
     Raises:
         UsageError: if there are several ranks and no process group.
     """

@@ -106,11 +106,7 @@ class World:
 
 
 def join(world: World, timeout: float = GROUP_TIMEOUT) -> torch.device:
-    """Join the world's process group and return the device to train on.
-
-    Args:
-        timeout: seconds after which a collective fails if not all ranks have joined it.
-    """
+    """Join the world's process group and return the device to train on."""
     device = _use(world.device())
     if dist.is_initialized():
         backends = dist.get_backend_config()
