@@ -18,6 +18,7 @@
 ``codec``            bounded JSON for messages and records
 ``contract``         the protocol between agent and worker; ``shared_progress`` is memory that they share
 ``stack_dump``       a worker writes its stacks on a signal
+``collective_dump``  a worker's last collectives, which it writes when its agent asks
 ``secret``           the run's token
 ``clock``            time as a dependency; ``testing`` has fakes
 ``system/``          the process and the operating system

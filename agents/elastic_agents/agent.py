@@ -54,7 +54,6 @@ from elastic_launch.rendezvous.torch_handler import MembershipHandler
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.rendezvous.wire.addresses import listen
 from elastic_launch.rendezvous.worker_store import WorkerStore
-from elastic_launch.stack_dump import STACKS
 from elastic_launch.system.descriptors import scarce
 from elastic_launch.system.threads import ThreadDied
 from elastic_launch.system.writer_thread import IDLE, Writer
@@ -304,7 +303,7 @@ class LocalElasticAgent(ElasticAgent):
                 where.rank,
                 where.local_rank,
                 pid,
-                logs.error_file.with_name(STACKS),
+                logs.error_file.parent,
                 str(logs.directory),
                 where.local_rank in self._view.live - self._view.ready,
             )

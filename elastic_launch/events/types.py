@@ -237,6 +237,8 @@ class HangFound(LeaderEvent):
 
     Attributes:
         ranks, nodes, hosts, places: of the workers that hang, in the same order; empty if no rank stands out.
+        collectives: which ranks wait in a collective that others have not begun, by torch's flight recorder; empty if
+            it knows of none.
     """
 
     round: int
@@ -245,6 +247,7 @@ class HangFound(LeaderEvent):
     nodes: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
     places: tuple[str, ...] = ()
+    collectives: str = ""
 
     def line(self) -> str:
         return ""  # that of the round's end has the same cause

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from elastic_launch import contract as c
+from elastic_launch.collective_dump import dump_collectives_on_request
 from elastic_launch.shared_progress import Activity, SharedProgress
 from elastic_launch.snapshot.memory.slot import Slot
 from elastic_launch.stack_dump import dump_stacks_on_signal
@@ -140,6 +141,7 @@ class AgentLink:
             _log.warning("the agent cannot be reached at %s (%s): planned changes will cost steps", address, error)
             return AgentLink()
         dump_stacks_on_signal()
+        dump_collectives_on_request()
         link = AgentLink(sock)
         link._round, link._local_rank = hello.round, hello.local_rank
         link.say(hello)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -15,16 +16,28 @@ import pytest
 from harness import freeze, wait_for
 
 from elastic_agents.hangs import lateness, processes, watch
-from elastic_agents.hangs.processes import is_stopped, is_traced, moved, others_in_session, stacks_of, usage
+from elastic_agents.hangs.collectives import last_collectives
+from elastic_agents.hangs.processes import (
+    collectives_of,
+    is_stopped,
+    is_traced,
+    moved,
+    others_in_session,
+    stacks_of,
+    usage,
+)
 from elastic_agents.hangs.watch import HangWatch, Watched, WatchedWorker
-from elastic_launch.rendezvous.wire.messages import StacksTaken, Stalled
+from elastic_launch.collective_dump import REQUESTS
+from elastic_launch.rendezvous.wire.messages import Collective, StacksTaken, Stalled
 from elastic_launch.shared_progress import Activity, SharedProgress
 from elastic_launch.system.threads import ThreadDied, VitalThread, deaths_reported_to
 
 BEGIN = """
 import os, sys, threading, time
+from elastic_launch.collective_dump import dump_collectives_on_request, forget_collectives
 from elastic_launch.stack_dump import dump_stacks_on_signal
 dump_stacks_on_signal()
+dump_collectives_on_request()
 def stands(): time.sleep(600)
 def spins():
     while True: pass
@@ -33,6 +46,18 @@ def forks():
     stands()
 def reads():
     while True: os.pread(0, 65536, 0); time.sleep(0.01)
+def exchanges():
+    import torch
+    import torch.distributed as dist
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group = dist.new_group([0], group_desc="mine")
+    dist.barrier(dist.new_group([0], group_desc="earlier"))
+    forget_collectives()
+    dist.all_reduce(torch.ones(4))
+    dist.all_reduce(torch.ones(2, 3))
+    dist.all_reduce(torch.ones(2, 3))
+    dist.broadcast(torch.ones(5, dtype=torch.int64), 0, group)
+    stands()
 print("begun", flush=True)
 """
 
@@ -80,7 +105,7 @@ def test_the_stacks_of_a_process_and_of_those_that_it_forked(tmp_path: Path, wit
     with process(tmp_path, "forks()") as pid:
         (other,) = wait_for("a second process", lambda: others_in_session(pid))
         for process_, does in ((pid, "stands"), (other, "spins")):
-            main = stacks_of(process_, tmp_path / "stacks.txt")[-1]
+            main = stacks_of(process_, tmp_path)[-1]
             assert [frame.function for frame in main] == [does, "forks", "<module>"]
 
 
@@ -90,14 +115,47 @@ def test_a_stopped_process_is_not_signalled(tmp_path: Path, without_py_spy: None
         freeze(pid)
         assert is_stopped(pid)
         assert not is_traced(pid)
-        assert stacks_of(pid, tmp_path / "stacks.txt") == []
+        assert stacks_of(pid, tmp_path) == []
 
 
 def test_a_process_without_a_handler_is_not_signalled(without_py_spy: None, tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "600"], start_new_session=True) as started:
-        assert stacks_of(started.pid, tmp_path / "stacks.txt") == []
+        assert stacks_of(started.pid, tmp_path) == []
         assert started.poll() is None
         started.kill()
+
+
+def test_the_collectives_that_a_process_has_begun(tmp_path: Path) -> None:
+    with process(tmp_path, "exchanges()") as pid:
+
+        def found() -> tuple[Collective, ...]:
+            return last_collectives(collectives_of(pid, tmp_path))
+
+        wait_for("its collectives", lambda: len(found()) == 2, 60)
+        broadcast, all_reduce = found()
+        assert (broadcast.description, broadcast.number, broadcast.what) == ("mine", 1, "broadcast of Long[5]")
+        assert all_reduce == Collective("0", "default_pg", 3, "all_reduce of Float[2, 3]", waits=False)
+        freeze(pid)
+        assert found() == ()
+
+
+def test_a_process_without_torch_has_begun_no_collectives(tmp_path: Path) -> None:
+    with process(tmp_path, "stands()") as pid:
+        dump = collectives_of(pid, tmp_path)
+        assert json.loads(dump) == {"since_ns": 0, "dumps": []}
+        assert last_collectives(dump) == ()
+
+
+def test_a_process_that_does_not_answer_has_no_dump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "DUMP", 0.1)
+    assert collectives_of(os.getpid(), tmp_path) == b"", "there is no FIFO"
+    os.mkfifo(tmp_path / REQUESTS)
+    assert collectives_of(os.getpid(), tmp_path) == b"", "no thread reads it"
+    reader = os.open(tmp_path / REQUESTS, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        assert collectives_of(os.getpid(), tmp_path) == b"", "it does not answer"
+    finally:
+        os.close(reader)
 
 
 class Reports:
@@ -116,7 +174,7 @@ class Reports:
 
     @contextmanager
     def watching(self, pid: int, directory: Path, timeout: float = 0.0, *, placed: bool = False) -> Iterator[HangWatch]:
-        worker = WatchedWorker(3, 0, pid, directory / "stacks.txt", "logs", placed)
+        worker = WatchedWorker(3, 0, pid, directory, "logs", placed)
         with closing(self.progress), closing(HangWatch(self.progress.read, self.all.append, timeout)) as watching:
             watching.follow(Watched(1, (worker,)))
             yield watching
@@ -209,11 +267,11 @@ def test_stacks_that_cannot_be_taken_are_reported_as_such(
     def fail(worker: WatchedWorker) -> None:
         raise UnicodeError("no text")
 
-    monkeypatch.setattr(watch, "_stacks", fail)
+    monkeypatch.setattr(watch, "_dumps", fail)
     told: list[Stalled | StacksTaken] = []
     died: list[ThreadDied] = []
     with deaths_reported_to(died.append), closing(HangWatch(lambda rank: None, told.append)) as watching:
-        watching.tell_stacks(4, (WatchedWorker(0, 0, os.getpid(), tmp_path / "stacks.txt"),))
+        watching.tell_stacks(4, (WatchedWorker(0, 0, os.getpid(), tmp_path),))
         wait_for("the answer", lambda: told)
         assert told == [StacksTaken(4, "the stacks could not be taken: UnicodeError: no text\n")]
         assert "the stacks of the workers could not be taken: UnicodeError: no text" in caplog.text

@@ -104,7 +104,10 @@ def test_a_rank_that_leaves_an_exchange_out_is_named(hung: dict[str, Hanging]) -
     run = hung["skip"]
     event = run.found()
     assert event["ranks"] == [2], agent_of(run).output
-    assert re.search(r", ranks 0, 1 waiting for other ranks at hanging.py:\d+ in meet; ", event["cause"])
+    waits = r"ranks 0, 1 waiting for other ranks in all_reduce of Float\[1\] at hanging.py:\d+ in meet; "
+    assert re.search(waits, event["cause"])
+    met = "ranks 0, 1 wait in all_reduce of Float[1], number 10 of group 1, rank 2 has not begun it"
+    assert met in event["collectives"].split("; ")
     run.trains(3, after=1)
 
 

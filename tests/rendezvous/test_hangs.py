@@ -9,15 +9,17 @@ from leader_run import Run, running
 from elastic_launch.events.types import CauseFound, HangFound, RestartCharged, RoundBroken
 from elastic_launch.rendezvous.leader.hangs import ALIKE, Verdict, judge_stalled
 from elastic_launch.rendezvous.wire import messages as m
-from elastic_launch.rendezvous.wire.messages import Stalled, StalledWorker
+from elastic_launch.rendezvous.wire.messages import Collective, Stalled, StalledWorker
 
 
 def judged(*workers: tuple[Any, ...], nodes: int = 1, seconds: float = 12.0) -> Verdict | None:
-    """The verdict on a round's workers, given as (state, frame, moves) by rank, on so many nodes."""
+    """The verdict on a round's workers, given as (state, frame, moves or collectives...) by rank, on so many nodes."""
     by_node: dict[str, list[StalledWorker]] = {"abcdefgh"[node]: [] for node in range(nodes)}
     each = len(workers) // nodes
-    for rank, (state, frame, *moves) in enumerate(workers):
-        found = StalledWorker(rank, rank % each, 1000 + rank, state, bool(moves and moves[0]), frame, ("x",), "logs")
+    for rank, (state, frame, *more) in enumerate(workers):
+        moves, collectives = True in more, tuple(x for x in more if isinstance(x, Collective))
+        where = rank, rank % each, 1000 + rank
+        found = StalledWorker(*where, state, moves, frame, ("x",), "logs", collectives)
         by_node["abcdefgh"[rank // each]].append(found)
     reports = {node: Stalled(3, seconds, "step 7", f"host-{node}", tuple(those)) for node, those in by_node.items()}
     return judge_stalled(3, reports, 99.0)
@@ -89,6 +91,65 @@ def test_of_two_ranks_that_wait_in_different_exchanges_none_is_named() -> None:
     assert ranks(verdict) == []
     assert verdict is not None
     assert "rank 0 waiting for other ranks at train.py:9 in main; rank 1 " in verdict.cause
+
+
+def begun(number: int, what: str = "all_reduce of Float[9]", *, group: str = "0", waits: bool = True) -> Collective:
+    return Collective(group, "default_pg" if group == "0" else "", number, what, waits)
+
+
+def test_the_rank_that_most_wait_for_in_a_collective_hangs() -> None:
+    """All wait at the same place, such as in a backward pass."""
+    behind = (*EXCHANGE, begun(2, "broadcast of Long[1]", group="7"), begun(4, waits=False))
+    verdict = judged((*EXCHANGE, begun(5)), behind, (*EXCHANGE, begun(5)))
+    assert ranks(verdict) == [1]
+    assert verdict is not None
+    assert verdict.collectives == (
+        "ranks 0, 2 wait in all_reduce of Float[9], number 5 of group default_pg, rank 1 has not begun it"
+    )
+    assert verdict.event(3).collectives == verdict.collectives
+    assert (
+        "waiting for other ranks in broadcast of Long[1] at train.py:9 in main, "
+        "ranks 0, 2 waiting for other ranks in all_reduce of Float[9] at train.py:9 in main;"
+    ) in verdict.cause
+
+
+def test_a_rank_that_began_another_collective_than_most_hangs() -> None:
+    odd = (*EXCHANGE, begun(5, "all_reduce of Float[8]"))
+    verdict = judged(odd, (*EXCHANGE, begun(5)), (*EXCHANGE, begun(5)))
+    assert ranks(verdict) == [0]
+    assert verdict is not None
+    assert verdict.collectives == (
+        "ranks 1, 2 wait in all_reduce of Float[9], number 5 of group default_pg, "
+        "rank 0 began all_reduce of Float[8] instead"
+    )
+
+
+def test_of_two_ranks_that_wait_for_each_other_both_collectives_are_named() -> None:
+    one = (*EXCHANGE, begun(5), begun(2, group="7", waits=False))
+    other = (*EXCHANGE, begun(3, group="7"), begun(4, waits=False))
+    verdict = judged(one, other)
+    assert ranks(verdict) == []
+    assert verdict is not None
+    assert verdict.cause.endswith(
+        "; rank 0 waits in all_reduce of Float[9], number 5 of group default_pg, rank 1 has not begun it; "
+        "rank 1 waits in all_reduce of Float[9], number 3 of group 7, rank 0 has not begun it"
+    )
+
+
+def test_a_rank_that_has_finished_a_collective_or_has_gone_on_is_not_waited_for() -> None:
+    source = (*EXCHANGE, begun(5, waits=False))
+    ahead = (*EXCHANGE, begun(6, waits=False))
+    verdict = judged(source, ahead, (*EXCHANGE, begun(5)))
+    assert ranks(verdict) == []
+    assert verdict is not None
+    assert verdict.collectives == ""
+
+
+def test_what_a_rank_that_hangs_in_its_code_keeps_others_from_is_recorded() -> None:
+    verdict = judged((*EXCHANGE, begun(5)), ("code", "train.py:41 in forward", begun(4, waits=False)))
+    assert ranks(verdict) == [1]
+    assert verdict is not None
+    assert "rank 1 has not begun it" in verdict.collectives
 
 
 def test_all_at_the_same_place_of_their_code_may_wait_for_something_there() -> None:

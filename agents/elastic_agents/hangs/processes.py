@@ -14,8 +14,9 @@ from pathlib import Path
 
 from elastic_agents.hangs.stacks import Stack, parse_dump, parse_py_spy
 from elastic_agents.workers.sessions import read_proc, session_members, threads_of
+from elastic_launch.collective_dump import COLLECTIVES, REQUESTS
 from elastic_launch.errors import ProtocolError
-from elastic_launch.stack_dump import SIGNAL
+from elastic_launch.stack_dump import SIGNAL, STACKS
 from elastic_launch.system.private_files import read_small
 
 CPU_SHARE = 0.005
@@ -25,9 +26,12 @@ BYTES_PER_SECOND = 1024.0
 """Bytes that it reads or writes, likewise: an upload needs hardly any CPU."""
 
 DUMP = 2.0
-"""Seconds that a process has to write its stacks."""
+"""Seconds that a process has to write its stacks, and then its collectives."""
 
 MOST_BYTES = 1 << 20
+
+MOST_COLLECTIVES = 16 << 20
+"""Bytes of the dump of a flight recorder, which has about 500 for each of 2,000 collectives unless told otherwise."""
 
 PY_SPY = 5.0
 """Seconds that py-spy has to read them."""
@@ -84,12 +88,33 @@ def is_traced(pid: int) -> bool:
     return _status(pid, "TracerPid").strip() not in ("", "0")
 
 
-def stacks_of(pid: int, file: Path) -> list[Stack]:
+def stacks_of(pid: int, directory: Path) -> list[Stack]:
     """Return the stacks of a process' threads, that of the main thread last; none if they cannot be read.
 
-    By py-spy if it is installed and permitted, else as :mod:`elastic_launch.stack_dump` writes them to ``file``.
+    By py-spy if it is installed and permitted, else as :mod:`elastic_launch.stack_dump` writes them to ``directory``.
     """
-    return _by_py_spy(pid) or _by_signal(pid, file)
+    return _by_py_spy(pid) or _by_signal(pid, directory / STACKS)
+
+
+def collectives_of(pid: int, directory: Path) -> bytes:
+    """Return the dump of a process' flight recorder, as :mod:`elastic_launch.collective_dump` writes it.
+
+    Empty if the process does not answer.
+    """
+    if is_stopped(pid) or is_traced(pid):
+        return b""
+    file = directory / COLLECTIVES
+    with suppress(OSError, ValueError):  # the process has ended, or cannot answer
+        file.unlink(missing_ok=True)
+        requests = os.open(directory / REQUESTS, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+        with open(requests, "wb", buffering=0) as fifo:
+            fifo.write(b"?")
+        deadline = time.monotonic() + DUMP
+        while time.monotonic() < deadline:
+            time.sleep(0.05)
+            if file.exists():
+                return read_small(file, MOST_COLLECTIVES)
+    return b""
 
 
 def others_in_session(sid: int) -> list[int]:

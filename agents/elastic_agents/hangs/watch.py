@@ -12,10 +12,21 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from elastic_agents.hangs.collectives import last_collectives, text_of_collectives
 from elastic_agents.hangs.lateness import Lateness, Standstill
-from elastic_agents.hangs.processes import Usage, is_stopped, is_traced, moved, others_in_session, stacks_of, usage
+from elastic_agents.hangs.processes import (
+    Usage,
+    collectives_of,
+    is_stopped,
+    is_traced,
+    moved,
+    others_in_session,
+    stacks_of,
+    usage,
+)
 from elastic_agents.hangs.stacks import Stack, debugged, in_exchange, in_loader, text_of, user_frame
-from elastic_launch.rendezvous.wire.messages import StacksTaken, Stalled, StalledWorker
+from elastic_launch.errors import ProtocolError
+from elastic_launch.rendezvous.wire.messages import Collective, StacksTaken, Stalled, StalledWorker
 from elastic_launch.shared_progress import Activity, WorkerProgress
 from elastic_launch.system.plain_text import clipped, one_line
 from elastic_launch.system.private_files import make_private, open_private
@@ -47,7 +58,7 @@ class WatchedWorker:
     """A worker of the node.
 
     Attributes:
-        stacks: the file that it writes its stacks to.
+        dumps: the directory to which it writes its stacks and collectives.
         log: the location of its log files.
         placed: whether it ran before this round, and has got its place in it.
     """
@@ -55,7 +66,7 @@ class WatchedWorker:
     rank: int
     local_rank: int
     pid: int
-    stacks: Path
+    dumps: Path
     log: str = ""
     placed: bool = False
 
@@ -138,10 +149,8 @@ class HangWatch:
 
     def _tell(self, round_number: int, workers: tuple[WatchedWorker, ...]) -> None:
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            taken = list(pool.map(_stacks, workers))
-        found = [
-            _text(_seen(worker, stacks, moves=False), stacks) for worker, stacks in zip(workers, taken, strict=True)
-        ]
+            taken = list(pool.map(_dumps, workers))
+        found = [_text(_seen(worker, dumps, moves=False), dumps) for worker, dumps in zip(workers, taken, strict=True)]
         self._report(StacksTaken(round_number, clipped("\n".join(found), LONGEST_TEXT) or "no workers run\n"))
 
     def close(self) -> None:
@@ -203,17 +212,18 @@ class HangWatch:
         """Find out where each worker stands, and report it."""
         self._next = found.seconds * AGAIN
         before = self._reports(watched)
-        used, self._used = self._used, {worker.pid: usage(worker.pid) for worker in watched.workers}
+        moves = {x.pid: x.pid not in self._used or moved(self._used[x.pid], usage(x.pid)) for x in watched.workers}
         seen: list[StalledWorker] = []
         texts: list[str] = []
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            taken = pool.map(_stacks, watched.workers)
-        for worker, stacks in zip(watched.workers, taken, strict=True):
-            if is_traced(worker.pid) or any(map(debugged, stacks)):
+            taken = list(pool.map(_dumps, watched.workers))
+        # From here on: what they use to write the dumps does not count.
+        self._used = {worker.pid: usage(worker.pid) for worker in watched.workers}
+        for worker, dumps in zip(watched.workers, taken, strict=True):
+            if is_traced(worker.pid) or any(map(debugged, dumps.stacks)):
                 return
-            moves = moved(used[worker.pid], self._used[worker.pid]) if worker.pid in used else True
-            seen.append(_seen(worker, stacks, moves=moves))
-            texts.append(_text(seen[-1], stacks))
+            seen.append(_seen(worker, dumps, moves=moves[worker.pid]))
+            texts.append(_text(seen[-1], dumps))
         if self._watched != watched or self._reports(watched) != before:
             return  # it has advanced meanwhile
         self._reported = watched.round
@@ -228,19 +238,33 @@ def _stopped(watched: Watched, reports: Mapping[int, WorkerProgress | None]) -> 
     return [worker.local_rank for worker in watched.workers if worker.local_rank in restore and is_stopped(worker.pid)]
 
 
-def _stacks(worker: WatchedWorker) -> list[list[Stack]]:
-    """Return the stacks of a worker and, if it waits for them, of its data loader's processes."""
-    own = stacks_of(worker.pid, worker.stacks)
-    others = others_in_session(worker.pid) if own and in_loader(own[-1]) else []
-    return [own, *(stacks_of(pid, worker.stacks) for pid in others)]
+@dataclass(frozen=True, slots=True)
+class _Dumps:
+    """What a worker and its processes have written of where they stand.
 
-
-def _seen(worker: WatchedWorker, stacks: list[list[Stack]], *, moves: bool) -> StalledWorker:
-    """Return what is reported of a worker.
-
-    Args:
-        stacks: of its threads and of those of its processes, see :func:`_stacks`.
+    Attributes:
+        stacks: of the threads of each process, the worker's first.
     """
+
+    stacks: list[list[Stack]]
+    collectives: tuple[Collective, ...]
+
+
+def _dumps(worker: WatchedWorker) -> _Dumps:
+    """Take the dumps of a worker and, if it waits for them, the stacks of its data loader's processes."""
+    own = stacks_of(worker.pid, worker.dumps)
+    others = others_in_session(worker.pid) if own and in_loader(own[-1]) else []
+    stacks = [own, *(stacks_of(pid, worker.dumps) for pid in others)]
+    try:
+        return _Dumps(stacks, last_collectives(collectives_of(worker.pid, worker.dumps)))
+    except ProtocolError as error:
+        _log.warning("rank %d (pid %d): %s", worker.rank, worker.pid, error)
+        return _Dumps(stacks, ())
+
+
+def _seen(worker: WatchedWorker, dumps: _Dumps, *, moves: bool) -> StalledWorker:
+    """Return what is reported of a worker."""
+    stacks = dumps.stacks
     main: Stack = stacks[0][-1] if stacks[0] else ()
     shown = main
     if is_stopped(worker.pid):
@@ -260,13 +284,14 @@ def _seen(worker: WatchedWorker, stacks: list[list[Stack]], *, moves: bool) -> S
     lines = (f'File "{x.file}", line {x.line}, in {x.function}' for x in reversed(shown[:FRAMES]))
     stack = tuple(clipped(one_line(line), LONGEST) for line in lines)
     where = worker.rank, worker.local_rank, worker.pid
-    return StalledWorker(*where, state, moves, clipped(frame, LONGEST), stack, worker.log)
+    return StalledWorker(*where, state, moves, clipped(frame, LONGEST), stack, worker.log, dumps.collectives)
 
 
-def _text(seen: StalledWorker, stacks: list[list[Stack]]) -> str:
+def _text(seen: StalledWorker, dumps: _Dumps) -> str:
     head = f"rank {seen.rank} (pid {seen.pid}): {seen.state}{', moves' if seen.moves else ''}"
-    processes = [text_of(those) or "  no stack could be read" for those in stacks]
-    return head + "\n" + "\n\nanother process of this worker:\n".join(processes) + "\n"
+    processes = [text_of(those) or "  no stack could be read" for those in dumps.stacks]
+    collectives = text_of_collectives(seen.collectives)
+    return "\n".join(filter(None, [head, "\n\nanother process of this worker:\n".join(processes), collectives])) + "\n"
 
 
 def keep_stacks(path: Path, text: str) -> None:

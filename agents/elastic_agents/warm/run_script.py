@@ -121,9 +121,11 @@ class Orders:
         sys.orig_argv[:] = self.argv
         if "ELASTIC_LAUNCH_STACKS" in self.env:
             # Only then: other workers must not see modules of this project as imported.
+            from elastic_launch.collective_dump import dump_collectives_on_request
             from elastic_launch.stack_dump import dump_stacks_on_signal
 
             dump_stacks_on_signal()
+            dump_collectives_on_request()
         end(_run(self.argv[2:]), self.env)  # skip the interpreter and -u
 
 

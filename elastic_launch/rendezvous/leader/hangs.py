@@ -8,10 +8,13 @@ from dataclasses import dataclass
 
 from elastic_launch.events.types import HangFound
 from elastic_launch.rendezvous.leader.verdict import words
-from elastic_launch.rendezvous.wire.messages import Failure, Stalled, StalledWorker
+from elastic_launch.rendezvous.wire.messages import Collective, Failure, Stalled, StalledWorker
 
 ALIKE = 600.0
 """Seconds for which all ranks may stand at the same place of the user's code: they may wait for something there."""
+
+MOST = 4
+"""Places of the code, and collectives, that a cause names."""
 
 _WAITS = ("exchange", "unknown")
 
@@ -23,18 +26,20 @@ class Verdict:
     Attributes:
         cause: in one line.
         failures, places: of the workers that hang; none if no rank stands out.
+        collectives: in which collectives ranks wait that others have not begun; empty if this is not known.
     """
 
     cause: str
     failures: tuple[Failure, ...] = ()
     places: tuple[str, ...] = ()
+    collectives: str = ""
 
     def event(self, round_number: int) -> HangFound:
         """Return what is recorded of it."""
         ranks = tuple(failure.rank for failure in self.failures)
         nodes = tuple(failure.node_id for failure in self.failures)
         hosts = tuple(failure.host for failure in self.failures)
-        return HangFound(round_number, self.cause, ranks, nodes, hosts, self.places)
+        return HangFound(round_number, self.cause, ranks, nodes, hosts, self.places, self.collectives)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,14 @@ class _Seen:
 
     @property
     def place(self) -> str:
+        return self._at("")
+
+    @property
+    def described(self) -> str:
+        """The place, and the collective that the rank waits in if that is known."""
+        return self._at(next((f" in {x.what}" for x in self.worker.collectives if x.waits), ""))
+
+    def _at(self, collective: str) -> str:
         at = f" at {self.worker.frame}" if self.worker.frame else ""
         match self.worker.state:
             case "stopped":
@@ -56,10 +69,35 @@ class _Seen:
             case "loader":
                 return f"waiting for its data loader{at}"
             case "exchange":
-                return f"waiting for other ranks{at}"
+                return f"waiting for other ranks{collective}{at}"
             case "unknown":
                 return "at an unknown place"
         return at.strip() or "in its code"
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """Some ranks of a process group wait in a collective that others have not begun, or began as another one.
+
+    Attributes:
+        there: the ranks that wait in it.
+        others: the group's other ranks, with the last collective of each.
+    """
+
+    collective: Collective
+    there: list[int]
+    others: list[tuple[int, Collective]]
+
+    def __str__(self) -> str:
+        number = self.collective.number
+        texts = []
+        for what in sorted({x.what for _, x in self.others if x.number == number}):
+            ranks = _ranks([rank for rank, x in self.others if (x.number, x.what) == (number, what)])
+            texts.append(f"{ranks} began {what} instead")
+        if behind := [rank for rank, x in self.others if x.number < number]:
+            texts.append(f"{_ranks(behind)} {'has' if len(behind) == 1 else 'have'} not begun it")
+        wait = "waits" if len(self.there) == 1 else "wait"
+        return f"{_ranks(self.there)} {wait} in {self.collective} {', '.join(texts)}"
 
 
 def judge_stalled(round_number: int, reports: Mapping[str, Stalled], ran: float) -> Verdict | None:
@@ -67,31 +105,68 @@ def judge_stalled(round_number: int, reports: Mapping[str, Stalled], ran: float)
 
     A worker that was stopped hangs for certain. Otherwise a round hangs only if none of its workers does anything;
     those in an exchange do not count if others are not in one. The ranks that are not in an exchange hang: the others
-    wait for them. If all are, or none is, those hang that are at another place than most.
+    wait for them. If all are, or none is, those hang that most wait for in a collective, or that are at another place
+    than most.
 
     Args:
         reports: by node.
         ran: seconds since the round was formed.
     """
     seen = [_Seen(node, report, worker) for node, report in reports.items() for worker in report.workers]
+    splits = _splits(seen)
+    collectives = "; ".join(map(str, splits[:MOST]))
     hung = [each for each in seen if each.worker.state == "stopped"]
     if not hung:
         busy = [each for each in seen if not each.waits]
         if not seen or any(each.worker.moves for each in busy or seen):
             return None
         hung = busy if len(busy) < len(seen) else []
-        hung = hung or _apart(seen)
+        hung = hung or _awaited(seen, splits) or _apart(seen)
         alike = len({each.place for each in seen}) == 1
         if busy and alike and any(report.seconds < ALIKE and not report.asked for report in reports.values()):
             return None
     if not hung:
         places = _ranks_by_place(seen)
-        where = "; ".join(f"{ranks} {place}" for place, ranks in places[:4])
-        more = "; ..." if len(places) > 4 else ""
-        return Verdict(f"the round hangs in {seen[0].report.doing}, and no rank stands out: {where}{more}")
+        where = "; ".join(f"{ranks} {place}" for place, ranks in places[:MOST])
+        more = "; ..." if len(places) > MOST else ""
+        found = f"; {collectives}" if collectives else ""
+        cause = f"the round hangs in {seen[0].report.doing}, and no rank stands out: {where}{more}{found}"
+        return Verdict(cause, collectives=collectives)
     others = _ranks_by_place([each for each in seen if each not in hung])
     failures = tuple(_failure(round_number, each, others, ran) for each in hung)
-    return Verdict(words(failures[0]), failures, tuple(each.place for each in hung))
+    return Verdict(words(failures[0]), failures, tuple(each.place for each in hung), collectives)
+
+
+def _splits(seen: Sequence[_Seen]) -> list[_Split]:
+    """Return the collectives in which some ranks wait and that others have not begun, or began as another one."""
+    members: dict[str, list[tuple[int, Collective]]] = {}
+    for each in seen:
+        for collective in each.worker.collectives:
+            members.setdefault(collective.group, []).append((each.worker.rank, collective))
+    found = []
+    for begun in members.values():
+        waits = [collective for _, collective in begun if collective.waits]
+        newest = [each for each in waits if each.number == max(x.number for x in waits)]
+        if newest:
+            last = max(newest, key=newest.count)
+            there = [rank for rank, collective in begun if collective == last]
+            # A rank that has gone on from it, such as the source of a broadcast, is not one of these.
+            others = [(rank, x) for rank, x in begun if x.number < last.number or _differ(x, last)]
+            if others:
+                found.append(_Split(last, there, others))
+    return found
+
+
+def _differ(one: Collective, other: Collective) -> bool:
+    return one.number == other.number and one.what != other.what
+
+
+def _awaited(seen: Sequence[_Seen], splits: Sequence[_Split]) -> list[_Seen]:
+    """Return those that more than half of all ranks wait for in a collective; none if there are no such."""
+    for split in splits:
+        if 2 * len(split.there) > len(seen):
+            return [each for each in seen if each.worker.rank in dict(split.others)]
+    return []
 
 
 def _apart(seen: Sequence[_Seen]) -> list[_Seen]:
@@ -101,15 +176,16 @@ def _apart(seen: Sequence[_Seen]) -> list[_Seen]:
 
 
 def _ranks_by_place(seen: Sequence[_Seen]) -> list[tuple[str, str]]:
-    """Return the places, and the ranks that are there as text."""
+    """Return the places, with collectives, and the ranks that are there as text."""
     ranks: dict[str, list[int]] = {}
     for each in seen:
-        ranks.setdefault(each.place, []).append(each.worker.rank)
-    found = []
-    for place, there in ranks.items():
-        shown = ", ".join(map(str, sorted(there)[:8])) + (", ..." if len(there) > 8 else "")
-        found.append((place, f"rank{'s' if len(there) > 1 else ''} {shown}"))
-    return found
+        ranks.setdefault(each.described, []).append(each.worker.rank)
+    return [(place, _ranks(there)) for place, there in ranks.items()]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, sorted(ranks)[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
 def _failure(round_number: int, hung: _Seen, others: Sequence[tuple[str, str]], ran: float) -> Failure:
@@ -123,7 +199,7 @@ def _failure(round_number: int, hung: _Seen, others: Sequence[tuple[str, str]], 
         local_rank=worker.local_rank,
         pid=worker.pid,
         exit_code=-signal.SIGKILL,
-        message=f"hangs in {report.doing} on host {report.host}, {hung.place}{apart}; no progress for {seconds} s",
+        message=f"hangs in {report.doing} on host {report.host}, {hung.described}{apart}; no progress for {seconds} s",
         detail=worker.stack,
         ran=ran,
         log=worker.log,

@@ -231,6 +231,28 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
+class Collective:
+    """The last collective that a worker has begun in a process group.
+
+    Attributes:
+        group: the group's name in torch, which is the same on all of its ranks.
+        description: what the group was called when it was made; empty if it was not.
+        number: it is the group's collective of this number; they are counted from 1.
+        what: such as ``all_reduce of Float[1024]``.
+        waits: whether it has not finished.
+    """
+
+    group: str
+    description: str
+    number: int
+    what: str
+    waits: bool
+
+    def __str__(self) -> str:
+        return f"{self.what}, number {self.number} of group {self.description or self.group},"
+
+
+@dataclass(frozen=True, slots=True)
 class StalledWorker:
     """Where a worker of a stalled node stands.
 
@@ -241,6 +263,7 @@ class StalledWorker:
         frame: the innermost frame of the user's code, as ``file:line in function``; empty if unknown.
         stack: the frames of its main thread, outermost first, without those that are many calls away from the last.
         log: see :class:`Failure`.
+        collectives: the last one in each of its process groups; empty if torch's flight recorder has none.
     """
 
     rank: int
@@ -251,6 +274,7 @@ class StalledWorker:
     frame: str = ""
     stack: tuple[str, ...] = ()
     log: str = ""
+    collectives: tuple[Collective, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch.distributed import ProcessGroup, distributed_c10d
 
+from elastic_launch.collective_dump import forget_collectives
 from elastic_launch.training.live.sockets import GroupSockets
 
 _LEFT_S = 1.0
@@ -141,6 +142,7 @@ class RoundGroups:
             distributed_c10d._abort_process_group()  # destroying would wait for what has been aborted
         elif dist.is_initialized():
             dist.destroy_process_group()
+        forget_collectives()
         distributed_c10d._world.group_count = 0  # groups are named by it; one that could not be formed has counted, too
         while self._excepthooks:
             hook, ours = self._excepthooks.pop()

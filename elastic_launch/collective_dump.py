@@ -1,0 +1,71 @@
+"""Lets a process' agent see which collectives it has begun: torch's flight recorder, written to a file on request.
+
+A thread answers, also while the training waits for other ranks. It cannot while another one holds Python's lock.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+
+from elastic_launch.system.private_files import open_private
+
+COLLECTIVES = "collectives.json"
+"""Name of the file, beside the worker's error file.
+
+Its ``dumps`` are what the recorders have, one for each kind; what was begun before ``since_ns``, by the clock of the
+host in nanoseconds, was in process groups that are gone.
+"""
+
+REQUESTS = "collectives.fifo"
+"""Name of the FIFO beside it; each byte that is written there is a request."""
+
+_RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+"""Torch's functions, for collectives on CPUs and for those of NCCL."""
+
+_answering: list[threading.Thread] = []
+_since_ns = 0
+
+
+def dump_collectives_on_request() -> None:
+    """From now on, write what the recorder has on request, if an agent has started this process."""
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    if not error_file or _answering:
+        return
+    directory = os.path.dirname(error_file)
+    # Without the FIFO or the thread there is no dump. The training does not depend on it.
+    with suppress(OSError, RuntimeError):
+        path = os.path.join(directory, REQUESTS)
+        with suppress(FileExistsError):
+            os.mkfifo(path, 0o600)
+        # For writing, too: so that reading waits, instead of ending, while no agent has it open.
+        requests = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        thread = threading.Thread(target=_answer, args=(requests, directory), name="collective dump", daemon=True)
+        thread.start()
+        _answering.append(thread)
+
+
+def forget_collectives() -> None:
+    """All process groups of this process are gone: later ones may have their names."""
+    global _since_ns
+    _since_ns = time.time_ns()
+
+
+def _answer(requests: int, directory: str) -> None:
+    path = os.path.join(directory, COLLECTIVES)
+    while os.read(requests, 1):
+        with suppress(OSError):  # such as a full disk
+            with open(open_private(f"{path}.tmp", os.O_WRONLY | os.O_TRUNC), "wb") as file:
+                file.write(_dump())
+            os.replace(f"{path}.tmp", path)
+
+
+def _dump() -> bytes:
+    torch = sys.modules.get("torch._C._distributed_c10d")  # a process that has not imported it has begun none
+    recorders = [getattr(torch, name) for name in _RECORDERS if hasattr(torch, name)]
+    # With collectives, of which the finished ones, too.
+    dumps = b",".join(recorder(True, False) for recorder in recorders)
+    return b'{"since_ns": %d, "dumps": [%b]}' % (_since_ns, dumps)
