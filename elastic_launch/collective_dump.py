@@ -23,6 +23,9 @@ host in nanoseconds, was in process groups that are gone.
 REQUESTS = "collectives.fifo"
 """Name of the FIFO beside it; each byte that is written there is a request."""
 
+LONGEST_DUMP = 16 << 20
+"""A larger dump is left out. There are about 500 bytes for each of 2,000 collectives unless torch is told otherwise."""
+
 _RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 """Torch's functions, for collectives on CPUs and for those of NCCL."""
 
@@ -35,7 +38,7 @@ def dump_collectives_on_request() -> None:
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     if not error_file or _answering:
         return
-    directory = os.path.dirname(error_file)
+    directory = os.path.dirname(os.path.abspath(error_file))  # the script may change its working directory
     # Without the FIFO or the thread there is no dump. The training does not depend on it.
     with suppress(OSError, RuntimeError):
         path = os.path.join(directory, REQUESTS)
@@ -57,7 +60,7 @@ def forget_collectives() -> None:
 def _answer(requests: int, directory: str) -> None:
     path = os.path.join(directory, COLLECTIVES)
     while os.read(requests, 1):
-        with suppress(OSError):  # such as a full disk
+        with suppress(OSError, RuntimeError):  # such as a full disk; torch may fail, too
             with open(open_private(f"{path}.tmp", os.O_WRONLY | os.O_TRUNC), "wb") as file:
                 file.write(_dump())
             os.replace(f"{path}.tmp", path)
@@ -68,4 +71,6 @@ def _dump() -> bytes:
     recorders = [getattr(torch, name) for name in _RECORDERS if hasattr(torch, name)]
     # With collectives, of which the finished ones, too.
     dumps = b",".join(recorder(True, False) for recorder in recorders)
+    if len(dumps) > LONGEST_DUMP:
+        dumps = b""
     return b'{"since_ns": %d, "dumps": [%b]}' % (_since_ns, dumps)

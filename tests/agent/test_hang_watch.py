@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from harness import freeze, wait_for
@@ -27,6 +28,7 @@ from elastic_agents.hangs.processes import (
     usage,
 )
 from elastic_agents.hangs.watch import HangWatch, Watched, WatchedWorker
+from elastic_launch import collective_dump
 from elastic_launch.collective_dump import REQUESTS
 from elastic_launch.rendezvous.wire.messages import Collective, StacksTaken, Stalled
 from elastic_launch.shared_progress import Activity, SharedProgress
@@ -144,6 +146,13 @@ def test_a_process_without_torch_has_begun_no_collectives(tmp_path: Path) -> Non
         dump = collectives_of(pid, tmp_path)
         assert json.loads(dump) == {"since_ns": 0, "dumps": []}
         assert last_collectives(dump) == ()
+
+
+def test_a_dump_that_is_too_large_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = ModuleType("recorder")
+    recorder._dump_fr_trace_json = lambda *what: b"x" * (collective_dump.LONGEST_DUMP + 1)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", recorder)
+    assert last_collectives(collective_dump._dump()) == ()
 
 
 def test_a_process_that_does_not_answer_has_no_dump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from elastic_agents.hangs.stacks import Stack, parse_dump, parse_py_spy
 from elastic_agents.workers.sessions import read_proc, session_members, threads_of
-from elastic_launch.collective_dump import COLLECTIVES, REQUESTS
+from elastic_launch.collective_dump import COLLECTIVES, LONGEST_DUMP, REQUESTS
 from elastic_launch.errors import ProtocolError
 from elastic_launch.stack_dump import SIGNAL, STACKS
 from elastic_launch.system.private_files import read_small
@@ -29,9 +29,6 @@ DUMP = 2.0
 """Seconds that a process has to write its stacks, and then its collectives."""
 
 MOST_BYTES = 1 << 20
-
-MOST_COLLECTIVES = 16 << 20
-"""Bytes of the dump of a flight recorder, which has about 500 for each of 2,000 collectives unless told otherwise."""
 
 PY_SPY = 5.0
 """Seconds that py-spy has to read them."""
@@ -113,7 +110,7 @@ def collectives_of(pid: int, directory: Path) -> bytes:
         while time.monotonic() < deadline:
             time.sleep(0.05)
             if file.exists():
-                return read_small(file, MOST_COLLECTIVES)
+                return read_small(file, 2 * LONGEST_DUMP)
     return b""
 
 
