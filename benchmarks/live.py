@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from jobs import Figures, Job, Record, life
+from jobs import Figures, Job, Record, descendants, life
 from launchers import LIVE, Nodes, start_alone
 from tables import Goal, NewJob, Row, Scenario, parser, positive, run
 
@@ -102,8 +102,10 @@ class Change:
         nodes = Nodes(job, who)
         nodes.start("host", 1, *self.options)
         guest = nodes.start("guest", 1, *self.options)
-        leaver = trained(job, 2)[1]["pid"]
-        return changed(job, lambda: os.kill(guest.pid, signal.SIGTERM), 1, {leaver})
+        trained(job, 2)
+        # Ranks follow the order in which the nodes have joined, and the guest may have been the first.
+        gone = set(descendants(guest.pid))
+        return changed(job, lambda: os.kill(guest.pid, signal.SIGTERM), 1, gone)
 
 
 def trained(job: Job, world: int) -> list[Record]:
