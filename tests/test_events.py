@@ -190,6 +190,14 @@ def test_any_event_is_a_sentence_without_names_of_fields(kind: type[ev.Event]) -
             ev.RunEnded(91, "all spent", 3, 4, 99.0),
             "the run ended with exit code 91: all spent (4 rounds, 3 restarts, 99.0 s)",
         ),
+        (
+            ev.HangFound(1, "rank 1 hangs", collectives="rank 0 waits in x, rank 1 has not begun it"),
+            "round 1 stands still: rank 1 hangs; rank 0 waits in x, rank 1 has not begun it",
+        ),
+        (
+            ev.HangFound(1, "no rank stands out; rank 0 waits in x", collectives="rank 0 waits in x"),
+            "round 1 stands still: no rank stands out; rank 0 waits in x",
+        ),
     ],
 )
 def test_sentences(event: ev.Event, said: str) -> None:

@@ -37,8 +37,10 @@ def _ended(event: ev.Event) -> str:
             return f"node {node} lost ({cause}), and with it round {number}; {following}"
         case ev.NodeLeft(node=node, cause=cause, broke=number, next=following):
             return f"node {node} leaves ({cause}), which ends round {number}; {following}"
-        case ev.HangFound(round=number, cause=cause):
-            return f"round {number} stands still: {cause}"
+        case ev.HangFound(round=number, cause=cause, collectives=collectives):
+            # If no rank stands out, the cause has them.
+            more = f"; {collectives}" if collectives and collectives not in cause else ""
+            return f"round {number} stands still: {cause}{more}"
         case ev.RunEnded(code=code, cause=cause, restarts=restarts, rounds=rounds, lasted_s=seconds):
             spent = f"{counted(rounds, 'round')}, {counted(restarts, 'restart')}, {seconds:.1f} s"
             return f"the run ended with exit code {code}: {cause} ({spent})"

@@ -38,7 +38,9 @@ def advice(ledger: Ledger) -> list[str]:
             f"{counted(lost, 'incident')} of lost nodes: check host and network; a spare node (--nnodes) fills the gap"
         )
     if hangs := kinds.count("hang"):
-        found.append(f"{counted(hangs, 'hang')}: the cause names the rank and where it stood; see elasticctl stacks")
+        found.append(
+            f"{counted(hangs, 'hang')}: the cause names the rank and its place; see stacks-*.txt of that round"
+        )
     again = (ledger.lost_steps or 0) - (ledger.unsaved_steps or 0)
     if ledger.steps and again > max(1, SHARE * ledger.steps):
         found.append(f"{counted(again, 'step')} had to be done again: take snapshots more often")
