@@ -40,7 +40,7 @@ ANSWER_TIMEOUT = 30.0
 """Seconds that a worker waits at a fault of a drill until the leader has decided whether it happens."""
 
 MOMENTS = {
-    "step": "behind step {step}",
+    "step": "after step {step}",
     "snapshot": "in the snapshot of step {step}",
     "drain": "as all stop after step {step}",
     "leave": "with step {step} in memory, as it leaves",

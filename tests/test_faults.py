@@ -38,7 +38,7 @@ def test_the_shortest_plan_kills_a_worker_when_a_step_is_done() -> None:
     plan = FaultPlan.loads('[{"rank": 1, "step": 20}]')
     assert plan == FaultPlan.fail_at(1, 20)
     assert plan.faults == (Fault(rank=1, step=20, at="step", round=1, do="kill", seconds=0.0),)
-    assert plan.faults[0].told(20) == "rank 1 kills itself behind step 20, in round 1"
+    assert plan.faults[0].told(20) == "rank 1 kills itself after step 20, in round 1"
 
 
 @pytest.mark.parametrize("environ", [{}, {ENV_FAULTS: ""}, {ENV_FAULTS: " "}, {ENV_FAULTS: "[]"}])
@@ -107,13 +107,13 @@ def worker(plan: FaultPlan, **environ: str) -> subprocess.CompletedProcess[str]:
 def test_a_worker_logs_a_fault_and_executes_it(do: str, code: int, output: str) -> None:
     done = worker(FaultPlan.fail_at(1, do=do), ELASTIC_LAUNCH_ROUND="1")
     assert (done.returncode, done.stdout) == (code, output)
-    assert done.stderr == f"[elastic-launch] planned fault: rank 1 {WAYS[do]} behind step 5, in round 1\n"
+    assert done.stderr == f"[elastic-launch] planned fault: rank 1 {WAYS[do]} after step 5, in round 1\n"
 
 
 def test_a_slow_worker_continues() -> None:
     done = worker(FaultPlan.fail_at(1, do="slow", seconds=0.01))
     assert (done.returncode, done.stdout) == (0, "went on\n")
-    assert "rank 1 waits 0.01 s behind step 5" in done.stderr
+    assert "rank 1 waits 0.01 s after step 5" in done.stderr
 
 
 def test_under_torchrun_the_start_counts_as_the_round() -> None:
@@ -126,8 +126,8 @@ def test_a_drill_may_leave_ranks_and_rounds_open() -> None:
     plan = FaultPlan.of_drill("{seed: 7, faults: [{step: 3}, {step: 9, rank: 1, do: freeze, seconds: 2}]}")
     first, second = Fault(rank=None, step=3, round=None), Fault(rank=1, step=9, round=None, do="freeze", seconds=2)
     assert plan == FaultPlan((first, second), seed=7)
-    assert second.told(9) == "rank 1 is stopped for 2 s behind step 9"
-    assert first.told(3, rank=2) == "rank 2 kills itself behind step 3"
+    assert second.told(9) == "rank 1 is stopped for 2 s after step 9"
+    assert first.told(3, rank=2) == "rank 2 kills itself after step 3"
     assert plan.drill()[ENV_DRILL].startswith("[7, ")
     assert FaultPlan().drill() == {}
 

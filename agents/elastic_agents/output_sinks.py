@@ -125,7 +125,7 @@ class Kept:
         """Lines are missing from all files, since no file accepted data for a while."""
         self._hangs = False
         self.complaint = self.complaint or "the file system did not answer"
-        _log.warning("%d lines are missing in log files: these took nothing for %.0f s", lines, seconds)
+        _log.warning("%d lines are missing in log files: nothing could be written to them for %.0f s", lines, seconds)
 
 
 class Appended:

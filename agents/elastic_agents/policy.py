@@ -38,7 +38,7 @@ from elastic_launch.rendezvous.wire import messages as m
 
 Decision = tuple[v.View, list[v.Action]]
 
-UNKNOWN = "the workers of this node have finished; whether all others have could not be learned"
+UNKNOWN = "the workers of this node have finished; it is not known whether all others have"
 
 _STOPPED = (-signal.SIGTERM, -signal.SIGINT)
 
@@ -369,7 +369,7 @@ def _link_down(view: v.View, event: LinkDown) -> Decision:
     if view.phase is v.Phase.SAVING:
         return _released(view) if event.gone else (view, [])
     if view.phase is v.Phase.DRAINING:
-        return view, [v.Warn(f"{event.reason}; the workers stop after the same step all the same")]
+        return view, [v.Warn(f"{event.reason}; the workers still stop after the same step")]
     if view.phase in (v.Phase.WAITING, v.Phase.SUSPENDED):
         if not event.gone:
             return view, [v.Warn(f"waiting for the endpoint: {event.reason}")]

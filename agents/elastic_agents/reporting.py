@@ -44,7 +44,9 @@ def forwarded(number: int, spared: list[int]) -> None:
     if spared and number not in _spared:
         _spared.add(number)
         ranks = ", ".join(map(str, spared))
-        _log.warning("%s is kept from rank %s, which has no handler and would end by it (said once)", name, ranks)
+        _log.warning(
+            "%s is not forwarded to rank %s, which has no handler and would be ended by it (said once)", name, ranks
+        )
 
 
 def kept(start: StartWorkers, started: int, missing: int) -> None:

@@ -271,7 +271,7 @@ class _Agent:
             if stuck := kill_sessions(chosen):
                 _log.warning("processes %s cannot be killed", ", ".join(map(str, stuck)))
         except OSError as error:
-            _log.warning("what workers have started may still run: %s", error)
+            _log.warning("processes that workers have started may still run: %s", error)
             return  # retried at the end, or done by the guard
         for sid in chosen:
             self._sessions.discard(sid)

@@ -108,7 +108,7 @@ def _written(directory: Path) -> tuple[Path, int]:
         os.fsync(file.fileno())
         with open(file.name, "rb") as again:
             if again.read() != data:
-                raise OSError(errno.EIO, "something else was read than was written")
+                raise OSError(errno.EIO, "what was read is not what was written")
     return where, shutil.disk_usage(where).free
 
 
@@ -128,7 +128,7 @@ def _url(url: Url) -> Iterator[Finding]:
         return
     if not tried.same:
         remedy = "Look for a cache or a proxy between this host and the store."
-        yield error(f"behind {url} something else was read than was written.", remedy)
+        yield error(f"what was read from {url} is not what was written.", remedy)
         return
     yield good(
         f"{url} can be listed, written, read and cleared: 1 MiB was written in {tried.wrote:.2f} s and read in "

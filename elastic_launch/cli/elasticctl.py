@@ -113,29 +113,31 @@ class _PrintCompletion(argparse.Action):
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     where = argparse.ArgumentParser(add_help=False)
-    group = where.add_argument_group("which run", "By default the one that is alive in the user's state directory.")
+    group = where.add_argument_group("which run", "By default, the run in the user's state directory that is alive.")
     group.add_argument("--rdzv-backend", metavar="NAME", help="as given to elastic-launch")
     group.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="as given to elastic-launch, or as it printed it")
     group.add_argument("--rdzv-id", metavar="ID", help="name of the run")
     group.add_argument("--log-dir", metavar="DIR", help="look for the run in the directory given to elastic-launch")
     group.add_argument("--token-file", metavar="PATH", help="file with the run's token, if it has one")
-    top = argparse.ArgumentParser(prog=PROGRAM, description="Ask a run how it stands, and tell it what to do.")
+    top = argparse.ArgumentParser(prog=PROGRAM, description="Show the state of a run, and control it while it runs.")
     top.set_defaults(offline=False)
     top.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     top.add_argument("--print-completion", action=_PrintCompletion, choices=SHELLS, help="show a script for it")
     commands = top.add_subparsers(metavar="COMMAND", required=True)
 
-    status = commands.add_parser("status", parents=[where], help="show how the run stands")
+    status = commands.add_parser("status", parents=[where], help="show the run's status")
     status.add_argument("--json", action="store_true", help="one JSON object in a line")
-    status.add_argument("--watch", action="store_true", help=f"again every {WATCH:g} s, until the run ends")
+    status.add_argument("--watch", action="store_true", help=f"show it again every {WATCH:g} s, until the run ends")
     status.set_defaults(act=_status)
 
-    drain = commands.add_parser("drain", parents=[where], help="have a node leave, or all, with no step lost")
-    drain.add_argument("node", metavar="NODE", nargs="?", default="", help="its id; without it the whole run stops")
+    drain = commands.add_parser("drain", parents=[where], help="drain a node, or all of them, without losing a step")
+    drain.add_argument(
+        "node", metavar="NODE", nargs="?", default="", help="its id; if it is left out, the whole run stops"
+    )
     drain.add_argument("--deadline", metavar="S", help="seconds after which the round is broken instead")
     drain.set_defaults(act=_drain)
 
-    checkpoint = commands.add_parser("checkpoint", parents=[where], help="have a durable checkpoint written now")
+    checkpoint = commands.add_parser("checkpoint", parents=[where], help="write a durable checkpoint now")
     checkpoint.set_defaults(act=_checkpoint)
 
     resize = commands.add_parser("resize", parents=[where], help="change how many nodes the run may have")
@@ -143,20 +145,22 @@ def parser() -> argparse.ArgumentParser:
     resize.set_defaults(act=_resize)
 
     events = commands.add_parser("events", parents=[where], help="show what happened, from the files on this host")
-    events.add_argument("--follow", action="store_true", help="go on while the run has an agent on this host")
-    events.add_argument("--since", metavar="S", help="only those of the last S seconds")
+    events.add_argument(
+        "--follow", action="store_true", help="follow new events while the run has an agent on this host"
+    )
+    events.add_argument("--since", metavar="S", help="only the events of the last S seconds")
     events.add_argument("--json", action="store_true", help="the lines as they are in the files")
     events.set_defaults(act=_events, offline=True)
 
     logs = commands.add_parser("logs", parents=[where], help="show what a rank prints, from the files on this host")
-    logs.add_argument("rank", metavar="RANK", help="of the newest round in which this host has such a worker")
+    logs.add_argument("rank", metavar="RANK", help="its newest worker on this host is shown")
     logs.add_argument(
-        "--follow", action="store_true", help="go on, also in later rounds, while the run has an agent here"
+        "--follow", action="store_true", help="follow new lines, also of later rounds, while the run has an agent here"
     )
     logs.set_defaults(act=_logs, offline=True)
 
     stacks = commands.add_parser(
-        "stacks", parents=[where], help="show where all workers stand now, without stopping them"
+        "stacks", parents=[where], help="show the stacks of all workers, without stopping them"
     )
     stacks.set_defaults(act=_stacks)
 
@@ -164,7 +168,7 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument("run", metavar="RUN", nargs="?", help="the run's directory, or its id [--rdzv-id]")
     report.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     report.add_argument("--html", metavar="FILE", help="write a report to look at in a browser: one file")
-    report.add_argument("--png", metavar="FILE", help="write it as a picture, which needs matplotlib")
+    report.add_argument("--png", metavar="FILE", help="write the report as a picture; needs matplotlib")
     report.set_defaults(act=_report, offline=True)
 
     doctor = commands.add_parser("doctor", parents=[where], help="find out why nodes cannot meet, with remedies")

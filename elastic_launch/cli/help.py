@@ -11,12 +11,12 @@ SUMMARY = "Run a PyTorch training job on nodes that may shrink and grow while it
 
 EXIT_CODES: tuple[tuple[ExitCode, str], ...] = (
     (ExitCode.DONE, "all workers of all nodes are done"),
-    (ExitCode.TRAINING_FAILED, "failed, and no code of a worker's own says how"),
-    (ExitCode.USAGE, "a flag or value that cannot work"),
+    (ExitCode.TRAINING_FAILED, "failed, and no worker's own exit code applies"),
+    (ExitCode.USAGE, "an invalid flag or value"),
     (ExitCode.STARTUP_FAILURE, "the script cannot run as it is (not under --max-restarts 0)"),
     (ExitCode.BUDGET_SPENT, "--max-restarts is spent"),
     (ExitCode.NO_PROGRESS, "--max-restarts is spent by restarts without progress"),
-    (ExitCode.DO_NOT_RETRY, "a retry is of no use: a worker says so, misuse, or the last save failed"),
+    (ExitCode.DO_NOT_RETRY, "a retry would fail: a worker says so, misuse, or the last save failed"),
     (ExitCode.TOO_FEW_NODES, "below the minimum of nodes for --min-wait"),
     (ExitCode.RENDEZVOUS, "the rendezvous was lost, or refused this node"),
     (ExitCode.INTERRUPTED, "interrupted, as by Ctrl-C"),
@@ -26,7 +26,7 @@ EXIT_CODES: tuple[tuple[ExitCode, str], ...] = (
 _CODES_OF_TORCHRUN = (
     "  0     all workers of all nodes are done",
     "  1     failed, or stopped by a signal",
-    "  2     a flag that is not known, without its value or with one of another type",
+    "  2     a flag that is unknown, has no value, or has one of another type",
 )
 
 
@@ -56,7 +56,7 @@ def help_text(*, as_torchrun: bool = False) -> str:
         "Sources of --notice:",
         f"  {', '.join([*spellings(), 'none'])}",
         "",
-        "Keys of --rdzv-conf, of which torch's own mean what they mean in torchrun:",
+        "Keys of --rdzv-conf; torch's own mean the same as in torchrun:",
         "  join_settle, resize_delay, dead_after, return_after, min_wait, beat,",
         "  join_timeout, read_timeout, start_wait, is_host, reuse;",
         "  last_call_timeout, keep_alive_interval, keep_alive_max_attempt, timeout;",

@@ -208,7 +208,7 @@ def build(line: Line, values: Values) -> LaunchConfig:
         is_host = meeting.node_rank == 0
     if meeting.endpoint is None and is_host is False:
         raise UsageError(
-            "--rdzv-conf is_host: this node is not to host the run, and there is no other that does.",
+            "--rdzv-conf is_host: this node must not host the run, and no other node does.",
             "Name the node that hosts it with --rdzv-endpoint, or drop is_host.",
         )
     if planned := FaultPlan.of(values.environ).faults:
@@ -312,7 +312,7 @@ def _nproc(text: str) -> int:
         if not torch.cuda.is_available():
             raise UsageError(
                 f"--nproc gpu: torch {torch.__version__} finds no CUDA device here.",
-                "Give a number or cpu, or mend the driver, CUDA_VISIBLE_DEVICES or the build of torch.",
+                "Give a number or cpu, or fix the driver, CUDA_VISIBLE_DEVICES or the build of torch.",
             )
         return torch.cuda.device_count()
     if text.isalpha() and (found := devices_of(text)):

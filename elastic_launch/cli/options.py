@@ -103,7 +103,7 @@ def read_limits(values: Values) -> Limits:
 
 
 def read_exit_codes(values: Values) -> frozenset[int]:
-    """Read the exit codes of workers after which a restart is of no use, such as ``3,64-78``.
+    """Read the exit codes of workers after which a restart would fail again, such as ``3,64-78``.
 
     Raises:
         UsageError: if one is not an exit code.

@@ -73,7 +73,7 @@ def read_meeting(values: Values, limits: Limits) -> Meeting:
     master = [name for name in ("--master-addr", "--master-port") if values.text(name) is not None]
     if master:
         alone = "static" if limits.max_nodes > 1 else "static with --master-port"
-        log.warning("%s has no effect: only --rdzv-backend %s heeds it.", values.origin(master[0]), alone)
+        log.warning("%s has no effect: only --rdzv-backend %s uses it.", values.origin(master[0]), alone)
     if asked is None and values.torchrun and backend == "c10d" and values.text("--rdzv-backend") != "static":
         asked = DEFAULT_ENDPOINT
     if backend in BACKENDS:

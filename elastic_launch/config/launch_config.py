@@ -434,7 +434,9 @@ def parse_voters(text: str) -> tuple[Endpoint, ...]:
     asked = f"--rdzv-endpoint {text!r}"
     hint = "Name 3 hosts, of which one may be lost, or 5 or 7, of which two or three may."
     if len(found) % 2 == 0:
-        raise UsageError(f"{asked} names {len(found)} hosts: with an even number, none more may be lost.", hint)
+        raise UsageError(
+            f"{asked} names {len(found)} hosts: with an even number, no more may be lost than with one host less.", hint
+        )
     if len(found) > MOST_VOTERS:
         raise UsageError(f"{asked} names {len(found)} hosts, of at most {MOST_VOTERS}.", hint)
     if len(set(found)) < len(found):

@@ -474,7 +474,7 @@ class Step:
         if not self._pending or (len(self._losses) != self.plan.grad_accum and not self._out_of_memory):
             raise self._misuse(
                 f"step.update() came after {len(self._losses)} of {self.plan.grad_accum} micro-batches.",
-                "Call it once, behind the loop over the step.",
+                "Call it once, after the loop over the step.",
             )
         with self._noting_errors():
             self._update(chosen, clip_norm)

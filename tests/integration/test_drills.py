@@ -43,7 +43,7 @@ def test_each_fault_of_a_drill_happens_once_and_the_result_stays_the_same(job: J
     (ended,) = job.events("drill_ended")
     assert (ended["planned"], ended["missing"]) == (5, [4])
     assert "drill: 4 of 5 faults happened; not fault 4" in agent.output
-    assert re.search(r"drill: rank [01] is stopped for 1.5 s behind step 40", agent.output)
+    assert re.search(r"drill: rank [01] is stopped for 1.5 s after step 40", agent.output)
     assert [event["restarts"] for event in job.events("restart_charged")] == [1, 2]
     (tmp_path / "alone").mkdir()
     result = json.loads((job.work / "result.json").read_text())

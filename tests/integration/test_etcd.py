@@ -110,7 +110,7 @@ def test_a_frozen_leader_is_succeeded_and_comes_back_as_a_new_node(job: Job, ser
     frozen.signal(signal.SIGCONT)
     again = job.world(2, after=before + 1)
     assert {worker["env"]["GROUP_WORLD_SIZE"] for worker in again} == {"2"}
-    frozen.says("this node leads no longer")
+    frozen.says("this node no longer leads")
     formed = [(event["term"], event["round"]) for event in job.events("round_formed")]
     assert len({number for _, number in formed}) == len(formed)
 

@@ -68,7 +68,7 @@ def test_a_signal_that_is_ignored_at_the_start_stays_ignored(job: Job) -> None:
     worker = job.world(1)[0]["pid"]
     agent.signal(signal.SIGHUP)
     agent.signal(signal.SIGUSR1)
-    agent.says("SIGUSR1 is kept from rank 0")  # it has taken signals meanwhile
+    agent.says("SIGUSR1 is not forwarded to rank 0")  # it has taken signals meanwhile
     assert alive(worker)
     job.finish()
     assert agent.wait() == 0

@@ -76,7 +76,7 @@ def test_where_memory_has_no_room_any_more_storage_serves(job: Job, undisturbed:
     options = ["--checkpoint", str(job.directory / "checkpoints"), "--every", "5", "--room-until", "10"]
     changes = Changes(job, *options)
     agent = changes.alone(plan=FaultPlan.fail_at(0, 40, do="hang"))
-    agent.says("planned fault: rank 0 hangs behind step 40", 100)
+    agent.says("planned fault: rank 0 hangs after step 40", 100)
     wait_for("the last checkpoint before", lambda: changes.durable()[-1:] == [35], 60)
     assert 0 < changes.whole(1) < 10
     os.kill(job.event("worker_started")["pid"], signal.SIGKILL)

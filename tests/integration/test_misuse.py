@@ -72,7 +72,7 @@ def test_a_step_that_fails_in_the_same_way_again_ends_the_run(job: Job, tmp_path
     script.write_text(NOT_FINITE)
     agent = job.launch("--standalone", "--nproc", "2", "--max-restarts", "9", command=[str(script)])
     assert agent.wait(120) == 93, agent.output
-    assert "a restart is of no use (the same step has failed in the same way twice)" in agent.output
+    assert "a restart would fail again (the same step has failed in the same way twice)" in agent.output
     cause = agent.output.split("root cause")[-1]
     assert "NonFiniteLossError: The loss is nan in step 6, micro-batch 0, on rank 0." in cause
     assert "The micro-batch has the dataset's items" in cause

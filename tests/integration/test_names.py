@@ -20,7 +20,7 @@ def test_a_name_that_becomes_known_late_is_waited_for(job: Job, tmp_path: Path) 
     endpoint = f"pod-0.train.invalid:{job.port}"
     agent = job.node("a", nnodes="1:2", endpoint=endpoint, prefix=prefix)
     agent.says(f"The rendezvous endpoint {endpoint} does not resolve")
-    agent.says("it is asked for again, for up to 600 s (said once)")
+    agent.says("retrying for up to 600 s (said once)")
     with names.open("a") as file:  # in place: the mount is of this inode
         file.write("127.0.0.1 pod-0.train.invalid\n")
     assert job.world(1)[0]["env"]["MASTER_ADDR"] != "127.0.0.1", "no other host could come there"
@@ -31,7 +31,7 @@ def test_a_name_that_becomes_known_late_is_waited_for(job: Job, tmp_path: Path) 
 
 def test_a_node_can_leave_while_it_waits_for_a_name(job: Job) -> None:
     agent = job.launch("--nnodes", "2", "--rdzv-endpoint", "no-such-host.invalid:29400")
-    agent.says("it is asked for again")
+    agent.says("retrying for up to")
     agent.signal(signal.SIGTERM)
     assert agent.wait() == 143
     assert "Traceback" not in agent.output

@@ -138,7 +138,7 @@ def test_a_worker_that_a_signal_would_end_does_not_get_it(job: Job) -> None:
     agent = job.launch("--standalone", command=[SIGNALLED, str(job.work), "deaf"])
     begun(job, 1)
     agent.signal(signal.SIGUSR1)
-    agent.says("SIGUSR1 is kept from rank 0")
+    agent.says("SIGUSR1 is not forwarded to rank 0")
     agent.signal(signal.SIGUSR1)
     job.finish()
     assert agent.wait() == 0

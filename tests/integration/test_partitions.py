@@ -133,7 +133,7 @@ def test_a_voter_that_leads_and_is_cut_off_is_succeeded_and_comes_back(voters: R
     leader = job.events("leader_elected")[-1]["node"]
     with cut(voters.hosts[leader]):
         shrunk = job.trained(2, after=number)
-        voters.agents[leader].says("this node leads no longer")
+        voters.agents[leader].says("this node no longer leads")
     job.trained(3, after=shrunk)
     job.assert_nothing_done(leader, number, job.first_step(shrunk))
     assert job.events("leader_elected")[-1]["node"] != leader
@@ -181,7 +181,7 @@ def test_a_leader_without_a_majority_steps_down_and_leads_again_with_one(voters:
     others = [name for name in "abc" if name != leader]
     with cut(voters.hosts[others[0]]), cut(voters.hosts[others[1]]):
         voters.agents[leader].says("2 of 3 voters lost")
-        voters.agents[leader].says("this node leads no longer")
+        voters.agents[leader].says("this node no longer leads")
         voters.agents[leader].says("its workers are killed")
         assert {x["round"] for x in job.noted("steps.jsonl")} == {number}
     job.trained(3, after=number)

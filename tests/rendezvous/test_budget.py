@@ -53,7 +53,7 @@ def test_what_a_restart_would_not_change_ends_the_run_at_once(kind: str) -> None
     failure = replace(CRASH, kind=kind)
     code, cause = verdict(budget, failure, rule(budget, failure))
     assert code == {"fatal": 93, "startup": 90}[kind]
-    assert cause.startswith("a restart is of no use (")
+    assert cause.startswith("a restart would fail again (")
     assert cause.endswith(": the cause")
     assert budget.spent == 0
 
@@ -75,7 +75,10 @@ def test_a_failure_that_a_restart_repeats_has_one() -> None:
     assert rule(budget, CRASH, begun=2).charged
     again = replace(NAN, rank=1, trained=1)
     code, cause = verdict(budget, again, rule(budget, again, begun=2))
-    assert (code, cause) == (93, "a restart is of no use (the same step has failed in the same way twice): the cause")
+    assert (code, cause) == (
+        93,
+        "a restart would fail again (the same step has failed in the same way twice): the cause",
+    )
     assert budget.spent == 2
 
 

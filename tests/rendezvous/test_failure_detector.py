@@ -75,7 +75,7 @@ def test_a_leader_counts_as_cut_off_once_it_was_unsure_of_its_term_for_too_long(
     assert not cut_off.certain
     again = linked().judge(100.0, unsure=math.inf)
     assert again is not None
-    assert again.reason == "this node leads no longer"
+    assert again.reason == "this node no longer leads"
 
 
 @pytest.mark.parametrize(("dead_after", "beat"), [(5.0, 1.0), (2.0, 1.0), (15.0, 5.0), (60.0, 1.0)])

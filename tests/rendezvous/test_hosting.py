@@ -39,9 +39,9 @@ def test_sources_of_the_node_rank(node_rank: int | None, environ: dict[str, str]
             {"hosts": True},
             "hosts the run at 127.0.0.1:29400: 127.0.0.1 is an address of this host, and the",
         ),
-        ({"hosts": True, "is_host": True}, "hosts the run at 127.0.0.1:29400: as it is told"),
+        ({"hosts": True, "is_host": True}, "hosts the run at 127.0.0.1:29400: is_host is true"),
         ({"taken": True}, "does not host the run at 127.0.0.1:29400: the port is in use on this host"),
-        ({"is_host": False}, "does not host the run at 127.0.0.1:29400: it is told not to"),
+        ({"is_host": False}, "does not host the run at 127.0.0.1:29400: is_host is false"),
         ({}, "does not host the run at 127.0.0.1:29400: 127.0.0.1 is not an address of this host"),
     ],
 )

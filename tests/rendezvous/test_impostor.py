@@ -162,6 +162,6 @@ def test_a_bug_in_the_thread_leaves_no_caller_waiting() -> None:
         assert isinstance(heard.get(timeout=10), Opened)
         lost = heard.get(timeout=10)
         assert isinstance(lost, RendezvousLost)
-        assert "by a mistake of its own" in lost.error.message
+        assert "because of an internal error" in lost.error.message
     finally:
         membership.close()

@@ -360,7 +360,9 @@ def test_a_script_that_cannot_run_ends_the_run_with_90_at_once() -> None:
     assert run.code == 90
     assert run.number == 1
     assert run.record.end is not None
-    assert run.record.end.cause.startswith("a restart is of no use (the script cannot run as it is): rank 0 on node a")
+    assert run.record.end.cause.startswith(
+        "a restart would fail again (the script cannot run as it is): rank 0 on node a"
+    )
 
 
 def test_other_failures_at_the_start_are_charged_and_tried_again_after_a_delay() -> None:

@@ -184,7 +184,7 @@ def test_a_new_node_verifies_that_a_run_has_ended(nodes: Nodes) -> None:
     with contextlib.closing(backend):
         backend.open()
         began = time.monotonic()
-        with pytest.raises(StoreError, match="whether a leader contradicts"):
+        with pytest.raises(StoreError, match="waiting for a leader that may contradict"):
             backend.find_leader(1.0)
         assert _settled(backend).record == ended
         assert time.monotonic() - began >= STANDS

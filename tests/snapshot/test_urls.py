@@ -283,5 +283,5 @@ def test_doctor_examines_the_store(s3: S3Server, monkeypatch: pytest.MonkeyPatch
     assert "behind that of s3" in found()[2][1]
     s3.remove_bucket()
     ((level, text, remedy),) = found()
-    assert (level, remedy) == (Level.ERROR, "Check the URL: a bucket must be there, none is ever made.")
+    assert (level, remedy) == (Level.ERROR, "Check the URL: the bucket must exist, since none is ever created.")
     assert text.startswith(f"Could not write to {url}: FileNotFoundError: ")

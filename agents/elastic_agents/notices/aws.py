@@ -32,8 +32,8 @@ PAUSE = 5.0
 """Seconds between two polls, as AWS recommends."""
 
 HOPS = (
-    "the metadata service gives no token. To a container its answer may need one hop more than it is allowed: give it "
-    "two (aws ec2 modify-instance-metadata-options --http-put-response-hop-limit 2), or the host's network"
+    "the metadata service gives no token. In a container, its answer may need one network hop more than is allowed: "
+    "allow two (aws ec2 modify-instance-metadata-options --http-put-response-hop-limit 2), or use the host's network"
 )
 
 
@@ -75,7 +75,7 @@ def scheduled(body: bytes, now: datetime) -> list[Notice]:
     """
     found = decoded("events/maintenance/scheduled", body)
     if not isinstance(found, list) or not all(isinstance(event, dict) for event in found):
-        raise Trouble("events/maintenance/scheduled is no list of events", repr(body[:60]))
+        raise Trouble("events/maintenance/scheduled is not a list of events", repr(body[:60]))
     notices = []
     for event in found:
         left = seconds_until(event.get("NotBefore"), now)

@@ -95,7 +95,9 @@ class Gcp(Source):
         if reply.status != 200:
             raise Trouble(f"the metadata server answers {reply.status}", path)
         if reply.headers.get("metadata-flavor") != "Google":
-            raise Trouble("what answers is not Google's metadata server: it does not say so", path)
+            raise Trouble(
+                "what answers is not Google's metadata server: its answer lacks the header Metadata-Flavor", path
+            )
         return reply
 
 

@@ -104,7 +104,7 @@ def torch_logs_specs(config: LaunchConfig) -> LogsSpecs:
             local_ranks_filter=set(output.local_ranks) or None,
         )
     except Exception as error:  # third-party code may raise anything
-        raise UsageError(f"{asked} cannot be loaded: {error!r}.", "Mend its package, or drop it.") from error
+        raise UsageError(f"{asked} cannot be loaded: {error!r}.", "Correct its package, or drop it.") from error
     if not isinstance(specs, LogsSpecs):
         raise UsageError(f"{asked} is a {type(specs).__name__}, not a LogsSpecs.", "Name another, or drop it.")
     return specs

@@ -26,7 +26,7 @@ def check_binding(config: LaunchConfig) -> None:
             first = str(error).strip().split("\n")[0]
             raise UsageError(
                 f"--numa-binding {mode} is not possible for local rank {local_rank}: {first}.",
-                "It needs a GPU for each worker, and numactl on PATH. Mend that, or drop --numa-binding.",
+                "It needs a GPU for each worker, and numactl on PATH. Correct that, or drop --numa-binding.",
             ) from error
 
 

@@ -413,7 +413,7 @@ class RoundWorkers:
             stuck = kill_sessions(sids, timeout)
             reap_orphans(sids)
         except OSError as error:
-            _log.warning("what workers have started may still run: %s", error)
+            _log.warning("processes that workers have started may still run: %s", error)
             return []  # retried at the next round's end, or by the guard
         if not stuck or timeout >= AT_LAST:
             self._forget(sids)

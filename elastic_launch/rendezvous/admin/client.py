@@ -176,7 +176,7 @@ class AdminClient:
             if time.monotonic() >= silent_at:
                 raise EndpointError(
                     f"The run's leader at {self._where} was silent for {self._patience:.1f} s.",
-                    "What was asked may still happen: ask for the status.",
+                    "The request may still take effect: ask for the status.",
                 )
 
     def _check(self, order: m.Order) -> None:

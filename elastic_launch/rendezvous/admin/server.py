@@ -232,7 +232,7 @@ class AdminRequests:
             self._answer(link, False, f"no round trains, so there is nothing to save; {machine.outlook}")
         elif first.done or not first.ready:
             text = "the workers cannot be asked: they have finished" if first.done else "the workers cannot be asked: "
-            more = "" if first.done else "none trains by elastic_launch's library yet"
+            more = "" if first.done else "none trains with elastic_launch's library yet"
             self._answer(link, False, text + more)
         else:
             self._follow(machine.save(), now)

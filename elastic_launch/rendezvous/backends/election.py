@@ -219,7 +219,7 @@ class ElectedBackend:
         assert ended.end is not None
         config, run = self._config, f"run {ended.run_id!r}"
         if config.token is not None and not self._patience.stands(stored, self._clock.now()):
-            raise StoreError(f"the record says that {run} has ended; whether a leader contradicts is waited for.")
+            raise StoreError(f"the record says that {run} has ended; waiting for a leader that may contradict it.")
         if config.reuse and not self.may_lead:
             raise StoreError(f"{run} has ended, and no node has begun a new one yet.")
         if config.reuse:
@@ -251,7 +251,7 @@ class ElectedBackend:
     def _check_same(self, record: ControlRecord) -> None:
         if record.digest != self._config.digest():
             raise RefusedError(
-                f"No node leads run {record.run_id!r}, and this node came with another script than it was begun with.",
+                f"No node leads run {record.run_id!r}, and this node has another script than the run began with.",
                 "Give the same script to go on with it; for another run give another --rdzv-id, or remove its record: "
                 + self._removal(),
             )
@@ -359,7 +359,7 @@ def _address(config: LaunchConfig) -> str:
             error = failed
             continue
         if config.limits.max_nodes > 1 and ip_address(found).is_loopback:
-            _log.warning("others are told this node's address %s; if some run on other hosts, give --local-addr", found)
+            _log.warning("the others get this node's address %s; if some run on other hosts, give --local-addr", found)
         return found
     assert error is not None
     raise error

@@ -50,7 +50,7 @@ def explain(
         hidden: the address that this node advertises, if it resolves the endpoint's name to loopback only.
     """
     if hosts:
-        why = "as it is told" if is_host else f"{wanted.host} is an address of this host, and the port was free"
+        why = "is_host is true" if is_host else f"{wanted.host} is an address of this host, and the port was free"
         text = f"this node hosts the run at {wanted}: {why}"
         if said is not None and said[0] > 0 and not is_host and nodes > 1 and is_loopback(wanted):
             return logging.WARNING, (
@@ -64,7 +64,7 @@ def explain(
             )
         return logging.INFO, f"{text}{_also(said, first=False)}"
     if is_host is False:
-        why = "it is told not to"
+        why = "is_host is false"
     elif taken:
         why = "the port is in use on this host, most likely by the agent that hosts it"
     else:

@@ -107,7 +107,7 @@ class RestartBudget:
             return self.end(kind)
         if broken.imposed is None and failure is not None and self._repeated(failure, begun or 0):
             return BudgetDecision(
-                Kind.FATAL, ends="a restart is of no use (the same step has failed in the same way twice)"
+                Kind.FATAL, ends="a restart would fail again (the same step has failed in the same way twice)"
             )
         most_vain, tried = self._limits.max_idle_restarts, self.vain - 1  # without the one that would follow
         if most_vain and tried >= most_vain:
@@ -158,7 +158,7 @@ class RestartBudget:
     def end(self, kind: Kind) -> BudgetDecision:
         """Return the decision for a failure after which a restart cannot help."""
         said = "a worker said so" if kind is Kind.FATAL else "the script cannot run as it is"
-        return BudgetDecision(kind, ends=f"a restart is of no use ({said})")
+        return BudgetDecision(kind, ends=f"a restart would fail again ({said})")
 
     def verdict(self, ruling: BudgetDecision, broken: Broken) -> tuple[int, str]:
         """Return the exit code and the cause, as known so far, of a run that ends by a decision."""

@@ -135,7 +135,7 @@ class LeaderService:
 
     def depose(self, reason: str) -> None:
         """Stop leading at once, because another node leads."""
-        _log.warning("this node leads no longer: %s", reason)
+        _log.warning("this node no longer leads: %s", reason)
         self._deposed = True
         self._stop.set()
         with contextlib.suppress(OSError):
@@ -388,19 +388,19 @@ class LeaderService:
             written = self._store.compare_and_set(self._committed, value, self._timing.read_timeout)
         except RecordTooLargeError as error:
             if record.end is not None:
-                _log.error("the end of the run could not be written, this node leads no longer: %s", error)
+                _log.error("the end of the run could not be written; this node no longer leads: %s", error)
                 return False
             self._queue.clear()
             cause = f"{error.message} {error.hint}"
             self._decided(self._machine.too_large(ControlRecord.parse(self._committed), cause, self._clock.now()))
             return True
         except StoreError as error:
-            _log.error("the control record could not be written, this node leads no longer: %s", error)
+            _log.error("the control record could not be written; this node no longer leads: %s", error)
             return False
         if written:
             self._committed = value
         else:
-            _log.error("the control record was written by somebody else, this node leads no longer")
+            _log.error("the control record was written by another node or client; this node no longer leads")
         return written
 
     def _pulse(self, now: float) -> None:

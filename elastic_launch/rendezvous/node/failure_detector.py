@@ -26,7 +26,7 @@ class CutOff:
 
     Attributes:
         certain: whether the leader must consider it dead.
-        leader: incarnation of the leader's node; empty if this node led and leads no longer.
+        leader: incarnation of the leader's node; empty if this node led and no longer leads.
     """
 
     reason: str
@@ -98,7 +98,7 @@ class FailureDetector:
         elif unsure is None:
             reason = f"no sign of the leader for {seconds:.1f} s"
         elif math.isinf(seconds):
-            reason = "this node leads no longer"
+            reason = "this node no longer leads"
         else:
             reason = f"the store has not shown for {seconds:.1f} s that this node still leads"
         return CutOff(reason, certain=unsure is None and gap >= self._dead_after)

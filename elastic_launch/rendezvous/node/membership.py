@@ -180,7 +180,7 @@ class Membership:
             self._notify(RendezvousLost(EndpointError(f"The rendezvous could not be opened: {error}.")))
         finally:
             if sys.exc_info()[0] is not None:  # a bug, whose traceback follows: nothing must wait forever
-                self._notify(RendezvousLost(EndpointError("The rendezvous has failed by a mistake of its own.")))
+                self._notify(RendezvousLost(EndpointError("The rendezvous failed because of an internal error.")))
             self._former.close()
             self._backend.close()
             self._wake_in.close()
@@ -196,7 +196,7 @@ class Membership:
                 if self._clock.now() >= deadline or self._closing.is_set():
                     raise
                 text = error.message.rstrip(".")
-                self._once.warn("unresolved", "%s; it is asked for again, for up to %g s", text, patience)
+                self._once.warn("unresolved", "%s; retrying for up to %g s", text, patience)
                 self._closing.wait(RETRY)
 
     def _first_hello(self, place: NodeAddress) -> m.Hello:
@@ -414,7 +414,7 @@ class Membership:
         except OtherTokenError as error:
             assert self._found is not None
             if not self._welcomed and self._found.given:
-                hint = f"{HINT_TOKEN} If it is that already, check --rdzv-id and --rdzv-endpoint."
+                hint = f"{HINT_TOKEN} If that is the case already, check --rdzv-id and --rdzv-endpoint."
                 raise RefusedError(f"{error.message.rstrip('.')}, at {self._found.what}.", hint) from error
             self._once.warn(type(error).__name__, "the link to the leader was closed: %s", error)
             return None

@@ -40,7 +40,7 @@ class ControlStore(Protocol):
         ...
 
     def resign(self) -> None:
-        """Note that the last writer leads no longer: a store that would protect it need not."""
+        """Note that the last writer no longer leads: a store that would protect it need not."""
         return
 
     def close(self) -> None:

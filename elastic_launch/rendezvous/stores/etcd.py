@@ -401,5 +401,5 @@ def _diagnosed(error: etcd_client.ClientError) -> _Failure:
         if part in message:
             return _Failure(meaning, hopeless=True)
     if message == "transport error":
-        message = "it breaks connections off, as a server does that wants TLS or is just ending"
+        message = "it closes connections, as a server does that requires TLS or is stopping"
     return _Failure(message or type(error).__name__)

@@ -93,7 +93,7 @@ class Accept:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """The holder of the ballot leads no longer: another candidate need not wait."""
+    """The holder of the ballot no longer leads: another candidate need not wait."""
 
     id: int
     group: str

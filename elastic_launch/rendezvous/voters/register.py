@@ -10,7 +10,7 @@ One operation at a time, in these phases:
   It is now known to be the value.
 - WRITE: if it is the expected one, the new value is written. The writer keeps the ballot and begins the next operation
   with WRITE.
-- RELEASE: a writer that leads no longer lets the next one begin without waiting.
+- RELEASE: a writer that no longer leads lets the next one begin without waiting.
 
 A writer whose WRITE has no majority, or that gives up waiting, does not know the outcome. It forgets its ballot. The
 next one finds out whether the value was written: in PREPARE any majority contains a voter that has it.
@@ -145,7 +145,7 @@ class Register:
         self._campaign(promised)
 
     def begin_release(self) -> None:
-        """Begin to tell the voters that this node leads no longer."""
+        """Begin to tell the voters that this node no longer leads."""
         self._begin(_Phase.RELEASE)
         held, self._held = self._held, None
         if held is None:

@@ -74,7 +74,7 @@ class Seal:
         """
         mac, space, rest = line[:_MAC], line[_MAC : _MAC + 1], line[_MAC + 1 :]
         if space != b" " or not hmac.compare_digest(mac, _line_mac(self._receiving, self._received, rest)):
-            raise AuthenticationError("A line came over a link that was not sent like this by the other side.")
+            raise AuthenticationError("A link received a line that the other side did not send in this form.")
         self._received += 1
         return rest
 
@@ -120,7 +120,7 @@ class _LeaderSide:
             return _line("answer", nonce=nonces[1], mac=keyed(self._key, b"leader", *nonces)), None
         proof = _read(line, "proof", mac=_MAC // 2)["mac"]
         if not hmac.compare_digest(proof, keyed(self._key, b"node", *self._nonces)):
-            raise AuthenticationError("What connected does not know the run's token.")
+            raise AuthenticationError("The process that connected does not know the run's token.")
         up, down = _session(self._key, self._nonces)
         return b"", Seal(down, up)
 
@@ -148,7 +148,7 @@ def _read(line: bytes, kind: str, **sizes: int) -> dict[str, bytes]:
     try:
         value = codec.loads(line)
     except ProtocolError as error:
-        raise AuthenticationError(f"Instead of a {kind}, something else came over a link.") from error
+        raise AuthenticationError(f"A link received something other than a {kind}.") from error
     if kind == "challenge" and value.get("type") in ("hello", "caller"):
         raise MissingTokenError("A node came without a token.")
     fields: dict[str, bytes] = {}
@@ -159,7 +159,7 @@ def _read(line: bytes, kind: str, **sizes: int) -> dict[str, bytes]:
         except ValueError:
             data = b""
         if value.get("type") != kind or len(data) != size:
-            raise AuthenticationError(f"Instead of a {kind}, something else came over a link.")
+            raise AuthenticationError(f"A link received something other than a {kind}.")
         fields[name] = data
     return fields
 

@@ -14,7 +14,7 @@ from elastic_launch.secret import HINT_NO_TOKEN, HINT_TOKEN, Token, keyed
 _HEAD, _TAIL = b'{"mac":"', b'",'
 _START = len(_HEAD) + 64 + len(_TAIL)
 
-_HINT_DIFFERS = f"{HINT_TOKEN} If it is that already, somebody without it has written to the store."
+_HINT_DIFFERS = f"{HINT_TOKEN} If that is the case already, a client without the token has written to the store."
 
 
 class ValueSeal:

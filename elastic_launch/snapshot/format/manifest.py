@@ -230,5 +230,5 @@ def _number(value: Any, what: str) -> int:
 
 def _sha256(value: Any) -> str:
     if not isinstance(value, str) or not _SHA256.fullmatch(value):
-        raise MalformedError("a checksum in the manifest is no SHA-256")
+        raise MalformedError("a checksum in the manifest is not a SHA-256 hash")
     return value

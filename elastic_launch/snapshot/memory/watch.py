@@ -42,7 +42,7 @@ class Watched:
         """Whether the tensor has changed, or its copy differs from it.
 
         Args:
-            copy: its bytes in memory, at any address, since the tensors of a slot lie one behind the other.
+            copy: its bytes in memory, at any address, since the tensors of a slot follow each other without gaps.
         """
         if self._tensor._version != self._version:
             return True

@@ -217,5 +217,5 @@ def _hint(error: Exception) -> str:
     if isinstance(error, PermissionError) or "Credential" in type(error).__name__:
         return "Check the credentials, and what they allow: to list, read, write and delete."
     if isinstance(error, FileNotFoundError):
-        return "Check the URL: a bucket must be there, none is ever made."
+        return "Check the URL: the bucket must exist, since none is ever created."
     return "Check that this host reaches the storage."

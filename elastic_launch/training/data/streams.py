@@ -419,7 +419,7 @@ def _wrong(name: str, what: str) -> UsageError:
     return UsageError(
         f"ShardedStream: shard {name!r} {what}.",
         "Is it truncated, or was it replaced, or does open() yield only a share of it? Restore it, or correct lengths= "
-        "and begin a new training: every sample behind it would have another number.",
+        "and begin a new training: every later sample would have another number.",
     )
 
 

@@ -39,7 +39,7 @@ def check_same(world: World, given: Mapping[str, object]) -> None:
     gathered = [torch.empty_like(mine) for _ in range(world.world_size)]
     dist.all_gather(gathered, mine)
     raise UsageError(
-        f"The ranks were given different things: {_difference([json.loads(bytes(x.tolist())) for x in gathered])}.",
+        f"The ranks were given different arguments: {_difference([json.loads(bytes(x.tolist())) for x in gathered])}.",
         "Give all ranks the same. Each takes its own part of every global batch, and which of them reads and writes "
         "checkpoints is decided here.",
     )
