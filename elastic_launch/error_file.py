@@ -33,8 +33,6 @@ class ErrorFile:
     """The content of an error file.
 
     Attributes:
-        message: the exception's type and text.
-        traceback: the lines of the traceback.
         exit_code: the exit code that the worker requests; 0 for none.
         at: when it was written, by the host's wall clock.
     """

@@ -249,7 +249,6 @@ class Rehearsal:
     Args:
         happens: called with a fault's position in the plan, the fault, the step and the rank, when it is due; whether
             it happens.
-        strike: carries out a fault.
     """
 
     def __init__(

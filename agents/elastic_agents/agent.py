@@ -75,8 +75,6 @@ class LocalElasticAgent(ElasticAgent):
 
     Args:
         backend: the connection to the leader; closed with the agent.
-        events: receives this node's events.
-        files: writes the run's own files.
         consoles: the agent's consoles, which show the workers' output.
         inbox: shared with the code that feeds signals in; by default the agent's own.
         processes: makes the object that starts the workers; by default plain fork and exec.

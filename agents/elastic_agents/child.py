@@ -25,7 +25,6 @@ def started(command: Sequence[str], name: str, **options: Any) -> Child:
     """Start a process in a session of its own, with the limit on descriptors that this process was started with.
 
     Args:
-        name: of the process, for messages.
         options: of :class:`subprocess.Popen`.
 
     Raises:

@@ -27,7 +27,6 @@ class Departure:
     """Turns signals, orders and notices to leave into policy events; used by the agent's thread.
 
     Args:
-        step_timer: how long a drain takes.
         later: puts an event into the agent's inbox after a number of seconds.
 
     Attributes:

@@ -35,8 +35,6 @@ class Drill:
     """Carries out planned faults; used by the agent's thread.
 
     Args:
-        plan: the faults.
-        node_id: this node.
         later: puts an item into the agent's inbox after a number of seconds.
         cut_link: cuts the link to the leader for some seconds; returns False if this node leads.
         fail_copies: has copies to storage fail for some seconds; returns False if this node makes none to a directory.

@@ -181,11 +181,7 @@ class WorkerStopping(OfWorker):
 
 @dataclass(frozen=True, slots=True)
 class WorkerDisconnected(OfWorker):
-    """A worker that can be suspended reported that an exchange with other ranks failed; it waits for orders.
-
-    Attributes:
-        error: its exception, in one line.
-    """
+    """A worker that can be suspended reported that an exchange with other ranks failed; it waits for orders."""
 
     error: str
 
@@ -282,7 +278,6 @@ class StartFailed:
 
     Attributes:
         started: local ranks of the workers that were started before it.
-        code: exit code of this node.
     """
 
     cause: str
@@ -369,11 +364,7 @@ class KillAhead:
 
 @dataclass(frozen=True, slots=True)
 class ReportAheadGone:
-    """Print that a worker that was started ahead has ended before it had a place.
-
-    Attributes:
-        next: what follows.
-    """
+    """Print that a worker that was started ahead has ended before it had a place."""
 
     local_rank: int
     next: str

@@ -275,7 +275,6 @@ class Values:
 
     Attributes:
         given: see :class:`Line`.
-        environ: the environment variables.
         beneath: values by flag name that apply where neither sets one; the first mapping wins.
         torchrun: whether to follow torchrun where this project differs.
     """

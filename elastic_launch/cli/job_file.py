@@ -25,7 +25,6 @@ class JobFile:
     """The content of a job file, each value with its file and line.
 
     Attributes:
-        values: values by flag name.
         script: what the workers run; None if the command line names it.
         args: arguments of the script, before those of the command line.
         env: variables for the launcher and its workers, unless set in the environment.

@@ -101,7 +101,6 @@ def show_logs(directory: Path, rank: int, *, follow: bool, alive: Callable[[], b
     """Print what the newest worker of a rank has printed, stdout to stdout and stderr to stderr; return the exit code.
 
     Args:
-        directory: the run's.
         follow: go on while the run has an agent on this host, and with the next worker of this rank in a later round.
 
     Raises:

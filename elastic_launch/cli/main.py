@@ -89,7 +89,6 @@ def launch(
 
     Args:
         prepare: changes by another front end, made before the job is read.
-        whole: see :func:`main`.
         program: the name by which this process was called.
 
     Raises:

@@ -63,11 +63,9 @@ class Chronicle:
     """Collects the events of one host in the order in which it wrote them.
 
     Attributes:
-        rounds: the rounds by number.
         since, until: times of the first and the last event.
         restarts, max_restarts: restarts charged, as far as this host knows, and the budget; -1 if unknown.
         leads: whether this host made the last decision that it knows of.
-        over: whether the run has ended.
         code, why: exit code of the run, or of this node's part, and the cause; None if neither has ended.
         saved: steps in the last checkpoint that this host knows of; None if there is none.
         link_cause: why the link to the leader is down; empty if it is up.

@@ -51,7 +51,6 @@ class Incident:
 
     Attributes:
         number: number of the incident, from 1, in the order of rounds.
-        round: the round that ended.
         next_round: the round that followed; 0 if none did.
         kind: as of a broken round; ``unknown`` if this host was not informed.
         drained: whether it ended after the same step on all ranks, with its state saved.

@@ -38,7 +38,6 @@ class Host:
     """One host's event file.
 
     Attributes:
-        node: the node id.
         chronicle: the events of the last run in the file, if there are several.
         told: these events with the host's clock.
         complaints: what could not be used, and where.

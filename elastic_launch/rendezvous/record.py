@@ -49,7 +49,6 @@ class Member:
         incarnation: random per agent start; distinguishes agents with the same node id.
         workers: number of its workers in the round.
         address, store_port: where its worker store listens if it is the round's first member.
-        role: the role of its workers.
         slots: their local ranks, if the node takes part with only some of its workers; empty if with all of them.
     """
 

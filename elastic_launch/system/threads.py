@@ -16,12 +16,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ThreadDied:
-    """A vital thread ended with an unhandled exception.
-
-    Attributes:
-        name: the thread's name.
-        error: the exception's type and message.
-    """
+    """A vital thread ended with an unhandled exception."""
 
     name: str
     error: str
@@ -41,8 +36,6 @@ class VitalThread(threading.Thread):
     do only half of its work.
 
     Args:
-        target: what the thread runs.
-        name: the thread's name, for messages.
         owner: called instead of the listeners, if given: the process can continue without this thread, and the owner
             handles its end.
     """
@@ -93,10 +86,7 @@ def within(seconds: float, what: str, function: Callable[[], T], *, thread: str 
     """Run a function that may hang, and return its result: a file system or a resolver may have lost its server.
 
     Args:
-        seconds: maximum time to wait.
         what: what the function does, for the error.
-        function: runs in a thread.
-        thread: the thread's name.
 
     Raises:
         TimeoutError: if it takes longer; its thread remains.

@@ -42,7 +42,6 @@ class Writer:
     """A thread that makes calls that may hang, in order.
 
     Args:
-        name: the thread's name.
         limit: bytes that may be queued before callers that can wait have to. Those that cannot wait may use as many
             again.
         patience: seconds for which a call may make no progress before it counts as stuck.

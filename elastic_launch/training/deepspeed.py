@@ -132,7 +132,6 @@ class PartitionedOptimizer:
     Args:
         client: the script's optimizer. In ZeRO each of its groups has one flat tensor, this rank's part of the group's
             parameters.
-        names: the names of each group's parameters.
         half: whether the model's parameters are rounded from those in float32 that the optimizer has.
     """
 

@@ -35,7 +35,6 @@ class Schedules:
 
     Args:
         given: the trainer's argument: a scheduler or a :class:`Schedule`, or a dict of several.
-        steps_per_epoch: of the training data.
         metrics: names that evaluations have; empty: there are no evaluations.
 
     Attributes:
@@ -81,7 +80,6 @@ class Schedules:
         """Step the schedulers that follow an optimizer step.
 
         Args:
-            number: the step, from 1.
             skipped: whether the optimizer did not step because gradients overflowed; schedulers that follow every step
                 are not stepped then.
         """

@@ -106,11 +106,8 @@ class Step:
         """Make the step; a loop over steps does this.
 
         Args:
-            batches: yields this rank's collated micro-batches.
-            gradients: accumulates and reduces the gradients.
             seed: the random state of each micro-batch derives from it.
             samples: number of samples in the global batch.
-            scaler: scales losses in half precision.
             metrics: names of the values averaged besides the loss.
             settle: called before parameters and the optimizer's state change.
             origin: ``(step, micro_batch) -> str``: which samples it has, and the newest checkpoint; for errors.

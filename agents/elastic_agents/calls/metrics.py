@@ -35,13 +35,7 @@ def wanted() -> bool:
 
 
 class Meter:
-    """Turns what happens on a node into metrics and states; called by the agent's thread only.
-
-    Args:
-        now: a monotonic clock.
-        put: receives a metric.
-        tell: receives a state of the workers.
-    """
+    """Turns what happens on a node into metrics and states; called by the agent's thread only."""
 
     def __init__(self, now: Callable[[], float], put: Put, tell: Callable[[str], object]) -> None:
         self._now = now
@@ -128,9 +122,6 @@ class MetricPipe:
 
 class Monitor:
     """The caller's end of the pipe: passes metrics to this process' handlers, as torch's agent does.
-
-    Attributes:
-        descriptor: of that end.
 
     Args:
         interval: seconds between repeated metrics while a state lasts.

@@ -37,8 +37,6 @@ class Order:
 
     Attributes:
         config: without its token, which is never pickled.
-        token: its text.
-        caller: the caller's pid.
         level: of the agent's own console lines; None: as LOGLEVEL says.
         metrics: descriptor of a pipe for metrics, if the caller wants any.
     """
@@ -89,11 +87,7 @@ def _end_with(caller: int) -> None:
 
 
 class _Watcher:
-    """Observes the agent for the caller.
-
-    Attributes:
-        told: how the agent ended.
-    """
+    """Observes the agent for the caller."""
 
     def __init__(self, config: LaunchConfig, pipe: MetricPipe | None) -> None:
         self._config = config

@@ -78,10 +78,6 @@ def call(load: Callable[[], tuple[Callable[..., object], tuple[object, ...]]], l
     """Call a function, and leave its result where the caller looks for it.
 
     An exception is recorded as torch's ``@record`` does, since torch's launcher wraps every function in that.
-
-    Args:
-        load: gets the function and its arguments.
-        result: the descriptor for what it returns.
     """
     if sys.stderr is not None:
         faulthandler.enable()

@@ -99,7 +99,6 @@ class HttpServer:
     Args:
         listener: keeps listening after the server is closed: its owner closes it.
         routes: responders by path.
-        name: of the server's thread.
         hosts: names by which it may be asked for, besides addresses and ``localhost``; None: any. A website that has
             its own name resolve to this host (DNS rebinding) could otherwise read what a browser can reach here.
 

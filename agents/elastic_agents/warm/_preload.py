@@ -137,12 +137,7 @@ class Loaded:
 
 
 class Loading:
-    """Watched imports, from construction to :meth:`finish` or :meth:`abandon`.
-
-    Args:
-        asked: modules that the user adds explicitly.
-        without: modules that are left out.
-    """
+    """Watched imports, from construction to :meth:`finish` or :meth:`abandon`."""
 
     def __init__(self, asked: Collection[str], without: Set[str]) -> None:
         self._asked, self._without = asked, without

@@ -136,9 +136,7 @@ def leave_parent(parent: int, leave: int, agent: int) -> None:
     reaps it.
 
     Args:
-        parent: the parent's pid.
         leave: a pipe's end; a byte there makes the parent exit.
-        agent: the socket to the agent.
     """
     os.setsid()
     try:

@@ -75,9 +75,6 @@ class OutputPump:
 
     Args:
         consoles: the agent's own; without them, this object writes to the consoles that routes name.
-
-    Attributes:
-        kept: what happened to the log files.
     """
 
     def __init__(self, consoles: Consoles | None = None) -> None:

@@ -40,10 +40,7 @@ class _Staggered:
 
     Attributes:
         number: of their round; 0 if they start ahead of one.
-        cause: why they are started.
         left: placements of the workers that are not started yet, in order.
-        envs: environments by local rank.
-        logs: where their output goes, likewise.
     """
 
     number: int
@@ -63,9 +60,6 @@ class WorkerStarts:
     """Starts the workers of rounds, and those that start ahead of one; gives places to those that run already.
 
     Args:
-        shared: the variables that all workers share.
-        timer: learns how long starts take.
-        inbox: the agent's.
         fail: called if a worker of a round cannot be started: with the cause as text, the local ranks that are not
             started, and the error.
         started: called with a round's number and the pids of its new workers by local rank once all are started.

@@ -54,7 +54,6 @@ class Address:
 
     Attributes:
         endpoints: one endpoint; or several hosts that keep the record, or members of an etcd cluster.
-        token: the run's token, or None.
         leader: where the leader may be, if known.
     """
 

@@ -77,7 +77,6 @@ class AdminRequests:
     """The requests to one leader.
 
     Args:
-        machine: the leader's machine.
         wall: this host's time, in seconds since 1970; only callers are told of it.
     """
 

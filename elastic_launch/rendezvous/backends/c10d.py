@@ -38,10 +38,8 @@ class NodeAddress:
     """How other nodes see this node.
 
     Attributes:
-        address: the address that it advertises.
         incarnation: random per agent start.
         endpoint: where nodes find the leader, or None while it is unknown.
-        hosting: whether this node hosts the endpoint.
     """
 
     address: str
@@ -103,7 +101,6 @@ class Backend(Protocol):
         """Record that a leader cannot be reached.
 
         Args:
-            refused: whether its host refused the connection.
             silent_for: seconds for which its link has already been silent.
             seen_round: the last round that this node knows of.
         """

@@ -42,10 +42,8 @@ def explain(
     """Return the level and text of the log line on why this node does or does not host the run.
 
     Args:
-        wanted: the endpoint.
         said: see :func:`said_rank`.
         taken: whether the endpoint is an address of this host and its port is in use.
-        is_host: the user's setting.
         nodes: the number of nodes that the run may have.
         hidden: the address that this node advertises, if it resolves the endpoint's name to loopback only.
     """

@@ -29,10 +29,6 @@ LINGER = 1.0
 class Rivals:
     """What one leader has seen of another run with the same id.
 
-    Args:
-        run: the number of this leader's run.
-        incarnation: that of this leader.
-
     Attributes:
         lost_to: why this leader's run has to end; empty if it need not.
     """

@@ -15,7 +15,6 @@ class Takeover:
     """The decision to raise the term.
 
     Attributes:
-        cause: why, in words.
         dead: incarnation of the node whose process is known to be dead, or empty.
         silent: incarnation of the leader that could not be reached for dead_after, or empty.
     """
@@ -45,7 +44,6 @@ class Succession:
     """What one node knows about whether the leader is alive.
 
     Args:
-        incarnation: the node's own.
         dead_after: seconds of silence after which a leader counts as dead.
     """
 

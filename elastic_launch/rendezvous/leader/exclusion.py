@@ -31,7 +31,6 @@ class Exclusion:
 
     Args:
         faulty: those of the record, as of when its round was formed; :meth:`stood` says how long ago that was.
-        now: the leader's clock.
     """
 
     def __init__(self, faulty: Iterable[FaultyNode] = (), now: float = 0.0) -> None:

@@ -17,7 +17,6 @@ class Link:
     """An incoming connection.
 
     Attributes:
-        peer: the remote address.
         opened: when it was opened, by the leader's clock.
         greeted: whether a :class:`Hello` or a :class:`Caller` has been received.
         closing: further input is ignored, and the link is closed once all output is sent.

@@ -51,7 +51,6 @@ class LeaderMachine:
 
     Args:
         record: the record as committed when this leader took its term.
-        timing: the run's timing.
         command: this node's command, written as for a shell; other nodes' commands are compared with it.
         now: the leader's monotonic clock, in seconds, here and in all methods.
         dead: incarnations of nodes whose process is known to be dead.

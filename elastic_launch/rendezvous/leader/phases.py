@@ -56,7 +56,6 @@ class BudgetDecision:
 
     Attributes:
         kind: the kind that counts among all that was reported.
-        charged: whether it costs a restart.
         idle: consecutive restarts without progress, if it is charged for that; else 0.
         delay: seconds until the next round may form.
         ends: why the run ends here, as text; empty if it continues.
@@ -182,11 +181,7 @@ class Parked:
 
 @dataclass(slots=True)
 class Ending:
-    """The run ends as decided for its last round, once its members have stopped.
-
-    Attributes:
-        since: when that was decided.
-    """
+    """The run ends as decided for its last round, once its members have stopped."""
 
     after: Broken
     ruling: BudgetDecision

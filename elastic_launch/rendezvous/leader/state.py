@@ -26,14 +26,11 @@ class LeaderState:
         record: the record, including what is about to be committed.
         nodes: the nodes that the leader has a link to, by node id.
         began: when this leader's term began.
-        turned: time of the last turn.
-        last_arrival: when a node last joined.
         owed: members of a previous leader's round: they may be training until they connect, or are :meth:`overdue`.
         floor: rounds up to this number may have been formed.
         seen: the highest round that a node is known to have taken part in.
         departing: whether this leader's own node leaves.
         exclusion: which nodes are left out because of their faults.
-        drill: the planned faults.
     """
 
     def __init__(

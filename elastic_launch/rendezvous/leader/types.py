@@ -54,7 +54,6 @@ class Node:
         ahead: whether it was ordered to start its workers ahead since it last had a place.
         slots: local ranks with which it could take part in a round; empty for all.
         excluded: whether it is left out of rounds for now; see :mod:`elastic_launch.rendezvous.leader.exclusion`.
-        leaving: whether it announced that it leaves.
         silence: seconds without a sign of life.
         heard: time of the last sign of life, by the leader's clock.
         held: the newest snapshot in its memory when it last had no workers.

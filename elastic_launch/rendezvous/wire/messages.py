@@ -32,7 +32,6 @@ class Failure:
         ago: seconds from the failure to this report, by the node's clock. The time of failure is when its exception
             reached the top level, or else when it exited.
         log: the location of its log files on its node.
-        host: the name of the node's host.
         symptom: evidence that it failed because another rank had: ``broken connection`` or ``time-out``; else empty.
         trained: optimizer steps that the round had done, as far as the node knows; -1 if it knows of none.
         supposed: whether it may not have failed: the last output before it was stopped was a traceback, which may be
@@ -118,7 +117,6 @@ class Hello:
         broken: whether a leader has told it to end the round ``seen_round`` as broken.
         round_seen: what else it knows of that round; None if it was in none.
         planned, landed: number of faults in the plan of its drill; positions of those that it knows to have happened.
-        role: the role of its workers.
         shutdown_timeout: seconds that its workers have between SIGTERM and SIGKILL.
         term: term of the record that named the leader, or 0 if no record did. A leader keeps its listening socket from
             one of its terms to the next, so that links of the earlier one may still wait there to be accepted.
@@ -286,7 +284,6 @@ class Stalled:
     Attributes:
         seconds: for how long none of them has advanced; 0: they advance again, or are not to.
         doing: what they are late with, such as ``step 41``.
-        host: the name of the node's host.
         asked: whether the user has set the time after which they are late.
     """
 
@@ -467,7 +464,6 @@ class Form:
     """The round is formed and recorded: start its workers.
 
     Attributes:
-        restarts: restarts charged so far.
         cause: why the last round ended; ``first`` for the first one.
         sources: which nodes serve the newest snapshot, if no member has it.
         max_restarts: the run's limit, which may differ from the node's.
@@ -521,9 +517,6 @@ class StartAhead:
 
     Sent to nodes that wait while the workers of a round are live. Until that report, only a round that lacks nodes is
     formed with this one. The order may be repeated; a node whose workers wait already reports it at once.
-
-    Attributes:
-        round: the current round's number.
     """
 
     term: int

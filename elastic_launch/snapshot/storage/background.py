@@ -23,7 +23,6 @@ class WriteOutcome:
 
     Attributes:
         step, round: of the state to be written.
-        seconds: duration of the write.
         info: the checkpoint; None if it was not written.
         error: why it was not written or, if ``info`` is set, why old checkpoints could not be removed.
     """

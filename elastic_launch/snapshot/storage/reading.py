@@ -45,7 +45,6 @@ class LoadedCheckpoint:
     """A checkpoint whose checksums were verified.
 
     Attributes:
-        info: the checkpoint's description.
         state: the state as it was written; tensors are in host memory, each in its own memory.
     """
 

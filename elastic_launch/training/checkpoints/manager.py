@@ -172,7 +172,6 @@ class CheckpointManager:
         """Start saving in a training that was resumed from memory; called by all ranks after :meth:`has_newer`.
 
         Args:
-            meta: meta of the state in memory.
             standing: result of :meth:`standing` when that state was written, so that faults more frequent than saves do
                 not postpone saving. Ranks whose round broke as they began to save may differ in it; then the oldest
                 counts, so that all save together.
@@ -209,12 +208,7 @@ class CheckpointManager:
         self.metrics, self._evaluated = {name: float(value) for name, value in metrics.items()}, step
 
     def route(self, world: World, now: bool, job: CopyJob, size: int) -> CopyJob:
-        """Complete the job to copy a snapshot, or a share of it, to this directory.
-
-        Args:
-            now: whether to copy it now.
-            size: bytes of its tensors.
-        """
+        """Complete the job to copy a snapshot, or a share of it, to this directory."""
         together = self._writers.drawn and world.nodes > 1 and now and size >= self.settings.split
         if not together and not self.writes:
             return job

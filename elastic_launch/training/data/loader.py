@@ -299,7 +299,6 @@ class ElasticLoader(Loader):
         """Return the dataset's indices of the samples at some positions of an epoch.
 
         Args:
-            epoch: the epoch, from 0.
             positions: a one-dimensional int64 CPU tensor; None: the whole epoch, in the order of use, which takes
                 memory for all of it.
         """

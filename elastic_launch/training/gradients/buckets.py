@@ -52,7 +52,6 @@ class BucketedReduction:
     """Sums gradients over micro-batches and ranks.
 
     Args:
-        names: their names, for errors.
         sparse: indices of those with sparse gradients, which are sent one by one at the end.
         overlap: whether buckets are sent as soon as they are full; otherwise all are sent at the end, which all ranks
             are known to reach.

@@ -47,8 +47,6 @@ class MeanTable:
     A table is exchanged separately, or as the cargo of other values that are summed over the ranks.
 
     Args:
-        rows: number of micro-batches.
-        columns: number of values in each row.
         carried: further numbers to be summed over the ranks, see :attr:`carried`.
     """
 
@@ -68,7 +66,6 @@ class MeanTable:
         """Fill in a row.
 
         Args:
-            values: one number for each column.
             share: the row's weight if ``weight`` is None.
             weight: the weight given by the script, if any.
         """

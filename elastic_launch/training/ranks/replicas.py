@@ -43,7 +43,6 @@ class ReplicaCheck:
 
     Args:
         group: a process group of all ranks, for CPU tensors.
-        named: returns the tensors to compare.
     """
 
     def __init__(self, world_size: int, rank: int, group: dist.ProcessGroup, named: Named) -> None:

@@ -30,9 +30,7 @@ class World:
         rank, world_size: among all processes.
         local_rank, local_world_size: among the processes of this node.
         node_rank: rank of this node.
-        nodes: number of nodes in the round.
         round: number of the round under an agent of this project, else 0.
-        restarts: restarts of the run so far.
         alone: whether there is no launcher: one process without a process group.
         one_gpu: whether this process sees only its own GPU.
         first_on_node: whether ``local_rank`` is the lowest on this node in the round; it need not be 0.
