@@ -264,5 +264,4 @@ def painted(text: str, code: int) -> str:
 
 
 def colour_of(rank: int) -> int:
-    """A rank's colour."""
     return _COLOURS[rank % len(_COLOURS)]

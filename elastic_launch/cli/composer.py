@@ -72,7 +72,6 @@ NOTES = (
 
 
 def console_main() -> NoReturn:
-    """The console script."""
     exiting(main)
 
 

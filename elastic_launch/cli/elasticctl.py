@@ -63,7 +63,6 @@ _WHERE = ("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--log-dir", "--toke
 
 
 def console_main() -> NoReturn:
-    """The console script."""
     try:
         code = main()
         sys.stdout.flush()

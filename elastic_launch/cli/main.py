@@ -52,7 +52,6 @@ log = logging.getLogger(__name__)
 
 
 def console_main() -> NoReturn:
-    """The console script."""
     exiting(lambda: main(whole=True))
 
 
@@ -342,7 +341,6 @@ def _hosts(name: str, values: Values) -> tuple[str, ...]:
 
 
 def _modules(name: str, values: Values) -> tuple[str, ...]:
-    """Return the modules that a repeatable flag names."""
     found = _listed(name, values)
     for module in found:
         if not all(part.isidentifier() for part in module.split(".")):

@@ -147,7 +147,6 @@ class NodeMetrics:
         self._registry.register(self)
 
     def add(self, event: ev.Event) -> None:
-        """Count an event."""
         count = self._counted.count
         match event:
             case ev.RoundFormed():

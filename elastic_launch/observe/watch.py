@@ -57,7 +57,6 @@ class Watch:
         self._moved = 0, self._since  # the steps done, and when they were first seen
 
     def add(self, event: ev.Event) -> None:
-        """Add an event."""
         with self._lock:
             match event:
                 case ev.LinkChanged(up=True):

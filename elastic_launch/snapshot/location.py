@@ -35,7 +35,6 @@ class Url(str):
         return self.partition("://")[0].lower()
 
     def absolute(self) -> Url:
-        """Return the URL itself."""
         return self
 
 

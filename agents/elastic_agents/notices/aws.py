@@ -179,5 +179,4 @@ class Aws(Source):
 
 
 def source(asked: NoticeSource, environ: Mapping[str, str]) -> Aws:
-    """Return the source that was asked for."""
     return Aws(early=asked.early)

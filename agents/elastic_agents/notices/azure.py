@@ -134,5 +134,4 @@ class Azure(Source):
 
 
 def source(asked: NoticeSource, environ: Mapping[str, str]) -> Azure:
-    """Return the source that was asked for."""
     return Azure(approves=asked.kind == "azure")  # a machine found by auto may be shared

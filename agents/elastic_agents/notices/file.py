@@ -65,5 +65,4 @@ def _beginning(path: str) -> str:
 
 
 def source(asked: NoticeSource, environ: Mapping[str, str]) -> File:
-    """Return the source that was asked for."""
     return File(asked.path)

@@ -102,5 +102,4 @@ class Gcp(Source):
 
 
 def source(asked: NoticeSource, environ: Mapping[str, str]) -> Gcp:
-    """Return the source that was asked for."""
     return Gcp()

@@ -85,5 +85,4 @@ def seconds_left(job: str) -> float | None:
 
 
 def source(asked: NoticeSource, environ: Mapping[str, str]) -> Slurm:
-    """Return the source that was asked for."""
     return Slurm(environ)

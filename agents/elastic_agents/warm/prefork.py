@@ -107,7 +107,6 @@ class Prefork:
 
 
 def _ask(server: socket.socket) -> socket.socket:
-    """Request a process; return the socket to it."""
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with contextlib.ExitStack() as undo:
         undo.enter_context(mine)

@@ -53,7 +53,6 @@ class NodeMachine:
 
     @property
     def hello(self) -> m.Hello:
-        """The current hello."""
         assert self._hello is not None
         return self._hello
 

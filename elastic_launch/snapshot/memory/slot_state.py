@@ -64,7 +64,6 @@ class SlotDraft:
 
     @cached_property
     def layout(self) -> tensorfile.Layout:
-        """The layout of its tensors."""
         return tensorfile.layout(self.tensors)
 
     @cached_property

@@ -130,7 +130,6 @@ class BucketedReduction:
         self._sending = last
 
     def end_pass(self) -> None:
-        """End the backward pass."""
         if self._sending:
             self.send()
         self._sending = False

@@ -42,13 +42,11 @@ class CarriedStates:
                 ]
 
     def begin_step(self) -> None:
-        """Note that a step begins."""
         self._steps += 1
         if self._steps > STEPS:
             self.close()
 
     def begin_micro_batch(self) -> None:
-        """Note that a micro-batch begins."""
         self._micro_batch += 1
 
     def close(self) -> None:

@@ -168,7 +168,6 @@ class OwnParameters:
         return {name: value.detach() for name, value in Parameters(self._model, self._optimizer).extra.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load the values."""
         own = self.state_dict()
         for name in [*own, *(name for name in state if name not in own)]:
             mine, theirs = own.get(name), state.get(name)
