@@ -161,6 +161,19 @@ class LocalElasticAgent(ElasticAgent):
         Returns:
             SUCCEEDED, FAILED with the failures of this node's workers in its last round, or STOPPED on request.
         """
+        with ExitStack() as stack:
+            for end in reversed(self._build()):
+                stack.callback(end)
+            self._membership.importing()
+            self._processes.when_ready(partial(self._membership.report, m.Imported()))
+            self._membership.start()
+            while self._outcome is None:
+                self._react(self._inbox.take())
+                self._hangs.follow(self._advancing())
+        return self._result(self._outcome)
+
+    def _build(self) -> list[Callable[[], object]]:
+        """Make the agent's parts, and start some; return what ends them, in order. Each runs even if another fails."""
         guard = Guard()
         if self._places.local is not None:
             guard.add_directory(self._places.local)
@@ -178,14 +191,8 @@ class LocalElasticAgent(ElasticAgent):
             self._clock, snapshot_store, self._inbox.put, self._events, self._config.nproc, patience
         )
         self._saves = DurableState(snapshot_store, self._control.step_timer, lambda: self._control.saves)
-        membership = self._membership
-        self._drill = Drill(
-            self._config.drill,
-            self._config.node_id,
-            self._inbox.put_later,
-            membership.cut_link,
-            snapshot_store.fail_copies,
-        )
+        cut_link, fail_copies = self._membership.cut_link, snapshot_store.fail_copies
+        self._drill = Drill(self._config.drill, self._config.node_id, self._inbox.put_later, cut_link, fail_copies)
         self._hangs = HangWatch(self._control.progress, self._membership.report, self._config.hang_timeout or 0.0)
         self._departure = Departure(
             self._config, self._clock, self._control.step_timer, self._events, self._inbox.put_later
@@ -206,30 +213,32 @@ class LocalElasticAgent(ElasticAgent):
             self._cannot_start,
             self._all_started,
         )
-        # In this order; each runs even if an earlier one has failed.
-        ends: list[Callable[[], object]] = [self._inbox.close, self._workers.close, self._hangs.close]
-        ends += [processes.close, self._control.close, snapshot_store.close, pump.close, self._membership.close]
-        ends += [self._close_store, guard.close, self._places.close, partial(self._of_run_file, self._run_file.close)]
-        with ExitStack() as stack:
-            for end in reversed(ends):
-                stack.callback(end)
-            self._membership.importing()
-            processes.when_ready(partial(self._membership.report, m.Imported()))
-            self._membership.start()
-            while self._outcome is None:
-                self._react(self._inbox.take())
-                self._hangs.follow(self._advancing())
-        assert self._outcome is not None
-        self._events.emit(ev.NodeEnded(self._outcome.code, self._outcome.cause))
-        self._of_run_file(partial(self._run_file.end, self._outcome.code, self._outcome.cause))
+        return [
+            self._inbox.close,
+            self._workers.close,
+            self._hangs.close,
+            processes.close,
+            self._control.close,
+            snapshot_store.close,
+            pump.close,
+            self._membership.close,
+            self._close_store,
+            guard.close,
+            self._places.close,
+            partial(self._of_run_file, self._run_file.close),
+        ]
+
+    def _result(self, outcome: Outcome) -> RunResult:
+        self._events.emit(ev.NodeEnded(outcome.code, outcome.cause))
+        self._of_run_file(partial(self._run_file.end, outcome.code, outcome.cause))
         error_files = {rank: logs.kept_error or logs.error_file for rank, logs in self._starts.logs.items()}
-        failure = self._outcome.failure
+        failure = outcome.failure
         if failure is not None and failure.node_id == self._config.node_id:
             self.error_file = error_files.get(failure.local_rank)
         try:
-            return self._files.ask(partial(result_of, self._outcome.code, self._exits.failed, error_files), IDLE)
+            return self._files.ask(partial(result_of, outcome.code, self._exits.failed, error_files), IDLE)
         except TimeoutError:
-            return result_of(self._outcome.code, {}, {})
+            return result_of(outcome.code, {}, {})
 
     def _of_run_file(self, act: Callable[[], None]) -> None:
         """Have the one thread that writes the run's file do something to it."""
