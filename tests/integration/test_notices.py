@@ -43,7 +43,7 @@ def test_a_signal_that_is_a_notice_does_not_reach_the_workers_and_leaves_them_wh
     agent.signal(signal.SIGUSR2)
     assert agent.wait() == 143
     assert "stopped by SIGUSR2" in agent.output
-    assert "SIGUSR2 is kept from" not in agent.output
+    assert "SIGUSR2 is not forwarded" not in agent.output
 
 
 @pytest.mark.slow
