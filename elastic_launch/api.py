@@ -134,7 +134,7 @@ class LocalElasticAgent(ElasticAgent):
         logs_specs: where the workers' output goes.
         start_method: how a function is started: ``spawn`` or ``forkserver``, both in a new interpreter, or ``fork``.
         exit_barrier_timeout: not used: the run ends when all its workers have ended.
-        log_line_prefix_template: of streams that are shown beside their file.
+        log_line_prefix_template: prefix of the lines of streams that are shown beside their file.
         shutdown_timeout: seconds from SIGTERM to SIGKILL.
         health_check_server: stopped at the end.
         uninterruptible_state_timeout: not used.

@@ -47,9 +47,9 @@ class Activity(IntEnum):
     RESTORE = 7
     """It does the rest of that: it reads from storage, or runs what the script does as a state is restored."""
     REHEARSED_STEP = 8
-    """As the first step, but the process has rehearsed one."""
+    """Its first step in the round, after a rehearsal."""
     RESUMED_STEP = 9
-    """As the first step, but the process has done one in an earlier round."""
+    """Its first step in the round, after steps in an earlier one."""
 
 
 FIRST_STEPS = Activity.FIRST_STEP, Activity.REHEARSED_STEP, Activity.RESUMED_STEP
@@ -69,7 +69,7 @@ class WorkerProgress(NamedTuple):
         limit: seconds that an announced pause may take.
         number: how many reports there were.
         what: what an announced pause is for, in a few words.
-        loss: of the last step; None if the worker has reported none, or one that is not finite.
+        loss: loss of the last step; None if the worker has reported none, or one that is not finite.
         batch: samples of a step, of all ranks; 0 if that is not known.
         passes: forward and backward passes of this worker in a step; likewise.
         lr: learning rate of the first parameter group; None if the worker has not reported it.

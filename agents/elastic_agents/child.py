@@ -25,7 +25,7 @@ def started(command: Sequence[str], name: str, **options: Any) -> Child:
     """Start a process in a session of its own, with the limit on descriptors that this process was started with.
 
     Args:
-        options: of :class:`subprocess.Popen`.
+        options: options of :class:`subprocess.Popen`.
 
     Raises:
         OSError: if it cannot be executed, or watched.

@@ -155,7 +155,7 @@ def configure_logging(
         node: id of this node.
         consoles: write the lines; without them, the logging thread writes each line at once.
         quiet: without LOGLEVEL, only warnings and errors.
-        level: of the lines; None: as described above.
+        level: level of the lines; None: as described above.
     """
     handler: logging.Handler = logging.StreamHandler() if consoles is None else _Handler(consoles)
     handler.setFormatter(_Json(node) if form == "json" else _Text(stamped=form == "time"))

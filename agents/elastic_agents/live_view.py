@@ -28,13 +28,13 @@ TICK = 0.5
 """Seconds between two pictures."""
 
 ROWS = 5
-"""Of the view, at all times: what is printed above does not jump."""
+"""Rows of the view, at all times: what is printed above does not jump."""
 
 NAMED = range(NODES, -1, -1)
 """Nodes that are named at most: fewer if not all figures fit, which are worth more."""
 
 LEAST_ROWS, LEAST_COLUMNS = 10, 30
-"""Of a terminal on which there is room for the view."""
+"""Minimum size of a terminal on which there is room for the view."""
 
 SILENCE = 5.0
 """Seconds without an answer from the agent's loop after which the view says so."""

@@ -122,7 +122,7 @@ def run(
 
     Args:
         begun: what this process has already started, after announcing the run; None: nothing.
-        level: of the launcher's own lines; None: as LOGLEVEL says.
+        level: level of the launcher's own lines; None: as LOGLEVEL says.
         watcher: observes what the agent does.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, claimed(config.notices))  # before any thread is started, see withheld

@@ -80,7 +80,7 @@ def examine(
     """Print the findings; return 1 if there is an error among them, else 0.
 
     Args:
-        address: of the run that this host is to take part in; None if none is given.
+        address: address of the run that this host is to take part in; None if none is given.
         log_dir: where logs and events are written.
         about: why no address is known.
         checkpoint: the directory or URL of the training's checkpoints; empty if it is not given.

@@ -419,7 +419,7 @@ def shown(status: a.Status, where: str, width: int | None = None) -> list[str]:
     """Return a status as readable lines.
 
     Args:
-        width: of the terminal, in which each line fits; None: nothing is cut.
+        width: width of the terminal, in which each line fits; None: nothing is cut.
     """
     limits = f"{status.min_nodes}:{status.max_nodes}"
     step = "no step reported" if status.step is None else f"step {status.step}"

@@ -39,11 +39,11 @@ class JobStep:
     """The job, and the step in which srun has started this process.
 
     Attributes:
-        number: of the step; empty outside of srun.
+        number: number of the step; empty outside of srun.
         nodes: the names of the step's nodes, in order; outside of srun those of the job.
-        allocated: those of the job.
-        listed: those of the job, as Slurm writes them.
-        name: this node's.
+        allocated: the names of the job's nodes.
+        listed: the names of the job's nodes, as Slurm writes them.
+        name: this node's name.
         tasks: the number of processes that srun has started on this node.
     """
 

@@ -112,6 +112,8 @@ KINDS: dict[str, tuple[tuple[str, ...], Callable[[str, str | None], NoticeSource
     "file": (("file:PATH",), _file),
     "signal": (("signal:USR1",), _signal),
 }
-"""By kind, how sources are written, and what makes one of the kind and what follows its colon, if there is a colon; it
-returns None if that is not a source. The module ``elastic_agents.notices.<kind>`` watches a source; the agent itself
-handles ``signal``, and ``auto`` stands for others."""
+"""For each kind: how sources are written, and a function that makes one from the kind and what follows its colon, if
+there is one; it returns None if that is not a source.
+
+The module ``elastic_agents.notices.<kind>`` watches a source; the agent handles ``signal``, and ``auto`` stands for others.
+"""

@@ -24,7 +24,7 @@ class JsonLines:
         path: the file; created with its directory at the first event.
         on_error: called once if the file cannot be written; the run continues.
         writer: writes in the background; without one, events are written synchronously.
-        version: of elastic-launch; the first line has it, for readers of another version.
+        version: version of elastic-launch; the first line has it, for readers of another version.
     """
 
     def __init__(

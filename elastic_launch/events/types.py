@@ -236,7 +236,7 @@ class HangFound(LeaderEvent):
     """A round stands still and is broken for it.
 
     Attributes:
-        ranks, nodes, hosts, places: of the workers that hang, in the same order; empty if no rank stands out.
+        ranks, nodes, hosts, places: those of the workers that hang, in the same order; empty if no rank stands out.
         collectives: which ranks wait in a collective that others have not begun, by torch's flight recorder; empty if
             it knows of none.
     """

@@ -52,7 +52,7 @@ class Incident:
     Attributes:
         number: number of the incident, from 1, in the order of rounds.
         next_round: the round that followed; 0 if none did.
-        kind: as of a broken round; ``unknown`` if this host was not informed.
+        kind: a kind of broken round; ``unknown`` if this host was not informed.
         drained: whether it ended after the same step on all ranks, with its state saved.
         still_s: sum of the parts. A part that was interrupted by another incident or the last event counts until then.
         lost_steps: steps that were done before and have to be repeated.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""Of Prometheus' text format (https://prometheus.io/docs/instrumenting/exposition_formats/)."""
+"""The content type of Prometheus' text format (https://prometheus.io/docs/instrumenting/exposition_formats/)."""
 
 PHASES = (
     "starting",
@@ -93,7 +93,7 @@ METRICS = {
     "elastic_launch_worker_starts_total": _Kind("counter", "Worker processes that the node started."),
     "elastic_launch_worker_failures_total": _Kind("counter", "The node's workers that failed by themselves."),
 }
-"""By name; each also has the labels ``run_id`` and ``node``."""
+"""The metrics by name; each also has the labels ``run_id`` and ``node``."""
 
 _RUN = ("run_id", "node")
 

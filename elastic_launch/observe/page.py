@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from elastic_launch.rendezvous.admin.messages import NodeStatus, Status
 
 WIDTH, HEIGHT, FLOOR, MARGIN = 960, 140, 128, 4
-"""Of a picture, whose width is stretched to that of the window; the bottom of what it draws, and its distance from the
-top."""
+"""Size of a picture, whose width is stretched to that of the window; the bottom of what it draws, and its distance from
+the top."""
 
 BAR = 160
 """Width of the longest incident's bar, in pixels."""
@@ -125,9 +125,9 @@ def as_page(name: str, host: Host, ledger: Ledger, standing: Sequence[str] = (),
     """Return the report.
 
     Args:
-        name: of the run.
+        name: name of the run.
         host: the host whose clock is used.
-        ledger: that of :func:`elastic_launch.observe.report.joined`.
+        ledger: what :func:`elastic_launch.observe.report.joined` returns.
         standing: how the run ended, or that it did not.
         hosts: all of which there are files.
     """

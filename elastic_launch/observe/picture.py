@@ -26,16 +26,16 @@ __all__ = ["DPI", "WIDTH", "as_png"]
 
 DPI = 100
 WIDTH, MARGIN = 12.0, 0.4
-"""Of the picture, in inches."""
+"""Width of the picture and its margin, in inches."""
 
 LINE, ROUNDS, ROW = 0.22, 2.4, 0.3
 """Heights of a line of text, of the rounds and of an incident, in inches."""
 
 BAR_LEFT, BAR_WIDTH = 3.6, 3.6
-"""Of the incidents' bars, in inches."""
+"""Position and width of the incidents' bars, in inches."""
 
 CHARACTERS = 150
-"""Of a line of text."""
+"""Characters in a line of text."""
 
 CAUSE = 50
 """Characters of a cause that fit beside the bars."""
@@ -45,16 +45,16 @@ MOST = 20
 
 FILL, STILL, SAVED, DIM = "#2f6fde", "#c23b3b", "#1a7f37", "#59636e"
 COLORS = ("#b35900", "#c23b3b", "#8250df", "#1a7f37", "#0a7ea4", "#6e7781")
-"""Of an incident's parts, as on the page."""
+"""Colors of an incident's parts, as on the page."""
 
 
 def as_png(name: str, host: Host, ledger: Ledger, standing: Sequence[str] = ()) -> bytes:
     """Return the picture.
 
     Args:
-        name: of the run.
+        name: name of the run.
         host: the host whose clock is used.
-        ledger: that of :func:`elastic_launch.observe.report.joined`.
+        ledger: what :func:`elastic_launch.observe.report.joined` returns.
         standing: how the run ended, or that it did not.
 
     Raises:

@@ -10,7 +10,7 @@ class Present:
     """One node's part of a run at a moment; times in seconds.
 
     Attributes:
-        phase: of its agent: ``starting``, ``waiting`` for a round, ``running``, ``draining``, ``stopping``, or another.
+        phase: what its agent does: ``starting``, ``waiting`` for a round, ``running``, ``draining``, ``stopping`` ...
         round: number of the current or last round; 0 before the first.
         nodes, world_size: nodes and workers in it.
         workers: this node's workers in it that run, suspended ones included.
@@ -22,7 +22,7 @@ class Present:
         snapshot: steps in the newest snapshot in this node's memory; None if there is none.
         restarts, max_restarts: restarts charged, and the budget; None until this node's first round says so.
         members: the nodes of the current or last round, each with its number of workers.
-        loss: of the last step; None if no worker has reported one.
+        loss: loss of the last step; None if no worker has reported one.
         batch, passes: samples of a step, and the most forward and backward passes of a worker of this node in it; 0 if
             that is not known.
         lr: learning rate of the first parameter group; None if no worker has reported it.

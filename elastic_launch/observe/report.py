@@ -64,8 +64,8 @@ def as_table(ledger: Ledger, width: int | None = None) -> str:
     """Return one row per incident, with times in seconds, and the summary.
 
     Args:
-        width: of the terminal. Causes that do not fit beside the other columns are put below them; if not even these
-            fit, each incident is a sentence. None: one line for each, whatever its length.
+        width: width of the terminal. Causes that do not fit beside the other columns are put below them; if not even
+            these fit, each incident is a sentence. None: one line for each, whatever its length.
     """
     if not ledger.incidents:
         return _wrapped(ledger.line(), width)

@@ -36,7 +36,7 @@ class DeepSpeed:
     Args:
         optimizer: has parameters of the model only. DeepSpeed puts others in their place.
         config: complete, for the world of this process.
-        world_size: of the default process group, which is made if there is none.
+        world_size: size of the default process group, which is made if there is none.
 
     Attributes:
         engine: call it for the forward pass of a training step.

@@ -84,7 +84,7 @@ class Trainer:
 
     Attributes:
         step: optimizer steps done.
-        loss, metrics: of the last step; None and empty before the first.
+        loss, metrics: loss and metrics of the last step; None and empty before the first.
         history: all evaluations so far, including those before a restart.
 
     Raises:

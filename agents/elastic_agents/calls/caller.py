@@ -42,8 +42,7 @@ class Ended:
     Attributes:
         report: the report by :mod:`elastic_agents.calls.process`; empty if the process was killed.
         signal: the first signal that the caller received meanwhile, 0 for none.
-        exit_code: of the process; -N for signal N; None if it could not be reaped.
-        pid: of the process.
+        exit_code: exit code of the process; -N for signal N; None if it could not be reaped.
     """
 
     report: dict[str, Any]

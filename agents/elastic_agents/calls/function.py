@@ -22,7 +22,7 @@ class Results:
     """What the workers of a call return, by local rank.
 
     Args:
-        name: of the function.
+        name: name of the function.
         results: descriptors that the workers write their results to.
     """
 

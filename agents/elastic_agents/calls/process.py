@@ -37,7 +37,7 @@ class Order:
 
     Attributes:
         config: without its token, which is never pickled.
-        level: of the agent's own console lines; None: as LOGLEVEL says.
+        level: level of the agent's own console lines; None: as LOGLEVEL says.
         metrics: descriptor of a pipe for metrics, if the caller wants any.
     """
 

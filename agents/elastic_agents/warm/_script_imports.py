@@ -73,7 +73,7 @@ class Reading:
     """What a script's source shows.
 
     Attributes:
-        imports: of installed modules, in the order of a run, each once.
+        imports: imports of installed modules, in the order of a run, each once.
         sets: variables that the script sets at its top level, with the number of imports before; the name is empty if
             it is not a literal.
         stopped: the place that may change what later imports find, such as ``train.py, line 3``; "" if there is none.
@@ -300,7 +300,7 @@ def _mentions_editor(parts: Iterator[ast.AST], editors: Collection[str]) -> bool
     Names are taken literally: one that is bound to something else only makes the reading stop too early.
 
     Args:
-        parts: of the code, parents first.
+        parts: parts of the code, parents first.
     """
     harmless: set[ast.AST] = set()
     for part in parts:

@@ -172,7 +172,7 @@ def disconnection(known: Failure, error: str, done: Sequence[int] = ()) -> Failu
     Args:
         known: what :func:`about` returns.
         error: its exception, as ``Type: message``.
-        done: as of :func:`report`.
+        done: as for :func:`report`.
     """
     lines = error.strip().splitlines()
     text = one_line(lines[0]) if lines else BROKEN_CONNECTION

@@ -39,7 +39,7 @@ class _Staggered:
     """Workers that are being started.
 
     Attributes:
-        number: of their round; 0 if they start ahead of one.
+        number: number of their round; 0 if they start ahead of one.
         left: placements of the workers that are not started yet, in order.
     """
 

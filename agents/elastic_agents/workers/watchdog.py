@@ -44,7 +44,7 @@ class TimerExpired:
 
     Attributes:
         scope: the timer's name.
-        number: of the signal that the process requested; 0 for none.
+        number: number of the signal that the process requested; 0 for none.
     """
 
     pid: int

@@ -134,10 +134,10 @@ class Status:
         step: optimizer steps done; None until a worker has reported some to this leader.
         step_s: seconds of a step, the median of the last ones; None if that is not known, as with the next two.
         remaining: seconds until the training ends at this pace.
-        loss: of the last step that has one.
+        loss: loss of the last step that has one.
         snapshot, checkpoint: the newest in memory and on storage; None until one was reported to this leader.
         incidents: the leader's last decisions, newest last.
-        time: of the leader's host, in seconds since 1970. Only reports use it: no decision depends on hosts' clocks.
+        time: time of the leader's host, in seconds since 1970. Reports use it; no decision depends on clocks of hosts.
     """
 
     run_id: str

@@ -55,7 +55,7 @@ class FoundLeader:
     Attributes:
         address: a host name or an address.
         what: a description for messages, such as "the rendezvous endpoint node0:29400".
-        incarnation: that of the leader's node, or empty if unknown.
+        incarnation: incarnation of the leader's node; empty if unknown.
         given: whether the address comes only from the user, so that a mismatch there is most likely a user error.
         strange: whether the listener there may be another service.
         record: the control record, if it was found in a store.

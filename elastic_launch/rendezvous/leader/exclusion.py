@@ -14,7 +14,7 @@ FAULTS = 3
 """Faults in a row on one node after which it is left out."""
 
 SECONDS = 600.0
-"""For how long it is left out the first time; each further time is twice as long as the one before."""
+"""Seconds for which a node is left out the first time; each further time is twice as long as the one before."""
 
 WINDOW = 3600.0
 """Seconds within which these faults come."""

@@ -136,7 +136,7 @@ class MajorityStore(ControlStore):
         return outcome.written
 
     def wait_changed(self, known: bytes | None, timeout: float) -> bytes | None:
-        """As the interface says; called by the leader, it renews its lease."""
+        """Read the record, as the interface describes; a call by the leader renews its lease."""
         deadline = time.monotonic() + timeout
         if self._register.ballot is None:
             raise StoreError("This node holds no ballot.")

@@ -82,7 +82,7 @@ class Register:
         lease: seconds for which this node, when it has written, may lead without being heard.
 
     Attributes:
-        outcome: of the operation, once it has ended.
+        outcome: outcome of the operation, once it has ended.
         answers: the answers of this phase so far.
         read: the position and the value that were last found to be the value.
     """

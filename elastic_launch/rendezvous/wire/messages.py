@@ -168,7 +168,7 @@ class Progress:
         snapshot: steps in the newest snapshot in this node's memory; None if there is none.
         step_s: seconds of a step, the median of the last ones; None if that is not known, as with the others below.
         remaining: seconds until the training ends at this pace.
-        loss: of the last step.
+        loss: loss of the last step.
     """
 
     round: int

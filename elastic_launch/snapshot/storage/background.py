@@ -22,7 +22,7 @@ class WriteOutcome:
     """The outcome of one write.
 
     Attributes:
-        step, round: of the state to be written.
+        step, round: step and round of the state to be written.
         info: the checkpoint; None if it was not written.
         error: why it was not written or, if ``info`` is set, why old checkpoints could not be removed.
     """

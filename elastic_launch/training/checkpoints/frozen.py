@@ -79,7 +79,7 @@ class Frozen:
         Called by all ranks if some are sharded.
 
         Args:
-            digest: of the weights that were left out; None: none were.
+            digest: digest of the weights that were left out; None: none were.
         """
         skips = bool(self._skipped.get(name))
         if not isinstance(part, nn.Module) or not isinstance(saved, Mapping) or (digest is None and not skips):
