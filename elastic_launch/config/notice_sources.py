@@ -115,5 +115,5 @@ KINDS: dict[str, tuple[tuple[str, ...], Callable[[str, str | None], NoticeSource
 """For each kind: how sources are written, and a function that makes one from the kind and what follows its colon, if
 there is one; it returns None if that is not a source.
 
-The module ``elastic_agents.notices.<kind>`` watches a source; the agent handles ``signal``, and ``auto`` stands for others.
+The module ``elastic_agents.notices.<kind>`` watches a source. The agent handles ``signal``; ``auto`` stands for others.
 """
