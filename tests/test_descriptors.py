@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from elastic_launch.errors import ElasticLaunchError
 from elastic_launch.system import descriptors
 
 
@@ -68,6 +69,25 @@ def test_the_reserve_is_available_when_no_other_descriptor_is(
         os.close(descriptor)
     assert len([text for text in caplog.messages if "tries again" in text]) == 1
     assert not descriptors.scarce(OSError(errno.ENOENT, "no"))
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), "ulimit -u"),
+        (RuntimeError("can't start new thread"), "ulimit -u"),
+        (OSError(errno.EMFILE, "Too many open files"), "ulimit -Hn"),
+    ],
+)
+def test_a_limit_that_is_reached_ends_with_its_remedy(error: Exception, remedy: str) -> None:
+    with pytest.raises(ElasticLaunchError, match=remedy), descriptors.shortage_told():
+        raise error
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOENT, "no"), RuntimeError("bug")])
+def test_other_errors_pass(error: Exception) -> None:
+    with pytest.raises(type(error), match=str(error.args[-1])), descriptors.shortage_told():
+        raise error
 
 
 def test_no_descriptor_is_taken_for_a_closed_standard_stream() -> None:

@@ -54,7 +54,7 @@ from elastic_launch.rendezvous.torch_handler import MembershipHandler
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.rendezvous.wire.addresses import listen
 from elastic_launch.rendezvous.worker_store import WorkerStore
-from elastic_launch.system.descriptors import scarce
+from elastic_launch.system.descriptors import lacks_processes, scarce
 from elastic_launch.system.threads import ThreadDied
 from elastic_launch.system.writer_thread import IDLE, Writer
 
@@ -654,7 +654,9 @@ class LocalElasticAgent(ElasticAgent):
 
     def _cannot_start(self, cause: str, left: Collection[int], error: Exception) -> None:
         """The round cannot begin here, for want of the workers with the local ranks in ``left``."""
-        lacking = isinstance(error, OSError) and scarce(error)  # which is not the script's failure
+        lacking = lacks_processes(error) or (
+            isinstance(error, OSError) and scarce(error)
+        )  # which is not the script's failure
         code = ExitCode.TRAINING_FAILED if lacking else ExitCode.STARTUP_FAILURE
         self._react(v.StartFailed(cause, self._view.alive.difference(left), code))
 

@@ -36,7 +36,7 @@ from elastic_launch.events.sinks import JsonLines
 from elastic_launch.events.types import Event, EventSink
 from elastic_launch.observe.live import LiveLedger
 from elastic_launch.secret import Token
-from elastic_launch.system.descriptors import raise_limit, reserve
+from elastic_launch.system.descriptors import raise_limit, reserve, shortage_told
 from elastic_launch.system.program import exiting, reported
 from elastic_launch.system.termination_log import write_termination_log
 from elastic_launch.system.threads import deaths_reported_to
@@ -137,7 +137,7 @@ def run(
         )
         if line := untested_torch():
             _log.warning("%s", line)
-        with errors_told(as_torchrun=config.torchrun):
+        with errors_told(as_torchrun=config.torchrun), shortage_told():
             code = _run(config, begun, consoles, watcher) if config.foreign is None else _run_foreign(config)
         return _told(config, code)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from elastic_launch.error_file import ErrorFile, read_error_file, write_error_file
 from elastic_launch.rendezvous.wire.messages import Failure
 from elastic_launch.symptoms import ENDED_BEFORE
+from elastic_launch.system.descriptors import PROCESS_LIMIT
 from elastic_launch.system.termination_log import termination_message
 
 if TYPE_CHECKING:
@@ -85,6 +86,11 @@ def hint_on(failure: Failure) -> str:
     said = "\n".join([failure.message, *failure.detail])
     if "unable to allocate shared memory" in said or "workers are out of shared memory" in said:
         return _SHARED_MEMORY
+    # The second is what torch's own threads raise; of other types, a lock or a socket may be the cause.
+    if "can't start new thread" in said or "RuntimeError: Resource temporarily unavailable" in failure.message:
+        return PROCESS_LIMIT
+    if "Too many open files" in failure.message:
+        return "the limit of open files is reached: raise it (ulimit -n) for the launcher, whose workers inherit it"
     if "MemoryError" in failure.message:
         return "the host's memory or the process' limit (ulimit -v) is used up"
     return ""

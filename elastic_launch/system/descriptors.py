@@ -1,5 +1,7 @@
 """File descriptors: raises this process's limit, keeps a reserve, and starts processes with the original limit.
 
+It also tells which errors mean that a limit on descriptors, processes or threads is reached.
+
 Programs that use select(2) depend on a soft limit of 1024, so only the agent itself raises its own limit.
 """
 
@@ -13,6 +15,8 @@ import resource
 import threading
 from collections.abc import Iterator
 
+from elastic_launch.errors import ElasticLaunchError
+
 _log = logging.getLogger(__name__)
 
 RESERVE = 32
@@ -25,6 +29,8 @@ PAUSE = 0.5
 """Seconds between retries of an operation that lacked a descriptor."""
 
 _SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+PROCESS_LIMIT = "the limit on processes and threads is reached (ulimit -u, or pids.max of a container or service)"
 
 _lock = threading.Lock()
 _given: tuple[int, int] | None = None
@@ -85,6 +91,36 @@ def scarce(error: OSError) -> bool:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         _log.warning("%s; this process may open %d files (ulimit -Hn), and tries again", error, limit)
     return True
+
+
+def lacks_processes(error: Exception) -> bool:
+    """Whether a process or thread could not be started for want of one: then a retry may succeed later."""
+    if isinstance(error, RuntimeError):
+        return str(error) == "can't start new thread"
+    return isinstance(error, OSError) and error.errno == errno.EAGAIN
+
+
+@contextlib.contextmanager
+def shortage_told() -> Iterator[None]:
+    """Raise an error with a remedy in place of one which says that a limit is reached.
+
+    Raises:
+        ElasticLaunchError: if one is.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        if lacks_processes(error):
+            message = f"This agent cannot start what it needs: {PROCESS_LIMIT}."
+            hint = (
+                "Raise it. An agent has about 20 processes and threads, each worker about 10, without loader processes."
+            )
+        elif isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            message = f"This agent cannot open what it needs: {error}."
+            hint = "Raise the limit of open files (ulimit -Hn) to 1024 or more."
+        else:
+            raise
+        raise ElasticLaunchError(message, hint) from error
 
 
 @contextlib.contextmanager

@@ -492,6 +492,10 @@ def test_a_root_cause_names_the_worker_its_node_and_the_error() -> None:
             "--shm-size",
         ),
         ({}, ""),
+        ({"message": "exit code 1: RuntimeError: can't start new thread"}, "pids.max"),
+        ({"message": "exit code 1: RuntimeError: Resource temporarily unavailable"}, "pids.max"),
+        ({"message": "exit code 1: BlockingIOError: [Errno 11] Resource temporarily unavailable"}, ""),
+        ({"message": "exit code 1: OSError: [Errno 24] Too many open files: 'x'"}, "ulimit -n"),
         ({"exit_code": -15}, ""),
         ({"symptom": "broken connection"}, "see the other ranks' logs"),
         (

@@ -109,3 +109,10 @@ def test_an_event_log_that_cannot_be_written_does_not_stop_the_run(job: Job, tmp
     agent = job.launch("--standalone", "--log-dir", str(blocked))
     assert agent.wait() == 2
     assert "--log-dir" in agent.output
+
+
+def test_an_agent_that_may_open_too_few_files_ends_with_the_remedy(job: Job) -> None:
+    agent = job.launch("--standalone", prefix=("sh", "-c", 'ulimit -n 16; exec "$@"', "sh"))
+    assert agent.wait() == 1
+    assert "Raise the limit of open files" in agent.output
+    assert "Traceback" not in agent.output

@@ -24,7 +24,7 @@ from elastic_launch.contract import Placement
 from elastic_launch.errors import ExitCode
 from elastic_launch.events.types import EventSink, WorkerAhead, WorkerKept, WorkerPlaced, WorkerStarted
 from elastic_launch.rendezvous.wire import messages as m
-from elastic_launch.system.descriptors import scarce
+from elastic_launch.system.descriptors import PROCESS_LIMIT, lacks_processes, scarce
 
 _log = logging.getLogger("elastic_launch.agent")
 
@@ -175,7 +175,8 @@ class WorkerStarts:
         except OSError as error:
             self._round = None
             left = [other.local_rank for other in (placement, *start.left)]
-            self._fail(f"worker {placement.rank} cannot be started: {error}", left, error)
+            why = f"{error}: {PROCESS_LIMIT}" if lacks_processes(error) else error
+            self._fail(f"worker {placement.rank} cannot be started: {why}", left, error)
             return
         if not start.left:
             self._all_started(start.number)
@@ -275,7 +276,7 @@ class WorkerStarts:
 
 
 def while_scarce(start: Callable[[], T], clock: Clock) -> T:
-    """Start a worker, or open what a round needs; retry for a moment while descriptors are lacking.
+    """Start a worker, or open what a round needs; retry for a moment while descriptors or processes are lacking.
 
     Raises:
         OSError: if that is impossible.
@@ -285,6 +286,6 @@ def while_scarce(start: Callable[[], T], clock: Clock) -> T:
         try:
             return start()
         except OSError as error:
-            if not scarce(error) or clock.now() >= until:
+            if not (scarce(error) or lacks_processes(error)) or clock.now() >= until:
                 raise
             time.sleep(0.1)
