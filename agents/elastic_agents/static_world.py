@@ -32,8 +32,8 @@ from elastic_launch.system.private_files import make_private
 
 _log = logging.getLogger("elastic_launch.agent")
 
-# Variables that another launcher has set for its workers do not apply to ours.
 _OTHERS = re.compile(r"(TORCHELASTIC|ELASTIC_LAUNCH|ROLE|GROUP)_")
+"""Variables that another launcher has set for its workers: they do not apply to these."""
 
 SHOWN_LINES = 50
 """Maximum number of lines of a crashed rank's file that are shown at the end."""

@@ -14,8 +14,8 @@ from elastic_launch.config.settings import Setting
 
 NOT_IN_FILES = ("--help", "--version", "--config", "--print-config", "--print-completion")
 
-# Flags whose repeated values are merged.
 _MERGED = ("--rdzv-conf", "--preload", "--no-preload", "--notice")
+"""Flags whose repeated values are merged."""
 
 _COLUMN = 40
 

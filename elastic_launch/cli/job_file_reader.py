@@ -37,8 +37,8 @@ _SET_BY_US = worker_environment(
 
 _TAG = "tag:yaml.org,2002:"
 
-# Accepted tags of scalars; all of them are used as written.
 _SCALARS = {_TAG + kind for kind in ("str", "int", "float", "bool", "null", "timestamp", "value", "merge")}
+"""Accepted tags of scalars; all of them are used as written."""
 
 
 def read_job_file(path: str) -> JobFile:

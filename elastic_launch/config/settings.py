@@ -32,9 +32,8 @@ IDLE = {
 }
 """torch's keys of --rdzv-conf that have no effect here, and why."""
 
-# torch's defaults if only one of the two is given.
-TORCH_KEEP_ALIVE_INTERVAL = 5.0
-TORCH_KEEP_ALIVE_MAX_ATTEMPT = 3
+TORCH_KEEP_ALIVE_INTERVAL, TORCH_KEEP_ALIVE_MAX_ATTEMPT = 5.0, 3
+"""torch's defaults if only one of the two is given."""
 
 CONF_KEYS = (*TIMES, "is_host", "reuse", *OF_TORCH, *IDLE)
 

@@ -7,8 +7,8 @@ import re
 
 _STYLES = re.compile(r"\x1b\[[0-9;:]*[mK]")
 
-# Control characters (including bidirectional ones), line ends other than \n, and surrogates.
 _CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters (including bidirectional ones), line ends other than ``\\n``, and surrogates."""
 
 
 def plain(text: str) -> str:
