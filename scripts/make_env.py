@@ -5,6 +5,7 @@ only. PIP_ARGS holds further arguments for every pip install.
 """
 
 import argparse
+import compileall
 import contextlib
 import json
 import os
@@ -52,10 +53,17 @@ class OtherTorch:
 
 def pip_install(*arguments: str, constraints: str = CONSTRAINTS, into: Sequence[str] = ()) -> None:
     extra = shlex.split(os.environ.get("PIP_ARGS", ""))
-    command = [sys.executable, "-m", "pip", *into, "install", *extra, "-c", constraints, *arguments]
+    # It would compile all that it installs on one processor.
+    command = [sys.executable, "-m", "pip", *into, "install", "--no-compile", *extra, "-c", constraints, *arguments]
     print("env:", shlex.join(command[1:]), flush=True)
     if code := subprocess.run(command).returncode:
         sys.exit(f"env: pip failed with exit code {code}; its message is above. PIP_ARGS= reaches pip.")
+
+
+def compile_packages(site_packages: Path) -> None:
+    """Compile what is installed on all processors, except for the packages' own tests, which nothing imports."""
+    # A file for another version of Python, as torch has, is not compiled; pip leaves it out, too.
+    compileall.compile_dir(site_packages, quiet=2, workers=0, rx=re.compile(r"/tests?/"))
 
 
 def ensure_pip() -> None:
@@ -109,7 +117,10 @@ def link_torch(torch: OtherTorch, site_packages: Path, extra: str) -> None:
 
 
 def add_frameworks() -> None:
-    """Add the packages of the extras to a ready environment, whatever torch it has."""
+    """Add the packages of the extras to a ready environment, whatever torch it has.
+
+    Most of their modules are never imported, so that each is compiled when it is.
+    """
     extras = tomllib.loads(Path("pyproject.toml").read_text())["project"]["optional-dependencies"]
     together = [line for name in FRAMEWORKS for line in extras[name]]
     with pins_without("torch==", f"torch=={version('torch')}") as constraints:
@@ -140,13 +151,15 @@ def main() -> None:
         add_frameworks()
         return
     interpreter = args.reuse_torch_of
+    site_packages = Path(sysconfig.get_path("purelib"))
     ensure_pip()
     torch = find_torch(interpreter) if interpreter else None
     if torch is None:
         # constraints.txt pins torch: otherwise pip may download gigabytes of another build.
         pip_install("-e", f".[{args.extra}]")
     else:
-        link_torch(torch, Path(sysconfig.get_path("purelib")), args.extra)
+        link_torch(torch, site_packages, args.extra)
+    compile_packages(site_packages)
     print(f"env: ready in {sys.prefix} with torch {torch.version if torch else version('torch')}")
 
 

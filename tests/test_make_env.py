@@ -33,3 +33,12 @@ def test_what_compares_the_version_of_torch_is_installed(
     torch = make_env.OtherTorch("python", "2.13.0", sys.version_info[:2], [])
     make_env.link_torch(torch, tmp_path, extra)
     assert "packaging" in installed
+
+
+def test_what_is_installed_is_compiled_without_the_packages_tests(make_env: ModuleType, tmp_path: Path) -> None:
+    for name, text in (("package/module", "x = 1"), ("package/newer", "def f[T](): ..; ?"), ("package/tests/test", "")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.py").write_text(text)
+    make_env.compile_packages(tmp_path)
+    compiled = [path.name.partition(".")[0] for path in tmp_path.rglob("*.pyc")]
+    assert compiled == ["module"]
