@@ -34,6 +34,7 @@ def test_a_rank_that_runs_out_of_memory_keeps_its_process_if_another_is_killed(
     undisturbed, *_ = run(job, "undisturbed")
     assert undisturbed["incidents"] == [["out of memory", 5]]
     results = run(job, when, when)
+    assert "ended with signal 9 (SIGKILL)" in job.agents[-1].output
     assert {(result["hash"], result["micro"]) for result in results} == {(undisturbed["hash"], 4)}
     kept = {event["rank"]: event["pid"] for event in job.events("worker_kept")}
     assert kept == {0: results[0]["pid"], 1: results[1]["pid"]}

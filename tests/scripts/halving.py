@@ -54,8 +54,12 @@ class Seen(el.Callback):
 
     def on_incident(self, incident: Incident) -> None:
         self.incidents.append([incident.kind, incident.step])
-        if run.world.round == 1:
-            come(work, "gives-up", run.rank)
+
+
+def given_up(step: Step) -> None:
+    give_up(step)
+    if run.world.round == 1:
+        come(work, "gives-up", run.rank)
 
 
 def torn(step: Step) -> Any:
@@ -66,8 +70,8 @@ def torn(step: Step) -> Any:
     return means
 
 
-exchange = Step._exchange
-Step._exchange = torn  # type: ignore[method-assign]
+give_up, exchange = Step._give_up, Step._exchange
+Step._give_up, Step._exchange = given_up, torn  # type: ignore[method-assign]
 
 with el.session() as run:
     torch.manual_seed(0)
