@@ -187,7 +187,8 @@ def trained(
 ) -> dict[str, Any]:
     """The result of the example with ``Trainer(deepspeed_config=...)``."""
     options = ["--stage", str(stage), "--epochs", str(epochs), "--precision", precision]
-    command, name = [DEEPSPEED, *options, "--dir", str(job.work / "saved")], f"{precision}-to-{epochs}"
+    command = [str(SCRIPTS / "plain_deepspeed.py"), DEEPSPEED, *options, "--dir", str(job.work / "saved")]
+    name = f"{precision}-to-{epochs}"
     agent = job.launch("--standalone", *flags, name=name, command=command, env=env)
     assert agent.wait(200) == 0, agent.output
     (line,) = re.findall(r"^{.*}$", agent.output, re.MULTILINE)
@@ -196,9 +197,7 @@ def trained(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.usefixtures("extensions")
 @installed("deepspeed")
-@pytest.mark.executed
 def test_a_trainer_with_zero_is_killed_and_resumed_in_another_world_and_stage(job: Job) -> None:
     """Gradients are added in another order in each world, so the losses are equal but for rounding."""
     kill = FaultPlan.fail_at(1, 12).environment()
@@ -216,9 +215,7 @@ def test_a_trainer_with_zero_is_killed_and_resumed_in_another_world_and_stage(jo
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.usefixtures("extensions")
 @installed("deepspeed")
-@pytest.mark.executed
 def test_a_killed_training_in_bf16_goes_on_with_the_float32_values_of_its_weights(job: Job) -> None:
     found = trained(
         job, "--nproc", "2", stage=2, epochs=1, precision="bf16", env=FaultPlan.fail_at(1, 12).environment()
