@@ -160,14 +160,22 @@ def test_while_one_is_copied_slowly_the_newest_waits_and_the_training_does_not(n
     assert [copied.step for copied in node.told] == [1, 7]
 
 
-def test_the_copying_process_runs_at_a_lower_priority(node: Node) -> None:
-    before, looked = os.getpriority(os.PRIO_PROCESS, 0), threading.Event()
-    node.may_commit = lambda: looked.wait(20)
-    node.store(1)
-    slow = wait_for("the copying process", _copier)
-    wait_for("its priority", lambda: os.getpriority(os.PRIO_PROCESS, slow) == min(19, before + 10))
-    looked.set()
+@pytest.mark.parametrize(("last", "lower"), [(False, 10), (True, 0)], ids=["a copy", "the final copy"])
+def test_the_copying_process_runs_at_a_lower_priority_unless_the_end_waits_for_it(
+    node: Node, last: bool, lower: int
+) -> None:
+    found: list[int] = []
+
+    def look() -> bool:
+        found.append(os.getpriority(os.PRIO_PROCESS, _copier()))
+        return True
+
+    node.may_commit = look
+    node.store(1, durable=not last)
+    if last:
+        node.snapshot_store.secure()
     assert node.copied() == [1]
+    assert found == [min(19, os.getpriority(os.PRIO_PROCESS, 0) + lower)]
 
 
 def test_a_copying_process_that_is_killed_is_started_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:

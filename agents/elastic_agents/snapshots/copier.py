@@ -42,7 +42,7 @@ _TURN = 1.0  # Seconds
 
 
 class Copier:
-    """One process, started immediately.
+    """One process, started immediately; its priority is low, except for the final copy, which the node's end awaits.
 
     Args:
         job: what to copy.
@@ -67,7 +67,7 @@ class Copier:
     ) -> None:
         Copier._left[:] = [process for process in Copier._left if process.poll() is None]
         # Before imports, which take long. A stopped process continues when this one is killed, and ends by itself.
-        code = "from elastic_agents.priority import give_way; give_way(); "
+        code = "" if job.last else "from elastic_agents.priority import give_way; give_way(); "
         code += "from elastic_agents.prctl import signal_at_parents_death; "
         code += f"signal_at_parents_death({signal.SIGCONT:d}); "
         code += "from elastic_agents.snapshots.copying import main; main()"
