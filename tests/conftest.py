@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -31,7 +31,7 @@ for number in (signal.SIGQUIT, signal.SIGHUP):
 
 # A slow machine must not fail a test, and examples are the same in every run. Hypothesis also draws constants of the
 # project's modules, of those that are imported at that time: with them, each change of the source would draw others.
-settings.register_profile("steady", deadline=None, derandomize=True)
+settings.register_profile("steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("steady")
 providers._get_local_constants = lambda: providers._local_constants
 

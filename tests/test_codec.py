@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_launch import codec
@@ -18,7 +18,7 @@ from elastic_launch.errors import ProtocolError
 from elastic_launch.rendezvous.record import ControlRecord, LocalRanks, Member, Round, Seconds
 from elastic_launch.rendezvous.wire import messages as m
 
-STEADY = settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+STEADY = settings(max_examples=25)
 """The same examples in every run, however slow the machine."""
 
 REPORTS = list(typing.get_args(m.Report))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_launch.rendezvous.leader.ranks import Candidate, rank_nodes
 
-STEADY = settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+STEADY = settings(max_examples=100)
 """The same examples in every run, however slow the machine."""
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_launch.rendezvous.leader.verdict import Kind, exit_code, judge, kind_of, root_cause, words
 from elastic_launch.rendezvous.wire.messages import Failure
 
-STEADY = settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+STEADY = settings(max_examples=100)
 """The same examples in every run, however slow the machine."""
 
 CRASH = Failure("a", "crash", 0, 0, 42, 1, "exit code 1", ran=60.0)
