@@ -41,17 +41,11 @@ def weights(name: str, directory: Path) -> tuple[int, str]:
     return max(steps), digest.hexdigest()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "name",
-    [
-        "ddp",
-        *(pytest.param(name, marks=pytest.mark.soak) for name in ("nanogpt", "torchtitan")),
-        pytest.param("transformers", marks=[NEEDED, pytest.mark.soak]),
-    ],
-)
+@ALL
 def test_the_script_before_runs_under_torchrun_and_resumes(tmp_path: Path, name: str) -> None:
+    """None of this project's code runs here."""
     flags = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     options = arguments(name, tmp_path)
     command = [sys.executable, *flags, str(CONVERT / name / "before.py"), *options]
