@@ -51,7 +51,7 @@ help:
 	@echo 'PYTHON=path     use that interpreter, and its torch if it has one'
 	@echo 'PIP_ARGS=...    further arguments for every pip install'
 	@echo 'PYTEST_ARGS=... further arguments for pytest'
-	@echo 'JOBS=N          how many tests run at a time (3, of test-all 4; 0: one, in the process of pytest itself)'
+	@echo 'JOBS=N          how many tests run at a time (3, of test-all 5; 0: one, in the process of pytest itself)'
 
 env: $(STAMP)
 
@@ -100,7 +100,7 @@ test: env
 
 test-all: env $(FRAMEWORKS)
 	@scripts/system-packages
-	"$(BIN)/python" -m pytest -rfEs $(call parallel,4) -m "(system or slow) and not soak" --junitxml=build/junit-test-all.xml $(PYTEST_ARGS)
+	"$(BIN)/python" -m pytest -rfEs $(call parallel,5) -m "(system or slow) and not soak" --junitxml=build/junit-test-all.xml $(PYTEST_ARGS)
 
 soak: env
 	"$(BIN)/python" -m pytest -rfEs $(call parallel,3) -m soak --junitxml=build/junit-soak.xml $(PYTEST_ARGS)
