@@ -297,12 +297,12 @@ class LocalElasticAgent(ElasticAgent):
             self._files.put(lambda data: keep_stacks(path, text))
 
     def _advancing(self) -> Watched | None:
-        """The round's workers, as long as each of them is to advance."""
+        """The round's workers that have not finished, as long as each of them is to advance or to end."""
         view = self._view
-        if self._config.hang_timeout is None or view.phase is not v.Phase.RUNNING or view.alive != view.slots:
+        if self._config.hang_timeout is None or view.phase is not v.Phase.RUNNING or not view.alive:
             return None
         workers = self._watched_workers()
-        return Watched(view.round, workers) if len(workers) == len(view.slots) else None
+        return Watched(view.round, workers, view.alive != view.slots) if len(workers) == len(view.alive) else None
 
     def _watched_workers(self) -> tuple[WatchedWorker, ...]:
         return tuple(

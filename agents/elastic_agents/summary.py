@@ -76,9 +76,12 @@ def hint_on(failure: Failure) -> str:
         if ENDED_BEFORE in failure.message:
             return "a rank that ends leaves the others without a peer: all ranks must make the same number of steps"
         return _ON_SYMPTOMS.get(failure.symptom, "")
+    if failure.kind == "hang":
+        waits = any(", in _shutdown" in line for line in failure.detail)
+        return "a thread that is not a daemon still runs: end it, or start it with daemon=True" if waits else ""
     if failure.kind == "out of memory":
         return "give it more memory (the container's limit counts), fewer loader processes or smaller micro-batches"
-    if failure.exit_code < 0 and failure.kind != "hang":  # the agent has sent the signal
+    if failure.exit_code < 0:
         return _ON_SIGNALS.get(-failure.exit_code, "")
     if "OutOfMemoryError" in failure.message or "CUDA out of memory" in failure.message:
         return "the device's memory is full: smaller micro-batches need less"

@@ -182,10 +182,12 @@ class Reports:
         self.all: list[Stalled] = []
 
     @contextmanager
-    def watching(self, pid: int, directory: Path, timeout: float = 0.0, *, placed: bool = False) -> Iterator[HangWatch]:
+    def watching(
+        self, pid: int, directory: Path, timeout: float = 0.0, *, placed: bool = False, finishing: bool = False
+    ) -> Iterator[HangWatch]:
         worker = WatchedWorker(3, 0, pid, directory, "logs", placed)
         with closing(self.progress), closing(HangWatch(self.progress.read, self.all.append, timeout)) as watching:
-            watching.follow(Watched(1, (worker,)))
+            watching.follow(Watched(1, (worker,), finishing))
             yield watching
 
     def come(self, right: Callable[[Stalled], bool]) -> Stalled:
@@ -267,6 +269,23 @@ def test_workers_whose_steps_are_not_known_are_late_once_they_are_idle(
     with process(tmp_path, "stands()") as pid, reports.watching(pid, tmp_path, timeout=1.0):
         report = reports.come(lambda report: report.seconds > 0)
         assert (report.doing, report.asked) == ("its script", True)
+
+
+def test_a_worker_that_others_have_left_behind_is_late_once_it_is_idle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports = Reports(monkeypatch)
+    with process(tmp_path, "stands()") as pid, reports.watching(pid, tmp_path, timeout=1.0, finishing=True) as watching:
+        report = reports.come(lambda report: report.seconds > 0)
+        assert (report.doing, report.asked) == ("the end of its script", True)
+        # One that reports steps may wait for its last checkpoint.
+        watching.follow(None)
+        reports.come(lambda report: not report.seconds)
+        reports.all.clear()
+        reports.progress.write(1, 6, Activity.STEP)
+        watching.follow(Watched(1, (WatchedWorker(3, 0, pid, tmp_path, "logs"),), finishing=True))
+        with pytest.raises(AssertionError, match="a report"):
+            wait_for("a report", lambda: reports.all, 2.5)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -497,6 +497,8 @@ def test_a_root_cause_names_the_worker_its_node_and_the_error() -> None:
         ({"message": "exit code 1: BlockingIOError: [Errno 11] Resource temporarily unavailable"}, ""),
         ({"message": "exit code 1: OSError: [Errno 24] Too many open files: 'x'"}, "ulimit -n"),
         ({"exit_code": -15}, ""),
+        ({"kind": "hang", "detail": ('File "/lib/threading.py", line 9, in _shutdown',)}, "daemon=True"),
+        ({"kind": "hang", "exit_code": -9}, ""),
         ({"symptom": "broken connection"}, "see the other ranks' logs"),
         (
             {"symptom": "broken connection", "message": f"exit code 1, {ended_before([1])}: RuntimeError"},

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from elastic_agents.hangs import stacks
 from elastic_agents.hangs.stacks import (
     Frame,
     debugged,
@@ -88,6 +89,13 @@ def test_the_users_frame_is_in_a_package_of_theirs_if_all_their_code_is() -> Non
     assert user_frame((WAIT, PACKAGE)) == PACKAGE
     assert user_frame((WAIT,)) == WAIT
     assert user_frame(()) is None
+
+
+def test_the_command_of_the_warm_server_is_not_the_users_code() -> None:
+    command, ours = Frame("<string>", 1, "<module>"), Frame(str(stacks.__file__), 46, "run_script")
+    assert user_frame((WAIT, ours, command)) == WAIT
+    assert user_frame((WAIT, SCRIPT, ours, command)) == SCRIPT
+    assert user_frame((WAIT, Frame("<string>", 3, "f"), SCRIPT)) == Frame("<string>", 3, "f")
 
 
 def test_a_debugger_is_noticed_in_any_thread() -> None:

@@ -25,6 +25,15 @@ dist.barrier()
 dist.destroy_process_group()
 """
 
+LEFT = """
+import os, threading, time, torch.distributed as dist
+dist.init_process_group("gloo")
+if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    threading.Thread(target=time.sleep, args=(3600,)).start()
+dist.barrier()
+dist.destroy_process_group()
+"""
+
 
 @pytest.fixture(scope="module")
 def new_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Job]]:
@@ -35,7 +44,7 @@ def new_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], J
 
 @pytest.fixture(scope="module")
 def hung(new_job: Callable[[], Job]) -> dict[str, Hanging]:
-    """Runs of which a rank hangs in its tenth step, and one of a plain script."""
+    """Runs of which a rank hangs in its tenth step, and two of plain scripts."""
     flags = {"sleep": [], "skip": ["--meet"], "deadlock": []}
     runs = {name: Hanging(new_job(), "--steps", "60", *own) for name, own in flags.items()}
     runs["sleep"].hangs("sleep", 0)
@@ -46,11 +55,13 @@ def hung(new_job: Callable[[], Job]) -> dict[str, Hanging]:
     job, command = runs["deadlock"].job, runs["deadlock"].command
     job.node("a", "--rdzv-conf", "is_host=true", nnodes="2", nproc=2, command=command)
     job.node("b", "--rdzv-conf", "is_host=false", "--node-rank", "1", nnodes="2", nproc=2, command=command)
-    plain = new_job()
-    script = plain.work / "plain.py"
-    script.write_text(PLAIN)
-    plain.launch("--standalone", "--nproc", "2", "--hang-timeout", "6", command=[str(script)])
-    return {**runs, "plain": Hanging(plain)}
+    for name, text in (("plain", PLAIN), ("left", LEFT)):
+        job = new_job()
+        script = job.work / f"{name}.py"
+        script.write_text(text)
+        job.launch("--standalone", "--nproc", "2", "--hang-timeout", "6", command=[str(script)])
+        runs[name] = Hanging(job)
+    return runs
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +135,16 @@ def test_a_plain_script_is_watched_by_what_it_does_if_asked(hung: dict[str, Hang
     assert agent.wait(100) == 0, agent.output
     (event,) = hung["plain"].job.events("hang_found")
     assert (event["ranks"], event["places"]) == ([1], ["at plain.py:5 in <module>"])
+
+
+def test_a_thread_that_outlives_the_script_on_one_rank_is_found_if_asked(hung: dict[str, Hanging]) -> None:
+    agent = agent_of(hung["left"])
+    assert agent.wait(100) == 0, agent.output
+    (event,) = hung["left"].job.events("hang_found")
+    assert event["ranks"] == [1]
+    assert "hangs in the end of its script" in agent.output
+    (stacks,) = hung["left"].job.logs.rglob("stacks-*.txt")
+    assert ", in _shutdown" in stacks.read_text()
 
 
 def test_a_node_that_was_frozen_with_its_workers_goes_on(quiet: dict[str, Hanging]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from leader_run import Run, running
@@ -175,6 +176,26 @@ def stalls(run: Run, node: str, state: str = "exchange", *, seconds: float = 12.
     """A node of one worker reports that it is late."""
     worker = StalledWorker("ab".index(node), 0, 7, state, frame="train.py:9 in main")
     run.report(node, Stalled(run.number, seconds, "step 7", f"host-{node}", (worker,) if seconds else ()))
+
+
+def test_a_rank_that_all_others_have_left_behind_hangs_wherever_it_is() -> None:
+    for state in ("code", "exchange", "unknown"):
+        report = Stalled(3, 9.0, "its script", "h", (StalledWorker(1, 0, 7, state, frame="x"),), asked=True)
+        assert ranks(judge_stalled(3, {"a": report}, 99.0, finished=True)) == [1]
+        assert ranks(judge_stalled(3, {"a": report}, 99.0)) == []
+    busy = replace(report, workers=(StalledWorker(1, 0, 7, "code", moves=True),))
+    assert judge_stalled(3, {"a": busy}, 99.0, finished=True) is None
+
+
+def test_nodes_that_have_finished_are_not_waited_for_if_the_user_has_set_the_time() -> None:
+    run = running("2", "ab")
+    run.done("a")
+    stalls(run, "b", "code")
+    assert run.told(RoundBroken) == [], "it may save its last checkpoint"
+    worker = StalledWorker(1, 0, 7, "code", frame="threading.py:1 in _shutdown")
+    run.report("b", Stalled(run.number, 12.0, "its script", "host-b", (worker,), asked=True))
+    (order,) = run.orders("b", m.Break)
+    assert (order.kind, order.hung) == ("hang", (1,))
 
 
 def test_a_round_is_judged_once_all_its_nodes_are_late() -> None:

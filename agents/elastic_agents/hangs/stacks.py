@@ -78,6 +78,8 @@ def text_of(stacks: Sequence[Stack]) -> str:
 
 def user_frame(stack: Stack) -> Frame | None:
     """Return the innermost frame of the user's code: of no installed package, if there is any; else not of torch."""
+    if len(stack) > 1 and stack[-1].file == "<string>" and stack[-2].file.startswith(_OURS):
+        stack = stack[:-1]  # the command by which the warm server runs, of which a worker is a fork
     own = [x for x in stack if not _STANDARD.search(x.file) and not x.file.startswith(_OURS)]
     for refused in (_PACKAGES, _TORCH):
         if found := next((x for x in own if not refused.search(x.file)), None):

@@ -73,10 +73,16 @@ class WatchedWorker:
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """The workers of a round, all of which run."""
+    """The workers of a round that run.
+
+    Attributes:
+        finishing: whether others have ended with 0. Those that are left may wait for a last checkpoint, so only those
+            that report no steps are watched, for use of CPU and output.
+    """
 
     round: int
     workers: tuple[WatchedWorker, ...]
+    finishing: bool = False
 
 
 class HangWatch:
@@ -173,8 +179,11 @@ class HangWatch:
             self._broken = False
             self._lateness.broken()
         reports = self._reports(watched)
-        found = self._lateness.look(watched.round, reports, elapsed, _stopped(watched, reports))
-        if found is None and self._timeout:
+        steps = any(report is not None for report in reports.values())
+        found = None
+        if not watched.finishing:
+            found = self._lateness.look(watched.round, reports, elapsed, _stopped(watched, reports))
+        if found is None and self._timeout and not (watched.finishing and steps):
             found = self._idleness(watched, elapsed)
         if found is None or found.left > WINDOW:
             self._advances()
@@ -191,7 +200,8 @@ class HangWatch:
             idle = all(pid in self._before and not moved(self._before[pid], used) for pid, used in now.items())
             self._idle = self._idle + self._unchecked if idle else 0.0
             self._before, self._unchecked, self._idle_round = now, 0.0, watched.round
-        return Standstill(self._idle, self._timeout - self._idle, "its script")
+        doing = "the end of its script" if watched.finishing else "its script"
+        return Standstill(self._idle, self._timeout - self._idle, doing)
 
     def _reports(self, watched: Watched) -> dict[int, WorkerProgress | None]:
         found = {worker.local_rank: self._progress(worker.local_rank) for worker in watched.workers}

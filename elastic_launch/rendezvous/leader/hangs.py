@@ -100,7 +100,9 @@ class _Split:
         return f"{_ranks(self.there)} {wait} in {self.collective} {', '.join(texts)}"
 
 
-def judge_stalled(round_number: int, reports: Mapping[str, Stalled], ran: float) -> Verdict | None:
+def judge_stalled(
+    round_number: int, reports: Mapping[str, Stalled], ran: float, *, finished: bool = False
+) -> Verdict | None:
     """Return the verdict on a round all of whose nodes are stalled; None if it may still go on by itself.
 
     A worker that was stopped hangs for certain. Otherwise a round hangs only if none of its workers does anything;
@@ -111,6 +113,7 @@ def judge_stalled(round_number: int, reports: Mapping[str, Stalled], ran: float)
     Args:
         reports: by node.
         ran: seconds since the round was formed.
+        finished: whether all other ranks have ended with 0. Then those that are left hang wherever they are.
     """
     seen = [_Seen(node, report, worker) for node, report in reports.items() for worker in report.workers]
     splits = _splits(seen)
@@ -120,7 +123,7 @@ def judge_stalled(round_number: int, reports: Mapping[str, Stalled], ran: float)
         busy = [each for each in seen if not each.waits]
         if not seen or any(each.worker.moves for each in busy or seen):
             return None
-        hung = busy if len(busy) < len(seen) else []
+        hung = seen if finished else busy if len(busy) < len(seen) else []
         hung = hung or _awaited(seen, splits) or _apart(seen)
         alike = len({each.place for each in seen}) == 1
         if busy and alike and any(report.seconds < ALIKE and not report.asked for report in reports.values()):

@@ -143,14 +143,19 @@ class Rounds:
             case Running():
                 members = self._state.members()
                 late = {each.hello.node_id: each.stalled for each in members if each.stalled is not None}
-                if len(late) == len(self._state.record.round.members):
+                # What reports steps and is left by the others may wait for its last checkpoint.
+                asked = all(report.asked for report in late.values())
+                finished = sum(each.done for each in members if each.stalled is None) if asked else 0
+                if late and len(late) + finished == len(self._state.record.round.members):
                     self._judge_stalled(self.phase, late, now)
             case Draining() | Broken() | Gathering() | Parked() | Ending() | Ended():
                 pass
 
     def _judge_stalled(self, running: Running, late: Mapping[str, m.Stalled], now: float) -> None:
         number = self._state.record.round.number
-        verdict = judge_stalled(number, late, now - running.formed_at)
+        left = sum(len(report.workers) for report in late.values())
+        finished = left < self._state.record.round.world_size
+        verdict = judge_stalled(number, late, now - running.formed_at, finished=finished)
         if verdict is None:
             return
         broken = over(running, now, None if verdict.failures else Kind.HANG, verdict.cause)
