@@ -679,22 +679,41 @@ def test_without_memory_a_snapshot_is_kept_until_it_is_restored_and_copied(node:
     node.snapshot_store.between_rounds()
     assert node.used() == [5, 7], "one is being copied, the other is to be restored"
     node.snapshot_store.restored(0)
-    assert node.used() == [5]
+    assert node.used() == [5, 7], "the newest is not in durable storage"
     free.set()
-    assert node.copied() == [5]
+    assert node.copied() == [7, 5]
     assert node.used() == []
     assert node.snapshot_store.newest is None
 
 
 def test_without_memory_the_snapshot_of_a_later_training_waits_for_that(node: Node) -> None:
     node.store(7, durable=False)
-    node.store(2, durable=False, training=1)
+    node.store(2, training=1)
+    assert node.copied() == [2]
     assert node.snapshot_store.leave_out()
     node.snapshot_store.between_rounds()
     assert node.used() == [2, 7], "each is the newest of its training"
     node.snapshot_store.restored(0)
     assert node.used() == [2]
     node.snapshot_store.restored(1)
+    assert node.used() == []
+
+
+def test_without_memory_a_copy_waits_for_no_other_snapshot(node: Node) -> None:
+    """Workers, which would be asked for one as that of step 6 is overwritten, write none any more."""
+    asked, free = threading.Event(), threading.Event()
+    node.may_commit = lambda: asked.set() or free.wait(30 * SLOWNESS)
+    node.store(5)
+    assert asked.wait(30 * SLOWNESS)
+    node.store(6)
+    for step in (7, 8):
+        node.store(step, durable=False)
+    assert node.snapshot_store.leave_out()
+    node.snapshot_store.between_rounds()
+    node.snapshot_store.restored(0)
+    free.set()
+    assert node.copied() == [8, 5]
+    assert node.asked == 0
     assert node.used() == []
 
 

@@ -1,9 +1,10 @@
-"""Train with a need for memory that grows: ``growing_need.py DIRECTORY MIB MORE CHECKPOINTS [RANK | loader]``.
+"""Train with a need for memory that grows: ``growing_need.py DIRECTORY MIB MORE CHECKPOINTS [RANK | loader | often]``.
 
 The state takes MIB MiB, and from step 9 of 14 on each process takes MORE MiB besides it. Step 8 waits for a file ``go``
 in the directory. The last line has the step from which the process went on, and the weights. With RANK, only the need
 of that rank grows, which the kernel kills first, and snapshots are rare. With ``loader``, it is that of a loader's
-process: it takes the memory when there is the file, and it has loaded the samples of three steps.
+process: it takes the memory when there is the file, and it has loaded the samples of three steps. With ``often``, a
+checkpoint is saved every third step.
 """
 
 import sys
@@ -16,9 +17,9 @@ import elastic_launch as el
 from elastic_launch.training.checkpoints import snapshot_interval
 
 GROWS, STEPS = 9, 14
-loads = sys.argv[5:] == ["loader"]
+loads, often = sys.argv[5:] == ["loader"], sys.argv[5:] == ["often"]
 # Without RANK, each step is followed by a snapshot, so that two slots are in use; with it, only the first steps are.
-grows = None if loads or len(sys.argv) < 6 else int(sys.argv[5])
+grows = None if loads or often or len(sys.argv) < 6 else int(sys.argv[5])
 snapshot_interval.SHARE = 1000.0 if grows is None else 1e-9
 
 directory, mib, more = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
@@ -47,7 +48,7 @@ with el.session(threads=1) as run:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     data = (Greedy if loads else torch.utils.data.TensorDataset)(torch.randn(28, model.in_features))
     loader = el.ElasticLoader(data, el.GlobalBatch(2, micro=1), seed=0, num_workers=int(loads))
-    saving = el.Checkpoint(sys.argv[4], every=STEPS - 2)
+    saving = el.Checkpoint(sys.argv[4], every=3 if often else STEPS - 2)
     taken = b""
     for step in run.steps(loader, model, optimizer, until=f"{STEPS}ba", checkpoint=saving, exact=True):
         if step.number >= GROWS and not taken and not loads and grows in (None, run.rank):

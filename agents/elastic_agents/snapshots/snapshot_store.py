@@ -117,10 +117,16 @@ class SnapshotStore:
             return self._book.use
 
     def leave_out(self) -> int:
-        """Have workers of later rounds write no snapshots; return the bytes that are freed thereby, if this is new."""
+        """Have workers of later rounds write no snapshots, and copy the newest to durable storage before it is freed.
+
+        Returns:
+            The bytes that are freed thereby, if this is new.
+        """
         with self._changed:
             used = sum(slot.allocated for slot in self._slots) if self._writes else 0
             self._writes = self._writes and not used
+            if used:
+                self.secure()
             return used
 
     def between_rounds(self) -> None:
@@ -147,9 +153,11 @@ class SnapshotStore:
         found = [(header, number) for number, slot in enumerate(self._slots) if (header := slot.header()) is not None]
         found.sort(key=lambda pair: (pair[0].round, pair[0].step, pair[0].sequence))
         needed = {header.training: number for header, number in found if header.training > self._restored}
-        copied = self._book.pinned or (None if self._at_rest else self._book.newest)
+        pinned = self._book.pinned
+        newest = None if self._at_rest or (pinned is not None and self._job is None) else self._book.newest
+        kept = {*needed.values(), *(held.slot for held in (pinned, newest) if held is not None)}
         for number, slot in enumerate(self._slots):
-            if number not in needed.values() and (copied is None or number != copied.slot):
+            if number not in kept:
                 slot.free()
         self._look()
 
@@ -169,7 +177,7 @@ class SnapshotStore:
         return self._may_commit()
 
     def secure(self) -> None:
-        """Queue a copy of the newest snapshot if there is none: the run ends, and its memory is lost."""
+        """Queue a copy of the newest snapshot if there is none: its memory is lost or needed."""
         with self._changed:
             self._look()
             newest = self._book.newest
@@ -340,7 +348,7 @@ class SnapshotStore:
                 job, self._job = self._job, None
             pinned = self._book.pinned
         there = job.sequence in [held.sequence for held in (newest, pinned) if held is not None]
-        if job.share or job.last or newest is None or there:
+        if job.share or job.last or newest is None or there or not self._writes:
             return job
         if not self._tell(Save()):
             return job

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from elastic_launch import faults, snapshot
 from elastic_launch.contract import CopyJob, NoSnapshots, Restored, Stored
+from elastic_launch.shared_progress import Activity
 from elastic_launch.snapshot.memory.slot import Header, Slot
 from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter, read_meta, read_state
 from elastic_launch.snapshot.room import LEFT_OUT, MORE_MEMORY, lacking
@@ -28,6 +29,12 @@ from elastic_launch.training.ranks.spreading import Cuts, in_place, spread_state
 from elastic_launch.training.ranks.world import World
 
 _log = logging.getLogger(__name__)
+
+FREE_TIMEOUT = 300.0
+"""Seconds that training waits until the memory of snapshots is free: a copy that hangs is given up before."""
+
+LOOK_EVERY = 0.02
+"""Seconds between two looks whether it is."""
 
 Route = Callable[[CopyJob, int], CopyJob]
 """Completes a job without a directory: durable storage to copy a snapshot to, with that many bytes of tensors."""
@@ -73,9 +80,20 @@ class MemorySnapshots:
         self._sequence = max(self._sequence, self._link.sequence)
 
     def restored(self, training: int) -> None:
-        """If no snapshots are written on this node, let the agent free those that this training no longer needs."""
-        if not self._link.writes:
-            self._link.say(Restored(training))
+        """If no snapshots are written on this node, wait until the agent has freed those that this training had.
+
+        It first copies the newest to durable storage. In its memory, the next step might be killed for lack of it.
+        """
+        link = self._link
+        if link.writes:
+            return
+        link.say(Restored(training))
+        deadline = time.monotonic() + FREE_TIMEOUT
+        with link.doing(Activity.PAUSE, FREE_TIMEOUT, "the copy of the newest snapshot"):
+            while any(header.training <= training for slot in self._slots if (header := slot.header()) is not None):
+                if link.suspending or link.stop_asked() or not link.alive or time.monotonic() > deadline:
+                    return
+                time.sleep(LOOK_EVERY)
 
     def newest(self, training: int) -> tuple[Slot, Header] | None:
         """Return the newest snapshot of a training that this node holds."""
