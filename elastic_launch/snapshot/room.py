@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 from pathlib import Path
 
@@ -50,6 +51,21 @@ def lacking(size: int, what: str) -> str:
         f"{what} {size / 2**30:.2f} GiB more, and {free / 2**30:.2f} GiB are free {where}, of which {RESERVE:.0%} "
         "are left free"
     )
+
+
+def forget_peak(proc: Path = Path("/proc")) -> None:
+    """Have :func:`below_peak` consider only what this process uses from now on, if the kernel can do that."""
+    with contextlib.suppress(OSError):
+        (proc / "self" / "clear_refs").write_text("5")
+
+
+def below_peak(proc: Path = Path("/proc")) -> int:
+    """Return by how many bytes this process uses less memory than it has used, which it may soon use again."""
+    try:
+        lines = dict(line.split(":", 1) for line in (proc / "self" / "status").read_text().splitlines())
+        return 1024 * (int(lines["VmHWM"].split()[0]) - int(lines["VmRSS"].split()[0]))
+    except (OSError, KeyError, ValueError):
+        return 0
 
 
 def remedy_of(error: OSError) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import struct
 import zlib
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from elastic_launch.snapshot.errors import TornSnapshotError, UnsupportedStateError
 from elastic_launch.snapshot.memory.slot import Header, Slot
 from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter, read_meta, read_state
-from elastic_launch.snapshot.room import free_memory, room
+from elastic_launch.snapshot.room import below_peak, forget_peak, free_memory, room
 
 
 @pytest.fixture
@@ -241,6 +242,22 @@ def test_memory_that_others_take_during_the_allocation_is_an_error_and_all_of_it
 
 def test_of_this_process_something_is_left() -> None:
     assert 0 < free_memory() < 1 << 50
+
+
+def test_a_process_knows_what_it_has_used_beyond_what_it_uses() -> None:
+    forget_peak()
+    before = below_peak()
+    taken = mmap.mmap(-1, 64 * 2**20)
+    taken.write(bytes(64 * 2**20))
+    taken.close()
+    assert before + 32 * 2**20 < below_peak() < before + 192 * 2**20
+    forget_peak()
+    assert below_peak() < 32 * 2**20
+
+
+def test_a_peak_that_is_not_known_is_none(tmp_path: Path) -> None:
+    forget_peak(tmp_path)
+    assert below_peak(tmp_path) == 0
 
 
 def test_what_a_slot_takes_is_known(slot: Slot) -> None:

@@ -19,7 +19,7 @@ from elastic_launch.training.checkpoints import manager as checkpoint_module
 class Copies:
     """Counts the copies of the state that exist at the same time."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, free: int, step: int = 0) -> None:
         self.most = self.now = self.made = 0
         copied = checkpoint_module._copied
 
@@ -34,6 +34,7 @@ class Copies:
 
         monkeypatch.setattr(checkpoint_module, "_copied", copy)
         monkeypatch.setattr(checkpoint_module, "room", lambda: (free - self.now * 80, "in this test"))
+        monkeypatch.setattr(checkpoint_module, "below_peak", lambda: step)
 
     def _gone(self) -> None:
         self.now -= 1
@@ -53,10 +54,11 @@ def train(directory: Path) -> torch.nn.Module:
     return model
 
 
+@pytest.mark.parametrize(("free", "step"), [(80, 0), (90, 2)], ids=["for the copy", "for a step beside it"])
 def test_without_room_for_a_copy_training_waits_and_says_so_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, free: int, step: int
 ) -> None:
-    copies = Copies(monkeypatch, free=80)
+    copies = Copies(monkeypatch, free, step)
     model = train(tmp_path)
     assert copies.made == 0
     torch.testing.assert_close(el.load_checkpoint(tmp_path)["model"], dict(model.state_dict()), rtol=0, atol=0)

@@ -26,7 +26,7 @@ from elastic_launch.contract import Copied, CopyJob
 from elastic_launch.errors import UsageError
 from elastic_launch.snapshot.format.arrays import is_array
 from elastic_launch.snapshot.location import Place, Url, place
-from elastic_launch.snapshot.room import MORE_MEMORY, room
+from elastic_launch.snapshot.room import MORE_MEMORY, below_peak, room
 from elastic_launch.snapshot.stall import while_advancing
 from elastic_launch.snapshot.storage.listing import positions
 from elastic_launch.snapshot.storage.owner import claim, other_owner, owned_by
@@ -90,6 +90,7 @@ class CheckpointManager:
         self._saved = self._unsaved = -1  # step of the newest state that is, or could not be, saved
         self._error: snapshot.CheckpointError | None = None
         self._writers = Writers(True)
+        self._workers = 1  # of this node
 
     def has_newer(self, world: World, position: tuple[int, int]) -> bool:
         """Whether there is a checkpoint above a (round, step) in memory, judged by its name; called by all ranks."""
@@ -311,24 +312,31 @@ class CheckpointManager:
         meta: dict[str, Any],
         own: frozenset[int],
     ) -> None:
-        """Have a copy of the state written; if memory has no room for one, wait until the state itself is written."""
+        """Have a copy of the state written; if memory has no room for one, wait until the state itself is written.
+
+        There must be room besides it for what the next step needs for a while, such as gradients, in each worker of
+        the node as in this one.
+        """
         writer.drop_waiting()  # the copies would add up
         size, (free, where) = _bytes_to_copy(state, own), room()
-        if size > MOST_OF_FREE * free:
+        step_needs = self._workers * below_peak()
+        if size + step_needs > MOST_OF_FREE * free:
             if not writer.flush(FINAL_TIMEOUT):
                 error = self._still_writing("which has the only copy of the state that there is memory for")
                 self._lost.append(snapshot.WriteOutcome(step, self.branch.round, FINAL_TIMEOUT, error=error))
                 return
             free, where = room()
-        if fits := size <= MOST_OF_FREE * free:
+        if fits := size + step_needs <= MOST_OF_FREE * free:
             state = _copied(state, own)
         elif not self._waits:
             self._waits = True
             _log.warning(
                 "from step %d on training waits until a checkpoint is written, because there is no memory for a "
-                "copy of the state: it needs %.2f GiB, and %.2f GiB are free %s. To avoid the wait, %s",
+                "copy of the state: it needs %.2f GiB, a step needs %.2f GiB, and %.2f GiB are free %s. To avoid the "
+                "wait, %s",
                 step,
                 size / 2**30,
+                step_needs / 2**30,
                 free / 2**30,
                 where,
                 MORE_MEMORY,
@@ -475,6 +483,7 @@ class CheckpointManager:
     def _begin(self, world: World, meta: dict[str, Any]) -> None:
         self.branch = following(world.round, run_id(), meta, self._highest)
         self._last_time = time.monotonic()
+        self._workers = world.local_world_size
         if not world.first_on_node:
             self._awaited = 0  # the agent tells the first worker of a node alone, which was this one before
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from elastic_launch import snapshot
 from elastic_launch.contract import CopyJob
 from elastic_launch.shared_progress import Activity
-from elastic_launch.snapshot.room import remedy_of
+from elastic_launch.snapshot.room import forget_peak, remedy_of
 from elastic_launch.training.checkpoints.branches import Branch, following
 from elastic_launch.training.checkpoints.manager import CheckpointManager, run_id
 from elastic_launch.training.checkpoints.memory import MemorySnapshots, Newest, Route, newest, restore
@@ -128,6 +128,7 @@ class Saver:
             state.restore(resumed.state, resumed.origin, resumed.classes, resumed.orders, resumed.anew, resumed.frozen)
         self._memory.rhythm.begin(resumed.step)
         self._memory.restored(self._training)
+        forget_peak()
         return resumed
 
     def _newest(
