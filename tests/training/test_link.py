@@ -174,6 +174,19 @@ def test_a_worker_that_is_not_the_first_of_its_node_any_more_awaits_no_copy(
     assert time.monotonic() - began < 60  # of the ten minutes that a copy is waited for
 
 
+def test_a_worker_that_has_saved_a_newer_state_itself_awaits_no_copy(
+    ends: tuple[socket.socket, AgentLink], tmp_path: Path
+) -> None:
+    """As one does that goes on after its node has left snapshots out; the agent may have nothing left to copy."""
+    _agent, link = ends
+    checkpoint = CheckpointManager(el.Checkpoint(tmp_path, every=1))
+    checkpoint.requested(3, link)
+    checkpoint.save({"model": {"weight": torch.ones(1)}}, 6, {})
+    began = time.monotonic()
+    assert [(outcome.step, outcome.error) for outcome in checkpoint.finish()] == [(6, None)]
+    assert time.monotonic() - began < 60  # of the ten minutes that a copy is waited for
+
+
 def test_a_copy_of_another_training_of_the_script_is_not_taken_for_the_own_one(
     ends: tuple[socket.socket, AgentLink], tmp_path: Path
 ) -> None:

@@ -30,7 +30,7 @@ class DurableState:
         self._step_timer = step_timer
         self._saved: int | None = None  # step of the round's last checkpoint
         self._unsaved = ""  # why the workers' last checkpoint could not be written
-        self._kept: Copied | None = None  # the last copy in durable storage
+        self._kept: Copied | None = None  # the last checkpoint in durable storage; without a path if a worker wrote it
 
     def begin(self) -> None:
         """Workers of a new round begin."""
@@ -44,7 +44,7 @@ class DurableState:
         """A worker of the round has written a checkpoint itself, or could not."""
         self._unsaved = error
         if not error:
-            self._kept, self._saved = None, step
+            self._kept, self._saved = Copied(step, 0), step
 
     def has(self, step: int) -> bool:
         """Whether the state after a step of the current round is in durable storage."""
@@ -77,8 +77,9 @@ class DurableState:
         if saved is None and others:
             return ""
         if saved is None:
-            return f"nothing is saved, {counted(step, 'step')} lost: {self.why_not(writes=True)}"
-        place = f" in {self._kept.path}" if self._kept is not None and self._kept.step == saved else ""
+            why = self.why_not(writes=True) or "no checkpoint was complete"
+            return f"nothing is saved, {counted(step, 'step')} lost: {why}"
+        place = f" in {self._kept.path}" if self._kept and self._kept.path and self._kept.step == saved else ""
         lost = f"; {counted(step - saved, 'step')} since then lost" if step > saved and not others else ""
         if self._snapshot_store.failed or self._unsaved:  # another run may have taken over the location, and removed it
             return f"step {saved} was the last to be saved{place}{lost}"

@@ -290,7 +290,8 @@ class CheckpointManager:
             may_commit: called from another thread before a checkpoint is committed; only the first call's is used.
             own: addresses of tensors that do not change, and need not be copied.
         """
-        self._last_step, self._last_time, self._owed = step, time.monotonic(), 0
+        self._last_step, self._last_time = step, time.monotonic()
+        self._awaited = self._owed = 0  # an older state
         if not self.writes:
             return
         if self._writer is None:

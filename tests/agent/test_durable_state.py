@@ -1,0 +1,39 @@
+"""What an agent says at the end about where the final state is."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic_agents.snapshots.durable_state import DurableState
+from elastic_agents.snapshots.snapshot_store import SnapshotStore
+from elastic_agents.step_timer import StepTimer
+from elastic_launch.contract import Copied, CopyJob, Stored
+
+
+@pytest.fixture
+def reached_step_8() -> DurableState:
+    timer = StepTimer()
+    timer.begin(2, 6, 100.0)
+    timer.step(2, 8, 101.0)
+    return DurableState(SnapshotStore(lambda: True, lambda told: True), timer)
+
+
+def test_a_checkpoint_that_a_worker_of_an_earlier_round_wrote_is_not_forgotten(reached_step_8: DurableState) -> None:
+    reached_step_8.begin()
+    reached_step_8.reported(6, "")
+    reached_step_8.begin()
+    assert not reached_step_8.has(6), "not in this round"
+    assert reached_step_8.where(others=False) == "step 6 is saved; 2 steps since then lost"
+
+
+def test_a_copy_of_an_earlier_round_is_named(reached_step_8: DurableState) -> None:
+    reached_step_8.copied(Copied(8, 1, path="saved/step-8"))
+    reached_step_8.begin()
+    assert reached_step_8.where(others=False) == "step 8 is saved in saved/step-8"
+
+
+def test_without_a_checkpoint_the_reason_is_never_empty(reached_step_8: DurableState) -> None:
+    assert reached_step_8.where(others=False) == "nothing is saved, 8 steps lost: the script saves no checkpoints"
+    job = CopyJob(1, 3, 1, directory="saved")
+    reached_step_8._snapshot_store.stored(Stored(0, job))
+    assert reached_step_8.where(others=False) == "nothing is saved, 8 steps lost: no checkpoint was complete"
