@@ -307,7 +307,7 @@ def test_standalone_ignores_another_backend_with_a_warning(parse: Parse, caplog:
         ("fatal-exit-codes", "9-3", "--fatal-exit-codes '9-3'", "1 to 255"),
         ("fatal-exit-codes", "SIGKILL", "--fatal-exit-codes 'SIGKILL'", "1 to 255"),
         ("hang-timeout", "0", "--hang-timeout 0", "more than 0 seconds"),
-        ("hang-timeout", "on", "--hang-timeout on", "2.5"),
+        ("hang-timeout", "on", "--hang-timeout on", "2.5; or auto, or off."),
         ("node-rank", "-1", "--node-rank -1", "0 or more"),
         ("node-rank", "first", "--node-rank first", "4"),
         ("node-id", "a/b", "--node-id 'a/b'", "slash"),

@@ -158,7 +158,10 @@ def read_hang_timeout(values: Values) -> float | None:
         return None if text is not None and text.strip() == "off" else 0.0
     setting = values.setting("--hang-timeout")
     assert setting is not None
-    return setting.seconds()
+    try:
+        return setting.seconds()
+    except UsageError as error:
+        raise type(error)(error.message, f"{error.hint.rstrip('.')}; or auto, or off.") from None
 
 
 def read_signals(values: Values, claimed: Sequence[signal.Signals] = ()) -> Signals:

@@ -288,6 +288,18 @@ def test_a_worker_that_others_have_left_behind_is_late_once_it_is_idle(
             wait_for("a report", lambda: reports.all, 2.5)
 
 
+def test_where_no_stack_can_be_read_the_answer_names_what_could(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "stacks_of", lambda pid, directory: [])
+    told: list[Stalled | StacksTaken] = []
+    with closing(HangWatch(lambda rank: None, told.append)) as watching:
+        watching.tell_stacks(4, (WatchedWorker(0, 0, os.getpid(), tmp_path),))
+        (answer,) = wait_for("the answer", lambda: told)
+    assert isinstance(answer, StacksTaken)
+    assert "py-spy reads those of any worker" in answer.text
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_stacks_that_cannot_be_taken_are_reported_as_such(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -52,6 +52,8 @@ LONGEST_TEXT = 1024 * 1024
 FRAMES, LONGEST = 20, 1000
 """Innermost frames of a stack that go into a report, and bytes of each."""
 
+NO_STACK = "no stack could be read; py-spy reads those of any worker, if it is installed and permitted"
+
 
 @dataclass(frozen=True, slots=True)
 class WatchedWorker:
@@ -299,7 +301,7 @@ def _seen(worker: WatchedWorker, dumps: _Dumps, *, moves: bool) -> StalledWorker
 
 def _text(seen: StalledWorker, dumps: _Dumps) -> str:
     head = f"rank {seen.rank} (pid {seen.pid}): {seen.state}{', moves' if seen.moves else ''}"
-    processes = [text_of(those) or "  no stack could be read" for those in dumps.stacks]
+    processes = [text_of(those) or f"  {NO_STACK}" for those in dumps.stacks]
     collectives = text_of_collectives(seen.collectives)
     return "\n".join(filter(None, [head, "\n\nanother process of this worker:\n".join(processes), collectives])) + "\n"
 

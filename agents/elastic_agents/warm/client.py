@@ -277,7 +277,8 @@ class WarmServer:
                     told += 1
         except OSError as error:
             if self._usable and not self._closing:
-                _log.warning("workers import for themselves: %s", error)
+                why = "the warm server does not answer" if isinstance(error, TimeoutError) else error
+                _log.warning("workers import for themselves: %s", why)
             self.give_up()
         for call in calls[told:]:
             call()
