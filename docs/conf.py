@@ -22,7 +22,7 @@ author = "The elastic-launch authors"
 release = version = elastic_launch.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 include_patterns = ["*.md", "docs/**.md", "benchmarks/**README.md", "examples/**/README.md"]
-exclude_patterns = ["build", "tests", "agents", "elastic_launch", "**/.*"]
+exclude_patterns = ["build", "tests", "agents", "elastic_launch", ".*", "**/.*"]
 root_doc = "docs/README"
 html_theme = "furo"
 html_title = f"elastic-launch {release}"
