@@ -25,7 +25,7 @@ def arguments(name: str, directory: Path) -> list[str]:
     return {
         "ddp": ["2", "1", "--snapshot_path", str(directory / "snapshots")],
         "nanogpt": [str(directory / "out")],
-        "torchtitan": ["--folder", str(directory / "saved")],
+        "torchtitan": ["--folder", str(directory / "saved"), "--steps", "24"],
         "transformers": ["--output_dir", str(directory)],
     }[name]
 
@@ -65,7 +65,7 @@ def test_the_script_after_has_the_undisturbed_weights_through_three_kills(job: J
     # A sharded model needs a process group, also in one process.
     launcher = ["-m", "torch.distributed.run", "--standalone"] if name == "torchtitan" else []
     undisturbed = run_script(*launcher, script, *arguments(name, alone))
-    plan = FaultPlan.fail_at(1, 7) + FaultPlan.fail_at(0, 20, round=2) + FaultPlan.fail_at(1, 31, round=3)
+    plan = FaultPlan.fail_at(1, 7) + FaultPlan.fail_at(0, 14, round=2) + FaultPlan.fail_at(1, 21, round=3)
     agent = job.launch(
         "--standalone", "--nproc", "2", command=[script, *arguments(name, killed)], env=plan.environment()
     )
