@@ -102,14 +102,15 @@ class _Failures:
 
 
 LONG = (
-    *("frameworks", "sharded", "slurm", "engines", "api", "containers", "kubernetes", "hangs", "partitions"),
-    *("live_starts", "live_changes", "chaos", "torchrun_mode", "benchmarks"),
-    *("teardown", "drains", "elasticctl", "planned_exact", "takeover_midpoints"),
-    *("two_runs", "etcd", "exact", "clouds", "memory_snapshots", "checkpoint_urls", "leavers_serve"),
-    *("tutorial_examples", "takeover_stateful", "examples", "first_second", "newest_state", "ledger", "torch"),
-    *("etcd_bad_input", "trainer_ranks", "kills_exact", "freezes", "checkpoint_faults", "exact_matrix", "token"),
-    *("beginnings", "several_nodes", "one_node", "snapshot_store", "bad_input", "options", "server", "front_ends"),
-    *("console", "pages", "distributions", "groups", "trainer", "streams", "spoiled_record", "elected"),
+    *("frameworks", "sharded", "api", "containers", "container_memory", "slurm", "engines", "checkpoint_urls"),
+    *("torch", "convert", "elasticctl", "hangs", "live_starts", "live_changes", "two_runs", "partitions", "pages"),
+    *("benchmarks", "drills", "kubernetes", "planned_exact", "examples", "live_frozen", "voters", "kills_exact"),
+    *("drains", "newest_state", "chaos", "tutorial_examples", "torchrun_mode", "clouds", "plain_loops"),
+    *("trainer_ranks", "exact", "checkpoint_faults", "exact_matrix", "beginnings", "site", "schedules_resume"),
+    *("memory_snapshots", "teardown", "live_objects", "streams", "etcd", "shares", "freezes", "takeover_midpoints"),
+    *("leavers_serve", "takeover_stateful", "first_second", "ledger", "etcd_bad_input", "token", "several_nodes"),
+    *("one_node", "snapshot_store", "bad_input", "options", "server", "front_ends", "console", "distributions"),
+    *("groups", "trainer", "spoiled_record", "elected"),
 )
 """The files that take longest, of make test-all and of make test, in this order."""
 
