@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 
@@ -21,6 +22,11 @@ from elastic_launch.testing import MemoryStore
 
 # On a busy machine a thread may stand still for a second.
 TIMING = Timing(join_settle=0.8, beat=0.1, dead_after=2.5, min_wait=20.0, read_timeout=5.0)
+
+
+_STORE = socket.create_server(("127.0.0.1", 0))
+PORT = _STORE.getsockname()[1]
+"""Where the worker stores of all nodes listen: a node that joins later must be able to connect to one."""
 
 
 class View(MemoryStore):
@@ -88,7 +94,7 @@ class Node:
         self.causes: list[str] = []
         self.evictions = 0
         self.deaf = False
-        self.membership = Membership(self.config, self.backend, MonotonicClock(), self.hear, lambda address: 29500)
+        self.membership = Membership(self.config, self.backend, MonotonicClock(), self.hear, lambda address: PORT)
 
     def hear(self, event: MembershipEvent) -> None:
         match event:
@@ -97,10 +103,10 @@ class Node:
                 self.membership.report(m.Joined(event.round.number))
             case m.Break(round=number):
                 self.broken.append(number)
-                self.membership.report(m.Stopped(number, 29500))
+                self.membership.report(m.Stopped(number, PORT))
             case m.Evicted():
                 self.evictions += 1
-                self.membership.report(m.Stopped(self.rounds[-1].round.number if self.rounds else 0, 29500))
+                self.membership.report(m.Stopped(self.rounds[-1].round.number if self.rounds else 0, PORT))
             case m.RunEnd(code=code, cause=cause):
                 self.ends.append(code)
                 self.causes.append(cause)

@@ -227,6 +227,9 @@ class LeaderModel:
                         self._stopped(node)
                 case m.Drain(round=number) if number == node.holding and node.training:
                     node.stopping = node.drained = True
+                case m.Reach(round=number):
+                    assert not node.training
+                    self._say(node, m.Reached(number, ""))
                 case m.StartAhead():
                     assert not node.training
                     assert not node.holding

@@ -50,6 +50,7 @@ class Run:
         self.silent: set[str] = set()
         self.commits: list[ControlRecord] = []
         self.events: list[Event] = []
+        self.reaches = True  # nodes answer at once that they can connect to a round's hosts
         self._owners: dict[int, str] = {}
         self._orders: list[tuple[str, m.Order]] = []
 
@@ -133,6 +134,7 @@ class Run:
     # Output.
 
     def _do(self, instructions: Sequence[Instruction]) -> None:
+        asked: list[tuple[str, int]] = []
         for instruction in instructions:
             match instruction:
                 case Commit(record=record):
@@ -147,11 +149,16 @@ class Run:
                     if isinstance(order, m.RunEnd):
                         assert self.record.end is not None, "an end is ordered that the record does not hold"
                     self._orders.append((self._owners[link], order))
+                    if isinstance(order, m.Reach):
+                        asked.append((self._owners[link], order.round))
                 case Close(link=link):
                     self.links = {node_id: other for node_id, other in self.links.items() if other != link}
                 case Emit(event=event):
                     event.line()
                     self.events.append(event)
+        for node_id, number in asked if self.reaches else ():
+            if node_id in self.links:
+                self._do(self.machine.report(self.links[node_id], m.Reached(number, ""), self.clock.now()))
 
     def orders(self, node_id: str, kind: type[T]) -> list[T]:
         return [order for owner, order in self._orders if owner == node_id and isinstance(order, kind)]

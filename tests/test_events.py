@@ -68,6 +68,7 @@ def test_the_leaders_decisions_are_shown_to_people() -> None:
         ev.DrillEnded,
         ev.FaultLanded,
         ev.HangFound,
+        ev.JoinBlocked,
         ev.LeaderElected,
         ev.NodeDiffers,
         ev.NodeExcluded,
@@ -105,6 +106,11 @@ def test_the_leaders_decisions_are_shown_to_people() -> None:
         (ev.DrillEnded(3, ()), "drill: all 3 faults happened"),
         (ev.DrillEnded(3, (0, 2)), "drill: 1 of 3 faults happened; not fault 0, 2"),
         (ev.NodeRefused("b", "it speaks version 2."), "node b refused: it speaks version 2."),
+        (
+            ev.JoinBlocked("c", "a", "10.0.0.1", 40123, "timed out"),
+            "node c waits: it cannot connect to node a (10.0.0.1, port 40123: timed out). Nodes must be able to "
+            "connect to each other on all ports; it tries again every 10 s",
+        ),
         (
             ev.RoundFormed(3, 1, ("a", "b"), 16, 1, "first", 0.123),
             "round 3 formed in 0.12 s: world size 16 on 2 nodes (a, b)",

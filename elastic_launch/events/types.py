@@ -166,6 +166,27 @@ class NodeRefused(LeaderEvent):
 
 
 @dataclass(frozen=True, slots=True)
+class JoinBlocked(LeaderEvent):
+    """A node that waits cannot connect to where the running round's workers meet, and takes no part until it can.
+
+    Attributes:
+        member: the node whose address and port these are.
+    """
+
+    node: str
+    member: str
+    address: str
+    port: int
+    cause: str
+
+    def line(self) -> str:
+        return (
+            f"node {self.node} waits: it cannot connect to node {self.member} ({self.address}, port {self.port}: "
+            f"{self.cause}). Nodes must be able to connect to each other on all ports; it tries again every 10 s"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class NodeDiffers(LeaderEvent):
     """An accepted node has other arguments or limits than the run; emitted once for nodes with the same differences.
 

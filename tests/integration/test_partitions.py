@@ -95,6 +95,27 @@ def test_nodes_on_hosts_of_one_name_meet_by_their_addresses(c10d: Run) -> None:
     c10d.finish()
 
 
+def test_a_node_that_cannot_connect_to_the_others_takes_no_part_until_it_can(c10d: Run) -> None:
+    """It reaches the endpoint, as behind a firewall that lets only this through, and not where the workers meet."""
+    job, first = c10d.job, c10d.hosts["b"].address
+    c10d.start("a", "--node-rank", "1")
+    c10d.start("b", "--node-rank", "0")
+    number = job.trained(2)
+    route = ("-n", c10d.hosts["c"].name, "route")
+    netns.ip(*route, "add", "blackhole", first)
+    c10d.start("c")
+    wait_for("the leader to tell", lambda: job.events("join_blocked"), 60)
+    event = job.event("join_blocked")
+    assert (event["node"], event["member"], event["address"]) == ("c", "b", first)
+    c10d.agents["c"].says("node c waits: it cannot connect to node b")
+    done = len(job.noted("steps.jsonl", "a", number))
+    wait_for("further steps", lambda: len(job.noted("steps.jsonl", "a", number)) > done + 20)
+    assert {event["round"] for event in job.events("round_formed")} == {number}
+    netns.ip(*route, "del", "blackhole", first)
+    job.trained(3, after=number)
+    c10d.finish()
+
+
 def test_a_member_that_is_cut_off_comes_back_as_a_new_node(c10d: Run) -> None:
     job = c10d.job
     c10d.start("a").says("hosts")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from elected_nodes import TIMING, Nodes, View, backend_for
+from elected_nodes import PORT, TIMING, Nodes, View, backend_for
 from leader_run import failure
 
 from elastic_launch.config.launch_config import Limits
@@ -152,7 +152,7 @@ def test_a_crash_right_after_the_record_was_spoiled_is_charged(nodes: Nodes) -> 
     _spoil(nodes, b"garbage")
     crashed = nodes.nodes["a"].membership
     crashed.report(m.Failed(number, failure("a", round=number)))
-    crashed.report(m.Stopped(number, 29500))
+    crashed.report(m.Stopped(number, PORT))
     _repaired(nodes, b"garbage")
     nodes.until("the next round", lambda: nodes.record.round.number > number)
     assert nodes.record.restarts == 1

@@ -161,7 +161,8 @@ class SimLeader:
             self.greeted[number] = message.incarnation
             self.heard[message.incarnation] = now
             self.closed.discard(message.incarnation)
-            self.ended.discard(message.incarnation)
+            if not message.holding:  # until it has read that its round is over for it, its workers run
+                self.ended.discard(message.incarnation)
             yield from self._carry_out(self.machine.hello(number, message, now))
         else:
             self.heard[self.greeted[number]] = now

@@ -329,6 +329,8 @@ class SimNode(Host):
                     self._hang_up(self._former.pop())
             case m.Refused(reason=reason):
                 raise RefusedError(reason)
+            case m.Reach(round=number):
+                self._say(m.Reached(number, ""))
             case m.StartAhead():
                 self.inbox.put(order)
             case m.Form() | m.Drain() | m.Break() | m.Evicted() | m.RunEnd():

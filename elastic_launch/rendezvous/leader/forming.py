@@ -67,8 +67,8 @@ def _end(state: LeaderState, phase: Gathering | Parked, code: int, cause: str, n
 def _candidates(state: LeaderState, after: Broken | None) -> list[Node]:
     """Return the next round's nodes.
 
-    After the first round, nodes whose workers still import or start ahead, and those with too many faults, are left out
-    if enough remain.
+    After the first round, nodes whose workers still import or start ahead, those with too many faults, and those that
+    cannot connect to the others are left out if enough remain.
     """
     ready = prepared(state.nodes)
     return ready if after is not None and len(ready) >= state.limits.min_nodes else waiting(state.nodes)
@@ -89,13 +89,24 @@ def _form(state: LeaderState, after: Broken | None, now: float) -> Running:
     order = m.Form(state.record.term, formed, budget.spent, cause, served, budget.allowed)
     for node in chosen:
         node.active, node.joined, node.ready, node.done, node.live = True, False, False, False, False
-        node.ahead, node.stalled = False, None
+        node.ahead, node.apart, node.stalled = False, False, None
         state.send(node.link, order)
+    for node in waiting(state.nodes):
+        if node.apart is not False:
+            try_reach(state, node)
     names = tuple(member.node_id for member in members)
     term = state.record.term
     state.emit(RoundFormed(formed.number, term, names, formed.world_size, budget.spent, cause, now - since))
     state.resizing.formed(since if after is not None and after.imposed is Kind.MEMBERSHIP else None)
     return Running(now, fetching=bool(served))
+
+
+def try_reach(state: LeaderState, node: Node) -> None:
+    """Have a node that waits try to connect to where the current round's workers meet."""
+    first = state.record.round.members[0]
+    node.apart = node.apart or None
+    order = m.Reach(state.record.term, state.record.round.number, first.address, first.store_port)
+    state.send(node.link, order)
 
 
 def start_ahead(state: LeaderState, phase: Running | Draining | Broken) -> None:

@@ -24,8 +24,9 @@ from dataclasses import replace
 
 from elastic_launch.config.launch_config import Limits, Timing
 from elastic_launch.errors import ExitCode
-from elastic_launch.events.types import FaultLanded, NodeDiffers, NodeJoined, NodeRefused, RunResized
+from elastic_launch.events.types import FaultLanded, JoinBlocked, NodeDiffers, NodeJoined, NodeRefused, RunResized
 from elastic_launch.rendezvous.leader.admission import differences, refusal
+from elastic_launch.rendezvous.leader.forming import try_reach
 from elastic_launch.rendezvous.leader.phases import Draining, Ended, Parked, last_failure, put_off
 from elastic_launch.rendezvous.leader.rounds import MOST_SECONDS, Rounds
 from elastic_launch.rendezvous.leader.state import LeaderState
@@ -196,6 +197,8 @@ class LeaderMachine:
                     self._rounds.stopped(node, report, now)
             case m.Imported():
                 node.importing = False
+            case m.Reached(round=number, error=error) if number == current and not node.active:
+                self._reached(node, error)
             case m.Slots(slots=slots):
                 node.offer(slots)
             case m.Leaving(reason=reason, seconds=seconds):
@@ -386,6 +389,7 @@ class LeaderMachine:
             self._rounds.failed(node, failure, now, brought=True)
         if node.active and not running:
             self._rounds.tell_again(node, now)
+        self._try_reach(node)
         self._emit(NodeJoined(hello.node_id, hello.workers, hello.address, self.outlook))
         if hello.leaving:
             self._rounds.leaves(node, hello.leaving, 0.0, now)
@@ -411,11 +415,25 @@ class LeaderMachine:
             node.joined, node.ready, node.done = hello.joined or hello.ready or hello.done, hello.ready, hello.done
             node.live = hello.live
         self._welcome(link, hello)
+        self._try_reach(node)
         if node.active:
             self._rounds.tell_again(node, now)
             if (failure := self._uncharged(hello)) is not None:
                 self._rounds.failed(node, failure, now, brought=True)
         self._consider(now)
+
+    def _try_reach(self, node: Node) -> None:
+        """Have a node that waits connect to the running round's hosts before a round is formed with it."""
+        if self.running and not node.active:
+            try_reach(self._state, node)
+
+    def _reached(self, node: Node, error: str) -> None:
+        node.apart = bool(error)
+        if error and self.running:
+            first = self.record.round.members[0]
+            event = JoinBlocked(node.hello.node_id, first.node_id, first.address, first.store_port, error)
+            self._emit(event)
+            self._send(node.link, m.Notice(self.record.term, event.line()))
 
     def _uncharged(self, hello: m.Hello) -> m.Failure | None:
         """Return the failure that a member brings from the current round, unless the last leader charged for it."""

@@ -39,6 +39,7 @@ from elastic_launch.rendezvous.node.membership_events import (
     Opened,
     RendezvousLost,
 )
+from elastic_launch.rendezvous.node.reach import ReachTest
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.rendezvous.wire.authentication import Channel, OtherTokenError, link_key
 from elastic_launch.rendezvous.wire.log_once import LogOnce
@@ -109,6 +110,7 @@ class Membership:
         self._detector = FailureDetector(timing.dead_after, timing.beat_among(config.limits.max_nodes))
         # A silent link is kept until the next one is accepted: a leader that thaws would read its end as this node's.
         self._former = contextlib.ExitStack()
+        self._reach = ReachTest(self.report)
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
 
     def start(self) -> None:
@@ -155,6 +157,7 @@ class Membership:
         self._wake()
         if self._thread.ident is not None:
             self._thread.join(timeout)
+        self._reach.close()
         if not self._thread.is_alive():
             self._wake_out.close()
 
@@ -443,6 +446,8 @@ class Membership:
                 self._welcomed, self._led_by = True, leader
                 assert self._found is not None
                 self._notify(LinkUp(str(Endpoint(self._found.address, self._found.port))))
+            case m.Reach():
+                self._reach.begin(order)
             case m.Refused(reason=reason, hint=hint):
                 raise RefusedError(f"The run refuses this node: {reason}", hint)
             case m.RunEnd(cause=cause):
@@ -451,6 +456,7 @@ class Membership:
                 self.outlook = ""  # what was to happen next has happened
                 if isinstance(order, m.Form):
                     self._detector.formed()
+                    self._reach.stop()
                 self._notify(order)
 
 

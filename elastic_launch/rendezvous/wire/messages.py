@@ -13,7 +13,7 @@ from elastic_launch.codec import Messages
 from elastic_launch.rendezvous.admin import messages as asking
 from elastic_launch.rendezvous.record import LocalRanks, Round, Seconds
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 
 # From a node to its leader.
@@ -366,6 +366,18 @@ class Imported:
 
 
 @dataclass(frozen=True, slots=True)
+class Reached:
+    """Whether this node can connect to where the round's workers meet: the answer to :class:`Reach`.
+
+    Attributes:
+        error: why not; empty if it can.
+    """
+
+    round: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
 class FaultDue:
     """A worker of the round has come to a fault of the drill, and waits for :class:`Strike`.
 
@@ -384,6 +396,7 @@ Report = (
     | Beat
     | Progress
     | Imported
+    | Reached
     | Saved
     | Joined
     | Ready
@@ -524,6 +537,19 @@ class StartAhead:
 
 
 @dataclass(frozen=True, slots=True)
+class Reach:
+    """Try to connect to where the round's workers meet, until that succeeds, and report :class:`Reached`.
+
+    Sent to nodes that wait while a round runs. Only a round that lacks nodes is formed with one that has not connected.
+    """
+
+    term: int
+    round: int
+    address: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
 class Depart:
     """This node must leave the run after a drain, within the given seconds."""
 
@@ -614,6 +640,7 @@ ToNode = (
     | Drain
     | Break
     | StartAhead
+    | Reach
     | Depart
     | Released
     | SaveNow

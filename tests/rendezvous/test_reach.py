@@ -1,0 +1,141 @@
+"""A node that joins a running round takes part once it can connect to where the round's workers meet."""
+
+from __future__ import annotations
+
+import queue
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+from leader_run import Run, running
+
+from elastic_launch.events.types import JoinBlocked
+from elastic_launch.rendezvous.node import reach
+from elastic_launch.rendezvous.node.reach import ReachTest
+from elastic_launch.rendezvous.wire import messages as m
+
+
+def reached(run: Run, node: str, error: str = "") -> None:
+    run.report(node, m.Reached(run.number, error))
+
+
+def waits(nodes: str = "2:3", **hello: int) -> Run:
+    """A run of a and b, for which c waits."""
+    run = running(nodes, "ab", resize_delay=1.0)
+    for node in "ab":
+        run.report(node, m.Ready(run.number))
+    run.reaches = False
+    run.hello("c", **hello)
+    return run
+
+
+def drains(run: Run) -> bool:
+    return bool(run.orders("a", m.Drain))
+
+
+def test_a_node_that_joins_connects_before_the_round_is_resized_for_it() -> None:
+    run = waits()
+    first = run.record.round.members[0]
+    assert run.orders("c", m.Reach) == [m.Reach(run.record.term, 1, first.address, first.store_port)]
+    assert run.orders("a", m.Reach) == [], "members have connected"
+    run.advance(5.0)
+    assert not drains(run)
+    reached(run, "c")
+    run.advance(5.0)
+    assert drains(run)
+    assert run.told(JoinBlocked) == []
+
+
+def test_one_that_cannot_connect_is_named_and_takes_part_when_it_can() -> None:
+    run = waits()
+    reached(run, "c", "timed out")
+    (event,) = run.told(JoinBlocked)
+    assert (event.node, event.member, event.address, event.port) == ("c", run.members[0], "host-a", 7000)
+    assert run.orders("c", m.Notice)[-1].text == event.line()
+    run.advance(60.0)
+    assert not drains(run)
+    reached(run, "c")
+    run.advance(5.0)
+    assert drains(run)
+
+
+def test_a_round_without_it_is_formed_if_there_are_enough_others_and_it_tries_again() -> None:
+    run = waits("1:3")
+    reached(run, "c", "timed out")
+    run.fail("b")
+    run.stop("a", "b")
+    assert sorted(run.members) == ["a", "b"]
+    assert [order.round for order in run.orders("c", m.Reach)] == [1, 2]
+    run.report("c", m.Reached(1, ""))
+    run.advance(5.0)
+    assert not drains(run), "that was about the last round"
+    reached(run, "c")
+    for node in "ab":
+        run.report(node, m.Ready(run.number))
+    run.advance(5.0)
+    assert drains(run)
+
+
+def test_a_round_that_lacks_nodes_is_formed_with_it() -> None:
+    run = waits("2:3")
+    reached(run, "c", "timed out")
+    run.close("b")
+    run.stop("a")
+    assert sorted(run.members) == ["a", "c"]
+    run.hello("d")
+    assert [order.round for order in run.orders("d", m.Reach)] == [2]
+
+
+def test_a_node_that_comes_before_the_first_round_has_nothing_to_connect_to() -> None:
+    run = Run("2:3")
+    run.hello("a", "b")
+    assert run.orders("a", m.Reach) == run.orders("b", m.Reach) == []
+
+
+def test_a_node_that_returns_on_another_link_is_asked_again() -> None:
+    run = waits()
+    run.hello("c")
+    assert len(run.orders("c", m.Reach)) == 2
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener
+
+
+def test_it_is_reported_that_a_node_connects_or_why_not(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reach, "AGAIN", 0.05)
+    reports: queue.Queue[m.Reached] = queue.Queue()
+    address, port = listener.getsockname()
+    with closing(ReachTest(reports.put)) as test:
+        test.begin(m.Reach(1, 4, address, port))
+        assert reports.get(timeout=20) == m.Reached(4, "")
+        with socket.socket() as bound:
+            bound.bind((address, 0))
+            test.begin(m.Reach(1, 5, address, bound.getsockname()[1]))
+            assert reports.get(timeout=20) == m.Reached(5, "Connection refused")
+            bound.listen()
+            assert reports.get(timeout=20) == m.Reached(5, ""), "each change is reported, not each attempt"
+    assert reports.empty()
+
+
+def test_a_name_that_does_not_resolve_is_said_so() -> None:
+    reports: queue.Queue[m.Reached] = queue.Queue()
+    with closing(ReachTest(reports.put)) as test:
+        test.begin(m.Reach(1, 1, "no-such-host.invalid", 1))
+        assert reports.get(timeout=60).error
+
+
+def test_without_a_thread_to_spare_the_node_counts_as_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(thread: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(reach.VitalThread, "start", none)
+    reports: list[m.Reached] = []
+    with closing(ReachTest(reports.append)) as test:
+        test.begin(m.Reach(1, 3, "127.0.0.1", 1))
+    assert reports == [m.Reached(3, "")]
