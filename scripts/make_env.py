@@ -63,7 +63,9 @@ def pip_install(*arguments: str, constraints: str = CONSTRAINTS, into: Sequence[
 def compile_packages(site_packages: Path) -> None:
     """Compile what is installed on all processors, except for the packages' own tests, which nothing imports."""
     # A file for another version of Python, as torch has, is not compiled; pip leaves it out, too.
-    compileall.compile_dir(site_packages, quiet=2, workers=0, rx=re.compile(r"/tests?/"))
+    compileall.compile_dir(
+        site_packages, quiet=2, workers=0, rx=re.compile(re.escape(str(site_packages)) + r".*/tests?/")
+    )
 
 
 def ensure_pip() -> None:

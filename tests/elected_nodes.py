@@ -24,7 +24,7 @@ from elastic_launch.testing import MemoryStore
 TIMING = Timing(join_settle=0.8, beat=0.1, dead_after=2.5, min_wait=20.0, read_timeout=5.0)
 
 
-_STORE = socket.create_server(("127.0.0.1", 0))
+_STORE = socket.create_server(("127.0.0.1", 0), backlog=4096)  # it accepts none
 PORT = _STORE.getsockname()[1]
 """Where the worker stores of all nodes listen: a node that joins later must be able to connect to one."""
 

@@ -176,7 +176,8 @@ def copying(agent: Agent) -> int | None:
 @pytest.mark.skipif(bool(NO_GROUPS), reason=NO_GROUPS or "nothing is missing")
 def test_a_loaders_process_gets_it_too(job: Job, tmp_path: Path, undisturbed: str) -> None:
     with memory_group.group() as group:
-        command = growing(job.work, tmp_path / "saved", MORE, "loader")
+        # The loader's process also keeps copies of what the worker changes after it has forked it.
+        command = growing(job.work, tmp_path / "saved", 2 * FREE, "loader")
         agent = job.launch("--standalone", command=command, prefix=group.prefix)
         grow(job, group, 1)
         assert agent.wait(120) == 0, agent.output

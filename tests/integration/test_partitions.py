@@ -110,7 +110,7 @@ def test_a_node_that_cannot_connect_to_the_others_takes_no_part_until_it_can(c10
     c10d.agents["c"].says("node c waits: it cannot connect to node b")
     done = len(job.noted("steps.jsonl", "a", number))
     wait_for("further steps", lambda: len(job.noted("steps.jsonl", "a", number)) > done + 20)
-    assert {event["round"] for event in job.events("round_formed")} == {number}
+    assert max(event["round"] for event in job.events("round_formed")) == number
     netns.ip(*route, "del", "blackhole", first)
     job.trained(3, after=number)
     c10d.finish()

@@ -12,6 +12,7 @@ from leader_run import Run, running
 
 from elastic_launch.events.types import JoinBlocked
 from elastic_launch.rendezvous.node import reach
+from elastic_launch.rendezvous.node.machine import NodeMachine
 from elastic_launch.rendezvous.node.reach import ReachTest
 from elastic_launch.rendezvous.wire import messages as m
 
@@ -85,6 +86,73 @@ def test_a_round_that_lacks_nodes_is_formed_with_it() -> None:
     assert sorted(run.members) == ["a", "c"]
     run.hello("d")
     assert [order.round for order in run.orders("d", m.Reach)] == [2]
+
+
+def test_a_round_that_lacked_nodes_is_formed_without_it_when_there_are_enough_others() -> None:
+    run = waits("2:3")
+    reached(run, "c", "timed out")
+    run.close("b")
+    run.stop("a")
+    assert sorted(run.members) == ["a", "c"]
+    run.reaches = True
+    run.hello("b", incarnation="b2")
+    run.advance(5.0)
+    run.stop("a", "c")
+    assert sorted(run.members) == ["a", "b"]
+    assert run.orders("c", m.Reach)[-1].round == run.number
+
+
+def test_one_that_trains_with_the_others_has_connected() -> None:
+    run = waits("2:3")
+    reached(run, "c", "timed out")
+    run.close("b")
+    run.stop("a")
+    run.join("a", "c")
+    for node in "ac":
+        run.report(node, m.Ready(run.number))
+    run.fail("a")
+    run.stop("a", "c")
+    assert sorted(run.members) == ["a", "c"]
+    assert len(run.orders("c", m.Reach)) == 1
+
+
+def test_a_round_that_breaks_before_the_answer_is_followed_by_one_without_the_node() -> None:
+    run = waits("1:3")
+    run.fail("b")
+    run.stop("a", "b")
+    assert sorted(run.members) == ["a", "b"]
+    assert len(run.orders("c", m.Reach)) == 2
+
+
+def test_another_leader_learns_from_the_node_that_it_cannot_connect() -> None:
+    run = waits("1:3")
+    run.fail("b")
+    run.hello("d", apart=True)
+    run.stop("a", "b")
+    assert sorted(run.members) == ["a", "b"]
+    assert run.orders("d", m.Reach) == [m.Reach(run.record.term, 2, run.record.round.members[0].address, 7000)]
+
+
+def test_a_round_that_ends_closes_its_store_which_blocks_no_node() -> None:
+    run = waits("1:3")
+    run.fail("b")
+    reached(run, "c", "Connection refused")
+    assert run.told(JoinBlocked) == []
+    run.stop("a", "b")
+    reached(run, "c")
+    for node in "ab":
+        run.report(node, m.Ready(run.number))
+    run.advance(5.0)
+    assert drains(run)
+
+
+def test_what_a_node_cannot_do_is_part_of_its_next_hello() -> None:
+    side = NodeMachine()
+    side.begin(m.Hello(1, "run", "digest", "train.py", "", "c", "c1", 1, "host-c", 7000))
+    side.say(m.Reached(1, "timed out"), 1.0)
+    assert side.hello.apart
+    side.say(m.Reached(1, ""), 2.0)
+    assert not side.hello.apart
 
 
 def test_a_node_that_comes_before_the_first_round_has_nothing_to_connect_to() -> None:

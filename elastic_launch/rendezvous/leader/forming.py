@@ -89,11 +89,10 @@ def _form(state: LeaderState, after: Broken | None, now: float) -> Running:
     order = m.Form(state.record.term, formed, budget.spent, cause, served, budget.allowed)
     for node in chosen:
         node.active, node.joined, node.ready, node.done, node.live = True, False, False, False, False
-        node.ahead, node.apart, node.stalled = False, False, None
+        node.ahead, node.apart, node.stalled = False, bool(node.apart), None
         state.send(node.link, order)
     for node in waiting(state.nodes):
-        if node.apart is not False:
-            try_reach(state, node)
+        try_reach(state, node)
     names = tuple(member.node_id for member in members)
     term = state.record.term
     state.emit(RoundFormed(formed.number, term, names, formed.world_size, budget.spent, cause, now - since))

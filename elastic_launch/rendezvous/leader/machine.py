@@ -27,7 +27,7 @@ from elastic_launch.errors import ExitCode
 from elastic_launch.events.types import FaultLanded, JoinBlocked, NodeDiffers, NodeJoined, NodeRefused, RunResized
 from elastic_launch.rendezvous.leader.admission import differences, refusal
 from elastic_launch.rendezvous.leader.forming import try_reach
-from elastic_launch.rendezvous.leader.phases import Draining, Ended, Parked, last_failure, put_off
+from elastic_launch.rendezvous.leader.phases import Draining, Ended, Parked, Running, last_failure, put_off
 from elastic_launch.rendezvous.leader.rounds import MOST_SECONDS, Rounds
 from elastic_launch.rendezvous.leader.state import LeaderState
 from elastic_launch.rendezvous.leader.types import Instruction, Node
@@ -176,7 +176,7 @@ class LeaderMachine:
                 node.joined = True
             case m.Ready(round=number) if node.active and number == current:
                 node.joined = node.ready = True
-                node.live = report.live
+                node.live, node.apart = report.live, False
                 self._rounds.ready(report, now)
             case m.Done(round=number) if node.active and number == current:
                 first = not any(other.done for other in self.nodes.values() if other.active)
@@ -363,7 +363,7 @@ class LeaderMachine:
 
     def _admit(self, link: int, hello: m.Hello, now: float) -> None:
         node = Node(hello, link, self._arrivals, hello.store_port, heard=now)
-        node.importing, node.held = hello.importing, hello.held
+        node.importing, node.held, node.apart = hello.importing, hello.held, hello.apart
         node.offer(hello.slots)
         self._arrivals += 1
         rank = self.record.round.index(hello.node_id, hello.incarnation)
@@ -403,7 +403,7 @@ class LeaderMachine:
         node.link, node.silence, node.heard = link, 0.0, now
         self._owners[link] = hello.node_id
         node.store_port, node.hello, node.importing = hello.store_port, hello, hello.importing
-        node.held, node.released, node.ahead = hello.held, False, False
+        node.held, node.released, node.ahead, node.apart = hello.held, False, False, hello.apart
         node.stalled = None  # it may have advanced meanwhile; if not, it says so again
         node.offer(hello.slots)
         if hello.leaving:
@@ -424,12 +424,14 @@ class LeaderMachine:
 
     def _try_reach(self, node: Node) -> None:
         """Have a node that waits connect to the running round's hosts before a round is formed with it."""
-        if self.running and not node.active:
+        if isinstance(self._rounds.phase, Running) and not node.active:
             try_reach(self._state, node)
 
     def _reached(self, node: Node, error: str) -> None:
-        node.apart = bool(error)
-        if error and self.running:
+        if not error:
+            node.apart = False
+        elif isinstance(self._rounds.phase, Running):  # else the round's first member may just have closed its store
+            node.apart = True
             first = self.record.round.members[0]
             event = JoinBlocked(node.hello.node_id, first.node_id, first.address, first.store_port, error)
             self._emit(event)

@@ -44,7 +44,7 @@ def outlook(phase: Phase, state: LeaderState) -> str:
 
 
 def _while_running(state: LeaderState) -> str:
-    there, most = [node for node in waiting(state.nodes) if not node.excluded], state.limits.max_nodes
+    there, most = [node for node in waiting(state.nodes) if not (node.excluded or node.apart)], state.limits.max_nodes
     if not there:
         return "training goes on"
     if len(state.members()) >= most:

@@ -23,19 +23,14 @@ def waiting(nodes: Mapping[str, Node]) -> list[Node]:
 def prepared(nodes: Mapping[str, Node]) -> list[Node]:
     """Return the waiting nodes whose workers could begin at once, without waiting for imports or a start ahead.
 
-    Nodes that are left out because of their faults are not among them, nor those that cannot connect to the others.
+    Nodes that are left out because of their faults are not among them, nor those that have not connected to the others.
     """
-    return [node for node in waiting(nodes) if not (node.importing or node.excluded or node.apart)]
-
-
-def connected(nodes: Mapping[str, Node]) -> list[Node]:
-    """Return the prepared nodes for which a running round may be resized: they have connected to its hosts."""
-    return [node for node in prepared(nodes) if node.apart is not None]
+    return [node for node in waiting(nodes) if not (node.importing or node.excluded) and node.apart is False]
 
 
 def newcomers(nodes: Mapping[str, Node], formed: Round) -> list[Node]:
     """Return the waiting nodes that have no part in a round, could begin, and were not ordered to start ahead."""
-    there = [node for node in connected(nodes) if not node.ahead]
+    there = [node for node in prepared(nodes) if not node.ahead]
     return [node for node in there if formed.index(node.hello.node_id, node.hello.incarnation) is None]
 
 
@@ -78,7 +73,7 @@ class Resizing:
 
         Nor before all members have returned to a new leader: until then the round cannot be drained.
         """
-        if everybody >= max_nodes or not connected(self._nodes):
+        if everybody >= max_nodes or not prepared(self._nodes):
             return False
         members = [node for node in self._nodes.values() if node.active]
         return len(members) == everybody and not any(node.done for node in members)
@@ -104,6 +99,6 @@ class Resizing:
     def _sizes(self, formed: Round, max_nodes: int, joining: Sequence[Node] | None = None) -> tuple[int, int]:
         """Workers of the running round, and of a round resized for what waits."""
         members = [node for node in self._nodes.values() if node.active]
-        there = connected(self._nodes) if joining is None else joining
+        there = prepared(self._nodes) if joining is None else joining
         first = sorted(there, key=lambda node: node.arrival)[: max(0, max_nodes - len(members))]
         return formed.world_size, sum(node.workers for node in [*members, *first])

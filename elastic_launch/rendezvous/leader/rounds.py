@@ -36,7 +36,7 @@ from elastic_launch.rendezvous.leader.phases import (
     last_failure,
     over,
 )
-from elastic_launch.rendezvous.leader.resizing import connected, regained
+from elastic_launch.rendezvous.leader.resizing import prepared, regained
 from elastic_launch.rendezvous.leader.state import LeaderState
 from elastic_launch.rendezvous.leader.types import Node
 from elastic_launch.rendezvous.leader.verdict import Kind, judge, killed, kind_of, root_cause, words
@@ -472,7 +472,7 @@ class Rounds:
         # Breaking a round of live workers that are still meeting would only delay them.
         meets = state.live and not at_boundary and now - running.formed_at < state.timing.join_timeout
         settled = now - state.last_arrival >= state.timing.resize_delay
-        joining = connected(state.nodes) if self._room() and settled and not meets else []
+        joining = prepared(state.nodes) if self._room() and settled and not meets else []
         back = regained(state.nodes, state.record.round) if at_boundary else []
         if not joining and not back:
             return

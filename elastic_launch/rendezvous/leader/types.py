@@ -51,7 +51,7 @@ class Node:
         joined, ready, done: whether its workers are started; can all be drained; have all finished with 0.
         live: whether they can all be suspended.
         importing: whether its workers could not begin at once.
-        apart: whether it cannot connect to where the running round's workers meet; None until it has answered.
+        apart: whether it cannot connect to where a round's workers meet; None until it has answered.
         ahead: whether it was ordered to start its workers ahead since it last had a place.
         slots: local ranks with which it could take part in a round; empty for all.
         excluded: whether it is left out of rounds for now; see :mod:`elastic_launch.rendezvous.leader.exclusion`.

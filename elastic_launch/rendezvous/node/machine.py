@@ -77,13 +77,15 @@ class NodeMachine:
             case m.Ready(round=number, step=step, live=live):
                 if seen is not None and seen.number == number:
                     seen.begun = max(seen.begun, step)
-                self._learn(joined=True, ready=True, live=live)
+                self._learn(joined=True, ready=True, live=live, apart=False)
             case m.Done():
                 self._learn(done=True)
             case m.Failed(failure=failure):
                 self._learn(failed=first_of(self._known.get("failed"), failure))
             case m.Leaving(reason=reason):
                 self._learn(leaving=reason)
+            case m.Reached(error=error):
+                self._learn(apart=bool(error))
             case m.Imported():
                 self._loading = False
                 self._learn(importing=False)

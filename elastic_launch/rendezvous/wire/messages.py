@@ -118,6 +118,7 @@ class Hello:
         round_seen: what else it knows of that round; None if it was in none.
         planned, landed: number of faults in the plan of its drill; positions of those that it knows to have happened.
         shutdown_timeout: seconds that its workers have between SIGTERM and SIGKILL.
+        apart: whether it could not connect to where the last round that it was asked about meets; see :class:`Reached`.
         term: term of the record that named the leader, or 0 if no record did. A leader keeps its listening socket from
             one of its terms to the next, so that links of the earlier one may still wait there to be accepted.
     """
@@ -151,6 +152,7 @@ class Hello:
     role: str = "default"
     live: bool = False
     slots: LocalRanks = ()
+    apart: bool = False
     term: int = 0
     round_seen: RoundSeen | None = None
 
