@@ -34,7 +34,8 @@ class Copies:
 
         monkeypatch.setattr(checkpoint_module, "_copied", copy)
         monkeypatch.setattr(checkpoint_module, "room", lambda: (free - self.now * 80, "in this test"))
-        monkeypatch.setattr(checkpoint_module, "below_peak", lambda: step)
+        # The peak was when there was a copy beside a step, if any was made.
+        monkeypatch.setattr(checkpoint_module, "below_peak", lambda: step + 80 * bool(self.made))
 
     def _gone(self) -> None:
         self.now -= 1
@@ -67,11 +68,13 @@ def test_without_room_for_a_copy_training_waits_and_says_so_once(
     assert "0.00 GiB are free in this test. To avoid the wait, take a host with more memory" in said
 
 
+@pytest.mark.parametrize(("free", "step"), [(90, 0), (110, 18)])
 def test_with_room_for_one_copy_there_is_never_a_second(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, free: int, step: int
 ) -> None:
+    """A copy that was made earlier does not count as what a step needs."""
     caplog.set_level(logging.WARNING)
-    copies = Copies(monkeypatch, free=90)
+    copies = Copies(monkeypatch, free, step)
     model = train(tmp_path)
     assert copies.made == 6
     assert copies.most == 1

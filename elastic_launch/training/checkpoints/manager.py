@@ -83,6 +83,8 @@ class CheckpointManager:
         self._awaited = 0
         self._owed = 0  # step of a checkpoint that was put off
         self._lost: list[snapshot.WriteOutcome] = []
+        self._copy_bytes = 0  # of the largest copy of the state so far
+        self._step_bytes = 0  # that a step has needed for a while
         self._waits = False  # whether it was reported that training waits for checkpoints
         self._last_step = 0
         self._last_time = 0.0
@@ -320,7 +322,9 @@ class CheckpointManager:
         """
         writer.drop_waiting()  # the copies would add up
         size, (free, where) = _bytes_to_copy(state, own), room()
-        step_needs = self._workers * below_peak()
+        # The peak includes a copy that has been written and dropped since.
+        self._step_bytes = max(self._step_bytes, below_peak() - self._copy_bytes)
+        step_needs = self._workers * self._step_bytes
         if size + step_needs > MOST_OF_FREE * free:
             if not writer.flush(FINAL_TIMEOUT):
                 error = self._still_writing("which has the only copy of the state that there is memory for")
@@ -329,6 +333,7 @@ class CheckpointManager:
             free, where = room()
         if fits := size + step_needs <= MOST_OF_FREE * free:
             state = _copied(state, own)
+            self._copy_bytes = max(self._copy_bytes, size)
         elif not self._waits:
             self._waits = True
             _log.warning(
