@@ -6,6 +6,7 @@ A thread answers, also while the training waits for other ranks. It cannot while
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -40,15 +41,22 @@ def dump_collectives_on_request() -> None:
         return
     directory = os.path.dirname(os.path.abspath(error_file))  # the script may change its working directory
     # Without the FIFO or the thread there is no dump. The training does not depend on it.
-    with suppress(OSError, RuntimeError):
+    with suppress(OSError):
         path = os.path.join(directory, REQUESTS)
         with suppress(FileExistsError):
             os.mkfifo(path, 0o600)
         # For writing, too: so that reading waits, instead of ending, while no agent has it open.
         requests = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         thread = threading.Thread(target=_answer, args=(requests, directory), name="collective dump", daemon=True)
-        thread.start()
-        _answering.append(thread)
+        # Signals are the script's: it may wait for one that it has blocked in its own thread.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            thread.start()
+            _answering.append(thread)
+        except RuntimeError:  # no more threads
+            os.close(requests)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def forget_collectives() -> None:
@@ -60,7 +68,8 @@ def forget_collectives() -> None:
 def _answer(requests: int, directory: str) -> None:
     path = os.path.join(directory, COLLECTIVES)
     while os.read(requests, 1):
-        with suppress(OSError, RuntimeError):  # such as a full disk; torch may fail, too
+        # Such as a full disk; torch may fail, too, or have changed these functions, which are not public.
+        with suppress(OSError, RuntimeError, TypeError, MemoryError):
             with open(open_private(f"{path}.tmp", os.O_WRONLY | os.O_TRUNC), "wb") as file:
                 file.write(_dump())
             os.replace(f"{path}.tmp", path)

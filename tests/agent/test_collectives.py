@@ -34,11 +34,15 @@ def dump(*entries: dict[str, Any], since: int = 0) -> bytes:
 
 def test_the_last_one_of_each_group_counts_and_those_that_wait_are_first() -> None:
     found = last_collectives(
-        dump(entry("1", 3, retired=False), entry("0", 8), entry("0", 9, "nccl:broadcast", input_sizes=[[2, 3]]))
+        dump(
+            entry("1", 3, retired=False),
+            entry("0", 8, "nccl:broadcast"),
+            entry("0", 9, "nccl:broadcast", input_sizes=[[2, 3]]),
+        )
     )
     assert found == (
-        Collective("1", "", 3, "all_reduce of Float[1024]", waits=True),
-        Collective("0", "default_pg", 9, "broadcast of Float[2, 3]", waits=False),
+        Collective("1", "", 3, "all_reduce of Float[1024]", waits=True, backend="gloo"),
+        Collective("0", "default_pg", 9, "broadcast of Float[2, 3]", waits=False, backend="nccl"),
     )
     assert text_of_collectives(found).splitlines()[1:] == [
         "  all_reduce of Float[1024], number 3 of group 1, has not finished",

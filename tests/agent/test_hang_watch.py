@@ -136,7 +136,7 @@ def test_the_collectives_that_a_process_has_begun(tmp_path: Path) -> None:
         wait_for("its collectives", lambda: len(found()) == 2, 60)
         broadcast, all_reduce = found()
         assert (broadcast.description, broadcast.number, broadcast.what) == ("mine", 1, "broadcast of Long[5]")
-        assert all_reduce == Collective("0", "default_pg", 3, "all_reduce of Float[2, 3]", waits=False)
+        assert all_reduce == Collective("0", "default_pg", 3, "all_reduce of Float[2, 3]", waits=False, backend="gloo")
         freeze(pid)
         assert found() == ()
 

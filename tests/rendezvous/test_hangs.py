@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from leader_run import Run, running
 
 from elastic_launch.events.types import CauseFound, HangFound, RestartCharged, RoundBroken
@@ -144,6 +145,25 @@ def test_a_rank_that_has_finished_a_collective_or_has_gone_on_is_not_waited_for(
     assert ranks(verdict) == []
     assert verdict is not None
     assert verdict.collectives == ""
+
+
+@pytest.mark.parametrize("odd", ["scatter of Float[2, 3]", "scatter"])
+def test_sizes_that_may_differ_between_ranks_are_not_another_collective(odd: str) -> None:
+    """The source of a scatter has inputs, and no other rank; those of all_to_all may have any size."""
+    some = (*EXCHANGE, begun(7, "scatter of Float[9]"))
+    verdict = judged((*EXCHANGE, begun(7, odd)), some, some)
+    assert ranks(verdict) == []
+    assert verdict is not None
+    assert verdict.collectives == ""
+    behind = judged((*EXCHANGE, begun(7, odd)), some, (*EXCHANGE, begun(6, waits=False)))
+    assert ranks(behind) == [2]
+
+
+def test_each_backend_of_a_group_counts_its_own_collectives() -> None:
+    gloo = replace(begun(3), backend="gloo")
+    nccl = replace(begun(90, waits=False), backend="nccl")
+    verdict = judged((*EXCHANGE, gloo, nccl), (*EXCHANGE, gloo, nccl), (*EXCHANGE, replace(gloo, number=2), nccl))
+    assert ranks(verdict) == [2]
 
 
 def test_what_a_rank_that_hangs_in_its_code_keeps_others_from_is_recorded() -> None:

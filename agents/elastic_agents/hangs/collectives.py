@@ -28,14 +28,14 @@ def last_collectives(data: bytes) -> tuple[Collective, ...]:
     Raises:
         ProtocolError: if it is not that.
     """
-    last: dict[str, dict[str, Any]] = {}
+    last: dict[tuple[str, str], dict[str, Any]] = {}
     try:
         found = json.loads(data or '{"dumps": []}')
         for dump in found["dumps"]:
             for entry in dump.get("entries", ()):
                 # Messages between two ranks have numbers of their own.
                 if not entry["is_p2p"] and entry["time_created_ns"] >= found["since_ns"]:
-                    last[entry["process_group"][0]] = entry
+                    last[_backend(entry), entry["process_group"][0]] = entry
         order = sorted(last.values(), key=lambda x: (not _waits(x), -int(x["time_created_ns"])))
         return tuple(map(_collective, order[:MOST]))
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
@@ -48,6 +48,10 @@ def text_of_collectives(collectives: Sequence[Collective]) -> str:
     return "The last collective in each process group:\n" + "\n".join(lines) if collectives else ""
 
 
+def _backend(entry: dict[str, Any]) -> str:
+    return str(entry["profiling_name"].partition(":")[0])
+
+
 def _waits(entry: dict[str, Any]) -> bool:
     return not entry["retired"] and entry["state"] != _ENDED
 
@@ -58,4 +62,5 @@ def _collective(entry: dict[str, Any]) -> Collective:
     of = f" of {', '.join(inputs)}" if inputs else ""
     what = clipped(one_line(str(entry["profiling_name"]).rpartition(":")[2] + of), LONGEST)
     described = "" if description in ("undefined", name) else clipped(one_line(description), LONGEST)
-    return Collective(clipped(one_line(name), LONGEST), described, int(entry["collective_seq_id"]), what, _waits(entry))
+    number, backend = int(entry["collective_seq_id"]), clipped(one_line(_backend(entry)), LONGEST)
+    return Collective(clipped(one_line(name), LONGEST), described, number, what, _waits(entry), backend)

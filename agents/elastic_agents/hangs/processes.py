@@ -109,7 +109,7 @@ def collectives_of(pid: int, directory: Path) -> bytes:
         deadline = time.monotonic() + DUMP
         while time.monotonic() < deadline:
             time.sleep(0.05)
-            if file.exists():
+            with suppress(FileNotFoundError):  # not yet; or another thread asks, too, and has removed it
                 return read_small(file, 2 * LONGEST_DUMP)
     return b""
 

@@ -199,7 +199,8 @@ class HangWatch:
         self._unchecked += elapsed
         if watched.round != self._idle_round or self._unchecked >= WINDOW:
             now = {worker.pid: usage(worker.pid) for worker in watched.workers}
-            idle = all(pid in self._before and not moved(self._before[pid], used) for pid, used in now.items())
+            same = now.keys() == self._before.keys()  # one that has ended has done something
+            idle = same and not any(moved(self._before[pid], used) for pid, used in now.items())
             self._idle = self._idle + self._unchecked if idle else 0.0
             self._before, self._unchecked, self._idle_round = now, 0.0, watched.round
         doing = "the end of its script" if watched.finishing else "its script"

@@ -16,6 +16,9 @@ ALIKE = 600.0
 MOST = 4
 """Places of the code, and collectives, that a cause names."""
 
+_SAME_SIZES = ("all_reduce", "broadcast", "reduce")
+"""Torch's names of collectives whose inputs have the same sizes on all ranks."""
+
 _WAITS = ("exchange", "unknown")
 
 
@@ -142,26 +145,29 @@ def judge_stalled(
 
 def _splits(seen: Sequence[_Seen]) -> list[_Split]:
     """Return the collectives in which some ranks wait and that others have not begun, or began as another one."""
-    members: dict[str, list[tuple[int, Collective]]] = {}
+    members: dict[tuple[str, str], list[tuple[int, Collective]]] = {}
     for each in seen:
         for collective in each.worker.collectives:
-            members.setdefault(collective.group, []).append((each.worker.rank, collective))
+            members.setdefault((collective.backend, collective.group), []).append((each.worker.rank, collective))
     found = []
     for begun in members.values():
-        waits = [collective for _, collective in begun if collective.waits]
-        newest = [each for each in waits if each.number == max(x.number for x in waits)]
+        waits = [x for _, x in begun if x.waits]
+        newest = [_meant(x) for x in waits if x.number == max(other.number for other in waits)]
         if newest:
             last = max(newest, key=newest.count)
-            there = [rank for rank, collective in begun if collective == last]
+            number = last[0]
+            there = [(rank, x) for rank, x in begun if x.waits and _meant(x) == last]
             # A rank that has gone on from it, such as the source of a broadcast, is not one of these.
-            others = [(rank, x) for rank, x in begun if x.number < last.number or _differ(x, last)]
+            others = [(rank, x) for rank, x in begun if x.number < number or (x.number == number and _meant(x) != last)]
             if others:
-                found.append(_Split(last, there, others))
+                found.append(_Split(there[0][1], [rank for rank, _ in there], others))
     return found
 
 
-def _differ(one: Collective, other: Collective) -> bool:
-    return one.number == other.number and one.what != other.what
+def _meant(collective: Collective) -> tuple[int, str]:
+    """Return what must be the same on all ranks of a group: in others, sizes may differ between ranks."""
+    operation = collective.what.partition(" of ")[0]
+    return collective.number, collective.what if operation in _SAME_SIZES else operation
 
 
 def _awaited(seen: Sequence[_Seen], splits: Sequence[_Split]) -> list[_Seen]:

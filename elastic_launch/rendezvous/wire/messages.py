@@ -240,6 +240,7 @@ class Collective:
         number: it is the group's collective of this number; they are counted from 1.
         what: such as ``all_reduce of Float[1024]``.
         waits: whether it has not finished.
+        backend: such as ``gloo``; a group may have several, each of which counts its own collectives.
     """
 
     group: str
@@ -247,6 +248,7 @@ class Collective:
     number: int
     what: str
     waits: bool
+    backend: str = ""
 
     def __str__(self) -> str:
         return f"{self.what}, number {self.number} of group {self.description or self.group},"
