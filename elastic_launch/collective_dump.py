@@ -5,11 +5,12 @@ A thread answers, also while the training waits for other ranks. It cannot while
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 import threading
-import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from elastic_launch.system.private_files import open_private
@@ -17,8 +18,8 @@ from elastic_launch.system.private_files import open_private
 COLLECTIVES = "collectives.json"
 """Name of the file, beside the worker's error file.
 
-Its ``dumps`` are what the recorders have, one for each kind; what was begun before ``since_ns``, by the clock of the
-host in nanoseconds, was in process groups that are gone.
+Its ``dumps`` are what the recorders have, one for each kind, and its ``first`` the lowest ``pg_id`` of a process group
+that is not gone, likewise: a process counts its groups.
 """
 
 REQUESTS = "collectives.fifo"
@@ -30,8 +31,11 @@ LONGEST_DUMP = 16 << 20
 _RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 """Torch's functions, for collectives on CPUs and for those of NCCL."""
 
+_FAILURES = (RuntimeError, TypeError, ValueError, KeyError, MemoryError)
+"""Of these functions, which are not public."""
+
 _answering: list[threading.Thread] = []
-_since_ns = 0
+_first: dict[str, int] = {}  # by recorder
 
 
 def dump_collectives_on_request() -> None:
@@ -61,25 +65,31 @@ def dump_collectives_on_request() -> None:
 
 def forget_collectives() -> None:
     """All process groups of this process are gone: later ones may have their names."""
-    global _since_ns
-    _since_ns = time.time_ns()
+    with suppress(*_FAILURES):
+        for name, recorder in _recorders().items():
+            groups = json.loads(recorder(False, False))["pg_status"]  # without collectives
+            _first[name] = 1 + max(map(int, groups), default=-1)
 
 
 def _answer(requests: int, directory: str) -> None:
     path = os.path.join(directory, COLLECTIVES)
     while os.read(requests, 1):
-        # Such as a full disk; torch may fail, too, or have changed these functions, which are not public.
-        with suppress(OSError, RuntimeError, TypeError, MemoryError):
+        with suppress(OSError, *_FAILURES):  # such as a full disk
             with open(open_private(f"{path}.tmp", os.O_WRONLY | os.O_TRUNC), "wb") as file:
                 file.write(_dump())
             os.replace(f"{path}.tmp", path)
 
 
-def _dump() -> bytes:
+def _recorders() -> dict[str, Callable[[bool, bool], bytes]]:
     torch = sys.modules.get("torch._C._distributed_c10d")  # a process that has not imported it has begun none
-    recorders = [getattr(torch, name) for name in _RECORDERS if hasattr(torch, name)]
+    return {name: getattr(torch, name) for name in _RECORDERS if hasattr(torch, name)}
+
+
+def _dump() -> bytes:
+    recorders = _recorders()
     # With collectives, of which the finished ones, too.
-    dumps = b",".join(recorder(True, False) for recorder in recorders)
+    dumps = b",".join(recorder(True, False) for recorder in recorders.values())
     if len(dumps) > LONGEST_DUMP:
-        dumps = b""
-    return b'{"since_ns": %d, "dumps": [%b]}' % (_since_ns, dumps)
+        recorders, dumps = {}, b""
+    first = json.dumps([_first.get(name, 0) for name in recorders]).encode()
+    return b'{"first": %b, "dumps": [%b]}' % (first, dumps)

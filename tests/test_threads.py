@@ -21,6 +21,7 @@ BARE = {
     # In a worker: its script is told where it uses them, and what ends a thread is printed.
     "elastic_launch/snapshot/stall.py": ["threading.Thread"],  # what it raises, its caller raises
     "elastic_launch/snapshot/storage/background.py": ["threading.Thread"],  # the next use raises
+    "elastic_launch/collective_dump.py": ["threading.Thread"],  # without it, the agent has no dump to look at
     "elastic_launch/training/link.py": ["threading.Thread"],  # without it, the agent has its late worker killed
     "elastic_launch/training/live/sockets.py": ["threading.Thread"],  # the same; lives while a group is being formed
 }

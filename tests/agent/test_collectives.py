@@ -21,6 +21,7 @@ def entry(group: str, number: int, name: str = "gloo:all_reduce", **changed: Any
         "input_dtypes": ["Float"],
         "input_sizes": [[1024]],
         "is_p2p": False,
+        "pg_id": 1,
         "retired": True,
         "state": "scheduled",
         "time_created_ns": 1000 + number,
@@ -28,8 +29,8 @@ def entry(group: str, number: int, name: str = "gloo:all_reduce", **changed: Any
     }
 
 
-def dump(*entries: dict[str, Any], since: int = 0) -> bytes:
-    return json.dumps({"since_ns": since, "dumps": [{"entries": entries}, {}]}).encode()
+def dump(*entries: dict[str, Any], first: int = 0) -> bytes:
+    return json.dumps({"first": [first, 0], "dumps": [{"entries": entries}, {}]}).encode()
 
 
 def test_the_last_one_of_each_group_counts_and_those_that_wait_are_first() -> None:
@@ -52,8 +53,8 @@ def test_the_last_one_of_each_group_counts_and_those_that_wait_are_first() -> No
 
 
 def test_messages_between_two_ranks_and_groups_that_are_gone_do_not_count() -> None:
-    gone, message = entry("1", 3, retired=False), entry("0", 9, is_p2p=True)
-    (found,) = last_collectives(dump(gone, entry("0", 8), message, since=1005))
+    gone, message = entry("1", 3, retired=False, pg_id=0), entry("0", 9, is_p2p=True)
+    (found,) = last_collectives(dump(gone, entry("0", 8), message, first=1))
     assert (found.group, found.number) == ("0", 8)
 
 
@@ -73,7 +74,15 @@ def test_a_worker_that_has_not_answered_has_none() -> None:
 
 @pytest.mark.parametrize(
     "data",
-    [b"[]", b"{", b'{"dumps": 3}', dump({}), dump(entry("0", 1, process_group=None)), b"[" * 100000, b"\xff"],
+    [
+        b"[]",
+        b"{",
+        b'{"first": 1, "dumps": 3}',
+        dump({}),
+        dump(entry("0", 1, process_group=None)),
+        b"[" * 100000,
+        b"\xff",
+    ],
     ids=["a list", "cut off", "a number", "no fields", "no group", "deep", "no text"],
 )
 def test_anything_else_is_refused(data: bytes) -> None:

@@ -30,11 +30,11 @@ def last_collectives(data: bytes) -> tuple[Collective, ...]:
     """
     last: dict[tuple[str, str], dict[str, Any]] = {}
     try:
-        found = json.loads(data or '{"dumps": []}')
-        for dump in found["dumps"]:
+        found = json.loads(data or '{"first": [], "dumps": []}')
+        for first, dump in zip(found["first"], found["dumps"], strict=True):
             for entry in dump.get("entries", ()):
                 # Messages between two ranks have numbers of their own.
-                if not entry["is_p2p"] and entry["time_created_ns"] >= found["since_ns"]:
+                if not entry["is_p2p"] and entry["pg_id"] >= first:
                     last[_backend(entry), entry["process_group"][0]] = entry
         order = sorted(last.values(), key=lambda x: (not _waits(x), -int(x["time_created_ns"])))
         return tuple(map(_collective, order[:MOST]))
