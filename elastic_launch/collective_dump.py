@@ -18,8 +18,8 @@ from elastic_launch.system.private_files import open_private
 COLLECTIVES = "collectives.json"
 """Name of the file, beside the worker's error file.
 
-Its ``dumps`` are what the recorders have, one for each kind, and its ``first`` the lowest ``pg_id`` of a process group
-that is not gone, likewise: a process counts its groups.
+Its ``dumps`` are those of the recorders. Its ``first`` has, for each of them, the lowest ``pg_id`` of a process group
+that still exists; torch counts the groups of a process.
 """
 
 REQUESTS = "collectives.fifo"
@@ -32,7 +32,7 @@ _RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 """Torch's functions, for collectives on CPUs and for those of NCCL."""
 
 _FAILURES = (RuntimeError, TypeError, ValueError, KeyError, MemoryError)
-"""Of these functions, which are not public."""
+"""What these functions may raise, since they are not public and may change."""
 
 _answering: list[threading.Thread] = []
 _first: dict[str, int] = {}  # by recorder

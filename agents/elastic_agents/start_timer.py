@@ -9,7 +9,7 @@ UNKNOWN_START = 60.0
 
 
 class StartTimer:
-    """Learns from the starts that it is told of.
+    """Learns how long starts take from those that are reported to it.
 
     Args:
         start_wait: seconds that other workers should wait for a start.

@@ -34,7 +34,7 @@ class ReachTest:
         self._thread: threading.Thread | None = None
 
     def begin(self, order: m.Reach) -> None:
-        """Try to connect to this address from now on, and to none of before."""
+        """Try to connect to this address from now on, and no longer to an earlier one."""
         self.stop()
         over = self._over = threading.Event()
 
