@@ -143,7 +143,7 @@ def read_drill(values: Values, *, own_agent: bool) -> FaultPlan:
         raise UsageError(f"--drill {path} cannot be read: {error}", "Name a file with a list of faults.") from None
     except UsageError as error:
         raise UsageError(f"--drill {path}: {error.message}", error.hint) from None
-    log.warning("--drill %s: %d faults are rehearsed in this run.", path, len(plan.faults))
+    log.warning("--drill %s: faults rehearsed in this run: %d.", path, len(plan.faults))
     return plan
 
 
