@@ -251,3 +251,24 @@ def test_of_five_voters_two_may_be_lost(job: Job) -> None:
     job.finish()
     assert [agent.wait() for agent in run.agents.values()] == [0] * 5, [x.output for x in run.agents.values()]
     assert not job.events("restart_charged")
+
+
+@pytest.mark.slow
+def test_an_end_that_only_one_voter_has_reaches_all_that_come_back(job: Job) -> None:
+    """The node that trains cannot write the end, since the others are gone; they come back, and none waits alone."""
+    run = Run(job, command=[LOOP, str(job.work)])
+    token = job.directory / "token"
+    token.write_text("correct-horse-battery-staple")
+    token.chmod(0o600)
+    flags = ("--rdzv-conf", "dead_after=10,beat=1", "--token-file", str(token))
+    run.start("a", "b", "c", nnodes="1:1", flags=flags)
+    (worker,) = job.world(1)
+    last = worker["env"]["NODE"]
+    others = [name for name in "abc" if name != last]
+    run.leader()
+    for name in others:
+        run.kill(name)
+    job.finish()
+    run.agents[last].says("2 of 3 voters lost")
+    run.start(*others, nnodes="1:1", flags=flags)
+    assert [agent.wait() for agent in run.agents.values()] == [0] * 3, [x.output for x in run.agents.values()]

@@ -300,3 +300,28 @@ def test_an_end_that_is_spoiled_before_any_node_has_seen_it_comes_again() -> Non
     cluster.run(20.0)
     assert cluster.record.end is not None
     assert (cluster.record.end.code, cluster.record.restarts) == (0, 0)
+
+
+def test_an_end_that_only_one_voter_has_reaches_all_that_come_back() -> None:
+    """The leader's write of the end had no majority. The first that reads it does not leave another one alone."""
+    tried = 0
+    for seed in range(40):
+        cluster = Cluster("1:1", seed=seed, voters=True)
+        cluster.start("a", "b", "c")
+        cluster.run(10.0)
+        leader = cluster.leader
+        assert leader is not None
+        assert cluster.record is not None
+        if not leader.workers.training:
+            continue
+        tried += 1
+        for node in cluster.nodes:
+            if node is not leader:
+                node.die(power=False)
+        leader.workers.finish()
+        cluster.run(cluster.timing.dead_after)
+        cluster.start(*sorted(VOTERS - {leader.node_id}))
+        cluster.run(cluster.timing.dead_after + 10.0)
+        assert cluster.over, f"seed {seed}: {cluster.describe()}"
+        assert cluster.record.end is not None
+    assert tried > 10

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -158,6 +159,32 @@ def test_a_voter_without_its_file_takes_the_state_of_all_others(voters: Voters) 
     voters.start("b")
     assert voters.stores["c"].load(20) == b"1"
     wait_for("its vote", lambda: voters.own["c"].founded)
+
+
+def test_a_voter_that_leaves_last_answers_those_that_are_connected(voters: Voters) -> None:
+    voters.begin()
+    assert voters.stores["a"].compare_and_set(None, b"1", 20)
+    with voters.reader() as reader:
+        assert reader.load(20) == b"1"
+        wait_for("all links", lambda: all(_asked(server) == 3 for server in voters.servers.values()))
+        for store in voters.stores.values():
+            store.end()
+        leaving = [
+            threading.Thread(target=server.close, args=(seconds,))
+            for server, seconds in zip(voters.servers.values(), (600, 600, 0), strict=True)
+        ]
+        for thread in leaving:
+            thread.start()
+        leaving[-1].join(10)
+        assert reader.load(20) == b"1"
+        assert [thread.is_alive() for thread in leaving] == [True, True, False]
+    for thread in leaving:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in leaving)
+
+
+def _asked(server: VoterServer) -> int:
+    return sum(link.greeted for link in list(server._links.values()))
 
 
 def test_two_voters_without_their_files_say_how_to_begin_again(voters: Voters) -> None:

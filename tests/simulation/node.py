@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from elastic_agents import policy_types as v
 from elastic_agents.policy import decide
 from elastic_launch.errors import LeasedError, RefusedError, StoreError
+from elastic_launch.rendezvous.backends.c10d import ACK_TIMEOUT
 from elastic_launch.rendezvous.backends.succession import Succession, Takeover
 from elastic_launch.rendezvous.continuity import REPAIR, Continuity, SpoiledError, repairing
 from elastic_launch.rendezvous.node.failure_detector import FailureDetector
@@ -60,7 +61,7 @@ class SimNode(Host):
         self.connections: list[tuple[Connection, int]] = []
         self.backlog: list[Connection] = []  # not accepted yet
         self._wires = Mailbox(self.kernel, self)
-        self._closing = self._answered = False
+        self._closing = self._answered = self._over = False
         self._detector = FailureDetector(cluster.timing.dead_after, cluster.timing.beat_among(cluster.limits.max_nodes))
         self._former: list[Connection] = []
         self._record: ControlRecord | None = None
@@ -176,7 +177,16 @@ class SimNode(Host):
         while not self._closing:
             yield self._wires.get(1.0)
         yield from self._end_leading()
+        yield from self._linger()
         self.die(power=False)
+
+    def _linger(self) -> Task:
+        """As a voter of an ended run: answer nodes that may not know of the end."""
+        cluster, until = self.cluster, self.kernel.now + ACK_TIMEOUT
+        while self._over and cluster.voters is not None and self.node_id in VOTERS and self.kernel.now < until:
+            if all(node._closing for node in cluster.nodes):
+                return
+            yield self.kernel.sleep(self, 0.05)
 
     def _stay(self) -> Task:
         timing = self.cluster.timing
@@ -238,7 +248,7 @@ class SimNode(Host):
         record: ControlRecord = yield from self._find_leader(timeout)
         if record.end is not None:
             self.inbox.put(m.RunEnd(record.term, record.end.code, record.end.cause, record.restarts))
-            self._closing = True
+            self._closing = self._over = True
             return None
         self._record = record
         try:
@@ -336,6 +346,7 @@ class SimNode(Host):
             case m.Form() | m.Drain() | m.Break() | m.Evicted() | m.RunEnd():
                 if isinstance(order, m.Form):
                     self._detector.formed()
+                self._over = self._over or isinstance(order, m.RunEnd)
                 self.inbox.put(order)
 
     # Leading.

@@ -14,7 +14,7 @@ from elastic_launch.clock import Clock
 from elastic_launch.config.launch_config import Endpoint, LaunchConfig
 from elastic_launch.errors import EndpointError, ProtocolError, RefusedError, UnresolvedError
 from elastic_launch.events.types import EventSink, counted
-from elastic_launch.rendezvous.backends.c10d import NodeAddress
+from elastic_launch.rendezvous.backends.c10d import ACK_TIMEOUT, FoundLeader, NodeAddress
 from elastic_launch.rendezvous.backends.election import ElectedBackend
 from elastic_launch.rendezvous.record import ControlRecord
 from elastic_launch.rendezvous.stores.control_store import ControlStore
@@ -72,20 +72,27 @@ class VotingBackend(ElectedBackend):
             )
         return super().open()
 
+    def find_leader(self, timeout: float) -> FoundLeader:
+        found = super().find_leader(timeout)
+        self._over = self._over or (found.record is not None and found.record.end is not None)
+        return found
+
     def reached(self, order: m.Order) -> None:
         super().reached(order)
         self._over = self._over or isinstance(order, m.RunEnd)
 
     def close(self) -> None:
         super().close()
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        over = self._over or (self._own is not None and self._ended(self._own))
         if self._majority is not None:
-            self._majority.end()
+            self._majority.end()  # the other voters wait for its connections
             self._majority = None
+        if self._server is not None:
+            # Once most voters are gone, no node can learn from the record that the run has ended.
+            self._server.close(ACK_TIMEOUT if over else 0.0)
+            self._server = None
         if self._own is not None:
-            if self._over or self._ended(self._own):
+            if over:
                 with contextlib.suppress(OSError):
                     self._own.file.remove()
             self._own.file.close()

@@ -32,6 +32,10 @@ PAUSE = 0.1
 """Seconds for which nothing is accepted after the process has run out of descriptors."""
 
 
+POLL = 0.05
+"""Seconds after which a server that is to stop looks whether its time is over."""
+
+
 class VoterServer:
     """Serves until closed.
 
@@ -51,6 +55,7 @@ class VoterServer:
         self._links: dict[int, Link] = {}  # by file descriptor, oldest first
         self._once = LogOnce(_log)
         self._stop = threading.Event()
+        self._leave_by = 0.0
         self._wake_in, self._wake_out = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._thread = VitalThread(self._run, "voter")
@@ -62,28 +67,40 @@ class VoterServer:
             self._selector.register(sock, selectors.EVENT_READ)
         self._thread.start()
 
-    def close(self) -> None:
-        """Stop answering, and close all connections."""
+    def close(self, linger: float = 0.0) -> None:
+        """Stop answering, and close all connections.
+
+        Args:
+            linger: most seconds for which it still answers, as long as others that have asked stay connected.
+        """
+        self._leave_by = time.monotonic() + linger
         self._stop.set()
         with contextlib.suppress(OSError):
             self._wake_out.send(b"x")
         if self._thread.ident is not None:
-            self._thread.join(5.0)
+            self._thread.join(linger + 5.0)
         for sock in (self._listener, self._wake_in, self._wake_out):
             sock.close()
         self._selector.close()
 
     def _run(self) -> None:
         try:
-            while not self._stop.is_set():
-                for key, _ in self._selector.select():
-                    if key.fileobj is self._listener:
+            while not self._left():
+                for key, _ in self._selector.select(POLL if self._stop.is_set() else None):
+                    if key.fileobj is self._wake_in:
+                        self._wake_in.recv(1)
+                    elif key.fileobj is self._listener:
                         self._accept()
                     elif key.fd in self._links:
                         self._serve(key.fd, self._links[key.fd])
         finally:
             for link in self._links.values():
                 link.sock.close()
+
+    def _left(self) -> bool:
+        """Whether it is to stop, and waits for none that may still ask."""
+        asked = any(link.greeted for link in self._links.values())
+        return self._stop.is_set() and (not asked or time.monotonic() >= self._leave_by)
 
     def _accept(self) -> None:
         try:
