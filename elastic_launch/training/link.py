@@ -41,6 +41,9 @@ COMMIT_TIMEOUT = 30.0
 FETCH_TIMEOUT = 600.0
 """Seconds to wait for a snapshot that the agent fetches from another node."""
 
+QUIET = 10.0
+"""Seconds for which a longer wait for the agent is not logged."""
+
 SILENCE = 1.0
 """Minimum seconds between two messages about steps, as long as steps can be written to shared memory."""
 
@@ -301,7 +304,9 @@ class AgentLink:
 
     def wait_fetched(self) -> None:
         """If the agent is fetching a snapshot from another node, wait until it is in the slots."""
-        self._hear_until(lambda: not self._fetching, FETCH_TIMEOUT)
+        what = "the node's agent to fetch the newest state from another node"
+        if not self._hear_at_length(lambda: not self._fetching, FETCH_TIMEOUT, what):
+            _log.warning("the newest state has not come: training resumes from the newest one that is here")
 
     def slot_to_use(self, *, patient: bool = False) -> int | None:
         """Return the slot to write next; None if the agent does not answer. Call it once for each snapshot.
@@ -310,8 +315,11 @@ class AgentLink:
             patient: wait for a slow agent. Otherwise an agent that did not answer is not waited for again until it has
                 answered.
         """
-        timeout = PATIENCE if patient else 0.0 if self._silent else ANSWER_TIMEOUT
-        self._hear_until(lambda: self._use is not None, timeout)
+        if patient:
+            what = "the node's agent to say where in memory the last state is to be kept"
+            self._hear_at_length(lambda: self._use is not None, PATIENCE, what)
+        else:
+            self._hear_until(lambda: self._use is not None, 0.0 if self._silent else ANSWER_TIMEOUT)
         use, self._use = self._use, None
         self._silent = use is None
         return use
@@ -443,6 +451,14 @@ class AgentLink:
             self._hear(deadline - time.monotonic())
             if time.monotonic() >= deadline:
                 return
+
+    def _hear_at_length(self, done: Callable[[], bool], timeout: float, what: str) -> bool:
+        """Like :meth:`_hear_until`, but say what is waited for once it takes long; return whether it is done."""
+        self._hear_until(done, QUIET)
+        if not done() and self._sock is not None:
+            _log.warning("waiting for %s, for up to %g s", what, timeout)
+            self._hear_until(done, timeout - QUIET)
+        return done()
 
     def _read_all(self) -> None:
         """Read messages until the agent is gone; runs in a thread."""

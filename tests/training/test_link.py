@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness import wait_for
 from torch import nn
 
 import elastic_launch as el
@@ -22,6 +23,7 @@ from elastic_launch import contract as c
 from elastic_launch.shared_progress import FIRST_STEPS, Activity, SharedProgress
 from elastic_launch.snapshot import newest
 from elastic_launch.snapshot.memory.slot import Slot
+from elastic_launch.training import link as link_module
 from elastic_launch.training.checkpoints.manager import CheckpointManager
 from elastic_launch.training.checkpoints.saving import Trained
 from elastic_launch.training.durations import Interval
@@ -84,6 +86,28 @@ def test_messages_of_the_agent_are_read_while_another_thread_sends(ends: tuple[s
     assert link.stop_asked() == ""
     agent.sendall(c.pack(c.Stop("resize"))[5:])
     assert link.stop_asked() == "resize"
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_long_wait_for_the_agent_says_what_is_awaited(
+    ends: tuple[socket.socket, AgentLink],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    comes: bool,
+) -> None:
+    agent, link = ends
+    monkeypatch.setattr(link_module, "QUIET", 0.05)
+    monkeypatch.setattr(link_module, "FETCH_TIMEOUT", 60.0 if comes else 0.2)
+    agent.sendall(c.pack(c.Slots(1, 0, 1, fetching=True)))
+    assert not link.stop_asked()
+    told = threading.Thread(target=link.wait_fetched)
+    told.start()
+    wait_for("the first line", lambda: "fetch the newest state from another node, for up to" in caplog.text)
+    if comes:
+        agent.sendall(c.pack(c.Fetched(1, 2)))
+    told.join(60)
+    assert not told.is_alive()
+    assert ("the newest state has not come" in caplog.text) is not comes
 
 
 def _asked(agent: socket.socket) -> c.MayCommit:
