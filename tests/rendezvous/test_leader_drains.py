@@ -67,6 +67,7 @@ def test_a_leaving_node_has_the_round_drained_and_is_not_in_the_next() -> None:
     for node_id in "abc":
         (order,) = run.orders(node_id, m.Drain)
         assert (order.kind, order.cause, order.seconds) == ("preemption", "node b leaves (SIGTERM)", 30.0)
+    assert [(event.node, event.broke, event.next) for event in run.told(NodeLeft)] == [("b", 1, "a new round forms")]
     drained(run, "b")
     run.close("b")
     drained(run, "a", "c")

@@ -20,11 +20,9 @@ def outlook(phase: Phase, state: LeaderState) -> str:
             return "the run has ended"
         case Ending():
             return "the run ends"
-        case Draining():
-            return "the run ends" if phase.ends else "a round with it follows"
         case Running():
             return _while_running(state)
-        case Broken():
+        case Draining() | Broken():
             first, ends = False, phase.ends
         case Gathering():
             first, ends = phase.after is None, phase.ends
