@@ -1,7 +1,9 @@
 """The file ``run.json``, which each agent writes to its run's directory: how to reach the run.
 
-An agent holds a lock on the file while it lives, and the lock ends with its process; so a locked file means a live
-run. The file contains no secret. If the agent generated a token, it is next to it, in the file ``token``.
+An agent holds a lock on the file and on its directory while it lives, and the locks end with its process; so a locked
+file or directory means a live run. The directory counts for an agent whose file another node has replaced, where the
+file system can lock directories. The file contains no secret. If the agent generated a token, it is next to it, in the
+file ``token``.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import json
 import logging
 import os
 import secrets
+import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -31,6 +34,9 @@ TOKEN_FILE = "token"
 
 MAX_BYTES = 65536
 """Largest size of such a file."""
+
+_TRIES, _PAUSE = 20, 0.01
+"""How often an agent tries to lock the directory, and how many seconds it waits in between."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +63,8 @@ class RunAddress:
 class RunFile:
     """An agent's file in its run's directory. Failing to write it is not an error.
 
-    If nodes share the directory, the last writer's file stays; so only a node that belongs to the run may write.
+    If nodes share the directory, the last writer's file stays; so only a node that belongs to the run may write. The
+    node whose agent ends last records its end.
 
     Args:
         token: the token that the agent generated; None if the user supplied it, or if there is none.
@@ -67,6 +74,7 @@ class RunFile:
         self._path = directory / FILE
         self._token = token
         self._lock = -1
+        self._directory_lock = -1
         self._written: RunAddress | None = None
         self._unwritable = False
 
@@ -74,7 +82,7 @@ class RunFile:
         """Write the file atomically and locked, unless it already has this content."""
         if self._unwritable or run_address == self._written:
             return
-        self.close()
+        self._unlock()
         new = self._path.with_name(f".{FILE}.{secrets.token_hex(4)}")
         try:
             make_private(self._path.parent)
@@ -86,6 +94,8 @@ class RunFile:
             os.write(self._lock, json.dumps(asdict(run_address)).encode() + b"\n")
             os.rename(new, self._path)
             self._written = run_address
+            if self._directory_lock < 0:
+                self._directory_lock = _held(self._path.parent)
         except OSError as error:
             self._unwritable = True
             then = "elasticctl needs the run's endpoint" if self._token is None else "elasticctl cannot reach this run"
@@ -100,9 +110,9 @@ class RunFile:
             file.write(token.reveal() + "\n")
 
     def end(self, code: int, cause: str) -> None:
-        """Record how this agent ended, unless another agent has replaced the file."""
+        """Record how this agent ended, unless another agent has replaced the file and is alive."""
         mine, self._written = self._written, None
-        if mine is not None and _read(self._path) == mine:
+        if mine is not None and self._is_free(mine):
             token, self._token = self._token, None
             self.write(replace(mine, code=code, cause=cause))
             if token is not None:
@@ -110,7 +120,21 @@ class RunFile:
                     self._path.with_name(TOKEN_FILE).unlink(missing_ok=True)
         self.close()
 
+    def _is_free(self, mine: RunAddress) -> bool:
+        """Whether the file is this agent's, or that of another node of the run whose agent has ended."""
+        found = _read(self._path)
+        if found is None or found == mine:
+            return found is not None
+        same = (found.run_id, found.backend, found.endpoint) == (mine.run_id, mine.backend, mine.endpoint)
+        return same and found.node_id != mine.node_id and not _locked(self._path)
+
     def close(self) -> None:
+        self._unlock()
+        lock, self._directory_lock = self._directory_lock, -1
+        if lock >= 0:
+            os.close(lock)
+
+    def _unlock(self) -> None:
         lock, self._lock = self._lock, -1
         if lock >= 0:
             with contextlib.suppress(OSError):  # network file systems may report a full disk only now
@@ -148,7 +172,10 @@ def find(base: Path, run_id: str | None, depth: int) -> tuple[list[FoundRun], bo
     dated = sorted(((_changed(path), path) for path in paths), reverse=True)
     read = [(_read(path), path) for _, path in dated]
     found = [FoundRun(run, path.parent) for run, path in read if run and run_id in (None, run.run_id)]
-    alive = _distinct(each for each in found if _locked(each.directory / FILE))
+    # How one node's agent has ended says nothing about a run in which others are alive.
+    alive = _distinct(
+        each._replace(run=replace(each.run, code=None, cause="")) for each in found if _inhabited(each.directory)
+    )
     return (alive, True) if alive else (_distinct(found), False)
 
 
@@ -172,12 +199,41 @@ def _read(path: Path) -> RunAddress | None:
         return None
 
 
+def _held(directory: Path) -> int:
+    """Lock a directory together with the run's other agents; return its descriptor, or -1 if that is not possible."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return -1
+    for _ in range(_TRIES):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:  # a reader looks whether it is locked
+            time.sleep(_PAUSE)
+        except OSError:  # some network file systems have no locks
+            break
+        else:
+            return descriptor
+    os.close(descriptor)
+    return -1
+
+
+def _inhabited(directory: Path) -> bool:
+    """Whether an agent of the run with this directory is alive on a host whose locks are visible here."""
+    return _locked(directory / FILE) or _locked(directory)
+
+
 def _locked(path: Path) -> bool:
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:
         return False
+    finally:
+        os.close(descriptor)
     return False

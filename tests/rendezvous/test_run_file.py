@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,6 +80,52 @@ def test_in_a_shared_directory_the_last_nodes_file_stays(tmp_path: Path) -> None
     first.end(143, "stopped by SIGTERM")
     assert find(tmp_path, None, depth=0) == ([FoundRun(run_address("one", "b"), tmp_path)], True)
     second.close()
+
+
+def test_the_last_of_the_nodes_in_a_directory_records_how_the_run_ended(tmp_path: Path) -> None:
+    """A node that left the run by SIGTERM before says nothing about its end."""
+    nodes = {node_id: RunFile(tmp_path) for node_id in "abc"}
+    for node_id, file in nodes.items():
+        file.write(run_address("one", node_id))
+    nodes.pop("c").end(143, "stopped by SIGTERM")
+    nodes.pop("b").close()
+    nodes.pop("a").end(0, "all workers finished")
+    (found,), alive = find(tmp_path, None, depth=0)
+    assert (found.run.node_id, found.run.code, found.run.cause, alive) == ("a", 0, "all workers finished", False)
+
+
+def test_a_run_is_alive_after_the_node_that_wrote_last_has_left(tmp_path: Path) -> None:
+    first, second = RunFile(tmp_path), RunFile(tmp_path)
+    first.write(run_address("one", "a"))
+    second.write(run_address("one", "b"))
+    second.end(143, "stopped by SIGTERM")
+    assert find(tmp_path, None, depth=0) == ([FoundRun(run_address("one", "b"), tmp_path)], True)
+    first.close()
+    (found,), alive = find(tmp_path, None, depth=0)
+    assert (found.run.code, alive) == (143, False)
+
+
+def test_an_agent_waits_for_a_reader_that_looks_whether_the_directory_is_locked(tmp_path: Path) -> None:
+    reader = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(reader, fcntl.LOCK_EX)
+    later = threading.Timer(0.05, os.close, [reader])
+    later.start()
+    first, second = RunFile(tmp_path), RunFile(tmp_path)
+    first.write(run_address("one", "a"))
+    second.write(run_address("one", "b"))
+    second.close()
+    assert find(tmp_path, None, depth=0)[1]
+    first.close()
+    later.join()
+
+
+def test_another_run_in_the_same_directory_keeps_its_file(tmp_path: Path) -> None:
+    first, second = RunFile(tmp_path), RunFile(tmp_path)
+    first.write(run_address("one"))
+    second.write(replace(run_address("one", "b"), endpoint="10.0.0.1:29401"))
+    second.end(1, "a failure")
+    first.end(0, "all workers finished")
+    assert find(tmp_path, None, depth=0)[0][0].run.code == 1
 
 
 def test_several_agents_of_one_run_are_one_run(tmp_path: Path) -> None:
