@@ -23,6 +23,14 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 dist.destroy_process_group()  # an executed worker that keeps it may abort as it exits
 """
 
+UNEQUAL = """
+import torch
+from torch import distributed as dist
+dist.init_process_group("gloo")
+for _ in range(2 + (dist.get_rank() == 0)):
+    dist.all_reduce(torch.ones(4))
+"""
+
 NO_GROUP = """
 import atexit, os, sys, time
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
@@ -98,6 +106,15 @@ def test_a_run_that_ends_shows_the_first_failure_with_its_traceback(job: Job, tm
     assert "raise ValueError(" in said
     assert "Connection closed by peer" not in said
     assert agent.output.count("a round forms") == 1, "the first"
+
+
+@pytest.mark.timeout(300)
+def test_a_rank_of_another_node_that_ended_too_early_is_named(job: Job, tmp_path: Path) -> None:
+    command = script(tmp_path, UNEQUAL)
+    agents = [job.node(name, "--max-restarts", "0", nnodes="2:2", command=command) for name in "ab"]
+    assert [agent.wait(60) for agent in agents] == [1, 1]
+    assert "exit code 1, after rank 1 had ended with exit code 0: " in job.event("run_ended")["cause"]
+    assert "all ranks must make the same number of steps" in agents[0].output
 
 
 @WAYS

@@ -19,6 +19,7 @@ from elastic_launch.rendezvous.leader.phases import COLLECT, LATE
 from elastic_launch.rendezvous.leader.restart_budget import FREE as MORE
 from elastic_launch.rendezvous.leader.restart_budget import JITTER
 from elastic_launch.rendezvous.wire import messages as m
+from elastic_launch.symptoms import ended_before
 
 FREE = MORE + 1
 """Restarts without progress that are free on one node."""
@@ -213,6 +214,34 @@ def test_the_other_nodes_learn_once_that_the_first_one_has_finished() -> None:
     assert len(run.orders("a", m.PeerDone)) == 2
     run.done("a")
     assert run.end is not None
+
+
+def test_a_symptom_names_the_ranks_of_other_nodes_that_had_ended_before() -> None:
+    run = running("1:3", "abc")
+    run.done("b")
+    run.fail("a", **SYMPTOM)
+    (broken,) = run.told(RoundBroken)
+    text = "exit code 1, after rank 1 had ended with exit code 0: RuntimeError: Connection closed by peer"
+    assert broken.cause == f"rank 0 on node a: {text}"
+    run.fail("c", rank=2)
+    assert run.told(CauseFound)[-1].cause.endswith("ValueError: boom"), "an error of its own is still the cause"
+
+
+def test_a_broken_connection_of_a_live_worker_names_them_too() -> None:
+    run = running("1:2", "ab")
+    run.done("a")
+    run.fail("b", rank=1, symptom="broken connection", alive=True, message="RuntimeError: Connection closed by peer")
+    (broken,) = run.told(RoundBroken)
+    text = "after rank 0 had ended with exit code 0: RuntimeError: Connection closed by peer"
+    assert broken.cause == f"rank 1 on node b: {text}"
+
+
+def test_the_symptom_that_names_ranks_that_had_ended_is_the_cause() -> None:
+    run = running("1:2", "ab")
+    run.fail("a", **SYMPTOM)
+    after = f"exit code 1, {ended_before([1])}: RuntimeError: Connection closed by peer"
+    run.fail("b", rank=2, symptom="broken connection", message=after)
+    assert run.told(CauseFound)[-1].cause == f"rank 2 on node b: {after}"
 
 
 def test_a_symptom_that_comes_later_changes_nothing() -> None:

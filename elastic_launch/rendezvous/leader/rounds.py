@@ -5,9 +5,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from elastic_launch.config.launch_config import LONGEST_WAIT
 from elastic_launch.errors import ExitCode
+from elastic_launch.events.sentences import ending
 from elastic_launch.events.types import (
     CauseFound,
     NodeLeft,
@@ -42,6 +44,7 @@ from elastic_launch.rendezvous.leader.types import Node
 from elastic_launch.rendezvous.leader.verdict import Kind, judge, killed, kind_of, root_cause, words
 from elastic_launch.rendezvous.record import Member
 from elastic_launch.rendezvous.wire import messages as m
+from elastic_launch.symptoms import ENDED_BEFORE, ended_before
 
 MOST_SECONDS = 86400.0
 """A drain's limit of this many seconds or more counts as no limit."""
@@ -121,6 +124,7 @@ class Rounds:
         Args:
             brought: the node reported it to the last leader already, or could not.
         """
+        failure = self._after_others(failure)
         match self.phase:
             case Running() | Draining():
                 if node.active:
@@ -130,6 +134,28 @@ class Rounds:
                     self._also_failed(last, failure, now, brought=brought)
             case Ended():
                 pass
+
+    def _after_others(self, failure: m.Failure) -> m.Failure:
+        """Return the report on a broken connection with the ranks of other nodes that had ended with 0 before.
+
+        Those of its own node are known there.
+        """
+        if not failure.symptom or ENDED_BEFORE in failure.message:
+            return failure
+        last, nodes = self._state.record.round, self._state.nodes
+        done = [
+            place.rank
+            for index, member in enumerate(last.members)
+            if (node := nodes.get(member.node_id)) is not None
+            and node.done
+            and node.hello.incarnation == member.incarnation
+            for place in last.ranks_of(index)
+        ]
+        if not done:
+            return failure
+        how, rest = ending(failure.exit_code), failure.message
+        before = f"{how}, {ended_before(done)}" if rest.startswith(how) else f"{ended_before(done)}: "
+        return replace(failure, message=before + rest.removeprefix(how))
 
     def _break_by(self, failure: m.Failure, phase: Running | Draining, now: float) -> None:
         broken = over(phase, now, None, words(failure))

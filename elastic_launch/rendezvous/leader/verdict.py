@@ -8,6 +8,7 @@ from enum import IntEnum
 
 from elastic_launch.errors import ExitCode
 from elastic_launch.rendezvous.wire.messages import Failure
+from elastic_launch.symptoms import ENDED_BEFORE
 
 _OURS = {int(ExitCode.USAGE), *range(90, 100)}
 
@@ -62,7 +63,8 @@ def root_cause(failures: Sequence[tuple[float, Failure]]) -> Failure | None:
 
     A failure for which a retry cannot help takes precedence over all others. A broken connection or a time-out is
     the symptom of a failure elsewhere, so it comes last: also after a worker that was ended by a signal, since that
-    breaks connections, and after one that may have failed.
+    breaks connections, and after one that may have failed. Of these symptoms, one that names ranks which had ended
+    before comes first.
 
     Args:
         failures: each with the leader's time of receipt, from which the failure's age as the node saw it is subtracted.
@@ -89,7 +91,7 @@ def _rank(failure: Failure) -> int:
     if not kind.is_fault:
         return 2
     if failure.symptom:
-        return 4
+        return 4 if ENDED_BEFORE in failure.message else 5
     return 3 if failure.supposed else 1
 
 
