@@ -594,14 +594,15 @@ class LocalElasticAgent(ElasticAgent):
 
     def _end_round(self, end: v.ReportStopped) -> None:
         number, drained = end.round, end.drained
+        stay = self._view.suspended | self._view.alive  # those of a node that leaves may still have to exit
         self._learn_first_step()
-        stuck = self._workers.end_round(self._view.suspended)
+        stuck = self._workers.end_round(stay)
         if stuck:
             _log.error("processes %s of round %d cannot be killed; they may hold a device", stuck, number)
         assert self._store is not None
         self._store.stop()
         self._group.state = WorkerState.STOPPED
-        if not self._view.suspended:  # such a worker may write a last snapshot, if no round follows
+        if not stay:  # such a worker may write a last snapshot, if no round follows
             self._snapshot_store.between_rounds()
         port = self._serve(self._store.address) if end.serve else 0
         newest = self._snapshot_store.newest

@@ -273,6 +273,11 @@ def _ends(view: v.View) -> bool:
     return view.leaving is not None or view.final
 
 
+def _exits(view: v.View) -> bool:
+    """Whether this node leaves after a drain that it has reported, and its workers only have to exit."""
+    return view.phase is v.Phase.DRAINING and view.leaving is not None and view.told
+
+
 def _dismiss(view: v.View) -> Decision:
     """Have suspended workers exit if they get no place any more; others follow once they are suspended.
 
@@ -303,10 +308,16 @@ def _kill(view: v.View) -> Decision:
 def _settle(view: v.View, drained: int = -1) -> Decision:
     """All workers are reaped or suspended."""
     if view.suspended and _ends(view):
-        return _dismiss(view)
+        reports: list[v.Action] = []
+        if view.leaving is not None and not view.final and drained >= 0 and (view.nodes > 1 or view.keeps):
+            # The others need not wait until these workers have exited: what they have to save is in memory.
+            view = replace(view, told=True)
+            reports.append(v.ReportStopped(view.round, drained, view.keeps))
+        view, actions = _dismiss(view)
+        return view, [*reports, *actions]
     if view.leaving is None and (not view.final or drained < 0):
         phase = v.Phase.SUSPENDED if view.suspended else v.Phase.WAITING
-        reports: list[v.Action] = [] if view.told else [v.ReportStopped(view.round, drained)]
+        reports = [] if view.told else [v.ReportStopped(view.round, drained)]
         return replace(view, phase=phase, held=frozenset(), told=True), reports
     if view.leaving is None:
         return replace(view, phase=v.Phase.SAVING), [v.AwaitCopies()]
@@ -316,13 +327,15 @@ def _settle(view: v.View, drained: int = -1) -> Decision:
         # The others must not wait for what this node saves as it leaves.
         return view, actions if told or view.phase is v.Phase.OVER else [v.ReportStopped(view.round), *actions]
     # Others continue from their own memory or this node's; if neither has the state, new nodes need the disk's.
-    view = replace(view, phase=v.Phase.SAVING, serving=view.keeps, told=view.nodes > 1 or view.keeps)
-    stopped: list[v.Action] = [v.ReportStopped(view.round, drained, view.keeps)] if view.told else []
+    told, view = view.told, replace(view, phase=v.Phase.SAVING, serving=view.keeps, told=view.nodes > 1 or view.keeps)
+    stopped: list[v.Action] = [v.ReportStopped(view.round, drained, view.keeps)] if view.told and not told else []
     return view, [*stopped, v.AwaitCopies()]
 
 
 def _released(view: v.View) -> Decision:
     """No node needs this node's snapshot (any more), or the leader that would say so is gone."""
+    if _exits(view):
+        return replace(view, keeps=False), []
     if view.phase is not v.Phase.SAVING or not view.serving:
         return view, []
     return replace(view, serving=False), [v.AwaitCopies()]
@@ -350,7 +363,7 @@ def _end(view: v.View, code: int, cause: str) -> Decision:
     if view.phase is v.Phase.SAVING and view.leaving is None:
         view = replace(view, leaving=int(code), cause=cause, told=True)
         return view, [v.AwaitCopies(bounded=True)]
-    if view.phase is v.Phase.SAVING:
+    if view.phase is v.Phase.SAVING or _exits(view):
         return _released(view)
     finished = view.phase is v.Phase.FINISHED and code == ExitCode.DONE
     if view.leaving is not None and not finished:
@@ -366,7 +379,7 @@ def _link_down(view: v.View, event: LinkDown) -> Decision:
         waits = f"waits until {event.until}" if event.gone else "waits"
         gone = "is gone" if event.gone else "cannot be reached"
         return view, [v.Warn(f"the leader {gone} ({event.reason}); this node has finished and {waits}")]
-    if view.phase is v.Phase.SAVING:
+    if view.phase is v.Phase.SAVING or _exits(view):
         return _released(view) if event.gone else (view, [])
     if view.phase is v.Phase.DRAINING:
         return view, [v.Warn(f"{event.reason}; the workers still stop after the same step")]

@@ -87,7 +87,7 @@ class AgentLife(RuleBasedStateMachine):
                 started = self.slots if self.fails_to_start is None else self.fails_to_start | there
                 self.workers, self.codes, self.reported = set(started), {}, set()
                 self.ready, self.drained, self.exiting, self.asked = set(), set(), set(), set()
-                self.live, self.suspended = set(kept), set()
+                self.live, self.suspended = set(kept | waiting), set()
             case v.StartAhead(local_ranks=local_ranks):
                 assert self.promised is None
                 assert not local_ranks & (self.workers | self.suspended | self.coming | self.waiting), "a second worker"
@@ -99,6 +99,7 @@ class AgentLife(RuleBasedStateMachine):
             case v.GivePlace(local_rank=local_rank):
                 assert local_rank in self.unplaced & self.workers
                 self.unplaced.remove(local_rank)
+                self.live.add(local_rank)
             case m.Slots(slots=slots):
                 self.offer = frozenset(slots) or self.all
             case m.Imported():
@@ -433,7 +434,8 @@ class AgentLife(RuleBasedStateMachine):
         if self.view.phase in (Phase.WAITING, Phase.SUSPENDED) and self.round:
             assert self.round in self.stopped
         if self.view.phase in (Phase.RUNNING, Phase.DRAINING, Phase.FINISHED):
-            assert self.round not in self.stopped
+            exit_only = self.view.leaving is not None and self.workers <= self.exiting
+            assert self.round not in self.stopped or exit_only
 
     @invariant()
     def the_phase_fits(self) -> None:

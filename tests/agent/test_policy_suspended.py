@@ -215,13 +215,47 @@ def test_drained_workers_exit_if_no_round_follows(final: bool) -> None:
     before = view(order, *DRAINED[1:])
     exiting, actions = decide(before, suspended(1), 2)
     assert exiting.phase is Phase.DRAINING
-    assert actions == EXITING
+    # The others of a node that leaves do not wait until its workers have exited. At the end, the node saves first.
+    assert actions == (EXITING if final else [v.ReportStopped(1, 7), *EXITING])
     assert decide(exiting, suspended(0), 2) == (exiting, []), "it exits"
     assert after(exiting, v.TeardownOver(1, 1)) == (Phase.DRAINING, [v.Kill(ONE)])
     exiting, _ = decide(exiting, gone(0, TERM_CODE), 2)
     phase, actions = after(exiting, gone(1, -9))
     assert phase is Phase.SAVING
-    assert actions == ([v.AwaitCopies()] if final else [v.ReportStopped(1, 7), v.AwaitCopies()])
+    assert actions == [v.AwaitCopies()]
+
+
+def test_the_workers_of_a_single_node_that_leaves_exit_before_it_has_stopped() -> None:
+    """Its successor needs what is in durable storage."""
+    before = view(leave(SIGTERM, 30.0), *DRAINED[1:], nodes=1)
+    assert after(before, suspended(1)) == (Phase.DRAINING, EXITING)
+
+
+def keeping(local_rank: int) -> v.WorkerDrained:
+    return v.WorkerDrained(1, local_rank, 7, keeps=True)
+
+
+SERVED = view(leave(SIGTERM, 30.0), keeping(0), keeping(1), suspended(0))
+
+
+def test_a_node_that_leaves_serves_its_snapshot_while_its_workers_exit() -> None:
+    exiting, actions = decide(SERVED, suspended(1), 2)
+    assert actions == [v.ReportStopped(1, 7, serve=True), *EXITING]
+    exiting, _ = decide(exiting, gone(0, 0), 2)
+    saving, actions = decide(exiting, gone(1, 0), 2)
+    assert (saving.phase, saving.serving, actions) == (Phase.SAVING, True, [v.AwaitCopies()])
+
+
+@pytest.mark.parametrize("event", [m.Released(1), GONE, m.RunEnd(1, 0, "done"), LOST], ids=lambda e: type(e).__name__)
+def test_what_releases_a_node_that_leaves_spares_its_workers(event: v.Event) -> None:
+    exiting, _ = decide(SERVED, suspended(1), 2)
+    assert after(exiting, SILENT) == (Phase.DRAINING, [])
+    released, actions = decide(exiting, event, 2)
+    assert (released.phase, actions) == (Phase.DRAINING, [])
+    for local_rank in (0, 1):
+        released, actions = decide(released, gone(local_rank, 0), 2)
+    assert (released.phase, released.serving, actions) == (Phase.SAVING, False, [v.AwaitCopies()])
+    assert after(released, v.CopiesDone()) == (Phase.OVER, [v.Finish(143, "stopped by SIGTERM")])
 
 
 def test_workers_suspended_after_a_drain_exit_when_the_run_ends() -> None:
