@@ -166,6 +166,8 @@ class LocalElasticAgent(ElasticAgent):
                 stack.callback(end)
             self._membership.importing()
             self._processes.when_ready(partial(self._membership.report, m.Imported()))
+            # Now rather than as workers start, which would wait for its imports.
+            self._processes.when_lost(lambda: self._inbox.put(self._processes.replace_lost))
             self._membership.start()
             while self._outcome is None:
                 self._react(self._inbox.take())

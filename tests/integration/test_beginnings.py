@@ -71,6 +71,25 @@ def test_torch_is_imported_once_where_the_script_has_nothing_before_it(job: Job,
     assert agent.output.count("logs in") == 2  # at the begin and at the end
 
 
+def test_a_warm_server_that_dies_while_workers_train_is_replaced_at_once(job: Job) -> None:
+    agent = job.launch(*LEAN, "--max-restarts", "1", command=_script(job, "import numpy"))
+    job.world(1)
+    killed = 0
+    for pid in tree(agent.process.pid):  # the server, and what it has forked ahead
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if "imports-" in os.readlink(f"/proc/{pid}/fd/1"):
+                os.kill(pid, signal.SIGKILL)
+                killed += 1
+    assert killed
+    agent.says("the warm server is gone; another one is started")
+    assert len(job.events("round_formed")) == 1, "only now: no worker has started since"
+    job.tell("exit-0", "1")
+    job.world(1, after=1)
+    job.finish()
+    assert agent.wait() == 0
+    assert "import for" not in agent.output
+
+
 @pytest.mark.slow
 def test_an_interpreter_with_options_of_its_own_is_kept(job: Job) -> None:
     program = ["-O", "-m", "elastic_launch", *LEAN, "--log-dir", str(job.logs), *_script(job, "import torch")]

@@ -278,6 +278,25 @@ def test_a_killed_server_ends_no_worker_and_is_replaced(tmp_path: Path, caplog: 
     assert "the warm server is gone; another one is started" in caplog.text
 
 
+def test_the_loss_of_a_server_is_told_at_once_each_time(tmp_path: Path) -> None:
+    script = write(tmp_path, "script.py", FORKED)
+    with warm_starter(config_for(tmp_path, script)) as starter:
+        processes = starter.processes
+        assert isinstance(processes, WarmProcesses)
+        losses: list[int] = []
+        processes.when_lost(lambda: losses.append(processes._server.pid))
+        for number in (1, 2):
+            killed = _server(starter)
+            os.kill(killed, signal.SIGKILL)
+            wait_for("the loss", lambda number=number: len(losses) == number)
+            assert losses[-1] == killed
+            processes.replace_lost()
+            assert processes._server.pid != killed
+            wait_for("the next server", lambda: processes._server.usable)
+        assert starter.run(script).stdout == "1\n"
+    assert len(losses) == 2, "closing it is no loss"
+
+
 def test_a_server_that_cannot_be_replaced_is_closed_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

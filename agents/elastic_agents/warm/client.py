@@ -69,6 +69,8 @@ class WarmServer:
         self._closing = False
         self._deadline = time.monotonic() + PATIENCE  # for each import
         self._calls: list[Callable[[], None]] = []
+        self._gone = False
+        self._when_gone: Callable[[], None] = lambda: None
         self._wanted: list[Callable[[], None]] = []  # what to call, for each process that is wanted
         self._reaping = threading.Lock()
         self._reaped = False
@@ -122,6 +124,14 @@ class WarmServer:
         with self._lock:
             if not self._known:
                 self._calls.append(call)
+                return
+        call()
+
+    def when_gone(self, call: Callable[[], None]) -> None:
+        """Call back once it has died after it was ready, unless it was closed; immediately or from another thread."""
+        with self._lock:
+            if not self._gone:
+                self._when_gone = call
                 return
         call()
 
@@ -209,6 +219,11 @@ class WarmServer:
             where = f" as it imported {self._importing}" if self._importing else ""
             _log.warning("workers import for themselves: the warm server has died%s", where)
         self._settle(usable=False)
+        with self._lock:
+            self._gone = self.lost and not self._closing
+            call = self._when_gone if self._gone else None
+        if call is not None:
+            call()
 
     def _reap(self) -> None:
         """Reap the server, which is ending, and the processes that its imports have started."""

@@ -68,21 +68,26 @@ class WarmProcesses(ExecProcesses):
         self._make = make
         self._replaced = 0
         self._complained = False
+        self._when_lost: Callable[[], None] = lambda: None
         self.forked = 0
         super().__init__(on_exit)
 
     def when_ready(self, call: Callable[[], None]) -> None:
-        self._replace_lost()
+        self.replace_lost()
         self._server.when_known(call)
 
     def prepare(self, count: int, call: Callable[[], None]) -> None:
-        self._replace_lost()
+        self.replace_lost()
         self._server.prepare(count, call)
 
     def training(self) -> None:
         self._server.training()
 
-    def _replace_lost(self) -> None:
+    def when_lost(self, call: Callable[[], None]) -> None:
+        self._when_lost = call
+        self._server.when_gone(call)
+
+    def replace_lost(self) -> None:
         if not self._server.lost or self._replaced >= MOST_REPLACED:
             return
         self._replaced += 1
@@ -97,6 +102,7 @@ class WarmProcesses(ExecProcesses):
         self._former.append((self._server, closer))
         self._server = server
         closer.start()
+        server.when_gone(self._when_lost)
 
     def _claimed(self) -> list[int]:
         return [pid for server in (self._server, *(server for server, _ in self._former)) for pid in server.waiting]
@@ -138,7 +144,7 @@ class CallersForks(WarmProcesses):
     def start(self, request: StartRequest) -> int:
         return self._forked(self._server.start(request))
 
-    def _replace_lost(self) -> None:
+    def replace_lost(self) -> None:
         pass
 
 

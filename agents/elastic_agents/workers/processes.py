@@ -71,6 +71,12 @@ class ExecProcesses:
         for _ in range(count):
             call()
 
+    def when_lost(self, call: Callable[[], None]) -> None:
+        """Call back from another thread each time that a process on which starts depend has died."""
+
+    def replace_lost(self) -> None:
+        """Start another one in its place. The calling thread must live as long as that process."""
+
     def training(self) -> None:
         """Record that all workers train: preparations for the next ones no longer delay them."""
 
