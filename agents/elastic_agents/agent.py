@@ -177,8 +177,7 @@ class LocalElasticAgent(ElasticAgent):
     def _build(self) -> list[Callable[[], object]]:
         """Make the agent's parts, and start some; return what ends them, in order. Each runs even if another fails."""
         guard = Guard()
-        if self._places.local is not None:
-            guard.add_directory(self._places.local)
+        self._places.made = guard.add_directory
         pump = self._pump = OutputPump(self._consoles)
         processes = self._processes = self._make_processes(lambda pid, code: self._inbox.put(Exited(pid, code)))
         snapshot_store = self._snapshot_store = SnapshotStore(
@@ -225,8 +224,8 @@ class LocalElasticAgent(ElasticAgent):
             pump.close,
             self._membership.close,
             self._close_store,
-            guard.close,
             self._places.close,
+            guard.close,
             partial(self._of_run_file, self._run_file.close),
         ]
 

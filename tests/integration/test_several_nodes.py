@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
 from pathlib import Path
 
 import pytest
-from harness import LOOP, Job, alive, round_of, wait_for
+from harness import LOOP, Job, alive, round_of, tree, wait_for
 
 
 def test_two_nodes_form_one_world(job: Job) -> None:
@@ -207,3 +208,22 @@ def test_without_an_endpoint_the_others_join_by_the_printed_command(job: Job) ->
     job.world(2)
     job.finish()
     assert (first.wait(), second.wait()) == (0, 0)
+
+
+@pytest.mark.executed
+@pytest.mark.parametrize("trains", [False, True])
+def test_no_temporary_files_are_left_by_an_agent_that_is_killed(job: Job, tmp_path: Path, trains: bool) -> None:
+    """Of one that waits for other nodes not even by a kill of all its processes; else its guard removes them."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    agent = job.node("a", nnodes="1:1" if trains else "2:2", env={"TMPDIR": str(temporary)})
+    if trains:
+        job.world(1)
+        assert [path.name for path in temporary.iterdir() if path.name.startswith("elastic-launch-")]
+        agent.kill()
+    else:
+        agent.says("parked with 1 node")
+        for pid in tree(agent.process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    wait_for("an empty directory", lambda: not list(temporary.iterdir()))

@@ -56,7 +56,8 @@ class LogPlaces:
     Owns a local directory for the exceptions of running workers, which would block if log directories hang.
 
     Attributes:
-        local: that directory; None if no file system has room.
+        local: that directory; None until workers are to start, and if no file system has room.
+        made: called with it once it is made.
 
     Args:
         files: makes the directories and copies exceptions there, which may hang.
@@ -70,7 +71,9 @@ class LogPlaces:
         self._files = files
         named = config.output.logs_specs or config.output.specs is not None
         self._named = NamedLogs(config) if named else None
-        self.local = _local_directory()
+        self.local: Path | None = None
+        self.made: Callable[[Path], None] = lambda local: None
+        self._tried = False
         self._ahead = 0  # how often workers were started ahead
 
     def prepare(
@@ -94,6 +97,10 @@ class LogPlaces:
             self._ahead += 1
         name = self._config.output.round_directory(number) if number else f"ahead_{self._ahead}"
         new = {place.local_rank: self._own(name, place) for place in placements if place.local_rank not in kept}
+        if not self._tried:  # not before: a node that gets no worker leaves nothing behind
+            self._tried, self.local = True, _local_directory()
+            if self.local is not None:
+                self.made(self.local)
         if self.local is not None and number:
             used = {logs.error_file.relative_to(self.local).parts[0] for logs in kept.values() if logs.kept_error}
             used.add(name)
