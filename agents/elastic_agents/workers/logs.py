@@ -93,14 +93,14 @@ class LogPlaces:
         Raises:
             LogsSpecsFailed: if the named logs specs fail.
         """
-        if not number:
-            self._ahead += 1
-        name = self._config.output.round_directory(number) if number else f"ahead_{self._ahead}"
-        new = {place.local_rank: self._own(name, place) for place in placements if place.local_rank not in kept}
         if not self._tried:  # not before: a node that gets no worker leaves nothing behind
             self._tried, self.local = True, _local_directory()
             if self.local is not None:
                 self.made(self.local)
+        if not number:
+            self._ahead += 1
+        name = self._config.output.round_directory(number) if number else f"ahead_{self._ahead}"
+        new = {place.local_rank: self._own(name, place) for place in placements if place.local_rank not in kept}
         if self.local is not None and number:
             used = {logs.error_file.relative_to(self.local).parts[0] for logs in kept.values() if logs.kept_error}
             used.add(name)
