@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -60,6 +62,34 @@ def test_lines_are_shown_as_they_are(run: Path, capsys: pytest.CaptureFixture[st
 def test_events_of_a_run_that_is_over_are_not_followed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["events", "--log-dir", str(run), "--follow"]) == 0
     assert len(printed(capsys)) == 3
+
+
+PROGRAM = (sys.executable, "-c", "from elastic_launch.cli.elasticctl import console_main; console_main()")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_to_a_full_disk_is_an_error_without_a_traceback(run: Path, unbuffered: str) -> None:
+    command, environ = [*PROGRAM, "events", "--log-dir", str(run)], {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, env=environ)
+    assert done.stderr == "elasticctl: error: the output could not be written: No space left on device.\n"
+    assert done.returncode == 120
+
+
+def test_without_a_stdout_nothing_is_printed(run: Path) -> None:
+    command = ["sh", "-c", 'exec "$@" >&-', "sh", *PROGRAM, "report", "--log-dir", str(run)]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_what_the_locale_cannot_express_is_escaped(run: Path) -> None:
+    record(run / "events-a.jsonl", 5, event="node_ended", code=1, cause="no file étude.py")
+    environ = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": ""}
+    done = subprocess.run(
+        [*PROGRAM, "events", "--log-dir", str(run)], capture_output=True, text=True, timeout=60, env=environ
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "no file \\xe9tude.py" in done.stdout
 
 
 def test_broken_lines_are_named_and_left_out(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ if __name__ == "__main__":
     end_quietly()  # before the slow imports below
 
 import argparse
+import errno
 import json
 import os
 import shutil
@@ -47,6 +48,7 @@ from elastic_launch.rendezvous.run_file import FoundRun, RunAddress, find
 from elastic_launch.secret import read_token
 from elastic_launch.system.plain_text import plain
 from elastic_launch.system.private_files import untrusted
+from elastic_launch.system.program import LOST_OUTPUT, open_streams
 
 PROGRAM = "elasticctl"
 
@@ -59,19 +61,33 @@ LOST_FOR = 30.0
 COLUMNS = 31
 """Characters of a node's line besides its names."""
 
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""What writing to a file or a terminal raises if it takes no more. All files but stdout have errors of their own."""
+
 _WHERE = ("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--log-dir", "--token-file")
 
 
 def console_main() -> NoReturn:
+    open_streams()
     try:
         code = main()
         sys.stdout.flush()
     except KeyboardInterrupt:
         code = ExitCode.INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes again at exit
+        _discard_output()
         code = ExitCode.DONE
+    except OSError as error:
+        if error.filename is not None or error.errno not in _UNWRITABLE:
+            raise
+        _discard_output()
+        print(f"{PROGRAM}: error: the output could not be written: {error.strerror}.", file=sys.stderr)
+        code = LOST_OUTPUT
     sys.exit(code)
+
+
+def _discard_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes again at exit
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -32,7 +32,7 @@ LOST_OUTPUT = 120
 def exiting(act: Callable[[], int]) -> NoReturn:
     """Exit with the code that ``act`` returns, or as after Ctrl-C, whatever started this process and however."""
     end_quietly()
-    _open_streams()
+    open_streams()
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
         # The parent ignores exit codes, and with this setting the kernel would not keep those of the workers either.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -119,14 +119,20 @@ def _flushed() -> bool:
     return not lost
 
 
-def _open_streams() -> None:
-    """Open those of descriptors 0 to 2 that were closed: else a socket would get the number, and workers inherit it."""
+def open_streams() -> None:
+    """Open those of descriptors 0 to 2 that were closed: else a socket would get the number, and workers inherit it.
+
+    What the locale cannot express is escaped in the output, as Python does on stderr.
+    """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
     # The interpreter found these closed and set them to None.
     sys.stdout = sys.stdout or _nowhere(1)
     sys.stderr = sys.stderr or _nowhere(2)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
+        with contextlib.suppress(OSError):  # it writes what is buffered; the end reports that this failed
+            sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _nowhere(descriptor: int) -> io.TextIOWrapper:
