@@ -302,6 +302,26 @@ def test_an_end_that_is_spoiled_before_any_node_has_seen_it_comes_again() -> Non
     assert (cluster.record.end.code, cluster.record.restarts) == (0, 0)
 
 
+def test_an_end_that_is_spoiled_once_those_that_have_seen_it_are_gone_is_lost() -> None:
+    """The other node was cut off. It knows of no end, and goes on from the newest record that it has seen."""
+    cluster = Cluster("1:3", seed=2, max_restarts=2, live=True)
+    cluster.start("a", "b")
+    cluster.run(3.0)
+    assert cluster.leader is cluster["a"]
+    cluster.partition("b")
+    cluster.network.cut_off.add("b")
+    cluster.run(10.0)
+    cluster["a"].workers.finish()
+    cluster.run(1.0)
+    assert cluster.record is not None
+    assert cluster.record.end is not None
+    assert not cluster["a"].alive
+    cluster.store.spoil()
+    cluster.recover()
+    assert cluster.leader is cluster["b"]
+    assert cluster.record.end is None
+
+
 def test_an_end_that_only_one_voter_has_reaches_all_that_come_back() -> None:
     """The leader's write of the end had no majority. The first that reads it does not leave another one alone."""
     tried = 0

@@ -37,7 +37,8 @@ class Checks:
         self._taken_over: set[tuple[int, int]] = set()
         self._left_behind: set[tuple[str, int]] = set()
         self._obeyed: dict[str, int] = {}
-        self._end_seen = self._was_repaired = False
+        self._know_the_end: list[SimNode] = []
+        self._was_repaired = False
 
     # The record.
 
@@ -51,9 +52,9 @@ class Checks:
         if before is None or record == before:  # a retried write, after a stranger has spoiled the first one
             return
         # A node that repairs a spoiled record may not know the last rounds, their members and their cost; nor the end,
-        # if no node has seen it, and the leader that wrote it got no answer.
+        # if no node knows it that still lives: the record was the only other place where it stood.
         repairs = record.repaired and record.floor != before.floor
-        ended = before.end is not None and not (repairs and not self._end_seen)
+        ended = before.end is not None and not (repairs and not any(node.alive for node in self._know_the_end))
         assert not ended or replace(record, nonce="") == replace(before, nonce=""), "a change after the end"
         assert record.nonce != before.nonce
         assert repairs or record.term > before.term or (record.term, record.leader) == (before.term, before.leader)
@@ -176,7 +177,8 @@ class Checks:
 
     def obeyed(self, node: SimNode, event: Any) -> None:
         """An order reached the agent itself."""
-        self._end_seen = self._end_seen or isinstance(event, m.RunEnd)
+        if isinstance(event, m.RunEnd):
+            self._know_the_end.append(node)
         self._note(f"to {node.incarnation}: {str(event)[:120]}")
         term = getattr(event, "term", None)
         if term is not None:
