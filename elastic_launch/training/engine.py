@@ -428,17 +428,22 @@ class Engine:
         self._replicas = None
         if named is not None and self.world.world_size > 1:
             self.saver.compares = True
-            group = self.agreement.group
-            assert group is not None
-            self._replicas = ReplicaCheck(self.world.world_size, self.world.rank, group, named)
+            agreement = self.agreement
+            self._replicas = ReplicaCheck(self.world.world_size, self.world.rank, lambda: agreement.group, named)
 
     @property
     def agreement(self) -> Agreement:
-        """The exchange of wishes among all ranks. All ranks must make the first access together."""
+        """The exchange of wishes among all ranks."""
         if self._agreement is None:
-            with self.groups.forming():
-                self._agreement = Agreement(self.world.world_size, self._timeout)
+            self._agreement = Agreement(self.world.world_size, self._timeout, forming=self._forming)
         return self._agreement
+
+    @contextmanager
+    def _forming(self) -> Iterator[None]:
+        with self.groups.forming():
+            yield
+        if self._live and self._begun and not self.groups.breakable:
+            self.end_with_round()
 
     def close(self) -> None:
         """Wait for the last checkpoint and for outstanding messages to other ranks.
@@ -513,7 +518,7 @@ class Engine:
             self.saver.drop_unequal()
             with suppress(RuntimeError):  # A rank that is gone has its own error.
                 # When the first process fails, the agent ends the others.
-                dist.barrier(group=self._agreement.group if self._agreement is not None else None)
+                dist.barrier(group=self.agreement.group)
             raise
         if replicas.good is not None:
             self.saver.equal_after(replicas.good)

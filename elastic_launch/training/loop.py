@@ -274,7 +274,7 @@ class Loop:
             with engine.link.doing(Activity.RESTORE):
                 self._options.prepare(self._step)
         self._agree(resumed.step)
-        self._gradients = gradients = self._new_gradients(world)
+        self._gradients = gradients = self._new_gradients(world, same=resumed.everywhere)
         if gradients.parameters.apart() and world.rank == 0:
             _log.warning("the optimizer has none of the model's parameters: none of these is trained")
         ranks_own = [x.name for x in buffers_of(self._model, self._options.buffers) if x.rule == "ignore"]
@@ -501,17 +501,19 @@ class Loop:
             "steps done": self._step,
         }
 
-    def _new_gradients(self, world: World) -> Gradients:
+    def _new_gradients(self, world: World, *, same: bool = False) -> Gradients:
         buffers = self._options.buffers
         world_size, rank = world.world_size, world.rank
         if self._options.gradients is not None:
             return self._options.gradients(world_size, rank)
         if self._options.exact:
-            return ExactGradients(self._model, self._optimizer, world_size, rank, buffers=buffers)
+            return ExactGradients(self._model, self._optimizer, world_size, rank, buffers=buffers, same=same)
         overlap = not self._options.redo
         rows = len(self._loader.batch.micro_batches())
         room = cargo_size(rows, 1 + len(self._options.metrics), len(NOTHING.counts()))
-        return Gradients(self._model, self._optimizer, world_size, rank, overlap=overlap, room=room, buffers=buffers)
+        return Gradients(
+            self._model, self._optimizer, world_size, rank, overlap=overlap, room=room, buffers=buffers, same=same
+        )
 
     def _resume(self, live: Live | None) -> Resumed:
         if live is None and self._step and self._engine.trainings.was_last(self._trained):

@@ -53,13 +53,13 @@ new_gradients = Loop._new_gradients
 lost = len(sys.argv) > 3 and local_rank != behind
 
 
-def lost_in_round_2(loop: Loop, world: World) -> Any:
+def lost_in_round_2(loop: Loop, world: World, *, same: bool = False) -> Any:
     if os.environ["ELASTIC_LAUNCH_ROUND"] == "2":
         come(work, "state", local_rank)
         if lost:
             await_ranks(work, "state", [behind])
             os.kill(os.getpid(), signal.SIGKILL)
-    return new_gradients(loop, world)
+    return new_gradients(loop, world, same=same)
 
 
 Step._exchange = torn  # type: ignore[method-assign]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -64,9 +66,21 @@ def test_the_sums_of_what_ranks_want_are_what_any_of_them_wants(stop: Stop) -> N
     assert Wishes.of_counts(sums) == Wishes(max(stop, Stop.SCRIPT), save=True, keep=True, compare=True)
 
 
+def test_a_group_is_formed_by_the_first_exchange_of_its_own() -> None:
+    @contextmanager
+    def forming() -> Iterator[None]:
+        raise LookupError
+        yield
+
+    agreement = Agreement(2, forming=forming)
+    agreement.exchange_by_step(NOTHING)
+    agreement.exchange_by_step(Wishes(save=True))  # is sent with the losses
+    with pytest.raises(LookupError):
+        agreement.exchange_by_step(Wishes(checksum=1))
+
+
 def test_wishes_are_kept_until_they_have_come_with_a_steps_losses() -> None:
-    agreement = Agreement(1)
-    agreement.group = object()  # type: ignore[assignment] # as with other ranks, of which the sums here are
+    agreement = Agreement(2, forming=nullcontext)  # the sums here are those of another rank
     assert agreement.exchange_by_step(Wishes(keep=True)) == NOTHING
     assert agreement.exchange_by_step(Wishes(save=True)) == NOTHING
     given_up = agreement.leave()

@@ -34,6 +34,7 @@ class Resumed:
     frozen: dict[str, int] = field(default_factory=dict)  # checksums of the frozen weights that were left out, by part
     passes: tuple[Outcome, ...] = ()  # each updated pass of the next step, if it was suspended between two passes
     trained: dict[str, bool] = field(default_factory=dict)  # in that process, whether each parameter needs a gradient
+    everywhere: bool = False  # all ranks were suspended with it
 
     @property
     def uncompared(self) -> int:

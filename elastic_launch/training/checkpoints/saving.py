@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -191,7 +191,7 @@ class Saver:
         number_equal, step_equal = meta.get("equal", (0, 0))
         self._equal = int(number_equal), int(step_equal)
         self._branch = following(self._world.round, run_id(), meta, number)
-        resumed = Resumed.of(step, parts, meta, origin)
+        resumed = replace(Resumed.of(step, parts, meta, origin), everywhere=kept.live and kept.everywhere)
         if checkpoint is not None:
             saved, ago = meta.get("saved", (step, 0.0))
             checkpoint.go_on(self._world, meta, (int(saved), float(ago)))

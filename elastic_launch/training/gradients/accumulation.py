@@ -51,6 +51,7 @@ class Gradients:
             one rank.
         room: number of elements of the tables that are sent with gradients, see :meth:`post`; the same on all ranks.
         buffers: rules for buffers, by pattern of their names.
+        same: whether the ranks have the same parameters and buffers already; otherwise they get rank 0's.
     """
 
     exact = False
@@ -65,6 +66,7 @@ class Gradients:
         overlap: bool = True,
         room: int = 0,
         buffers: Mapping[str, str] | None = None,
+        same: bool = False,
     ) -> None:
         self.model = model  # what the script calls for the forward pass
         self.world_size = world_size
@@ -90,7 +92,7 @@ class Gradients:
         self._totals: Values | None = None  # autograd adds to these in place
         self._carried = False  # whether the step's table is sent with gradients
         if world_size > 1:
-            self.parameters.agree(rank)
+            self.parameters.agree(rank, same=same)
         self._shards: ShardSums | None = None
         if self.parameters.sharded:
             self._shards = ShardSums(model, self.parameters, world_size, rank, exact=self.exact)
@@ -388,10 +390,11 @@ class ExactGradients(Gradients):
         rank: int,
         *,
         buffers: Mapping[str, str] | None = None,
+        same: bool = False,
     ) -> None:
         check_model(model)
         self._buffer_sums: list[Tensor] = []
-        super().__init__(model, optimizer, world_size, rank, buffers=buffers)
+        super().__init__(model, optimizer, world_size, rank, buffers=buffers, same=same)
         self._states = CarriedStates(model)
 
     def begin(self, plan: BatchPlan) -> None:

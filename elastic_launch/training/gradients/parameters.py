@@ -118,14 +118,20 @@ class Parameters:
             for name, p in zip(self.names, self.all, strict=True)
         ]
 
-    def agree(self, rank: int) -> None:
-        """Set all ranks' parameters to rank 0's values, since a script without a seed builds different models."""
+    def agree(self, rank: int, *, same: bool = False) -> None:
+        """Set all ranks' parameters to rank 0's values, since a script without a seed builds different models.
+
+        Args:
+            same: whether all ranks are known to have the same values.
+        """
         if not self.same_everywhere():
             theirs = broadcast_state(self._description() if rank == 0 else None, 0, rank)
             raise UsageError(
                 f"The ranks train different parameters: {_difference(self._description(), theirs, rank)}.",
                 "Build the same model and optimizer, with the same layers frozen, on every rank.",
             )
+        if same:
+            return
         # Of a sharded parameter each rank has only a part, made by its own random numbers.
         broadcast_tensors([*(p for p in self.all if not is_sharded(p)), *self._model.buffers()], 0)
 

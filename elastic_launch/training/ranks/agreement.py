@@ -10,8 +10,8 @@ anyway: a separate collective would cost as much as everything else in a small s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -75,17 +75,43 @@ class Agreement:
 
     Args:
         world_size: number of ranks; with 1, a wish takes effect at once, and there is no group.
+        forming: the group is formed within this context at its first use, which all ranks make at the same boundary,
+            so that the ranks of a new round do not wait for it; None: it is formed at once.
     """
 
-    def __init__(self, world_size: int, timeout: float = GROUP_TIMEOUT) -> None:
-        limit = timedelta(seconds=timeout)
-        self.group = dist.new_group(backend="gloo", timeout=limit) if world_size > 1 else None
+    def __init__(
+        self,
+        world_size: int,
+        timeout: float = GROUP_TIMEOUT,
+        *,
+        forming: Callable[[], AbstractContextManager[None]] | None = None,
+    ) -> None:
+        self._alone = world_size == 1
+        self._timeout = timedelta(seconds=timeout)
+        self._forming = forming
+        self._group: dist.ProcessGroup | None = None
+        if not self._alone and forming is None:
+            self._group = self._new_group()
         self._posted: tuple[torch.Tensor, dist.Work] | None = None
         self._leaving = self._arrived = NOTHING
 
+    def _new_group(self) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self._timeout)
+        return group
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group, formed if it is not yet; there is none in a world of one rank."""
+        if self._group is None:
+            assert self._forming is not None
+            assert not self._alone
+            with self._forming():
+                self._group = self._new_group()
+        return self._group
+
     def exchange(self, wishes: Wishes) -> Wishes:
         """Post wishes, and return what any rank posted the previous time; called by all ranks equally often."""
-        if self.group is None:
+        if self._alone:
             return wishes
         agreed = self.settle()
         # Wishes waiting for the next step's losses are sent too.
@@ -98,7 +124,7 @@ class Agreement:
 
         A checksum, which is rare, is posted at once.
         """
-        if self.group is None:
+        if self._alone:
             return wishes
         agreed = self.settle()
         if wishes is not NOTHING:
@@ -129,7 +155,7 @@ class Agreement:
         """Wait for a post that fails, so that nothing refers to the process group any more."""
         with suppress(RuntimeError):
             self.settle()
-        self._posted = self.group = None
+        self._posted = self._group = None
 
     def settle(self) -> Wishes:
         """Wait for the last post, which is required before the group ends, and return everything received."""

@@ -42,10 +42,10 @@ class ReplicaCheck:
     after that (on a GPU, which is not waited for, one boundary later), the result one boundary later.
 
     Args:
-        group: a process group of all ranks, for CPU tensors.
+        group: returns a process group of all ranks, for CPU tensors.
     """
 
-    def __init__(self, world_size: int, rank: int, group: dist.ProcessGroup, named: Named) -> None:
+    def __init__(self, world_size: int, rank: int, group: Callable[[], dist.ProcessGroup], named: Named) -> None:
         self.good: int | None = None  # the last step in this process after which nothing differed
         self._world_size = world_size
         self._rank = rank
@@ -97,7 +97,7 @@ class ReplicaCheck:
         taken = _Taken(step, self._named)
         total = taken.total()
         numbers = torch.tensor([total, ~total])
-        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._group)
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._group())
         most, most_inverted = numbers.tolist()
         self._judge(taken, most != ~most_inverted)
 
@@ -115,7 +115,7 @@ class ReplicaCheck:
         sums = taken.sums()
         size = torch.tensor([len(sums)])
         sizes = [torch.zeros_like(size) for _ in range(self._world_size)]
-        dist.all_gather(sizes, size, group=self._group)
+        dist.all_gather(sizes, size, group=self._group())
         counts = [int(x) for x in sizes]
         before = "" if self.good is None else f"After step {self.good} they were the same. "
         hint = (
@@ -126,7 +126,7 @@ class ReplicaCheck:
             found = ", ".join(f"rank {rank} {count}" for rank, count in enumerate(counts))
             return f"After step {taken.step} the ranks do not have as many tensors as each other: {found}.", hint
         all_sums = [torch.zeros_like(sums) for _ in range(self._world_size)]
-        dist.all_gather(all_sums, sums, group=self._group)
+        dist.all_gather(all_sums, sums, group=self._group())
         table = torch.stack(all_sums)
         differing = [int(x) for x in (table != table[0]).any(dim=0).nonzero()]
         name = taken.names[differing[0]]
