@@ -110,6 +110,7 @@ class Ledger:
             ended a round in which this host had no workers.
         max_restarts: -1 if unknown.
         lost_ahead: workers of this host that had started ahead, and ended before they had a place in a round.
+        started: whether workers of this host have been started in a round.
     """
 
     incidents: tuple[Incident, ...]
@@ -122,6 +123,7 @@ class Ledger:
     restarts: int
     max_restarts: int
     lost_ahead: int = 0
+    started: bool = False
 
     @property
     def goodput(self) -> float | None:
@@ -135,8 +137,12 @@ class Ledger:
         if self.by_steps:
             goodput = "unknown" if self.goodput is None else f"{100 * self.goodput:.1f} %"
             spent = f"goodput {goodput}: {time} in {_steps(self.steps or 0)}"
+        elif self.productive_s > 0:
+            spent = f"workers ran for {time}"
+        elif self.started:
+            spent = "workers have started on this node, and no event since then tells how long they have run"
         else:
-            spent = f"workers ran for {time}" if self.productive_s > 0 else "no round has trained on this node"
+            spent = "no worker has run on this node"
         kinds = Counter(incident.kind for incident in self.incidents)
         named = ", ".join(f"{number} {' '.join(kind.split())}" for kind, number in sorted(kinds.items()))
         incidents = counted(len(self.incidents), "incident") + (f" ({named})" if named else "")
@@ -186,6 +192,7 @@ def build(chronicle: Chronicle) -> Ledger:
         chronicle.restarts,
         chronicle.max_restarts,
         chronicle.lost_ahead,
+        any(told.started is not None for told in rounds),
     )
 
 

@@ -317,12 +317,14 @@ def test_a_spare_that_becomes_the_leader_makes_no_claim_about_the_round_without_
 def test_no_events_make_an_empty_ledger() -> None:
     told = ledger()
     assert (told.incidents, told.goodput) == ((), None)
-    assert told.line() == "no round has trained on this node; 0 incidents; restarts 0"
+    assert told.line() == "no worker has run on this node; 0 incidents; restarts 0"
 
 
-def test_a_run_that_starts_has_not_trained() -> None:
-    waits = ledger((0.0, formed(1)), (0.0, form(1)), (3.0, started(1)))
-    assert waits.line().startswith("no round has trained on this node; 0 incidents")
+def test_a_run_that_starts_does_not_say_how_long_workers_ran() -> None:
+    waits = ledger((0.0, formed(1)), (0.0, form(1)))
+    assert waits.line().startswith("no worker has run on this node; 0 incidents")
+    begins = ledger((0.0, formed(1)), (0.0, form(1)), (3.0, started(1)))
+    assert begins.line().startswith("workers have started on this node, and no event since then tells how long")
     runs = ledger((0.0, formed(1)), (0.0, form(1)), (3.0, started(1)), (5.0, exited(1)))
     assert runs.line().startswith("workers ran for 2.0 of 5.0 s; 0 incidents")
 
