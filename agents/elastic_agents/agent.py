@@ -277,8 +277,11 @@ class LocalElasticAgent(ElasticAgent):
 
     def _react(self, item: object) -> None:
         event = self._understand(item)
-        if event is None:
-            return
+        if event is not None:
+            self._follow(event)
+        self._workers.end_failed()
+
+    def _follow(self, event: v.Event) -> None:
         self._view, actions = decide(self._view, event, self._config.nproc, self._config.node_id)
         for action in actions:
             self._carry_out(action)
@@ -494,9 +497,9 @@ class LocalElasticAgent(ElasticAgent):
                 self._start(action)
             case v.GivePlace(local_rank=local_rank):
                 self._starts.give(local_rank)
-            case v.StartAhead(local_ranks=local_ranks):
+            case v.StartAhead(local_ranks=local_ranks, yields=yields):
                 reporting.ahead(local_ranks, self._start_timer.seen)
-                self._starts.start_ahead(local_ranks, self.restarts)
+                self._starts.start_ahead(local_ranks, self.restarts, yields=yields)
             case v.KillAhead(local_ranks=local_ranks):
                 self._starts.kill_ahead(local_ranks)
             case v.ReportAheadGone(local_rank=local_rank, next=following):
@@ -531,6 +534,7 @@ class LocalElasticAgent(ElasticAgent):
             case v.ReportReady(round=number):
                 self._ready(number)
                 self._processes.training()
+                self._starts.training()
                 if self._rank == 0:  # one member's estimate is enough
                     self._inbox.put_later(ESTIMATE_EVERY, partial(self._estimate, number))
             case v.ReportStopped():

@@ -445,8 +445,11 @@ def _drained(view: v.View) -> Decision:
 def _fail(view: v.View, reports: list[v.Action]) -> Decision:
     """Report failures and end the round here at once, without waiting for the leader's break."""
     view, actions = _stop(view, "a worker of this node has failed")
+    # First: the report on a failure reads what the worker has left behind.
+    suspends = [action for action in actions if isinstance(action, v.Suspend)]
     held = [action for action in actions if isinstance(action, v.ReportFailed)]
-    return view, [*held, *reports, *actions[len(held) :]]
+    others = [action for action in actions if not isinstance(action, v.Suspend | v.ReportFailed)]
+    return view, [*suspends, *held, *reports, *others]
 
 
 def _leave(view: v.View, event: v.Leave) -> Decision:

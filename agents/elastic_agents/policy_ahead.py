@@ -56,7 +56,7 @@ def settled(before: v.View, view: v.View, actions: list[v.Action], nproc: int) -
     starts: list[v.Action] = []
     others = bool(view.suspended) or view.nodes > 1
     if _may_start(view) and view.lives and others and before.phase is not v.Phase.FINISHED:
-        view, starts = _start(view, _missing(view, nproc))
+        view, starts = _start(view, _missing(view, nproc), yields=bool(view.suspended))
     slots = _offered(view, nproc)
     report = replace(stopped, slots=slots, importing=bool(view.ahead.coming) and not slots)
     return view, [*(report if action is stopped else action for action in actions), *starts]
@@ -136,10 +136,10 @@ def _offered(view: v.View, nproc: int) -> tuple[int, ...]:
     return tuple(sorted(frozenset(range(nproc)) - view.ahead.coming)) if view.ahead.coming else ()
 
 
-def _start(view: v.View, local_ranks: frozenset[int]) -> Decision:
+def _start(view: v.View, local_ranks: frozenset[int], *, yields: bool = False) -> Decision:
     if not local_ranks:
         return view, []
-    return _with(view, coming=view.ahead.coming | local_ranks), [v.StartAhead(local_ranks)]
+    return _with(view, coming=view.ahead.coming | local_ranks), [v.StartAhead(local_ranks, yields)]
 
 
 def _complete(view: v.View) -> list[v.Action]:

@@ -350,9 +350,14 @@ class GivePlace:
 
 @dataclass(frozen=True, slots=True)
 class StartAhead:
-    """Start workers ahead of a place in a round, and raise AheadOver for each after the time that it has to come."""
+    """Start workers ahead of a place in a round, and raise AheadOver for each after the time that it has to come.
+
+    Attributes:
+        yields: whether others of this node enter a round now, and need the processor time first.
+    """
 
     local_ranks: frozenset[int]
+    yields: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ PARTIAL = after(WITHOUT, form(2, slots=(1,)))
 
 
 def test_a_node_goes_on_without_a_lost_worker_while_another_one_starts() -> None:
-    assert actions(LEFT, suspended(1)) == [v.ReportStopped(1, slots=(1,)), v.StartAhead(ZERO)]
+    assert actions(LEFT, suspended(1)) == [v.ReportStopped(1, slots=(1,)), v.StartAhead(ZERO, yields=True)]
     assert WITHOUT.ahead.coming == ZERO
     assert (PARTIAL.slots, PARTIAL.alive, PARTIAL.live) == (ONE, ONE, ONE)
     assert actions(WITHOUT, form(2, slots=(1,))) == [v.StartWorkers(form(2, slots=(1,)), ONE)]
@@ -183,7 +183,9 @@ def test_if_the_script_fails_ahead_of_a_round_twice_no_worker_starts_so_again() 
     assert said == [v.ReportAheadGone(0, NEXT), m.Slots(())]
     assert actions(after(failed, brk(2), suspended(1, 2)), form(3)) == [v.StartWorkers(form(3), ONE)]
     again = lost_again(failed, 3)
-    assert actions(again, suspended(1, 3)) == [v.ReportStopped(3, slots=(1,)), v.StartAhead(ZERO)], "once more"
+    assert actions(again, suspended(1, 3)) == [v.ReportStopped(3, slots=(1,)), v.StartAhead(ZERO, yields=True)], (
+        "once more"
+    )
     failed, said = decide(after(again, suspended(1, 3), form(4, slots=(1,))), RAISED)
     assert said == [v.ReportAheadGone(0, NEVER), m.Slots(())]
     assert actions(lost_again(failed, 5), suspended(1, 5)) == [v.ReportStopped(5)]

@@ -62,7 +62,7 @@ def test_a_break_suspends_live_workers_and_ends_the_others() -> None:
 
 def test_the_worker_beside_a_failed_one_is_suspended() -> None:
     failed, actions = decide(LIVE, gone(1, -9), 2)
-    assert actions == [v.ReportFailed(1), v.Suspend(1, FAILED, ZERO)]
+    assert actions == [v.Suspend(1, FAILED, ZERO), v.ReportFailed(1)]
     assert after(failed, suspended(0)) == (Phase.SUSPENDED, [v.ReportStopped(1)])
 
 
@@ -109,7 +109,7 @@ def test_what_is_not_asked_for_is_ignored(event: v.Event) -> None:
 
 def test_a_broken_connection_is_reported_and_ends_the_round_here() -> None:
     broken, actions = decide(LIVE, v.WorkerDisconnected(1, 0, ERROR), 2)
-    assert actions == [v.ReportDisconnected(0, ERROR), v.Suspend(1, FAILED, BOTH)]
+    assert actions == [v.Suspend(1, FAILED, BOTH), v.ReportDisconnected(0, ERROR)]
     assert broken.alive == BOTH, "it is not dead"
 
 

@@ -83,7 +83,7 @@ class LogPlaces:
         environment: Callable[[Placement, str], dict[str, str]],
         kept: Mapping[int, WorkerLogs],
     ) -> tuple[dict[int, WorkerLogs], dict[int, dict[str, str]]]:
-        """Make a round's directories and return the workers' logs and environments, both by local rank.
+        """Make a round's directories; return the workers' logs, and the environments of new ones, both by local rank.
 
         Args:
             number: the round's number; 0 for workers that are started ahead of one.
@@ -110,14 +110,17 @@ class LogPlaces:
                 for own in new.values():
                     make_private(own.error_file.parent)
         try:
-            self._files.ask(partial(_make_room, [own.kept_error or own.error_file for own in new.values()]), PATIENCE)
+            if new:
+                room = partial(_make_room, [own.kept_error or own.error_file for own in new.values()])
+                self._files.ask(room, PATIENCE)
         except OSError as error:  # such as a full disk: the workers run without
             whose = f"round {number}" if number else "workers that start ahead"
             _log.warning("no logs are kept of %s: %s", whose, error)
-        if self._named is None:  # no worker waits for it
+        if self._named is None and new:  # no worker waits for it
             self._files.put(partial(_make_files, list(new.values())))
         logs = {**kept, **new}
-        envs = {place.local_rank: environment(place, str(logs[place.local_rank].error_file)) for place in placements}
+        described = [place for place in placements if self._named is not None or place.local_rank in new]
+        envs = {place.local_rank: environment(place, str(logs[place.local_rank].error_file)) for place in described}
         if self._named is not None:
             for local_rank, (out, err, error_file) in self._named.places(placements, envs).items():
                 if local_rank in kept:

@@ -112,6 +112,7 @@ class RoundWorkers:
         self._alive: dict[int, _Worker] = {}
         self._reaped: dict[int, tuple[_Worker, Reaped]] = {}  # by local rank
         self._sessions: set[int] = set()
+        self._failed: set[int] = set()  # sessions of failed workers, to be ended
         self._watch = StuckDetector()
 
     def start(
@@ -207,7 +208,8 @@ class RoundWorkers:
 
         If it was killed after its script had ended, the script's exit code counts.
 
-        Processes started by a failed worker are killed with it; those of a finished worker may run to the round's end.
+        Processes started by a failed worker are killed by :meth:`end_failed`; those of a finished worker may run to the
+        round's end.
         """
         worker = self._alive.pop(pid, None)
         if worker is None:
@@ -221,13 +223,21 @@ class RoundWorkers:
         if worker.stopped is None and (exit_code > 0 or exit_code == -signal.SIGTERM):
             worker.stopped = worker.suspends  # a worker that cannot leave its round ends itself by SIGTERM
         if exit_code != 0:
-            self._end_sessions({pid}, AT_ONCE)
-        if not self._alive:
+            self._failed.add(pid)
+        elif not self._alive:
             self._leave_empty_sessions()
         self._files.put(lambda data: keep_error(worker.logs))
         reaped = Reaped(worker.round, worker.placement, pid, exit_code, now - worker.started, now)
         self._reaped[worker.placement.local_rank] = (worker, reaped)
         return reaped
+
+    def end_failed(self) -> None:
+        """Kill what failed workers have left behind; to be called once the others have their orders."""
+        failed, self._failed = self._failed, set()
+        if failed:
+            self._end_sessions(failed, AT_ONCE)
+            if not self._alive:
+                self._leave_empty_sessions()
 
     def reaped(self, local_rank: int) -> Reaped | None:
         """Return a worker's end; None if there was none in this round."""
@@ -240,6 +250,7 @@ class RoundWorkers:
             None if it was stopped, and nothing indicates that it had failed before.
         """
         worker, reaped = self._reaped[local_rank]
+        self.end_failed()  # they may hold its stderr open
         if worker.stopped is None:
             worker.stderr.ended.wait(0.2)
         stderr = [line for line in worker.stderr.tail() if line[0] >= worker.placed]

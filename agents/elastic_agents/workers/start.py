@@ -30,6 +30,12 @@ _log = logging.getLogger("elastic_launch.agent")
 
 T = TypeVar("T")
 
+AHEAD_YIELDS, AHEAD_RESTS = 0.5, 0.05
+"""Seconds that workers which start ahead let others of the node enter their round, and then do their first step.
+
+They would take processor time from these.
+"""
+
 SCARCE = 3.0
 """Seconds for which starting a worker is retried while no descriptors are left."""
 
@@ -97,6 +103,7 @@ class WorkerStarts:
         self._started = started
         self._round: _Staggered | None = None
         self._ahead: list[_Staggered] = []
+        self._put_off: dict[int, int] = {}  # restarts so far, by local rank of the workers that yield to others
         self._late: dict[int, tuple[m.Form, Placement]] = {}  # places of workers that have not come yet
         self._pids: dict[int, int] = {}  # of the round's new workers
         self._rehearse = 0  # the last round in which a new worker began whose like rehearse if they start ahead
@@ -183,8 +190,29 @@ class WorkerStarts:
 
     # Workers that start ahead of a round.
 
-    def start_ahead(self, local_ranks: Collection[int], restarts: int) -> None:
-        """Start workers ahead of a place in a round, each once there is a process for it."""
+    def start_ahead(self, local_ranks: Collection[int], restarts: int, *, yields: bool = False) -> None:
+        """Start workers ahead of a place in a round, each once there is a process for it.
+
+        Args:
+            yields: whether others of the node, which enter a round now, need the processor time first.
+        """
+        if not yields:
+            self._begin_ahead(local_ranks, restarts)
+            return
+        self._put_off |= dict.fromkeys(local_ranks, restarts)
+        self._inbox.put_later(AHEAD_YIELDS, self._begin_put_off)
+
+    def training(self) -> None:
+        """All workers of the round train."""
+        if self._put_off:
+            self._inbox.put_later(AHEAD_RESTS, self._begin_put_off)
+
+    def _begin_put_off(self) -> None:
+        put_off, self._put_off = self._put_off, {}
+        if put_off:
+            self._begin_ahead(put_off, max(put_off.values()))
+
+    def _begin_ahead(self, local_ranks: Collection[int], restarts: int) -> None:
         placed = [unplaced(local_rank) for local_rank in sorted(local_ranks)]
         self._processes.prepare(len(placed), lambda: self._inbox.put(self._start_next_ahead))
 
@@ -206,7 +234,8 @@ class WorkerStarts:
         self._workers.kill(local_ranks)
 
     def _withdrawn(self, local_ranks: Collection[int]) -> list[int]:
-        return [local_rank for start in self._ahead for local_rank in start.take(local_ranks)]
+        put_off = [local_rank for local_rank in local_ranks if self._put_off.pop(local_rank, None) is not None]
+        return put_off + [local_rank for start in self._ahead for local_rank in start.take(local_ranks)]
 
     def _not_ahead(self, local_rank: int, error: Exception) -> None:
         _log.warning("the worker of local rank %d cannot be started ahead: %s", local_rank, error)
