@@ -79,6 +79,7 @@ def test_the_memory_of_an_agent_is_measured_without_its_workers(tmp_path: Path) 
     assert rows["footprint.cpu"]["medians"]["ours"] >= 0
 
 
+@pytest.mark.soak
 def test_a_standstill_is_measured_with_and_without_live_rounds(tmp_path: Path) -> None:
     options = ["--cold", "--only", "killed", "--start", "1", "--workers", "2", "--who", "ours-live", "--who", "ours"]
     rows = measured("live.py", tmp_path / "live.json", *options)

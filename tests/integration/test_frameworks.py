@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import SCRIPTS, Job, wait_for
+from harness import SCRIPTS, Job, run_script, wait_for
 
 import elastic_launch as el
 from elastic_launch.faults import FaultPlan
@@ -23,6 +23,9 @@ FRAMEWORKS = Path(__file__).parents[2] / "examples" / "frameworks"
 STEPS = 12
 HOLD = 3
 """Steps after which the workers of each round wait until they are released."""
+
+PRELOADED = {"transformers": "transformers.trainer", "lightning": "lightning.pytorch"}
+"""What an agent imports for all workers of ``gated.py``, in which it cannot see the imports of the script."""
 
 EXTENSIONS = FRAMEWORKS.parents[1] / "build" / "torch_extensions"
 """Where DeepSpeed keeps what it compiles on its first run, which takes a minute."""
@@ -98,9 +101,8 @@ def extensions(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_script_on_a_framework_resumes_from_its_own_checkpoint_when_a_worker_is_killed(job: Job, name: str) -> None:
     script = FRAMEWORKS / name / "train.py"
     assert not re.search(r"^\s*(import|from)\s+elastic", script.read_text(), re.MULTILINE)
-    agent = job.launch(
-        "--standalone", "--nproc", "2", "--shutdown-timeout", "10", command=command(job, name, "train.py", every=2)
-    )
+    flags = ("--standalone", "--nproc", "2", "--shutdown-timeout", "10", "--preload", PRELOADED.get(name, name))
+    agent = job.launch(*flags, command=command(job, name, "train.py", every=2))
     held(job, 1, 2)
     job.tell("go-2")
     os.kill(noted(job, 1, rank=1)[-1]["pid"], signal.SIGKILL)
@@ -182,17 +184,23 @@ def test_elasticctl_makes_a_framework_save(job: Job, name: str) -> None:
 DEEPSPEED = str(FRAMEWORKS.parent / "deepspeed" / "train.py")
 
 
-def trained(
-    job: Job, *flags: str, stage: int, epochs: int, precision: str = "fp32", env: dict[str, str] | None = None
-) -> dict[str, Any]:
-    """The result of the example with ``Trainer(deepspeed_config=...)``."""
+def deepspeed(job: Job, *, stage: int, epochs: int, precision: str = "fp32") -> list[str]:
+    """The example with ``Trainer(deepspeed_config=...)``."""
     options = ["--stage", str(stage), "--epochs", str(epochs), "--precision", precision]
-    command = [str(SCRIPTS / "plain_deepspeed.py"), DEEPSPEED, *options, "--dir", str(job.work / "saved")]
-    name = f"{precision}-to-{epochs}"
-    agent = job.launch("--standalone", *flags, name=name, command=command, env=env)
-    assert agent.wait(200) == 0, agent.output
-    (line,) = re.findall(r"^{.*}$", agent.output, re.MULTILINE)
+    return [str(SCRIPTS / "plain_deepspeed.py"), DEEPSPEED, *options, "--dir", str(job.work / "saved")]
+
+
+def result(output: str) -> dict[str, Any]:
+    (line,) = re.findall(r"^{.*}$", output, re.MULTILINE)
     return dict(json.loads(line))
+
+
+def trained(job: Job, *flags: str, env: dict[str, str] | None = None, **options: Any) -> dict[str, Any]:
+    """The result of a run of the example."""
+    name = f"to-{options['epochs']}"
+    agent = job.launch("--standalone", *flags, name=name, command=deepspeed(job, **options), env=env)
+    assert agent.wait(200) == 0, agent.output
+    return result(agent.output)
 
 
 @pytest.mark.slow
@@ -207,7 +215,7 @@ def test_a_trainer_with_zero_is_killed_and_resumed_in_another_world_and_stage(jo
     second = trained(job, "--nproc", "3", stage=2, epochs=2)
     assert (second["worlds"], second["resumed_step"]) == ([2, 2, 3], first["steps"])
     (job.work / "saved").rename(job.work / "resumed")
-    undisturbed = trained(job, "--nproc", "1", stage=0, epochs=2)
+    undisturbed = result(run_script(*deepspeed(job, stage=0, epochs=2), timeout=200, env={"OMP_NUM_THREADS": "1"}))
     assert undisturbed["worlds"] == [1]
     assert second["steps"] == undisturbed["steps"]
     assert second["loss"] == pytest.approx(undisturbed["loss"], rel=1e-3)
@@ -244,8 +252,7 @@ Trainer(max_steps=1, accelerator="cpu", logger=False, callbacks=callbacks).fit(B
 @pytest.mark.slow
 @installed("lightning")
 def test_lightning_fails_before_the_first_step_if_nothing_would_be_resumed(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", NOTHING_LAST], capture_output=True, text=True, timeout=100, cwd=tmp_path
-    )
-    assert done.returncode == 1
-    assert "UsageError: DrainCallback() finds no ModelCheckpoint that saves a last checkpoint" in done.stderr
+    script = tmp_path / "nothing_last.py"
+    script.write_text(NOTHING_LAST)
+    printed = run_script(str(script), code=1)
+    assert "UsageError: DrainCallback() finds no ModelCheckpoint that saves a last checkpoint" in printed
