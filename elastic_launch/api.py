@@ -46,7 +46,7 @@ from elastic_agents.calls.caller import Ended, run_agent
 from elastic_agents.calls.function import ForkedCall, FunctionCall, Results, name_of
 from elastic_agents.calls.metrics import put_results, timed_run
 from elastic_launch.api_config import Entrypoint, from_torch, of_strings, own, with_logs
-from elastic_launch.cli.main import check_directory
+from elastic_launch.cli.command import check_directory
 from elastic_launch.cli.output_flags import make_run_directory
 from elastic_launch.config.launch_config import LaunchConfig as OwnConfig
 from elastic_launch.config.launch_config import Limits

@@ -16,8 +16,9 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpec
 from torch.distributed.elastic.multiprocessing import Std as TorchStd
 from torch.distributed.launcher.api import LaunchConfig as TorchConfig
 
+from elastic_launch.cli.command import here, read_command
 from elastic_launch.cli.flags import Line, Values
-from elastic_launch.cli.main import build, here, read_command
+from elastic_launch.cli.main import build
 from elastic_launch.config.launch_config import Command, LaunchConfig, check_seconds
 from elastic_launch.config.output import Std, Streams
 from elastic_launch.config.settings import default_node_id

@@ -31,9 +31,10 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import NoReturn
 
+from elastic_launch.cli.command import find_module
 from elastic_launch.cli.flags import Flag, Sourced, split
-from elastic_launch.cli.job_file import Job
-from elastic_launch.cli.main import find_module, launch
+from elastic_launch.cli.job import Job
+from elastic_launch.cli.main import launch
 from elastic_launch.errors import UsageError
 from elastic_launch.system.program import exiting, reported
 

@@ -10,7 +10,7 @@ import pytest
 
 from elastic_launch.cli import main as cli
 from elastic_launch.cli.flags import FLAGS, split
-from elastic_launch.cli.job_file import Job, shown
+from elastic_launch.cli.job import Job, shown
 from elastic_launch.config.launch_config import Endpoint, LaunchConfig, Limits
 from elastic_launch.errors import UsageError
 

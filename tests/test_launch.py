@@ -8,7 +8,7 @@ import pytest
 
 from elastic_launch import launch
 from elastic_launch.cli.flags import split
-from elastic_launch.cli.job_file import Job
+from elastic_launch.cli.job import Job
 from elastic_launch.errors import UsageError
 
 

@@ -11,6 +11,8 @@
 ``options``           flags of torchrun that describe workers
 ``output_flags``      flags about output and log files
 ``rendezvous_flags``  flags about how nodes find each other
-``job_file``          the YAML job file; ``job_file_reader`` parses it
+``command``           what the workers execute: a script, a module or a program
+``job``               a command line together with its job file
+``job_file``          the content of a job file; ``job_file_reader`` parses its YAML
 ``kubernetes``        defaults from an indexed Job's pod; ``slurm``: from a job step, whose mistakes are errors
 """

@@ -24,8 +24,8 @@ from typing import NoReturn
 
 from elastic_agents.static_world import Rank, StaticWorld, run
 from elastic_launch import __version__
+from elastic_launch.cli.command import read_command
 from elastic_launch.cli.flags import Flag, Line, Values, split
-from elastic_launch.cli.main import read_command
 from elastic_launch.cli.output_flags import read_log_format
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.config.settings import Setting
