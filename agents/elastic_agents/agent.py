@@ -435,7 +435,8 @@ class LocalElasticAgent(ElasticAgent):
             self._control,
             snapshot=self._newest_snapshot,
             # What the leader has said; until then others may have used up what this node's own flags allow.
-            budget=(self.restarts, self.max_restarts) if view.round > 0 else None,
+            # Since the round formed, restarts may have been given back.
+            budget=(self.restarts, max(self.max_restarts, self._membership.max_restarts)) if view.round > 0 else None,
             outlook=self._membership.outlook if self._member else "",
             checkpoint=(saved[0], self._clock.now() - saved[1]) if saved else None,
         )

@@ -11,9 +11,12 @@ import signal
 import socket
 from typing import Any
 
+from changes import Changes
 from harness import Job, asked, free_port, wait_for
 from otlp_receiver import receiver
 from prometheus_client.parser import text_string_to_metric_families
+
+from elastic_launch.faults import FaultPlan
 
 
 def sample(port: int, name: str, **labels: str) -> float | None:
@@ -50,6 +53,20 @@ def killed_worker(job: Job, env: dict[str, str]) -> None:
     assert asked(f"http://127.0.0.1:{port}/livez")[0] == 200
     job.finish()
     assert agent.wait() == 0
+
+
+def test_a_restart_is_given_back_while_the_round_trains(job: Job) -> None:
+    port, changes = free_port(), Changes(job, step_time=0.05, live=True)
+    plan = FaultPlan.fail_at(1, 5)
+    flags = "--nproc", "2", "--max-restarts", "2", "--restart-refill", "1", "--http", str(port)
+    agent = changes.alone(*flags, plan=plan)
+    agent.says("a page of this run: ")
+    wait_for("the next round", lambda: sample(port, "round") == 2)
+    wait_for("a restart given back", lambda: sample(port, "max_restarts") == 3)
+    assert sample(port, "restarts") == 1
+    found = json.loads(asked(f"http://127.0.0.1:{port}/status")[1])
+    assert (found["round"], found["restarts"], found["max_restarts"]) == (2, 1, 3)
+    changes.finish(agent)
 
 
 def test_a_node_that_waits_has_no_budget_yet(job: Job) -> None:

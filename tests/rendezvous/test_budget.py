@@ -279,6 +279,28 @@ def test_no_more_is_given_back_than_was_charged() -> None:
         assert budget.allowed - budget.spent in (1, 2)
 
 
+def test_the_present_round_gives_restarts_back_before_it_ends() -> None:
+    budget = budget_with(Limits(max_restarts=2, restart_refill=10.0))
+    for begun in (0, 10):
+        assert crash_at(budget, begun, begun + 10, 4.0).charged
+
+    def allowed(reached: int, lasted: float) -> int:
+        return budget.allowed_after(Broken(10.0, None, "", lasted=lasted, begun=20, reached=reached))
+
+    assert allowed(20, 1000.0) == 2, "there is no new step"
+    assert [allowed(30, lasted) for lasted in (5.0, 7.0, 17.0, 1000.0)] == [2, 3, 4, 4]
+    assert budget.allowed == 2
+    crash_at(budget, 20, 30, 17.0)
+    assert budget.allowed == 4
+
+
+def test_a_script_without_steps_gets_restarts_back_if_it_runs_for_long() -> None:
+    budget = budget_with(Limits(max_restarts=2, restart_refill=100.0))
+    broken = Broken(10.0, None, "the cause", [(10.0, CRASH)], begun=None)
+    assert budget.rule(broken, lasted=5.0, begun=None).charged
+    assert [budget.allowed_after(Broken(10.0, None, "", lasted=lasted)) for lasted in (50.0, 101.0)] == [2, 3]
+
+
 def test_time_without_new_steps_gives_nothing_back() -> None:
     budget = budget_with(Limits(max_restarts=2, restart_refill=10.0))
     assert [crash_at(budget, 0, 50, 1000.0).charged for _ in range(3)] == [True, True, False]

@@ -109,6 +109,30 @@ def test_a_status_lists_every_node_and_counts_no_caller() -> None:
     assert len(run.machine.nodes) == 3
 
 
+def test_a_status_counts_the_restarts_that_the_present_round_has_given_back() -> None:
+    record = ControlRecord("run", "digest", 1, Leader("a", "a1", "10.0.0.1", 1), limits=Limits(1, 2, 2, 60.0))
+    run = asked("1:2", "ab", record=record.renewed())
+    run.report("a", m.Progress(1, 10))
+    run.fail("a")
+    run.stop("a", "b")
+    run.advance(5.0)
+    run.join("a", "b")
+
+    def budget() -> tuple[int, int, int]:
+        status = run.status()
+        return status.round, status.restarts, status.max_restarts
+
+    assert budget() == (2, 1, 2)
+    run.report("a", m.Progress(2, 11))
+    assert budget() == (2, 1, 2)
+    run.advance(70.0)
+    assert budget() == (2, 1, 3)
+    run.fail("b")
+    run.stop("a", "b")
+    run.advance(5.0)
+    assert budget() == (3, 2, 3)
+
+
 def test_a_status_shows_who_starts_ahead_and_how_many_workers_take_part() -> None:
     run = asked("1:2", "a")
     run.report("a", m.Ready(1, live=True))

@@ -195,7 +195,7 @@ class AdminRequests:
             min_nodes=machine.limits.min_nodes,
             max_nodes=machine.limits.max_nodes,
             restarts=machine.restarts,
-            max_restarts=machine.max_restarts,
+            max_restarts=machine.max_restarts(now),
             nodes=tuple(self._node(node, ranks, now) for node in machine.nodes.values()),
             step=self._heard.step,
             step_s=progress.step_s,

@@ -27,7 +27,7 @@ from elastic_launch.errors import ExitCode
 from elastic_launch.events.types import FaultLanded, JoinBlocked, NodeDiffers, NodeJoined, NodeRefused, RunResized
 from elastic_launch.rendezvous.leader.admission import differences, refusal
 from elastic_launch.rendezvous.leader.forming import try_reach
-from elastic_launch.rendezvous.leader.phases import Draining, Ended, Parked, Running, last_failure, put_off
+from elastic_launch.rendezvous.leader.phases import Draining, Ended, Parked, Running, last_failure, over, put_off
 from elastic_launch.rendezvous.leader.rounds import MOST_SECONDS, Rounds
 from elastic_launch.rendezvous.leader.state import LeaderState
 from elastic_launch.rendezvous.leader.types import Instruction, Node
@@ -109,10 +109,12 @@ class LeaderMachine:
         """Restarts charged so far."""
         return self._state.budget.spent
 
-    @property
-    def max_restarts(self) -> int:
-        """Restarts that may be charged in all."""
-        return self._state.budget.allowed
+    def max_restarts(self, now: float) -> int:
+        """Restarts that may be charged in all, with those that the present round has given back so far."""
+        phase, budget = self._rounds.phase, self._state.budget
+        if isinstance(phase, Running | Draining):
+            return budget.allowed_after(over(phase, now, None, ""))
+        return budget.allowed
 
     @property
     def limits(self) -> Limits:

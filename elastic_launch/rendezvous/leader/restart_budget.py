@@ -80,6 +80,12 @@ class RestartBudget:
         """Restarts that may be charged in all: ``--max-restarts``, and those given back."""
         return self._limits.max_restarts + self.refilled
 
+    def allowed_after(self, broken: Broken) -> int:
+        """What :attr:`allowed` would be if the round that trains ended in this way."""
+        reached = max(-1 if broken.begun is None else broken.begun, broken.reached)
+        advanced = self._advanced(reached, broken.lasted)
+        return self.allowed + (self._due(self._healthy + broken.lasted) if advanced else 0)
+
     def learn(self, spent: int) -> None:
         """Take over the number of restarts from a node that knows more; those beyond the limit had been given back."""
         self.spent = max(self.spent, spent)
@@ -143,17 +149,25 @@ class RestartBudget:
         """
         begun = -1 if broken.begun is None else broken.begun
         reached = max(begun, broken.reached, begun + max(0, failure.trained) if failure is not None else -1)
-        # A script that does not report its steps is believed to advance if it runs for long.
-        advanced = reached > self.best if reached >= 0 else self.best < 0 and lasted >= LONG
+        advanced = self._advanced(reached, lasted)
         self.best = max(self.best, reached)
         self.vain = (0 if advanced else self.vain) + restarted
         every = self._limits.restart_refill
         if not every or not advanced:
             return
         self._healthy += lasted
-        back = min(int(self._healthy // every), self.spent - self.refilled)
+        back = self._due(self._healthy)
         self.refilled += back
         self._healthy = self._healthy - back * every if self.spent > self.refilled else 0.0
+
+    def _advanced(self, reached: int, lasted: float) -> bool:
+        """Whether a round has reached a new step; a script that reports none is believed to if it runs for long."""
+        return reached > self.best if reached >= 0 else self.best < 0 and lasted >= LONG
+
+    def _due(self, healthy: float) -> int:
+        """How many restarts are given back for seconds of rounds with new steps; no more than were charged."""
+        every = self._limits.restart_refill
+        return min(int(healthy // every), self.spent - self.refilled) if every else 0
 
     def end(self, kind: Kind) -> BudgetDecision:
         """Return the decision for a failure after which a restart cannot help."""

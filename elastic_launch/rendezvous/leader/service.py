@@ -409,7 +409,8 @@ class LeaderService:
             self._selector.register(self._listener, selectors.EVENT_READ, None)
         machine, record = self._machine, self._machine.record
         told = machine.outlook, self._requests.checkpoint(now)
-        pulse = m.pack(m.Pulse(record.term, record.round.number, record.restarts, record.limits.max_nodes, *told))
+        most = record.limits.max_nodes, machine.max_restarts(now)
+        pulse = m.pack(m.Pulse(record.term, record.round.number, record.restarts, *most, *told))
         for number, link in list(self._links.items()):
             if link.greeted and not link.closing:
                 link.channel.send(pulse)

@@ -70,6 +70,7 @@ class Membership:
 
     Attributes:
         outlook: what the leader last said happens next; empty until it has.
+        max_restarts: the budget, with restarts given back so far, as the leader last said; -1 until it has.
         checkpoint: steps in the newest checkpoint on storage that a leader has told of, and when it was reported, by
             the node's clock; None until then.
     """
@@ -105,6 +106,7 @@ class Membership:
         self._most_nodes = config.limits.max_nodes  # until the leader sends the run's limit
         self._led_by = ""  # incarnation of the node whose orders came last
         self.outlook = ""
+        self.max_restarts = -1
         self.checkpoint: tuple[int, float] | None = None
         timing = config.timing
         self._detector = FailureDetector(timing.dead_after, timing.beat_among(config.limits.max_nodes))
@@ -435,8 +437,8 @@ class Membership:
         if isinstance(order, m.Welcome | m.Pulse):
             self._most_nodes = order.max_nodes or self._most_nodes
         match order:
-            case m.Pulse(outlook=outlook, checkpoint=saved):
-                self.outlook = outlook
+            case m.Pulse(outlook=outlook, checkpoint=saved, max_restarts=most):
+                self.outlook, self.max_restarts = outlook, most
                 if saved is not None:
                     self.checkpoint = saved.step, self._clock.now() - saved.ago
             case asking.Answer() | asking.Status() | asking.NodeStacks():

@@ -454,6 +454,7 @@ class Pulse:
     Attributes:
         round, restarts: the last round's number, and the restarts charged.
         max_nodes: see :class:`Welcome`.
+        max_restarts: restarts that may be charged in all, with those given back so far; -1 if not told.
         outlook: what happens next, as text for users.
         checkpoint: the newest on storage; None until one was reported to this leader.
     """
@@ -462,6 +463,7 @@ class Pulse:
     round: int = 0
     restarts: int = 0
     max_nodes: int = 0
+    max_restarts: int = -1
     outlook: str = ""
     checkpoint: asking.LastSave | None = None
 
