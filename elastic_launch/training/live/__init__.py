@@ -3,4 +3,5 @@
 ``groups``   the process groups of one round
 ``rehearsal``  what a rehearsal of a step must not leave behind
 ``sockets``  the connections of these groups
+``turns``    what ends these groups without delay
 """

@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 
 from elastic_launch.collective_dump import forget_collectives
 from elastic_launch.training.live.sockets import GroupSockets
+from elastic_launch.training.live.turns import quick_turns
 
 _LEFT_S = 1.0
 """Seconds for groups and sockets to be gone after the groups were destroyed."""
@@ -137,7 +138,14 @@ class RoundGroups:
         """
         foreign = [_describe(group) for group in self._foreign()]
         held = [(weakref.ref(group), _describe(group)) for group in _groups()]
-        self._sockets.close()
+        with quick_turns(self._sockets.close()):
+            self._destroy()
+            if not foreign:
+                _wait_until_gone(held, self._sockets)
+        if foreign:
+            raise GroupsRemainError(f"The script made process groups itself: {', '.join(foreign)}.")
+
+    def _destroy(self) -> None:
         if self.disconnected and any(map(_is_nccl, self._backends())):
             distributed_c10d._abort_process_group()  # destroying would wait for what has been aborted
         elif dist.is_initialized():
@@ -148,9 +156,6 @@ class RoundGroups:
             hook, ours = self._excepthooks.pop()
             if sys.excepthook is ours:
                 sys.excepthook = hook
-        if foreign:
-            raise GroupsRemainError(f"The script made process groups itself: {', '.join(foreign)}.")
-        _wait_until_gone(held, self._sockets)
 
     def _foreign(self) -> list[ProcessGroup]:
         ours = [ref() for ref in self._ours]

@@ -54,6 +54,7 @@ class GroupSockets:
         self._shut: set[int] = set()
         self._knocked: set[int] = set()
         self._before: set[int] | None = None
+        self._epolls: list[int] = []
         self._store_port = self._size = 0
         self._broken = False
         self._opened = threading.Event()
@@ -115,10 +116,15 @@ class GroupSockets:
                 self._breaker.start()
             return self._shut_recorded()
 
-    def close(self) -> int:
-        """Shut down the connections of groups that are about to be destroyed: gloo then destroys them sooner."""
+    def close(self) -> list[int]:
+        """Shut down the connections of groups that are about to be destroyed: gloo then destroys them sooner.
+
+        Returns:
+            The groups' epoll descriptors.
+        """
         with self._lock:
-            return self._shut_recorded()
+            self._shut_recorded()
+            return self._epolls
 
     def still_open(self) -> int:
         """Return how many of the sockets recorded so far are open."""
@@ -154,8 +160,10 @@ class GroupSockets:
                     listeners.add(inode)
                 elif kind == "connected" and port == self._store_port:
                     store.add(inode)
-        for watched in _watched(descriptors):
+        self._epolls = []
+        for descriptor, watched in _watched(descriptors).items():
             if served := watched & listeners:
+                self._epolls.append(descriptor)
                 self._listeners |= served
                 self._connections |= watched & sockets.keys() - listeners
         if self._listeners:  # before that, the store is being connected, and torch would connect it again and again
@@ -177,8 +185,9 @@ def _sockets(descriptors: dict[int, str]) -> dict[int, int]:
     return {int(target[8:-1]): each for each, target in descriptors.items() if target.startswith("socket:[")}
 
 
-def _watched(descriptors: dict[int, str]) -> Iterator[set[int]]:
-    """For each epoll descriptor that executed programs inherit, return the inodes of what it watches."""
+def _watched(descriptors: dict[int, str]) -> dict[int, set[int]]:
+    """Return the inodes of what each epoll descriptor watches that executed programs inherit."""
+    found = {}
     for descriptor, target in descriptors.items():
         if target != "anon_inode:[eventpoll]":
             continue
@@ -186,7 +195,8 @@ def _watched(descriptors: dict[int, str]) -> Iterator[set[int]]:
             if not os.get_inheritable(descriptor):
                 continue
             with open(f"/proc/self/fdinfo/{descriptor}") as file:
-                yield {int(inode, 16) for inode in _WATCHED.findall(file.read())}
+                found[descriptor] = {int(inode, 16) for inode in _WATCHED.findall(file.read())}
+    return found
 
 
 @contextmanager
