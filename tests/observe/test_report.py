@@ -306,7 +306,8 @@ def test_advice_follows_causes_and_costs() -> None:
     assert "stacks-*.txt" in given(told("hang", "x"))[0]
     assert "snapshots more often" in given(lost=9)[0]
     assert "checkpoints more often" in given(unsaved=9)[0]
-    assert "--max-restarts" in given(restarts=2)[0]
+    assert "was nearly spent (2 of 3 restarts)" in given(restarts=2)[0]
+    assert "was spent (3 of 3 restarts)" in given(restarts=3)[0]
     assert given(told("membership", "x", start_s=3.0, form_s=1.0)) == [
         f"start, 3.0 s (75%): {SHORTER['start_s']}",
         f"form, 1.0 s (25%): {SHORTER['form_s']}",
