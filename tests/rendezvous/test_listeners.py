@@ -13,6 +13,7 @@ from harness import free_port
 
 from elastic_launch.clock import MonotonicClock
 from elastic_launch.config.launch_config import Command, Endpoint, LaunchConfig, Limits
+from elastic_launch.errors import UnresolvedError
 from elastic_launch.events.types import Event
 from elastic_launch.rendezvous.backends.c10d import C10dBackend
 from elastic_launch.rendezvous.backends.election import ElectedBackend
@@ -75,6 +76,16 @@ def test_the_endpoint_of_c10d(tmp_path: Path) -> None:
         assert place.endpoint is not None
         _listens_only_here(place.endpoint.port)
         assert backend.find_leader(10).port == place.endpoint.port, "one port for all"
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_a_local_address_that_does_not_resolve_is_named_as_such(most: int, tmp_path: Path) -> None:
+    """There is no --rdzv-endpoint that a user could check."""
+    config = _config(log_dir=tmp_path, local_addr="no such host", limits=Limits(1, most))
+    with contextlib.closing(C10dBackend(config, MonotonicClock(), Sink())) as backend:
+        with pytest.raises(UnresolvedError, match="^--local-addr no such host does not resolve: ") as raised:
+            backend.open()
+    assert "rdzv" not in f"{raised.value.message} {raised.value.hint}"
 
 
 def test_the_links_of_an_elected_leader(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from elastic_launch.clock import Clock
 from elastic_launch.config.launch_config import Endpoint, LaunchConfig
-from elastic_launch.errors import EndpointError, InternalError
+from elastic_launch.errors import EndpointError, InternalError, UnresolvedError
 from elastic_launch.events.types import EventSink
 from elastic_launch.rendezvous.backends.hosting import explain, said_rank
 from elastic_launch.rendezvous.leader.service import LeaderService
@@ -132,6 +132,15 @@ class C10dBackend(Backend):
         self._taken = False  # the endpoint is on this host, but something else listens there
 
     def open(self) -> NodeAddress:
+        try:
+            return self._open()
+        except UnresolvedError as error:
+            if self._config.endpoint is not None or not self._config.local_addr:
+                raise
+            text = f"--local-addr {self._config.local_addr} does not resolve: {error.__cause__}."
+            raise UnresolvedError(text, "Give an address of this host, or a name that is known here.") from error
+
+    def _open(self) -> NodeAddress:
         config = self._config
         incarnation = secrets.token_hex(6)
         wanted = config.endpoint or self._own_endpoint()
