@@ -82,9 +82,12 @@ def test_the_endpoint_of_c10d(tmp_path: Path) -> None:
 def test_a_local_address_that_does_not_resolve_is_named_as_such(most: int, tmp_path: Path) -> None:
     """There is no --rdzv-endpoint that a user could check."""
     config = _config(log_dir=tmp_path, local_addr="no such host", limits=Limits(1, most))
-    with contextlib.closing(C10dBackend(config, MonotonicClock(), Sink())) as backend:
-        with pytest.raises(UnresolvedError, match="^--local-addr no such host does not resolve: ") as raised:
-            backend.open()
+    backend = C10dBackend(config, MonotonicClock(), Sink())
+    with (
+        contextlib.closing(backend),
+        pytest.raises(UnresolvedError, match=r"^--local-addr no such host does") as raised,
+    ):
+        backend.open()
     assert "rdzv" not in f"{raised.value.message} {raised.value.hint}"
 
 
