@@ -185,6 +185,7 @@ class Forks:
         env: Mapping[str, str],
         cwd: Path | None,
         network: str = "",
+        group: str = "",
         *,
         script: bool = False,
     ) -> Process:
@@ -194,9 +195,10 @@ class Forks:
             arguments: of ``python -m elastic_launch``, or a script and its own.
             output: descriptor of the file for its output.
             network: name of its network namespace, as with ``ip netns exec``; "" for that of the tests.
+            group: path of its control group; likewise.
         """
         status, theirs = os.pipe()
-        where = {"cwd": os.fspath(cwd or Path.cwd()), "network": network}
+        where = {"cwd": os.fspath(cwd or Path.cwd()), "network": network, "group": group}
         order = {"arguments": list(arguments), "env": dict(env), "script": script, **where}
         try:
             socket.send_fds(self._orders, [json.dumps(order).encode()], [output, theirs])
@@ -347,6 +349,8 @@ def _become(order: dict[str, object], output: int) -> None:
     assert isinstance(network, str)
     if network:
         _enter(network)
+    if group := order["group"]:
+        Path(str(group), "cgroup.procs").write_text(str(os.getpid()))
     os.chdir(cwd)
     if order["script"]:
         if threads := env.get("OMP_NUM_THREADS"):

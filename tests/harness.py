@@ -227,9 +227,8 @@ class Agent:
         environ = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
         with self.output_path.open("wb") as output:
             if forked:
-                self.process = forks().start(
-                    arguments, output.fileno(), environ, cwd, network_of(prefix), script=script
-                )
+                where = network_of(prefix), group_of(prefix)
+                self.process = forks().start(arguments, output.fileno(), environ, cwd, *where, script=script)
                 return
             self.process = subprocess.Popen(
                 [*prefix, sys.executable, *program, *arguments],
@@ -315,6 +314,15 @@ def network_of(prefix: Sequence[str]) -> str:
     return prefix[3] if len(prefix) == 4 and (*prefix[:3],) == ("ip", "netns", "exec") else ""
 
 
+ENTER_GROUP = ("sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"')
+"""The start of a prefix that runs a command in a control group, whose path follows."""
+
+
+def group_of(prefix: Sequence[str]) -> str:
+    """Return the control group in which a prefix runs a command; "" if the prefix does anything else."""
+    return prefix[3] if len(prefix) == 4 and (*prefix[:3],) == ENTER_GROUP else ""
+
+
 class Job:
     """A run of the worker script ``loop.py`` (or another command) on any number of agents on this host.
 
@@ -345,14 +353,15 @@ class Job:
         """Start an agent; by default its workers run ``loop.py``.
 
         Args:
-            prefix: the command that runs it; an agent is still forked if the prefix only enters a network namespace.
+            prefix: the command that runs it; an agent is still forked if it only enters a network namespace or a
+                control group.
             executed: whether to execute it instead of forking it; None: as the job says, and also if the environment
                 has variables that interpreters and imports read.
         """
         if command is None:
             command = [LOOP, str(self.work), *(script_flags or [])]
         if executed is None:
-            beside = bool(prefix) and not network_of(prefix)
+            beside = bool(prefix) and not network_of(prefix) and not group_of(prefix)
             executed = self.executed or beside or any(map(_INTERPRETERS.match, env or {}))
         env = {"PET_RDZV_CONF": SHORT_STARTS, **(env or {})}
         lean = LEAN if executed and {STEPS, MEETING} & {*command} else ()

@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from harness import ENTER_GROUP
+
 from elastic_launch.snapshot.room import inactive_cache
 from elastic_launch.system.memory_groups import MemoryGroup, memory_groups
 
@@ -46,7 +48,7 @@ class Group:
     def __init__(self, path: Path, kind: MemoryGroup) -> None:
         self.path = path
         self._kind = kind
-        self.prefix = ("sh", "-c", 'echo $$ > "$0" && exec "$@"', str(path / "cgroup.procs"))
+        self.prefix = (*ENTER_GROUP, str(path))
         """The prefix of a command that is to run in the group."""
 
     @property

@@ -11,15 +11,13 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import memory_group
 import netns
 import pytest
-from harness import SCRIPTS, Agent, Job, tree, wait_for
+from harness import SCRIPTS, Agent, Job, run_script, tree, wait_for
 
 from elastic_launch.faults import FaultPlan
 
@@ -103,8 +101,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The weights after the training whose need grows, in one process with enough memory."""
     directory = tmp_path_factory.mktemp("undisturbed")
     (directory / "go").touch()
-    command = [sys.executable, *growing(directory, directory / "saved")]
-    return weights(subprocess.run(command, check=True, capture_output=True, timeout=250, text=True).stdout)
+    return weights(run_script(*growing(directory, directory / "saved"), timeout=250))
 
 
 def weights(output: str) -> str:
