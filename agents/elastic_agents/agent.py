@@ -19,7 +19,7 @@ from elastic_agents.console import Consoles
 from elastic_agents.departure import Departure
 from elastic_agents.drill import Drill, FaultReached
 from elastic_agents.exits import Exits
-from elastic_agents.hangs.watch import HangWatch, Watched, WatchedWorker, keep_stacks
+from elastic_agents.hangs.hanging import Hanging
 from elastic_agents.inbox import Exited, HowAreYou, Inbox, SignalCaught
 from elastic_agents.notices import Notice
 from elastic_agents.outcome import Outcome, result_of
@@ -36,7 +36,6 @@ from elastic_agents.workers.placement import group_of, place, shared_environment
 from elastic_agents.workers.processes import ExecProcesses, OnExit
 from elastic_agents.workers.round_workers import RoundWorkers
 from elastic_agents.workers.start import WorkerStarts, while_scarce
-from elastic_agents.workers.stuck import LOOK_EVERY
 from elastic_agents.workers.watchdog import TimerExpired
 from elastic_launch.clock import Clock, MonotonicClock
 from elastic_launch.config.launch_config import LaunchConfig
@@ -126,7 +125,6 @@ class LocalElasticAgent(ElasticAgent):
         self._hosting = False
         self._member = False
         self._run_over = False  # the leader has said that the run is over
-        self._watched = 0  # the round whose workers may hang at exit
         self._formed = Round()
         self._rank = 0  # among the members of the current round
         self._restored: dict[int, int] = {}  # the training that workers of the round have restored, by local rank
@@ -171,7 +169,7 @@ class LocalElasticAgent(ElasticAgent):
             self._membership.start()
             while self._outcome is None:
                 self._react(self._inbox.take())
-                self._hangs.follow(self._advancing())
+                self._hanging.follow()
         return self._result(self._outcome)
 
     def _build(self) -> list[Callable[[], object]]:
@@ -194,11 +192,19 @@ class LocalElasticAgent(ElasticAgent):
         self._saves = DurableState(snapshot_store, self._control.step_timer, lambda: self._control.saves)
         cut_link, fail_copies = self._membership.cut_link, snapshot_store.fail_copies
         self._drill = Drill(self._config.drill, self._config.node_id, self._inbox.put_later, cut_link, fail_copies)
-        self._hangs = HangWatch(self._control.progress, self._membership.report, self._config.hang_timeout or 0.0)
         self._departure = Departure(
             self._config, self._clock, self._control.step_timer, self._events, self._inbox.put_later
         )
         self._workers = RoundWorkers(self._config, processes, pump, guard, self._clock, self._files)
+        self._hanging = Hanging(
+            self._config,
+            lambda: self._view,
+            self._workers,
+            self._control.progress,
+            self._membership.report,
+            self._inbox.put_later,
+            self._files,
+        )
         self._exits = Exits(self._workers, self._control.step_timer, snapshot_store, self._events, self._report_failure)
         self._starts = WorkerStarts(
             self._config,
@@ -217,7 +223,7 @@ class LocalElasticAgent(ElasticAgent):
         return [
             self._inbox.close,
             self._workers.close,
-            self._hangs.close,
+            self._hanging.close,
             processes.close,
             self._control.close,
             snapshot_store.close,
@@ -286,40 +292,7 @@ class LocalElasticAgent(ElasticAgent):
         for action in actions:
             self._carry_out(action)
         if isinstance(event, m.Break) and event.kind == "hang" and event.round == self._view.round:
-            self._end_hung(event)
-
-    def _end_hung(self, order: m.Break) -> None:
-        """Kill the workers that hang, since they would not react; keep the stacks of all."""
-        self._hangs.broken()
-        for where, pid, _ in self._workers.running(order.round):
-            if where.rank in order.hung and where.local_rank in self._view.alive:
-                _log.error("rank %d (pid %d) hangs, and is killed", where.rank, pid)
-                self._workers.kill({where.local_rank})
-        if text := self._hangs.stacks_of(order.round):
-            directory = self._config.run_directory / self._config.output.round_directory(order.round)
-            path = directory / f"stacks-{self._config.node_id}.txt"
-            self._files.put(lambda data: keep_stacks(path, text))
-
-    def _advancing(self) -> Watched | None:
-        """The round's workers that have not finished, as long as each of them is to advance or to end."""
-        view = self._view
-        if self._config.hang_timeout is None or view.phase is not v.Phase.RUNNING or not view.alive:
-            return None
-        workers = self._watched_workers()
-        return Watched(view.round, workers, view.alive != view.slots) if len(workers) == len(view.alive) else None
-
-    def _watched_workers(self) -> tuple[WatchedWorker, ...]:
-        return tuple(
-            WatchedWorker(
-                where.rank,
-                where.local_rank,
-                pid,
-                logs.error_file.parent,
-                str(logs.directory),
-                where.local_rank in self._view.live - self._view.ready,
-            )
-            for where, pid, logs in self._workers.running(self._view.round)
-        )
+            self._hanging.end(event)
 
     def _understand(self, item: object) -> v.Event | None:
         """Translate an inbox item into a policy event, and record it."""
@@ -333,7 +306,7 @@ class LocalElasticAgent(ElasticAgent):
                 self._opened(place.hosting, str(place.endpoint), place.address)
             case LinkUp(leader=leader):
                 self._member, self.leader = True, leader
-                self._hangs.linked()
+                self._hanging.linked()
                 assert self._run_address is not None
                 self._of_run_file(partial(self._run_file.write, replace(self._run_address, leader=leader)))
                 self._events.emit(ev.LinkChanged(up=True, cause="hello accepted"))
@@ -354,7 +327,7 @@ class LocalElasticAgent(ElasticAgent):
                     if self._restored.keys() == self._view.slots:
                         self._snapshot_store.restored(min(self._restored.values()))
             case m.PeerDone(round=number):
-                self._watch_ends(number)
+                self._hanging.watch_exits(number)
             case ThreadDied(name=name, error=error):
                 cause = f"internal error: the agent's thread {name!r} ended by {error}"
                 self._outcome = self._outcome or Outcome(ExitCode.TRAINING_FAILED, cause, self.restarts)
@@ -392,7 +365,7 @@ class LocalElasticAgent(ElasticAgent):
                 if number in (0, self._view.round) and local_rank in waits:
                     self._workers.kill({local_rank})
             case m.TakeStacks(round=number):
-                self._hangs.tell_stacks(number, self._watched_workers() if number == self._view.round else ())
+                self._hanging.tell_stacks(number)
             case m.SaveNow(round=number):
                 self._control.ask_save(number)
             case m.Saved(round=number, step=step, error=error):
@@ -479,7 +452,7 @@ class LocalElasticAgent(ElasticAgent):
         self._learn_first_step()
         event = self._exits.ended(reaped, self._view)
         if reaped.exit_code == 0 and self._view.alive == self._view.slots:
-            self._watch_ends(reaped.round)  # the first to finish
+            self._hanging.watch_exits(reaped.round)  # the first to finish
         return event
 
     def _learn_first_step(self) -> None:
@@ -562,19 +535,6 @@ class LocalElasticAgent(ElasticAgent):
         """Seconds that workers have to leave a round: less than the leader waits for this node."""
         most = self._config.shutdown_timeout + self._config.timing.return_after / 2
         return min(self._control.step_timer.suspend_seconds(), most)
-
-    def _watch_ends(self, number: int) -> None:
-        """From now on, end workers of this round that hang at exit: others have finished."""
-        if self._watched != number:
-            self._watched = number
-            self._inbox.put_later(LOOK_EVERY, partial(self._look, number))
-
-    def _look(self, number: int) -> None:
-        """End workers that hang at exit while others have finished."""
-        if number != self._view.round or self._view.phase is not v.Phase.RUNNING or not self._view.alive:
-            return
-        self._workers.kill_stuck()
-        self._inbox.put_later(LOOK_EVERY, partial(self._look, number))
 
     def _estimate(self, number: int) -> None:
         if number == self._view.round and self._view.phase is v.Phase.RUNNING:

@@ -1,0 +1,104 @@
+"""The workers of the node's round that hang, in training or at exit: which are watched, and how they end."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+
+from elastic_agents.hangs.watch import HangWatch, Watched, WatchedWorker, keep_stacks
+from elastic_agents.policy_types import Phase, View
+from elastic_agents.workers.round_workers import RoundWorkers
+from elastic_agents.workers.stuck import LOOK_EVERY
+from elastic_launch.config.launch_config import LaunchConfig
+from elastic_launch.rendezvous.wire.messages import Break, StacksTaken, Stalled
+from elastic_launch.shared_progress import WorkerProgress
+from elastic_launch.system.writer_thread import Writer
+
+_log = logging.getLogger("elastic_launch.agent")
+
+
+class Hanging:
+    """Has workers watched, and kills those that hang.
+
+    Args:
+        view: returns the policy's present view.
+        progress, report: see :class:`~elastic_agents.hangs.watch.HangWatch`.
+        later: puts an item into the agent's inbox after so many seconds.
+        files: writes the stacks of workers.
+    """
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        view: Callable[[], View],
+        workers: RoundWorkers,
+        progress: Callable[[int], WorkerProgress | None],
+        report: Callable[[Stalled | StacksTaken], object],
+        later: Callable[[float, object], None],
+        files: Writer,
+    ) -> None:
+        self._config = config
+        self._view = view
+        self._workers = workers
+        self._later = later
+        self._files = files
+        self._watch = HangWatch(progress, report, config.hang_timeout or 0.0)
+        self._exiting = 0  # the round whose workers may hang at exit
+        self.linked = self._watch.linked
+        self.close = self._watch.close
+
+    def follow(self) -> None:
+        """Watch the workers that run now."""
+        self._watch.follow(self._advancing())
+
+    def end(self, order: Break) -> None:
+        """Kill the workers that hang, since they would not react; keep the stacks of all."""
+        self._watch.broken()
+        for where, pid, _ in self._workers.running(order.round):
+            if where.rank in order.hung and where.local_rank in self._view().alive:
+                _log.error("rank %d (pid %d) hangs, and is killed", where.rank, pid)
+                self._workers.kill({where.local_rank})
+        if text := self._watch.stacks_of(order.round):
+            directory = self._config.run_directory / self._config.output.round_directory(order.round)
+            path = directory / f"stacks-{self._config.node_id}.txt"
+            self._files.put(lambda data: keep_stacks(path, text))
+
+    def tell_stacks(self, number: int) -> None:
+        """Report where the workers of a round stand; of one that is over there are none."""
+        view = self._view()
+        self._watch.tell_stacks(number, self._running(view) if number == view.round else ())
+
+    def watch_exits(self, number: int) -> None:
+        """From now on, end workers of this round that hang at exit: others have finished."""
+        if self._exiting != number:
+            self._exiting = number
+            self._later(LOOK_EVERY, partial(self._look, number))
+
+    def _look(self, number: int) -> None:
+        view = self._view()
+        if number != view.round or view.phase is not Phase.RUNNING or not view.alive:
+            return
+        self._workers.kill_stuck()
+        self._later(LOOK_EVERY, partial(self._look, number))
+
+    def _advancing(self) -> Watched | None:
+        """The round's workers that have not finished, as long as each of them is to advance or to end."""
+        view = self._view()
+        if self._config.hang_timeout is None or view.phase is not Phase.RUNNING or not view.alive:
+            return None
+        workers = self._running(view)
+        return Watched(view.round, workers, view.alive != view.slots) if len(workers) == len(view.alive) else None
+
+    def _running(self, view: View) -> tuple[WatchedWorker, ...]:
+        return tuple(
+            WatchedWorker(
+                where.rank,
+                where.local_rank,
+                pid,
+                logs.error_file.parent,
+                str(logs.directory),
+                where.local_rank in view.live - view.ready,
+            )
+            for where, pid, logs in self._workers.running(view.round)
+        )
