@@ -86,8 +86,10 @@ class RunFile:
         new = self._path.with_name(f".{FILE}.{secrets.token_hex(4)}")
         try:
             make_private(self._path.parent)
-            if self._token is not None and self._written is None:
-                self._put_token(self._token)
+            if self._written is None:
+                self._warn_of_others(run_address)
+                if self._token is not None:
+                    self._put_token(self._token)
             self._lock = open_private(new, os.O_WRONLY | os.O_EXCL)
             with contextlib.suppress(OSError):  # some network file systems have no locks
                 fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -102,6 +104,18 @@ class RunFile:
             _log.warning("%s cannot be written, so %s: %s", self._path, then, error)
             with contextlib.suppress(OSError):
                 new.unlink()
+
+    def _warn_of_others(self, mine: RunAddress) -> None:
+        found = _read(self._path)
+        if found is not None and _are_two_runs(found, mine) and _locked(self._path):
+            _log.warning(
+                "another run with the id %s, at %s, is alive and has the same directory, %s: their logs, events and "
+                "reports are mixed, and elasticctl finds only the last one by it. "
+                "Give each run its own --rdzv-id or --log-dir",
+                found.run_id,
+                found.endpoint,
+                self._path.parent,
+            )
 
     def _put_token(self, token: Token) -> None:
         path = self._path.with_name(TOKEN_FILE)
@@ -177,6 +191,13 @@ def find(base: Path, run_id: str | None, depth: int) -> tuple[list[FoundRun], bo
         each._replace(run=replace(each.run, code=None, cause="")) for each in found if _inhabited(each.directory)
     )
     return (alive, True) if alive else (_distinct(found), False)
+
+
+def _are_two_runs(one: RunAddress, other: RunAddress) -> bool:
+    """Whether two agents of one host belong to two runs of the same id; an endpoint can be written in several ways."""
+    if one.endpoint == other.endpoint or not one.leader or not other.leader:
+        return False
+    return one.backend == other.backend and one.leader.rpartition(":")[2] != other.leader.rpartition(":")[2]
 
 
 def _distinct(runs: Iterable[FoundRun]) -> list[FoundRun]:

@@ -128,6 +128,29 @@ def test_another_run_in_the_same_directory_keeps_its_file(tmp_path: Path) -> Non
     assert find(tmp_path, None, depth=0)[0][0].run.code == 1
 
 
+def test_a_second_run_of_the_same_id_in_a_directory_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Two agents without an endpoint host a run each. The endpoint of one run may be written in several ways."""
+    here = replace(led(), endpoint="127.0.0.1:4000")
+    addresses = [
+        here,
+        replace(here, node_id="b", endpoint="localhost:4000", leader="[::1]:4000"),
+        replace(here, node_id="c", endpoint="127.0.0.1:5000", leader="127.0.0.1:5000"),
+    ]
+    files = [RunFile(tmp_path) for _ in addresses]
+    for file, address in zip(files, addresses, strict=True):
+        assert not caplog.records
+        file.write(address)
+        file.write(replace(address, cause="written again"))
+    (record,) = caplog.records
+    assert "another run with the id one, at localhost:4000, is alive and has the same directory" in record.getMessage()
+    for file in files:
+        file.close()
+    later = RunFile(tmp_path)
+    later.write(here)
+    later.close()
+    assert len(caplog.records) == 1, "the other run has ended"
+
+
 def test_several_agents_of_one_run_are_one_run(tmp_path: Path) -> None:
     files = [RunFile(tmp_path / stamp / "one") for stamp in ("first", "second")]
     for file, node_id in zip(files, "ab", strict=True):
