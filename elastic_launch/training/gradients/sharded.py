@@ -108,6 +108,7 @@ class ShardSums:
             return
         stack = scatter.stack()
         if self._index is not None:
+            _used_here(given)
             stack.append(_joined(stack, self._index, given))
         if not self._last:
             output.zero_()
@@ -166,6 +167,7 @@ class _Scatter:
         self._sums.reduce(self, output_tensor, input_tensor, group)
 
     def reduced(self, output: Tensor) -> None:
+        _used_here(output)
         self._sums.count(self, output)
 
     def stack(self) -> list[tuple[Segment, Tensor]]:
@@ -174,6 +176,17 @@ class _Scatter:
             self.stacks.append([])
         self.calls += 1
         return self.stacks[self.calls - 1]
+
+
+def _used_here(tensor: Tensor) -> None:
+    """Keep a GPU tensor's memory until the current stream is done with it.
+
+    FSDP calls reductions and their hooks on streams of its own. The memory belongs to another stream, which would use
+    it again as soon as the tensor is dropped, see
+    https://docs.pytorch.org/docs/stable/generated/torch.Tensor.record_stream.html.
+    """
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def _partial(names: str) -> UsageError:
