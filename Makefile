@@ -30,7 +30,7 @@ DEMO := $(VENV)/.elastic-launch-demo
 FRAMEWORKS := $(VENV)/.elastic-launch-frameworks
 CACHES := .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 
-.PHONY: help env demo check docs dist test test-all soak chaos matrix clean distclean
+.PHONY: help env demo check docs dist test test-all test-gpu soak chaos matrix clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -38,6 +38,7 @@ help:
 	@echo 'make test       make the environment, check, and run the tests'
 	@echo 'make test-all   the tests that make test leaves out: they take long, or need root and Debian packages,'
 	@echo '                which ALLOW_APT=1 installs, or transformers, Lightning and so on, which are added to the environment'
+	@echo 'make test-gpu   the tests that need a GPU, with PYTHON= of an interpreter whose torch has CUDA; one GPU is enough'
 	@echo 'make soak       the exhaustive tests, which repeat what may fail once in a hundred times: hours, and outside CI'
 	@echo 'make chaos      random plans of faults against real runs, outside CI: SEED=1 PLANS=100'
 	@echo 'make matrix     the tests of single parts, one node, exactness and torch'\''s launcher with each Python and torch that'
@@ -101,6 +102,9 @@ test: env
 test-all: env $(FRAMEWORKS)
 	@scripts/system-packages
 	"$(BIN)/python" -m pytest -rfEs $(call parallel,5) -m "(system or slow) and not soak" --junitxml=build/junit-test-all.xml $(PYTEST_ARGS)
+
+test-gpu: env
+	"$(BIN)/python" -m pytest -rfEs $(call parallel,3) -m gpu --junitxml=build/junit-test-gpu.xml $(PYTEST_ARGS)
 
 soak: env
 	"$(BIN)/python" -m pytest -rfEs $(call parallel,3) -m soak --junitxml=build/junit-soak.xml $(PYTEST_ARGS)

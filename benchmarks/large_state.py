@@ -46,7 +46,7 @@ def work(directory: Path, gib: float, steps: int) -> None:
 
     torch.set_num_threads(1)
     with el.session() as run:
-        model = Model()
+        model = Model().to(run.device)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
         loader = el.ElasticLoader(torch.utils.data.TensorDataset(torch.ones(64, 1)), el.GlobalBatch(1, micro=1))
         checkpoint = el.Checkpoint(directory / "checkpoints", every=STEPS // 2, keep=1)
@@ -57,7 +57,7 @@ def work(directory: Path, gib: float, steps: int) -> None:
                 note("start" if step.number == 1 else f"restore at step {step.number - 1}", time.monotonic() - began)
             began = time.monotonic()
             for (x,) in step:
-                step.backward(model(x))
+                step.backward(model(x.to(run.device)))
             step.update()
             note(f"step {step.number}", time.monotonic() - began)
 

@@ -129,6 +129,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)  # the terminal reporter must exist
 def pytest_configure(config: pytest.Config) -> None:
+    if Path("/dev/nvidiactl").exists() and config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # other tests expect that a process trains on the CPU
     if getattr(config.option, "numprocesses", None):  # of pytest-xdist
         share_forks()
     terminal = config.pluginmanager.get_plugin("terminalreporter")

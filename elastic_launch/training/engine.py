@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,11 +38,17 @@ from elastic_launch.training.ranks.exchange import is_of_exchange, telling
 from elastic_launch.training.ranks.pace import Straggler
 from elastic_launch.training.ranks.place import refuse_in_rehearsal, rehearsing, take, wait_for_place
 from elastic_launch.training.ranks.replicas import Named, ReplicaCheck, ReplicasDifferError
-from elastic_launch.training.ranks.world import GROUP_TIMEOUT, World, environment, join
+from elastic_launch.training.ranks.world import ASYNC_ERROR_HANDLING, GROUP_TIMEOUT, World, environment, join
 from elastic_launch.training.stopping import Drained, Stop, Termination
 from elastic_launch.training.trainings import Trainings
 
 _log = logging.getLogger(__name__)
+
+_PART = 0.02
+"""Pause between two looks at a GPU, as a part of the time waited so far: by as much a step may take longer."""
+
+_LONGEST_PAUSE = 1e-3
+"""Seconds."""
 
 
 class Engine:
@@ -60,6 +67,7 @@ class Engine:
         groups: RoundGroups | None = None,
         settings: Determinism | None = None,
         timeout: float = GROUP_TIMEOUT,
+        live: bool | None = None,
     ) -> None:
         self._world = world
         self.link = link or AgentLink()
@@ -71,6 +79,7 @@ class Engine:
         self.stopped = False  # whether all ranks have agreed to stop before the training's end
         self.evaluates = False  # whether all ranks have agreed to evaluate; the loop resets it
         self.sharded = False  # whether the model that is trained is sharded
+        self.confirms = False  # whether a step's exchange needs :meth:`confirm`, in the current round
         self.checkpoint: CheckpointManager | None = None  # where to save to, once a state was restored
         self._managers: dict[Checkpoint, CheckpointManager] = {}
         self.saver = Saver(world or World(), self.link)
@@ -89,6 +98,7 @@ class Engine:
         self._forgets = False  # whether the script has a scheduler or an average that is not saved
         self._settings = settings
         self._timeout = timeout
+        self._may = (device.type == "cpu") if live is None else live  # whether it may go on in another round
         self._unchecked = False
         self._live = self._drained = False
         self._asked = self._noted = 0
@@ -280,8 +290,39 @@ class Engine:
         self._restore_seconds = 0.0
 
     def _may_live(self, link: AgentLink) -> bool:
-        # How to leave NCCL's communicators is written but was never run: a worker with a GPU is started again.
-        return link.patience > 0 and self.device.type == "cpu" and not self._forgets
+        abortable = self.device.type == "cpu" or os.environ.get(ASYNC_ERROR_HANDLING) == "0"
+        return self._may and link.patience > 0 and abortable and not self._forgets
+
+    def may_abort(self, *, live: bool) -> bool:
+        """Whether this process may abort exchanges of GPUs, and go on.
+
+        Args:
+            live: whether the training can continue in another round.
+        """
+        return live and self.device.type == "cuda" and self._may_live(self.link)
+
+    def confirm(self) -> None:
+        """Wait until the GPUs of all ranks have completed what they exchange; called by all ranks after an exchange.
+
+        Once NCCL's communicator is aborted on one rank, a collective that has not ended there may end on another one
+        with wrong values, and without an error. What was exchanged counts only if no rank has aborted it before it had
+        ended on that rank: then all of them take part in this exchange, which fails otherwise.
+
+        Raises:
+            RuntimeError: if the exchange failed on any rank, or lasts longer than the timeout of the process group.
+        """
+        done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        began = time.monotonic()
+        # Synchronizing would use a CPU all the time, and could not end.
+        while not done.query():
+            waited = time.monotonic() - began
+            if waited > self._timeout:
+                raise RuntimeError(f"Timed out waiting {self._timeout * 1000:.0f}ms for the GPU to exchange gradients")
+            time.sleep(min(waited * _PART, _LONGEST_PAUSE))
+        if self.groups.disconnected:
+            raise RuntimeError("NCCL communicator was aborted, since the round is over")
+        dist.all_reduce(torch.zeros(1))
 
     def report_straggler(self, found: Straggler) -> None:
         """Report a rank that is slower than the others."""
@@ -372,7 +413,7 @@ class Engine:
         if self.is_over:  # the order came before there was anything to disconnect
             self.groups.disconnect()
         with self.link.forming(), self.groups.forming():
-            join(self.world, self._timeout)
+            join(self.world, self._timeout, abortable=self._may and self.link.patience > 0)
 
     def _leave_round(self, *, broken: bool) -> None:
         if broken:

@@ -288,12 +288,14 @@ class Loop:
     def _agree(self, step: int) -> None:
         """Agree with the other ranks, which may be at another point between two steps."""
         micro = len(self._loader.batch.micro_batches()[0])
-        numbers = [self._lacks_evaluation(step), self._bounded == step, -micro]
+        aborts = self._engine.may_abort(live=self._live)
+        numbers = [self._lacks_evaluation(step), self._bounded == step, -micro, aborts]
         if self._engine.world.world_size > 1:
             found = torch.tensor(numbers, dtype=torch.int64)
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
             numbers = found.tolist()
         lacking, bounded, least = bool(numbers[0]), bool(numbers[1]), -numbers[2]
+        self._engine.confirms = self._engine.world.world_size > 1 and bool(numbers[3])
         self._owes_evaluation = lacking
         if self._options.evaluations is not None:
             self._options.evaluations.begin_round(step if lacking else -1)
@@ -493,6 +495,7 @@ class Loop:
             "micro-batch": self._loader.batch.micro,
             "until, in steps": self._end,
             "exact": options.exact,
+            "device": self._engine.device.type,
             "buffers": options.buffers,
             "metrics": list(options.metrics),
             "evaluations every": None if options.evaluations is None else options.evaluations.every,

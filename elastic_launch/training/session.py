@@ -317,6 +317,7 @@ def session(
     threads: int | None = None,
     deterministic: bool | None = None,
     timeout: float | timedelta | None = None,
+    live: bool | None = None,
 ) -> Iterator[Run]:
     """Take part in a training run: join the world on entry, leave it on exit. Yields the :class:`Run`.
 
@@ -327,10 +328,14 @@ def session(
     Args:
         threads: threads of each CPU operation; None: 1 in trainings with ``exact=True``, else torch's setting. Results
             are bitwise equal only for the same number.
-        deterministic: whether torch uses deterministic algorithms, and warns where it has none; None: only in trainings
-            with ``exact=True``. The previous settings are restored at the session's end.
+        deterministic: whether torch uses deterministic algorithms; where it has none it warns on CPUs, and raises an
+            error on GPUs. None: only in trainings with ``exact=True``. The previous settings are restored at the
+            session's end.
         timeout: timeout of the process groups, in seconds or as a timedelta: a collective that not all ranks join
             fails after it; None: 600 s.
+        live: whether this process goes on in the next round, where its loop allows that, instead of ending with its
+            round; None: if it trains on the CPU. On GPUs each step then waits until those of all ranks have exchanged
+            its gradients. The same on all ranks.
 
     Raises:
         UsageError: if an argument is invalid, the environment describes the world only in part, or ``timeout`` is given
@@ -340,6 +345,8 @@ def session(
             ``SystemExit`` with 93.
     """
     seconds = _seconds(timeout)
+    if live is not None and not isinstance(live, bool):
+        raise UsageError(f"session(live={live!r}) says neither yes nor no.", "Give True or False, or leave it out.")
     settings = Determinism(threads, deterministic)
     try:
         found = dist.is_initialized()
@@ -348,7 +355,7 @@ def session(
                 f"session(timeout={timeout}): the process group was made before the session, with its own timeout.",
                 "Give it to init_process_group(timeout=...), or leave joining to the session.",
             )
-        engine = _ahead(settings, seconds) if is_ahead() else _joined(settings, seconds)
+        engine = _ahead(settings, seconds, live) if is_ahead() else _joined(settings, seconds, live)
         try:
             with _ended_in_order(engine, found), joining(engine.meet):
                 yield Run(engine)
@@ -359,20 +366,20 @@ def session(
         settings.close()
 
 
-def _ahead(settings: Determinism, timeout: float) -> Engine:
-    return Engine(None, device_ahead(), settings=settings, timeout=timeout)
+def _ahead(settings: Determinism, timeout: float, live: bool | None) -> Engine:
+    return Engine(None, device_ahead(), settings=settings, timeout=timeout, live=live)
 
 
-def _joined(settings: Determinism, timeout: float) -> Engine:
+def _joined(settings: Determinism, timeout: float, live: bool | None) -> Engine:
     world, groups = environment(), RoundGroups()
     link = AgentLink.connect(world)
     try:
         with link.forming(), groups.forming():
-            device = join(world, timeout)
+            device = join(world, timeout, abortable=live is True and link.patience > 0)
     except BaseException:
         link.close()
         raise
-    return Engine(world, device, link, groups=groups, settings=settings, timeout=timeout)
+    return Engine(world, device, link, groups=groups, settings=settings, timeout=timeout, live=live)
 
 
 def _seconds(timeout: float | timedelta | None) -> float:

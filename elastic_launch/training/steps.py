@@ -659,6 +659,8 @@ class Step:
             self._gradients.disagree(f"step {self.number}")
         self._gradients.finish(table.any_whole)
         self._gradients.exchange_buffers()
+        if self._engine is not None and self._engine.confirms:
+            self._engine.confirm()
         try:
             self._means = table.means(self._samples, f"step {self.number}")
         except UsageError:

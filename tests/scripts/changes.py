@@ -135,7 +135,7 @@ def main() -> None:
     args = parser.parse_args()
     deadly = tuple(map(int, args.die_within.split(":")))
 
-    with el.session() as run:
+    with el.session(live=True) as run:
         notes = Notes(args.directory, run)
         notes.start()
         print(args.say, end="", flush=True)
@@ -147,7 +147,7 @@ def main() -> None:
         dataset = TensorDataset(inputs, inputs[:, :3].argmax(dim=1), *numbers)
         first = os.environ.get("ELASTIC_LAUNCH_ROUND", "1") == "1"  # not a number in a worker that starts ahead
         time.sleep(args.start_time if first else args.start_time + args.later_time)
-        model = network()
+        model = network().to(run.device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         saving = {"every": args.every, "split": args.split}
         checkpoint = el.Checkpoint(args.checkpoint, **saving) if args.checkpoint else None
@@ -169,6 +169,7 @@ def main() -> None:
             began = time.monotonic()
             notes.resumed()
             for features, targets, *numbers in step:
+                features, targets = features.to(run.device), targets.to(run.device)
                 if numbers:
                     micro = step.plan.micro_batches[step._current].index
                     notes.note("samples.jsonl", step=step.number, micro=micro, numbers=numbers[0].tolist())

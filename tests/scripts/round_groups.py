@@ -25,9 +25,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from elastic_launch import collective_dump
 from elastic_launch.training.live.groups import RoundGroups
 
 TIMEOUT = timedelta(seconds=40)
+
+AT_ONCE = ("disconnect", "dump")
+"""Orders that are carried out while the process waits in a collective."""
 
 
 class Rank:
@@ -68,7 +72,9 @@ class Rank:
 
     def form_gpu(self, rank: int, size: int, port: int) -> None:
         """Form the groups of a new round, with a GPU for each rank."""
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        # NCCL refuses a GPU for a second rank only on the same host.
+        os.environ.update(NCCL_HOSTID=f"host of rank {rank}", NCCL_SOCKET_IFNAME="lo")
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         with self.groups.forming():
             dist.init_process_group("cpu:gloo,cuda:nccl", timeout=TIMEOUT)
@@ -79,6 +85,10 @@ class Rank:
         dist.all_reduce(tensor)
         torch.cuda.synchronize()
         return float(tensor[0])
+
+    def dump(self) -> str:
+        """Return what torch's flight recorders have, as JSON."""
+        return collective_dump._dump().decode()
 
     def reduce(self, numbers: int = 1) -> float:
         """Return the sum over the ranks of their ranks + 1."""
@@ -231,8 +241,8 @@ def be(orders: socket.socket) -> None:
         with orders.makefile("r") as lines:
             for line in lines:
                 order = json.loads(line)
-                if order["name"] == "disconnect":
-                    answer(order, rank.groups.disconnect)
+                if order["name"] in AT_ONCE:
+                    answer(order, getattr(rank.groups if order["name"] == "disconnect" else rank, order["name"]))
                 else:
                     waiting.put(order)
         waiting.put(None)

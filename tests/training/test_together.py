@@ -319,7 +319,7 @@ class Elsewhere:
         step._engine = self.groups = self  # type: ignore[assignment]
         step._recover, step._take_over = self.recover, self.take_over
 
-    is_over = False
+    is_over = confirms = False
 
     def note_exchanges(self) -> None: ...
 

@@ -18,6 +18,17 @@ from elastic_launch.contract import ENV_FIRST_ON_NODE, ENV_LOCAL_RANK, ENV_ROUND
 from elastic_launch.errors import UsageError
 from elastic_launch.training.ranks.place import find_place
 
+ASYNC_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+"""What NCCL's watchdog does about a collective that fails: with 0 only this process, by aborting it, ends it."""
+
+_ABORTABLE = {
+    ASYNC_ERROR_HANDLING: "0",
+    # These threads of torch's end the process, or wait a minute for dumps, once a communicator is aborted anywhere.
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
+}
+"""Variables that torch reads when it makes a process group whose communicators may be aborted."""
+
 GROUP_TIMEOUT = 600.0
 """Seconds after which a collective fails if not all ranks have joined it."""
 
@@ -103,8 +114,12 @@ class World:
         return torch.device("cpu")
 
 
-def join(world: World, timeout: float = GROUP_TIMEOUT) -> torch.device:
-    """Join the world's process group and return the device to train on."""
+def join(world: World, timeout: float = GROUP_TIMEOUT, *, abortable: bool = False) -> torch.device:
+    """Join the world's process group and return the device to train on.
+
+    Args:
+        abortable: whether this process may abort NCCL's communicators, and go on.
+    """
     device = _use(world.device())
     if dist.is_initialized():
         backends = dist.get_backend_config()
@@ -114,6 +129,8 @@ def join(world: World, timeout: float = GROUP_TIMEOUT) -> torch.device:
                 'Leave joining to el.session(), or make the group with "cpu:gloo,cuda:nccl".',
             )
     elif not world.alone:
+        if abortable and device.type == "cuda" and os.environ.get(ASYNC_ERROR_HANDLING, "1") == "1":
+            os.environ.update(_ABORTABLE)
         # gloo exchanges control values, which live on the CPU.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout))

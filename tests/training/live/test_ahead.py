@@ -18,7 +18,7 @@ from torch import nn
 import elastic_launch as el
 from elastic_launch import contract as c
 from elastic_launch import dist
-from elastic_launch.errors import ElasticLaunchError
+from elastic_launch.errors import ElasticLaunchError, UsageError
 from elastic_launch.training.stopping import Drained
 
 SCRIPT = SCRIPTS / "ahead.py"
@@ -166,6 +166,19 @@ def test_a_script_that_another_process_could_not_meet_at_the_same_place_ends_wit
     said = [ready.live for ready in worker.said(c.Ready)]
     assert said[: len(live)] == live
     assert not any(said[len(live) :])
+
+
+def test_a_session_that_is_not_to_be_live_ends_with_its_round(agent: PlayedAgent) -> None:
+    with el.session(live=False) as run:
+        train(run)
+    worker = agent.worker(0)
+    wait_for("the end of the connection", lambda: worker.gone)
+    assert not any(ready.live for ready in worker.said(c.Ready))
+
+
+def test_whether_a_session_is_live_is_yes_or_no() -> None:
+    with pytest.raises(UsageError, match="session\\(live='gpu'\\) says neither yes nor no"), el.session(live="gpu"):  # type: ignore[arg-type]
+        pass
 
 
 @pytest.mark.parametrize("how", ["exit", "the agent is gone"])

@@ -14,6 +14,8 @@ import torch
 from harness import SLOWNESS
 from rank_processes import Answer, RankProcess, RankProcesses
 
+from elastic_agents.hangs.collectives import last_collectives
+
 PROMPT = 20.0
 """Seconds: half of the groups' time-out."""
 
@@ -183,11 +185,10 @@ def test_a_round_is_left_as_planned_when_all_collectives_are_done(world: World) 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("count", [1, 2, 3])
 def test_nccl_communicators_are_aborted_and_formed_anew(count: int) -> None:
     """A rank that waits for a frozen one on its GPU ends its wait; a single rank forms its groups anew."""
-    if torch.cuda.device_count() < count:
-        pytest.skip(f"needs a GPU for each of {count} ranks")
     processes = RankProcesses(TORCH_NCCL_ASYNC_ERROR_HANDLING="0")
     try:
         world = World(processes)
@@ -207,6 +208,28 @@ def test_nccl_communicators_are_aborted_and_formed_anew(count: int) -> None:
         rank.do("leave")
         world.form(rank, order="form_gpu")
         assert rank.do("reduce_gpu") == 1.0
+    finally:
+        processes.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_what_nccl_records_shows_who_waits_and_who_has_not_begun() -> None:
+    processes = RankProcesses(TORCH_NCCL_ASYNC_ERROR_HANDLING="0")
+    try:
+        world = World(processes)
+        ranks = processes.start(3)
+        world.form(*ranks, order="form_gpu")
+        together("reduce_gpu", *ranks)
+        *waiting, absent = ranks
+        orders = [rank.begin("reduce_gpu") for rank in waiting]
+        time.sleep(1.0)
+        found = [last_collectives(rank.do("dump").encode()) for rank in ranks]
+        on_gpu = [next(each for each in of_rank if each.backend == "nccl") for of_rank in found]
+        assert [(each.number, each.waits) for each in on_gpu] == [(2, True), (2, True), (1, False)]
+        assert {each.what for each in on_gpu} == {"all_reduce of Float[1000]"}
+        absent.do("reduce_gpu")
+        assert [rank.end(order).result for rank, order in zip(waiting, orders, strict=True)] == [6.0, 6.0]
     finally:
         processes.close()
 
