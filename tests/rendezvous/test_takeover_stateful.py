@@ -190,11 +190,10 @@ def test_the_same_under_many_random_faults_if_hosts_of_the_run_keep_the_record()
     run_state_machine_as_test(VotingRun, settings=_profile(1500, random=False))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("examples", [300, pytest.param(1500, marks=pytest.mark.soak)])
-def test_many_random_faults(examples: int) -> None:
-    run_state_machine_as_test(TakeoverRun, settings=_profile(examples, random=False))
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_many_random_faults() -> None:
+    run_state_machine_as_test(TakeoverRun, settings=_profile(1500, random=False))
 
 
 @pytest.mark.soak

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import SCRIPTS, Agent, Job, wait_for
+from harness import SCRIPTS, Agent, Job, run_script, wait_for
 
 DIGITS = str(Path(__file__).parents[2] / "examples" / "digits" / "train.py")
 SHORT = ["--epochs", "1", "--exact"]
@@ -37,8 +37,7 @@ def _train(job: Job, nproc: int, *options: str, name: str = "run", halted: bool 
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The result of one undisturbed process without any launcher."""
     path = tmp_path_factory.mktemp("alone") / "result.json"
-    done = subprocess.run([sys.executable, DIGITS, *SHORT, "--result", str(path)], capture_output=True, timeout=250)
-    assert done.returncode == 0, done.stderr.decode()
+    run_script(DIGITS, *SHORT, "--result", str(path), timeout=250)
     return _result(path)
 
 
