@@ -5,8 +5,8 @@ the group is gone, that thread must have begun another turn, and then one in whi
 the others of a round would wait for 20 ms and more. epoll_wait(2) also ends when its thread handles a signal, whatever
 the signal's handler does.
 
-The kernel tells which thread waits at which descriptor. SIGURG is sent, which few programs use and which is ignored
-unless there is a handler; if there is one, nothing is sent.
+The kernel tells which thread waits at which descriptor. One of two signals is sent that are ignored by processes
+without a handler, and nothing if both have one: in a worker SIGURG dumps its stacks, see ``elastic_launch.stack_dump``.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+
+_SIGNALS = signal.SIGURG, signal.SIGWINCH
 
 _EVERY = 0.0005
 """Seconds between two signals."""
@@ -30,18 +32,20 @@ _ENDING = 10.0
 def quick_turns(epolls: Collection[int]) -> Iterator[None]:
     """Within this context, no thread waits for long at these epoll descriptors."""
     libc, over = ctypes.CDLL(None), threading.Event()
-    if not epolls or not hasattr(libc, "tgkill") or _has_handler(signal.SIGURG):
+    free = _without_handler(_SIGNALS) if epolls and hasattr(libc, "tgkill") else []
+    if not free:
         yield
         return
+    number = int(free[0])
     libc.signal.restype, libc.signal.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
     # A handler that does nothing. One of Python's would have to run in the main thread, and at once.
     handler = ctypes.cast(libc.getpid, ctypes.c_void_p).value
-    before = libc.signal(signal.SIGURG, handler)
+    before = libc.signal(number, handler)
 
     def interrupt() -> None:
         while not over.wait(_EVERY):
             for thread in _waiting_at(epolls):
-                libc.tgkill(os.getpid(), thread, int(signal.SIGURG))
+                libc.tgkill(os.getpid(), thread, number)
 
     waker = threading.Thread(target=interrupt, name="elastic-launch leave", daemon=True)
     try:
@@ -52,18 +56,18 @@ def quick_turns(epolls: Collection[int]) -> Iterator[None]:
         over.set()
         if waker.ident is not None:
             waker.join(_ENDING)
-        now = libc.signal(signal.SIGURG, before)
+        now = libc.signal(number, before)
         if now != handler:  # the script has installed one meanwhile
-            libc.signal(signal.SIGURG, now)
+            libc.signal(number, now)
 
 
-def _has_handler(number: int) -> bool:
+def _without_handler(signals: Sequence[signal.Signals]) -> list[signal.Signals]:
     try:
         with open("/proc/self/status") as file:
-            found = re.search(r"^SigCgt:\s*([0-9a-f]+)$", file.read(), re.MULTILINE)
-    except OSError:
-        return True
-    return found is None or bool(int(found[1], 16) >> (number - 1) & 1)
+            caught = int(re.findall(r"^SigCgt:\s*([0-9a-f]+)$", file.read(), re.MULTILINE)[0], 16)
+    except (OSError, IndexError):
+        return []
+    return [each for each in signals if not caught >> (each - 1) & 1]
 
 
 def _waiting_at(descriptors: Collection[int]) -> list[int]:

@@ -7,11 +7,15 @@ import errno
 import os
 import select
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from elastic_launch.training.live import turns
 from elastic_launch.training.live.turns import quick_turns
 
 LONG = 20_000
@@ -64,7 +68,30 @@ def test_only_threads_that_wait_at_the_descriptors_are_interrupted(waiters: list
     os.kill(os.getpid(), signal.SIGURG)  # is ignored again
 
 
-def test_the_scripts_own_handler_gets_no_signal(waiters: list[Waiter]) -> None:
+WORKER = """
+import errno, faulthandler, sys
+from test_turns import Waiter
+from elastic_launch import stack_dump
+from elastic_launch.training.live import turns
+from elastic_launch.training.live.turns import quick_turns
+
+faulthandler.register(stack_dump.SIGNAL)
+waiter = Waiter()
+with quick_turns([waiter.epoll.fileno()]):
+    waiter.join(10)
+assert waiter.ended_with == errno.EINTR, waiter.ended_with
+"""
+
+
+def test_also_in_a_worker_whose_stacks_are_dumped_on_a_signal() -> None:
+    """In a process of its own, since pytest has a handler for the other signal, too."""
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", WORKER], env=environ, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_scripts_own_handler_gets_no_signal(waiters: list[Waiter], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "_SIGNALS", [signal.SIGURG])
     got: list[int] = []
     before = signal.signal(signal.SIGURG, lambda number, frame: got.append(number))
     try:
