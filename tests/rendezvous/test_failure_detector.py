@@ -55,6 +55,20 @@ def test_it_is_reported_again_for_a_round_that_begins_meanwhile() -> None:
     assert detector.judge(104.2, unsure=4.2) is None
 
 
+def test_a_node_that_led_counts_from_when_it_last_knew_that_it_led() -> None:
+    """The leader in its own process was heard until it was deposed; the others count from the takeover before."""
+    detector = linked()
+    assert detector.judge(102.0, unsure=1.0) is None
+    detector.heard(103.0)
+    assert detector.judge(103.5) is None
+    cut_off = detector.judge(105.0)
+    assert cut_off is not None
+    assert cut_off.reason == "no sign of the leader for 4.0 s"
+    detector.heard(105.5)
+    assert detector.judge(109.0) is None
+    assert detector.judge(109.5) is not None
+
+
 def test_a_new_link_does_not_end_the_silence_until_something_is_received() -> None:
     detector = linked()
     detector.linked(103.5)

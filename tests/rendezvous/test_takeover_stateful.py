@@ -223,7 +223,7 @@ def test_a_leader_that_was_succeeded_does_not_repair_what_is_spoiled_right_after
 
 def test_a_node_that_repairs_the_record_charges_nothing_for_a_round_that_others_have_left_behind() -> None:
     """Its worker had crashed in round 1 when it was cut off; another leader has judged that, and formed two rounds."""
-    cluster = Cluster("2:4", seed=97, max_restarts=2)
+    cluster = Cluster("2:4", seed=1, max_restarts=2)
     cluster.start("a", "b", "c", "d")
     cluster.run(3.0)
     assert cluster.leader is cluster["c"]
@@ -299,6 +299,21 @@ def test_an_end_that_is_spoiled_before_any_node_has_seen_it_comes_again() -> Non
     cluster.run(20.0)
     assert cluster.record.end is not None
     assert (cluster.record.end.code, cluster.record.restarts) == (0, 0)
+
+
+def test_a_leader_that_trains_alone_and_is_succeeded_stops_before_its_successor_forms_a_round() -> None:
+    """It learns late that it is succeeded, and does not reach the other; the store answers slowly."""
+    run = TakeoverRun()
+    run.begin(seed=797, nodes="1:3", max_restarts=2, start=3, seconds=6.0, live=False)
+    run.let_happen(events=10)
+    run.workers(index=0, what="finish")
+    run.network(index=0, leader=True, what="no store")
+    run.workers(index=2, what="deaf")
+    run.network(index=0, leader=False, what="partition")
+    run.wait(seconds=20.0)
+    run.network(index=0, leader=False, what="slow")
+    run.wait(seconds=7.0)
+    run.teardown()
 
 
 def test_an_end_that_is_spoiled_once_those_that_have_seen_it_are_gone_is_lost() -> None:

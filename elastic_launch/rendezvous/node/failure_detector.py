@@ -42,6 +42,7 @@ class FailureDetector:
         self._cap = min(TURN_CAP, dead_after / 2)
         self._silence = 0.0
         self._heard: float | None = None
+        self._sure: float | None = None  # when it last verified that it leads, while it does
         self._turned: float | None = None
         self._cut_off = False
         self._told = False
@@ -88,6 +89,10 @@ class FailureDetector:
                 its own process prove nothing: another one may have been elected.
         """
         limit = CUT_OFF * self._dead_after
+        if unsure is not None:
+            self._sure = now - unsure
+        elif self._sure is not None:  # another node leads, perhaps since then; the leader here was heard for longer
+            self._heard, self._sure = min(self._sure, now if self._heard is None else self._heard), None
         seconds = max(gap, self.deaf_for(now)) if unsure is None else unsure
         told, self._cut_off = self._told, seconds >= limit
         self._told = self._cut_off
