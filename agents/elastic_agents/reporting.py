@@ -98,7 +98,7 @@ def received(order: MemberOrder, present: int, node_id: str) -> OrderReceived:
     why = order.kind if isinstance(order, m.Drain | m.Break) else ""
     members = order.round.members if isinstance(order, m.Form) else ()
     workers = sum(member.workers for member in members if member.node_id == node_id)
-    return OrderReceived(kind, number, order.term, cause, why, workers)
+    return OrderReceived(kind, number, order.term, cause, why, workers, sum(member.workers for member in members))
 
 
 def ordered(order: MemberOrder, number: int, cause: str) -> None:

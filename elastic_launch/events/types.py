@@ -447,6 +447,7 @@ class OrderReceived(Event):
     Attributes:
         kind: for a break or drain, the kind as of a broken round.
         workers: for the forming of a round, how many workers of this node are in it.
+        world_size: likewise, how many workers of all nodes.
     """
 
     order: str
@@ -455,6 +456,7 @@ class OrderReceived(Event):
     cause: str
     kind: str = ""
     workers: int = 0
+    world_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)

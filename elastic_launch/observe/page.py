@@ -250,6 +250,14 @@ def summary_section(host: Host, ledger: Ledger) -> str:
     return f"<p>{escape(ledger.line())}</p><p class='dim'>{clock}</p>"
 
 
+def part_section(node: str) -> str:
+    """Return what a reader must know of a page whose node does not lead, as HTML."""
+    return (
+        f"<p class='dim'>Node {escape(node)} does not lead, so these figures, rounds and incidents are only its own, "
+        "and the run may have trained without it. The page of the node that leads has those of the run.</p>"
+    )
+
+
 def _document(name: str, body: str, head: str = "") -> str:
     parts = [
         f"<!doctype html>\n<html lang='en'><head><meta charset='utf-8'><title>{escape(name)}</title>",

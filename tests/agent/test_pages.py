@@ -100,6 +100,19 @@ def test_a_run_in_progress_is_drawn_until_now() -> None:
     assert "in 12 steps" in served.live(Present("running", step=12))["summary"]
 
 
+def test_the_page_of_a_node_that_does_not_lead_says_so() -> None:
+    """It has the world size of a round all the same."""
+    served = Served()
+    served.add(*begun(1))
+    assert "does not lead" not in served.live(Present("running", 1, step=1))["summary"]
+    follower = Served()
+    ordered = ev.OrderReceived("form", 2, 1, "first", workers=1, world_size=3)
+    follower.add(ordered, ev.TrainingBegun(2, 0, 0, 100, 0.0), ev.FirstStep(2, 1))
+    found = follower.live(Present("running", 2, step=1))
+    assert "Node a does not lead" in found["summary"]
+    assert "world size up to 3" in found["rounds"]
+
+
 def test_it_is_drawn_as_the_report_is() -> None:
     served = Served()
     served.add(*begun(1), ev.RoundBroken(1, "crash", "<b>", 3.0, ""), *begun(2))

@@ -117,7 +117,8 @@ def node_pages(
         lasts = bool(found.incidents) and not found.incidents[-1].recovered
         most = 0.0 if lasts else max(STILL, SEEN * (until - (chronicle.since or 0.0)))
         rounds = again("rounds", ledger.events, until, most, lambda: page.sections(host, found))
-        return {**charts, **rounds, "summary": page.summary_section(host, found)}
+        part = "" if chronicle.leads or not chronicle.rounds else page.part_section(config.node_id)
+        return {**charts, **rounds, "summary": page.summary_section(host, found) + part}
 
     def show_metrics(present: Present, query: str = "") -> Response:
         leads, goodput = ledger.goodput(present.step)
