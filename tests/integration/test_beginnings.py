@@ -92,7 +92,7 @@ def test_a_warm_server_that_dies_while_workers_train_is_replaced_at_once(job: Jo
 
 @pytest.mark.slow
 def test_an_interpreter_with_options_of_its_own_is_kept(job: Job) -> None:
-    program = ["-O", "-m", "elastic_launch", *LEAN, "--log-dir", str(job.logs), *_script(job, "import torch")]
+    program = ["-X", "utf8", "-m", "elastic_launch", *LEAN, "--log-dir", str(job.logs), *_script(job, "import torch")]
     agent = job.program(program)
     job.world(1)
     assert _command(agent.process.pid)[1:] == program
@@ -192,8 +192,8 @@ def test_what_a_shell_has_opened_for_the_agent_is_not_for_its_workers(
     ("closing", "way"),
     [
         ("<&- >&- 2>&-", 0),
-        pytest.param(">&-", 0, marks=pytest.mark.slow),
-        pytest.param("2>&-", 1, marks=pytest.mark.slow),
+        pytest.param(">&-", 0, marks=pytest.mark.soak),
+        pytest.param("2>&-", 1, marks=pytest.mark.soak),
         pytest.param(">/dev/full 2>&1", 0, marks=pytest.mark.slow),
         pytest.param("<&- >&- 2>&-", 1, marks=pytest.mark.slow),
     ],

@@ -120,7 +120,10 @@ def check_left_out(job: Job, agent: Agent, killed: str = "a worker") -> None:
 
 @pytest.mark.system
 @pytest.mark.skipif(bool(NO_GROUPS), reason=NO_GROUPS or "nothing is missing")
-@pytest.mark.parametrize(("nproc", "flags"), [(1, ("--no-live",)), (2, ())], ids=["1 worker", "2 live workers"])
+@pytest.mark.parametrize(
+    ("nproc", "flags"),
+    [pytest.param(1, ("--no-live",), id="1 worker", marks=pytest.mark.soak), pytest.param(2, (), id="2 live workers")],
+)
 def test_a_training_that_needs_the_memory_of_snapshots_later_gets_it(
     job: Job, tmp_path: Path, undisturbed: str, nproc: int, flags: tuple[str, ...]
 ) -> None:
