@@ -39,7 +39,7 @@ def joined(hosts: Sequence[Host]) -> tuple[str, Ledger]:
     restarts = max(other.restarts for other in ledgers.values())
     most = max(other.max_restarts for other in ledgers.values())
     unknown = ledger.lost_steps is None and len(lost) < len(incidents)
-    total_lost = sum(lost) if lost and not unknown else ledger.lost_steps
+    total_lost = (ledger.unsaved_steps or 0) + sum(lost) if lost and not unknown else ledger.lost_steps
     ahead = sum(other.lost_ahead for other in ledgers.values())
     ledger = replace(ledger, incidents=incidents, lost_steps=total_lost, lost_ahead=ahead)
     return best.node, replace(ledger, restarts=restarts, max_restarts=most)

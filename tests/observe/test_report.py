@@ -17,9 +17,9 @@ from elastic_launch.events import types as ev
 from elastic_launch.events.sinks import JsonLines
 from elastic_launch.observe.__main__ import main
 from elastic_launch.observe.advice import SHORTER, advice
-from elastic_launch.observe.ledger import PARTS, Incident, Ledger
+from elastic_launch.observe.ledger import PARTS, Incident, Ledger, build
 from elastic_launch.observe.picture import DPI, MOST, ROW, WIDTH
-from elastic_launch.observe.reading import parse
+from elastic_launch.observe.reading import parse, read
 from elastic_launch.observe.report import as_table, show_report
 from elastic_launch.testing import FakeClock
 
@@ -112,6 +112,18 @@ def test_a_member_learns_from_the_leaders_file_why(tmp_path: Path, capsys: pytes
     assert [(x["kind"], x["cause"]) for x in value["incidents"]] == [
         ("node loss", "node b lost: its connection closed")
     ]
+
+
+def test_steps_after_the_last_checkpoint_are_lost_beside_those_of_incidents(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in the agent's own summary."""
+    told = [*LEADER[:-1], *WORKERS, (60.0, ev.RunEnded(91, "all restarts spent", 1, 2, 60.0))]
+    path = write(tmp_path, "a", told)
+    value = as_json(tmp_path, capsys)
+    assert [incident["lost_steps"] for incident in value["incidents"]] == [3]
+    assert (value["unsaved_steps"], value["lost_steps"]) == (41, 44)
+    assert value["lost_steps"] == build(read(path).chronicle).lost_steps
 
 
 def test_bad_lines_are_named_and_the_rest_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
