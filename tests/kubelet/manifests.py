@@ -13,7 +13,7 @@ from typing import Any
 import jsonschema
 import kubernetes_validate
 import yaml
-from kubernetes_validate.utils import all_versions
+from kubernetes_validate import utils
 from packaging.version import Version
 from referencing import Registry, Resource
 
@@ -28,12 +28,15 @@ RENDERED = sorted(
 )
 """What can be applied, by directory: everything except the script alone, and components, which only others can use."""
 
-VERSIONS = sorted(set(all_versions()), key=Version)[-3:]
+VERSIONS = sorted(set(utils.all_versions()), key=Version)[-3:]
 """The newest versions of Kubernetes with available schemas."""
 
 CRDS = Path(__file__).with_name("crds.yaml")
 
 Manifest = dict[str, Any]
+
+# Otherwise each validation parses megabytes of schemas.
+utils.schema_contents = functools.cache(utils.schema_contents)
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The one in C takes a tenth of the time, and all processes of pytest load all manifests."""
