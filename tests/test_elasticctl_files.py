@@ -64,6 +64,22 @@ def test_events_of_a_run_that_is_over_are_not_followed(run: Path, capsys: pytest
     assert len(printed(capsys)) == 3
 
 
+def test_logs_are_those_of_the_last_run_of_an_id(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The earlier one had come to a later round, and its node had another id."""
+    formed = {"event": "round_formed", "term": 1, "nodes": ["a"], "world_size": 1, "restarts": 0, "cause": "first"}
+    for node, ago, rounds in (("earlier", 90.0, 2), ("last", 50.0, 1)):
+        for number in range(1, rounds + 1):
+            path = tmp_path / f"events-{node}.jsonl"
+            record(path, ago - number, round=number, form_s=0.1, **formed)
+            worker = {"rank": 0, "local_rank": 0, "pid": 7 + number, "cause": "first", "start_s": 0.1}
+            record(path, ago - number, event="worker_started", round=number, **worker)
+    for number in (1, 2):
+        (tmp_path / f"round_{number}" / "0").mkdir(parents=True)
+        (tmp_path / f"round_{number}" / "0" / "stdout.log").write_text(f"in round {number}\n")
+    assert main(["logs", "0", "--log-dir", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "in round 1\n"
+
+
 PROGRAM = (sys.executable, "-c", "from elastic_launch.cli.elasticctl import console_main; console_main()")
 
 

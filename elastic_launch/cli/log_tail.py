@@ -11,7 +11,7 @@ from pathlib import Path
 from elastic_launch.cli.event_lines import LOOK_EVERY
 from elastic_launch.errors import ExitCode, UsageError
 from elastic_launch.events import types as ev
-from elastic_launch.observe.reading import event_files, node_of, parse
+from elastic_launch.observe.reading import event_files, node_of, of_last_run, parse, read
 from elastic_launch.system.plain_text import plain
 
 PIECE = 1024 * 1024
@@ -43,12 +43,17 @@ class _Files:
     def __init__(self, directory: Path, rank: int) -> None:
         self._directory, self._rank = directory, rank
         self._sizes: dict[Path, int] = {}
+        files = event_files(directory)
+        kept = {host.node for host in of_last_run([read(path) for path in files])} if len(files) > 1 else set()
+        self._earlier = {path for path in files if kept and node_of(path) not in kept}
         self._found: tuple[int, Path | None] = 0, None
         self.failed: _Failed | None = None
 
     def newest(self) -> tuple[int, Path | None]:
         """Return the round, 0 if there is none; and the directory, None if the output is not in a file here."""
         for path in event_files(self._directory):
+            if path in self._earlier:
+                continue
             try:
                 size = path.stat().st_size
                 if size != self._sizes.get(path):

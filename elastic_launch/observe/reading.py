@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -159,6 +160,24 @@ def read(path: Path) -> Host:
         further.append(f"{path} cannot be read: {error.strerror}")
     complaints = [text for text in (refused.text(), *further) if text]
     return Host(node_of(path), chronicle, tuple(complaints), tuple(told), offset, 2 * refused.bad <= refused.lines)
+
+
+def of_last_run(hosts: Sequence[Host]) -> list[Host]:
+    """Leave out hosts whose agents had ended before a later run of the same id began in their directory.
+
+    Each run forms one first round, which its leader's host knows. So several of them are several runs, as after a
+    start with the same ``--rdzv-id`` and ``--log-dir``; their node ids usually differ.
+    """
+    begun = [host.time(host.told[0][0]) for host in hosts if any(_is_first_round(event) for _, event in host.told)]
+    if len(begun) < 2 or None in begun:
+        return list(hosts)
+    last = max(moment for moment in begun if moment is not None)
+    ends = [(host, host.time(host.told[-1][0]) if host.told else None) for host in hosts]
+    return [host for host, end in ends if end is None or end >= last]
+
+
+def _is_first_round(event: ev.Event) -> bool:
+    return isinstance(event, ev.RoundFormed) and event.round == 1
 
 
 def _offset(time: object, clock: float) -> float | None:

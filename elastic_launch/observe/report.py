@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from elastic_launch.errors import UsageError
+from elastic_launch.events.types import counted
 from elastic_launch.observe.ledger import PARTS, Incident, Ledger, build
 from elastic_launch.observe.page import as_page, when
 from elastic_launch.observe.picture import as_png
-from elastic_launch.observe.reading import Host, event_files, read
+from elastic_launch.observe.reading import Host, event_files, of_last_run, read
 from elastic_launch.system.plain_text import one_line, plain
 
 _HEADINGS = ("", "rounds", "kind", "detect", "stop", "form", "start", "restore", "first", "still", "lost", "cause")
@@ -160,6 +161,13 @@ def show_report(
     hosts = [host for host in hosts if host.chronicle.since is not None and host.usable]
     if not hosts:
         raise UsageError(f"There is no event file in {directory} of which most can be read.", "See the lines above.")
+    every, hosts = len(hosts), of_last_run(hosts)
+    if earlier := every - len(hosts):
+        files = counted(earlier, "event file")
+        print(
+            plain(f"{files} of an earlier run in {directory} {'is' if earlier == 1 else 'are'} left out"),
+            file=sys.stderr,
+        )
     node, ledger = joined(hosts)
     (host,) = (host for host in hosts if host.node == node)
     stands = standing(host, hosts, alive=alive)

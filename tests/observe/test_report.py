@@ -7,6 +7,7 @@ import re
 import struct
 import sys
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,31 @@ def test_a_directory_that_is_not_a_runs_is_refused(
     assert complaint in capsys.readouterr().err
     assert main([str(tmp_path / "nowhere")]) == 2
     assert "is not a directory" in capsys.readouterr().err
+
+
+def test_of_two_runs_of_the_same_id_the_last_one_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their nodes have other ids, since these are random. A node that came later belongs to the last one."""
+    write(tmp_path, "first", [*LEADER[:-1], *WORKERS, (60.0, ev.RunEnded(91, "all restarts spent", 1, 2, 60.0))])
+    write(tmp_path, "then", [*LEADER, *WORKERS])
+    write(tmp_path, "late", WORKERS[4:])
+    stamp(tmp_path, "first", "2026-01-01T10:00:00")
+    stamp(tmp_path, "then", "2026-01-01T11:00:00")
+    stamp(tmp_path, "late", "2026-01-01T11:00:30")
+    assert main([str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    assert "with exit code 0: all workers finished" in out
+    assert "91" not in out
+    assert err == f"1 event file of an earlier run in {tmp_path} is left out\n"
+
+
+def stamp(directory: Path, node: str, begins: str) -> None:
+    """Give a host's events the times of a clock that shows ``begins`` when the host's own shows 0."""
+    path, zero = directory / f"events-{node}.jsonl", datetime.fromisoformat(begins).replace(tzinfo=UTC)
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = [json.dumps(one | {"time": (zero + timedelta(seconds=one["clock"])).isoformat()}) for one in events]
+    path.write_text("\n".join(lines) + "\n")
 
 
 def test_the_only_run_of_a_log_directory_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
