@@ -36,7 +36,7 @@ from elastic_launch.rendezvous.wire import messages as m
 __all__ = ["BEATS", "Spec", "serve"]
 
 BEATS = ("beat", "pulse")
-STORE_PORT = 29500
+_STORES: list[socket.socket] = []
 TALLY = Counter[str]()
 """Of this process: ``<type>``, the lines of that type; ``bytes``; ``store``, requests and replies; ``writes`` requested
 and ``written``."""
@@ -126,6 +126,13 @@ class CountedPrefixStore(CountedCalls, dist.PrefixStore):
     pass
 
 
+def _store_port() -> int:
+    """Return a port of this process that listens: nodes try whether they reach the round's first one."""
+    if not _STORES:
+        _STORES.append(socket.create_server(("127.0.0.1", 0), backlog=4096))
+    return int(_STORES[0].getsockname()[1])
+
+
 @contextmanager
 def counted() -> Iterator[None]:
     with (
@@ -207,7 +214,7 @@ class Ours:
         self._number, self._rounds = number, rounds
         clock = MonotonicClock()
         self._membership = membership.Membership(
-            config, backend_of(config, clock, rounds), clock, self._hear, lambda address: STORE_PORT
+            config, backend_of(config, clock, rounds), clock, self._hear, lambda address: _store_port()
         )
 
     def join(self) -> None:
@@ -222,7 +229,7 @@ class Ours:
                 self._membership.report(m.Joined(formed.number))
                 self._rounds.got(self._number, len(formed.members))
             case m.Break(round=number):
-                self._membership.report(m.Stopped(number, STORE_PORT))
+                self._membership.report(m.Stopped(number, _store_port()))
             case membership.RendezvousLost(error=error):
                 self._rounds.failed(f"node {self._number}: {error.message}")
 

@@ -167,7 +167,9 @@ class NodeRefused(LeaderEvent):
 
 @dataclass(frozen=True, slots=True)
 class JoinBlocked(LeaderEvent):
-    """A node that waits cannot connect to where the running round's workers meet, and takes no part until it can.
+    """A node cannot connect to where the running round's workers meet: one that waits takes no part until it can.
+
+    If it is a member, in its first round, its workers wait.
 
     Attributes:
         member: the node whose address and port these are.

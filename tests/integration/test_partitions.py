@@ -116,6 +116,23 @@ def test_a_node_that_cannot_connect_to_the_others_takes_no_part_until_it_can(c10
     c10d.finish()
 
 
+def test_a_node_that_cannot_connect_to_the_others_in_the_first_round_is_named(c10d: Run) -> None:
+    job, first = c10d.job, c10d.hosts["a"].address
+    rule = ("-p", "tcp", "-d", first, "!", "--dport", "29400", "-j", "DROP")
+    subprocess.run([*c10d.hosts["c"].prefix, "iptables", "-A", "OUTPUT", *rule], check=True)
+    c10d.start("a", nnodes="2:3").says("hosts the run")
+    c10d.start("c", nnodes="2:3").says("joins")
+    c10d.start("b", nnodes="2:3")
+    wait_for("the leader to tell", lambda: job.events("join_blocked"), 60)
+    event = job.event("join_blocked")
+    assert (event["node"], event["member"], event["address"], event["cause"]) == ("c", "a", first, "timed out")
+    c10d.agents["c"].says("node c waits: it cannot connect to node a")
+    subprocess.run([*c10d.hosts["c"].prefix, "iptables", "-D", "OUTPUT", *rule], check=True)
+    job.trained(3)
+    assert len(job.events("join_blocked")) == 1
+    c10d.finish()
+
+
 def test_a_member_that_is_cut_off_comes_back_as_a_new_node(c10d: Run) -> None:
     job = c10d.job
     c10d.start("a").says("hosts")

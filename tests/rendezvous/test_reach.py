@@ -14,6 +14,7 @@ from elastic_launch.events.types import JoinBlocked
 from elastic_launch.rendezvous.node import reach
 from elastic_launch.rendezvous.node.machine import NodeMachine
 from elastic_launch.rendezvous.node.reach import ReachTest
+from elastic_launch.rendezvous.record import Round
 from elastic_launch.rendezvous.wire import messages as m
 
 
@@ -161,6 +162,28 @@ def test_a_node_that_comes_before_the_first_round_has_nothing_to_connect_to() ->
     assert run.orders("a", m.Reach) == run.orders("b", m.Reach) == []
 
 
+def test_of_a_member_of_the_first_round_it_is_only_said() -> None:
+    run = running("1:2", "ab")
+    reached(run, "b", "timed out")
+    (event,) = run.told(JoinBlocked)
+    assert (event.node, event.member, event.address, event.port) == ("b", "a", "host-a", 7000)
+    run.fail("b", rank=1)
+    run.stop("a", "b")
+    assert sorted(run.members) == ["a", "b"], "perhaps it is node a that is behind a firewall"
+    for node in "ab":
+        run.report(node, m.Ready(run.number))
+    reached(run, "b", "timed out")
+    assert len(run.told(JoinBlocked)) == 1, "it trains with the others, so it has connected"
+
+
+def test_a_member_that_could_not_connect_does_not_say_so_in_its_next_hello() -> None:
+    side = NodeMachine()
+    side.begin(m.Hello(1, "run", "digest", "train.py", "", "c", "c1", 1, "host-c", 7000))
+    side.obey(m.Form(1, Round(1), 0, "first"), 1.0)
+    side.say(m.Reached(1, "timed out"), 2.0)
+    assert not side.hello.apart
+
+
 def test_a_node_that_returns_on_another_link_is_asked_again() -> None:
     run = waits()
     run.hello("c")
@@ -189,6 +212,25 @@ def test_it_is_reported_that_a_node_connects_or_why_not(
             bound.listen()
             assert reports.get(timeout=20) == m.Reached(5, ""), "each change is reported, not each attempt"
     assert reports.empty()
+
+
+def test_what_the_leader_does_not_await_is_reported_only_if_it_fails(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reach, "AGAIN", 0.05)
+    reports: queue.Queue[m.Reached] = queue.Queue()
+    address, port = listener.getsockname()
+    with closing(ReachTest(reports.put)) as test:
+        test.begin(m.Reach(1, 4, address, port), asked=False)
+        assert test._thread is not None
+        test._thread.join(20)
+        assert reports.empty()
+        with socket.socket() as bound:
+            bound.bind((address, 0))
+            test.begin(m.Reach(1, 5, address, bound.getsockname()[1]), asked=False)
+            assert reports.get(timeout=20) == m.Reached(5, "Connection refused")
+            bound.listen()
+            assert reports.get(timeout=20) == m.Reached(5, "")
 
 
 def test_a_name_that_does_not_resolve_is_said_so() -> None:

@@ -199,7 +199,7 @@ class LeaderMachine:
                     self._rounds.stopped(node, report, now)
             case m.Imported():
                 node.importing = False
-            case m.Reached(round=number, error=error) if number == current and not node.active:
+            case m.Reached(round=number, error=error) if number == current and not (node.active and node.ready):
                 self._reached(node, error)
             case m.Slots(slots=slots):
                 node.offer(slots)
@@ -433,7 +433,8 @@ class LeaderMachine:
         if not error:
             node.apart = False
         elif isinstance(self._rounds.phase, Running):  # else the round's first member may just have closed its store
-            node.apart = True
+            # Of a member this is only said: it is not known whether it or the first member is behind the firewall.
+            node.apart = node.apart if node.active else True
             first = self.record.round.members[0]
             event = JoinBlocked(node.hello.node_id, first.node_id, first.address, first.store_port, error)
             self._emit(event)

@@ -85,7 +85,7 @@ class NodeMachine:
             case m.Leaving(reason=reason):
                 self._learn(leaving=reason)
             case m.Reached(error=error):
-                self._learn(apart=bool(error))
+                self._learn(apart=bool(error) and not self._known.get("holding"))
             case m.Imported():
                 self._loading = False
                 self._learn(importing=False)

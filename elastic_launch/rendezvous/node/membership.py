@@ -113,6 +113,7 @@ class Membership:
         # A silent link is kept until the next one is accepted: a leader that thaws would read its end as this node's.
         self._former = contextlib.ExitStack()
         self._reach = ReachTest(self.report)
+        self._tried_reach = False
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
 
     def start(self) -> None:
@@ -449,6 +450,7 @@ class Membership:
                 assert self._found is not None
                 self._notify(LinkUp(str(Endpoint(self._found.address, self._found.port))))
             case m.Reach():
+                self._tried_reach = True
                 self._reach.begin(order)
             case m.Refused(reason=reason, hint=hint):
                 raise RefusedError(f"The run refuses this node: {reason}", hint)
@@ -458,8 +460,21 @@ class Membership:
                 self.outlook = ""  # what was to happen next has happened
                 if isinstance(order, m.Form):
                     self._detector.formed()
-                    self._reach.stop()
+                    self._formed(order)
                 self._notify(order)
+
+    def _formed(self, order: m.Form) -> None:
+        """In this node's first round, if the leader has not had it try before, try to reach the round's first member.
+
+        Its workers may wait for that in vain, and say nothing for minutes.
+        """
+        first = order.round.members[0]
+        if self._tried_reach or first.incarnation == self._side.hello.incarnation:
+            self._reach.stop()
+        else:
+            self._tried_reach = True
+            where = m.Reach(order.term, order.round.number, first.address, first.store_port)
+            self._reach.begin(where, asked=False)
 
 
 def _unreached(found: FoundLeader, error: OSError | UnicodeError) -> EndpointError:

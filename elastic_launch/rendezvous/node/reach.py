@@ -33,8 +33,12 @@ class ReachTest:
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def begin(self, order: m.Reach) -> None:
-        """Try to connect to this address from now on, and no longer to an earlier one."""
+    def begin(self, order: m.Reach, *, asked: bool = True) -> None:
+        """Try to connect to this address from now on, and no longer to an earlier one.
+
+        Args:
+            asked: whether to report a first success, which the leader awaits if it has given the order.
+        """
         self.stop()
         over = self._over = threading.Event()
 
@@ -42,7 +46,7 @@ class ReachTest:
             # Without a test the node counts as connected, as any does that joins before the first round.
             self._report(m.Reached(order.round, ""))
 
-        self._thread = VitalThread(self._run, "reach", (order, over), owner=failed)
+        self._thread = VitalThread(self._run, "reach", (order, over, asked), owner=failed)
         try:
             self._thread.start()
         except RuntimeError as error:  # no more threads
@@ -58,8 +62,8 @@ class ReachTest:
         if self._thread is not None and self._thread.ident is not None:
             self._thread.join(0.1)
 
-    def _run(self, order: m.Reach, over: threading.Event) -> None:
-        said = None
+    def _run(self, order: m.Reach, over: threading.Event, asked: bool) -> None:
+        said = None if asked else ""
         while not over.is_set():
             error = _connect(order.address, order.port)
             if error != said and not over.is_set():

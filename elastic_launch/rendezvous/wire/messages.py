@@ -373,6 +373,8 @@ class Imported:
 class Reached:
     """Whether this node can connect to where the round's workers meet: the answer to :class:`Reach`.
 
+    A member of a round says unasked, in its first one, that it cannot.
+
     Attributes:
         error: why not; empty if it can.
     """
