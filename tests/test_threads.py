@@ -23,7 +23,6 @@ BARE = {
     "elastic_launch/snapshot/storage/background.py": ["threading.Thread"],  # the next use raises
     "elastic_launch/collective_dump.py": ["threading.Thread"],  # without it, the agent has no dump to look at
     "elastic_launch/training/link.py": ["threading.Thread"],  # without it, the agent has its late worker killed
-    "elastic_launch/training/live/overdue.py": ["threading.Thread"],  # without it, a collective on GPUs has no timeout
     "elastic_launch/training/live/sockets.py": ["threading.Thread"],  # as for link; lives while a group is being formed
     "elastic_launch/training/live/turns.py": ["threading.Thread"],  # without it, groups take their time to end
 }

@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -38,7 +38,7 @@ from elastic_launch.training.ranks.exchange import is_of_exchange, telling
 from elastic_launch.training.ranks.pace import Straggler
 from elastic_launch.training.ranks.place import refuse_in_rehearsal, rehearsing, take, wait_for_place
 from elastic_launch.training.ranks.replicas import Named, ReplicaCheck, ReplicasDifferError
-from elastic_launch.training.ranks.world import ASYNC_ERROR_HANDLING, GROUP_TIMEOUT, World, environment, join
+from elastic_launch.training.ranks.world import GROUP_TIMEOUT, World, can_abort, environment, join
 from elastic_launch.training.stopping import Drained, Stop, Termination
 from elastic_launch.training.trainings import Trainings
 
@@ -98,7 +98,7 @@ class Engine:
         self._forgets = False  # whether the script has a scheduler or an average that is not saved
         self._settings = settings
         self._timeout = timeout
-        self._may = (device.type == "cpu") if live is None else live  # whether it may go on in another round
+        self.asked_live = live  # whether it may go on in another round; None: on CPUs
         self._unchecked = False
         self._live = self._drained = False
         self._asked = self._noted = 0
@@ -285,13 +285,19 @@ class Engine:
         self._live = live and self.groups.breakable and not self.groups.foreign
         if self._live:
             self.link.listen(lambda: self.groups.disconnect())
+        elif self.asked_live and self.device.type == "cuda" and self.link.patience > 0:
+            _log.warning(
+                "session(live=True): this process ends with its round all the same, and no time-out ends its "
+                "collectives on GPUs: leave live out, see docs/training.md, On GPUs"
+            )
         ready = Ready(step, total, self._restore_seconds, self._uncompared, self._live, rehearses=rehearses)
         self.link.say(ready)
         self._restore_seconds = 0.0
 
     def _may_live(self, link: AgentLink) -> bool:
-        abortable = self.device.type == "cpu" or os.environ.get(ASYNC_ERROR_HANDLING) == "0"
-        return self._may and link.patience > 0 and abortable and not self._forgets
+        on_cpu = self.device.type == "cpu"
+        wanted = on_cpu if self.asked_live is None else self.asked_live
+        return wanted and link.patience > 0 and (on_cpu or can_abort()) and not self._forgets
 
     def may_abort(self, *, live: bool) -> bool:
         """Whether this process may abort exchanges of GPUs, and go on.
@@ -301,28 +307,33 @@ class Engine:
         """
         return live and self.device.type == "cuda" and self._may_live(self.link)
 
-    def confirm(self) -> None:
+    def confirm(self, gpus: Collection[torch.device]) -> None:
         """Wait until the GPUs of all ranks have completed what they exchange; called by all ranks after an exchange.
 
         Once NCCL's communicator is aborted on one rank, a collective that has not ended there may end on another one
         with wrong values, and without an error. What was exchanged counts only if no rank has aborted it before it had
         ended on that rank: then all of them take part in this exchange, which fails otherwise.
 
+        Args:
+            gpus: those of this rank.
+
         Raises:
             RuntimeError: if the exchange failed on any rank, or lasts longer than the timeout of the process group.
         """
-        done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record()
+        done: list[Any] = []
+        for gpu in gpus:
+            done.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+            done[-1].record(torch.cuda.current_stream(gpu))
         began = time.monotonic()
         # Synchronizing would use a CPU all the time, and could not end.
-        while not done.query():
+        while not self.groups.disconnected and not all(each.query() for each in done):
             waited = time.monotonic() - began
             if waited > self._timeout:
                 raise RuntimeError(f"Timed out waiting {self._timeout * 1000:.0f}ms for the GPU to exchange gradients")
             time.sleep(min(waited * _PART, _LONGEST_PAUSE))
         if self.groups.disconnected:
             raise RuntimeError("NCCL communicator was aborted, since the round is over")
-        dist.all_reduce(torch.zeros(1))
+        dist.all_reduce(torch.zeros(1, device="cpu"))
 
     def report_straggler(self, found: Straggler) -> None:
         """Report a rank that is slower than the others."""
@@ -413,7 +424,7 @@ class Engine:
         if self.is_over:  # the order came before there was anything to disconnect
             self.groups.disconnect()
         with self.link.forming(), self.groups.forming():
-            join(self.world, self._timeout, abortable=self._may and self.link.patience > 0)
+            join(self.world, self._timeout, abortable=self.asked_live is True and self.link.patience > 0)
 
     def _leave_round(self, *, broken: bool) -> None:
         if broken:
@@ -435,7 +446,7 @@ class Engine:
     def be_exact(self) -> None:
         """Make torch's results reproducible to the bit until the session ends."""
         if self._settings is not None:
-            self._settings.exact()
+            self._settings.exact(strict=self.device.type == "cuda")
 
     def drains_live(self) -> bool:
         """Report that the round is drained, if this process is to continue in another one; return whether it is."""

@@ -291,7 +291,7 @@ class Loop:
         aborts = self._engine.may_abort(live=self._live)
         numbers = [self._lacks_evaluation(step), self._bounded == step, -micro, aborts]
         if self._engine.world.world_size > 1:
-            found = torch.tensor(numbers, dtype=torch.int64)
+            found = torch.tensor(numbers, dtype=torch.int64, device="cpu")
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
             numbers = found.tolist()
         lacking, bounded, least = bool(numbers[0]), bool(numbers[1]), -numbers[2]
@@ -496,6 +496,7 @@ class Loop:
             "until, in steps": self._end,
             "exact": options.exact,
             "device": self._engine.device.type,
+            "session(live=)": self._engine.asked_live,
             "buffers": options.buffers,
             "metrics": list(options.metrics),
             "evaluations every": None if options.evaluations is None else options.evaluations.every,
@@ -505,18 +506,17 @@ class Loop:
         }
 
     def _new_gradients(self, world: World, *, same: bool = False) -> Gradients:
-        buffers = self._options.buffers
         world_size, rank = world.world_size, world.rank
         if self._options.gradients is not None:
             return self._options.gradients(world_size, rank)
+        # An exchange between GPUs that is aborted may go unnoticed, see Engine.confirm().
+        how: dict[str, Any] = {"buffers": self._options.buffers, "same": same, "by_host": self._engine.confirms}
         if self._options.exact:
-            return ExactGradients(self._model, self._optimizer, world_size, rank, buffers=buffers, same=same)
-        overlap = not self._options.redo
+            return ExactGradients(self._model, self._optimizer, world_size, rank, **how)
         rows = len(self._loader.batch.micro_batches())
         room = cargo_size(rows, 1 + len(self._options.metrics), len(NOTHING.counts()))
-        return Gradients(
-            self._model, self._optimizer, world_size, rank, overlap=overlap, room=room, buffers=buffers, same=same
-        )
+        overlap = not self._options.redo
+        return Gradients(self._model, self._optimizer, world_size, rank, overlap=overlap, room=room, **how)
 
     def _resume(self, live: Live | None) -> Resumed:
         if live is None and self._step and self._engine.trainings.was_last(self._trained):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from datetime import timedelta
 
 import torch
@@ -30,7 +30,15 @@ from elastic_launch.training.loop import Loop, LoopOptions
 from elastic_launch.training.ranks.determinism import Determinism
 from elastic_launch.training.ranks.place import is_ahead, joining
 from elastic_launch.training.ranks.same_arguments import check_same
-from elastic_launch.training.ranks.world import GROUP_TIMEOUT, World, device_ahead, environment, join, leave
+from elastic_launch.training.ranks.world import (
+    GROUP_TIMEOUT,
+    World,
+    device_ahead,
+    environment,
+    join,
+    leave,
+    variables_restored,
+)
 from elastic_launch.training.steps import Step
 from elastic_launch.training.stopping import Drained
 from elastic_launch.training.together import as_part
@@ -328,14 +336,14 @@ def session(
     Args:
         threads: threads of each CPU operation; None: 1 in trainings with ``exact=True``, else torch's setting. Results
             are bitwise equal only for the same number.
-        deterministic: whether torch uses deterministic algorithms; where it has none it warns on CPUs, and raises an
-            error on GPUs. None: only in trainings with ``exact=True``. The previous settings are restored at the
-            session's end.
+        deterministic: whether torch uses deterministic algorithms, and warns where it has none; None: only in trainings
+            with ``exact=True``, where it raises an error on GPUs. The previous settings are restored at the session's
+            end.
         timeout: timeout of the process groups, in seconds or as a timedelta: a collective that not all ranks join
             fails after it; None: 600 s.
         live: whether this process goes on in the next round, where its loop allows that, instead of ending with its
             round; None: if it trains on the CPU. On GPUs each step then waits until those of all ranks have exchanged
-            its gradients. The same on all ranks.
+            its gradients, and the timeout does not end other exchanges between them. The same on all ranks.
 
     Raises:
         UsageError: if an argument is invalid, the environment describes the world only in part, or ``timeout`` is given
@@ -347,8 +355,7 @@ def session(
     seconds = _seconds(timeout)
     if live is not None and not isinstance(live, bool):
         raise UsageError(f"session(live={live!r}) says neither yes nor no.", "Give True or False, or leave it out.")
-    settings = Determinism(threads, deterministic)
-    try:
+    with closing(Determinism(threads, deterministic)) as settings, variables_restored():
         found = dist.is_initialized()
         if found and timeout is not None:
             raise UsageError(
@@ -362,8 +369,6 @@ def session(
                 engine.leave_if_draining()
         finally:
             engine.release()
-    finally:
-        settings.close()
 
 
 def _ahead(settings: Determinism, timeout: float, live: bool | None) -> Engine:

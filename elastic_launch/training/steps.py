@@ -660,7 +660,7 @@ class Step:
         self._gradients.finish(table.any_whole)
         self._gradients.exchange_buffers()
         if self._engine is not None and self._engine.confirms:
-            self._engine.confirm()
+            self._engine.confirm(self._gradients.gpus)
         try:
             self._means = table.means(self._samples, f"step {self.number}")
         except UsageError:

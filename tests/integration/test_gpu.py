@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -128,28 +127,3 @@ def test_a_killed_training_in_half_precision_goes_on(job: Job, example: str) -> 
     output = "\n".join(agent.output for agent in agents)
     assert '"worlds": [2, 2]' in output, output
     assert "nan" not in output.lower(), output
-
-
-def test_a_collective_that_one_rank_leaves_out_ends_at_its_timeout(job: Job, tmp_path: Path) -> None:
-    """In a loop of the script's own, where nothing else tells that the others wait."""
-    script = tmp_path / "leaves_out.py"
-    script.write_text(
-        "import time, torch, torch.distributed as dist, elastic_launch as el\n"
-        "with el.session(timeout=10, live=True) as run:\n"
-        "    tensor = torch.ones(1, device=run.device)\n"
-        "    dist.all_reduce(tensor)\n"
-        "    print('sum', tensor.item(), flush=True)\n"
-        "    if run.rank:\n"
-        "        time.sleep(100)\n"
-        "    dist.all_reduce(tensor)\n"
-        "    tensor.item()\n"
-    )
-    flags = ["--max-restarts", "0"]
-    agents = [job.node(name, *flags, nnodes="2", command=[str(script)], env=host(name)) for name in "ab"]
-    began = time.monotonic()
-    codes = [agent.wait(60 * SLOWNESS) for agent in agents]
-    outputs = "\n".join(agent.output for agent in agents)
-    assert 0 not in codes, outputs
-    assert time.monotonic() - began < 60, outputs
-    assert "sum 2.0" in outputs
-    assert "Watchdog caught collective operation timeout: number 2 of process group" in outputs

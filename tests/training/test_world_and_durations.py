@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from elastic_launch.errors import UsageError
 from elastic_launch.training.durations import Interval, total_steps
-from elastic_launch.training.ranks.world import World
+from elastic_launch.training.ranks.world import World, can_abort, variables_restored
 
 MASTER = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -97,3 +99,30 @@ def test_an_interval_is_due_by_its_own_measure() -> None:
     assert not Interval.parse(5).due(4, 1e9)
     assert Interval.parse("5s").due(0, 5.0)
     assert not Interval.parse("5s").due(10**9, 4.9)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "can"),
+    [
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1", True),
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", True),
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3", False),
+        ("TORCH_NCCL_DESYNC_DEBUG", "1", False),
+        ("TORCH_DISTRIBUTED_DEBUG", "detail", False),
+        ("TORCH_DISTRIBUTED_DEBUG", "INFO", True),
+    ],
+)
+def test_a_process_can_abort_communicators_unless_the_users_variables_have_torch_end_it(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, can: bool
+) -> None:
+    assert can_abort()
+    monkeypatch.setenv(variable, value)
+    assert can_abort() is can
+
+
+def test_variables_that_joining_sets_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    with variables_restored():
+        os.environ.update(TORCH_NCCL_ASYNC_ERROR_HANDLING="0", TORCH_NCCL_ENABLE_MONITORING="0")
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
+    assert "TORCH_NCCL_ENABLE_MONITORING" not in os.environ

@@ -38,7 +38,7 @@ def in_directory(directory: Path, world: World) -> Writers:
     drawn = _broadcast(mark)
     # The name is new, so that no cache of a network file system can know it as absent.
     own = bool(drawn) and world.first_on_node and not os.path.exists(_path(directory, drawn))
-    others = torch.tensor([float(own)])
+    others = torch.tensor([float(own)], device="cpu")
     with exchanging():
         dist.all_reduce(others)  # also waits until all ranks have looked
     if mark:
@@ -55,7 +55,7 @@ def behind_url(world: World) -> Writers:
 
 
 def _broadcast(number: int) -> int:
-    told = torch.tensor([number])
+    told = torch.tensor([number], device="cpu")
     with exchanging():
         dist.broadcast(told, src=0)
     return int(told)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 
 from elastic_launch.batch import BatchPlan
@@ -52,6 +53,7 @@ class Gradients:
         room: number of elements of the tables that are sent with gradients, see :meth:`post`; the same on all ranks.
         buffers: rules for buffers, by pattern of their names.
         same: whether the ranks have the same parameters and buffers already; otherwise they get rank 0's.
+        by_host: whether they get these through the hosts' memory, also for GPUs.
     """
 
     exact = False
@@ -67,6 +69,7 @@ class Gradients:
         room: int = 0,
         buffers: Mapping[str, str] | None = None,
         same: bool = False,
+        by_host: bool = False,
     ) -> None:
         self.model = model  # what the script calls for the forward pass
         self.world_size = world_size
@@ -79,6 +82,7 @@ class Gradients:
         self._plan = BatchPlan((), 1, ())
         self._new: list[str] = []
         self._changes: list[str] = []
+        self.gpus: set[torch.device] = set()  # those of parameters and buffers
         self.on_cpu = True  # all parameters; their exchange then shares its order with that of other values
         self.waiting = False  # whether gradients are complete but the optimizer has not stepped yet
         self._hooks: list[Any] = []
@@ -92,7 +96,7 @@ class Gradients:
         self._totals: Values | None = None  # autograd adds to these in place
         self._carried = False  # whether the step's table is sent with gradients
         if world_size > 1:
-            self.parameters.agree(rank, same=same)
+            self.parameters.agree(rank, same=same, by_host=by_host)
         self._shards: ShardSums | None = None
         if self.parameters.sharded:
             self._shards = ShardSums(model, self.parameters, world_size, rank, exact=self.exact)
@@ -102,6 +106,7 @@ class Gradients:
     def _follow(self) -> None:
         """Install hooks on all parameters that need gradients now."""
         self.on_cpu = all(parameter.device.type == "cpu" for parameter in self.parameters.trained)
+        self.gpus = {each.device for each in (*self.parameters.all, *self.model.buffers()) if each.is_cuda}
         self._reduction = self._new_reduction()
         self._remove_hooks()
         self._hooks = [
@@ -391,10 +396,11 @@ class ExactGradients(Gradients):
         *,
         buffers: Mapping[str, str] | None = None,
         same: bool = False,
+        by_host: bool = False,
     ) -> None:
         check_model(model)
         self._buffer_sums: list[Tensor] = []
-        super().__init__(model, optimizer, world_size, rank, buffers=buffers, same=same)
+        super().__init__(model, optimizer, world_size, rank, buffers=buffers, same=same, by_host=by_host)
         self._states = CarriedStates(model)
 
     def begin(self, plan: BatchPlan) -> None:

@@ -255,7 +255,7 @@ class BucketedReduction:
         ranked = sorted(last, key=lambda which: last[which])
         # Parameters without a gradient come last, so that the others do not wait for them.
         ranked += [which for which in range(len(self._like) - 1, -1, -1) if which not in last]
-        order = torch.tensor(ranked, dtype=torch.int64)
+        order = torch.tensor(ranked, dtype=torch.int64, device="cpu")
         dist.broadcast(order, src=0)
         self._order = order.tolist()
         # Gradients of this step stay where they are.

@@ -118,11 +118,12 @@ class Parameters:
             for name, p in zip(self.names, self.all, strict=True)
         ]
 
-    def agree(self, rank: int, *, same: bool = False) -> None:
+    def agree(self, rank: int, *, same: bool = False, by_host: bool = False) -> None:
         """Set all ranks' parameters to rank 0's values, since a script without a seed builds different models.
 
         Args:
             same: whether all ranks are known to have the same values.
+            by_host: see :func:`~elastic_launch.training.ranks.exchange.broadcast_tensors`.
         """
         if not self.same_everywhere():
             theirs = broadcast_state(self._description() if rank == 0 else None, 0, rank)
@@ -133,18 +134,19 @@ class Parameters:
         if same:
             return
         # Of a sharded parameter each rank has only a part, made by its own random numbers.
-        broadcast_tensors([*(p for p in self.all if not is_sharded(p)), *self._model.buffers()], 0)
+        whole = (p for p in self.all if not is_sharded(p))
+        broadcast_tensors([*whole, *self._model.buffers()], 0, by_host=by_host)
 
     def same_everywhere(self) -> bool:
         """Whether all ranks have the same signature; called by all ranks."""
-        bounds = torch.tensor([self.signature, -self.signature], dtype=torch.int64)
+        bounds = torch.tensor([self.signature, -self.signature], dtype=torch.int64, device="cpu")
         dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
         return int(bounds[0]) == -int(bounds[1])
 
     def check_new(self, names: list[str]) -> None:
         """Compare parameters that were added during the training; called by all ranks."""
         tensors = [p for name, p in zip(self.names, self.all, strict=True) if name in set(names) - self.sharded.keys()]
-        digests = torch.tensor([_digest(tensor) for tensor in tensors], dtype=torch.int64)
+        digests = torch.tensor([_digest(tensor) for tensor in tensors], dtype=torch.int64, device="cpu")
         bounds = torch.cat([digests, -digests])
         dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
         for name, high, low in zip(names, *bounds.view(2, -1).tolist(), strict=True):

@@ -213,10 +213,10 @@ class ExactReduction:
     def _present_sums(self, nodes: list[Values], whole: bool) -> Values:
         """Return a tensor for each sum, None if no rank has a value; it is the first node's tensor if there is one."""
         count = len(self._places)
-        present = torch.ones(count, dtype=torch.int32)
+        present = torch.ones(count, dtype=torch.int32, device="cpu")
         if not whole:
             mine = [any(values[which] is not None for values in nodes) for which in range(count)]
-            present = torch.tensor(mine, dtype=torch.int32)
+            present = torch.tensor(mine, dtype=torch.int32, device="cpu")
             dist.all_reduce(present, op=dist.ReduceOp.MAX)
         first = nodes[0] if nodes else [None] * count
         return [

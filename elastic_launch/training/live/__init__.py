@@ -1,7 +1,6 @@
 """Live rounds: a worker leaves one round and joins the next without ending its process.
 
 ``groups``     the process groups of one round
-``overdue``    ends a process whose collective on GPUs outlasts its timeout
 ``rehearsal``  what a rehearsal of a step must not leave behind
 ``sockets``    the connections of these groups
 ``turns``      what ends these groups without delay

@@ -22,10 +22,8 @@ import torch.distributed.nn.functional
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from elastic_launch.collective_dump import forget_collectives
-from elastic_launch.training.live.overdue import end_if_overdue
 from elastic_launch.training.live.sockets import GroupSockets
 from elastic_launch.training.live.turns import quick_turns
-from elastic_launch.training.ranks.world import ASYNC_ERROR_HANDLING
 
 _LEFT_S = 1.0
 """Seconds for groups and sockets to be gone after the groups were destroyed."""
@@ -52,8 +50,7 @@ class RoundGroups:
     NCCL: :meth:`disconnect` aborts the communicators. TORCH_NCCL_ASYNC_ERROR_HANDLING must be 0 in the worker's
     environment: with any other value, NCCL's watchdog may end the process when a peer fails. With 0, no collective
     raises after an abort: it ends, and what it has written is undefined, so check :attr:`disconnected` after waiting
-    for the device. Nor does the watchdog end a process whose collective outlasts the timeout; a thread of this class'
-    does.
+    for the device. Nor does the watchdog end a collective that outlasts the timeout.
     """
 
     def __init__(self) -> None:
@@ -63,7 +60,6 @@ class RoundGroups:
         self._lock = threading.Lock()
         self._forming = False
         self._log_level: int | None = None  # to put back
-        self._watched = False  # whether a thread ends this process if a collective takes too long
 
     @contextmanager
     def forming(self) -> Iterator[None]:
@@ -91,21 +87,6 @@ class RoundGroups:
                     self._excepthooks.append((hook, sys.excepthook))
                 if self.disconnected:
                     self._abort()
-        self._watch_collectives()
-
-    def _watch_collectives(self) -> None:
-        nccl = [each for each in self._backends() if _is_nccl(each)]
-        if nccl and not self._watched and os.environ.get(ASYNC_ERROR_HANDLING) == "0":
-            self._watched = True
-            timeout = max(each.options._timeout for each in nccl).total_seconds()
-            recorder = torch._C._distributed_c10d._dump_nccl_trace_json  # type: ignore[attr-defined]
-            ours = weakref.ref(self)
-            end_if_overdue(timeout, recorder, lambda: (groups := ours()) is None or not groups._waits_for_others)
-
-    @property
-    def _waits_for_others(self) -> bool:
-        """Whether a thread may wait in a collective of NCCL, which nothing has aborted."""
-        return not self.disconnected and any(map(_is_nccl, self._backends()))
 
     def disconnect(self) -> int:
         """Make all collectives of these groups fail, the present ones and later ones; callable from any thread.
@@ -157,7 +138,9 @@ class RoundGroups:
         """
         foreign = [_describe(group) for group in self._foreign()]
         held = [(weakref.ref(group), _describe(group)) for group in _groups()]
-        with quick_turns(self._sockets.close()):
+        epolls = self._sockets.close()
+        # Where NCCL's groups take longer anyway, there is nothing to gain.
+        with quick_turns([] if any(map(_is_nccl, self._backends())) else epolls):
             self._destroy()
             if not foreign:
                 _wait_until_gone(held, self._sockets)

@@ -146,7 +146,7 @@ class Agreement:
 
     def _post(self, wishes: Wishes, checksum: int | None) -> None:
         number = 0 if checksum is None else checksum
-        numbers = torch.tensor([wishes.stop, *wishes._flags(), number, ~number])
+        numbers = torch.tensor([wishes.stop, *wishes._flags(), number, ~number], device="cpu")
         work = dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
         assert work is not None
         self._posted = numbers, work

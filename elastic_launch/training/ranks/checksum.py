@@ -31,7 +31,11 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
     """
     with torch.no_grad():
         sums = [_checksum(tensor.detach()) for tensor in tensors]
-        return torch.stack([each.to(sums[0].device) for each in sums]) if sums else torch.zeros(0, dtype=torch.int64)
+        return (
+            torch.stack([each.to(sums[0].device) for each in sums])
+            if sums
+            else torch.zeros(0, dtype=torch.int64, device="cpu")
+        )
 
 
 def combined(sums: Tensor) -> Tensor:

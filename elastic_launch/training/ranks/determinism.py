@@ -39,11 +39,15 @@ class Determinism:
         if deterministic:
             _be_deterministic()
 
-    def exact(self) -> None:
-        """Apply the settings for exact training."""
+    def exact(self, *, strict: bool = False) -> None:
+        """Apply the settings for exact training.
+
+        Args:
+            strict: whether an operation without a deterministic implementation is an error.
+        """
         torch.set_num_threads(self._threads or 1)
         if self._wanted is not False:
-            _be_deterministic()
+            _be_deterministic(strict=strict)
 
     def close(self) -> None:
         """Restore the previous settings."""
@@ -55,7 +59,6 @@ class Determinism:
             os.environ.pop(_CUBLAS, None)
 
 
-def _be_deterministic() -> None:
-    # On a GPU some operations give other results each time. One that cannot do otherwise raises an error that names it.
-    torch.use_deterministic_algorithms(True, warn_only=not torch.cuda.is_available())
+def _be_deterministic(*, strict: bool = False) -> None:
+    torch.use_deterministic_algorithms(True, warn_only=not strict)
     torch.backends.cudnn.benchmark = False

@@ -73,7 +73,7 @@ def numbers_of_all(world: World, numbers: Sequence[int]) -> list[list[int]]:
     """Return the numbers of all ranks, by rank; called by all ranks with equally many."""
     if world.world_size == 1:
         return [[*numbers]]
-    mine = torch.tensor(numbers, dtype=torch.int64)
+    mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     gathered = [torch.zeros_like(mine) for _ in range(world.world_size)]
     with exchanging():
         dist.all_gather(gathered, mine)
@@ -83,7 +83,7 @@ def numbers_of_all(world: World, numbers: Sequence[int]) -> list[list[int]]:
 def send_bytes(data: bytes, target: int) -> None:
     """Send a message to a rank that calls :func:`receive_bytes`."""
     with exchanging():
-        dist.send(torch.tensor([len(data)]), dst=target)
+        dist.send(torch.tensor([len(data)], device="cpu"), dst=target)
         if data:
             dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), dst=target)
 
@@ -103,12 +103,16 @@ def receive_bytes(source: int, timeout: float | None = None) -> bytes:
         return target
 
     with exchanging():
-        size = int(receive(torch.zeros(1, dtype=torch.int64)))
-        return bytes(receive(torch.empty(size, dtype=torch.uint8)).tolist()) if size else b""
+        size = int(receive(torch.zeros(1, dtype=torch.int64, device="cpu")))
+        return bytes(receive(torch.empty(size, dtype=torch.uint8, device="cpu")).tolist()) if size else b""
 
 
-def broadcast_tensors(tensors: Iterable[Tensor], source: int) -> None:
-    """Overwrite tensors on all ranks with those of the source rank."""
+def broadcast_tensors(tensors: Iterable[Tensor], source: int, *, by_host: bool = False) -> None:
+    """Overwrite tensors on all ranks with those of the source rank.
+
+    Args:
+        by_host: whether those on GPUs go through the hosts' memory, by gloo, which fails if it is aborted.
+    """
     for tensor in tensors:
         value = tensor.detach()
         if not value.numel():
@@ -118,6 +122,8 @@ def broadcast_tensors(tensors: Iterable[Tensor], source: int) -> None:
                 value = value.select(dimension, 0)
         # As bytes: not every backend supports every dtype, and none supports gaps.
         dense = flat_bytes(value)
+        if by_host:
+            dense = dense.cpu()
         dist.broadcast(dense, src=source)
         if dense.data_ptr() != value.data_ptr():
             value.copy_(dense.view(value.dtype).view(value.shape))
@@ -153,7 +159,10 @@ class _Sent(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         dtype, shape = self._shapes[name]
-        found = torch.empty(shape, dtype=getattr(torch, dtype)) if self._tensors is None else self._tensors[name].cpu()
+        if self._tensors is None:
+            found = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
+        else:
+            found = self._tensors[name].cpu()
         in_chunks(found, partial(dist.broadcast, src=self._source))
         return found
 
@@ -204,12 +213,12 @@ def from_first(world: World, read: Callable[[], Any]) -> Any:
 
 
 def _broadcast_bytes(data: bytes, source: int, rank: int) -> bytes:
-    size = torch.tensor([len(data)], dtype=torch.int64)
+    size = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
     dist.broadcast(size, src=source)
     content = (
         torch.frombuffer(bytearray(data), dtype=torch.uint8)
         if rank == source
-        else torch.empty(int(size), dtype=torch.uint8)
+        else torch.empty(int(size), dtype=torch.uint8, device="cpu")
     )
     dist.broadcast(content, src=source)
     return bytes(content.tolist())

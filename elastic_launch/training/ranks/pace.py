@@ -103,8 +103,8 @@ class Pace:
             return
         count = self._count or math.nan
         mine = [self._data / count, self._compute / count if self._on_host else 0.0 * count, self._wall]
-        table = torch.zeros(self._world_size, len(mine), dtype=torch.float64)
-        table[self._rank] = torch.tensor(mine, dtype=torch.float64)
+        table = torch.zeros(self._world_size, len(mine), dtype=torch.float64, device="cpu")
+        table[self._rank] = torch.tensor(mine, dtype=torch.float64, device="cpu")
         dist.all_reduce(table)
         rows = [(data, compute) for data, compute, _ in table.tolist()]
         # The same on all ranks, as the next window must be.

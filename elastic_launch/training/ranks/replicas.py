@@ -96,7 +96,7 @@ class ReplicaCheck:
         """Compare the state after a step immediately."""
         taken = _Taken(step, self._named)
         total = taken.total()
-        numbers = torch.tensor([total, ~total])
+        numbers = torch.tensor([total, ~total], device="cpu")
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._group())
         most, most_inverted = numbers.tolist()
         self._judge(taken, most != ~most_inverted)
@@ -113,7 +113,7 @@ class ReplicaCheck:
     def _explained(self, taken: _Taken) -> tuple[str, str]:
         """Find out, together with all ranks, what differs and on which ranks."""
         sums = taken.sums()
-        size = torch.tensor([len(sums)])
+        size = torch.tensor([len(sums)], device="cpu")
         sizes = [torch.zeros_like(size) for _ in range(self._world_size)]
         dist.all_gather(sizes, size, group=self._group())
         counts = [int(x) for x in sizes]

@@ -30,7 +30,7 @@ def check_same(world: World, given: Mapping[str, object]) -> None:
         return
     text = json.dumps({name: str(value) for name, value in given.items()}).encode()
     digest = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
-    bounds = torch.tensor([digest, -digest, len(text)], dtype=torch.int64)
+    bounds = torch.tensor([digest, -digest, len(text)], dtype=torch.int64, device="cpu")
     dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
     most, least, longest = bounds.tolist()
     if most == -least:

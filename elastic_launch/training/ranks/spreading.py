@@ -83,7 +83,7 @@ def spread_state(state: Any, holders: Sequence[int], world: World, cut: Cut | No
     if served_by:
         # A rank that serves no other would wait in its first step, in which it is late only after minutes, perhaps.
         with exchanging():
-            dist.all_reduce(torch.zeros(1))
+            dist.all_reduce(torch.zeros(1, device="cpu"))
     return found
 
 
@@ -134,7 +134,7 @@ def _received(source: int, cut: Cut) -> Any:
         box = cut.box(path, whole.shape)
         if box is None:
             return whole
-        part = torch.empty([length for _, length in box], dtype=whole.dtype)
+        part = torch.empty([length for _, length in box], dtype=whole.dtype, device="cpu")
         in_chunks(part, partial(dist.recv, src=source))
         return cut.kept(path, whole.shape, part)
 

@@ -6,8 +6,10 @@ these variables, the world is this one process.
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -18,6 +20,8 @@ from elastic_launch.contract import ENV_FIRST_ON_NODE, ENV_LOCAL_RANK, ENV_ROUND
 from elastic_launch.errors import UsageError
 from elastic_launch.training.ranks.place import find_place
 
+_log = logging.getLogger(__name__)
+
 ASYNC_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """What NCCL's watchdog does about a collective that fails: with 0 only this process, by aborting it, ends it."""
 
@@ -27,7 +31,7 @@ _ABORTABLE = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
 }
-"""Variables that torch reads when it makes a process group whose communicators may be aborted."""
+"""Variables that torch reads when it makes a process group; with these NCCL's communicators may be aborted."""
 
 GROUP_TIMEOUT = 600.0
 """Seconds after which a collective fails if not all ranks have joined it."""
@@ -129,12 +133,41 @@ def join(world: World, timeout: float = GROUP_TIMEOUT, *, abortable: bool = Fals
                 'Leave joining to el.session(), or make the group with "cpu:gloo,cuda:nccl".',
             )
     elif not world.alone:
-        if abortable and device.type == "cuda" and os.environ.get(ASYNC_ERROR_HANDLING, "1") == "1":
-            os.environ.update(_ABORTABLE)
+        if abortable and device.type == "cuda":
+            if can_abort():
+                os.environ.update(_ABORTABLE)
+            else:
+                _log.warning(
+                    "session(live=True) has no effect: by %s, TORCH_DISTRIBUTED_DEBUG or TORCH_NCCL_DESYNC_DEBUG "
+                    "torch ends this process if the communicator of another one is aborted",
+                    ASYNC_ERROR_HANDLING,
+                )
         # gloo exchanges control values, which live on the CPU.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     return device
+
+
+def can_abort() -> bool:
+    """Whether the user's variables let this process abort NCCL's communicators, and go on."""
+    # With either of these torch's watchdog ends the process whatever the other variable says.
+    watches = os.environ.get("TORCH_NCCL_DESYNC_DEBUG", "0") not in ("", "0")
+    detail = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
+    return os.environ.get(ASYNC_ERROR_HANDLING, "1") in ("0", "1") and not watches and not detail
+
+
+@contextmanager
+def variables_restored() -> Iterator[None]:
+    """On exit, the variables that :func:`join` may set are as before."""
+    before = {name: os.environ.get(name) for name in _ABORTABLE}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def leave() -> None:
