@@ -74,6 +74,8 @@ class SimVoters:
         others = [self.files.get(other) for other in VOTERS if other != name]
         if not any(node.node_id == name for node in self._cluster.nodes) and all(x and x.founded for x in others):
             self.files.pop(name, None)
+            for voters in self._accepted.values():  # what it has accepted counts no more for what is not written yet
+                voters.discard(name)
 
     def spoil(self) -> None:
         """Nothing: strangers cannot write what voters have accepted."""
