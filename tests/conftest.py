@@ -7,6 +7,7 @@ import gc
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
@@ -129,7 +130,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)  # the terminal reporter must exist
 def pytest_configure(config: pytest.Config) -> None:
-    if Path("/dev/nvidiactl").exists() and config.option.markexpr != "gpu":
+    if Path("/dev/nvidiactl").exists() and not re.match(r"\(*gpu\b", config.option.markexpr):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # other tests expect that a process trains on the CPU
     if getattr(config.option, "numprocesses", None):  # of pytest-xdist
         share_forks()

@@ -111,6 +111,7 @@ class Loop:
         self._rehearses = options.rehearse is not None and loader.batch.micro != "auto"
         self._first = Activity.FIRST_STEP  # what the first step of a round is to this process
         self._has_state = False  # whether this process has the state of a step, restored or initial
+        self._agreed = False  # whether it has once got what is not in the state, such as unsaved buffers, from rank 0
         self._given: dict[str, object] = {}
         self._received: Resumed | None = None  # a state that takes effect when the step has ended
         # What follows the last step, on all ranks:
@@ -273,8 +274,9 @@ class Loop:
         if self._options.prepare is not None and self._received is None:
             with engine.link.doing(Activity.RESTORE):
                 self._options.prepare(self._step)
-        self._agree(resumed.step)
-        self._gradients = gradients = self._new_gradients(world, same=resumed.everywhere)
+        all_agreed = self._agree(resumed.step)
+        self._gradients = gradients = self._new_gradients(world, same=resumed.everywhere and all_agreed)
+        self._agreed = True
         if gradients.parameters.apart() and world.rank == 0:
             _log.warning("the optimizer has none of the model's parameters: none of these is trained")
         ranks_own = [x.name for x in buffers_of(self._model, self._options.buffers) if x.rule == "ignore"]
@@ -285,11 +287,15 @@ class Loop:
         engine.begin(resumed.step, self._end, live=self._live, rehearses=self._rehearses)
         engine.link.watch(resumed.step, self._first)
 
-    def _agree(self, step: int) -> None:
-        """Agree with the other ranks, which may be at another point between two steps."""
+    def _agree(self, step: int) -> bool:
+        """Agree with the other ranks, which may be at another point between two steps.
+
+        Returns:
+            Whether each of them has been in a round before with the values of its rank 0.
+        """
         micro = len(self._loader.batch.micro_batches()[0])
         aborts = self._engine.may_abort(live=self._live)
-        numbers = [self._lacks_evaluation(step), self._bounded == step, -micro, aborts]
+        numbers = [self._lacks_evaluation(step), self._bounded == step, -micro, aborts, not self._agreed]
         if self._engine.world.world_size > 1:
             found = torch.tensor(numbers, dtype=torch.int64, device="cpu")
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
@@ -304,6 +310,7 @@ class Loop:
         while len(self._loader.batch.micro_batches()[0]) > least:
             # The others had the last exchange before the round broke, and have halved it.
             self._loader.batch = self._loader.batch._halved()
+        return not numbers[4]
 
     def _leave(self) -> None:
         """Drop what belongs to the current round."""

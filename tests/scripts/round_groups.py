@@ -26,7 +26,9 @@ import torch.distributed as dist
 from torch import nn
 
 from elastic_launch import collective_dump
+from elastic_launch.training.engine import Engine
 from elastic_launch.training.live.groups import RoundGroups
+from elastic_launch.training.ranks.world import World
 
 TIMEOUT = timedelta(seconds=40)
 
@@ -85,6 +87,11 @@ class Rank:
         dist.all_reduce(tensor)
         torch.cuda.synchronize()
         return float(tensor[0])
+
+    def confirm(self) -> None:
+        """Confirm an exchange, without a GPU."""
+        world = World(dist.get_rank(), dist.get_world_size())
+        Engine(world, torch.device("cpu"), groups=self.groups).confirm(())
 
     def dump(self) -> str:
         """Return what torch's flight recorders have, as JSON."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import re
 import signal
 import threading
@@ -20,6 +21,9 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 _SIGNALS = signal.SIGURG, signal.SIGWINCH
+
+_CALLS = {"x86_64": (232, 281, 441), "aarch64": (22, 441)}.get(platform.machine(), ())
+"""The numbers of epoll_wait(2), epoll_pwait(2) and epoll_pwait2(2); none: nothing is sent."""
 
 _EVERY = 0.0005
 """Seconds between two signals."""
@@ -71,12 +75,13 @@ def _without_handler(signals: Sequence[signal.Signals]) -> list[signal.Signals]:
 
 
 def _waiting_at(descriptors: Collection[int]) -> list[int]:
-    """Return the threads of this process that are in a system call whose first argument is one of these."""
+    """Return the threads of this process that wait for events at one of these."""
     found = []
     with suppress(OSError):
         for thread in map(int, os.listdir("/proc/self/task")):
             # It may have ended, or run.
             with suppress(OSError, ValueError, IndexError), open(f"/proc/self/task/{thread}/syscall") as file:
-                if int(file.read().split()[1], 16) in descriptors:
+                number, first, *_ = file.read().split()
+                if int(number) in _CALLS and int(first, 16) in descriptors:
                     found.append(thread)
     return found

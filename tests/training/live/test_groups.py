@@ -15,6 +15,7 @@ from harness import SLOWNESS
 from rank_processes import Answer, RankProcess, RankProcesses
 
 from elastic_agents.hangs.collectives import last_collectives
+from elastic_launch.symptoms import symptom_in
 
 PROMPT = 20.0
 """Seconds: half of the groups' time-out."""
@@ -182,6 +183,16 @@ def test_a_round_is_left_as_planned_when_all_collectives_are_done(world: World) 
             assert (rank.end(last).result, rank.end(left).error) == (6.0, "")
         assert not ranks[0].do("facts")["initialized"]
         world.form(*ranks)
+
+
+def test_an_exchange_is_confirmed_by_all_ranks_or_by_none(world: World) -> None:
+    one, other = world.start(2)
+    together("confirm", one, other)
+    waits = one.begin("confirm")
+    other.do("disconnect")
+    for answer in (other.end(other.begin("confirm")), one.end(waits)):
+        assert symptom_in(answer.error), answer
+    together("leave", one, other)
 
 
 @pytest.mark.gpu
