@@ -327,7 +327,8 @@ def _settle(view: v.View, drained: int = -1) -> Decision:
         # The others must not wait for what this node saves as it leaves.
         return view, actions if told or view.phase is v.Phase.OVER else [v.ReportStopped(view.round), *actions]
     # Others continue from their own memory or this node's; if neither has the state, new nodes need the disk's.
-    told, view = view.told, replace(view, phase=v.Phase.SAVING, serving=view.keeps, told=view.nodes > 1 or view.keeps)
+    told = view.told
+    view = replace(view, phase=v.Phase.SAVING, serving=view.keeps, told=told or view.nodes > 1 or view.keeps)
     stopped: list[v.Action] = [v.ReportStopped(view.round, drained, view.keeps)] if view.told and not told else []
     return view, [*stopped, v.AwaitCopies()]
 

@@ -135,12 +135,16 @@ class RunFile:
         self.close()
 
     def _is_free(self, mine: RunAddress) -> bool:
-        """Whether the file is this agent's, or that of another node of the run whose agent has ended."""
+        """Whether the file is this agent's, or that of another node of the run whose agent has ended.
+
+        An agent that is locked out of sight, on another host, may be alive; so its file must say that it has ended.
+        """
         found = _read(self._path)
         if found is None or found == mine:
             return found is not None
         same = (found.run_id, found.backend, found.endpoint) == (mine.run_id, mine.backend, mine.endpoint)
-        return same and found.node_id != mine.node_id and not _locked(self._path)
+        ended = found.code is not None and not _locked(self._path)
+        return same and found.node_id != mine.node_id and ended
 
     def close(self) -> None:
         self._unlock()

@@ -258,6 +258,17 @@ def test_what_releases_a_node_that_leaves_spares_its_workers(event: v.Event) -> 
     assert after(released, v.CopiesDone()) == (Phase.OVER, [v.Finish(143, "stopped by SIGTERM")])
 
 
+def test_a_single_node_that_leaves_and_is_released_meanwhile_reports_once_that_it_has_stopped() -> None:
+    before = view(leave(SIGTERM, 30.0), keeping(0), keeping(1), suspended(0), nodes=1)
+    exiting, actions = decide(before, suspended(1), 2)
+    assert actions == [v.ReportStopped(1, 7, serve=True), *EXITING]
+    released, _ = decide(exiting, m.Released(1), 2)
+    for local_rank in (0, 1):
+        released, actions = decide(released, gone(local_rank, 0), 2)
+    assert actions == [v.AwaitCopies()]
+    assert after(released, v.CopiesDone()) == (Phase.OVER, [v.Finish(143, "stopped by SIGTERM")])
+
+
 def test_workers_suspended_after_a_drain_exit_when_the_run_ends() -> None:
     before = view(*DRAINED, suspended(1))
     assert after(before, m.RunEnd(1, 143, "over")) == (Phase.STOPPING, EXITING)

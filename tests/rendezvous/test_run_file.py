@@ -94,6 +94,16 @@ def test_the_last_of_the_nodes_in_a_directory_records_how_the_run_ended(tmp_path
     assert (found.run.node_id, found.run.code, found.run.cause, alive) == ("a", 0, "all workers finished", False)
 
 
+def test_a_node_that_leaves_keeps_the_file_of_one_whose_lock_may_be_out_of_sight(tmp_path: Path) -> None:
+    """As of an agent on another host, on a file system whose locks end at the host."""
+    leaves, stays = RunFile(tmp_path), RunFile(tmp_path)
+    leaves.write(run_address("one"))
+    stays.write(run_address("one", "b"))
+    stays.close()
+    leaves.end(143, "stopped by SIGTERM")
+    assert find(tmp_path, None, depth=0)[0] == [FoundRun(run_address("one", "b"), tmp_path)]
+
+
 def test_a_run_is_alive_after_the_node_that_wrote_last_has_left(tmp_path: Path) -> None:
     first, second = RunFile(tmp_path), RunFile(tmp_path)
     first.write(run_address("one", "a"))
