@@ -45,10 +45,10 @@ from elastic_launch.training.trainings import Trainings
 _log = logging.getLogger(__name__)
 
 _PART = 0.02
-"""Pause between two looks at a GPU, as a part of the time waited so far: by as much a step may take longer."""
+"""Pause between two looks at a GPU, as a part of the time waited so far. The wait may take longer by this part."""
 
 _LONGEST_PAUSE = 1e-3
-"""Seconds."""
+"""Maximum seconds of such a pause."""
 
 
 class Engine:

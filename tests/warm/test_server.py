@@ -294,7 +294,7 @@ def test_the_loss_of_a_server_is_told_at_once_each_time(tmp_path: Path) -> None:
             assert processes._server.pid != killed
             wait_for("the next server", lambda: processes._server.usable)
         assert starter.run(script).stdout == "1\n"
-    assert len(losses) == 2, "closing it is no loss"
+    assert len(losses) == 2, "closing it does not count as a loss"
 
 
 def test_a_server_that_cannot_be_replaced_is_closed_once(

@@ -27,7 +27,7 @@ ASYNC_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 _ABORTABLE = {
     ASYNC_ERROR_HANDLING: "0",
-    # These threads of torch's end the process, or wait a minute for dumps, once a communicator is aborted anywhere.
+    # Once a communicator is aborted on any rank, torch's monitor may end the process, and its watchdog waits for dumps.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
 }
@@ -150,7 +150,7 @@ def join(world: World, timeout: float = GROUP_TIMEOUT, *, abortable: bool = Fals
 
 def can_abort() -> bool:
     """Whether the user's variables let this process abort NCCL's communicators, and go on."""
-    # With either of these torch's watchdog ends the process whatever the other variable says.
+    # Either of these makes torch's watchdog end the process, whatever the third variable says.
     watches = os.environ.get("TORCH_NCCL_DESYNC_DEBUG", "0") not in ("", "0")
     detail = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
     return os.environ.get(ASYNC_ERROR_HANDLING, "1") in ("0", "1") and not watches and not detail
