@@ -233,6 +233,10 @@ def _drain_over(view: v.View) -> Decision:
         return view, [v.Warn(f"{undone}: there was no time left"), *actions]
     if view.phase is not v.Phase.DRAINING:
         return view, []
+    if _exits(view):
+        undone = ", and the next round has not restored this node's snapshot" if view.keeps else ""
+        view, actions = _kill(view)
+        return view, [v.Warn(f"the workers have stopped, but not exited in time{undone}; they are killed"), *actions]
     late = "the workers have not stopped in time"
     if view.live and not _ends(view):
         view, actions = _stop(view, late)

@@ -246,6 +246,16 @@ def test_a_node_that_leaves_serves_its_snapshot_while_its_workers_exit() -> None
     assert (saving.phase, saving.serving, actions) == (Phase.SAVING, True, [v.AwaitCopies()])
 
 
+def test_workers_of_a_node_that_leaves_which_do_not_exit_in_time_are_killed_and_had_stopped() -> None:
+    exiting, _ = decide(SERVED, suspended(1), 2)
+    late, actions = decide(exiting, v.DrainOver(1), 2)
+    unserved = ", and the next round has not restored this node's snapshot"
+    text = "the workers have stopped, but not exited in time{}; they are killed"
+    assert (late.phase, actions) == (Phase.STOPPING, [v.Warn(text.format(unserved)), v.Kill()])
+    released, _ = decide(exiting, m.Released(1), 2)
+    assert decide(released, v.DrainOver(1), 2)[1] == [v.Warn(text.format("")), v.Kill()]
+
+
 @pytest.mark.parametrize("event", [m.Released(1), GONE, m.RunEnd(1, 0, "done"), LOST], ids=lambda e: type(e).__name__)
 def test_what_releases_a_node_that_leaves_spares_its_workers(event: v.Event) -> None:
     exiting, _ = decide(SERVED, suspended(1), 2)
