@@ -196,6 +196,25 @@ def test_a_rank_that_has_got_a_state_has_it_if_that_round_breaks_too(job: Job) -
     assert {result["hash"] for result in results} == {_alone(job)["hash"]}
 
 
+@pytest.mark.slow
+def test_ranks_that_were_suspended_before_they_had_what_is_not_saved_get_it_from_the_first_of_them(job: Job) -> None:
+    """All of them have the state of the same step then, which spares others that they are sent the model."""
+    command = [str(SCRIPTS / "unsaved.py"), str(job.work)]
+    timing = ["--rdzv-conf", "start_wait=0,resize_delay=0.1,join_settle=0.2"]
+    a = job.node("a", *timing, command=command)
+    wait_for("its first steps", lambda: len(read_lines(job.work / "steps.jsonl")) > 3, 60)
+    b = job.node("b", *timing, "--node-rank", "1", nproc=2, command=command)
+    assert (a.wait(100), b.wait(100)) == (0, 0), a.output + b.output
+    steps = read_lines(job.work / "steps.jsonl")
+    alone = [line for line in steps if line["world"] == 2]
+    assert alone, "the two that were left have trained without another one"
+    pids_left = {line["pid"] for line in alone}
+    assert len(pids_left) == 2
+    assert {line["pid"] for line in steps if line["world"] == 3} > pids_left, "they have kept their processes"
+    for number in range(alone[0]["step"], 61):
+        assert len({line["shift"] for line in steps if line["step"] == number}) == 1, number
+
+
 def _alone(job: Job) -> dict[str, Any]:
     work = Path(job.work) / "alone"
     work.mkdir()
