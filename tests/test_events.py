@@ -150,6 +150,10 @@ def test_the_leaders_decisions_are_shown_to_people() -> None:
             "restart 1 of 3 (--max-restarts 3), charged for a preemption, since the training has not advanced in 4 "
             "restarts; a round forms",
         ),
+        (
+            ev.RestartCharged(3, "out of memory", 1, 3, "a round forms"),
+            "restart 1 of 3 (--max-restarts 3), charged for a lack of memory; a round forms",
+        ),
         (ev.RoundBroken(3, "crash", "rank 0 crashed", 61.23, ""), "round 3 broken after 61.2 s: rank 0 crashed"),
         (
             ev.CauseFound(3, "crash", "rank 0 on node a: KeyError"),

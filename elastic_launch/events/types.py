@@ -353,7 +353,8 @@ class RestartCharged(LeaderEvent):
         why = f", since the training has not advanced in {self.idle} restarts" if self.idle else ""
         delay = f" in {self.delay_s:g} s, as workers failed soon after their start again" if self.delay_s else ""
         following = f"; {self.next}{delay}" if self.next else ""
-        return f"{budget}, charged for a {self.kind}{why}{following}"
+        kind = "lack of memory" if self.kind == "out of memory" else self.kind
+        return f"{budget}, charged for a {kind}{why}{following}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from elastic_agents.outcome import result_of
 from elastic_agents.workers import failures
-from elastic_agents.workers.failures import OutOfMemoryCounter, about, printed_last, raised_in, report
+from elastic_agents.workers.failures import OutOfMemoryKills, about, printed_last, raised_in, report
 from elastic_agents.workers.round_workers import Reaped
 from elastic_launch.batch import BatchError
 from elastic_launch.contract import Placement
@@ -510,34 +510,69 @@ def counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return paths
 
 
+class Time:
+    """A clock that stands unless a test moves it."""
+
+    def __init__(self) -> None:
+        self.at = 1000.0
+
+    def now(self) -> float:
+        return self.at
+
+
 def test_kills_are_counted_in_cgroup_v2(counters: list[Path]) -> None:
     counters[1].write_text("low 0\nhigh 0\nmax 5\noom 1\noom_kill 3\noom_group_kill 0\n")
-    counter = OutOfMemoryCounter()
-    assert not counter.risen()
+    kills = OutOfMemoryKills(Time())
+    assert not kills.explain_one()
     counters[1].write_text("low 0\nhigh 0\nmax 9\noom 2\noom_kill 4\noom_group_kill 0\n")
-    assert counter.risen()
-    assert not counter.risen(), "once per rise"
+    assert kills.explain_one()
+    assert not kills.explain_one(), "one end for one kill"
 
 
 def test_kills_are_counted_in_cgroup_v1(counters: list[Path]) -> None:
     counters[2].write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 0\n")
-    counter = OutOfMemoryCounter()
-    counters[2].write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 2\n")
-    assert counter.risen()
+    kills = OutOfMemoryKills(Time())
+    counters[2].write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 1\n")
+    assert kills.explain_one()
+
+
+def test_two_kills_at_the_same_moment_explain_two_ends(counters: list[Path]) -> None:
+    counters[2].write_text("oom_kill 1\n")
+    kills = OutOfMemoryKills(Time())
+    counters[2].write_text("oom_kill 3\n")
+    assert [kills.explain_one() for _ in range(3)] == [True, True, False]
+    counters[2].write_text("oom_kill 5\n")
+    assert kills.explain_one()
+    counters[2].write_text("oom_kill 6\n")
+    assert [kills.explain_one() for _ in range(3)] == [True, True, False]
+
+
+def test_a_kill_of_another_process_explains_no_later_end(counters: list[Path]) -> None:
+    counters[1].write_text("oom_kill 0\n")
+    time = Time()
+    kills = OutOfMemoryKills(time)
+    counters[1].write_text("oom_kill 3\n")
+    assert kills.explain_one()
+    time.at += failures.EXPLAINS - 1
+    assert kills.explain_one()
+    time.at += 2
+    assert not kills.explain_one()
+    counters[1].write_text("oom_kill 4\n")
+    assert [kills.explain_one() for _ in range(2)] == [True, False]
 
 
 @pytest.mark.parametrize("content", ["", "oom_kill\n", "oom_kill many\n", "nothing of use\n"])
 def test_a_counter_that_cannot_be_read_counts_nothing(counters: list[Path], content: str) -> None:
     counters[1].write_text(content)
-    assert not OutOfMemoryCounter().risen()
+    assert not OutOfMemoryKills(Time()).explain_one()
 
 
 def test_without_any_counter_nothing_is_counted(counters: list[Path]) -> None:
-    assert not OutOfMemoryCounter().risen()
+    assert not OutOfMemoryKills(Time()).explain_one()
 
 
 def test_this_process_can_be_looked_up() -> None:
-    assert not OutOfMemoryCounter().risen()
+    assert not OutOfMemoryKills(Time()).explain_one()
 
 
 def test_undecodable_text_is_escaped(error_file: Path) -> None:

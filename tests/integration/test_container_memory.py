@@ -17,7 +17,7 @@ from pathlib import Path
 import memory_group
 import netns
 import pytest
-from harness import SCRIPTS, Agent, Job, run_script, tree, wait_for
+from harness import SCRIPTS, Agent, Job, freeze, run_script, tree, wait_for
 
 from elastic_launch.faults import FaultPlan
 
@@ -140,6 +140,32 @@ def test_a_training_that_needs_the_memory_of_snapshots_later_gets_it(
     check_left_out(job, agent)
     steps = {path.name.split(".")[0] for path in (tmp_path / "saved").glob("step-*")}
     assert {"step-12", "step-14"} <= steps, "durable checkpoints go on"
+
+
+@pytest.mark.system
+@pytest.mark.skipif(bool(NO_GROUPS), reason=NO_GROUPS or "nothing is missing")
+def test_two_workers_killed_at_the_same_moment_have_both_lacked_memory(
+    job: Job, tmp_path: Path, undisturbed: str
+) -> None:
+    with memory_group.group() as group:
+        # Each needs more than there is even without the other.
+        command = growing(job.work, tmp_path / "saved", 2000, "once")
+        flags = ("--standalone", "--nproc", "2", "--max-restarts", "1")
+        agent = job.launch(*flags, command=command, prefix=group.prefix)
+        for rank in range(2):
+            wait_for("the step before", (job.work / f"waiting-{rank}").exists, 60)
+        freeze(agent.process.pid)  # it learns of both ends at the same moment
+        grow(job, group, 2, 2)
+        wait_for("two kills", lambda: group.kills == 2, 60)
+        os.kill(agent.process.pid, signal.SIGCONT)
+        assert agent.wait(120) == 0, agent.output
+        assert group.kills == 2, agent.output
+    assert weights(agent.output) == undisturbed
+    check_left_out(job, agent)
+    broken = job.event("round_broken")
+    named = re.findall(r"rank (\d) .*: signal 9 \(SIGKILL\); the kernel killed it for lack of memory", agent.output)
+    assert set(named) == {"0", "1"}, agent.output
+    assert broken["kind"] == "out of memory"
 
 
 @pytest.mark.system

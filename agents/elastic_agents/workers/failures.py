@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from elastic_launch.clock import Clock
 from elastic_launch.contract import Placement
 from elastic_launch.error_file import ErrorFile
 from elastic_launch.errors import FINAL_NOTE, REPEATS_NOTE, ExitCode
@@ -38,20 +39,33 @@ _LOST_PROCESS = re.compile(
 """Exceptions of torch's loader, ``concurrent.futures`` and ``subprocess`` in a worker after a child was killed."""
 
 
-class OutOfMemoryCounter:
-    """Counts the kernel's out-of-memory kills in this process' cgroup.
+EXPLAINS = 10.0
+"""Seconds for which a kill that the kernel has counted may explain a worker's end; later, it ended another process."""
 
-    They are in ``memory.events`` (cgroup v2) or ``memory.oom_control`` (v1).
+
+class OutOfMemoryKills:
+    """The kernel's out-of-memory kills in this process' cgroup, each of which explains the end of one worker.
+
+    The kernel counts them in ``memory.events`` (cgroup v2) or ``memory.oom_control`` (v1) before the processes end, and
+    does not say which these are. It may have counted several when the first end is looked at.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._files = _event_files()
-        self._last = self._read()
+        self._counted = self._read()
+        self._unexplained, self._risen_at = 0, 0.0
 
-    def risen(self) -> bool:
-        """Whether there were such kills since the last call."""
-        last, self._last = self._last, self._read()
-        return self._last > last
+    def explain_one(self) -> bool:
+        """Whether the kernel has killed a process whose end is not explained yet; if so, that is this end."""
+        before, self._counted, now = self._counted, self._read(), self._clock.now()
+        if now - self._risen_at > EXPLAINS:
+            self._unexplained = 0
+        if self._counted > before:
+            self._unexplained, self._risen_at = self._unexplained + self._counted - before, now
+        explained = self._unexplained > 0
+        self._unexplained -= explained
+        return explained
 
     def _read(self) -> int:
         for path in self._files:
@@ -120,7 +134,8 @@ def report(
         fatal_codes: exit codes (128 + N for signal N) after which a restart would not help.
         stderr: the end of its stderr.
         stopped: it had failed, and was stopped before it ended; the exit code is that of the stop.
-        out_of_memory: whether the kernel has killed a process; asked only if the worker or a child of it was killed.
+        out_of_memory: whether the kernel's kill of a process explains it; asked only if the worker or a child of it was
+            killed.
         supposed: only :func:`printed_last` indicates that it had failed.
         done: ranks of its node that had ended with 0 before, which breaks the connections of the others.
     """

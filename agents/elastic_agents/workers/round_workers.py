@@ -14,7 +14,7 @@ from operator import itemgetter
 
 from elastic_agents.policy_types import WorkerEnded
 from elastic_agents.step_timer import StepTimer
-from elastic_agents.workers.failures import OutOfMemoryCounter, about, disconnection, printed_last, raised_in, report
+from elastic_agents.workers.failures import OutOfMemoryKills, about, disconnection, printed_last, raised_in, report
 from elastic_agents.workers.guard import Guard
 from elastic_agents.workers.logs import WorkerLogs, keep_error
 from elastic_agents.workers.output import PAGE_LINES, OutputPump, Stream
@@ -108,7 +108,7 @@ class RoundWorkers:
         self._pump = pump
         self._guard = guard
         self._clock = clock
-        self._memory = OutOfMemoryCounter()
+        self._kills = OutOfMemoryKills(clock)
         self._alive: dict[int, _Worker] = {}
         self._reaped: dict[int, tuple[_Worker, Reaped]] = {}  # by local rank
         self._sessions: set[int] = set()
@@ -281,7 +281,7 @@ class RoundWorkers:
             only_crashes=self._config.torchrun,
             fatal_codes=self._config.fatal_exit_codes,
             stopped=worker.stopped is not None,
-            out_of_memory=self._memory.risen,
+            out_of_memory=self._kills.explain_one,
             supposed=supposed,
             done=self._done(worker.round),
         )
