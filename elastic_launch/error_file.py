@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import sys
 import time
 import traceback
@@ -21,6 +20,7 @@ from types import FrameType
 from typing import NoReturn
 
 from elastic_launch.errors import ExitCode
+from elastic_launch.system.private_files import read_small
 
 ENV_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
@@ -49,19 +49,12 @@ def read_error_file(path: Path) -> ErrorFile | None:
     The worker controls the file, so only a regular file of bounded size is read. Invalid text is escaped.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-        try:
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode) or found.st_size > MOST_BYTES:
-                return None
-            value = json.loads(os.read(descriptor, found.st_size))
-        finally:
-            os.close(descriptor)
+        value, at = json.loads(read_small(path, MOST_BYTES)), os.stat(path).st_mtime
     except (OSError, ValueError, RecursionError):
         return None
     message = value.get("message") if isinstance(value, dict) else None
     if isinstance(message, str):
-        return ErrorFile(_escaped(message), at=found.st_mtime)
+        return ErrorFile(_escaped(message), at=at)
     if not isinstance(message, dict):
         return None
     extra, code = message.get("extraInfo"), message.get("errorCode")
@@ -70,7 +63,7 @@ def read_error_file(path: Path) -> ErrorFile | None:
         _escaped(str(message.get("message", ""))),
         tuple(_escaped(callstack).splitlines()),
         code if type(code) is int else 0,
-        found.st_mtime,
+        at,
     )
 
 

@@ -60,13 +60,17 @@ def test_new_files_are_private_and_existing_ones_keep_their_mode(tmp_path: Path)
         open_private(tmp_path / "link", os.O_WRONLY)
 
 
-def test_a_pipe_or_a_large_file_is_not_read(tmp_path: Path) -> None:
+def test_a_pipe_a_large_file_or_a_directory_is_not_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "large").write_bytes(b"x" * 11)
     for name in ("pipe", "large"):
         with pytest.raises(ValueError, match=name):
             read_small(tmp_path / name, 10)
     assert read_small(tmp_path / "large", 11) == b"x" * 11
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(IsADirectoryError):
+        read_small(tmp_path, 10)
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_a_users_own_directory_is_trusted_unless_others_may_write_to_it(shared: Path) -> None:

@@ -48,14 +48,14 @@ def read_small(path: Path, limit: int) -> bytes:
         OSError: if it cannot be read.
         ValueError: if it is not a regular file, or has more than ``limit`` bytes.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a pipe may block forever
-    with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    # Opening a pipe may block forever, and a terminal may become that of this process.
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_NOCTTY)) as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
             raise ValueError(f"{path} is not a regular file")
-        data = file.read(limit + 1)
-    if len(data) > limit:
-        raise ValueError(f"{path} holds more than {limit} bytes")
-    return data
+        if found.st_size > limit:
+            raise ValueError(f"{path} holds more than {limit} bytes")
+        return file.read(found.st_size)
 
 
 def untrusted(path: Path, *, exclusive: bool) -> str:
