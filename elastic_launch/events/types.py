@@ -8,6 +8,7 @@ durations) and the fields of the event. Times of different hosts are not compara
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -224,10 +225,9 @@ class RoundFormed(LeaderEvent):
     form_s: float
 
     def line(self) -> str:
-        nodes = ", ".join(self.nodes[:8]) + (", ..." if len(self.nodes) > 8 else "")
         return (
             f"round {self.round} formed in {self.form_s:.2f} s: world size {self.world_size} on "
-            f"{counted(len(self.nodes), 'node')} ({nodes})"
+            f"{counted(len(self.nodes), 'node')} ({first_of(self.nodes)})"
         )
 
 
@@ -256,7 +256,7 @@ class RoundBroken(LeaderEvent):
 
 @dataclass(frozen=True, slots=True)
 class HangFound(LeaderEvent):
-    """A round stands still and is broken for it.
+    """A round stands still and is broken for it: the line of the round's end has the same cause.
 
     Attributes:
         ranks, nodes, hosts, places: those of the workers that hang, in the same order; empty if no rank stands out.
@@ -271,9 +271,6 @@ class HangFound(LeaderEvent):
     hosts: tuple[str, ...] = ()
     places: tuple[str, ...] = ()
     collectives: str = ""
-
-    def line(self) -> str:
-        return ""  # that of the round's end has the same cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,10 +371,9 @@ class ResizeSkipped(LeaderEvent):
     cost_s: float
 
     def line(self) -> str:
-        nodes = ", ".join(self.nodes[:8]) + (", ..." if len(self.nodes) > 8 else "")
         return (
-            f"no resize for node {nodes}: of about {self.remaining_s:.0f} s left it would save {self.saved_s:.1f} s, "
-            f"and it costs {self.cost_s:.1f} s"
+            f"no resize for node {first_of(self.nodes)}: of about {self.remaining_s:.0f} s left it would save "
+            f"{self.saved_s:.1f} s, and it costs {self.cost_s:.1f} s"
         )
 
 
@@ -428,16 +424,13 @@ class RunResized(LeaderEvent):
 
 @dataclass(frozen=True, slots=True)
 class RunEnded(LeaderEvent):
-    """The run is over."""
+    """The run is over, which every agent's summary shows."""
 
     code: int
     cause: str
     restarts: int
     rounds: int
     lasted_s: float
-
-    def line(self) -> str:
-        return ""  # every agent's summary shows it
 
 
 # Of one node.
@@ -709,3 +702,8 @@ def event_name(kind: type[Any]) -> str:
 def counted(number: int, noun: str) -> str:
     """``1 node``, ``2 nodes``."""
     return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def first_of(names: Sequence[object], most: int = 8) -> str:
+    """``a, b``; of more than so many names, the first ones: ``a, b, ...``."""
+    return ", ".join([*map(str, names[:most]), *(["..."] if len(names) > most else [])])

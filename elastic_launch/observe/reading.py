@@ -92,13 +92,9 @@ class Refused:
         if self.bad:
             said.append(f"{self.bad} of {self.lines} lines cannot be used, the first is {self._first}")
         if self._unknown:
-            names = ", ".join(name[:40] for name in list(self._unknown)[:3]) + (
-                ", ..." if len(self._unknown) > 3 else ""
-            )
-            count = self._unknown.total()
-            said.append(
-                f"{count} of {self.lines} lines {'is' if count == 1 else 'are'} of kinds unknown here ({names})"
-            )
+            names, count = ev.first_of([name[:40] for name in self._unknown], 3), self._unknown.total()
+            are = "is" if count == 1 else "are"
+            said.append(f"{count} of {self.lines} lines {are} of kinds unknown here ({names})")
         if said and self._version and self._version != __version__:
             said.append(f"the file is of version {self._version[:40]}, this is {__version__}")
         return f"{self._path}: {'; '.join(said)}" if said else ""
@@ -125,7 +121,7 @@ def event_files(directory: Path) -> list[Path]:
     # The link to the newest run would make it appear twice.
     runs = sorted({path.parent for path in directory.glob("*/events-*.jsonl") if not path.parent.is_symlink()})
     if len(runs) > 1:
-        names = ", ".join(path.name for path in runs[:8]) + (", ..." if len(runs) > 8 else "")
+        names = ev.first_of([path.name for path in runs])
         raise UsageError(f"{asked} has the events of {len(runs)} runs: {names}.", f"Give one of them: {runs[-1]}")
     if not runs:
         raise UsageError(f"{asked} has no events-*.jsonl.", hint)

@@ -30,6 +30,9 @@ OF_GROUP = ("group_rank", "group_world_size", "master_addr", "master_port")
 OF_WORKER = ("id", "global_rank", "world_size", "role_rank", "role_world_size")
 """What torch's agent enters in its ``WorkerGroup`` and in each ``Worker`` of it."""
 
+OF_FAILURE = ("local_rank", "pid", "exitcode", "error_file")
+"""The arguments of a ``ProcessFailure``."""
+
 
 @dataclass(frozen=True, slots=True)
 class Order:
@@ -138,13 +141,7 @@ def _ended(config: LaunchConfig, agent: LocalElasticAgent, result: RunResult) ->
         "group": {name: getattr(group, name) for name in OF_GROUP},
         "workers": [{name: getattr(worker, name) for name in OF_WORKER} for worker in group.workers],
         "failures": [
-            {
-                "rank": rank,
-                "local_rank": failed.local_rank,
-                "pid": failed.pid,
-                "exitcode": failed.exitcode,
-                "error_file": failed.error_file,
-            }
+            {"rank": rank, **{name: getattr(failed, name) for name in OF_FAILURE}}
             for rank, failed in result.failures.items()
         ],
     }
