@@ -75,7 +75,7 @@ class ElasticLaunchError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        return f"{self.message}\n  {self.hint}" if self.hint else self.message
+        return "\n  ".join([self.message, *self.hint.splitlines()])
 
 
 class UsageError(ElasticLaunchError):

@@ -45,10 +45,7 @@ def _number(flag: str, text: str) -> int:
 
 
 def _range(text: str) -> tuple[int, int]:
-    try:
-        low, high = parse_nnodes(text)
-    except UsageError:
-        raise UsageError(f"--world {text!r} is not a number of workers.", "Write N or MIN:MAX.") from None
+    low, high = parse_nnodes(text, "--world", "workers")
     if not 1 <= low <= high < low + MOST:
         raise UsageError(
             f"--world {low}:{high} is not a range of workers.",

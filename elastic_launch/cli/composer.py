@@ -26,6 +26,7 @@ from elastic_agents.static_world import Rank, StaticWorld, run
 from elastic_launch import __version__
 from elastic_launch.cli.command import read_command
 from elastic_launch.cli.flags import Flag, Line, Values, split
+from elastic_launch.cli.help import flag_lines
 from elastic_launch.cli.output_flags import read_log_format
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.config.settings import Setting
@@ -344,19 +345,12 @@ def _free_port() -> int:
 
 def help_text() -> str:
     """Return the help: the flags, one line each, with the variables that give their defaults."""
-    shown = {flag: ", ".join(flag.names) + (f" {flag.metavar}" if flag.metavar else "") for flag in FLAGS}
-    column = 2 + max(len(text) for text in shown.values()) + 2
-    lines = [
-        f"usage: {USAGE}",
-        "",
-        SUMMARY,
-        "",
+    flags = [
+        line + (f" ({flag.fallback})" if flag.fallback else "")
+        for flag, line in zip(FLAGS, flag_lines(FLAGS, {}), strict=True)
     ]
-    for flag in FLAGS:
-        default = f" [{flag.default}]" if flag.default else ""
-        variable = f" ({flag.fallback})" if flag.fallback else ""
-        lines.append(f"  {shown[flag]}".ljust(column) + flag.purpose + default + variable)
-    return "\n".join([*lines, "", "Variables in parentheses give defaults.", *NOTES]) + "\n"
+    notes = ["", "Variables in parentheses give defaults.", *NOTES]
+    return "\n".join([f"usage: {USAGE}", "", SUMMARY, "", *flags, *notes]) + "\n"
 
 
 if __name__ == "__main__":

@@ -24,12 +24,12 @@ from typing import Any, TypeVar
 from elastic_launch import __version__
 from elastic_launch.cli.doctor_storage import checkpoints, logs
 from elastic_launch.cli.findings import (
-    CLOCK_OFF,
     PATIENCE,
     SLOW,
     Finding,
     Findings,
     Level,
+    clock,
     error,
     good,
     timed,
@@ -394,16 +394,7 @@ def _leader(address: Address) -> Findings:
 
 
 def _clock(ahead: float, unsure: float) -> Finding:
-    """Compare this host's clock with the leader's.
-
-    Args:
-        ahead: seconds by which it is ahead; if the answer took as long as the question.
-        unsure: by how much that may be wrong.
-    """
-    if abs(ahead) - unsure <= CLOCK_OFF:
-        return good(f"this host's clock is within {abs(ahead) + unsure:.1f} s of the leader's")
-    return warning(
-        f"this host's clock is {abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} the leader's: events and "
-        "logs of the nodes cannot be compared. The run itself does not use it.",
-        "Run an NTP client on all nodes (chronyc tracking, or timedatectl).",
-    )
+    """Compare this host's clock with the leader's, if the answer took as long as the question."""
+    meaning = ": events and logs of the nodes cannot be compared. The run itself does not use it."
+    remedy = "Run an NTP client on all nodes (chronyc tracking, or timedatectl)."
+    return clock(ahead, unsure, "the leader's", meaning, remedy)

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from elastic_launch.cli.findings import (
-    CLOCK_OFF,
     PATIENCE,
     SLOW,
     Finding,
     Findings,
+    clock,
     error,
     good,
     timed,
@@ -145,9 +145,5 @@ def _clock(url: Url, tried: Tried, began: float, took: float) -> Finding:
     """Compare this host's clock with the store's, by the time that the store has noted for what was just written."""
     assert tried.modified is not None
     ahead, unsure = began + took / 2 - tried.modified, took / 2 + 1.0  # many stores note whole seconds
-    if abs(ahead) - unsure <= CLOCK_OFF:
-        return good(f"this host's clock is within {abs(ahead) + unsure:.1f} s of that of {url.scheme}")
-    return warning(
-        f"this host's clock is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} that of {url.scheme}.",
-        f"Run an NTP client on this host: S3 refuses requests from {REFUSED:.0f} s on.",
-    )
+    remedy = f"Run an NTP client on this host: S3 refuses requests from {REFUSED:.0f} s on."
+    return clock(ahead, unsure, f"that of {url.scheme}", ".", remedy)

@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 import sys
-import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -109,8 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise RunEndedError(found.run_id, found.code, found.cause) from None
             raise
     except ElasticLaunchError as error:
-        hint = textwrap.indent(error.hint, "  ")
-        print(plain(f"{PROGRAM}: error: {error.message}" + (f"\n{hint}" if hint else "")), file=sys.stderr)
+        print(plain(f"{PROGRAM}: error: {error}"), file=sys.stderr)
         return error.exit_code
 
 
@@ -322,10 +320,7 @@ def _stacks(options: argparse.Namespace, address: Address) -> int:
 
 
 def _resize(options: argparse.Namespace, address: Address) -> int:
-    try:
-        low, high = parse_nnodes(options.nnodes)
-    except UsageError:
-        raise UsageError(f"resize {options.nnodes!r} is not a number of nodes.", "Write N or MIN:MAX.") from None
+    low, high = parse_nnodes(options.nnodes, "resize")
     if not 1 <= low <= high:
         raise UsageError(f"resize {low}:{high} is not a range of nodes.", "Write MIN:MAX with 1 <= MIN <= MAX.")
     with AdminClient(address) as client:

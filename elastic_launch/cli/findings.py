@@ -57,6 +57,20 @@ def error(text: str, remedy: str) -> Finding:
     return Finding(Level.ERROR, text, remedy)
 
 
+def clock(ahead: float, unsure: float, whose: str, meaning: str, remedy: str) -> Finding:
+    """Return by how much this host's clock is off.
+
+    Args:
+        ahead: seconds by which it is ahead of another one.
+        unsure: by how much that may be wrong.
+        whose: that of the other one, as text; ``meaning`` follows it.
+    """
+    if abs(ahead) - unsure <= CLOCK_OFF:
+        return good(f"this host's clock is within {abs(ahead) + unsure:.1f} s of {whose}")
+    how = "ahead of" if ahead > 0 else "behind"
+    return warning(f"this host's clock is {abs(ahead):.1f} s {how} {whose}{meaning}", remedy)
+
+
 def timed(act: Callable[[], T], patience: float = PATIENCE) -> tuple[T, float]:
     """Return a result and the seconds that it took, ``patience`` at most.
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from elastic_launch.cli.flags import FLAGS, GROUPS, USAGE
+from collections.abc import Mapping, Sequence
+
+from elastic_launch.cli.flags import FLAGS, GROUPS, USAGE, Flag
 from elastic_launch.config.notice_sources import spellings
 from elastic_launch.config.torchrun_mode import DEFAULTS
 from elastic_launch.errors import ExitCode
@@ -30,6 +32,17 @@ _CODES_OF_TORCHRUN = (
 )
 
 
+def flag_lines(flags: Sequence[Flag], defaults: Mapping[str, str]) -> list[str]:
+    """Return a line for each flag: its names, its purpose, and its default, unless ``defaults`` has another."""
+    names = [", ".join(flag.names) + (f" {flag.metavar}" if flag.metavar else "") for flag in flags]
+    column = 2 + max(map(len, names)) + 2
+    found = []
+    for flag, text in zip(flags, names, strict=True):
+        default = defaults.get(flag.name, flag.default)
+        found.append(f"  {text}".ljust(column) + flag.purpose + (f" [{default}]" if default else ""))
+    return found
+
+
 def help_text(*, as_torchrun: bool = False) -> str:
     """Return the help: flags by group, one line each, then the environment and the exit codes.
 
@@ -37,15 +50,10 @@ def help_text(*, as_torchrun: bool = False) -> str:
         as_torchrun: whether defaults and exit codes are torchrun's.
     """
     defaults = DEFAULTS if as_torchrun else {}
-    shown = {flag: ", ".join(flag.names) + (f" {flag.metavar}" if flag.metavar else "") for flag in FLAGS}
-    column = 2 + max(len(text) for text in shown.values()) + 2
+    shown = dict(zip(FLAGS, flag_lines(FLAGS, defaults), strict=True))
     lines = [f"usage: {USAGE}", "", SUMMARY]
     for title, flags in GROUPS:
-        lines += ["", f"{title}:"]
-        for flag in flags:
-            text = defaults.get(flag.name, flag.default)
-            default = f" [{text}]" if text else ""
-            lines.append(f"  {shown[flag]}".ljust(column) + flag.purpose + default)
+        lines += ["", f"{title}:", *(shown[flag] for flag in flags)]
     lines += [
         "",
         "Names take dashes or underscores and may be shortened while they stay unique.",

@@ -19,8 +19,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from elastic_launch.cli.flags import Sourced, Values
+from elastic_launch.cli.rendezvous_flags import asked_backend
 from elastic_launch.config.backends import BACKENDS, kind_of
-from elastic_launch.config.launch_config import LaunchConfig, parse_nnodes
+from elastic_launch.config.launch_config import parse_nnodes
 from elastic_launch.errors import UsageError
 
 ENV_INDEX = "JOB_COMPLETION_INDEX"
@@ -83,8 +84,7 @@ def found_out(values: Values, name: str | None = None) -> Mapping[str, Sourced]:
     name = name or full_name()
     pod = Pod.of(index, name)
     endpoint = values.text("--rdzv-endpoint")
-    backend = (values.text("--rdzv-backend") or LaunchConfig.backend).removeprefix("elastic-")
-    elected = kind_of(backend, 1 + (endpoint or "").count(",")).elected
+    elected = kind_of(asked_backend(values), 1 + (endpoint or "").count(",")).elected
     if endpoint is None and not elected and (pod is None or not pod.endpoint):
         raise UsageError(
             f"{ENV_INDEX}={index} says that this pod is one of several, but its host name, {name}, does not tell "
@@ -115,11 +115,7 @@ def _meets_by_itself(values: Values) -> bool:
     """Whether this is one of several nodes on one of this project's backends, without fixed ranks."""
     if values.switch("--standalone") or parse_nnodes(values.text("--nnodes") or "1:1")[1] < 2:
         return False
-    backend = values.text("--rdzv-backend")
-    if backend is None:
-        master = values.text("--master-addr") is not None or values.text("--master-port") is not None
-        return not master or values.text("--rdzv-endpoint") is not None
-    kind = BACKENDS.get(backend.removeprefix("elastic-"))
+    kind = BACKENDS.get(asked_backend(values))
     return kind is not None and not kind.fixed_ranks
 
 

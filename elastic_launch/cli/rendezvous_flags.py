@@ -81,6 +81,15 @@ def read_meeting(values: Values, limits: Limits) -> Meeting:
     return Meeting(backend, (), node_id, rank, _foreign(values, backend, asked or "", rank))
 
 
+def asked_backend(values: Values) -> str:
+    """Return the backend: the named one, or the one that torchrun would choose for the other flags."""
+    text = values.text("--rdzv-backend")
+    if text is not None:
+        return _ALIASES.get(text, text)
+    master = any(values.text(name) is not None for name in ("--master-addr", "--master-port"))
+    return "static" if master and values.text("--rdzv-endpoint") is None else LaunchConfig.backend
+
+
 def _tell_ignored(values: Values, limits: Limits) -> None:
     if limits.max_nodes > 1:
         raise UsageError(
@@ -98,13 +107,9 @@ def _tell_ignored(values: Values, limits: Limits) -> None:
 
 
 def _backend(values: Values, limits: Limits) -> str:
-    """Return the backend: the named one, or the one that torchrun would choose for the other flags."""
-    text = values.text("--rdzv-backend")
-    master = values.text("--master-addr") is not None or values.text("--master-port") is not None
-    endpoint = values.text("--rdzv-endpoint")
-    implied = "static" if master and endpoint is None else LaunchConfig.backend
-    backend = implied if text is None else _known(text)
-    free_port = endpoint is None and values.text("--master-port") in (None, "0")
+    """Return the backend that is asked for, if it exists, or the one with which a single node needs no address."""
+    backend = _known(asked_backend(values))
+    free_port = values.text("--rdzv-endpoint") is None and values.text("--master-port") in (None, "0")
     if kind_of(backend).fixed_ranks and limits.max_nodes == 1 and free_port:
         return LaunchConfig.backend  # as in torchrun, one node needs no address
     return backend

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from elastic_launch.cli.flags import Sourced, Values
+from elastic_launch.cli.rendezvous_flags import asked_backend
 from elastic_launch.config.backends import BACKENDS, kind_of
 from elastic_launch.config.launch_config import parse_endpoint, parse_nnodes
 from elastic_launch.errors import UsageError
@@ -115,9 +116,7 @@ def found_out(values: Values) -> Mapping[str, Sourced]:
     low, high = parse_nnodes(given) if given else (len(step.nodes), len(step.nodes))
     _check_start(step, high)
     endpoint, master = values.text("--rdzv-endpoint"), values.text("--master-addr")
-    static = master is not None or values.text("--master-port") is not None
-    implied = "static" if static and endpoint is None else "c10d"
-    backend = (values.text("--rdzv-backend") or implied).removeprefix("elastic-")
+    backend = asked_backend(values)
     kind = kind_of(backend, 1 + (endpoint or "").count(","))
     if high < 2 or backend not in BACKENDS:  # alone, or with torch's own agent
         return {}

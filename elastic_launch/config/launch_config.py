@@ -352,15 +352,15 @@ def _names_a_file(text: str) -> bool:
     return fits and text.isprintable() and "/" not in text and text not in (".", "..")
 
 
-def parse_nnodes(text: str) -> tuple[int, int]:
-    """Parse ``N`` or ``MIN:MAX``.
+def parse_nnodes(text: str, asker: str = "--nnodes", what: str = "nodes") -> tuple[int, int]:
+    """Parse ``N`` or ``MIN:MAX``; ``asker`` is the flag or command that has it, ``what`` is counted.
 
     Raises:
         UsageError: if text is neither.
     """
     found = re.fullmatch(r"(-?[0-9]{1,9})(?::(-?[0-9]{1,9}))?", text.strip())
     if not found:
-        raise UsageError(f"--nnodes {text!r} is not a number of nodes.", "Write N or MIN:MAX, as in --nnodes 1:4.")
+        raise UsageError(f"{asker} {text!r} is not a number of {what}.", f"Write N or MIN:MAX, as in {asker} 1:4.")
     low, high = found.groups()
     return int(low), int(high or low)
 

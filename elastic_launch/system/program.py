@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import sys
-import textwrap
 import threading
 from collections.abc import Callable
 from typing import NoReturn
@@ -50,8 +49,7 @@ def reported(act: Callable[[], int]) -> int:
     try:
         return act()
     except ElasticLaunchError as error:
-        hint = textwrap.indent(error.hint, "  ")
-        text = f"{PROGRAM}: error: {error.message}" + (f"\n{hint}" if hint else "")
+        text = f"{PROGRAM}: error: {error}"
         words = f"exit code {error.exit_code}: {error.message}\n{error.hint}\n"
         # Neither a console without a reader nor a hanging file system may block this process.
         with contextlib.closing(Writer("last words", limit=len(text), patience=IDLE)) as writer:
