@@ -84,7 +84,36 @@ def test_a_limit_that_is_reached_ends_with_its_remedy(error: Exception, remedy: 
         raise error
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOENT, "no"), RuntimeError("bug")])
+def _limits_memory(limit: int) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+@pytest.fixture
+def memory_limited() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_AS)[0]
+    _limits_memory(2**46)
+    yield
+    _limits_memory(before)
+
+
+@pytest.mark.usefixtures("memory_limited")
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("can't start new thread"),
+        MemoryError(),
+        ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+    ],
+)
+def test_a_limit_on_memory_is_named_if_there_is_one(error: Exception) -> None:
+    with pytest.raises(ElasticLaunchError, match=r"ulimit -v, which is 68719476736"), descriptors.shortage_told():
+        raise error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ENOENT, "no"), RuntimeError("bug"), ImportError("a.so: failed to map segment from shared object")],
+)
 def test_other_errors_pass(error: Exception) -> None:
     with pytest.raises(type(error), match=str(error.args[-1])), descriptors.shortage_told():
         raise error

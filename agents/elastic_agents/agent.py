@@ -53,7 +53,7 @@ from elastic_launch.rendezvous.torch_handler import MembershipHandler
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.rendezvous.wire.addresses import listen
 from elastic_launch.rendezvous.worker_store import WorkerStore
-from elastic_launch.system.descriptors import lacks_processes, scarce
+from elastic_launch.system.descriptors import explained, lacks_processes, scarce
 from elastic_launch.system.threads import ThreadDied
 from elastic_launch.system.writer_thread import IDLE, Writer
 
@@ -609,7 +609,7 @@ class LocalElasticAgent(ElasticAgent):
             try:
                 while_scarce(partial(self._store.serve, self._config.timing.read_timeout), self._clock)
             except (OSError, RuntimeError) as error:  # torch's errors are RuntimeErrors
-                cause = f"the workers' store cannot be served: {error}"
+                cause = f"the workers' store cannot be served: {explained(error)}"
                 self._cannot_start(cause, {placement.local_rank for placement in new}, error)
                 return
         # The first member shares it with the others as its workers restore.

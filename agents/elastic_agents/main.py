@@ -155,7 +155,8 @@ def resume(state: AgentState, begun: Bootstrap, error: BaseException | None) -> 
 
     def act() -> int:
         if error is not None:
-            raise error
+            with shortage_told():
+                raise error
         return run(config, begun)
 
     exiting(lambda: reported(act))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from elastic_launch.error_file import ErrorFile, read_error_file, write_error_file
 from elastic_launch.rendezvous.wire.messages import Failure
 from elastic_launch.symptoms import ENDED_BEFORE
-from elastic_launch.system.descriptors import PROCESS_LIMIT
+from elastic_launch.system.descriptors import process_limit
 from elastic_launch.system.termination_log import termination_message
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def hint_on(failure: Failure) -> str:
         return _SHARED_MEMORY
     # The second is what torch's own threads raise; of other types, a lock or a socket may be the cause.
     if "can't start new thread" in said or "RuntimeError: Resource temporarily unavailable" in failure.message:
-        return PROCESS_LIMIT
+        return process_limit()
     if "Too many open files" in failure.message:
         return "the limit of open files is reached: raise it (ulimit -n) for the launcher, whose workers inherit it"
     if "MemoryError" in failure.message:

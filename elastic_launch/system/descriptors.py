@@ -22,6 +22,11 @@ _log = logging.getLogger(__name__)
 RESERVE = 32
 """Descriptors that are kept in reserve for when there are no others; a sixteenth of all if there are few."""
 
+FEWEST = 64
+"""Descriptors that an agent with two workers needs; each further worker needs a few more."""
+
+_MORE_FILES = "Raise the limit of open files (ulimit -Hn) to 1024 or more."
+
 MARGIN = 128
 """Descriptors that other threads may open while a process is started with the original limit."""
 
@@ -30,8 +35,6 @@ PAUSE = 0.5
 
 _SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
-PROCESS_LIMIT = "the limit on processes and threads is reached (ulimit -u, or pids.max of a container or service)"
-
 _lock = threading.Lock()
 _given: tuple[int, int] | None = None
 _held: list[int] = []
@@ -39,9 +42,17 @@ _told = False
 
 
 def raise_limit() -> None:
-    """Raise the limit to what this user may have."""
+    """Raise the limit to what this user may have.
+
+    Raises:
+        ElasticLaunchError: if that is not enough for an agent, which would wait for descriptors forever.
+    """
     global _given
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < FEWEST:
+        raise ElasticLaunchError(
+            f"This agent may open {hard} files (ulimit -Hn); one with few workers needs {FEWEST}.", _MORE_FILES
+        )
     with contextlib.suppress(ValueError, OSError):  # more than the kernel's own bound, fs.nr_open
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         _given = (soft, hard)
@@ -100,6 +111,43 @@ def lacks_processes(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno == errno.EAGAIN
 
 
+def process_limit() -> str:
+    """Say that no process or thread can be started, and which limits may be the reason."""
+    if (memory := _memory_limit()) is None:
+        return "the limit on processes and threads is reached (ulimit -u, or pids.max of a container or service)"
+    return (
+        f"the limit on memory (ulimit -v, which is {memory}), or that on processes and threads (ulimit -u, or pids.max "
+        "of a container or service), is reached"
+    )
+
+
+def explained(error: Exception) -> str:
+    """Return an error's text, with the limit that may be the reason."""
+    if lacks_processes(error):
+        return f"{error}: {process_limit()}"
+    files = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+    return f"{error}: the limit of open files is reached (ulimit -Hn)" if files else str(error)
+
+
+def _memory_limit() -> int | None:
+    """Return the limit on the address space of a process in KiB, as ``ulimit -v`` has it; None if there is none."""
+    soft = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if soft == resource.RLIM_INFINITY else soft // 1024
+
+
+def remedy(error: Exception) -> str:
+    """Return what to do about an error that means that a limit of this process is reached; "" for other errors."""
+    if lacks_processes(error):
+        return "Raise it. An agent has about 20 processes and threads, each worker about 10, without loader processes."
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return _MORE_FILES
+    # A library that cannot be mapped may also be damaged, or on a file system whose programs may not be executed.
+    unmapped = isinstance(error, ImportError) and "failed to map" in str(error)
+    if (isinstance(error, MemoryError) or unmapped) and (memory := _memory_limit()) is not None:
+        return f"Raise the limit on memory (ulimit -v, which is {memory}): torch alone maps several GiB."
+    return ""
+
+
 @contextlib.contextmanager
 def shortage_told() -> Iterator[None]:
     """Raise an error with a remedy in place of one which says that a limit is reached.
@@ -109,17 +157,15 @@ def shortage_told() -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, RuntimeError) as error:
-        if lacks_processes(error):
-            message = f"This agent cannot start what it needs: {PROCESS_LIMIT}."
-            hint = (
-                "Raise it. An agent has about 20 processes and threads, each worker about 10, without loader processes."
-            )
-        elif isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-            message = f"This agent cannot open what it needs: {error}."
-            hint = "Raise the limit of open files (ulimit -Hn) to 1024 or more."
-        else:
+    except (OSError, RuntimeError, MemoryError, ImportError) as error:
+        if not (hint := remedy(error)):
             raise
+        if lacks_processes(error):
+            message = f"This agent cannot start what it needs: {process_limit()}."
+        elif isinstance(error, OSError):
+            message = f"This agent cannot open what it needs: {error}."
+        else:
+            message = f"This agent cannot load what it needs: {error or 'out of memory'}."
         raise ElasticLaunchError(message, hint) from error
 
 

@@ -42,6 +42,28 @@ def test_a_host_whose_own_address_is_not_its_own(job: Job) -> None:
     assert "Traceback" not in agent.output
 
 
+@pytest.mark.parametrize("most", [12, 34, 50])
+def test_a_limit_of_open_files_that_is_too_low(job: Job, most: int) -> None:
+    agent = job.launch("--standalone", prefix=["sh", "-c", f'ulimit -n {most} && exec "$@"', "sh"])
+    assert agent.wait() == 1
+    assert f"This agent may open {most} files (ulimit -Hn)" in agent.output
+    assert "Raise the limit of open files (ulimit -Hn)" in agent.output
+    assert "Traceback" not in agent.output
+
+
+@pytest.mark.parametrize("text", ["import json\n", "import torch\n"])
+def test_a_limit_of_memory_that_is_too_low(job: Job, text: str) -> None:
+    """The second script's torch is imported as the agent executes itself again."""
+    script = job.work / "train.py"
+    script.write_text(text)
+    prefix = ["sh", "-c", 'ulimit -v 300000 && exec "$@"', "sh"]
+    agent = job.launch("--standalone", command=[str(script)], prefix=prefix)
+    assert agent.wait() == 1
+    assert "failed to map segment from shared object" in agent.output
+    assert "Raise the limit on memory (ulimit -v, which is 300000)" in agent.output
+    assert "Traceback" not in agent.output
+
+
 def test_an_endpoint_where_nothing_answers(job: Job) -> None:
     agent = job.node("a", "--rdzv-conf", "is_host=false,join_timeout=1")
     assert agent.wait() == 95

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import queue
+import resource
 import socket
 from ipaddress import ip_address
 from pathlib import Path
@@ -13,10 +16,12 @@ from harness import free_port
 
 from elastic_launch.clock import MonotonicClock
 from elastic_launch.config.launch_config import Command, Endpoint, LaunchConfig, Limits
-from elastic_launch.errors import UnresolvedError
+from elastic_launch.errors import ExitCode, UnresolvedError
 from elastic_launch.events.types import Event
 from elastic_launch.rendezvous.backends.c10d import C10dBackend
 from elastic_launch.rendezvous.backends.election import ElectedBackend
+from elastic_launch.rendezvous.node.membership import Membership
+from elastic_launch.rendezvous.node.membership_events import MembershipEvent, RendezvousLost
 from elastic_launch.rendezvous.stores.static_store import host_store
 from elastic_launch.rendezvous.wire.addresses import listen, routable_address, try_listen
 from elastic_launch.rendezvous.worker_store import WorkerStore
@@ -89,6 +94,26 @@ def test_a_local_address_that_does_not_resolve_is_named_as_such(most: int, tmp_p
     ):
         backend.open()
     assert "rdzv" not in f"{raised.value.message} {raised.value.hint}"
+
+
+def test_a_limit_that_is_reached_as_the_rendezvous_opens_has_its_remedy(tmp_path: Path) -> None:
+    config, heard = _config(log_dir=tmp_path, limits=Limits(1, 1)), queue.SimpleQueue[MembershipEvent]()
+    backend = C10dBackend(config, MonotonicClock(), Sink())
+    membership = Membership(config, backend, MonotonicClock(), heard.put, lambda address: 29500)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.open(os.devnull, os.O_RDONLY)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, before[1]))
+    try:
+        membership.start()
+        lost = heard.get(timeout=20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        membership.close()
+    assert isinstance(lost, RendezvousLost)
+    assert "could not be opened: [Errno 24] Too many open files" in lost.error.message
+    assert "ulimit -Hn" in lost.error.hint
+    assert lost.error.exit_code == ExitCode.TRAINING_FAILED
 
 
 def test_the_links_of_an_elected_leader(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from elastic_launch.contract import Placement
 from elastic_launch.errors import ExitCode
 from elastic_launch.events.types import EventSink, WorkerAhead, WorkerKept, WorkerPlaced, WorkerStarted
 from elastic_launch.rendezvous.wire import messages as m
-from elastic_launch.system.descriptors import PROCESS_LIMIT, lacks_processes, scarce
+from elastic_launch.system.descriptors import explained, lacks_processes, scarce
 
 _log = logging.getLogger("elastic_launch.agent")
 
@@ -182,8 +182,7 @@ class WorkerStarts:
         except OSError as error:
             self._round = None
             left = [other.local_rank for other in (placement, *start.left)]
-            why = f"{error}: {PROCESS_LIMIT}" if lacks_processes(error) else error
-            self._fail(f"worker {placement.rank} cannot be started: {why}", left, error)
+            self._fail(f"worker {placement.rank} cannot be started: {explained(error)}", left, error)
             return
         if not start.left:
             self._all_started(start.number)

@@ -20,6 +20,7 @@ from elastic_launch.config.launch_config import Endpoint, LaunchConfig
 from elastic_launch.errors import (
     DeniedError,
     EndpointError,
+    ExitCode,
     ProtocolError,
     RefusedError,
     RendezvousError,
@@ -44,6 +45,7 @@ from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.rendezvous.wire.authentication import Channel, OtherTokenError, link_key
 from elastic_launch.rendezvous.wire.log_once import LogOnce
 from elastic_launch.secret import HINT_TOKEN
+from elastic_launch.system.descriptors import remedy
 from elastic_launch.system.plain_text import clipped
 
 HINT_STRANGE = (
@@ -182,8 +184,14 @@ class Membership:
             self._stay()
         except RendezvousError as error:
             self._notify(RendezvousLost(error))
-        except OSError as error:
-            self._notify(RendezvousLost(EndpointError(f"The rendezvous could not be opened: {error}.")))
+        except (OSError, RuntimeError) as error:
+            hint = remedy(error)
+            if not hint and isinstance(error, RuntimeError):
+                raise
+            lost = EndpointError(f"The rendezvous could not be opened: {error}.", hint)
+            if hint:  # a limit of this process, which another agent does not have to reach
+                lost.exit_code = ExitCode.TRAINING_FAILED
+            self._notify(RendezvousLost(lost))
         finally:
             if sys.exc_info()[0] is not None:  # a bug, whose traceback follows: nothing must wait forever
                 self._notify(RendezvousLost(EndpointError("The rendezvous failed because of an internal error.")))
