@@ -416,6 +416,37 @@ def test_a_log_dir_below_a_file(parse: Parse) -> None:
     assert "train.py is not a directory" in refused(parse, "--log-dir train.py/logs train.py").message
 
 
+@pytest.mark.parametrize(
+    "text", ["999.1.1.1", "10.0.0.7:80", "[::1]", "node 0", "a/b", "::g", "node0:", "http://node0"]
+)
+def test_a_local_address_must_be_one(parse: Parse, text: str) -> None:
+    error = refused(parse, "--local-addr", text, "train.py")
+    assert f"--local-addr {text!r} is not the address of a host" in error.message
+
+
+@pytest.mark.parametrize("text", ["::1", "fe80::1%eth0", "node0.example.org", "my_host", "10.0.0.7", "127.1"])
+def test_local_addresses(parse: Parse, text: str) -> None:
+    assert parse("--local-addr", f" {text}", "train.py").local_addr == text
+
+
+def test_an_event_log_handler_must_be_known(parse: Parse) -> None:
+    error = refused(parse, "--event-log-handler", "consle", "train.py")
+    assert "--event-log-handler consle is not one that torch knows" in error.message
+    assert "null or console" in error.hint
+
+
+def test_a_node_has_not_arbitrarily_many_workers(parse: Parse) -> None:
+    assert parse("--nproc", "4096", "train.py").nproc == 4096
+    assert "--nproc 99999 is more than the 4096 workers" in refused(parse, "--nproc", "99999", "train.py").message
+
+
+def test_local_ranks_that_no_worker_has(parse: Parse, caplog: pytest.LogCaptureFixture) -> None:
+    parse("--nproc", "2", "--local-ranks-filter", "1,7", "train.py")
+    assert not caplog.messages
+    parse("--nproc", "2", "--local-ranks-filter", "7", "train.py")
+    assert caplog.messages == ["--local-ranks-filter shows no output: this node has the local ranks 0 to 1."]
+
+
 def test_a_log_dir_that_cannot_be_written(parse: Parse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Not by its permissions: they do not hold for root.
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)

@@ -140,6 +140,22 @@ def test_a_run_directory_of_a_stranger_in_a_given_directory_is_refused(shared: P
     assert mode(make_run_directory(parse([*flags, "job8", __file__], {})).run_directory) == 0o700
 
 
+@as_root  # others may not write there, which shows earlier
+def test_a_directory_in_which_none_can_be_created(shared: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """/proc can be written, as far as its mode says."""
+    with pytest.raises(UsageError, match=r"--log-dir /proc/x: the run's directory cannot be created: .*'/proc/x'"):
+        make_run_directory(parse(["--log-dir", "/proc/x", __file__], {}))
+    (shared / "job7").touch()
+    with pytest.raises(UsageError, match=f"--log-dir {shared}: the run's directory cannot be created: .*/job7'"):
+        make_run_directory(parse(["--log-dir", str(shared), "--rdzv-id", "job7", __file__], {}))
+    config = make_run_directory(parse([__file__], {"HOME": "/proc"}))
+    assert config.run_directory.is_dir()
+    assert config.link_dir is not None
+    assert config.link_dir.parent == shared
+    assert "the run's directory cannot be created: [Errno 2" in caplog.text
+    assert f"logs go to {config.link_dir} instead" in caplog.text
+
+
 def test_events_are_for_the_user_alone_and_go_through_no_link(tmp_path: Path) -> None:
     errors: list[OSError] = []
     path = tmp_path / "new" / "events.jsonl"

@@ -35,10 +35,10 @@ from elastic_launch.cli.output_flags import (
     read_progress,
 )
 from elastic_launch.cli.rendezvous_flags import read_meeting
-from elastic_launch.config.launch_config import Endpoint, LaunchConfig, parse_listening
+from elastic_launch.config.launch_config import Endpoint, LaunchConfig, parse_host, parse_listening
 from elastic_launch.config.notice_sources import claimed
 from elastic_launch.config.settings import TIMES, Setting, default_node_id, parse_conf, read_timing
-from elastic_launch.config.torch_options import visible_device
+from elastic_launch.config.torch_options import EVENT_LOG_HANDLERS, visible_device
 from elastic_launch.config.torchrun_mode import DEFAULTS, NAME, SOURCE, called_so, errors_told, wanted
 from elastic_launch.errors import ExitCode, UsageError
 from elastic_launch.faults import ENV_FAULTS, FaultPlan
@@ -229,7 +229,7 @@ def build(line: Line, values: Values) -> LaunchConfig:
         timing=timing,
         node_id=meeting.node_id or default_node_id(),
         node_rank=meeting.node_rank,
-        local_addr=values.text("--local-addr"),
+        local_addr=parse_host(text, "--local-addr") if (text := values.text("--local-addr")) else None,
         is_host=is_host,
         health_port=health.port if health else None,
         health_host=(health.host or None) if health else None,
@@ -265,6 +265,13 @@ def build(line: Line, values: Values) -> LaunchConfig:
     )
     if config.options.virtual_local_rank:
         visible_device(config.nproc - 1, values.environ)
+    if config.options.event_log_handler not in EVENT_LOG_HANDLERS:
+        from elastic_agents.torch_events import check_handler
+
+        check_handler(config.options.event_log_handler)
+    if (ranks := config.output.local_ranks) and not any(rank < config.nproc for rank in ranks):
+        text = "%s shows no output: this node has the local ranks 0 to %d."
+        log.warning(text, values.origin("--local-ranks-filter"), config.nproc - 1)
     return config
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import secrets
@@ -29,6 +30,12 @@ from elastic_launch.errors import UsageError
 from elastic_launch.system.private_files import make_private, untrusted
 
 log = logging.getLogger(__name__)
+
+_IMPOSSIBLE = (
+    *(errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG),
+    *(errno.EACCES, errno.EPERM, errno.EROFS),
+)
+"""Errors that show that no directory can be created at a path, whenever it is tried."""
 
 
 def read_output(values: Values) -> Output:
@@ -127,7 +134,7 @@ def make_run_directory(config: LaunchConfig) -> LaunchConfig:
         The configuration; with another log directory if another user may control the default one.
 
     Raises:
-        UsageError: if another user may control the run's directory in the given one.
+        UsageError: if another user may control the run's directory in the given one, or it cannot be created.
     """
     if config.link_dir is None:
         if reason := untrusted(config.run_directory, exclusive=False):
@@ -139,12 +146,33 @@ def make_run_directory(config: LaunchConfig) -> LaunchConfig:
         with contextlib.suppress(OSError):  # reported when something is written
             make_private(config.link_dir)
         if reason := untrusted(config.link_dir, exclusive=True):
-            fresh = _fresh()
-            log.warning("%s: logs go to %s instead, where elasticctl finds the run with --log-dir", reason, fresh)
-            config = replace(config, log_dir=fresh / config.log_dir.name, link_dir=fresh)
-    with contextlib.suppress(OSError):
-        make_private(config.log_dir if config.foreign else config.run_directory)
+            return _moved(config, reason)
+    try:
+        _make(config)
+    except OSError as error:
+        if error.errno not in _IMPOSSIBLE:  # a full or failing file system must not keep a node from training
+            return config
+        if config.link_dir is None:
+            raise UsageError(
+                f"--log-dir {config.log_dir}: the run's directory cannot be created: {error}.",
+                "Name another directory.",
+            ) from error
+        return _moved(config, f"the run's directory cannot be created: {error}")
     return config
+
+
+def _moved(config: LaunchConfig, reason: str) -> LaunchConfig:
+    """Return a configuration whose logs are in a new directory for temporary files, and log that."""
+    fresh = _fresh()
+    log.warning("%s: logs go to %s instead, where elasticctl finds the run with --log-dir", reason, fresh)
+    config = replace(config, log_dir=fresh / config.log_dir.name, link_dir=fresh)
+    with contextlib.suppress(OSError):
+        _make(config)
+    return config
+
+
+def _make(config: LaunchConfig) -> None:
+    make_private(config.log_dir if config.foreign else config.run_directory)
 
 
 def _fresh() -> Path:

@@ -12,6 +12,7 @@ import math
 import os
 import re
 import shlex
+import socket
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -33,6 +34,9 @@ BEATS_PER_SECOND = 1000
 
 MOST_VOTERS = 7
 """Most hosts that keep a record together."""
+
+MOST_WORKERS = 4096
+"""Most workers of a node: more than any has devices, so that a mistyped number does not start a flood of processes."""
 
 ETCD_PORT = 2379
 """etcd's default client port."""
@@ -274,6 +278,11 @@ class LaunchConfig:
     def __post_init__(self) -> None:
         if self.nproc < 1:
             raise UsageError(f"--nproc {self.nproc} starts no worker.", "Give 1 or more, or auto, cpu or gpu.")
+        if self.nproc > MOST_WORKERS:
+            raise UsageError(
+                f"--nproc {self.nproc} is more than the {MOST_WORKERS} workers that a node may have.",
+                "Give the number of workers on this node, or auto, cpu or gpu.",
+            )
         check_seconds(f"--shutdown-timeout {self.shutdown_timeout:g}", self.shutdown_timeout, zero=True)
         if self.hang_timeout is not None:
             check_seconds(f"--hang-timeout {self.hang_timeout:g}", self.hang_timeout, zero=True)
@@ -388,7 +397,7 @@ def parse_endpoint(text: str, default_port: int = 29400, asker: str = "--rdzv-en
         raise UsageError(f"{asked} names no host.", hint)
     if is_v6 and not _is_v6(host):
         raise UsageError(f"{asked} has {host!r} where an IPv6 address belongs.", hint)
-    if re.search(r"[\s/\[\]]", host):
+    if not _names_a_host(host):
         raise UsageError(f"{asked} has {host!r} where a host name belongs.", hint)
     if not port:
         return Endpoint(host, default_port)
@@ -464,6 +473,32 @@ def parse_listening(text: str, flag: str) -> Endpoint:
     if ":" in host.strip("[]") and not _is_v6(host.strip("[]")):
         raise UsageError(f"{flag} {text!r} has {host!r} where an IPv6 address belongs.", hint)
     return parse_endpoint(f"[{host}]:{port}" if _is_v6(host) else text, asker=flag)
+
+
+def parse_host(text: str, flag: str) -> str:
+    """Parse a host's name or address, without brackets and without a port.
+
+    Raises:
+        UsageError: if text is neither.
+    """
+    host = text.strip()
+    if not (_is_v6(host) or (":" not in host and _names_a_host(host))):
+        raise UsageError(
+            f"{flag} {text!r} is not the address of a host, nor its name.",
+            f"Write it without a port, as in {flag} 10.0.0.7, {flag} ::1 or {flag} node0.",
+        )
+    return host
+
+
+def _names_a_host(text: str) -> bool:
+    """Whether text may be the name of a host, or an IPv4 address, as far as that shows without a resolver."""
+    if not re.fullmatch("[0-9.]+", text):
+        return bool(text) and not re.search(r"[\s/\[\]]", text)
+    try:
+        socket.inet_aton(text)  # also the short forms that a resolver takes, as 127.1
+    except OSError:
+        return False
+    return True
 
 
 def _is_v6(text: str) -> bool:

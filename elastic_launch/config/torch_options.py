@@ -17,6 +17,9 @@ NEWEST_TORCH = (2, 14)
 NUMA_MODES = ("node", "socket", "exclusive", "core-complex")
 """The values of torch.numa.binding.AffinityMode; a test compares them, since its import takes seconds."""
 
+EVENT_LOG_HANDLERS = ("null", "console")
+"""The handlers of torch's elastic events that every torch has; others are found only by importing it."""
+
 START_METHODS = ("spawn", "fork", "forkserver")
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
