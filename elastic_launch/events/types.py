@@ -227,7 +227,7 @@ class RoundFormed(LeaderEvent):
     def line(self) -> str:
         return (
             f"round {self.round} formed in {self.form_s:.2f} s: world size {self.world_size} on "
-            f"{counted(len(self.nodes), 'node')} ({first_of(self.nodes)})"
+            f"{counted(len(self.nodes), 'node')} ({listed(self.nodes)})"
         )
 
 
@@ -372,7 +372,7 @@ class ResizeSkipped(LeaderEvent):
 
     def line(self) -> str:
         return (
-            f"no resize for node {first_of(self.nodes)}: of about {self.remaining_s:.0f} s left it would save "
+            f"no resize for node {listed(self.nodes)}: of about {self.remaining_s:.0f} s left it would save "
             f"{self.saved_s:.1f} s, and it costs {self.cost_s:.1f} s"
         )
 
@@ -704,6 +704,6 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
-def first_of(names: Sequence[object], most: int = 8) -> str:
+def listed(names: Sequence[object], most: int = 8) -> str:
     """``a, b``; of more than so many names, the first ones: ``a, b, ...``."""
     return ", ".join([*map(str, names[:most]), *(["..."] if len(names) > most else [])])

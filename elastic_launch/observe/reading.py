@@ -92,7 +92,7 @@ class Refused:
         if self.bad:
             said.append(f"{self.bad} of {self.lines} lines cannot be used, the first is {self._first}")
         if self._unknown:
-            names, count = ev.first_of([name[:40] for name in self._unknown], 3), self._unknown.total()
+            names, count = ev.listed([name[:40] for name in self._unknown], 3), self._unknown.total()
             are = "is" if count == 1 else "are"
             said.append(f"{count} of {self.lines} lines {are} of kinds unknown here ({names})")
         if said and self._version and self._version != __version__:
@@ -121,7 +121,7 @@ def event_files(directory: Path) -> list[Path]:
     # The link to the newest run would make it appear twice.
     runs = sorted({path.parent for path in directory.glob("*/events-*.jsonl") if not path.parent.is_symlink()})
     if len(runs) > 1:
-        names = ev.first_of([path.name for path in runs])
+        names = ev.listed([path.name for path in runs])
         raise UsageError(f"{asked} has the events of {len(runs)} runs: {names}.", f"Give one of them: {runs[-1]}")
     if not runs:
         raise UsageError(f"{asked} has no events-*.jsonl.", hint)

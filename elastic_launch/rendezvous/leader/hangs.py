@@ -6,7 +6,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from elastic_launch.events.types import HangFound, first_of
+from elastic_launch.events.types import HangFound, listed
 from elastic_launch.rendezvous.leader.verdict import words
 from elastic_launch.rendezvous.wire.messages import Collective, Failure, Stalled, StalledWorker
 
@@ -193,7 +193,7 @@ def _ranks_by_place(seen: Sequence[_Seen]) -> list[tuple[str, str]]:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {first_of(sorted(ranks))}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed(sorted(ranks))}"
 
 
 def _failure(round_number: int, hung: _Seen, others: Sequence[tuple[str, str]], ran: float) -> Failure:
