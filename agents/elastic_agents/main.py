@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from elastic_agents.console import Consoles, announce, configure_logging
 from elastic_agents.inbox import Inbox, signals_to, withheld
-from elastic_agents.notices import watching
+from elastic_agents.notices import NoticeWatch, sources_of
 from elastic_agents.prctl import set_dumpable
 from elastic_agents.probes.node_check import check_node
 from elastic_agents.summary import failure_summary, leave_error, root_cause
@@ -241,7 +241,7 @@ def _run(config: LaunchConfig, begun: Bootstrap | None, consoles: Consoles, watc
         for asking in (health, pages):
             if asking is not None:
                 asking.ask(inbox)
-        with watching(config.notices, inbox.put) as watch:
+        with NoticeWatch(sources_of(config.notices, os.environ), inbox.put) as watch:
             result = agent.run()
             # The user may still use the remaining time to save what is not saved.
             if agent.notice is not None and agent.outcome.code == ExitCode.TERMINATED and not agent.outcome.unsaved:

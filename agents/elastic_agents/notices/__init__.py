@@ -15,6 +15,6 @@ protocol does not define. A source in trouble reports it once, and never harms t
 """
 
 from elastic_agents.notices.types import Notice, Source, Trouble
-from elastic_agents.notices.watch import NoticeWatch, watching
+from elastic_agents.notices.watch import NoticeWatch, sources_of
 
-__all__ = ["Notice", "NoticeWatch", "Source", "Trouble", "watching"]
+__all__ = ["Notice", "NoticeWatch", "Source", "Trouble", "sources_of"]

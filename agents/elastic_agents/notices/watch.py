@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +20,7 @@ REMEMBERED = 20
 
 
 class NoticeWatch:
-    """Polls each source in its own thread, and puts new notices into an inbox."""
+    """Polls each source in its own thread while it is entered, and puts new notices into an inbox."""
 
     def __init__(self, sources: Sequence[Source], put: Callable[[Notice], None]) -> None:
         self._sources = tuple(sources)
@@ -131,8 +130,3 @@ def _sources(one: NoticeSource, environ: Mapping[str, str], dmi: Callable[[], Ma
         if kind != "signal":  # the agent handles it
             # Imported only where needed: other runs do not import an HTTP client.
             yield import_module(f"elastic_agents.notices.{kind}").source(one, environ)
-
-
-def watching(wanted: Iterable[NoticeSource], put: Callable[[Notice], None]) -> NoticeWatch:
-    """Return a context manager that watches the sources while it is entered."""
-    return NoticeWatch(sources_of(wanted, os.environ), put)
