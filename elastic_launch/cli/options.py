@@ -1,4 +1,7 @@
-"""Reads limits, signals, notices and torchrun's options from flags, except those for the rendezvous."""
+"""Reads limits, signals, notices and torchrun's options from flags, except those for the rendezvous.
+
+Each function raises a UsageError if a value is not one that its flag accepts, or contradicts another.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +36,6 @@ def read_torch_options(values: Values, *, own_agent: bool) -> TorchOptions:
 
     Args:
         own_agent: whether this project's own agent runs the workers, not torch's.
-
-    Raises:
-        UsageError: on a value that torch would not accept.
     """
     default = TorchOptions()
     interval = values.setting("--monitor-interval")
@@ -53,11 +53,7 @@ def read_torch_options(values: Values, *, own_agent: bool) -> TorchOptions:
 
 
 def read_notices(values: Values, *, own_agent: bool) -> tuple[NoticeSource, ...]:
-    """Read the sources of preemption notices; the flag may be given several times.
-
-    Raises:
-        UsageError: on an invalid source, on ``none`` with another source, and on a signal with two meanings.
-    """
+    """Read the sources of preemption notices; the flag may be given several times."""
     text = values.text("--notice")
     if text is None:
         return (AUTO,) if own_agent else ()
@@ -84,11 +80,7 @@ def read_notices(values: Values, *, own_agent: bool) -> tuple[NoticeSource, ...]
 
 
 def read_limits(values: Values) -> Limits:
-    """Read the limits of the whole run.
-
-    Raises:
-        UsageError: if one is invalid.
-    """
+    """Read the limits of the whole run."""
     low, high = parse_nnodes(values.text("--nnodes") or "1:1")
     most, idle, refill = (
         values.setting(f"--{name}") for name in ("max-restarts", "max-idle-restarts", "restart-refill")
@@ -103,11 +95,7 @@ def read_limits(values: Values) -> Limits:
 
 
 def read_exit_codes(values: Values) -> frozenset[int]:
-    """Read the exit codes of workers after which a restart would fail again, such as ``3,64-78``.
-
-    Raises:
-        UsageError: if one is not an exit code.
-    """
+    """Read the exit codes of workers after which a restart would fail again, such as ``3,64-78``."""
     codes: set[int] = set()
     for part in (values.text("--fatal-exit-codes") or "").split(","):
         if not part.strip():
@@ -128,9 +116,6 @@ def read_drill(values: Values, *, own_agent: bool) -> FaultPlan:
 
     Args:
         own_agent: whether the run has a leader, which remembers them.
-
-    Raises:
-        UsageError: if the file cannot be read or is not a plan, or nothing remembers which faults have happened.
     """
     path = values.text("--drill")
     if path is None:
@@ -148,11 +133,7 @@ def read_drill(values: Values, *, own_agent: bool) -> FaultPlan:
 
 
 def read_hang_timeout(values: Values) -> float | None:
-    """Read when workers hang whose steps are not known: in seconds, 0 for never; None: whose steps are known, neither.
-
-    Raises:
-        UsageError: if it is something else.
-    """
+    """Return the seconds after which idle workers without known steps hang; 0: never; None: no worker is watched."""
     text = values.text("--hang-timeout")
     if text is None or text.strip() in ("auto", "off"):
         return None if text is not None and text.strip() == "off" else 0.0
@@ -172,9 +153,6 @@ def read_signals(values: Values, claimed: Sequence[signal.Signals] = ()) -> Sign
 
     Args:
         claimed: signals that are notices; they are left out of the defaults.
-
-    Raises:
-        UsageError: on an unknown signal, one that cannot be handled, or one with two meanings.
     """
     leave = _signals("--signals-to-handle", values)
     forward = _signals("--signals-to-forward", values)

@@ -1,4 +1,7 @@
-"""Reads :class:`~elastic_launch.config.output.Output` and the log directory from flags and environment."""
+"""Reads :class:`~elastic_launch.config.output.Output` and the log directory from flags and environment.
+
+Each function raises a UsageError if a value is not one that its flag accepts.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import logging
 import os
 import secrets
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -39,11 +43,7 @@ _IMPOSSIBLE = (
 
 
 def read_output(values: Values) -> Output:
-    """Build the settings of the workers' output.
-
-    Raises:
-        UsageError: on a value that its flag does not accept.
-    """
+    """Build the settings of the workers' output."""
     ranks = values.text("--local-ranks-filter")
     out, err = _filters(values, "--duplicate-stdout-filters"), _filters(values, "--duplicate-stderr-filters")
     output = Output(
@@ -63,11 +63,7 @@ def read_output(values: Values) -> Output:
 
 
 def read_log_format(text: str | None) -> str:
-    """Return the format of the launcher's own lines.
-
-    Raises:
-        UsageError: if there is no such format.
-    """
+    """Return the format of the launcher's own lines."""
     if text is None:
         return LaunchConfig.log_format
     if text not in LOG_FORMATS:
@@ -80,9 +76,6 @@ def read_progress(values: Values, *, own_agent: bool) -> str:
 
     Args:
         own_agent: whether this project's agent runs the workers; torch's has no view.
-
-    Raises:
-        UsageError: if there is no such way.
     """
     asked = values.text("--progress") or "auto"
     if asked not in PROGRESS:
@@ -105,14 +98,10 @@ def read_progress(values: Values, *, own_agent: bool) -> str:
 
 
 def read_log_dir(values: Values) -> tuple[Path, Path | None]:
-    """Return the base directory of the logs, and that of the link to the newest run if it is elsewhere.
-
-    Raises:
-        UsageError: if the directory is not writable.
-    """
+    """Return the base directory of the logs, and that of the link to the newest run if it is elsewhere."""
     text = values.text("--log-dir")
     if text is None and values.torchrun:
-        return _writable(Path(_temporary()) / f"torchelastic_{secrets.token_hex(4)}"), None
+        return _writable(_temporary(tempfile.gettempdir) / f"torchelastic_{secrets.token_hex(4)}"), None
     if text is None or text == os.devnull:  # elasticctl finds a run by its files, even if no logs are kept
         base = state_directory(values.environ)
         path = base / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{os.getpid()}"
@@ -163,7 +152,7 @@ def make_run_directory(config: LaunchConfig) -> LaunchConfig:
 
 def _moved(config: LaunchConfig, reason: str) -> LaunchConfig:
     """Return a configuration whose logs are in a new directory for temporary files, and log that."""
-    fresh = _fresh()
+    fresh = _temporary(lambda: tempfile.mkdtemp(prefix="elastic-launch-"))
     log.warning("%s: logs go to %s instead, where elasticctl finds the run with --log-dir", reason, fresh)
     config = replace(config, log_dir=fresh / config.log_dir.name, link_dir=fresh)
     with contextlib.suppress(OSError):
@@ -175,17 +164,10 @@ def _make(config: LaunchConfig) -> None:
     make_private(config.log_dir if config.foreign else config.run_directory)
 
 
-def _fresh() -> Path:
+def _temporary(find: Callable[[], str]) -> Path:
     try:
-        return Path(tempfile.mkdtemp(prefix="elastic-launch-"))
+        return Path(find())
     except OSError as error:
-        raise UsageError(f"there is no directory for logs: {error}.", "Name one of yours with --log-dir.") from error
-
-
-def _temporary() -> str:
-    try:
-        return tempfile.gettempdir()
-    except FileNotFoundError as error:
         raise UsageError(f"there is no directory for logs: {error}.", "Name one of yours with --log-dir.") from error
 
 

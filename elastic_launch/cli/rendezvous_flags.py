@@ -1,4 +1,7 @@
-"""Reads where the nodes of a run meet from flags: the backend, its address, and this node's rank."""
+"""Reads where the nodes of a run meet from flags: the backend, its address, and this node's rank.
+
+Flags that contradict each other, or lack what the backend needs, are UsageErrors.
+"""
 
 from __future__ import annotations
 
@@ -58,11 +61,7 @@ class Meeting:
 
 
 def read_meeting(values: Values, limits: Limits) -> Meeting:
-    """Read backend, endpoint, master and rank.
-
-    Raises:
-        UsageError: if they contradict each other or lack what the backend needs.
-    """
+    """Read backend, endpoint, master and rank."""
     rank, node_id = values.integer("--node-rank"), values.text("--node-id")
     if values.switch("--standalone"):
         _tell_ignored(values, limits)

@@ -1,6 +1,7 @@
 """The configuration of a launch: frozen dataclasses, validated on construction.
 
-The command line produces a :class:`LaunchConfig`, and the agent consumes it.
+The command line produces a :class:`LaunchConfig`, and the agent consumes it. The functions that parse text raise a
+UsageError if it is not of the form that they name.
 """
 
 from __future__ import annotations
@@ -362,11 +363,7 @@ def _names_a_file(text: str) -> bool:
 
 
 def parse_nnodes(text: str, asker: str = "--nnodes", what: str = "nodes") -> tuple[int, int]:
-    """Parse ``N`` or ``MIN:MAX``; ``asker`` is the flag or command that has it, ``what`` is counted.
-
-    Raises:
-        UsageError: if text is neither.
-    """
+    """Parse ``N`` or ``MIN:MAX``; ``asker`` is the flag or command that has it, ``what`` is counted."""
     found = re.fullmatch(r"(-?[0-9]{1,9})(?::(-?[0-9]{1,9}))?", text.strip())
     if not found:
         raise UsageError(f"{asker} {text!r} is not a number of {what}.", f"Write N or MIN:MAX, as in {asker} 1:4.")
@@ -375,11 +372,7 @@ def parse_nnodes(text: str, asker: str = "--nnodes", what: str = "nodes") -> tup
 
 
 def parse_endpoint(text: str, default_port: int = 29400, asker: str = "--rdzv-endpoint") -> Endpoint:
-    """Parse ``host``, ``host:port``, an IPv6 address, ``[v6]`` or ``[v6]:port``.
-
-    Raises:
-        UsageError: if text is not one of these.
-    """
+    """Parse ``host``, ``host:port``, an IPv6 address, ``[v6]`` or ``[v6]:port``."""
     asked = f"{asker} {text!r}"
     hint = "Write HOST:PORT, as in --rdzv-endpoint node0:29400 or [::1]:29400."
     text = text.strip()
@@ -410,9 +403,6 @@ def parse_endpoints(text: str) -> tuple[Endpoint, ...]:
     """Parse the comma-separated client addresses of an etcd cluster, each as for :func:`parse_endpoint`.
 
     ``http://`` before an address is accepted, as by etcdctl. The default port is 2379.
-
-    Raises:
-        UsageError: if text is not one of these, or requests TLS.
     """
     if "https://" in text:
         raise UsageError(
@@ -431,11 +421,7 @@ def parse_endpoints(text: str) -> tuple[Endpoint, ...]:
 
 
 def parse_voters(text: str) -> tuple[Endpoint, ...]:
-    """Parse the endpoint of c10d: one, or the comma-separated hosts that keep the run's record together.
-
-    Raises:
-        UsageError: if it is neither, or the number of hosts is not one that makes sense.
-    """
+    """Parse the endpoint of c10d: one, or the comma-separated hosts that keep the run's record together."""
     parts = [part.strip() for part in text.split(",")]
     found = tuple(parse_endpoint(part) for part in parts)
     if len(found) == 1:
@@ -460,9 +446,6 @@ def parse_listening(text: str, flag: str) -> Endpoint:
 
     Returns:
         An endpoint whose host is empty if none is given.
-
-    Raises:
-        UsageError: if text is neither.
     """
     host, colon, port = text.strip().rpartition(":")
     if re.fullmatch(r"[0-9]{1,9}", port) and not colon:

@@ -195,11 +195,7 @@ def parse_streams(asked: str, text: str) -> Streams:
 
 
 def parse_ranks(text: str) -> frozenset[int]:
-    """Parse the comma-separated local ranks of ``--local-ranks-filter``.
-
-    Raises:
-        UsageError: if text is not such a list.
-    """
+    """Parse the comma-separated local ranks of ``--local-ranks-filter``."""
     items = [item.strip() for item in text.split(",")]
     if not all(re.fullmatch("[0-9]{1,9}", item) for item in items):
         problem = f"--local-ranks-filter {text!r} is not a list of local ranks."
