@@ -417,6 +417,8 @@ EVALUATED = (*TRACEBACK[:-1], '  File "<string>", line 1', "    1 +", "SyntaxErr
         ({"stderr": (*SYNTAX[:-1], "IndentationError: unexpected indent")}, "startup"),
         ({"stderr": MISSING}, "startup"),
         ({"stderr": ("/usr/bin/python: No module named nosuch",)}, "startup"),
+        ({"stderr": (r"SyntaxError: Non-UTF-8 code starting with '\xe9' in file /x/train.py on line 1",)}, "startup"),
+        ({"stderr": ("SyntaxError: encoding problem: foo",)}, "startup"),
         ({"stderr": USAGE, "exit_code": 2}, "startup"),
         ({"stderr": ("Usage: train [OPTIONS]", "", "Error: No such option: --lr"), "exit_code": 2}, "startup"),
         ({"stderr": ("python: can't open file '/mnt/train.py': [Errno 2] No such file",), "exit_code": 2}, "crash"),

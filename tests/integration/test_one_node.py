@@ -145,14 +145,19 @@ def test_failures_at_the_start_are_retried_within_the_budget(job: Job) -> None:
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("def f(:\n", "SyntaxError"), ("import nosuchmodule\n", "No module named 'nosuchmodule'"), (PARSES, ": x")],
-    ids=["a syntax error", "a missing module", "wrong arguments"],
+    [
+        ("def f(:\n", "SyntaxError"),
+        ("# caf\xe9\n", "SyntaxError: Non-UTF-8 code"),
+        ("import nosuchmodule\n", "No module named 'nosuchmodule'"),
+        (PARSES, ": x"),
+    ],
+    ids=["a syntax error", "not in UTF-8", "a missing module", "wrong arguments"],
 )
 def test_a_script_that_cannot_run_ends_the_run_at_the_first_attempt(
     job: Job, tmp_path: Path, text: str, says: str
 ) -> None:
     script = tmp_path / "script.py"
-    script.write_text(text)
+    script.write_text(text, encoding="latin-1")
     agent = job.launch("--standalone", command=[str(script)])
     assert agent.wait() == 90
     assert says in agent.output.split("root cause")[-1]

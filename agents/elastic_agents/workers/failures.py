@@ -31,7 +31,10 @@ START = 60.0
 _RANK = re.compile(r"\[rank\d+\]: ")
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(: |$)")
 _USAGE_ERROR = re.compile(r"(^|: )error: ", re.IGNORECASE)
-_NO_MODULE = re.compile(r".*: No module named \S+$")  # the message of python -m
+_UNREADABLE = re.compile(
+    r".*: No module named \S+$"  # the message of python -m
+    r"|SyntaxError: (Non-UTF-8 code |encoding problem|unknown encoding|\(unicode error\))"  # of a script, without a place
+)
 _LOST_PROCESS = re.compile(
     r"RuntimeError: DataLoader worker \(pid.*\) (is killed by signal: Killed|exited unexpectedly)"
     r"|.*BrokenProcessPool: |.*CalledProcessError: .* died with <Signals\.SIGKILL"
@@ -248,7 +251,7 @@ def _cannot_start(exit_code: int, text: str, detail: Sequence[str], stderr: Sequ
     if name in ("SyntaxError", "IndentationError", "TabError"):
         places = [line for line in detail if line.lstrip().startswith('File "')]
         return bool(places) and not places[-1].lstrip().startswith('File "<')  # evaluated code may be data
-    return name == "ModuleNotFoundError" or (not text and any(_NO_MODULE.match(line) for line in stderr[-1:]))
+    return name == "ModuleNotFoundError" or (not text and any(_UNREADABLE.match(line) for line in stderr[-1:]))
 
 
 def _bounded(detail: Sequence[str]) -> tuple[str, ...]:
