@@ -33,7 +33,7 @@ _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(: |$)")
 _USAGE_ERROR = re.compile(r"(^|: )error: ", re.IGNORECASE)
 _UNREADABLE = re.compile(
     r".*: No module named \S+$"  # the message of python -m
-    r"|SyntaxError: (Non-UTF-8 code |encoding problem|unknown encoding|\(unicode error\))"  # of a script, without a place
+    r"|SyntaxError: (Non-UTF-8 code |encoding problem|unknown encoding|\(unicode error\))"  # of a script, with no place
 )
 _LOST_PROCESS = re.compile(
     r"RuntimeError: DataLoader worker \(pid.*\) (is killed by signal: Killed|exited unexpectedly)"
