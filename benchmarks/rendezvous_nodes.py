@@ -27,7 +27,8 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, c10d_rend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
 from elastic_launch.clock import MonotonicClock
-from elastic_launch.config.launch_config import Command, LaunchConfig, Limits, parse_endpoint
+from elastic_launch.config.endpoints import parse_endpoint
+from elastic_launch.config.launch_config import Command, LaunchConfig, Limits
 from elastic_launch.events.types import Event, LeaderElected
 from elastic_launch.rendezvous.backends.registry import backend_of
 from elastic_launch.rendezvous.node import membership

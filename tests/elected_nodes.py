@@ -9,7 +9,8 @@ from collections.abc import Callable
 from harness import SLOWNESS
 
 from elastic_launch.clock import MonotonicClock
-from elastic_launch.config.launch_config import Command, Endpoint, LaunchConfig, Limits, Timing
+from elastic_launch.config.endpoints import Endpoint
+from elastic_launch.config.launch_config import Command, LaunchConfig, Limits, Timing
 from elastic_launch.errors import RendezvousError
 from elastic_launch.events.types import Event
 from elastic_launch.rendezvous.backends.election import ElectedBackend

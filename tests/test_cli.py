@@ -15,7 +15,8 @@ import pytest
 
 from elastic_launch.cli import main as cli
 from elastic_launch.cli.flags import FLAGS
-from elastic_launch.config.launch_config import Endpoint, LaunchConfig, Limits, Timing
+from elastic_launch.config.endpoints import Endpoint
+from elastic_launch.config.launch_config import LaunchConfig, Limits, Timing
 from elastic_launch.config.notice_sources import NoticeSource
 from elastic_launch.config.output import Output, Std, Streams
 from elastic_launch.config.torch_options import Signals, TorchOptions

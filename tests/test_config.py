@@ -10,16 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from elastic_launch.config.endpoints import Endpoint, parse_endpoint, parse_endpoints
 from elastic_launch.config.launch_config import (
     LONGEST_WAIT,
     ZERO_ALLOWED,
     Command,
-    Endpoint,
     LaunchConfig,
     Limits,
     Timing,
-    parse_endpoint,
-    parse_endpoints,
     parse_nnodes,
     state_directory,
 )

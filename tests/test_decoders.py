@@ -38,7 +38,8 @@ from elastic_launch import codec
 from elastic_launch import contract as c
 from elastic_launch.cli.job_file_reader import read_job_file
 from elastic_launch.clock import MonotonicClock
-from elastic_launch.config.launch_config import Limits, parse_endpoint, parse_listening
+from elastic_launch.config.endpoints import parse_endpoint, parse_listening
+from elastic_launch.config.launch_config import Limits
 from elastic_launch.error_file import ErrorFile, read_error_file
 from elastic_launch.errors import ProtocolError, RefusedError, UsageError
 from elastic_launch.events.sinks import JsonLines

@@ -11,7 +11,8 @@ import pytest
 from elastic_launch.cli import main as cli
 from elastic_launch.cli.flags import FLAGS, split
 from elastic_launch.cli.job import Job, shown
-from elastic_launch.config.launch_config import Endpoint, LaunchConfig, Limits
+from elastic_launch.config.endpoints import Endpoint
+from elastic_launch.config.launch_config import LaunchConfig, Limits
 from elastic_launch.errors import UsageError
 
 Parse = Callable[..., LaunchConfig]

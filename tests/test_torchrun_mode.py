@@ -15,7 +15,8 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import DEFAULT
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
 from elastic_launch.cli import main as cli
-from elastic_launch.config.launch_config import Endpoint, LaunchConfig
+from elastic_launch.config.endpoints import Endpoint
+from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.config.torchrun_mode import DEFAULT_ENDPOINT, DEFAULTS, ENV_TORCHRUN, wanted
 from elastic_launch.errors import UsageError
 

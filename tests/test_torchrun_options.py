@@ -24,7 +24,8 @@ from elastic_launch import api
 from elastic_launch.api_config import from_torch
 from elastic_launch.cli import main as cli
 from elastic_launch.cli.flags import BY_NAME, TORCHRUN, TORCHRUN_2_14, split
-from elastic_launch.config.launch_config import Endpoint, LaunchConfig
+from elastic_launch.config.endpoints import Endpoint
+from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.config.torch_options import NUMA_MODES, START_METHODS, Foreign, visible_device
 from elastic_launch.errors import UsageError
 

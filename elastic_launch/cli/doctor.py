@@ -35,7 +35,7 @@ from elastic_launch.cli.findings import (
     timed,
     warning,
 )
-from elastic_launch.config.launch_config import Endpoint
+from elastic_launch.config.endpoints import Endpoint
 from elastic_launch.config.torch_options import installed_torch, untested_torch
 from elastic_launch.errors import ElasticLaunchError, EndpointError, ExitCode
 from elastic_launch.events.types import counted

@@ -28,14 +28,8 @@ from elastic_launch.cli.event_lines import show_events
 from elastic_launch.cli.flags import Values
 from elastic_launch.cli.log_tail import show_logs
 from elastic_launch.config.backends import BACKENDS, kind_of
-from elastic_launch.config.launch_config import (
-    LaunchConfig,
-    parse_endpoint,
-    parse_endpoints,
-    parse_nnodes,
-    parse_voters,
-    state_directory,
-)
+from elastic_launch.config.endpoints import parse_endpoint, parse_endpoints, parse_voters
+from elastic_launch.config.launch_config import LaunchConfig, parse_nnodes, state_directory
 from elastic_launch.config.settings import Setting
 from elastic_launch.errors import ElasticLaunchError, EndpointError, ExitCode, RendezvousError, StoreError, UsageError
 from elastic_launch.events.types import counted

@@ -35,7 +35,8 @@ from elastic_launch.cli.output_flags import (
     read_progress,
 )
 from elastic_launch.cli.rendezvous_flags import read_meeting
-from elastic_launch.config.launch_config import Endpoint, LaunchConfig, parse_host, parse_listening
+from elastic_launch.config.endpoints import Endpoint, parse_host, parse_listening
+from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.config.notice_sources import claimed
 from elastic_launch.config.settings import TIMES, Setting, default_node_id, parse_conf, read_timing
 from elastic_launch.config.torch_options import EVENT_LOG_HANDLERS, visible_device

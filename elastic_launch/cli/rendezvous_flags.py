@@ -13,14 +13,8 @@ from typing import Any
 
 from elastic_launch.cli.flags import Values
 from elastic_launch.config.backends import BACKENDS, BackendKind, kind_of
-from elastic_launch.config.launch_config import (
-    Endpoint,
-    LaunchConfig,
-    Limits,
-    parse_endpoint,
-    parse_endpoints,
-    parse_voters,
-)
+from elastic_launch.config.endpoints import Endpoint, parse_endpoint, parse_endpoints, parse_voters
+from elastic_launch.config.launch_config import LaunchConfig, Limits
 from elastic_launch.config.settings import conf_items
 from elastic_launch.config.torch_options import Foreign
 from elastic_launch.config.torchrun_mode import DEFAULT_ENDPOINT, SOURCE

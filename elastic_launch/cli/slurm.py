@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from elastic_launch.cli.flags import Sourced, Values
 from elastic_launch.cli.rendezvous_flags import asked_backend
 from elastic_launch.config.backends import BACKENDS, kind_of
-from elastic_launch.config.launch_config import parse_endpoint, parse_nnodes
+from elastic_launch.config.endpoints import parse_endpoint
+from elastic_launch.config.launch_config import parse_nnodes
 from elastic_launch.errors import UsageError
 
 SOURCE = "Slurm job "

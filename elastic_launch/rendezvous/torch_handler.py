@@ -26,7 +26,8 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from elastic_launch.clock import MonotonicClock
 from elastic_launch.config.backends import kind_of
-from elastic_launch.config.launch_config import Command, Endpoint, LaunchConfig, Limits, parse_endpoint, parse_endpoints
+from elastic_launch.config.endpoints import Endpoint, parse_endpoint, parse_endpoints
+from elastic_launch.config.launch_config import Command, LaunchConfig, Limits
 from elastic_launch.config.settings import Setting, check_keys, default_node_id, read_timing
 from elastic_launch.errors import ExitCode, UsageError
 from elastic_launch.events.types import Event

@@ -20,7 +20,8 @@ from elastic_agents.probes.health import Health, health_listener, own_names
 from elastic_agents.probes.http_server import Response
 from elastic_agents.warm.fork_bootstrap import answering
 from elastic_launch.clock import MonotonicClock
-from elastic_launch.config.launch_config import Command, Endpoint, LaunchConfig, Limits
+from elastic_launch.config.endpoints import Endpoint
+from elastic_launch.config.launch_config import Command, LaunchConfig, Limits
 from elastic_launch.errors import EndpointError
 from elastic_launch.observe.present import Present
 from elastic_launch.rendezvous.wire.addresses import listen, routable_address

@@ -16,7 +16,7 @@ import pytest
 from etcd_servers import cluster, endpoints
 from harness import SCRIPTS, SLOWNESS, Agent, Job, free_port, wait_for
 
-from elastic_launch.config.launch_config import parse_endpoint
+from elastic_launch.config.endpoints import parse_endpoint
 from elastic_launch.rendezvous.admin.messages import Caller
 from elastic_launch.rendezvous.run_file import RunAddress, RunFile
 from elastic_launch.rendezvous.wire import messages as m

@@ -12,7 +12,7 @@ import pytest
 from etcd_servers import Certificates, GrpcProxy, Member, cluster
 from harness import Job, wait_for
 
-from elastic_launch.config.launch_config import parse_endpoints
+from elastic_launch.config.endpoints import parse_endpoints
 from elastic_launch.errors import StoreError
 from elastic_launch.rendezvous.stores.etcd import EtcdStore
 

@@ -16,7 +16,7 @@ import pytest
 from etcd_servers import cluster, endpoints
 from harness import SCRIPTS, Agent, Job, free_port, tree, wait_for
 
-from elastic_launch.config.launch_config import Endpoint
+from elastic_launch.config.endpoints import Endpoint
 from elastic_launch.rendezvous.stores.static_store import NotAStoreError, connect_store
 from elastic_launch.secret import ENV_TOKEN
 

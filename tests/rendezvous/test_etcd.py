@@ -15,7 +15,7 @@ import pytest
 from etcd_servers import DEBIAN, SERVERS, Member, Proxy, cluster, endpoints
 from harness import free_port, wait_for
 
-from elastic_launch.config.launch_config import parse_endpoints
+from elastic_launch.config.endpoints import parse_endpoints
 from elastic_launch.errors import DeniedError, EndpointError, StoreError
 from elastic_launch.rendezvous.stores.etcd import EtcdStore, EtcdUnreachableError
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from elastic_launch.config.launch_config import Endpoint
+from elastic_launch.config.endpoints import Endpoint
 from elastic_launch.rendezvous.backends.hosting import explain, said_rank
 
 HERE = Endpoint("127.0.0.1", 29400)

@@ -12,7 +12,8 @@ import pytest
 from elected_nodes import View
 
 from elastic_launch.clock import MonotonicClock
-from elastic_launch.config.launch_config import Command, Endpoint, LaunchConfig, Limits, Timing
+from elastic_launch.config.endpoints import Endpoint
+from elastic_launch.config.launch_config import Command, LaunchConfig, Limits, Timing
 from elastic_launch.errors import EndpointError
 from elastic_launch.events.types import Event, LeaderElected
 from elastic_launch.rendezvous.backends.c10d import FoundLeader, NodeAddress

@@ -15,7 +15,8 @@ import pytest
 from harness import free_port
 
 from elastic_launch.clock import MonotonicClock
-from elastic_launch.config.launch_config import Command, Endpoint, LaunchConfig, Limits
+from elastic_launch.config.endpoints import Endpoint
+from elastic_launch.config.launch_config import Command, LaunchConfig, Limits
 from elastic_launch.errors import ExitCode, UnresolvedError
 from elastic_launch.events.types import Event
 from elastic_launch.rendezvous.backends.c10d import C10dBackend

@@ -16,7 +16,8 @@ from etcd_servers import Member, cluster
 from harness import wait_for
 
 from elastic_launch.clock import MonotonicClock
-from elastic_launch.config.launch_config import Command, LaunchConfig, Limits, Timing, parse_endpoint, parse_endpoints
+from elastic_launch.config.endpoints import parse_endpoint, parse_endpoints
+from elastic_launch.config.launch_config import Command, LaunchConfig, Limits, Timing
 from elastic_launch.events.types import Event
 from elastic_launch.rendezvous.backends.registry import backend_of
 from elastic_launch.rendezvous.leader import service

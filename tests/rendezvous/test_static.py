@@ -11,7 +11,8 @@ from harness import free_port, wait_for
 from torch.distributed import TCPStore
 
 from elastic_launch.clock import MonotonicClock
-from elastic_launch.config.launch_config import Command, Endpoint, LaunchConfig, Limits
+from elastic_launch.config.endpoints import Endpoint
+from elastic_launch.config.launch_config import Command, LaunchConfig, Limits
 from elastic_launch.errors import EndpointError, RefusedError, StoreError
 from elastic_launch.events.types import Event
 from elastic_launch.rendezvous.backends.c10d import FoundLeader

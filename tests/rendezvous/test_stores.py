@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from etcd_servers import Member, cluster
 
-from elastic_launch.config.launch_config import parse_endpoints
+from elastic_launch.config.endpoints import parse_endpoints
 from elastic_launch.rendezvous.stores.control_store import ControlStore
 from elastic_launch.rendezvous.stores.etcd import EtcdStore
 from elastic_launch.testing import MemoryStore

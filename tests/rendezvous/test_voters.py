@@ -15,7 +15,8 @@ import pytest
 from harness import free_port, wait_for
 
 from elastic_launch.clock import MonotonicClock
-from elastic_launch.config.launch_config import Command, Endpoint, LaunchConfig, parse_voters
+from elastic_launch.config.endpoints import Endpoint, parse_voters
+from elastic_launch.config.launch_config import Command, LaunchConfig
 from elastic_launch.errors import EndpointError, RecordTooLargeError, StoreError, UsageError
 from elastic_launch.rendezvous.backends.voting import VotingBackend
 from elastic_launch.rendezvous.stores import majority

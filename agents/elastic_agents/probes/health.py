@@ -18,7 +18,8 @@ from functools import partial
 
 from elastic_agents.inbox import HowAreYou, Inbox
 from elastic_agents.probes.http_server import HttpServer, Request, Responder, Response
-from elastic_launch.config.launch_config import Endpoint, LaunchConfig
+from elastic_launch.config.endpoints import Endpoint
+from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.errors import EndpointError
 from elastic_launch.observe.present import Present
 from elastic_launch.rendezvous.wire.addresses import early_address, full_host_name, listen, listen_anywhere, try_listen

@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from elastic_launch.config.launch_config import LaunchConfig, parse_endpoint
+from elastic_launch.config.endpoints import parse_endpoint
+from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.errors import ElasticLaunchError
 from elastic_launch.rendezvous.admin.client import Address, AdminClient
 from elastic_launch.rendezvous.admin.messages import Status

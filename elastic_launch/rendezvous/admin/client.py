@@ -12,7 +12,7 @@ from types import TracebackType
 
 from elastic_launch.clock import MonotonicClock
 from elastic_launch.config.backends import BackendKind, kind_of
-from elastic_launch.config.launch_config import Endpoint
+from elastic_launch.config.endpoints import Endpoint
 from elastic_launch.errors import (
     ElasticLaunchError,
     EndpointError,

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from elastic_launch.clock import Clock
-from elastic_launch.config.launch_config import Endpoint, LaunchConfig
+from elastic_launch.config.endpoints import Endpoint
+from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.errors import EndpointError, InternalError, UnresolvedError
 from elastic_launch.events.types import EventSink
 from elastic_launch.rendezvous.backends.hosting import explain, said_rank

@@ -23,7 +23,8 @@ from dataclasses import replace
 from ipaddress import ip_address
 
 from elastic_launch.clock import Clock
-from elastic_launch.config.launch_config import Endpoint, LaunchConfig
+from elastic_launch.config.endpoints import Endpoint
+from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.errors import EndpointError, ExitCode, InternalError, LeasedError, RefusedError, StoreError
 from elastic_launch.events.types import EventSink, LeaderElected
 from elastic_launch.rendezvous.backends.c10d import ACK_TIMEOUT, FoundLeader, NodeAddress

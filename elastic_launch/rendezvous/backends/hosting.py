@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from elastic_launch.config.launch_config import Endpoint
+from elastic_launch.config.endpoints import Endpoint
 from elastic_launch.rendezvous.wire.addresses import is_loopback
 
 RANKS = ("SLURM_NODEID", "JOB_COMPLETION_INDEX")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 
-from elastic_launch.config.launch_config import Endpoint
+from elastic_launch.config.endpoints import Endpoint
 from elastic_launch.errors import ElasticLaunchError
 from elastic_launch.rendezvous.admin.client import Address, AdminClient
 from elastic_launch.rendezvous.record import ControlRecord

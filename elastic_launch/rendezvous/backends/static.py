@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from elastic_launch import codec
 from elastic_launch.clock import Clock
-from elastic_launch.config.launch_config import Endpoint, LaunchConfig
+from elastic_launch.config.endpoints import Endpoint
+from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.errors import EndpointError, ProtocolError, RefusedError, StoreError
 from elastic_launch.events.types import EventSink
 from elastic_launch.rendezvous.backends.c10d import C10dBackend, FoundLeader

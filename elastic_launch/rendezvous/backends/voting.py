@@ -11,7 +11,8 @@ import logging
 import socket
 
 from elastic_launch.clock import Clock
-from elastic_launch.config.launch_config import Endpoint, LaunchConfig
+from elastic_launch.config.endpoints import Endpoint
+from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.errors import EndpointError, ProtocolError, RefusedError, UnresolvedError
 from elastic_launch.events.types import EventSink, counted
 from elastic_launch.rendezvous.backends.c10d import ACK_TIMEOUT, FoundLeader, NodeAddress

@@ -16,7 +16,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from elastic_launch.clock import Clock
-from elastic_launch.config.launch_config import Endpoint, LaunchConfig
+from elastic_launch.config.endpoints import Endpoint
+from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.errors import (
     DeniedError,
     EndpointError,

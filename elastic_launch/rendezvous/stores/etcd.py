@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 import etcd_client
 
-from elastic_launch.config.launch_config import Endpoint
+from elastic_launch.config.endpoints import Endpoint
 from elastic_launch.errors import DeniedError, EndpointError, InternalError, RecordTooLargeError, StoreError
 from elastic_launch.rendezvous.stores.control_store import ControlStore
 from elastic_launch.system.threads import ThreadDied, VitalThread

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from elastic_launch import codec
 from elastic_launch.clock import Clock
-from elastic_launch.config.launch_config import Endpoint
+from elastic_launch.config.endpoints import Endpoint
 from elastic_launch.errors import LeasedError, RecordTooLargeError, StoreError
 from elastic_launch.rendezvous.stores.control_store import ControlStore
 from elastic_launch.rendezvous.voters.messages import Answer, Request, group_of

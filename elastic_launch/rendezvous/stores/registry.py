@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 
-from elastic_launch.config.launch_config import Endpoint
+from elastic_launch.config.endpoints import Endpoint
 from elastic_launch.rendezvous.stores.control_store import ControlStore
 from elastic_launch.secret import ENV_ETCD_PASSWORD, ENV_ETCD_USER
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 
-from elastic_launch.config.launch_config import Endpoint
+from elastic_launch.config.endpoints import Endpoint
 from elastic_launch.errors import EndpointError, StoreError
 from elastic_launch.rendezvous.wire.addresses import resolve
 from elastic_launch.rendezvous.worker_store import store_client, store_server

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from elastic_launch.config.launch_config import Endpoint
+from elastic_launch.config.endpoints import Endpoint
 from elastic_launch.errors import ProtocolError
 from elastic_launch.rendezvous.voters.messages import MESSAGES, Answer, Greeting, Request
 from elastic_launch.rendezvous.wire.authentication import Channel

@@ -9,7 +9,8 @@ import socket
 import struct
 from pathlib import Path
 
-from elastic_launch.config.launch_config import Endpoint, LaunchConfig
+from elastic_launch.config.endpoints import Endpoint
+from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.errors import ElasticLaunchError, EndpointError, UnresolvedError
 from elastic_launch.system.threads import within
 
