@@ -23,6 +23,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from harness import SLOWNESS, Job, forks, job_in, share_forks
 
+# Until all tests are collected nearly all objects are kept, so that a search for garbage finds none.
+gc.disable()
+
 # A shell without job control, or nohup, ignores these signals for background jobs; all child processes would, too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -126,6 +129,7 @@ def pytest_collection_finish() -> None:
     """Keep modules and tests out of the garbage collector: it takes 0.3 s to look through half a million objects."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(trylast=True)  # the terminal reporter must exist
