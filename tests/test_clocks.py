@@ -16,6 +16,9 @@ WALL = {"time", "time_ns", "localtime", "gmtime", "ctime", "strftime", "asctime"
 
 FILE_TIMES = {"st_mtime", "st_mtime_ns", "st_ctime", "st_ctime_ns", "getmtime", "getctime"}
 
+DATES = {"now", "utcnow", "today"}
+"""What ``datetime.datetime`` and ``datetime.date`` tell by the wall clock."""
+
 KNOWN = {
     "elastic_launch/clock.py": ["time.clock_gettime"],  # of CLOCK_BOOTTIME, which does not jump
     "elastic_launch/events/sinks.py": ["datetime.now"],  # an event's time, beside that of the monotonic clock
@@ -54,17 +57,18 @@ def wall_clock_uses(source: str) -> Iterator[str]:
             yield from (
                 f"{alias.name} as {alias.asname}" for alias in node.names if alias.name == "time" and alias.asname
             )
-        elif isinstance(node, ast.Attribute):
+        elif isinstance(node, ast.Attribute) and node.attr in WALL | FILE_TIMES | DATES:
             owner = ast.unparse(node.value)
             tells = owner == "time" and node.attr in WALL
-            dates = owner.split(".")[-1] in ("datetime", "date") and node.attr in ("now", "utcnow", "today")
+            dates = owner.split(".")[-1] in ("datetime", "date") and node.attr in DATES
             if tells or dates or node.attr in FILE_TIMES:
                 yield f"{owner}.{node.attr}"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_decision_rests_on_the_wall_clock(path: Path) -> None:
-    assert list(wall_clock_uses(path.read_text())) == KNOWN.get(str(path.relative_to(ROOT)), [])
+def test_no_decision_rests_on_the_wall_clock() -> None:
+    found = {str(path.relative_to(ROOT)): list(wall_clock_uses(path.read_text())) for path in SOURCES}
+    assert len(found) > 100
+    assert {name: uses for name, uses in found.items() if uses} == KNOWN
 
 
 @pytest.mark.parametrize(
