@@ -72,7 +72,9 @@ def test_holders_of_the_token_understand_each_other_however_the_bytes_are_cut(
     heard: dict[str, list[bytes]] = {"up": [], "down": []}
     while node.unsent or leader.unsent:
         for name, source, sink in (("up", node, leader), ("down", leader, node)):
-            size = data.draw(st.integers(0, len(source.unsent)) | st.just(len(source.unsent)))
+            if not source.unsent:
+                continue
+            size = data.draw(st.just(len(source.unsent)) | st.integers(1, len(source.unsent)))
             chunk = bytes(source.unsent[:size])
             del source.unsent[:size]
             heard[name] += sink.feed(chunk)
