@@ -287,7 +287,7 @@ def test_a_worker_that_others_have_left_behind_is_late_once_it_is_idle(
         reports.progress.write(1, 6, Activity.STEP)
         watching.follow(Watched(1, (WatchedWorker(3, 0, pid, tmp_path, "logs"),), finishing=True))
         with pytest.raises(AssertionError, match="a report"):
-            wait_for("a report", lambda: reports.all, 2.5)
+            wait_for("a report", lambda: reports.all, 0.8)
 
 
 def test_where_no_stack_can_be_read_the_answer_names_what_could(

@@ -118,7 +118,14 @@ def _repaired(nodes: Nodes, spoiled: bytes | None) -> None:
     nodes.until("the record to be repaired", lambda: nodes.store.load(1) != spoiled)
 
 
-@pytest.mark.parametrize("value", [b"garbage", b"{}", None], ids=["garbage", "other json", "deleted"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        pytest.param(b"garbage", id="garbage"),
+        pytest.param(b"{}", id="other json", marks=pytest.mark.soak),
+        pytest.param(None, id="deleted"),
+    ],
+)
 def test_the_leader_repairs_its_record_and_the_run_continues(
     nodes: Nodes, value: bytes | None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,7 +217,10 @@ def test_members_repair_what_no_leader_repairs_and_skip_rounds_that_they_may_not
     assert [event.term for event in elected] == [1, after.term]
 
 
-def test_a_new_node_that_keeps_finding_garbage_gives_up_with_the_reason(nodes: Nodes) -> None:
+def test_a_new_node_that_keeps_finding_garbage_gives_up_with_the_reason(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(elected_nodes, "TIMING", replace(TIMING, dead_after=1.0))
     _spoil(nodes, b"garbage")
     nodes.start("a")
     nodes.until("the node to give up", lambda: bool(nodes.nodes["a"].lost), 20)
