@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -127,60 +127,51 @@ def parser() -> argparse.ArgumentParser:
     group.add_argument("--log-dir", metavar="DIR", help="look for the run in the directory given to elastic-launch")
     group.add_argument("--token-file", metavar="PATH", help="file with the run's token, if it has one")
     top = argparse.ArgumentParser(prog=PROGRAM, description="Show the state of a run, and control it while it runs.")
-    top.set_defaults(offline=False)
     top.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     top.add_argument("--print-completion", action=_PrintCompletion, choices=SHELLS, help="show a script for it")
     commands = top.add_subparsers(metavar="COMMAND", required=True)
 
-    status = commands.add_parser("status", parents=[where], help="show the run's status")
+    def command(name: str, act: Callable[..., int], purpose: str, *, offline: bool = False) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, parents=[where], help=purpose)
+        made.set_defaults(act=act, offline=offline)
+        return made
+
+    status = command("status", _status, "show the run's status")
     status.add_argument("--json", action="store_true", help="one JSON object in a line")
     status.add_argument("--watch", action="store_true", help=f"show it again every {WATCH:g} s, until the run ends")
-    status.set_defaults(act=_status)
 
-    drain = commands.add_parser("drain", parents=[where], help="drain a node, or all of them, without losing a step")
-    drain.add_argument(
-        "node", metavar="NODE", nargs="?", default="", help="its id; if it is left out, the whole run stops"
-    )
+    drain = command("drain", _drain, "drain a node, or all of them, without losing a step")
+    drain.add_argument("node", metavar="NODE", nargs="?", default="", help="its id; without it, the whole run stops")
     drain.add_argument("--deadline", metavar="S", help="seconds after which the round is broken instead")
-    drain.set_defaults(act=_drain)
 
-    checkpoint = commands.add_parser("checkpoint", parents=[where], help="write a durable checkpoint now")
-    checkpoint.set_defaults(act=_checkpoint)
+    command("checkpoint", _checkpoint, "write a durable checkpoint now")
 
-    resize = commands.add_parser("resize", parents=[where], help="change how many nodes the run may have")
+    resize = command("resize", _resize, "change how many nodes the run may have")
     resize.add_argument("nnodes", metavar="MIN:MAX", help="as --nnodes of elastic-launch")
-    resize.set_defaults(act=_resize)
 
-    events = commands.add_parser("events", parents=[where], help="show what happened, from the files on this host")
+    events = command("events", _events, "show what happened, from the files on this host", offline=True)
     events.add_argument(
         "--follow", action="store_true", help="follow new events while the run has an agent on this host"
     )
     events.add_argument("--since", metavar="S", help="only the events of the last S seconds")
     events.add_argument("--json", action="store_true", help="the lines as they are in the files")
-    events.set_defaults(act=_events, offline=True)
 
-    logs = commands.add_parser("logs", parents=[where], help="show what a rank prints, from the files on this host")
+    logs = command("logs", _logs, "show what a rank prints, from the files on this host", offline=True)
     logs.add_argument("rank", metavar="RANK", help="its newest worker on this host is shown")
     logs.add_argument(
         "--follow", action="store_true", help="follow new lines, also of later rounds, while the run has an agent here"
     )
-    logs.set_defaults(act=_logs, offline=True)
 
-    stacks = commands.add_parser(
-        "stacks", parents=[where], help="show the stacks of all workers, without stopping them"
-    )
-    stacks.set_defaults(act=_stacks)
+    command("stacks", _stacks, "show the stacks of all workers, without stopping them")
 
-    report = commands.add_parser("report", parents=[where], help="show what each incident cost, from the same files")
+    report = command("report", _report, "show what each incident cost, from the same files", offline=True)
     report.add_argument("run", metavar="RUN", nargs="?", help="the run's directory, or its id [--rdzv-id]")
     report.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     report.add_argument("--html", metavar="FILE", help="write a report to look at in a browser: one file")
     report.add_argument("--png", metavar="FILE", help="write the report as a picture; needs matplotlib")
-    report.set_defaults(act=_report, offline=True)
 
-    doctor = commands.add_parser("doctor", parents=[where], help="find out why nodes cannot meet, with remedies")
+    doctor = command("doctor", _doctor, "find out why nodes cannot meet, with remedies", offline=True)
     doctor.add_argument("--checkpoint", metavar="DIR|URL", default="", help="where the training's checkpoints go")
-    doctor.set_defaults(act=_doctor, offline=True)
 
     plan = commands.add_parser("plan", help="show how a global batch is divided at each world size")
     plan.add_argument("--global-batch", metavar="G", required=True, help="samples of an optimizer step")
