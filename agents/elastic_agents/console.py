@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -27,6 +28,9 @@ LIMIT = 1024 * 1024
 PATIENCE = 5.0
 """Seconds after which a console that accepts no data counts as unread."""
 
+_UNREAD = (errno.EPIPE, errno.EBADF, errno.EIO)
+"""Errors of a console that has no reader any more, such as that of a closed terminal: no reader misses a line."""
+
 TAIL = 64
 """Bytes that are remembered: longer than an escape sequence of a terminal."""
 
@@ -46,10 +50,16 @@ class _Source:
 
 
 class _Cursor:
-    """Where the next byte on a console would appear: output from another source begins at the start of a line."""
+    """Where the next byte on a console would appear: output from another source begins at the start of a line.
+
+    Attributes:
+        tail: the last bytes.
+        failed: whether it has been logged that the console cannot be written.
+    """
 
     def __init__(self) -> None:
-        self.tail = b""  # the last bytes
+        self.failed = False
+        self.tail = b""
         self._source: _Source | None = None  # of the current line; None at its start
         self._returned = False  # the current line has a carriage return: it is a progress bar
 
@@ -92,7 +102,7 @@ class Consoles:
             picture: called in that thread with the last bytes on this console.
         """
         writer, cursor = self._writer_of(descriptor)
-        return writer.put(lambda _: _pour(writer, descriptor, picture(cursor.tail)))
+        return writer.put(lambda _: _pour(writer, descriptor, cursor, picture(cursor.tail)))
 
     def flush(self) -> bool:
         """Wait until all is written, as long as the consoles are being read; return whether it is."""
@@ -111,7 +121,7 @@ class Consoles:
         except OSError:  # closed: the write itself will fail later, so do not fail here
             key = (-1, descriptor)
         if key not in self._writers:
-            name = {1: "stdout", 2: "stderr"}.get(descriptor, str(descriptor))
+            name = _name(descriptor)
             lost = partial(_tell_lost, name)
             writer = Writer(f"console {name}", limit=LIMIT, patience=PATIENCE, lost=lost)
             self._writers[key] = (writer, _Cursor())
@@ -119,10 +129,10 @@ class Consoles:
 
 
 def _write(writer: Writer, descriptor: int, cursor: _Cursor, source: _Source, data: bytes) -> None:
-    _pour(writer, descriptor, cursor.placed(source, data))
+    _pour(writer, descriptor, cursor, cursor.placed(source, data))
 
 
-def _pour(writer: Writer, descriptor: int, data: bytes) -> None:
+def _pour(writer: Writer, descriptor: int, cursor: _Cursor, data: bytes) -> None:
     view = memoryview(data)
     while view:
         try:
@@ -132,8 +142,15 @@ def _pour(writer: Writer, descriptor: int, data: bytes) -> None:
             room = select.poll()
             room.register(descriptor, select.POLLOUT)
             room.poll()
-        except OSError:
-            return  # the console has no reader any more; the log files have the output
+        except OSError as error:
+            if error.errno not in _UNREAD and not cursor.failed:
+                cursor.failed = True
+                _log.warning("%s cannot be written, and loses lines: %s (said once)", _name(descriptor), error)
+            return  # the log files have the output
+
+
+def _name(descriptor: int) -> str:
+    return {1: "stdout", 2: "stderr"}.get(descriptor, str(descriptor))
 
 
 def _tell_lost(name: str, lines: int, seconds: float) -> None:

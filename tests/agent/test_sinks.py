@@ -316,6 +316,27 @@ def filled() -> tuple[int, int]:
     return source, sink
 
 
+def test_a_console_that_cannot_be_written_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    with contextlib.closing(Consoles()) as consoles, open("/dev/full", "wb", buffering=0) as full:
+        number = full.fileno()
+        put = consoles.put_to(number, wait=True)
+        put(b"one\n")
+        put(b"two\n")
+        assert consoles.flush()
+    text = f"{number} cannot be written, and loses lines: [Errno 28] No space left on device (said once)"
+    assert caplog.messages == [text]
+
+
+def test_a_console_without_a_reader_needs_no_words(caplog: pytest.LogCaptureFixture) -> None:
+    source, console = os.pipe()
+    os.close(source)
+    with contextlib.closing(Consoles()) as consoles:
+        consoles.put_to(console, wait=True)(b"one\n")
+        assert consoles.flush()
+    os.close(console)
+    assert not caplog.messages
+
+
 def test_a_console_that_hangs_keeps_neither_workers_nor_their_files(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
