@@ -41,6 +41,11 @@ def from_torch(config: TorchConfig) -> LaunchConfig:
     Raises:
         UsageError: if it is not a valid launch; it names the corresponding flags of ``elastic-launch``.
     """
+    if config.rdzv_backend == "etcd" and not config.rdzv_endpoint:
+        raise UsageError(
+            "rdzv_backend is etcd, which is torch's default, and rdzv_endpoint names no cluster.",
+            'Give rdzv_backend="c10d", or the addresses of the cluster as rdzv_endpoint.',
+        )
     given = {
         "--nnodes": [f"{config.min_nodes}:{config.max_nodes}"],
         "--nproc": [str(config.nproc_per_node)],

@@ -99,6 +99,15 @@ def test_a_directory_with_a_main_is_a_script(parse: Parse) -> None:
     assert parse("folder").command.argv[2:] == ("folder",)
 
 
+def test_a_script_that_can_be_read_only_once(parse: Parse) -> None:
+    source, sink = os.pipe()
+    os.mkfifo("pipe")
+    for path in ("pipe", f"/dev/fd/{source}"):
+        assert f"the script '{path}' is a pipe: each worker" in refused(parse, path).message
+    os.close(source)
+    os.close(sink)
+
+
 def test_a_script_that_cannot_be_read(parse: Parse, monkeypatch: pytest.MonkeyPatch) -> None:
     # Not by its permissions: they do not hold for root.
     monkeypatch.setattr(os, "access", lambda path, mode: (path, mode) != ("train.py", os.R_OK))

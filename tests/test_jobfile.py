@@ -174,11 +174,13 @@ def test_a_value_that_its_flag_refuses_is_reported_with_its_file(parse: Parse) -
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "deep").write_text("[" * 20000)
+    (tmp_path / "endless").write_text("#" * 2**21)
     for name, problem in (
         ("none.yaml", "No such file"),
         (".", "Is a directory"),
         ("binary", "not a text in UTF-8"),
         ("deep", "nested too deeply"),
+        ("endless", "holds more than 1048576 bytes"),
     ):
         with pytest.raises(UsageError, match=problem) as caught:
             Job(split(["--config", str(tmp_path / name)]), {})

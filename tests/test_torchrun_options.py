@@ -289,6 +289,12 @@ def older() -> Callable[..., Any]:
     return make_dataclass("LaunchConfig", [field for field in kept if field[0] != "shutdown_timeout"])
 
 
+def test_the_default_backend_of_torchs_configuration_needs_an_endpoint() -> None:
+    with pytest.raises(UsageError, match="rdzv_backend is etcd, which is torch's default") as caught:
+        from_torch(launcher.LaunchConfig(1, 1, 1))
+    assert 'rdzv_backend="c10d"' in caught.value.hint
+
+
 def test_a_configuration_of_torch_2_11_has_no_shutdown_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, older: Callable[..., Any]
 ) -> None:

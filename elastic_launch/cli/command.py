@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 
 from elastic_launch.cli.flags import USAGE, Line, Values
 from elastic_launch.config.launch_config import Command
@@ -102,6 +103,11 @@ def _check_script(script: str) -> None:
         )
     if os.path.isdir(script) and not os.path.exists(os.path.join(script, "__main__.py")):
         raise UsageError(f"the script {script!r} is a directory without a __main__.py.", "Name a file in it.")
+    if Path(script).is_fifo():
+        raise UsageError(
+            f"the script {script!r} is a pipe: each worker, and each restart, has to read it again.",
+            "Name a file, as in elastic-launch train.py.",
+        )
     if not os.access(script, os.R_OK):
         raise UsageError(f"the script {script!r} cannot be read.", "Change its permissions.")
 

@@ -7,7 +7,6 @@ node knows its line.
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import NoReturn
 
 import yaml
@@ -17,6 +16,10 @@ from elastic_launch.cli.job_file import NOT_IN_FILES, JobFile
 from elastic_launch.config.settings import nearest
 from elastic_launch.contract import Placement, worker_environment
 from elastic_launch.errors import UsageError
+from elastic_launch.system.private_files import read_bounded
+
+MAX_BYTES = 1024 * 1024
+"""Bytes of a job file at most."""
 
 _FLAG_KEYS = {
     name[2:]: flag for flag in FLAGS for name in flag.names if name.startswith("--") and flag.name not in NOT_IN_FILES
@@ -81,7 +84,7 @@ class _Reader:
 
     def _compose(self) -> yaml.Node | None:
         try:
-            text = Path(self._path).read_text(encoding="utf-8")
+            text = read_bounded(self._path, MAX_BYTES).decode("utf-8")
         except UnicodeDecodeError as error:
             raise UsageError(
                 f"--config {self._path} is not a text in UTF-8: {error.reason}.", "Name a YAML file."

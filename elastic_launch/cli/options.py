@@ -9,7 +9,6 @@ import logging
 import re
 import signal
 from collections.abc import Sequence
-from pathlib import Path
 
 from elastic_launch.cli.flags import Values
 from elastic_launch.config.launch_config import Limits, parse_nnodes
@@ -18,6 +17,10 @@ from elastic_launch.config.settings import nearest
 from elastic_launch.config.torch_options import STOP_SIGNALS, Signals, TorchOptions
 from elastic_launch.errors import UsageError
 from elastic_launch.faults import FaultPlan
+from elastic_launch.system.private_files import read_bounded
+
+MOST_OF_A_DRILL = 1024 * 1024
+"""Bytes of a plan of faults at most."""
 
 log = logging.getLogger("elastic_launch.cli.main")
 
@@ -123,9 +126,9 @@ def read_drill(values: Values, *, own_agent: bool) -> FaultPlan:
     if not own_agent:
         raise UsageError("--drill needs this project's own rendezvous.", "Use --rdzv-backend c10d or etcd.")
     try:
-        plan = FaultPlan.of_drill(Path(path).read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--drill {path} cannot be read: {error}", "Name a file with a list of faults.") from None
+        plan = FaultPlan.of_drill(read_bounded(path, MOST_OF_A_DRILL).decode("utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--drill {path} cannot be read: {error}.", "Name a file with a list of faults.") from None
     except UsageError as error:
         raise UsageError(f"--drill {path}: {error.message}", error.hint) from None
     log.warning("--drill %s: faults rehearsed in this run: %d.", path, len(plan.faults))

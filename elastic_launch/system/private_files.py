@@ -41,6 +41,20 @@ def open_private(path: Path | str, flags: int) -> int:
     return os.open(path, flags | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
+def read_bounded(path: Path | str, limit: int) -> bytes:
+    """Return the content of a file, which may be a pipe or a device.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: if it has more than ``limit`` bytes.
+    """
+    with open(path, "rb") as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise ValueError(f"it holds more than {limit} bytes")
+    return data
+
+
 def read_small(path: Path, limit: int) -> bytes:
     """Return the content of a regular file.
 
