@@ -7,7 +7,8 @@ script's argument that resembles several flags, and drops a ``--`` in front of t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from elastic_launch.config.launch_config import LaunchConfig, Limits, Timing
@@ -340,15 +341,19 @@ class Values:
         setting = self.setting(name)
         return setting.whole() if setting else None
 
-    def attribute(self, error: UsageError) -> UsageError:
-        """Return the error, extended by the origin of flags in its message that were not on the command line."""
-        found = [
-            f"{flag.name} comes from {self._place(flag.name)}."
-            for flag in FLAGS
-            if self.origin(flag.name) not in (None, flag.name)
-            and re.search(rf"(?<![\w-]){flag.name}(?![\w-])", error.message)
-        ]
-        return type(error)(" ".join([error.message, *found]), error.hint)
+    @contextmanager
+    def attributed(self) -> Iterator[None]:
+        """Extend an error by the origin of flags in its message that were not on the command line."""
+        try:
+            yield
+        except UsageError as error:
+            found = [
+                f"{flag.name} comes from {self._place(flag.name)}."
+                for flag in FLAGS
+                if self.origin(flag.name) not in (None, flag.name)
+                and re.search(rf"(?<![\w-]){flag.name}(?![\w-])", error.message)
+            ]
+            raise type(error)(" ".join([error.message, *found]), error.hint) from None
 
     def _place(self, name: str) -> str | None:
         variable = self.variable(name)

@@ -113,14 +113,20 @@ def _inform(line: Line, wants: str, program: str, *, as_torchrun: bool) -> int:
 def _launch(line: Line, prepare: Callable[[Job], None], *, whole: bool, as_torchrun: bool) -> int:
     job = Job(line, os.environ)
     prepare(job)
-    _settle_defaults(job, as_torchrun=as_torchrun)
-    _configure_logging(job.values)
-    _find_out(job)
-    if job.values.switch("--print-config"):
-        sys.stdout.write(shown(job, {key: value for layer in _layers(job.values) for key, value in layer.items()}))
-        _configure(job)
+    values = job.values
+    _settle_defaults(values, as_torchrun=as_torchrun)
+    from elastic_agents.console import configure_logging
+
+    with values.attributed():
+        # For the first messages; the agent configures logging again.
+        configure_logging(read_log_format(values.text("--log-format")), quiet=values.torchrun)
+        _find_out(values)
+        printed = values.switch("--print-config")
+        if printed:
+            sys.stdout.write(shown(job, {key: value for layer in _layers(values) for key, value in layer.items()}))
+        config = build(job.line, values)
+    if printed:
         return ExitCode.DONE
-    config = _configure(job)
     check_kernel()
     check_directory()
     config = make_run_directory(config)
@@ -138,16 +144,6 @@ def _launch(line: Line, prepare: Callable[[Job], None], *, whole: bool, as_torch
     return run(config, begun)
 
 
-def _configure_logging(values: Values) -> None:
-    """Log the first messages in the requested format; the agent configures logging again."""
-    from elastic_agents.console import configure_logging
-
-    try:
-        configure_logging(read_log_format(values.text("--log-format")), quiet=values.torchrun)
-    except UsageError as error:
-        raise values.attribute(error) from None
-
-
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> LaunchConfig:
     """Convert arguments and environment to a configuration; nothing is started or written.
 
@@ -155,33 +151,22 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> LaunchConfig:
         UsageError: if they do not describe a valid launch.
     """
     job = Job(split(argv), environ)
-    _settle_defaults(job, as_torchrun=wanted(environ))
-    _find_out(job)
-    return _configure(job)
+    _settle_defaults(job.values, as_torchrun=wanted(environ))
+    with job.values.attributed():
+        _find_out(job.values)
+        return build(job.line, job.values)
 
 
-def _settle_defaults(job: Job, *, as_torchrun: bool) -> None:
+def _settle_defaults(values: Values, *, as_torchrun: bool) -> None:
     """Apply torchrun's defaults to unset values, if requested."""
     if as_torchrun:
-        job.values.torchrun = True
-        job.values.beneath = (*job.values.beneath, {name: Sourced(text, SOURCE) for name, text in DEFAULTS.items()})
+        values.torchrun = True
+        values.beneath = (*values.beneath, {name: Sourced(text, SOURCE) for name, text in DEFAULTS.items()})
 
 
-def _find_out(job: Job) -> None:
-    if job.values.torchrun:  # torchrun derives no defaults
-        return
-    try:
-        found = slurm.found_out(job.values) or kubernetes.found_out(job.values)
-    except UsageError as error:
-        raise job.values.attribute(error) from None
-    job.values.beneath = (*job.values.beneath, found)
-
-
-def _configure(job: Job) -> LaunchConfig:
-    try:
-        return build(job.line, job.values)
-    except UsageError as error:
-        raise job.values.attribute(error) from None
+def _find_out(values: Values) -> None:
+    if not values.torchrun:  # torchrun derives no defaults
+        values.beneath = (*values.beneath, slurm.found_out(values) or kubernetes.found_out(values))
 
 
 def build(line: Line, values: Values) -> LaunchConfig:
