@@ -363,7 +363,7 @@ class LocalElasticAgent(ElasticAgent):
             case HungUp(round=number, local_rank=local_rank):
                 waits = self._view.suspended if number else self._view.ahead.waiting
                 if number in (0, self._view.round) and local_rank in waits:
-                    self._workers.kill({local_rank})
+                    self._workers.kill({local_rank}, ending=True)
             case m.TakeStacks(round=number):
                 self._hanging.tell_stacks(number)
             case m.SaveNow(round=number):
@@ -568,8 +568,8 @@ class LocalElasticAgent(ElasticAgent):
         assert self._store is not None
         self._store.stop()
         self._group.state = WorkerState.STOPPED
-        if not stay:  # such a worker may write a last snapshot, if no round follows
-            self._snapshot_store.between_rounds()
+        if not stay or self._view.phase is v.Phase.SUSPENDED:
+            self._snapshot_store.between_rounds(last=bool(stay))
         port = self._serve(self._store.address) if end.serve else 0
         newest = self._snapshot_store.newest
         held = m.HeldSnapshot(newest.round, newest.step, port) if newest is not None else None

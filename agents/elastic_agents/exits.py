@@ -55,8 +55,10 @@ class Exits:
         )
         if not takes_part:
             if where.local_rank in view.suspended:
-                text = "rank %d (pid %d), which was suspended, ended with %s"
-                _log.warning(text, where.rank, pid, ending(exit_code))
+                killed = exit_code == -signal.SIGKILL
+                failure = self.failure_of(where.local_rank, view) if killed else None
+                how = ending(exit_code) if failure is None else failure.message
+                _log.warning("rank %d (pid %d), which was suspended, ended with %s", where.rank, pid, how)
         elif exit_code != 0 and not drained:
             if view.phase is not v.Phase.STOPPING:
                 self.failed[where.rank] = reaped
@@ -93,6 +95,6 @@ class Exits:
             remedy = f": {MORE_MEMORY}, or save more often. --no-snapshots leaves them out from the start"
             _log.warning(LEFT_OUT, cause, remedy)
             self._events.emit(ev.SnapshotsLeftOut(view.round, cause))
-            if view.phase is v.Phase.WAITING:  # it was started ahead of a place
-                self._snapshot_store.between_rounds()
+            if view.phase in (v.Phase.WAITING, v.Phase.SUSPENDED):
+                self._snapshot_store.between_rounds(last=bool(view.suspended))
         return failure

@@ -170,6 +170,48 @@ def test_two_workers_killed_at_the_same_moment_have_both_lacked_memory(
 
 @pytest.mark.system
 @pytest.mark.skipif(bool(NO_GROUPS), reason=NO_GROUPS or "nothing is missing")
+def test_the_kill_of_a_suspended_worker_frees_all_but_the_newest_snapshot_at_once(
+    job: Job, tmp_path: Path, undisturbed: str
+) -> None:
+    """Its round is over, and the next one waits for another node."""
+    with memory_group.group() as group:
+        command = growing(job.work, tmp_path / "saved", MORE + LARGER, "thread")
+        first = job.node("a", nnodes="2", command=command, prefix=group.prefix)
+        first.says("parked with 1 node", 60)  # it hosts the run
+        lost = job.node("b", nnodes="2", command=command)
+        for rank in range(2):
+            wait_for("the step before", (job.work / f"waiting-{rank}").exists, 60)
+        lost.process.kill()
+        job.tell("go")
+        wait_for("the end of the round", lambda: first.output.count("parked with 1 node") == 2, 20)
+        slots = [Path(f"/proc/{first.process.pid}/fd/{fd}") for fd in tensors_of(first.process.pid)]
+        assert held(slots) == 2, "each step is followed by a snapshot"
+        group.limit(FREE * 2**20)
+        job.tell("grow")
+        first.says("which was suspended, ended with signal 9 (SIGKILL); the kernel killed it for lack of memory", 20)
+        check_left_out(job, first)
+        wait_for("the memory", lambda: held(slots) == 1, 10)
+        again = job.node("c", nnodes="2", command=command)
+        assert (first.wait(120), again.wait(120)) == (0, 0), first.output + again.output
+        assert group.kills == 1, first.output
+    assert weights(first.output) == undisturbed
+    begun = {event["round"]: event["step"] for event in job.events("training_begun")}
+    assert begun[2] >= 7, f"a restart cost steps: {begun}, {first.output}"
+
+
+def tensors_of(pid: int) -> list[str]:
+    """The descriptors of a node's snapshots, whether they are in use or not."""
+    links = {link.name: os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()}
+    return [fd for fd, name in links.items() if re.search(r"elastic-launch-slot-\d+-tensors", name)]
+
+
+def held(slots: list[Path]) -> int:
+    """How many of them use memory."""
+    return sum(slot.stat().st_blocks > 0 for slot in slots)
+
+
+@pytest.mark.system
+@pytest.mark.skipif(bool(NO_GROUPS), reason=NO_GROUPS or "nothing is missing")
 def test_training_goes_on_when_a_slow_copy_has_freed_its_snapshot(job: Job, tmp_path: Path, undisturbed: str) -> None:
     with memory_group.group() as group:
         # The need fits without snapshots, but not beside one.

@@ -347,10 +347,15 @@ class RoundWorkers:
                 spared.append(worker.placement.rank)
         return spared
 
-    def kill(self, local_ranks: Collection[int] | None = None) -> None:
-        """Kill workers (None: all that are left) with their entire sessions; their exits are reported as usual."""
+    def kill(self, local_ranks: Collection[int] | None = None, *, ending: bool = False) -> None:
+        """Kill workers (None: all that are left) with their entire sessions; their exits are reported as usual.
+
+        Args:
+            ending: whether they seem to end by themselves, for a reason that is to be found.
+        """
         for worker in self._chosen(local_ranks):
-            self._stop(worker)
+            if not ending:
+                self._stop(worker)
             self._processes.signal(worker.pid, signal.SIGKILL)
 
     def end_late(self, expired: TimerExpired) -> None:
