@@ -16,6 +16,12 @@ def check_kind(where: str, given: object, kind: type | tuple[type, ...], remedy:
         raise UsageError(f"{where} is {found(given)}.", remedy)
 
 
+def check_function(where: str, given: object, remedy: str) -> None:
+    """Check that an argument can be called, and is not a class by mistake, such as ``MSELoss`` for ``MSELoss()``."""
+    if not callable(given) or isinstance(given, type):
+        raise UsageError(f"{where} is {found(given)}.", remedy)
+
+
 def found(given: object) -> str:
     """Describe an argument in words: by its type, or by its name if it is a class."""
     if given is None:

@@ -24,7 +24,7 @@ from elastic_launch.training.durations import Interval
 from elastic_launch.training.evaluations import Evaluations, checked_eval_loader, evaluated, evaluating
 from elastic_launch.training.gradients.accumulation import Gradients
 from elastic_launch.training.gradients.buffer_rules import checked_rules
-from elastic_launch.training.kinds import check_kind
+from elastic_launch.training.kinds import check_function, check_kind, found
 from elastic_launch.training.live.rehearsal import unchanged
 from elastic_launch.training.loop import Loop, LoopOptions
 from elastic_launch.training.precision import Precision, is_out_of_memory
@@ -117,6 +117,7 @@ class Trainer:
         check_kind("Trainer(model=...)", model, nn.Module, f"Give a torch.nn.Module; {_SEVERAL}")
         check_kind("Trainer(optimizer=...)", optimizer, torch.optim.Optimizer, f"Give one of torch.optim; {_SEVERAL}")
         check_loader("Trainer(loader=...)", loader)
+        check_function("Trainer(loss_fn=...)", loss_fn, "Give a function (output, target) -> scalar, or MSELoss().")
         if checkpoint is not None:
             check_checkpoint("Trainer(checkpoint=...)", checkpoint)
         self.run = run
@@ -149,6 +150,8 @@ class Trainer:
         if metrics is not None:
             check_kind("Trainer(metrics=...)", metrics, Mapping, 'Give functions by name: {"accuracy": accuracy}.')
         self._metrics = dict(metrics or {})
+        for name, measure in self._metrics.items():
+            check_function(f"Trainer(metrics=...): {name!r}", measure, "Give a function (output, target) -> scalar.")
         if "loss" in self._metrics:
             raise UsageError("metrics: the name 'loss' is the loss function's.", "Choose another.")
         names = ["loss", *self._metrics] if eval_loader is not None else []
@@ -314,7 +317,8 @@ class Trainer:
                 for sample in samples:
                     values, weight = self._measure_sample(sample, step.model)
                     loss, *metrics = values
-                    assert isinstance(loss, Tensor)
+                    if not isinstance(loss, Tensor):
+                        raise UsageError(f"Trainer: what loss_fn returned is {found(loss)}.", "Return a tensor.")
                     step.backward(loss, weight, dict(zip(self._metrics, metrics, strict=True)))
         except (RuntimeError, MemoryError) as error:
             if not self._finds_micro or step._exchanged or not is_out_of_memory(error):

@@ -68,6 +68,9 @@ def test_of_a_loop_and_of_a_trainer(run: Run, others: dict[str, Any], message: s
         ({"callbacks": el.Progress(every=2)}, r"callbacks=\.\.\.\) is a Progress\.\n.*list"),
         ({"callbacks": [el.Progress]}, r"callbacks=\.\.\.\): one of them is the class Progress, not an object"),
         ({"callbacks": [print]}, r"callbacks=\.\.\.\): one of them is a builtin_function.*\n.*el\.Callback"),
+        ({"loss_fn": None}, r"loss_fn=\.\.\.\) is None\.\n.*scalar"),
+        ({"loss_fn": nn.MSELoss}, r"loss_fn=\.\.\.\) is the class MSELoss, not an object of it"),
+        ({"metrics": {"a": 3}}, r"metrics=\.\.\.\): 'a' is an int\."),
         ({"metrics": [print]}, r'metrics=\.\.\.\) is a list\.\n.*{"accuracy"'),
     ],
 )
@@ -82,6 +85,7 @@ def test_of_a_trainer(run: Run, others: dict[str, Any], message: str) -> None:
         (lambda run: el.ElasticLoader(DATA, 4), r"ElasticLoader\(batch=\.\.\.\) is an int\.\n.*el\.GlobalBatch"),  # type: ignore[arg-type]
         (lambda run: el.FunctionLoader(print, 4), r"FunctionLoader\(batch=\.\.\.\) is an int\.\n.*el\.GlobalBatch"),  # type: ignore[arg-type]
         (lambda run: el.GlobalBatch(4.0, 2), r"GlobalBatch\(size=4\.0\): .*a whole number"),  # type: ignore[arg-type]
+        (lambda run: el.Checkpoint(""), r"Checkpoint\(''\) names no directory"),
         (lambda run: run.resume("runs/a"), r"run\.resume\(checkpoint\) is a str\.\n.*el\.Checkpoint\("),  # type: ignore[arg-type]
         (lambda run: run.register("model", nn.Linear), r"run\.register\('model'\) got the class Linear"),  # type: ignore[arg-type]
         (lambda run: el.session(threads="4").__enter__(), r"session\(threads='4'\)"),  # type: ignore[arg-type]
@@ -90,6 +94,12 @@ def test_of_a_trainer(run: Run, others: dict[str, Any], message: str) -> None:
 def test_of_other_calls(run: Run, call: Callable[[Run], object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         call(run)
+
+
+def test_a_loss_that_is_a_number(run: Run) -> None:
+    trainer = el.Trainer(run, loss_fn=lambda output, target: 1.0, **_given())
+    with pytest.raises(UsageError, match=r"what loss_fn returned is a float\.\n.*tensor"):
+        trainer.fit("1ba")
 
 
 def test_a_loop_of_its_own_that_registers_and_does_not_resume(run: Run) -> None:

@@ -153,7 +153,7 @@ def test_passes_and_updates_that_do_not_belong_together_say_so() -> None:
     with pytest.raises(UsageError, match=r"began before step\.update"):
         next(iter(step))
     step.update()
-    with pytest.raises(UsageError, match="after 4 of 4 micro-batches"):
+    with pytest.raises(UsageError, match="came a second time"):
         step.update()
     alone = first_step(gan.optimizers["d"])
     alone.update()

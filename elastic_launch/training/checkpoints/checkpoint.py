@@ -59,6 +59,8 @@ class Checkpoint:
         weights_only: bool = False,
         allow: Sequence[str] = (),
     ) -> None:
+        if not os.fspath(directory):
+            raise UsageError("Checkpoint('') names no directory.", "Name one; '.' is the working directory.")
         # Now: the script may change the working directory later.
         self.directory = place(directory).absolute()
         """Where it saves to."""
