@@ -41,7 +41,7 @@ KNOWN = {
     "agents/elastic_agents/workers/watchdog.py": [
         "time.time"
     ],  # torch's protocol names moments; each is converted as it comes
-    "elastic_launch/error_file.py": ["found.st_mtime", "found.st_mtime", "time.time"],
+    "elastic_launch/error_file.py": ["os.stat(path).st_mtime", "time.time"],
     # Clouds and Slurm use absolute times. The answering server's clock is preferred over this host's.
     "agents/elastic_agents/notices/types.py": ["datetime.now"],
     "agents/elastic_agents/notices/slurm.py": ["time.time"],
