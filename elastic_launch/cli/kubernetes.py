@@ -21,12 +21,11 @@ from dataclasses import dataclass
 from elastic_launch.cli.flags import Sourced, Values
 from elastic_launch.cli.rendezvous_flags import asked_backend
 from elastic_launch.config.backends import BACKENDS, kind_of
+from elastic_launch.config.endpoints import PORT
 from elastic_launch.config.launch_config import parse_nnodes
 from elastic_launch.errors import UsageError
 
 ENV_INDEX = "JOB_COMPLETION_INDEX"
-
-PORT = 29400
 
 _TOLD = ("--rdzv-endpoint", "--rdzv-id", "--node-id")
 """The flags that are reported, in this order."""

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 from elastic_launch.errors import UsageError
 
+PORT = 29400
+"""The port of a run's leader if none is given, as of torchrun's c10d."""
+
 MOST_VOTERS = 7
 """Most hosts that keep a record together."""
 
@@ -30,7 +33,7 @@ class Endpoint:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def parse_endpoint(text: str, default_port: int = 29400, asker: str = "--rdzv-endpoint") -> Endpoint:
+def parse_endpoint(text: str, default_port: int = PORT, asker: str = "--rdzv-endpoint") -> Endpoint:
     """Parse ``host``, ``host:port``, an IPv6 address, ``[v6]`` or ``[v6]:port``."""
     asked = f"{asker} {text!r}"
     hint = "Write HOST:PORT, as in --rdzv-endpoint node0:29400 or [::1]:29400."

@@ -22,10 +22,7 @@ class Bar:
 
 def bars(chronicle: Chronicle, told: Sequence[tuple[float, ev.Event]]) -> list[Bar]:
     """Return the rounds of which the host knows when they were formed, in order."""
-    # Without the leader's node an older version's events tell only of this node's workers.
-    heard = {
-        x.round: x.world_size or x.workers for _, x in told if isinstance(x, ev.OrderReceived) and x.order == "form"
-    }
+    heard = {x.round: x.world_size for _, x in told if isinstance(x, ev.OrderReceived) and x.order == "form"}
     worlds = heard | {x.round: x.world_size for _, x in told if isinstance(x, ev.RoundFormed)}
     rounds = [chronicle.rounds[number] for number in sorted(chronicle.rounds)]
     ends = [x.formed or chronicle.until for x in rounds[1:]] + [chronicle.until]

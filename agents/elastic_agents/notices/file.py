@@ -7,10 +7,8 @@ import os
 from collections.abc import Mapping, Sequence
 
 from elastic_agents.notices.types import Notice, Source, Trouble
+from elastic_launch.config.launch_config import LONGEST_WAIT
 from elastic_launch.config.notice_sources import NoticeSource
-
-LONGEST = 1e6
-"""Seconds; see :data:`elastic_launch.config.launch_config.LONGEST_WAIT`."""
 
 
 def seconds_in(text: str) -> float | None:
@@ -19,7 +17,7 @@ def seconds_in(text: str) -> float | None:
         found = float(text)
     except ValueError:
         return None
-    return min(found, LONGEST) if math.isfinite(found) and found >= 0 else None
+    return min(found, LONGEST_WAIT) if math.isfinite(found) and found >= 0 else None
 
 
 class File(Source):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from elastic_launch.clock import Clock
-from elastic_launch.config.endpoints import Endpoint
+from elastic_launch.config.endpoints import PORT, Endpoint
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.errors import EndpointError, InternalError, UnresolvedError
 from elastic_launch.events.types import EventSink
@@ -211,10 +211,10 @@ class C10dBackend(Backend):
         if not self._config.announce:
             return Endpoint(self._config.local_addr or "127.0.0.1", 0)
         host = self._config.local_addr or routable_address()
-        listener, taken = try_listen(Endpoint(host, 29400))
+        listener, taken = try_listen(Endpoint(host, PORT))
         if listener is not None:
             listener.close()
-        return Endpoint(host, 29400 if listener is not None and not taken else 0)
+        return Endpoint(host, PORT if listener is not None and not taken else 0)
 
     def find_leader(self, timeout: float) -> FoundLeader:
         if self._service is not None and self._service.died is not None:
