@@ -1,4 +1,4 @@
-"""Does one thing with torch and prints the result, which must be the same in a forked and an executed worker."""
+"""Does things with torch and prints the results, which must be the same in a forked and an executed worker."""
 
 import os
 import sys
@@ -93,4 +93,5 @@ def recorded():
 
 
 if __name__ == "__main__":
-    globals()[sys.argv[1]]()
+    for thing in sys.argv[1:]:
+        globals()[thing]()
