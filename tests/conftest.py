@@ -26,6 +26,9 @@ from harness import SLOWNESS, Job, forks, job_in, share_forks
 # Until all tests are collected nearly all objects are kept, so that a search for garbage finds none.
 gc.disable()
 
+# Threads of torch's operations wait for each other without a loop, which would take the processors from other tests.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 # A shell without job control, or nohup, ignores these signals for background jobs; all child processes would, too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
