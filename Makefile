@@ -52,7 +52,7 @@ help:
 	@echo 'PYTHON=path     use that interpreter, and its torch if it has one'
 	@echo 'PIP_ARGS=...    further arguments for every pip install'
 	@echo 'PYTEST_ARGS=... further arguments for pytest'
-	@echo 'JOBS=N          how many tests run at a time (3, of test-all 5; 0: one, in the process of pytest itself)'
+	@echo 'JOBS=N          how many tests run at a time (3, of test 4, of test-all 5; 0: one, in the process of pytest itself)'
 
 env: $(STAMP)
 
@@ -97,7 +97,7 @@ dist: env
 test: env
 	@{ test -d tests/__pycache__ || "$(BIN)/python" -m pytest -qq --collect-only; } >/dev/null 2>&1 & \
 	"$(SELF)" --no-print-directory check; code=$$?; wait; exit $$code
-	"$(BIN)/python" -m pytest -rfEs $(call parallel,3) -m "not system and not slow and not soak" --junitxml=build/junit-test.xml $(PYTEST_ARGS)
+	"$(BIN)/python" -m pytest -rfEs $(call parallel,4) -m "not system and not slow and not soak" --junitxml=build/junit-test.xml $(PYTEST_ARGS)
 
 test-all: env $(FRAMEWORKS)
 	@scripts/system-packages
