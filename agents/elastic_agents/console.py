@@ -19,6 +19,8 @@ from elastic_launch.system.writer_thread import Writer
 
 _log = logging.getLogger("elastic_launch")
 
+_LEVELS = logging.getLevelNamesMapping()
+
 _COLOURS = {logging.WARNING: 33, logging.ERROR: 31, logging.CRITICAL: 31}
 """SGR codes by level; other lines are not coloured."""
 
@@ -179,15 +181,26 @@ def configure_logging(
     _log.handlers[:] = [handler]
     _log.propagate = False
     default = "WARNING" if quiet else "INFO"
-    levels = logging.getLevelNamesMapping()
-    named = levels.get((os.environ.get("LOGLEVEL") or default).upper(), levels[default])
+    named = _LEVELS.get((os.environ.get("LOGLEVEL") or default).upper(), _LEVELS[default])
     _log.setLevel(named if level is None else level)
+    _name_level(os.environ.get("LOGLEVEL"), named)
+
+
+def _name_level(text: str | None, level: int) -> None:
+    """Make a text that LOGLEVEL has the name of a level in this process, too.
+
+    torch.distributed.elastic reads the variable when it is imported, and fails by any other text, as ``info``.
+    """
+    if text is not None and text not in _LEVELS:
+        name = logging.getLevelName(level)
+        logging.addLevelName(level, text)
+        logging.addLevelName(level, name)  # which is the one that is shown
 
 
 def announce(config: LaunchConfig) -> None:
     """Print what starts, and where its files go."""
     wanted = os.environ.get("LOGLEVEL") or "INFO"
-    if wanted.upper() not in logging.getLevelNamesMapping():
+    if wanted.upper() not in _LEVELS:
         default = logging.getLevelName(_log.level)
         _log.warning(
             "LOGLEVEL=%s is not a level: %s is used; known: DEBUG, INFO, WARNING, ERROR, CRITICAL", wanted, default

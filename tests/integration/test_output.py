@@ -40,6 +40,17 @@ def lines(job: Job, *flags: str, script: str = SAY, code: int = 0, **environ: st
     return sorted(agent.output.splitlines())
 
 
+@pytest.mark.executed
+@pytest.mark.parametrize("level", ["info", "LOUD", ""])
+def test_a_level_that_torch_does_not_know(job: Job, level: str) -> None:
+    """torch's agent fails as it is imported."""
+    agent = job.launch("--standalone", command=["--no-python", "true"], env={"LOGLEVEL": level})
+    assert agent.wait() == 0
+    assert "Traceback" not in agent.output
+    assert "done: all workers finished" in agent.output
+    assert ("LOGLEVEL=LOUD is not a level: INFO is used" in agent.output) == (level == "LOUD")
+
+
 def kept(job: Job) -> dict[str, str]:
     """The text of the first round's files, by their names in its directory."""
     round_1 = job.logs / "out" / "round_1"
