@@ -51,6 +51,19 @@ def test_a_slot_in_use_is_never_overwritten(events: list[str]) -> None:
         assert book.sequence == sequence
 
 
+GIVES_WAY = "from elastic_agents.priority import give_way; give_way(); "
+
+
+@pytest.fixture(autouse=True)
+def copies_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside other tests, a copying process that gives way takes several times as long."""
+
+    def command(code: str, *arguments: str) -> list[str]:
+        return helper_command(code.removeprefix(GIVES_WAY), *arguments)
+
+    monkeypatch.setattr(copiers, "helper_command", command)
+
+
 class Node:
     """A snapshot store, and the worker that writes its snapshots."""
 
@@ -162,8 +175,9 @@ def test_while_one_is_copied_slowly_the_newest_waits_and_the_training_does_not(n
 
 @pytest.mark.parametrize(("last", "lower"), [(False, 10), (True, 0)], ids=["a copy", "the final copy"])
 def test_the_copying_process_runs_at_a_lower_priority_unless_the_end_waits_for_it(
-    node: Node, last: bool, lower: int
+    node: Node, last: bool, lower: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(copiers, "helper_command", helper_command)
     found: list[int] = []
 
     def look() -> bool:
