@@ -161,6 +161,16 @@ def test_a_directory_without_events_is_named(tmp_path: Path, capsys: pytest.Capt
     assert f"There is no run in {tmp_path}" in capsys.readouterr().err
 
 
+def test_a_damaged_file_of_a_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a").mkdir()
+    file = tmp_path / "a" / "run.json"
+    file.write_text("{")
+    for directory in (tmp_path, tmp_path / "a"):
+        assert main(["status", "--log-dir", str(directory)]) == ExitCode.RENDEZVOUS
+        said = capsys.readouterr().err
+        assert f"There is no run in {directory}, but {file}, which is damaged or cannot be read." in said
+
+
 def test_events_are_not_asked_of_a_leader(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["events", "--rdzv-endpoint", "10.0.0.5:29400"]) == ExitCode.USAGE
     assert "--log-dir" in capsys.readouterr().err

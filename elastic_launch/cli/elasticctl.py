@@ -37,7 +37,7 @@ from elastic_launch.observe.report import show_report
 from elastic_launch.observe.watch import span
 from elastic_launch.rendezvous.admin import messages as a
 from elastic_launch.rendezvous.admin.client import Address, AdminClient, RunEndedError
-from elastic_launch.rendezvous.run_file import FoundRun, RunAddress, find
+from elastic_launch.rendezvous.run_file import FoundRun, RunAddress, damaged, find
 from elastic_launch.secret import read_token
 from elastic_launch.system.plain_text import plain
 from elastic_launch.system.private_files import untrusted
@@ -228,7 +228,9 @@ def _found(log_dir: str | None, run_id: str | None, environ: Mapping[str, str]) 
     which = f"run {run_id!r}" if run_id else "run"
     flags = "Name it with --rdzv-endpoint HOST:PORT and --rdzv-id ID, or with the --log-dir that it was given."
     if not runs:
-        raise EndpointError(f"There is no {which} in {base}.", flags)
+        unusable = [path for depth in ((1, 0) if log_dir else (2,)) for path in damaged(base, depth)]
+        but = f", but {unusable[0]}, which is damaged or cannot be read" if unusable else ""
+        raise EndpointError(f"There is no {which} in {base}{but}.", flags)
     if not alive and not log_dir and not run_id:
         last = runs[0].run
         ended = "was killed" if last.code is None else f"ended with exit code {last.code}: {last.cause}"

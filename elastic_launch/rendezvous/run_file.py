@@ -186,8 +186,7 @@ def find(base: Path, run_id: str | None, depth: int) -> tuple[list[FoundRun], bo
     Returns:
         The runs, and whether they are alive.
     """
-    paths = list(base.glob("/".join(["*"] * depth + [FILE])))
-    dated = sorted(((_changed(path), path) for path in paths), reverse=True)
+    dated = sorted(((_changed(path), path) for path in _files(base, depth)), reverse=True)
     read = [(_read(path), path) for _, path in dated]
     found = [FoundRun(run, path.parent) for run, path in read if run and run_id in (None, run.run_id)]
     # How one node's agent has ended says nothing about a run in which others are alive.
@@ -195,6 +194,15 @@ def find(base: Path, run_id: str | None, depth: int) -> tuple[list[FoundRun], bo
         each._replace(run=replace(each.run, code=None, cause="")) for each in found if _inhabited(each.directory)
     )
     return (alive, True) if alive else (_distinct(found), False)
+
+
+def damaged(base: Path, depth: int) -> list[Path]:
+    """Return the files in which :func:`find` would look for a run, but which do not hold one or cannot be read."""
+    return sorted(path for path in _files(base, depth) if _read(path) is None)
+
+
+def _files(base: Path, depth: int) -> Iterable[Path]:
+    return base.glob("/".join(["*"] * depth + [FILE]))
 
 
 def _are_two_runs(one: RunAddress, other: RunAddress) -> bool:
