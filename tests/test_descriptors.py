@@ -42,6 +42,21 @@ def test_the_limit_is_raised_for_this_process_and_not_for_those_it_starts(limit:
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
 
 
+def test_no_limit_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    without = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: without)
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: asked.append(limits))
+    monkeypatch.setattr(descriptors, "_given", None)
+    descriptors.raise_limit()
+    assert asked == [without]
+    try:
+        descriptors.reserve()
+        assert len(descriptors._held) == descriptors.RESERVE
+    finally:
+        descriptors.release()
+
+
 def test_the_limit_is_not_lowered_below_descriptors_in_use(limit: tuple[int, int]) -> None:
     descriptors.raise_limit()
     many = [os.open(os.devnull, os.O_RDONLY) for _ in range(limit[0])]

@@ -568,8 +568,8 @@ class LocalElasticAgent(ElasticAgent):
         assert self._store is not None
         self._store.stop()
         self._group.state = WorkerState.STOPPED
-        if not stay or self._view.phase is v.Phase.SUSPENDED:
-            self._snapshot_store.between_rounds(last=bool(stay))
+        if not stay:  # such a worker may write a last snapshot, if no round follows
+            self._snapshot_store.between_rounds()
         port = self._serve(self._store.address) if end.serve else 0
         newest = self._snapshot_store.newest
         held = m.HeldSnapshot(newest.round, newest.step, port) if newest is not None else None

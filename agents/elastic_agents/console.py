@@ -145,7 +145,7 @@ def _pour(writer: Writer, descriptor: int, cursor: _Cursor, data: bytes) -> None
             room.register(descriptor, select.POLLOUT)
             room.poll()
         except OSError as error:
-            if error.errno not in _UNREAD and not cursor.failed:
+            if descriptor != 2 and error.errno not in _UNREAD and not cursor.failed:
                 cursor.failed = True
                 _log.warning("%s cannot be written, and loses lines: %s (said once)", _name(descriptor), error)
             return  # the log files have the output

@@ -88,13 +88,20 @@ class Exits:
         failure = self._workers.failure(local_rank, self._step_timer)
         if failure is not None and failure.kind == "out of memory" and (used := self._snapshot_store.leave_out()):
             killed = "a worker" if failure.exit_code == -signal.SIGKILL else "a child of a worker"
+            # A suspended worker may write a last snapshot, if no round follows.
+            rests = view.phase in (v.Phase.WAITING, v.Phase.SUSPENDED) and not view.suspended - {local_rank}
+            freed = (
+                "all but the newest of which are freed"
+                if rests
+                else ("which are freed once the next round has restored the state")
+            )
             cause = (
                 f"the kernel killed {killed} (pid {failure.pid}) for lack of memory while they used "
-                f"{used / 2**30:.2f} GiB, which are freed once the next round has restored the state"
+                f"{used / 2**30:.2f} GiB, {freed}"
             )
             remedy = f": {MORE_MEMORY}, or save more often. --no-snapshots leaves them out from the start"
             _log.warning(LEFT_OUT, cause, remedy)
             self._events.emit(ev.SnapshotsLeftOut(view.round, cause))
-            if view.phase in (v.Phase.WAITING, v.Phase.SUSPENDED):
-                self._snapshot_store.between_rounds(last=bool(view.suspended))
+            if rests:
+                self._snapshot_store.between_rounds()
         return failure

@@ -252,6 +252,7 @@ def build(line: Line, values: Values) -> LaunchConfig:
     if config.options.virtual_local_rank:
         visible_device(config.nproc - 1, values.environ)
     if config.options.event_log_handler not in EVENT_LOG_HANDLERS:
+        check_directory()  # torch cannot be imported in one that is gone
         from elastic_agents.torch_events import check_handler
 
         check_handler(config.options.event_log_handler)

@@ -133,7 +133,7 @@ def parse_host(text: str, flag: str) -> str:
 
 def _names_a_host(text: str) -> bool:
     """Whether text may be the name of a host, or an IPv4 address, as far as that shows without a resolver."""
-    if not re.fullmatch("[0-9.]+", text):
+    if "." not in text or not re.fullmatch("[0-9.]+", text):  # a name may have digits only, as a container's
         return bool(text) and not re.search(r"[\s/\[\]]", text)
     try:
         socket.inet_aton(text)  # also the short forms that a resolver takes, as 127.1

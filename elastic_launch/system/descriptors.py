@@ -49,7 +49,7 @@ def raise_limit() -> None:
     """
     global _given
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard < FEWEST:
+    if hard != resource.RLIM_INFINITY and hard < FEWEST:
         raise ElasticLaunchError(
             f"This agent may open {hard} files (ulimit -Hn); one with few workers needs {FEWEST}.", _MORE_FILES
         )
@@ -72,7 +72,8 @@ def reserve() -> None:
     """Reserve some descriptors, which :func:`scarce` frees. Also call this once there are enough again."""
     global _told
     with contextlib.suppress(OSError):
-        while len(_held) < min(RESERVE, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 16):
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        while len(_held) < (RESERVE if soft == resource.RLIM_INFINITY else min(RESERVE, soft // 16)):
             _held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
         _told = False
 
@@ -165,7 +166,7 @@ def shortage_told() -> Iterator[None]:
         elif isinstance(error, OSError):
             message = f"This agent cannot open what it needs: {error}."
         else:
-            message = f"This agent cannot load what it needs: {error or 'out of memory'}."
+            message = f"This agent cannot load what it needs: {str(error) or 'out of memory'}."
         raise ElasticLaunchError(message, hint) from error
 
 

@@ -555,9 +555,9 @@ def test_a_kill_of_another_process_explains_no_later_end(counters: list[Path]) -
     kills = OutOfMemoryKills(time)
     counters[1].write_text("oom_kill 3\n")
     assert kills.explain_one()
-    time.at += failures.EXPLAINS - 1
+    time.at += failures.EXPLAINS / 2
     assert kills.explain_one()
-    time.at += 2
+    time.at += failures.EXPLAINS
     assert not kills.explain_one()
     counters[1].write_text("oom_kill 4\n")
     assert [kills.explain_one() for _ in range(2)] == [True, False]

@@ -700,25 +700,6 @@ def test_without_memory_a_snapshot_is_kept_until_it_is_restored_and_copied(node:
     assert node.snapshot_store.newest is None
 
 
-def test_without_memory_a_suspended_worker_may_still_write_a_last_snapshot(node: Node) -> None:
-    """What is not needed is freed at once, and nothing later while that worker may be writing."""
-    asked, free = threading.Event(), threading.Event()
-    node.may_commit = lambda: asked.set() or free.wait(30 * SLOWNESS)
-    node.store(5)
-    assert asked.wait(30 * SLOWNESS)
-    for step in (6, 7):
-        node.store(step, durable=False)
-    assert node.snapshot_store.leave_out()
-    node.snapshot_store.between_rounds(last=True)
-    assert node.used() == [5, 7]
-    node.store(8, durable=False)
-    free.set()
-    assert node.copied()[-1] == 5
-    assert node.used() == [5, 7, 8]
-    node.snapshot_store.between_rounds()
-    assert node.used() == [8]
-
-
 def test_without_memory_the_snapshot_of_a_later_training_waits_for_that(node: Node) -> None:
     node.store(7, durable=False)
     node.store(2, training=1)

@@ -112,7 +112,7 @@ def test_a_limit_that_is_reached_as_the_rendezvous_opens_has_its_remedy(tmp_path
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
         membership.close()
     assert isinstance(lost, RendezvousLost)
-    assert "could not be opened: [Errno 24] Too many open files" in lost.error.message
+    assert "has failed: [Errno 24] Too many open files: the limit of open files is reached" in lost.error.message
     assert "ulimit -Hn" in lost.error.hint
     assert lost.error.exit_code == ExitCode.TRAINING_FAILED
 

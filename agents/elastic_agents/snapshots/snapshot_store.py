@@ -129,17 +129,12 @@ class SnapshotStore:
                 self.secure()
             return used
 
-    def between_rounds(self, *, last: bool = False) -> None:
-        """If snapshots are left out, free all but the newest of each training: no worker of the node is in a round.
+    def between_rounds(self) -> None:
+        """If snapshots are left out, free all but the newest of each training.
 
-        Args:
-            last: whether a suspended worker may write one more later, if no round follows.
+        No worker of the node is in a round, and one that is suspended is given a place before it writes a snapshot.
         """
-        if not last:
-            self.restored(-1)
-        elif not self._writes:
-            with self._changed:
-                self._free(-1)
+        self.restored(-1)
 
     def restored(self, training: int) -> None:
         """Free the snapshots of trainings up to this one: all of the node's workers have restored it and write none.
@@ -149,15 +144,15 @@ class SnapshotStore:
         with self._changed:
             if not self._writes:
                 self._restored = training
-                self._free(training)
+                self._free()
 
-    def _free(self, restored: int | None) -> None:
-        if restored is None or self._fetch is not None or self._server is not None:
+    def _free(self) -> None:
+        if self._restored is None or self._fetch is not None or self._server is not None:
             return
         self._look()
         found = [(header, number) for number, slot in enumerate(self._slots) if (header := slot.header()) is not None]
         found.sort(key=lambda pair: (pair[0].round, pair[0].step, pair[0].sequence))
-        needed = {header.training: number for header, number in found if header.training > restored}
+        needed = {header.training: number for header, number in found if header.training > self._restored}
         pinned = self._book.pinned
         newest = None if self._at_rest or (pinned is not None and self._job is None) else self._book.newest
         kept = {*needed.values(), *(held.slot for held in (pinned, newest) if held is not None)}
@@ -330,7 +325,7 @@ class SnapshotStore:
             with self._changed:
                 self._let_go()
                 self._busy = False
-                self._free(self._restored)
+                self._free()
                 closing = self._closing
                 if copied is not None and not closing:
                     self.failed = "" if copied.path else f"{copied.error} {copied.hint}".strip()

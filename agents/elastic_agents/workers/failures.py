@@ -42,8 +42,8 @@ _LOST_PROCESS = re.compile(
 """Exceptions of torch's loader, ``concurrent.futures`` and ``subprocess`` in a worker after a child was killed."""
 
 
-EXPLAINS = 10.0
-"""Seconds for which a kill that the kernel has counted may explain a worker's end; later, it ended another process."""
+EXPLAINS = 2.0
+"""Seconds for which kills counted beside the one that explains an end may explain others; later, they were of others."""
 
 
 class OutOfMemoryKills:

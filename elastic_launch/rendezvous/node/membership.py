@@ -46,7 +46,7 @@ from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.rendezvous.wire.authentication import Channel, OtherTokenError, link_key
 from elastic_launch.rendezvous.wire.log_once import LogOnce
 from elastic_launch.secret import HINT_TOKEN
-from elastic_launch.system.descriptors import remedy
+from elastic_launch.system.descriptors import explained, remedy
 from elastic_launch.system.plain_text import clipped
 
 HINT_STRANGE = (
@@ -189,7 +189,7 @@ class Membership:
             hint = remedy(error)
             if not hint and isinstance(error, RuntimeError):
                 raise
-            lost = EndpointError(f"The rendezvous could not be opened: {error}.", hint)
+            lost = EndpointError(f"The rendezvous has failed: {explained(error)}.", hint)
             if hint:  # a limit of this process, which another agent does not have to reach
                 lost.exit_code = ExitCode.TRAINING_FAILED
             self._notify(RendezvousLost(lost))
