@@ -425,7 +425,9 @@ def test_a_local_address_must_be_one(parse: Parse, text: str) -> None:
     assert f"--local-addr {text!r} is not the address of a host" in error.message
 
 
-@pytest.mark.parametrize("text", ["::1", "fe80::1%eth0", "node0.example.org", "my_host", "10.0.0.7", "127.1", "123456789012"])
+@pytest.mark.parametrize(
+    "text", ["::1", "fe80::1%eth0", "node0.example.org", "my_host", "10.0.0.7", "127.1", "123456789012"]
+)
 def test_local_addresses(parse: Parse, text: str) -> None:
     assert parse("--local-addr", f" {text}", "train.py").local_addr == text
 

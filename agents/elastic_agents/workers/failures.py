@@ -43,7 +43,7 @@ _LOST_PROCESS = re.compile(
 
 
 EXPLAINS = 2.0
-"""Seconds for which kills counted beside the one that explains an end may explain others; later, they were of others."""
+"""Seconds for which kills that were counted together may explain ends; later, they have ended other processes."""
 
 
 class OutOfMemoryKills:
