@@ -471,6 +471,11 @@ def test_modules_to_load_ahead_add_up_and_have_names(parse: Parse) -> None:
     assert parse("--no-warm", "train.py").warm is False
 
 
+def test_preloading_without_a_warm_server(parse: Parse, caplog: pytest.LogCaptureFixture) -> None:
+    parse("--preload", "numpy", "--no-warm", "train.py")
+    assert caplog.messages == ["--preload has no effect: --no-warm."]
+
+
 def test_snapshots_are_kept_unless_they_are_switched_off(parse: Parse) -> None:
     assert parse("train.py").snapshots
     assert not parse("--no-snapshots", "train.py").snapshots

@@ -251,6 +251,8 @@ def build(line: Line, values: Values) -> LaunchConfig:
     )
     if config.options.virtual_local_rank:
         visible_device(config.nproc - 1, values.environ)
+    if config.preload and not config.warm:
+        log.warning("%s has no effect: %s.", values.origin("--preload"), values.origin("--no-warm"))
     if config.options.event_log_handler not in EVENT_LOG_HANDLERS:
         check_directory()  # torch cannot be imported in one that is gone
         from elastic_agents.torch_events import check_handler
