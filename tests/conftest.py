@@ -122,8 +122,26 @@ LONG = (
 """The files that take longest, of make test-all and of make test, in this order."""
 
 
+TEST_ALL = "(system or slow) and not soak"
+"""The tests of make test-all, as pytest's -m."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file of which make test-all runs no test: two thirds of them, and each of its processes would."""
+    if config.option.markexpr != TEST_ALL or collection_path.suffix != ".py":
+        return None
+    return None if _names_marks(collection_path) else True
+
+
+def _names_marks(path: Path) -> bool:
+    return re.search(r"\bmark\.(system|slow)\b", path.read_text()) is not None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest files, so that none of them runs alone at the end."""
+    marked = {item.path for item in items if any(map(item.get_closest_marker, ("system", "slow")))}
+    if unnamed := [str(path) for path in marked if not _names_marks(path)]:
+        raise pytest.UsageError(f"name the marks of slow and system tests in their own files: {', '.join(unnamed)}")
     place = {f"test_{name}": at for at, name in enumerate(LONG)}
     items.sort(key=lambda item: place.get(item.path.stem, len(LONG)))
 

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch._dynamo
 import torch.distributed
 from played_agent import PlayedAgent
 from torch import Tensor, nn
