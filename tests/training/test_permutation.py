@@ -60,7 +60,9 @@ def test_a_length_that_cannot_be_is_refused(length: int) -> None:
         Permutation(length)
 
 
-@pytest.mark.parametrize("length", [2, 3, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 6))])
+@pytest.mark.parametrize(
+    "length", [2, 3, 4, pytest.param(5, marks=pytest.mark.slow), pytest.param(6, marks=pytest.mark.soak)]
+)
 def test_all_orders_of_few_numbers_are_equally_frequent(length: int) -> None:
     found = Counter(tuple(order) for order in _orders(length, 10 * math.factorial(length)).tolist())
     assert _excess(torch.tensor([found[order] for order in permutations(range(length))])) < 5
