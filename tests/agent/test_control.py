@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator
 
 import pytest
-from harness import wait_for
+from harness import SLOWNESS, wait_for
 
 from elastic_agents import step_events
 from elastic_agents.policy_types import (
@@ -44,6 +44,8 @@ class Events(list[Event]):
 
 
 Said = queue.SimpleQueue[object]
+
+WAIT = 5 * SLOWNESS
 
 
 @pytest.fixture
@@ -90,7 +92,7 @@ def worker(control: Control, said: Said, rank: int, round_number: int = 1) -> so
     for descriptor in descriptors:
         os.close(descriptor)
     assert isinstance(c.unpack(slots.strip()), c.Slots)
-    assert said.get(timeout=5) == WorkerReady(round_number, rank)
+    assert said.get(timeout=WAIT) == WorkerReady(round_number, rank)
     return sock
 
 
@@ -113,7 +115,7 @@ def test_why_no_snapshots_are_taken_is_an_event(control: Control, said: Said, ev
 def test_the_agent_learns_what_a_worker_has_restored(control: Control, said: Said) -> None:
     with worker(control, said, 1, round_number=3) as sock:
         sock.sendall(c.pack(c.Restored(2)))
-        assert said.get(timeout=5) == Restored(3, 1, 2)
+        assert said.get(timeout=WAIT) == Restored(3, 1, 2)
 
 
 def test_a_checkpoint_answers_a_request_if_it_has_all_steps_that_were_done_then(control: Control, said: Said) -> None:
@@ -123,7 +125,7 @@ def test_a_checkpoint_answers_a_request_if_it_has_all_steps_that_were_done_then(
         control.ask_save(1)
         for step in (7, 8, 9):
             sock.sendall(c.pack(c.Saved(step, "full" if step == 8 else "")))
-        heard = [said.get(timeout=5) for _ in range(3)]
+        heard = [said.get(timeout=WAIT) for _ in range(3)]
     assert heard == [Saved(1, 7, "", False), Saved(1, 8, "full", True), Saved(1, 9, "", False)]
 
 
@@ -136,9 +138,9 @@ def test_a_script_that_saves_by_itself_is_not_asked_to_save(control: Control, sa
         _, descriptors, _, _ = socket.recv_fds(sock, 4096, 16)
         for descriptor in descriptors:
             os.close(descriptor)
-        assert [said.get(timeout=5) for _ in range(2)] == [WorkerReady(1, 0), WorkerStopping(1, 0, 7)]
+        assert [said.get(timeout=WAIT) for _ in range(2)] == [WorkerReady(1, 0), WorkerStopping(1, 0, 7)]
         control.ask_save(1)
-        assert said.get(timeout=5) == Saved(1, 5, SAVES_ITSELF, asked=True)
+        assert said.get(timeout=WAIT) == Saved(1, 5, SAVES_ITSELF, asked=True)
         assert not control.tell_copied(c.Save())
         assert not control.saves
 
@@ -152,7 +154,7 @@ def test_steps_are_read_from_shared_memory_and_the_last_one_after_the_worker_hun
         sock.connect("\0" + control.address[1:])
         sock.sendall(c.pack(c.Hello(1, 0, 0)) + c.pack(c.Ready(5)))
         _, descriptors, _, _ = socket.recv_fds(sock, 4096, 16)
-        said.get(timeout=5)
+        said.get(timeout=WAIT)
         with contextlib.closing(SharedProgress(descriptors.pop())) as progress:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -184,7 +186,7 @@ def test_progress_of_a_round_that_goes_on_is_recorded_without_a_word_of_the_work
         sock.connect("\0" + control.address[1:])
         sock.sendall(c.pack(c.Hello(1, 0, 0)) + c.pack(c.Ready(5)))
         _, descriptors, _, _ = socket.recv_fds(sock, 4096, 16)
-        said.get(timeout=5)
+        said.get(timeout=WAIT)
         with contextlib.closing(SharedProgress(descriptors.pop())) as progress:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -213,8 +215,8 @@ def test_a_suspended_workers_connection_belongs_to_its_new_place(control: Contro
         assert heard(sock) == c.Suspend(1, "rank 0 crashed")
         assert not control.place(1, place(3, 2)), "it has not left the round yet"
         sock.sendall(c.pack(c.StepDone(6)) + c.pack(c.Disconnected(6, "closed")) + c.pack(c.Suspended(6)))
-        assert said.get(timeout=5) == WorkerDisconnected(1, 1, "closed")
-        assert said.get(timeout=5) == WorkerSuspended(1, 1)
+        assert said.get(timeout=WAIT) == WorkerDisconnected(1, 1, "closed")
+        assert said.get(timeout=WAIT) == WorkerSuspended(1, 1)
         other.close()
         wait_for("the end of the round's steps", lambda: isinstance(events[-1], RoundSteps))
         assert control.place(1, place(3, 2))
@@ -223,7 +225,7 @@ def test_a_suspended_workers_connection_belongs_to_its_new_place(control: Contro
         assert isinstance(placed, c.Place)
         assert (placed.round, placed.placement.rank, placed.use) == (3, 2, slots.use)
         sock.sendall(c.pack(c.Ready(6, live=True)) + c.pack(c.StepDone(7)))
-        assert said.get(timeout=5) == WorkerReady(3, 1, live=True)
+        assert said.get(timeout=WAIT) == WorkerReady(3, 1, live=True)
         wait_for("a step of the new round", lambda: control.step_timer.reached == (3, 7))
         control.ask_stop(1, {0, 1}, "an old round")
         control.ask_stop(3, {0}, "another worker")
@@ -239,13 +241,13 @@ def test_a_suspended_workers_connection_belongs_to_its_new_place(control: Contro
 def test_a_suspended_worker_is_told_to_exit_and_missed_if_it_hangs_up(control: Control, said: Said) -> None:
     with worker(control, said, 0) as running, worker(control, said, 1) as sock:
         sock.sendall(c.pack(c.Suspended(5)))
-        assert said.get(timeout=5) == WorkerSuspended(1, 1)
+        assert said.get(timeout=WAIT) == WorkerSuspended(1, 1)
         control.dismiss({0, 1})
         assert heard(sock) == c.Exit()
         running.setblocking(False)
         with pytest.raises(BlockingIOError):
             running.recv(4096)
-    assert said.get(timeout=5) == HungUp(1, 1)
+    assert said.get(timeout=WAIT) == HungUp(1, 1)
     assert not control.place(1, place(2, 1))
 
 
@@ -265,7 +267,7 @@ def test_a_worker_that_was_started_ahead_says_when_it_has_come_and_gets_its_plac
         control.writer = 1
         assert not control.tell_copied(c.Copying()), "it writes nothing yet"
         sock.sendall(c.pack(c.Ahead()))
-        assert said.get(timeout=5) == WorkerAhead(1)
+        assert said.get(timeout=WAIT) == WorkerAhead(1)
         assert control.place(1, place(2, 1))
         placed = heard(sock)
         assert isinstance(placed, c.Place)
@@ -273,7 +275,7 @@ def test_a_worker_that_was_started_ahead_says_when_it_has_come_and_gets_its_plac
         assert control.tell_copied(c.Copying())
         assert heard(sock) == c.Copying()
         sock.sendall(c.pack(c.Ready(5, live=True)))
-        assert said.get(timeout=5) == WorkerReady(2, 1, live=True)
+        assert said.get(timeout=WAIT) == WorkerReady(2, 1, live=True)
 
 
 @pytest.mark.parametrize("message", [c.Ready(5), c.StepDone(1), c.Suspended(1)], ids=lambda m: type(m).__name__)
@@ -282,8 +284,8 @@ def test_a_worker_without_a_place_says_nothing_about_a_round(control: Control, s
         sock.settimeout(5)
         sock.connect("\0" + control.address[1:])
         sock.sendall(c.pack(c.Hello(0, 0, 1)) + c.pack(c.Ahead()) + c.pack(message))
-        assert said.get(timeout=5) == WorkerAhead(1)
-        assert said.get(timeout=5) == HungUp(0, 1)
+        assert said.get(timeout=WAIT) == WorkerAhead(1)
+        assert said.get(timeout=WAIT) == HungUp(0, 1)
 
 
 def test_a_worker_of_a_round_is_not_ahead_of_one(control: Control, said: Said) -> None:
@@ -310,7 +312,7 @@ def test_workers_learn_whether_they_may_be_suspended(said: Said, events: Events,
         slots = c.unpack(line.strip())
         assert isinstance(slots, c.Slots)
         assert slots.patience_s == patience
-        assert said.get(timeout=5) == WorkerReady(1, 0, live=patience > 0)
+        assert said.get(timeout=WAIT) == WorkerReady(1, 0, live=patience > 0)
 
 
 @pytest.mark.parametrize("member", [True, False])

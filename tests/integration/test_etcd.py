@@ -69,10 +69,11 @@ def test_the_run_continues_when_the_leader_is_killed(job: Job, servers: list[Mem
     number = round_of(job.world(2, after=before)[0])
     assert number == before + 1
     elected = job.events("leader_elected")
-    assert [event["term"] for event in elected] == [1, 2]
+    assert len(elected) == 2
     assert elected[1]["cause"] == f"leader {leader} lost: its process is gone"
-    survivor = agents[elected[1]["node"]]
-    survivor.says(f"node {survivor.name} leads the run (term 2): leader {leader} lost")
+    survivor, term = agents[elected[1]["node"]], elected[1]["term"]
+    assert term > 1  # not always 2: a write that gets no answer in time is tried again
+    survivor.says(f"node {survivor.name} leads the run (term {term}): leader {leader} lost")
     # The new leader has the failures of before, and counts them on.
     run.fail(failing, number)
     number = round_of(job.world(1, after=number)[0])
@@ -176,7 +177,8 @@ def test_a_node_that_comes_to_an_ended_run_exits_with_its_code(job: Job, servers
     # On request it begins a new run, whatever the old one's command was.
     third = run.node("c", "--rdzv-conf", "reuse=true")
     formed = job.world(1, after=1)
-    assert [event["term"] for event in job.events("leader_elected")] == [1, 2]
+    first_term, term = (event["term"] for event in job.events("leader_elected"))
+    assert term > first_term
     assert formed[0]["env"]["TORCHELASTIC_RESTART_COUNT"] == "0"
     job.finish()
     assert third.wait(30) == 0
@@ -193,7 +195,7 @@ def test_a_run_all_of_whose_nodes_were_killed_is_taken_over(job: Job, servers: l
     job.world(1, after=1)
     job.finish()
     assert again.wait(30) == 0
-    assert job.events("leader_elected")[-1]["term"] == 2
+    assert job.events("leader_elected")[-1]["term"] > 1
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,7 @@ def test_ranks_that_were_suspended_before_they_had_what_is_not_saved_get_it_from
     pids_left = {line["pid"] for line in alone}
     assert len(pids_left) == 2
     assert {line["pid"] for line in steps if line["world"] == 3} > pids_left, "they have kept their processes"
-    for number in range(alone[0]["step"], 61):
+    for number in range(alone[0]["step"], 201):
         assert len({line["shift"] for line in steps if line["step"] == number}) == 1, number
 
 
@@ -264,7 +264,7 @@ def test_the_workers_of_other_nodes_outlive_a_leader_on_etcd(job: Job, undisturb
     changes = Changes(job, live=True)
     with cluster(directory) as servers:
         where = ["--rdzv-backend", "etcd", "--rdzv-endpoint", endpoints(servers), "--rdzv-id", "run"]
-        flags = ["--nnodes", "2:3", "--join-settle", "3", "--dead-after", "3", *where]
+        flags = ["--nnodes", "2:3", "--join-settle", "100", "--dead-after", "3", *where]
         agents = [job.launch(*flags, "--node-id", x, name=x, command=changes.command, env={"NODE": x}) for x in "abc"]
         number = changes.trains(3, steps=5)
         first = pids(job, number)

@@ -83,7 +83,7 @@ def test_the_first_rank_is_replaced_likewise(job: Job, undisturbed: str) -> None
 
 
 def test_a_node_joins_and_leaves_while_another_one_trains(job: Job, undisturbed: str) -> None:
-    changes = training(job)
+    changes = training(job, step_time=0.3)  # it lasts until the newcomer has come
     a = changes.node("a", *WAIT)
     changes.trains(1, steps=5)
     b = changes.node("b", *WAIT)

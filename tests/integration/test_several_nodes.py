@@ -57,13 +57,13 @@ def test_a_lost_node_shrinks_the_world_and_its_return_grows_it(job: Job) -> None
 
 
 def test_a_frozen_node_is_dead_after_its_silence(job: Job) -> None:
-    timing = ["--dead-after", "2"]
+    timing = ["--dead-after", "4"]
     host = job.node("a", *timing, nnodes="1:2")
     host.says("node a joined")
     other = job.node("b", *timing, nnodes="1:2")
     frozen = job.world(2)[1]
     os.kill(other.process.pid, signal.SIGSTOP)
-    shrunk = job.world(1, after=1)
+    shrunk = job.world(1, after=round_of(frozen))
     assert "silent for " in host.output
     os.kill(other.process.pid, signal.SIGCONT)
     grown = job.world(2, after=round_of(shrunk[0]))

@@ -108,7 +108,8 @@ def test_a_lost_leader_is_succeeded_under_the_token(job: Job, node: Node) -> Non
     leader = str(job.events("leader_elected")[-1]["node"])
     agents[leader].kill()
     job.world(1, after=before)
-    assert [event["term"] for event in job.events("leader_elected")] == [1, 2]
+    first_term, term = (event["term"] for event in job.events("leader_elected"))
+    assert term > first_term
     (survivor,) = (agent for name, agent in agents.items() if name != leader)
     job.finish()
     assert survivor.wait(60) == 0

@@ -109,7 +109,9 @@ def test_a_frozen_leader_is_succeeded_and_comes_back_as_a_new_node(run: Run, und
     assert run.leader(2) != leader
     # Not always term 2: a candidate whose write gets no answer in time raises the term again.
     elected = max(run.job.events("leader_elected"), key=lambda event: event["term"])
-    formed = next(event for event in run.job.events("round_formed") if event["round"] == number)
+    (formed,) = wait_for(
+        "the round's event", lambda: [x for x in run.job.events("round_formed") if x["round"] == number]
+    )
     assert formed["clock"] - elected["clock"] < dead_after, "it was waited for a second time"
     run.agents[leader].thaw(frozen)
     run.changes.trains(3, after=number)
@@ -213,7 +215,7 @@ def test_the_leaders_host_is_lost_in_each_phase(job: Job, phase: str) -> None:
         lost = next(worker for worker in workers if worker["env"]["NODE"] != name)
         if phase in ("broken", "ending"):
             job.tell(f"exit-{lost['env']['RANK']}", "7")
-            leader.says("broken after")
+            leader.says(f"round {round_of(lost)} broken after")
         elif phase == "ended":
             job.finish()
             leader.says("done: all workers finished")

@@ -46,11 +46,11 @@ with el.session() as run:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     inputs = torch.randn(60, 6)
     loader = el.ElasticLoader(TensorDataset(inputs, inputs[:, :3]), el.GlobalBatch(6, 2), seed=1)
-    for step in run.steps(loader, model, optimizer, until="60ba"):
+    for step in run.steps(loader, model, optimizer, until="200ba"):
         for features, targets in step:
             step.backward(nn.functional.mse_loss(step.model(features), targets))
         step.update()
-        time.sleep(0.0 if (work / "ended").exists() else 0.1)
+        time.sleep(0.1 if run.world_size < 3 else 0.0)
         line = {"step": step.number, "pid": os.getpid(), "world": run.world_size, "shift": float(model.shift)}
         with (work / "steps.jsonl").open("a") as lines:
             lines.write(json.dumps(line) + "\n")
