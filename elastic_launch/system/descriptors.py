@@ -143,7 +143,7 @@ def remedy(error: Exception) -> str:
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         return _MORE_FILES
     # A library that cannot be mapped may also be damaged, or on a file system whose programs may not be executed.
-    unmapped = isinstance(error, ImportError) and "failed to map" in str(error)
+    unmapped = isinstance(error, ImportError | OSError) and "failed to map" in str(error)
     if (isinstance(error, MemoryError) or unmapped) and (memory := _memory_limit()) is not None:
         return f"Raise the limit on memory (ulimit -v, which is {memory}): torch alone maps several GiB."
     return ""
