@@ -47,30 +47,31 @@ class Group:
 
     def __init__(self, path: Path, kind: MemoryGroup) -> None:
         self.path = path
-        self._kind = kind
+        self._events = kind.events
+        self._limit, self._used = kind.limits[0]
         self.prefix = (*ENTER_GROUP, str(path))
         """The prefix of a command that is to run in the group."""
 
     @property
     def kills(self) -> int:
         """Processes in it that the kernel has killed for lack of memory."""
-        lines = (self.path / self._kind.events).read_text().splitlines()
+        lines = (self.path / self._events).read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
 
     def limit(self, more: int) -> None:
         """Limit its memory to what it uses now, without the page cache that can be dropped, and so many bytes more."""
-        used = int((self.path / self._kind.used).read_text()) - inactive_cache(self.path)
-        (self.path / self._kind.limit).write_text(str(used + more))
+        used = int((self.path / self._used).read_text()) - inactive_cache(self.path)
+        (self.path / self._limit).write_text(str(used + more))
 
     def run_out(self, pid: int) -> bool:
         """Have memory run out until the kernel kills a process, this one first; return whether it has killed any."""
-        limit = self.path / self._kind.limit
+        limit = self.path / self._limit
         unlimited = limit.read_text()
         with contextlib.suppress(OSError):  # it has just ended
             Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
-        limit.write_text(str(int((self.path / self._kind.used).read_text()) + SLACK))
+        limit.write_text(str(int((self.path / self._used).read_text()) + SLACK))
         try:
-            command = [*self.prefix, sys.executable, "-c", TAKE, str(self.path / self._kind.events), str(MOST)]
+            command = [*self.prefix, sys.executable, "-c", TAKE, str(self.path / self._events), str(MOST)]
             done = subprocess.run(command, timeout=60, capture_output=True)
             return done.returncode == 0
         finally:
@@ -115,7 +116,7 @@ def group() -> Iterator[Group]:
     for each in found:
         path = each.path / f"elastic-launch-{os.getpid()}-{next(_numbers)}"
         path.mkdir()
-        if (path / each.limit).exists():
+        if (path / each.limits[0][0]).exists():
             break
         path.rmdir()
     else:

@@ -29,11 +29,10 @@ def free_memory(proc: Path = Path("/proc"), cgroups: Path = CGROUPS) -> int:
 def room(proc: Path = Path("/proc"), cgroups: Path = CGROUPS) -> tuple[int, str]:
     """Return the bytes that this process can still allocate, and in words what limits them.
 
-    This is the minimum of the host's available memory and of what is left in each memory control group of the process:
-    version 2 (the lower of ``memory.max`` and ``memory.high``, beyond which processes are throttled, less
-    ``memory.current``, in the group and all its ancestors) and version 1 (``memory.limit_in_bytes`` less
-    ``memory.usage_in_bytes``). Inactive page cache, such as a dataset that was read, does not count as used, because
-    the kernel drops it first.
+    This is the minimum of the host's available memory and of what is left below each limit of the memory control groups
+    of the process and all their ancestors, see :class:`~elastic_launch.system.memory_groups.MemoryGroup`. Swap does not
+    count as free. Inactive page cache, such as a dataset that was read, does not count as used, because the kernel
+    drops it first.
     """
     return min([(_available(proc), "on this host"), *_left_in_groups(proc, cgroups)])
 
@@ -84,17 +83,20 @@ def _available(proc: Path) -> int:
 def _left_in_groups(proc: Path, cgroups: Path) -> list[tuple[int, str]]:
     found = []
     for group in memory_groups(proc, cgroups):
-        limits = [x for name in (group.limit, "memory.high") if (x := _number(group.path / name)) is not None]
-        used = _number(group.path / group.used)
-        if limits and used is not None:
-            limit = min(limits)
-            left = limit - max(0, used - inactive_cache(group.path))
-            found.append((max(0, left), f"within the container's limit of {limit / 2**30:.2f} GiB ({group.path})"))
+        for names in group.limits:
+            limit, used = (_number(group.path / name) for name in names)
+            if limit is not None and used is not None:
+                left = limit - max(0, used - inactive_cache(group.path))
+                found.append((max(0, left), f"within the container's limit of {limit / 2**30:.2f} GiB ({group.path})"))
     return found
 
 
 def inactive_cache(group: Path) -> int:
-    """Return the bytes of page cache in a group and those below it that are not in use."""
+    """Return the bytes of page cache in a group and those below it that are not in use.
+
+    They are "filesystem-backed" memory on a list of the page reclaim algorithm. Snapshots are not among them: shared
+    memory is "swap-backed" (https://docs.kernel.org/admin-guide/cgroup-v2.html, ``memory.stat``).
+    """
     try:
         lines = [line.split() for line in (group / "memory.stat").read_text().splitlines()]
     except OSError:

@@ -13,21 +13,36 @@ CGROUPS = Path("/sys/fs/cgroup")
 class MemoryGroup:
     """A control group that limits memory.
 
+    What the kernel's documentation says of these files:
+
+    - Version 2, https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files: usage at ``memory.max`` that
+      cannot be reduced invokes the OOM killer in the group; above ``memory.high`` its processes are throttled.
+      ``memory.current`` and ``memory.stat`` are of the group "and its descendants", so the limits of ancestors apply,
+      too. ``oom_kill`` in ``memory.events`` counts "processes belonging to this cgroup killed by any kind of OOM
+      killer", also for the limit of an ancestor, and those of its descendants unless the hierarchy is mounted with
+      ``memory_localevents``. The root of the hierarchy has none of these files, nor has a group for whose children no
+      memory controller is enabled, or a threaded one: its memory counts in the next group above that has them. Swap is
+      limited separately, by ``memory.swap.max``.
+    - Version 1, https://docs.kernel.org/admin-guide/cgroup-v1/memory.html: the same of ``memory.limit_in_bytes``; in
+      addition, ``memory.memsw.limit_in_bytes`` limits memory and swap together, if the kernel accounts swap.
+      ``oom_kill`` in ``memory.oom_control`` counts the group's own processes only.
+
     Attributes:
         path: its directory, which may not be visible in a container.
-        limit, used: names of its files with the limit and the usage in bytes.
+        limits: names of its files with a limit, each with that of the usage in bytes which it limits.
         events: name of the file whose line ``oom_kill N`` counts kills.
-        own: whether the process is in this group; otherwise, this is an ancestor of such a group.
-
-    Source: https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files and
-    https://docs.kernel.org/admin-guide/cgroup-v1/memory.html.
     """
 
     path: Path
-    limit: str
-    used: str
+    limits: tuple[tuple[str, str], ...]
     events: str
-    own: bool
+
+
+_VERSION_1 = (
+    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ("memory.memsw.limit_in_bytes", "memory.memsw.usage_in_bytes"),
+)
+_VERSION_2 = (("memory.max", "memory.current"), ("memory.high", "memory.current"))
 
 
 def memory_groups(proc: Path = Path("/proc"), cgroups: Path = CGROUPS) -> Iterator[MemoryGroup]:
@@ -39,13 +54,13 @@ def memory_groups(proc: Path = Path("/proc"), cgroups: Path = CGROUPS) -> Iterat
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            root, names = cgroups, ("memory.max", "memory.current", "memory.events")
+            root, limits, events = cgroups, _VERSION_2, "memory.events"
         elif "memory" in controllers.split(","):
-            root, names = cgroups / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control")
+            root, limits, events = cgroups / "memory", _VERSION_1, "memory.oom_control"
         else:
             continue
         group = root / path.strip("/")
         for place in (group, *group.parents):
-            yield MemoryGroup(place, *names, own=place == group)
+            yield MemoryGroup(place, limits, events)
             if place == root:
                 break

@@ -31,6 +31,7 @@ from elastic_launch.errors import FINAL_NOTE, REPEATS_NOTE, UsageError
 from elastic_launch.events.sentences import ending
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.snapshot.errors import CheckpointWriteError, UnsupportedStateError
+from elastic_launch.system.memory_groups import memory_groups
 from elastic_launch.training.ranks.replicas import ReplicasDifferError
 from elastic_launch.training.steps import NonFiniteLossError
 
@@ -535,6 +536,26 @@ def test_kills_are_counted_in_cgroup_v1(counters: list[Path]) -> None:
     counters[2].write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 0\n")
     kills = OutOfMemoryKills(Time())
     counters[2].write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 1\n")
+    assert kills.explain_one()
+
+
+@pytest.mark.parametrize("inner", [True, False], ids=["in its own group", "where its own has no controller"])
+def test_kills_are_counted_where_the_memory_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inner: bool
+) -> None:
+    """A hierarchy of version 2, whose root has no such file."""
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "cgroup").write_text("0::/slice/job/step\n")
+    step = tmp_path / "groups" / "slice" / "job" / "step"
+    step.mkdir(parents=True)
+    files = [*([step] if inner else []), step.parent, step.parent.parent]
+    for place in files:
+        (place / "memory.events").write_text("oom 0\noom_kill 0\n")
+    monkeypatch.setattr(failures, "memory_groups", lambda: memory_groups(tmp_path, tmp_path / "groups"))
+    kills = OutOfMemoryKills(Time())
+    (files[-1] / "memory.events").write_text("oom 1\noom_kill 1\n")
+    assert not kills.explain_one(), "of another job"
+    (files[0] / "memory.events").write_text("oom 1\noom_kill 1\n")
     assert kills.explain_one()
 
 

@@ -203,6 +203,15 @@ def test_version_1_counts(tmp_path: Path) -> None:
     assert free_memory(proc, tmp_path / "cg") == 0, "more used than allowed leaves nothing"
 
 
+def test_memory_and_swap_together_count_in_version_1(tmp_path: Path) -> None:
+    """Of 800 bytes of memory and 150 of swap; memory alone would leave 200."""
+    proc = _proc(tmp_path, 1 << 40, "4:memory:/a\n")
+    limits = {"memory_dot_limit_in_bytes": "1000", "memory_dot_usage_in_bytes": "800"}
+    both = {"memory_dot_memsw_dot_limit_in_bytes": "1000", "memory_dot_memsw_dot_usage_in_bytes": "950"}
+    _group(tmp_path / "cg" / "memory" / "a", **limits, **both)
+    assert free_memory(proc, tmp_path / "cg") == 50
+
+
 @pytest.mark.parametrize(("version", "name"), [(1, "total_inactive_file"), (2, "inactive_file")])
 def test_a_dataset_that_was_read_takes_no_memory_from_snapshots(tmp_path: Path, version: int, name: str) -> None:
     stat = f"cache 900\ninactive_file 100\nactive_file 50\n{name} 700\n"

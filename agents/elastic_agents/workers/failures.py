@@ -17,7 +17,7 @@ from elastic_launch.errors import FINAL_NOTE, REPEATS_NOTE, ExitCode
 from elastic_launch.events.sentences import ending
 from elastic_launch.rendezvous.wire.messages import Failure
 from elastic_launch.symptoms import BROKEN_CONNECTION, ended_before, symptom_in, symptom_of_abort
-from elastic_launch.system.memory_groups import CGROUPS, memory_groups
+from elastic_launch.system.memory_groups import memory_groups
 from elastic_launch.system.plain_text import clipped, one_line, plain
 
 # Bytes of JSON: a report must fit into one message, however long an exception is and whatever characters it has.
@@ -83,10 +83,12 @@ class OutOfMemoryKills:
 
 
 def _event_files() -> list[Path]:
-    """Files of this process' cgroups, and of the root cgroups: in a container the root is often its own."""
-    own = [group.path / group.events for group in memory_groups() if group.own]
-    roots = [CGROUPS / "memory.events", CGROUPS / "memory" / "memory.oom_control"]
-    return [*own, *roots]
+    """Files of this process' cgroups, and of those above: the first that exists counts the kills of its processes.
+
+    Its own has none where the memory controller is not enabled for it, or if it is not visible in a container, where
+    the root is often the container's own.
+    """
+    return [group.path / group.events for group in memory_groups()]
 
 
 def about(
