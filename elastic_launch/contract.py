@@ -174,6 +174,7 @@ class Ready(Message):
         uncompared: number of the last of these steps after which the ranks' states were not compared.
         live: whether it can be suspended, and take a place in another round.
         rehearses: whether a worker that is started ahead does all that its first step needs before its ``Ahead``.
+        checkpoints: whether the library is to save checkpoints of this training.
     """
 
     step: Count
@@ -183,6 +184,7 @@ class Ready(Message):
     live: bool = False
     drains: bool = True
     rehearses: bool = False
+    checkpoints: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,7 +189,12 @@ class LocalElasticAgent(ElasticAgent):
         self._control = Control(
             self._clock, snapshot_store, self._inbox.put, self._events, self._config.nproc, patience
         )
-        self._saves = DurableState(snapshot_store, self._control.step_timer, lambda: self._control.saves)
+        self._saves = DurableState(
+            snapshot_store,
+            self._control.step_timer,
+            lambda: self._control.saves,
+            lambda: self._control.checkpoints,
+        )
         cut_link, fail_copies = self._membership.cut_link, snapshot_store.fail_copies
         self._drill = Drill(self._config.drill, self._config.node_id, self._inbox.put_later, cut_link, fail_copies)
         self._departure = Departure(

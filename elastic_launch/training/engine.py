@@ -291,7 +291,7 @@ class Engine:
                 "collectives on GPUs: leave live out, see docs/training.md, On GPUs"
             )
         ready = Ready(step, total, self._restore_seconds, self._uncompared, self._live, rehearses=rehearses)
-        self.link.say(ready)
+        self.link.say(replace(ready, checkpoints=self.checkpoint is not None))
         self._restore_seconds = 0.0
 
     def _may_live(self, link: AgentLink) -> bool:

@@ -142,7 +142,7 @@ def test_a_script_that_saves_by_itself_is_not_asked_to_save(control: Control, sa
         control.ask_save(1)
         assert said.get(timeout=WAIT) == Saved(1, 5, SAVES_ITSELF, asked=True)
         assert not control.tell_copied(c.Save())
-        assert not control.saves
+        assert (control.saves, control.checkpoints) == (False, False)
 
 
 def test_steps_are_read_from_shared_memory_and_the_last_one_after_the_worker_hung_up(

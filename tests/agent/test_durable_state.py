@@ -37,3 +37,12 @@ def test_without_a_checkpoint_the_reason_is_never_empty(reached_step_8: DurableS
     job = CopyJob(1, 3, 1, directory="saved")
     reached_step_8._snapshot_store.stored(Stored(0, job))
     assert reached_step_8.where(others=False) == "nothing is saved, 8 steps lost: no checkpoint was complete"
+
+
+def test_a_script_that_saves_checkpoints_but_no_snapshots_is_not_said_to_save_none(
+    reached_step_8: DurableState,
+) -> None:
+    reached_step_8._checkpoints = lambda: True
+    assert reached_step_8.where(others=False) == "nothing is saved, 8 steps lost: no checkpoint was complete"
+    reached_step_8.reported(8, "no room")
+    assert reached_step_8.where(others=False) == "nothing is saved, 8 steps lost: no room"

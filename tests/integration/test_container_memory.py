@@ -302,3 +302,14 @@ def test_the_flag_leaves_snapshots_out_from_the_start(job: Job) -> None:
     assert agent.wait(60) == 0, agent.output
     assert "went on from step 0" in agent.output
     assert not job.events("snapshots_left_out")
+
+
+def test_without_snapshots_and_before_the_first_checkpoint_the_last_line_says_that_none_was_complete(
+    job: Job, tmp_path: Path
+) -> None:
+    command = [str(SCRIPTS / "growing_need.py"), str(job.work), "8", "0", str(tmp_path / "saved")]
+    env = FaultPlan.fail_at(0, 5).environment()
+    flags = ("--standalone", "--nproc", "1", "--max-restarts", "0", "--no-snapshots")
+    agent = job.launch(*flags, command=command, env=env)
+    assert agent.wait(60) == 137, agent.output
+    assert "nothing is saved, 5 steps lost: no checkpoint was complete" in agent.output

@@ -20,13 +20,19 @@ class DurableState:
         snapshot_store: copies what is in memory.
         step_timer: how far the workers have trained.
         library_saves: returns whether the library saves their state.
+        checkpoints: returns whether it is to save checkpoints, as far as the workers have said so.
     """
 
     def __init__(
-        self, snapshot_store: SnapshotStore, step_timer: StepTimer, library_saves: Callable[[], bool] = lambda: True
+        self,
+        snapshot_store: SnapshotStore,
+        step_timer: StepTimer,
+        library_saves: Callable[[], bool] = lambda: True,
+        checkpoints: Callable[[], bool] = lambda: False,
     ) -> None:
         self._snapshot_store = snapshot_store
         self._library_saves = library_saves
+        self._checkpoints = checkpoints
         self._step_timer = step_timer
         self._saved: int | None = None  # step of the round's last checkpoint
         self._unsaved = ""  # why the workers' last checkpoint could not be written
@@ -62,7 +68,8 @@ class DurableState:
             return self._snapshot_store.failed or self._unsaved
         if not self._snapshot_store.idle:
             return "there was no time left"
-        return "the script saves no checkpoints" if writes and not self._snapshot_store.saves else ""
+        saves = self._checkpoints() or self._snapshot_store.saves
+        return "the script saves no checkpoints" if writes and not saves else ""
 
     def where(self, *, others: bool) -> str:
         """Return where the final state is saved, on the node of the round's first worker; empty if that is not known.

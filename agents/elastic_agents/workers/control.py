@@ -112,6 +112,7 @@ class Control:
         address: passed to the workers in their environment.
         step_timer: how long their steps take.
         saves: whether the library saves the workers' state; else their script does, if anything does.
+        checkpoints: whether it is to save checkpoints of any of their trainings.
         writer: local rank of the worker that writes the node's snapshots.
     """
 
@@ -132,7 +133,7 @@ class Control:
         self.address = f"@elastic-launch-{secrets.token_hex(8)}"
         self._progress = SharedProgress.make("elastic-launch-progress")
         self.step_timer = StepTimer(self._reached)
-        self.saves = True
+        self.saves, self.checkpoints = True, False
         self.writer = 0
         self._events = events
         self._step_events = StepEvents(clock, events)
@@ -397,6 +398,7 @@ class Control:
                     peer.begun = True
                     self._look()
                     self._step_events.begin(peer.hello, message)
+                self.checkpoints = self.checkpoints or message.checkpoints
                 self.step_timer.begin(number, step, self._clock.now(), message.total)
                 if drains:
                     live = live and self._patience_s > 0
