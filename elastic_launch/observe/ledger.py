@@ -111,6 +111,7 @@ class Ledger:
         max_restarts: -1 if unknown.
         lost_ahead: workers of this host that had started ahead, and ended before they had a place in a round.
         started: whether workers of this host have been started in a round.
+        unseen_s: seconds of rounds in which this host had no workers, which no other figure counts.
     """
 
     incidents: tuple[Incident, ...]
@@ -124,6 +125,7 @@ class Ledger:
     max_restarts: int
     lost_ahead: int = 0
     started: bool = False
+    unseen_s: float = 0.0
 
     @property
     def goodput(self) -> float | None:
@@ -137,6 +139,8 @@ class Ledger:
         if self.by_steps:
             goodput = "unknown" if self.goodput is None else f"{100 * self.goodput:.1f} %"
             spent = f"goodput {goodput}: {time} in {_steps(self.steps or 0)}"
+            if self.unseen_s >= 1:
+                spent += f", without {self.unseen_s:.1f} s in which this node had no workers"
         elif self.productive_s > 0:
             spent = f"workers ran for {time}"
         elif self.started:
@@ -178,7 +182,8 @@ def build(chronicle: Chronicle) -> Ledger:
         incidents.append(replace(incident, number=len(incidents) + 1, at_s=at))
     unsaved = _unsaved(chronicle, rounds) if by_steps else 0
     kept, productive = _productive(rounds, by_steps=by_steps, until=until, unsaved=unsaved)
-    total = max(0.0, until - (chronicle.since or 0.0) - _unseen(rounds, until))
+    unseen = _unseen(rounds, until)
+    total = max(0.0, until - (chronicle.since or 0.0) - unseen)
     known = [x.lost_steps for x in incidents if x.lost_steps is not None]
     complete = not any(x.round == told.number for x in incidents for told in rounds if _unknown(told))
     return Ledger(
@@ -193,6 +198,7 @@ def build(chronicle: Chronicle) -> Ledger:
         chronicle.max_restarts,
         chronicle.lost_ahead,
         any(told.started is not None for told in rounds),
+        round(unseen, 6),
     )
 
 

@@ -312,6 +312,7 @@ def test_a_spare_that_becomes_the_leader_makes_no_claim_about_the_round_without_
     assert (resized.lost_steps, lost.lost_steps, told.lost_steps) == (0, None, None)
     assert told.total_s == pytest.approx(90.0 - (80.0 - 26.0))
     assert "lost" not in told.line().replace("node loss", "")
+    assert ", without 54.0 s in which this node had no workers; 2 incidents" in told.line()
 
 
 def test_no_events_make_an_empty_ledger() -> None:
