@@ -80,7 +80,7 @@ def evaluate(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, f
 def train(args: argparse.Namespace) -> None:
     # Before the session, so that an error ends each worker at once and none waits for another.
     batch = el.GlobalBatch(args.global_batch, args.micro_batch)
-    checkpoint = el.Checkpoint(args.checkpoint or "", every=args.every)
+    checkpoint = el.Checkpoint(args.checkpoint, every=args.every) if args.checkpoint else None
 
     with el.session() as run:
         dataset, images, labels = data()
@@ -89,8 +89,7 @@ def train(args: argparse.Namespace) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
         loss_fn = nn.CrossEntropyLoss()
 
-        saving = checkpoint if args.checkpoint else None
-        for step in run.steps(loader, model, optimizer, checkpoint=saving, until=args.epochs, exact=args.exact):
+        for step in run.steps(loader, model, optimizer, checkpoint=checkpoint, until=args.epochs, exact=args.exact):
             started = time.monotonic()
             for image, label in step:
                 step.backward(loss_fn(step.model(image.to(run.device)), label.to(run.device)))

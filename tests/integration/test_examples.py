@@ -109,7 +109,11 @@ def test_the_digits_are_learned_at_the_default_options(job: Job, tmp_path: Path)
     [
         pytest.param(["--epochs", "0"], "argument --epochs: 0 is less than 1", marks=pytest.mark.soak),
         pytest.param(["--epochs", "some"], "argument --epochs: invalid positive value: 'some'", marks=pytest.mark.soak),
-        pytest.param(["--every", "nonsense"], "every='nonsense' is not an interval.", marks=pytest.mark.soak),
+        pytest.param(
+            ["--checkpoint", "x", "--every", "nonsense"],
+            "every='nonsense' is not an interval.",
+            marks=pytest.mark.soak,
+        ),
         (["--micro-batch", "65"], "--micro-batch 65 is more than --global-batch 64"),
     ],
 )
