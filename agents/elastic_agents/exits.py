@@ -93,7 +93,7 @@ class Exits:
             freed = (
                 "all but the newest of which are freed"
                 if rests
-                else ("which are freed once the next round has restored the state")
+                else "which are freed once the next round has restored the state"
             )
             cause = (
                 f"the kernel killed {killed} (pid {failure.pid}) for lack of memory while they used "

@@ -290,8 +290,8 @@ class Engine:
                 "session(live=True): this process ends with its round all the same, and no time-out ends its "
                 "collectives on GPUs: leave live out, see docs/training.md, On GPUs"
             )
-        ready = Ready(step, total, self._restore_seconds, self._uncompared, self._live, rehearses=rehearses)
-        self.link.say(replace(ready, checkpoints=self.checkpoint is not None))
+        saves, seconds = self.checkpoint is not None, self._restore_seconds
+        self.link.say(Ready(step, total, seconds, self._uncompared, self._live, rehearses=rehearses, checkpoints=saves))
         self._restore_seconds = 0.0
 
     def _may_live(self, link: AgentLink) -> bool:

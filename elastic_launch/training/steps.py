@@ -468,7 +468,7 @@ class Step:
                 self.loss, self.metrics = self._done[self._passes - 1]
             self.updated, self._pending = True, False
             return
-        if not self._pending and len(self._losses) == self.plan.grad_accum:
+        if self.updated and len(self._losses) == self.plan.grad_accum:
             raise self._misuse("step.update() came a second time.", "Call it once, after the loop over the step.")
         if not self._pending or (len(self._losses) != self.plan.grad_accum and not self._out_of_memory):
             raise self._misuse(

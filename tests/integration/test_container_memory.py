@@ -87,13 +87,17 @@ def growing(directory: Path, checkpoints: Path, more: int = MORE, *whose: str) -
     return [str(SCRIPTS / "growing_need.py"), str(directory), str(LARGER), str(more), str(checkpoints), *whose]
 
 
+def wait_for_the_step_before(job: Job, ranks: int) -> None:
+    for rank in range(ranks):
+        wait_for("the step before", (job.work / f"waiting-{rank}").exists, 60)
+
+
 def grow(job: Job, group: memory_group.Group, ranks: int, workers: int = 1) -> None:
     """Let the need grow once the node has snapshots, and too little memory is free besides.
 
     Each of the workers in the group takes half of the state for its gradients in a step, and again to exchange them.
     """
-    for rank in range(ranks):
-        wait_for("the step before", (job.work / f"waiting-{rank}").exists, 60)
+    wait_for_the_step_before(job, ranks)
     group.limit((FREE + (workers - 1) * LARGER) * 2**20)
     job.tell("go")
 
@@ -165,8 +169,7 @@ def test_two_workers_killed_at_the_same_moment_have_both_lacked_memory(
         command = growing(job.work, tmp_path / "saved", 2000, "once")
         flags = ("--standalone", "--nproc", "2", "--max-restarts", "1")
         agent = job.launch(*flags, command=command, prefix=group.prefix)
-        for rank in range(2):
-            wait_for("the step before", (job.work / f"waiting-{rank}").exists, 60)
+        wait_for_the_step_before(job, 2)
         started = [event["pid"] for event in job.events("worker_started")]
         freeze(agent.process.pid)  # it learns of both ends at the same moment
         grow(job, group, 2, 2)
@@ -193,8 +196,7 @@ def test_the_kill_of_a_suspended_worker_frees_all_but_the_newest_snapshot_at_onc
         first = job.node("a", nnodes="2", command=command, prefix=group.prefix)
         first.says("parked with 1 node", 60)  # it hosts the run
         lost = job.node("b", nnodes="2", command=command)
-        for rank in range(2):
-            wait_for("the step before", (job.work / f"waiting-{rank}").exists, 60)
+        wait_for_the_step_before(job, 2)
         for pid in tree(lost.process.pid):  # its worker would go on for a moment
             os.kill(pid, signal.SIGKILL)
         job.tell("go")

@@ -3,7 +3,7 @@
 Each of gloo's groups has a thread that waits for events of its connections by epoll_wait(2), for 10 ms at most. Before
 the group is gone, that thread must have begun another turn, and then one in which nothing has happened. With two
 groups the other ranks of a round would wait for 20 ms or more. epoll_wait(2) also ends when its thread handles a
-signal, whatever the signal's handler does.
+signal, also if that signal's handler does nothing.
 
 The kernel tells which thread waits at which descriptor. One of two signals is sent that are ignored by processes
 without a handler, and nothing if both have one: in a worker SIGURG dumps its stacks, see ``elastic_launch.stack_dump``.

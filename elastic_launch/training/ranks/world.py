@@ -150,7 +150,7 @@ def join(world: World, timeout: float = GROUP_TIMEOUT, *, abortable: bool = Fals
 
 def can_abort() -> bool:
     """Whether the user's variables let this process abort NCCL's communicators, and go on."""
-    # Either of these makes torch's watchdog end the process, whatever the third variable says.
+    # Either of these makes torch's watchdog end the process, for any value of the third variable.
     watches = os.environ.get("TORCH_NCCL_DESYNC_DEBUG", "0") not in ("", "0")
     detail = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
     return os.environ.get(ASYNC_ERROR_HANDLING, "1") in ("0", "1") and not watches and not detail
