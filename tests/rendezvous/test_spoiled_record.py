@@ -131,7 +131,7 @@ def test_the_leader_repairs_its_record_and_the_run_continues(
 ) -> None:
     # A leader counts its silence from its last confirmed claim: on a busy machine it would be cut off before it leads
     # again.
-    monkeypatch.setattr(elected_nodes, "TIMING", replace(TIMING, dead_after=5.0))
+    monkeypatch.setattr(elected_nodes, "TIMING", replace(TIMING, dead_after=10.0))
     nodes.start("a", "b")
     nodes.together("a", "b")
     before, itself = nodes.record, 0
