@@ -29,6 +29,8 @@ from harness import SLOWNESS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from elastic_agents.hangs.collectives import last_collectives
+from elastic_agents.hangs.stacks import parse_py_spy
 from elastic_agents.notices.aws import instance_action, scheduled
 from elastic_agents.notices.azure import events as azure_events
 from elastic_agents.notices.types import Trouble
@@ -321,6 +323,14 @@ CALLS = (
 )
 JOB = b"nnodes: 1:4\nnproc: 2\nenv:\n  A: b\nscript: train.py\nargs: [--lr, 0.1]\n"
 
+COLLECTIVE = (
+    b'{"process_group": ["0", "default_pg"], "collective_seq_id": 3, "profiling_name": "gloo:all_reduce", "pg_id": 1, '
+    b'"input_dtypes": ["Float"], "input_sizes": [[8]], "is_p2p": false, "retired": true, "state": "scheduled", '
+    b'"time_created_ns": 1003}'
+)
+COLLECTIVES = b'{"first": [0], "dumps": [{"entries": [%b]}]}' % COLLECTIVE
+PY_SPY = b'[{"thread_name": "MainThread", "frames": [{"filename": "/a/train.py", "line": 41, "name": "main"}]}]'
+
 TARGETS = {
     "link": Target(tuple(m.pack(line) for line in LINES), m.unpack, (ProtocolError,), m.pack),
     "elasticctl": Target(tuple(m.pack(call) for call in CALLS), m.unpack, (ProtocolError,), m.pack),
@@ -383,6 +393,8 @@ TARGETS = {
         (b'{"message": {"message": "E", "errorCode": 3, "extraInfo": {"py_callstack": "a\\nb"}}}', b'{"message": "E"}'),
         error_file,
     ),
+    "flight recorder": Target((COLLECTIVES,), last_collectives, (ProtocolError,)),
+    "py-spy": Target((PY_SPY,), parse_py_spy, (ProtocolError,)),
     "endpoint": Target(
         (b"10.0.0.1:29400", b"[::1]:1", b"a"),
         lambda data: str(parse_endpoint(data.decode("latin-1"))),

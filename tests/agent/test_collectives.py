@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -80,10 +81,11 @@ def test_a_worker_that_has_not_answered_has_none() -> None:
         b'{"first": 1, "dumps": 3}',
         dump({}),
         dump(entry("0", 1, process_group=None)),
+        dump(entry("0", 1, time_created_ns=math.inf)),
         b"[" * 100000,
         b"\xff",
     ],
-    ids=["a list", "cut off", "a number", "no fields", "no group", "deep", "no text"],
+    ids=["a list", "cut off", "a number", "no fields", "no group", "infinite", "deep", "no text"],
 )
 def test_anything_else_is_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError, match="the dump of the flight recorder is not as expected"):

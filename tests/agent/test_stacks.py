@@ -52,7 +52,8 @@ def test_py_spy_says_the_same() -> None:
         {"thread_name": "b", "frames": [{"name": "wait", "filename": "/x/threading.py", "line": 3}]},
     ]
     assert parse_py_spy(json.dumps(threads).encode()) == [(Frame("/x/threading.py", 3, "wait"),), (SCRIPT,)]
-    for spoiled in (b"", b"{}", b"[1]", b'[{"thread_name": "MainThread"}]'):
+    infinite = b'[{"thread_name": "b", "frames": [{"name": "wait", "filename": "/a.py", "line": 1e999}]}]'
+    for spoiled in (b"", b"{}", b"[1]", b'[{"thread_name": "MainThread"}]', infinite, b"[" * 100000):
         with pytest.raises(ProtocolError):
             parse_py_spy(spoiled)
 

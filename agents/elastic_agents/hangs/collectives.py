@@ -38,7 +38,7 @@ def last_collectives(data: bytes) -> tuple[Collective, ...]:
                     last[_backend(entry), entry["process_group"][0]] = entry
         order = sorted(last.values(), key=lambda x: (not _waits(x), -int(x["time_created_ns"])))
         return tuple(map(_collective, order[:MOST]))
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ProtocolError(f"the dump of the flight recorder is not as expected: {error!r}") from error
 
 

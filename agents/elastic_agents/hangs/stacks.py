@@ -65,7 +65,7 @@ def parse_py_spy(data: bytes) -> list[Stack]:
         stacks = [
             tuple(Frame(x["filename"], int(x["line"]), x["name"]) for x in thread["frames"]) for thread in threads
         ]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ProtocolError(f"py-spy's output is not as expected: {error}") from error
     return [stack for stack in stacks if stack]
 
