@@ -222,6 +222,11 @@ def test_a_statement_may_be_as_deep_as_python_takes(tmp_path: Path) -> None:
     assert _read(tmp_path, text).imports == [Import("yaml"), Import("numpy")]
 
 
+def test_a_file_of_the_user_that_is_too_deep_for_the_parser_is_left_out(tmp_path: Path) -> None:
+    write(tmp_path, "deep.py", f"x = {'-' * 50_000}1")
+    assert _read(tmp_path, "import yaml\nimport deep\nimport numpy").imports == [Import("yaml"), Import("numpy")]
+
+
 def test_environments_differ_by_what_matters_at_import_only() -> None:
     mine = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RESTART_COUNT": "0", "RANK": "0", "TORCH_LOGS": "x"}
     asked = {"OMP_NUM_THREADS": "2", "TORCHELASTIC_RESTART_COUNT": "1", "RANK": "1", "LD_PRELOAD": "y"}

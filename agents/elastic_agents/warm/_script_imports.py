@@ -196,7 +196,7 @@ class _Reader:
             with open(path, "rb") as file, warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the script itself will show the warning
                 tree = ast.parse(file.read(), path)
-        except (OSError, SyntaxError, ValueError, RecursionError):
+        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
             return  # the script itself will report the error
         for statement in _top_level(tree.body):
             certain = ahead and isinstance(statement, ast.Import | ast.ImportFrom)
