@@ -57,6 +57,6 @@ def _failure(reaped: Reaped, error_file: str) -> ProcessFailure:
         error_file = ""  # torch would read whatever the worker has written there
     try:
         return ProcessFailure(local_rank=local_rank, pid=pid, exitcode=code, error_file=error_file)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError):
         # torch reads the file immediately; it may be incomplete if the worker had no room for it
         return ProcessFailure(local_rank=local_rank, pid=pid, exitcode=code, error_file="")

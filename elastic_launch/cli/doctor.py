@@ -169,7 +169,7 @@ def _own_name(environ: Mapping[str, str]) -> Findings:
     given = environ.get("GLOO_SOCKET_IFNAME")
     try:
         addresses, took = timed(lambda: {str(x[4][0]) for x in socket.getaddrinfo(name, None)})
-    except (OSError, TimeoutError) as problem:
+    except OSError as problem:
         addresses, took = set(), 0.0
         reason = f"this host's name {name} does not resolve here ({problem}), so gloo may choose the loopback address"
     else:
@@ -185,7 +185,7 @@ def _own_name(environ: Mapping[str, str]) -> Findings:
         yield from _gloo(name, here, given)
     try:
         _, took = timed(lambda: socket.getnameinfo((here, 0), 0))
-    except (OSError, TimeoutError):
+    except OSError:
         took = PATIENCE
     if took > SLOW:
         yield warning(
@@ -201,7 +201,7 @@ def _gloo(name: str, here: str, given: str | None) -> Findings:
         return
     try:
         taken, _ = timed(lambda: _first_own(name))
-    except (OSError, TimeoutError) as problem:
+    except OSError as problem:
         taken, reason = "", f" ({problem})"
     else:
         reason = ""

@@ -58,7 +58,7 @@ def processor(environ: Mapping[str, str]) -> SpanProcessor | None:
         if exporter is None:
             raise LookupError("it is not installed")
         made = BatchSpanProcessor(exporter.load()())
-    except Exception as error:  # of any exporter, about any variable  # noqa: BLE001
+    except Exception as error:  # noqa: BLE001 - an exporter of another package may raise anything
         hint = "Install the exporter with pip install 'elastic-launch[otel]', or set OTEL_TRACES_EXPORTER=none."
         _log.warning("no spans are sent: the exporter %s cannot be used: %s. %s", name, one_line(str(error)), hint)
         return None

@@ -234,7 +234,7 @@ class Loop:
                     self._first = Activity.REHEARSED_STEP
                 finally:
                     gradients.discard()
-        except Exception as error:  # noqa: BLE001 - what fails in a step, too, is raised there
+        except Exception as error:  # noqa: BLE001 - the script's; what fails in a step, too, is raised there
             text = "this process could not rehearse its first step, which may therefore take longer: %s: %s"
             _log.warning(text, type(error).__name__, error)
             error.__traceback__ = error.__context__ = error.__cause__ = None  # they may hold the loader's processes
@@ -490,7 +490,7 @@ class Loop:
                     if found is None
                     else f"step {found[1]} in {checkpoint.directory}"
                 )
-            except (TimeoutError, OSError, snapshot.CheckpointError) as error:
+            except (OSError, snapshot.CheckpointError) as error:
                 saved = f"unknown: {error}"
         return f"The micro-batch has {self._loader._contents(step, micro)}. Newest checkpoint: {saved}."
 

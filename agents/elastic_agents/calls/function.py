@@ -47,7 +47,7 @@ class Results:
             data.seek(HEADER.size)
             try:
                 return pickle.load(data)
-            except BaseException as error:
+            except Exception as error:
                 error.add_note(f"This was raised while the result of local rank {local_rank} was unpickled.")
                 raise
 

@@ -96,7 +96,7 @@ def plan(settings: Mapping[str, Any], search: list[str]) -> Plan | str:
     """
     try:
         return _plan(settings, search)
-    except Exception as error:  # noqa: BLE001 - a script that cannot be read must not end the server
+    except Exception as error:  # noqa: BLE001 - installed finders may raise anything; the server must not end
         return f"the script cannot be read ahead ({type(error).__name__}: {error})"
 
 

@@ -218,7 +218,7 @@ def _run(argv: list[str]) -> BaseException | None:
         with io.open_code(path) as file:
             source = file.read()
         exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
-    except BaseException as error:  # noqa: BLE001 - it ends the process, and is reported there
+    except BaseException as error:  # noqa: BLE001 - the script's, which ends the process and is reported there
         return error
     return None
 

@@ -22,7 +22,7 @@ def check_binding(config: LaunchConfig) -> None:
         try:
             with _quiet("torch.numa.binding"):
                 bound([], local_rank, mode)
-        except Exception as error:
+        except Exception as error:  # torch does not document what it raises
             first = str(error).strip().split("\n")[0]
             raise UsageError(
                 f"--numa-binding {mode} is not possible for local rank {local_rank}: {first}.",

@@ -170,7 +170,7 @@ class Membership:
     def _wake(self) -> None:
         try:
             self._wake_out.send(b"x")
-        except (BlockingIOError, OSError):
+        except OSError:
             return
 
     # The thread.

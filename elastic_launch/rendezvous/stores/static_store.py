@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed import DistError
 
 from elastic_launch.config.endpoints import Endpoint
 from elastic_launch.errors import EndpointError, StoreError
@@ -139,6 +138,6 @@ def _answer(function: Callable[[], T], where: str) -> T:
     # No context manager: in some Python versions it keeps the error, and so the socket, until garbage collection.
     try:
         return function()
-    except (DistError, RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError) as error:
         first = str(error).strip().split("\n")[0]
         raise StoreError(f"the store at {where} failed: {first}") from error

@@ -183,7 +183,7 @@ def loading(url: Url, what: str = "read") -> Iterator[None]:
         yield
     except (ElasticLaunchError, MalformedError):
         raise
-    except Exception as error:
+    except Exception as error:  # each driver behind fsspec has its own
         raise CheckpointReadError(url, f"Could not {what} {url}: {_cause(error)}.", _hint(error)) from error
 
 
@@ -194,7 +194,7 @@ def saving(url: Url, what: str) -> Iterator[None]:
         yield
     except (ElasticLaunchError, MalformedError):
         raise
-    except Exception as error:
+    except Exception as error:  # each driver behind fsspec has its own
         raise CheckpointWriteError(f"Could not {what} {url}: {_cause(error)}.", _hint(error)) from error
 
 
