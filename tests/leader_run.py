@@ -22,6 +22,23 @@ T = TypeVar("T")
 COMMAND = "train.py --lr 1"
 
 
+def hello_of(node_id: str, **fields: Any) -> m.Hello:
+    """Return a node's hello; by default its incarnation is its id followed by 1."""
+    hello = m.Hello(
+        version=m.PROTOCOL_VERSION,
+        run_id="run",
+        digest="digest",
+        command=COMMAND,
+        limits=str(Limits()),
+        node_id=node_id,
+        incarnation=f"{node_id}1",
+        workers=1,
+        address=f"host-{node_id}",
+        store_port=7000,
+    )
+    return replace(hello, **fields)
+
+
 class Run:
     """A leader and the nodes' ends of its links.
 
@@ -57,23 +74,12 @@ class Run:
     # Input.
 
     def hello(self, *node_ids: str, **fields: Any) -> None:
-        """Each node opens a link and says hello; by default its incarnation is its id followed by 1."""
+        """Each node opens a link and says hello, with the defaults of :func:`hello_of`."""
         for node_id in node_ids:
             link = len(self._owners) + 1
             self.links[node_id], self._owners[link] = link, node_id
-            hello = m.Hello(
-                version=m.PROTOCOL_VERSION,
-                run_id="run",
-                digest="digest",
-                command=COMMAND,
-                limits=str(self.limits),
-                node_id=node_id,
-                incarnation=f"{node_id}1",
-                workers=1,
-                address=f"host-{node_id}",
-                store_port=7000,
-            )
-            self._do(self.machine.hello(link, replace(hello, **fields), self.clock.now()))
+            hello = replace(hello_of(node_id), **{"limits": str(self.limits), **fields})
+            self._do(self.machine.hello(link, hello, self.clock.now()))
 
     def report(self, node_id: str, report: m.Report) -> None:
         self._do(self.machine.report(self.links[node_id], report, self.clock.now()))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from elastic_launch.rendezvous.leader.types import Node
-from elastic_launch.rendezvous.wire.messages import HeldSnapshot, SnapshotSource
+from elastic_launch.rendezvous.wire.messages import SnapshotSource
 
 MOST_SOURCES = 4
 """Most sources that a round receives; all serve the same snapshot."""
@@ -27,23 +27,11 @@ def is_needed(nodes: Mapping[str, Node], incarnation: str) -> bool:
 
 
 def sources(nodes: Mapping[str, Node], members: Iterable[Node]) -> tuple[SnapshotSource, ...]:
-    """Return the sources of the newest snapshot for the members of the next round."""
+    """Return the sources of the newest snapshot for the members of the next round; none if one of them has it."""
     leavers = [(node.hello.address, node.held) for node in nodes.values() if node.leaving]
-    return sources_for([node.held for node in members], leavers)
-
-
-def sources_for(
-    members: Iterable[HeldSnapshot | None], leavers: Iterable[tuple[str, HeldSnapshot | None]]
-) -> tuple[SnapshotSource, ...]:
-    """Return the sources of the newest snapshot for the members of a round; none if one of the members has it.
-
-    Args:
-        members: the snapshot that each member holds.
-        leavers: the address of each leaving node, and the snapshot that it holds.
-    """
     served = [(address, held) for address, held in leavers if held is not None and held.port]
     newest = max((held.order for _, held in served), default=(0, 0))
-    if not served or any(held is not None and held.order >= newest for held in members):
+    if not served or any(node.held is not None and node.held.order >= newest for node in members):
         return ()
     found = [SnapshotSource(address, held.port, *newest) for address, held in served if held.order == newest]
     return tuple(found[:MOST_SOURCES])
