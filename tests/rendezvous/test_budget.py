@@ -29,10 +29,10 @@ def budget_with(limits: Limits, **recorded: Any) -> RestartBudget:
 
 
 def rule(
-    budget: RestartBudget, failure: Failure | None, imposed: Kind | None = None, **known: object
+    budget: RestartBudget, failure: Failure | None, imposed: Kind | None = None, nodes: int = 1, **known: object
 ) -> BudgetDecision:
     broken = Broken(10.0, imposed, "the cause", [] if failure is None else [(10.0, failure)])
-    return budget.rule(broken, **{"lasted": 5.0, "begun": None, **known})  # type: ignore[arg-type]
+    return budget.rule(replace(broken, **{"lasted": 5.0, **known}), nodes)  # type: ignore[arg-type]
 
 
 def verdict(budget: RestartBudget, failure: Failure, ruling: BudgetDecision) -> tuple[int, str]:
@@ -245,8 +245,7 @@ def test_the_budget_decides_how_often() -> None:
 
 
 def crash_at(budget: RestartBudget, begun: int, reached: int, lasted: float) -> BudgetDecision:
-    broken = Broken(10.0, None, "the cause", [(10.0, CRASH)], begun=begun, reached=reached)
-    return budget.rule(broken, lasted=lasted, begun=begun)
+    return budget.rule(Broken(10.0, None, "the cause", [(10.0, CRASH)], lasted=lasted, begun=begun, reached=reached))
 
 
 def test_time_with_new_steps_gives_restarts_back() -> None:
@@ -296,8 +295,7 @@ def test_the_present_round_gives_restarts_back_before_it_ends() -> None:
 
 def test_a_script_without_steps_gets_restarts_back_if_it_runs_for_long() -> None:
     budget = budget_with(Limits(max_restarts=2, restart_refill=100.0))
-    broken = Broken(10.0, None, "the cause", [(10.0, CRASH)], begun=None)
-    assert budget.rule(broken, lasted=5.0, begun=None).charged
+    assert budget.rule(Broken(10.0, None, "the cause", [(10.0, CRASH)], lasted=5.0)).charged
     assert [budget.allowed_after(Broken(10.0, None, "", lasted=lasted)) for lasted in (50.0, 101.0)] == [2, 3]
 
 

@@ -92,26 +92,24 @@ class RestartBudget:
         if self._limits.restart_refill:
             self.refilled = max(self.refilled, self.spent - self._limits.max_restarts)
 
-    def rule(self, broken: Broken, *, lasted: float, begun: int | None, nodes: int = 1) -> BudgetDecision:
+    def rule(self, broken: Broken, nodes: int = 1) -> BudgetDecision:
         """Judge a broken round and charge it; a charge is one restart, however many workers failed.
 
         Args:
-            lasted: seconds from its forming to its end.
-            begun: the step at which it began to train; None if not reported.
             nodes: the number of nodes that the run may have.
         """
         kind = judge(broken.imposed, broken.failures)
         failure = root_cause(broken.failures)
-        gained = self._gained(lasted, begun)
+        gained = self._gained(broken)
         if gained:
             self.idle = 0
-            self.mark = begun
-        self._refill(broken, failure, lasted, restarted=kind is not Kind.MEMBERSHIP)
+            self.mark = broken.begun
+        self._refill(broken, failure, restarted=kind is not Kind.MEMBERSHIP)
         if kind is Kind.MEMBERSHIP:
             return BudgetDecision(kind)
         if kind.is_final:
             return self.end(kind)
-        if broken.imposed is None and failure is not None and self._repeated(failure, begun or 0):
+        if broken.imposed is None and failure is not None and self._repeated(failure, broken.begun or 0):
             return BudgetDecision(
                 Kind.FATAL, ends="a restart would fail again (the same step has failed in the same way twice)"
             )
@@ -141,7 +139,7 @@ class RestartBudget:
         unit = zlib.crc32(f"{self._run} {self.spent}".encode()) / 2**32
         return float(round(even * (1 + JITTER * (2 * unit - 1)), 3))
 
-    def _refill(self, broken: Broken, failure: Failure | None, lasted: float, *, restarted: bool) -> None:
+    def _refill(self, broken: Broken, failure: Failure | None, *, restarted: bool) -> None:
         """Count a round that has ended: give restarts back for time in which the training advanced.
 
         Args:
@@ -149,13 +147,13 @@ class RestartBudget:
         """
         begun = -1 if broken.begun is None else broken.begun
         reached = max(begun, broken.reached, begun + max(0, failure.trained) if failure is not None else -1)
-        advanced = self._advanced(reached, lasted)
+        advanced = self._advanced(reached, broken.lasted)
         self.best = max(self.best, reached)
         self.vain = (0 if advanced else self.vain) + restarted
         every = self._limits.restart_refill
         if not every or not advanced:
             return
-        self._healthy += lasted
+        self._healthy += broken.lasted
         back = self._due(self._healthy)
         self.refilled += back
         self._healthy = self._healthy - back * every if self.spent > self.refilled else 0.0
@@ -186,9 +184,9 @@ class RestartBudget:
             return ExitCode.STARTUP_FAILURE, cause
         return exit_code(root_cause(broken.failures), most), cause
 
-    def spares(self, kind: Kind, *, lasted: float, begun: int | None, nodes: int = 1) -> bool:
-        """Whether a round that ended now for an event on its nodes would be free; see :meth:`rule`."""
-        return kind is Kind.MEMBERSHIP or self._gained(lasted, begun) or self.idle < FREE + nodes
+    def spares(self, broken: Broken, nodes: int) -> bool:
+        """Whether a round that was broken for an event on its nodes is free; see :meth:`rule`."""
+        return broken.imposed is Kind.MEMBERSHIP or self._gained(broken) or self.idle < FREE + nodes
 
     def _repeated(self, failure: Failure, begun: int) -> bool:
         """Whether a restart failed with the same numbers and no new step; a single failure may be a flipped bit."""
@@ -198,11 +196,11 @@ class RestartBudget:
             self._repeats, self._repeats_step = found, reached
         return bool(found) and found == before
 
-    def _gained(self, lasted: float, begun: int | None) -> bool:
+    def _gained(self, broken: Broken) -> bool:
         """Whether the training advances: the round began at a higher step than any before."""
-        if begun is None:
-            return self.mark is None and lasted >= LONG
-        return self.mark is None or begun > self.mark
+        if broken.begun is None:
+            return self.mark is None and broken.lasted >= LONG
+        return self.mark is None or broken.begun > self.mark
 
 
 def _identity(repeats: str) -> str:

@@ -363,8 +363,7 @@ class Rounds:
     def break_round(self, phase: Running | Draining, kind: Kind, cause: str, now: float, ends: str = "") -> None:
         """Break the round because of an event on its nodes."""
         broken = over(phase, now, kind, cause, ends)
-        nodes = self._state.limits.max_nodes
-        free = self._state.budget.spares(kind, lasted=broken.lasted, begun=broken.begun, nodes=nodes)
+        free = self._state.budget.spares(broken, self._state.limits.max_nodes)
         self._end_round(phase, broken, kind, lambda: self.outlook if free else "")
 
     def _end_round(self, phase: Running | Draining, broken: Broken, kind: Kind, outlook: Callable[[], str]) -> None:
@@ -589,9 +588,7 @@ class Rounds:
         broken.judged_at = now
         if broken.ends:
             return  # no other round follows
-        ruling = self._state.budget.rule(
-            broken, lasted=broken.lasted, begun=broken.begun, nodes=self._state.limits.max_nodes
-        )
+        ruling = self._state.budget.rule(broken, self._state.limits.max_nodes)
         if broken.imposed is None and (ruling.kind.is_fault or ruling.ends):
             broken.failure = root_cause(broken.failures)
         if ruling.ends:
