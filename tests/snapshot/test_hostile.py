@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from snapshot_helpers import forge, same, state_of, tensor_file, together
 
@@ -302,13 +302,17 @@ ENTRIES = st.fixed_dictionaries(
     ),
     st.binary(max_size=16),
 )
+@example(tensor_file({"a": GOOD}), b"12345678")
+@example(tensor_file({"a": {**GOOD, "dtype": "F64", "shape": [1]}}), b"12345678")
 def test_no_tensor_file_does_more_than_be_refused(
     forged_checkpoint: Callable[[bytes], Path], data: bytes, more: bytes
 ) -> None:
     try:
-        load(inspect(forged_checkpoint(data + more)))
+        found = load(inspect(forged_checkpoint(data + more))).state["a"]
     except DamagedCheckpointError:
         return
+    assert (found.dtype, tuple(found.shape)) == (torch.float32, (2,))
+    assert found.numpy().tobytes() == (data + more)[-8:]
 
 
 @pytest.fixture(scope="module")
