@@ -381,8 +381,8 @@ class LocalElasticAgent(ElasticAgent):
                 self._membership.report(item)
             case SignalCaught(number=number) if number in self._config.signals.forward:
                 reporting.forwarded(number, self._workers.forward(number))
-            case SignalCaught(number=number):
-                return self._departure.by_signal(number, self._view)
+            case SignalCaught(number=number, at=at):
+                return self._departure.by_signal(number, self._view, at)
             case v.WorkerDrained(step=step):
                 # The host of a c10d run serves no snapshot: the other nodes cannot continue without it.
                 return replace(item, keeps=not self._hosting and self._newest_snapshot == step)

@@ -66,10 +66,14 @@ class Departure:
         """Seconds between a worker's termination signal and SIGKILL."""
         return min(self._config.shutdown_timeout, self.left)
 
-    def by_signal(self, number: int, view: v.View) -> v.Leave | None:
-        """Handle a signal that is not forwarded to the workers."""
+    def by_signal(self, number: int, view: v.View, at: float | None = None) -> v.Leave | None:
+        """Handle a signal that is not forwarded to the workers.
+
+        Args:
+            at: when it was received, by this clock; None: now.
+        """
         name = signal.Signals(number).name
-        now = self._clock.now()
+        now = self._clock.now() if at is None else at
         if self._signalled is not None and now - self._signalled < REPEAT:
             _log.debug("%s received again", name)
             return None

@@ -9,7 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Generic, TypeVar
 
@@ -25,9 +25,14 @@ REPEAT = 1.0
 
 @dataclass(frozen=True, slots=True)
 class SignalCaught:
-    """The agent itself received a signal."""
+    """The agent itself received a signal.
+
+    Attributes:
+        at: when, by the agent's clock; it may be handled much later. None: when it is handled.
+    """
 
     number: int
+    at: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +62,7 @@ class Inbox(Generic[T]):
     """
 
     def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+        self.clock = clock
         # SimpleQueue.put is reentrant, so a signal handler may call it whatever the main thread is doing.
         self._queue: queue.SimpleQueue[T] = queue.SimpleQueue()
         self._timers: list[tuple[float, int, T]] = []
@@ -71,7 +76,7 @@ class Inbox(Generic[T]):
 
     def put_later(self, delay: float, item: T) -> None:
         """Add an item after delay seconds; for the consuming thread only."""
-        heapq.heappush(self._timers, (self._clock.now() + delay, next(self._order), item))
+        heapq.heappush(self._timers, (self.clock.now() + delay, next(self._order), item))
 
     def close(self) -> None:
         """Items are no longer taken: what is put from now on is lost."""
@@ -80,12 +85,12 @@ class Inbox(Generic[T]):
     def take(self) -> T:
         """Return the next item; queued items go before timers that are due."""
         while True:
-            wait = self._timers[0][0] - self._clock.now() if self._timers else None
+            wait = self._timers[0][0] - self.clock.now() if self._timers else None
             try:
                 # Without an upper bound a signal could wait for the next item on platforms without sem_clockwait.
                 return self._queue.get(timeout=max(0.0, min(wait, 60.0)) if wait is not None else 60.0)
             except queue.Empty:
-                if self._timers and self._timers[0][0] <= self._clock.now():
+                if self._timers and self._timers[0][0] <= self.clock.now():
                     return heapq.heappop(self._timers)[2]
 
 
@@ -103,7 +108,7 @@ def handling(numbers: Iterable[signal.Signals], handler: Callable[[int, FrameTyp
 
 def signals_to(inbox: Inbox[Any], numbers: Iterable[signal.Signals]) -> AbstractContextManager[None]:
     """Put signals into an inbox while entered."""
-    return handling(numbers, lambda number, frame: inbox.put(SignalCaught(number)))
+    return handling(numbers, lambda number, frame: inbox.put(SignalCaught(number, inbox.clock.now())))
 
 
 @contextmanager
@@ -123,7 +128,7 @@ def withheld(inbox: Inbox[Any], numbers: Iterable[signal.Signals]) -> Iterator[N
             number = signal.sigwait(chosen)
             if closing.is_set():
                 return
-            inbox.put(SignalCaught(number))
+            inbox.put(SignalCaught(number, inbox.clock.now()))
 
     signal.pthread_sigmask(signal.SIG_BLOCK, chosen)
     thread = VitalThread(take, "withheld signals")

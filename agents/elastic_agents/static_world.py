@@ -10,7 +10,6 @@ import os
 import re
 import shlex
 import signal
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -222,13 +221,13 @@ class _Agent:
         match item:
             case Exited(pid=pid, exit_code=code) if pid in self._workers:
                 self._reap(self._workers[pid], code)
-            case SignalCaught() if self._signalled is not None and time.monotonic() - self._signalled < REPEAT:
+            case SignalCaught(at=float(at)) if self._signalled is not None and at - self._signalled < REPEAT:
                 return
             case SignalCaught(number=number) if self._stopping:
                 self._signal = self._signal or number
                 self._kill("a second signal")
-            case SignalCaught(number=number):
-                self._signal, self._signalled = number, time.monotonic()
+            case SignalCaught(number=number, at=at):
+                self._signal, self._signalled = number, at
                 self._stop(signal.Signals(number).name)
             case _GraceOver():
                 self._kill(f"still there after {self._world.grace:g} s")

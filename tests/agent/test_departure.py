@@ -106,6 +106,14 @@ def test_signals_within_a_second_are_one_and_a_later_one_counts() -> None:
     assert node.departure.by_signal(SIGINT, LEAVING) == v.Leave("SIGINT", 130, 29.0, SIGINT)
 
 
+def test_signals_that_came_within_a_second_are_one_however_late_they_are_handled() -> None:
+    node = Node()
+    assert node.departure.by_signal(SIGTERM, RUNNING, 99.0) == v.Leave("SIGTERM", 143, 29.0)
+    node.clock.advance(5.0)
+    assert node.departure.by_signal(SIGTERM, LEAVING, 99.5) is None
+    assert node.departure.by_signal(SIGTERM, LEAVING, 100.5) == v.Leave("SIGTERM", 143, 24.0)
+
+
 def test_what_follows_a_signal_has_the_rest_of_the_shutdown_timeout() -> None:
     node = Node(steps=20.0)
     assert node.departure.left == 30.0

@@ -117,12 +117,18 @@ def handled() -> Iterator[list[int]]:
         signal.signal(number, handler)
 
 
-def test_signals_come_through_the_inbox(inbox: Inbox[object], handled: list[int]) -> None:
+def test_signals_come_through_the_inbox_with_the_time_at_which_they_came(
+    inbox: Inbox[object], clock: FakeClock, handled: list[int]
+) -> None:
     with signals_to(inbox, [signal.SIGUSR1, signal.SIGUSR2]):
         signal.raise_signal(signal.SIGUSR1)
         signal.raise_signal(signal.SIGUSR2)
+        clock.advance(2.0)
         signal.raise_signal(signal.SIGUSR1)
-    assert take(inbox, 3) == [SignalCaught(10), SignalCaught(12), SignalCaught(10)]
+        clock.advance(2.0)
+    caught = take(inbox, 3)
+    assert caught == [SignalCaught(10), SignalCaught(12), SignalCaught(10)]
+    assert [item.at for item in caught if isinstance(item, SignalCaught)] == [50.0, 50.0, 52.0]
     assert handled == []
 
 
