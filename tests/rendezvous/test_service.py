@@ -140,7 +140,7 @@ def test_a_link_may_end_by_what_follows_from_anothers_end(what: str) -> None:
     """Both nodes of a round are gone; reporting the first one's loss to the second reveals that it is gone, too."""
     leader = _leader(Failing(), LIMITS)
     with contextlib.ExitStack() as stack:
-        for held in (leader._listener, leader._selector, leader._wake_in, leader._wake_out):
+        for held in (leader._listener, leader._selector, leader._waker):
             stack.callback(held.close)
         for name in "ab":
             mine, theirs = socket.socketpair()

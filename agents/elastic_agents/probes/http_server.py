@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 
 from elastic_launch.system.threads import ThreadDied, VitalThread
+from elastic_launch.system.wake import Waker
 
 _log = logging.getLogger("elastic_launch.http")
 
@@ -125,9 +126,8 @@ class HttpServer:
         with contextlib.ExitStack() as undo:
             undo.callback(listener.setblocking, True)
             listener.setblocking(False)
-            self._told, self._tell = map(undo.enter_context, socket.socketpair())
-            self._told.setblocking(False)
-            self._tell.setblocking(False)
+            self._waker = Waker()
+            undo.callback(self._waker.close)
             self._selector = selectors.DefaultSelector()
             undo.callback(lambda: self._selector.close())
             self._thread = self._started(name)
@@ -135,8 +135,7 @@ class HttpServer:
 
     def wake(self) -> None:
         """Call responders that had no response again now; may be called from any thread."""
-        with contextlib.suppress(OSError):  # BlockingIOError: it is already being woken
-            self._tell.send(b"x")
+        self._waker.wake()
 
     def close(self) -> None:
         """Close all connections and end the thread; one that a responder blocks is left behind with what it uses."""
@@ -150,7 +149,7 @@ class HttpServer:
             self._held.close()
 
     def _started(self, name: str) -> VitalThread:
-        self._selector.register(self._told, selectors.EVENT_READ)
+        self._selector.register(self._waker, selectors.EVENT_READ)
         thread = VitalThread(self._run, name, owner=self._failed)
         thread.start()
         return thread
@@ -184,9 +183,8 @@ class HttpServer:
             self._listen(True)
         ready = self._selector.select(max(0.0, self._due() - now))
         for key, _ in ready:
-            if key.fileobj is self._told:
-                with contextlib.suppress(OSError):
-                    self._told.recv(4096)
+            if key.fileobj is self._waker:
+                self._waker.clear()
             elif key.fileobj is not self._listener:
                 self._go_on(key.data)
         # After existing connections are served: those may have sent their requests, and then do not count as idle.

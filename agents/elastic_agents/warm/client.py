@@ -24,6 +24,7 @@ from elastic_agents.workers.processes import StartRequest
 from elastic_agents.workers.sessions import kill_sessions, reap_orphans
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.system.threads import VitalThread
+from elastic_launch.system.wake import Waker
 from elastic_launch.system.writer_thread import Writer
 
 _log = logging.getLogger("elastic_launch.warm")
@@ -77,7 +78,7 @@ class WarmServer:
         self._idle: list[Prefork] = []
         self._ahead = ahead
         self._ahead_at = 0.0
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._waker = Waker()
         self._thread = VitalThread(self._listen, "warm")
         self._thread.start()
 
@@ -143,7 +144,7 @@ class WarmServer:
         with self._lock:
             if not (self._known and not self._usable):
                 self._wanted += [call] * count
-                os.eventfd_write(self._wake, 1)
+                self._waker.wake()
                 return
         for _ in range(count):
             call()
@@ -151,7 +152,7 @@ class WarmServer:
     def training(self) -> None:
         """The workers train: preparations for the next ones can soon begin."""
         self._ahead_at = min(self._ahead_at, time.monotonic() + TRAINING_REST)
-        os.eventfd_write(self._wake, 1)
+        self._waker.wake()
 
     def start(self, request: StartRequest) -> int:
         """Return the pid of a worker, which is a child of this process.
@@ -191,18 +192,18 @@ class WarmServer:
         self._reap()
         self._dismiss()
         self._orders.close()
-        os.close(self._wake)
+        self._waker.close()
 
     def _listen(self) -> None:
         """Read the server's messages until its end, or until no newly forked process is left."""
         with os.fdopen(self._source, "rb", buffering=0) as source, selectors.DefaultSelector() as selector:
             selector.register(source, selectors.EVENT_READ, "server")
-            selector.register(self._wake, selectors.EVENT_READ, "wake")
+            selector.register(self._waker, selectors.EVENT_READ, "wake")
             pending = b""
             while True:
                 ready = {key.data for key, _ in selector.select(self._wait())}
                 if "wake" in ready:
-                    os.eventfd_read(self._wake)
+                    self._waker.clear()
                 if not ready:
                     self._on_time()
                 if "server" in ready:
@@ -270,7 +271,7 @@ class WarmServer:
     def _rest(self) -> None:
         """Postpone what is not urgent: workers are starting, and need the CPU."""
         self._ahead_at = time.monotonic() + REST
-        os.eventfd_write(self._wake, 1)
+        self._waker.wake()
 
     def _provide(self) -> None:
         """Provide as many waiting processes as are wanted now, checking that each runs; call back for each."""

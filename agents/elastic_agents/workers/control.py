@@ -33,6 +33,7 @@ from elastic_launch.rendezvous.wire.messages import Saved
 from elastic_launch.shared_progress import SharedProgress, WorkerProgress
 from elastic_launch.system.descriptors import PAUSE, reserve, scarce
 from elastic_launch.system.threads import VitalThread
+from elastic_launch.system.wake import Waker
 
 _log = logging.getLogger("elastic_launch.agent")
 
@@ -141,10 +142,10 @@ class Control:
         self._listener.bind("\0" + self.address[1:])
         self._listener.listen(128)
         self._listener.setblocking(False)
-        self._wake_in, self._wake_out = socket.socketpair()
+        self._waker = Waker()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._wake_in, selectors.EVENT_READ)
+        self._selector.register(self._waker, selectors.EVENT_READ)
         self._lock = threading.Lock()
         self._save_asked: int | None = None  # steps that were done when a checkpoint was asked for
         self._peers: dict[socket.socket, _Peer] = {}
@@ -262,8 +263,9 @@ class Control:
         return max(reports, key=lambda report: (report.round, report.step, -report.at), default=None)
 
     def close(self) -> None:
-        self._wake_out.close()
+        self._waker.wake()
         self._thread.join(10)
+        self._waker.close()
         self._progress.close()
 
     def _run(self) -> None:
@@ -271,7 +273,7 @@ class Control:
             closing = False
             while not closing:
                 for key, _ in self._selector.select(self._until_due()):
-                    if key.fileobj is self._wake_in:
+                    if key.fileobj is self._waker:
                         closing = True  # after reading what the workers have sent so far
                     elif key.fileobj is self._listener:
                         self._accept()
@@ -288,7 +290,6 @@ class Control:
                 sock.close()
             self._selector.close()
             self._listener.close()
-            self._wake_in.close()
 
     def _until_due(self) -> float | None:
         """Return the seconds until this thread has something to do without being told."""

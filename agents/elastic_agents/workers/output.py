@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import selectors
-import socket
 import threading
 import time
 from collections import deque
@@ -15,6 +14,7 @@ from elastic_agents.output_sinks import Appended, Console, Kept, Lines, Logged, 
 from elastic_launch.clock import MonotonicClock
 from elastic_launch.config.output import Route
 from elastic_launch.system.threads import VitalThread
+from elastic_launch.system.wake import Waker
 from elastic_launch.system.writer_thread import Writer
 
 TAIL_LINES, PAGE_LINES = 20, 200
@@ -83,8 +83,8 @@ class OutputPump:
         self.kept = Kept()
         self._files = Writer("logs", limit=LIMIT, patience=PATIENCE, lost=self.kept.lost)
         self._selector = selectors.DefaultSelector()
-        self._wake_in, self._wake_out = socket.socketpair()
-        self._selector.register(self._wake_in, selectors.EVENT_READ, None)
+        self._waker = Waker()
+        self._selector.register(self._waker, selectors.EVENT_READ, None)
         self._unfinished: set[Console] = set()
         self._closed = False
         self._lock = threading.Lock()
@@ -112,14 +112,13 @@ class OutputPump:
         for stream in streams:  # daemons that workers have left behind may hold some open
             stream.ended.wait(max(0.0, deadline - time.monotonic()))
         self._closed = True
-        self._wake_out.send(b"x")
+        self._waker.wake()
         self._thread.join(10)
         for key in list(self._selector.get_map().values()):
             if key.data is not None:
                 key.data.close()
         self._selector.close()
-        self._wake_in.close()
-        self._wake_out.close()
+        self._waker.close()
         self._files.close()
         self._own.close()
 
@@ -129,7 +128,7 @@ class OutputPump:
         stream = Stream(source, sinks)
         with self._lock:
             self._selector.register(source, selectors.EVENT_READ, stream)
-        self._wake_out.send(b"x")
+        self._waker.wake()
         return stream, sink
 
     def _sinks(self, console: int, route: Route) -> list[Sink]:
@@ -151,7 +150,7 @@ class OutputPump:
             due = min((console.due for console in self._unfinished), default=float("inf"))
             for key, _ in self._selector.select(min(60.0, max(0.0, due - time.monotonic()))):
                 if key.data is None:
-                    self._wake_in.recv(4096)
+                    self._waker.clear()
                 else:
                     self._move(key.data)
             now = time.monotonic()

@@ -6,7 +6,6 @@ import os
 import re
 import selectors
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from elastic_agents.child import UNKNOWN, Child, started
 from elastic_agents.workers.sessions import dead_strangers, read_proc, reap, reap_orphans
 from elastic_launch.system.threads import VitalThread
+from elastic_launch.system.wake import Waker
 
 OnExit = Callable[[int, int], None]
 """Called with pid and exit code (-N for signal N) once a process is reaped, from any thread."""
@@ -54,8 +54,8 @@ class ExecProcesses:
         self._lock = threading.Lock()
         self._running: dict[int, Child] = {}  # by pid
         self._selector = selectors.DefaultSelector()
-        self._wake_in, self._wake_out = socket.socketpair()
-        self._selector.register(self._wake_in, selectors.EVENT_READ, None)
+        self._waker = Waker()
+        self._selector.register(self._waker, selectors.EVENT_READ, None)
         self._sessions: set[int] = set()
         self._unclaimed: set[int] = set()
         self._closed = False
@@ -101,7 +101,7 @@ class ExecProcesses:
             self._sessions.add(child.pid)
             self._running[child.pid] = child
             self._selector.register(child, selectors.EVENT_READ, child)
-        self._wake_out.send(b"x")
+        self._waker.wake()
         return child.pid
 
     def signal(self, pid: int, number: int) -> None:
@@ -119,21 +119,20 @@ class ExecProcesses:
     def close(self) -> None:
         """Release everything; the processes must have ended."""
         self._closed = True
-        self._wake_out.send(b"x")
+        self._waker.wake()
         self._thread.join(10)
         for child in self._running.values():
             child.signal(signal.SIGKILL)
             child.reap()
         self._selector.close()
-        self._wake_in.close()
-        self._wake_out.close()
+        self._waker.close()
 
     def _reap(self) -> None:
         swept = time.monotonic()
         while not self._closed:
             for key, _ in self._selector.select(SWEEP_EVERY):
                 if key.data is None:
-                    self._wake_in.recv(4096)
+                    self._waker.clear()
                     continue
                 child: Child = key.data
                 with self._lock:

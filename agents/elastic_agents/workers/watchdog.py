@@ -23,6 +23,7 @@ from typing import Annotated
 from elastic_launch.codec import between, decode, loads
 from elastic_launch.errors import ProtocolError, UsageError
 from elastic_launch.system.threads import VitalThread
+from elastic_launch.system.wake import Waker
 
 _log = logging.getLogger("elastic_launch.agent")
 
@@ -132,16 +133,16 @@ def watchdog(put: Callable[[TimerExpired], object]) -> Iterator[None]:
     path = given or os.path.join(tempfile.gettempdir(), f"watchdog_timer_{uuid.uuid4()}")
     source = _pipe(path)
     os.environ[ENV_FILE] = path
-    wake = os.eventfd(0, os.EFD_CLOEXEC)
-    thread = VitalThread(_watch, "watchdog", (path, source, wake, put))
+    waker = Waker()
+    thread = VitalThread(_watch, "watchdog", (path, source, waker, put))
     thread.start()
     try:
         yield
     finally:
-        os.eventfd_write(wake, 1)
+        waker.wake()
         thread.join(10)
-        for descriptor in (source, wake):
-            os.close(descriptor)
+        os.close(source)
+        waker.close()
         with suppress(OSError):
             os.unlink(path)
         if given is None:
@@ -163,15 +164,15 @@ def _pipe(path: str) -> int:
         ) from None
 
 
-def _watch(path: str, source: int, wake: int, put: Callable[[TimerExpired], object]) -> None:
+def _watch(path: str, source: int, waker: Waker, put: Callable[[TimerExpired], object]) -> None:
     timers, pending, told = Timers(), b"", False
     ready = select.poll()
     ready.register(source, select.POLLIN)
-    ready.register(wake, select.POLLIN)
+    ready.register(waker, select.POLLIN)
     while True:
         wait = timers.wait(time.monotonic())
         found = {descriptor for descriptor, _ in ready.poll(None if wait is None else 1000 * min(wait, 3600.0))}
-        if wake in found:
+        if waker.fileno() in found:
             return
         if source in found:
             *lines, pending = (pending + os.read(source, 65536)).split(b"\n")

@@ -29,6 +29,7 @@ from elastic_launch.rendezvous.wire.authentication import Channel, MissingTokenE
 from elastic_launch.rendezvous.wire.log_once import LogOnce
 from elastic_launch.secret import HINT_NO_TOKEN, HINT_TOKEN
 from elastic_launch.system.threads import ThreadDied, VitalThread
+from elastic_launch.system.wake import Waker
 
 _log = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class LeaderService:
         self._deaf = False
         self._next_link = 1
         self._selector = selectors.DefaultSelector()
-        self._wake_in, self._wake_out = socket.socketpair()
+        self._waker = Waker()
         self._stop = threading.Event()
         self._linger = 0.0
         self._queue: deque[to_do.Instruction] = deque()
@@ -108,9 +109,9 @@ class LeaderService:
 
     def start(self) -> None:
         """Begin to lead."""
-        for sock in (self._listener, self._wake_in):
-            sock.setblocking(False)
-            self._selector.register(sock, selectors.EVENT_READ, None)
+        self._listener.setblocking(False)
+        for source in (self._listener, self._waker):
+            self._selector.register(source, selectors.EVENT_READ, None)
         self._thread.start()
 
     @property
@@ -138,14 +139,12 @@ class LeaderService:
         _log.warning("this node no longer leads: %s", reason)
         self._deposed = True
         self._stop.set()
-        with contextlib.suppress(OSError):
-            self._wake_out.send(b"x")
+        self._waker.wake()
 
     def give_way(self, cause: str) -> None:
         """End the run with exit code 95, since it cannot continue beside another one."""
         self._given_way = cause
-        with contextlib.suppress(OSError):
-            self._wake_out.send(b"x")
+        self._waker.wake()
 
     def close(self, linger: float) -> None:
         """Stop leading; if the run has ended, wait up to ``linger`` seconds for the nodes to receive its end.
@@ -157,11 +156,10 @@ class LeaderService:
         """
         self._linger = linger
         self._stop.set()
-        with contextlib.suppress(OSError):
-            self._wake_out.send(b"x")  # suppressed: the thread may have ended by itself
+        self._waker.wake()
         self._thread.join(linger + 5)
         self._listener.close()
-        self._wake_out.close()
+        self._waker.close()
 
     def _failed(self, died: ThreadDied) -> None:
         self._died = died  # its links are closed, so its own node searches for the leader and finds this
@@ -177,7 +175,6 @@ class LeaderService:
                 self._refuse_waiting()
             else:
                 self._listener.close()
-            self._wake_in.close()
 
     def _serve(self) -> None:
         clock, machine = self._clock, self._machine
@@ -230,8 +227,8 @@ class LeaderService:
         return self._linger if self._machine.ended else min(self._linger, DRAIN_LINGER)
 
     def _ready(self, key: selectors.SelectorKey) -> None:
-        if key.fileobj is self._wake_in:
-            self._wake_in.recv(64)
+        if key.fileobj is self._waker:
+            self._waker.clear()
         elif key.fileobj is self._listener:
             self._accept()
         elif key.data in self._links:

@@ -48,6 +48,7 @@ from elastic_launch.rendezvous.wire.log_once import LogOnce
 from elastic_launch.secret import HINT_TOKEN
 from elastic_launch.system.descriptors import explained, remedy
 from elastic_launch.system.plain_text import clipped
+from elastic_launch.system.wake import Waker
 
 HINT_STRANGE = (
     "If the port is in use by another service, choose another --rdzv-endpoint; if its agent is frozen, end it."
@@ -95,9 +96,7 @@ class Membership:
         self._beat = beat
         self._lock = threading.Lock()
         self._side = NodeMachine()
-        self._wake_in, self._wake_out = socket.socketpair()
-        self._wake_in.setblocking(False)
-        self._wake_out.setblocking(False)  # nothing is read while searching for a leader
+        self._waker = Waker()
         self._closing = threading.Event()
         self._key = link_key(config.token, config.run_id)
         self._once = LogOnce(_log)
@@ -132,7 +131,7 @@ class Membership:
         """Send a report to the leader, now or once there is a link to it."""
         with self._lock:
             self._side.say(report, self._clock.now())
-        self._wake()
+        self._waker.wake()
 
     def cut_link(self, seconds: float) -> bool:
         """For a drill: exchange nothing with the leader for some seconds, as if packets were lost.
@@ -144,7 +143,7 @@ class Membership:
         if found is None or found.incarnation == self._side.hello.incarnation:
             return False
         self._cut_until = max(self._cut_until, self._clock.now() + seconds)
-        self._wake()
+        self._waker.wake()
         return True
 
     @property
@@ -160,18 +159,12 @@ class Membership:
     def close(self, timeout: float = 15.0) -> None:
         """Close the link; as the leader of an ended run, first wait (bounded) until all nodes have received its end."""
         self._closing.set()
-        self._wake()
+        self._waker.wake()
         if self._thread.ident is not None:
             self._thread.join(timeout)
         self._reach.close()
         if not self._thread.is_alive():
-            self._wake_out.close()
-
-    def _wake(self) -> None:
-        try:
-            self._wake_out.send(b"x")
-        except OSError:
-            return
+            self._waker.close()
 
     # The thread.
 
@@ -198,7 +191,6 @@ class Membership:
                 self._notify(RendezvousLost(EndpointError("The rendezvous failed because of an internal error.")))
             self._former.close()
             self._backend.close()
-            self._wake_in.close()
 
     def _open(self) -> NodeAddress:
         """Open the backend; retry while a name does not resolve yet, as for pods that are starting."""
@@ -354,7 +346,7 @@ class Membership:
         detector.linked(now)
         with selectors.DefaultSelector() as selector:
             selector.register(sock, selectors.EVENT_READ)
-            selector.register(self._wake_in, selectors.EVENT_READ)
+            selector.register(self._waker, selectors.EVENT_READ)
             while not detector.leader_lost:
                 if now < self._cut_until and not self._closing.is_set():
                     self._closing.wait(min(RETRY, detector.wait(now, self._cut_until - now)))
@@ -387,8 +379,8 @@ class Membership:
                 # Before reading: messages that arrived while this node was frozen say nothing about now.
                 self._judge(now, detector.turn(now))
                 for key, events in ready:
-                    if key.fileobj is self._wake_in:
-                        self._wake_in.recv(4096)
+                    if key.fileobj is self._waker:
+                        self._waker.clear()
                     elif events & selectors.EVENT_READ:
                         heard = self._hear(sock, channel)
                         if heard is None:

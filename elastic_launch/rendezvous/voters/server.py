@@ -19,6 +19,7 @@ from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.rendezvous.wire.authentication import Channel
 from elastic_launch.rendezvous.wire.log_once import LogOnce
 from elastic_launch.system.threads import VitalThread
+from elastic_launch.system.wake import Waker
 
 _log = logging.getLogger(__name__)
 
@@ -56,15 +57,15 @@ class VoterServer:
         self._once = LogOnce(_log)
         self._stop = threading.Event()
         self._leave_by = 0.0
-        self._wake_in, self._wake_out = socket.socketpair()
+        self._waker = Waker()
         self._selector = selectors.DefaultSelector()
         self._thread = VitalThread(self._run, "voter")
 
     def start(self) -> None:
         """Begin to answer."""
-        for sock in (self._listener, self._wake_in):
-            sock.setblocking(False)
-            self._selector.register(sock, selectors.EVENT_READ)
+        self._listener.setblocking(False)
+        for source in (self._listener, self._waker):
+            self._selector.register(source, selectors.EVENT_READ)
         self._thread.start()
 
     def close(self, linger: float = 0.0) -> None:
@@ -75,20 +76,18 @@ class VoterServer:
         """
         self._leave_by = time.monotonic() + linger
         self._stop.set()
-        with contextlib.suppress(OSError):
-            self._wake_out.send(b"x")
+        self._waker.wake()
         if self._thread.ident is not None:
             self._thread.join(linger + 5.0)
-        for sock in (self._listener, self._wake_in, self._wake_out):
-            sock.close()
-        self._selector.close()
+        for held in (self._listener, self._waker, self._selector):
+            held.close()
 
     def _run(self) -> None:
         try:
             while not self._left():
                 for key, _ in self._selector.select(POLL if self._stop.is_set() else None):
-                    if key.fileobj is self._wake_in:
-                        self._wake_in.recv(1)
+                    if key.fileobj is self._waker:
+                        self._waker.clear()
                     elif key.fileobj is self._listener:
                         self._accept()
                     elif key.fd in self._links:
