@@ -457,6 +457,10 @@ class Job:
         found.sort(key=lambda event: event["clock"])
         return [event for event in found if name in (None, event["event"])]
 
+    def until(self, moment: float, name: str) -> list[str]:
+        """The nodes of the events of a name before a time, such as one before which silence loses no node again."""
+        return [event["node"] for event in self.events(name) if event["clock"] < moment]
+
     def event(self, name: str) -> dict[str, Any]:
         """The first event of this name; it is written a moment after the line that tells of it."""
         return wait_for(f"an event {name}", lambda: self.events(name))[0]
@@ -479,6 +483,11 @@ class Job:
         for pid in left:
             os.kill(pid, signal.SIGKILL)
         return left
+
+
+def now() -> float:
+    """The time of events and of the notes of ``steps.py``."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def round_of(worker: dict[str, Any]) -> int:

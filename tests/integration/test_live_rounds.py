@@ -119,7 +119,7 @@ def test_no_live_starts_all_workers_anew(job: Job) -> None:
 
 def parked(job: Job) -> tuple[Agent, int]:
     """Two nodes of a worker each, of which the second is then lost; return the first and the pid of its worker."""
-    options = ["--rdzv-conf", "dead_after=3,beat=0.5"]
+    options = ["--rdzv-conf", "dead_after=15"]
     first = job.node("a", *options, nnodes="2", command=[LIVE, str(job.work)])
     first.says("hosts the run")
     second = job.node("b", *options, "--node-rank", "1", nnodes="2", command=[LIVE, str(job.work)])
@@ -180,7 +180,7 @@ def test_suspended_workers_get_their_places_from_the_next_leader(job: Job, tmp_p
     directory.mkdir()
     with cluster(directory) as servers:
         where = ["--rdzv-backend", "etcd", "--rdzv-endpoint", endpoints(servers), "--rdzv-id", "run"]
-        flags = ["--nnodes", "1:3", "--join-settle", "60", "--dead-after", "3", *where]
+        flags = ["--nnodes", "1:3", "--join-settle", "60", "--dead-after", "15", *where]
         agents = [job.launch(*flags, "--node-id", name, name=name, command=[LIVE, str(job.work)]) for name in "abc"]
         first = begun(job, 1, workers=3)
         leader = str(job.events("leader_elected")[-1]["node"])
