@@ -17,7 +17,7 @@ dist.all_reduce(data)
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     if dist.get_rank() == 0:
         atexit.register(time.sleep, 60)
-        dist.destroy_process_group()
+        atexit.register(dist.destroy_process_group)  # before the sleep, and once the exception is reported
         raise ValueError("the loss is not finite")
     dist.all_reduce(data)
 dist.destroy_process_group()  # an executed worker that keeps it may abort as it exits
