@@ -468,13 +468,13 @@ class Step:
                 self.loss, self.metrics = self._done[self._passes - 1]
             self.updated, self._pending = True, False
             return
-        if self.updated and len(self._losses) == self.plan.grad_accum:
-            raise self._misuse("step.update() came a second time.", "Call it once, after the loop over the step.")
-        if not self._pending or (len(self._losses) != self.plan.grad_accum and not self._out_of_memory):
-            raise self._misuse(
-                f"step.update() came after {len(self._losses)} of {self.plan.grad_accum} micro-batches.",
-                "Call it once, after the loop over the step.",
-            )
+        came = ""
+        if not self._pending:
+            came = "a second time" if self.updated else "before the loop over the step"
+        elif len(self._losses) != self.plan.grad_accum and not self._out_of_memory:
+            came = f"after {len(self._losses)} of {self.plan.grad_accum} micro-batches"
+        if came:
+            raise self._misuse(f"step.update() came {came}.", "Call it once, after the loop over the step.")
         with self._noting_errors():
             self._update(chosen, clip_norm)
 

@@ -417,6 +417,31 @@ def test_giving_up_where_others_would_wait_is_refused() -> None:
         step._give_up()
 
 
+@pytest.mark.parametrize("rank", [0, 1], ids=["idle", "busy"])
+def test_an_update_before_the_loop_over_the_step_comes_too_early(rank: int) -> None:
+    """Of two ranks the first has no micro-batch, so it has none left either."""
+    model, loader = _model(), _loader(8)
+    optimizer = torch.optim.SGD(model.parameters())
+    plan, gradients = loader._plan(0, 2, rank), Gradients(model, optimizer, 1, 0)
+    assert plan.grad_accum == rank
+    step = Step(loader._position(0), plan, iter([]), gradients, optimizer, seed=0, samples=8)
+    with pytest.raises(UsageError, match=r"step\.update\(\) came before the loop over the step"):
+        step.update()
+    assert not step.updated
+
+
+def test_an_update_within_the_loop_over_the_step_says_after_how_many_micro_batches() -> None:
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters())
+    for step in Run(Engine(World(), torch.device("cpu"))).steps(_loader(2), model, optimizer, until="1ba"):
+        for sample in step:
+            step.backward(_mse(step, sample))
+            with pytest.raises(UsageError, match=r"step\.update\(\) came after 1 of 4 micro-batches"):
+                step.update()
+            break
+        break
+
+
 def test_a_stop_holds_for_the_next_training_too() -> None:
     run, model = Run(Engine(World(), torch.device("cpu"))), _model()
     optimizer = torch.optim.SGD(model.parameters())
