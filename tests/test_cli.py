@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -456,6 +457,17 @@ def test_a_log_dir_that_cannot_be_written(parse: Parse, tmp_path: Path, monkeypa
     error = refused(parse, "--log-dir logs train.py")
     assert f"no permission to write to {tmp_path}" in error.message
     assert "--log-dir" in error.hint
+
+
+def test_a_log_dir_on_a_read_only_file_system(tmp_path: Path) -> None:
+    inside = 'mount -t tmpfs -o ro none "$0" && echo mounted && exec "$@"'
+    enter = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", inside, str(tmp_path)]
+    command = [sys.executable, "-m", "elastic_launch", "--log-dir", str(tmp_path / "logs"), __file__]
+    done = subprocess.run([*enter, *command], capture_output=True, text=True, timeout=60)
+    if done.stdout != "mounted\n":
+        pytest.skip("needs leave to mount")
+    assert done.returncode == 2
+    assert f"--log-dir {tmp_path}/logs: {tmp_path} is on a read-only file system." in done.stderr
 
 
 @pytest.mark.parametrize("name", ["http://train", "train:9400", "*", "a..b", "-train", "a/b", "<b>"])

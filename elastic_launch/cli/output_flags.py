@@ -177,10 +177,9 @@ def _writable(path: Path) -> Path:
     base = next(parent for parent in (path, *path.parents) if os.path.exists(parent))
     if not os.path.isdir(base):
         raise UsageError(f"--log-dir {path}: {base} is not a directory.", "Name another directory.")
-    raise UsageError(
-        f"--log-dir {path}: no permission to write to {base}.",
-        "Name a directory of yours with --log-dir.",
-    )
+    read_only = os.statvfs(base).f_flag & os.ST_RDONLY
+    reason = f"{base} is on a read-only file system" if read_only else f"no permission to write to {base}"
+    raise UsageError(f"--log-dir {path}: {reason}.", "Name a directory of yours with --log-dir.")
 
 
 def _tell_without_effect(output: Output) -> None:
