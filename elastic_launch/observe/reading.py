@@ -131,8 +131,8 @@ def event_files(directory: Path) -> list[Path]:
 def read(path: Path) -> Host:
     """Read one file; unusable lines are left out, and counted in a complaint.
 
-    A run id can be reused, and a host can be restarted: where the clock or the number of a formed round decreases,
-    another run begins. Everything before that is left out.
+    A run id can be reused, and a host can be restarted: where the clock or the number of a formed round decreases, or
+    a second first round is formed, another run begins. Everything before that is left out.
     """
     chronicle, further, refused = Chronicle(), [], Refused(path)
     told: list[tuple[float, ev.Event]] = []
@@ -161,19 +161,33 @@ def read(path: Path) -> Host:
 def of_last_run(hosts: Sequence[Host]) -> list[Host]:
     """Leave out hosts whose agents had ended before a later run of the same id began in their directory.
 
-    Each run forms one first round, which its leader's host knows. So several of them are several runs, as after a
-    start with the same ``--rdzv-id`` and ``--log-dir``; their node ids usually differ.
+    Each run has one first round, which its leader and its members know. One that was formed before a member of another
+    came is that of an earlier run, as after a start with the same ``--rdzv-id`` and ``--log-dir``; the node ids of the
+    two usually differ.
     """
-    begun = [host.time(host.told[0][0]) for host in hosts if any(_is_first_round(event) for _, event in host.told)]
-    if len(begun) < 2 or None in begun:
+    firsts = []
+    for host in hosts:
+        moment = next((moment for moment, event in host.told if _is_first_round(event)), None)
+        if moment is not None:
+            formed, begun = host.time(moment), host.time(host.told[0][0])
+            if formed is None or begun is None:
+                return list(hosts)
+            firsts.append((formed, begun))
+    if not firsts:
         return list(hosts)
-    last = max(moment for moment in begun if moment is not None)
+    _, came = max(firsts)
+    if all(formed >= came for formed, _ in firsts):
+        return list(hosts)
+    last = min(begun for formed, begun in firsts if formed >= came)
     ends = [(host, host.time(host.told[-1][0]) if host.told else None) for host in hosts]
     return [host for host, end in ends if end is None or end >= last]
 
 
 def _is_first_round(event: ev.Event) -> bool:
-    return isinstance(event, ev.RoundFormed) and event.round == 1
+    match event:
+        case ev.RoundFormed(cause=cause) | ev.OrderReceived(order="form", cause=cause):
+            return cause == "first"  # not by its number: one that begins with reuse=true continues the last run's
+    return False
 
 
 def _offset(time: object, clock: float) -> float | None:
@@ -228,10 +242,12 @@ def _whole(text: str) -> int:
 def _begins_another(chronicle: Chronicle, clock: float, event: ev.Event) -> bool:
     if chronicle.since is None:
         return False
-    again = False
     match event:
         case ev.RoundFormed(round=number):
-            again = number <= max((x.number for x in chronicle.rounds.values() if x.led), default=0)
+            known = [x.number for x in chronicle.rounds.values() if x.led]
         case ev.OrderReceived(order="form", round=number):
-            again = number <= max((x.number for x in chronicle.rounds.values() if x.mine), default=0)
+            known = [x.number for x in chronicle.rounds.values() if x.mine]
+        case _:
+            number, known = 0, []
+    again = bool(known) and (_is_first_round(event) or number <= max(known))
     return again or clock < chronicle.until - CLOCK_SLACK

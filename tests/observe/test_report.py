@@ -20,7 +20,7 @@ from elastic_launch.observe.__main__ import main
 from elastic_launch.observe.advice import SHORTER, advice
 from elastic_launch.observe.ledger import PARTS, Incident, Ledger, build
 from elastic_launch.observe.picture import DPI, MOST, ROW, WIDTH
-from elastic_launch.observe.reading import parse, read
+from elastic_launch.observe.reading import of_last_run, parse, read
 from elastic_launch.observe.report import as_table, show_report
 from elastic_launch.testing import FakeClock
 
@@ -195,6 +195,46 @@ def test_of_two_runs_of_the_same_id_the_last_one_is_reported(
     assert "with exit code 0: all workers finished" in out
     assert "91" not in out
     assert err == f"1 event file of an earlier run in {tmp_path} is left out\n"
+
+
+def from_round(number: int, told: Told) -> Told:
+    """The same in rounds that begin with this number."""
+    return [
+        (moment, replace(event, round=event.round + number - 1) if hasattr(event, "round") else event)
+        for moment, event in told
+    ]
+
+
+@pytest.mark.parametrize("number", [1, 3], ids=["from 1", "which continue"])
+@pytest.mark.parametrize("led", [LEADER, []], ids=["led here", "led elsewhere"])
+def test_two_runs_in_a_directory_are_told_apart_whatever_their_rounds_numbers(
+    tmp_path: Path, number: int, led: Told
+) -> None:
+    """With reuse=true, numbers continue; where each host has its own directory, the leader's file may not be there."""
+    came = (1.0, ev.LinkChanged(True, "hello accepted"))
+    for node, told, begins in (
+        ("first", [came, *led, *WORKERS], "10:00:00"),
+        ("then", [came, *from_round(number, [*led, *WORKERS])], "11:00:00"),
+        ("beside", [(5.0, came[1]), *from_round(number, WORKERS)], "11:00:00"),
+        ("gone", [(2.0, came[1]), (3.0, ev.LinkChanged(False, "told to leave"))], "11:00:00"),
+        ("late", from_round(number, WORKERS[4:]), "11:00:00"),
+    ):
+        write(tmp_path, node, told)
+        stamp(tmp_path, node, f"2026-01-01T{begins}")
+    hosts = [read(path) for path in sorted(tmp_path.glob("events-*"))]
+    assert [host.node for host in of_last_run(hosts)] == ["beside", "gone", "late", "then"]
+    alone = [host for host in hosts if host.node != "first"]
+    assert of_last_run(alone) == alone
+
+
+@pytest.mark.parametrize("led", [LEADER, []], ids=["led here", "led elsewhere"])
+def test_a_node_that_was_in_two_runs_has_the_last_one_even_if_numbers_continue(tmp_path: Path, led: Told) -> None:
+    told = [*led, *WORKERS]
+    path = write(tmp_path, "a", told)
+    write(tmp_path, "a", from_round(3, told), start=100.0)
+    host = read(path)
+    assert sorted(host.chronicle.rounds) == [3, 4]
+    assert "a further run begins" in host.complaints[0]
 
 
 def stamp(directory: Path, node: str, begins: str) -> None:
