@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import selectors
 import socket
 from dataclasses import replace
 
@@ -13,7 +12,6 @@ from elastic_launch.clock import MonotonicClock
 from elastic_launch.config.launch_config import Command, LaunchConfig, Limits
 from elastic_launch.errors import StoreError
 from elastic_launch.events.types import Event, RunEnded
-from elastic_launch.rendezvous.leader.link import Link
 from elastic_launch.rendezvous.leader.service import LeaderService
 from elastic_launch.rendezvous.record import ControlRecord, Leader
 from elastic_launch.rendezvous.wire import messages as m
@@ -140,25 +138,24 @@ def test_a_link_may_end_by_what_follows_from_anothers_end(what: str) -> None:
     """Both nodes of a round are gone; reporting the first one's loss to the second reveals that it is gone, too."""
     leader = _leader(Failing(), LIMITS)
     with contextlib.ExitStack() as stack:
-        for held in (leader._listener, leader._selector, leader._waker):
+        for held in (leader._listener, leader._links):
             stack.callback(held.close)
-        for name in "ab":
+        for number, name in enumerate("ab", 1):
             mine, theirs = socket.socketpair()
-            leader._links[len(leader._links) + 1] = link = Link(mine, "", 0.0, Channel.of_leader(None, 65536))
-            leader._selector.register(mine, selectors.EVENT_READ, len(leader._links))
+            leader._links.add(mine, "")
             hello = replace(HELLO, limits=str(LIMITS), node_id=name, incarnation=f"{name}1")
-            leader._handle(len(leader._links), link, hello)
+            leader._handle(number, leader._links.open[number], hello)
             stack.enter_context(contextlib.closing(theirs))
         assert leader._machine.running
-        for link in leader._links.values():
+        for link in leader._links.open.values():
             link.sock.shutdown(socket.SHUT_RDWR)  # from now on each write fails
         if what == "a pulse":
             leader._pulse(leader._clock.now())
         else:
-            for link in leader._links.values():
+            for link in leader._links.open.values():
                 link.channel.send(b"over\n")
             leader._flush_all()
-        assert not leader._links
+        assert not leader._links.open
         assert not leader._machine.nodes
 
 

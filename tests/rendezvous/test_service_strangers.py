@@ -18,12 +18,12 @@ from harness import wait_for
 
 from elastic_launch.config.launch_config import Command, LaunchConfig, Limits, Timing
 from elastic_launch.events.types import Event, NodeLost
-from elastic_launch.rendezvous.leader import service
-from elastic_launch.rendezvous.leader.service import HELLO_TIMEOUT, STRANGERS_LINE, LeaderService
+from elastic_launch.rendezvous.leader.service import HELLO_TIMEOUT, LeaderService
 from elastic_launch.rendezvous.record import ControlRecord, Leader
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.rendezvous.wire.addresses import listen
 from elastic_launch.rendezvous.wire.authentication import AuthenticationError, Channel, link_key
+from elastic_launch.rendezvous.wire.links import STRANGERS_LINE
 from elastic_launch.secret import Token
 from elastic_launch.testing import FakeClock, MemoryStore
 
@@ -176,7 +176,7 @@ def test_an_endless_line_is_cut_off(run: Run, caplog: pytest.LogCaptureFixture) 
 def test_a_silent_stranger_is_closed_after_a_while_and_a_node_is_not(run: Run) -> None:
     node, silent, slow = run.node(), run.stranger(), run.stranger()
     slow.sendall(b'{"type":')
-    wait_for("both to be accepted", lambda: len(run.service._strangers) == 2)
+    wait_for("both to be accepted", lambda: len(run.service._links.strangers) == 2)
     run.clock.advance(HELLO_TIMEOUT + 1)
     assert _is_closed(silent)
     assert _is_closed(slow)
@@ -186,7 +186,7 @@ def test_a_silent_stranger_is_closed_after_a_while_and_a_node_is_not(run: Run) -
 def test_a_flood_of_silent_links_keeps_no_node_out(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(service, "MAX_STRANGERS", 8)
+    monkeypatch.setattr(run.service._links, "most_strangers", 8)
     node = run.node()
     flood = [run.stranger() for _ in range(60)]
     for stranger in flood[:-8]:
@@ -217,7 +217,7 @@ def test_without_descriptors_strangers_are_dropped_first_and_nodes_are_admitted_
     run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
     node, stranger = run.node(), run.stranger()
-    wait_for("the stranger to be accepted", lambda: run.service._strangers)
+    wait_for("the stranger to be accepted", lambda: run.service._links.strangers)
     with contextlib.ExitStack() as stack:
         first, second = (stack.enter_context(socket.socket()) for _ in range(2))
         taken = stack.enter_context(_no_descriptors_left())
@@ -227,7 +227,7 @@ def test_without_descriptors_strangers_are_dropped_first_and_nodes_are_admitted_
             if number == 0:
                 assert _is_closed(stranger)
             else:
-                wait_for("the listener to rest", lambda: run.service._deaf)
+                wait_for("the listener to rest", lambda: not run.service._links.listening)
                 os.close(taken.pop())
                 run.clock.advance(1)
             link = Link(sock, run.key)
@@ -255,7 +255,7 @@ def test_a_link_that_breaks_off_in_the_middle_is_forgotten(run: Run) -> None:
         stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         stranger.close()
     run.is_well(node)
-    wait_for("the strangers to be forgotten", lambda: len(run.service._links) <= 2)
+    wait_for("the strangers to be forgotten", lambda: len(run.service._links.open) <= 2)
 
 
 def test_a_stranger_with_another_token_or_none_is_not_heard(

@@ -185,7 +185,7 @@ def test_a_voter_that_leaves_last_answers_those_that_are_connected(voters: Voter
 
 
 def _asked(server: VoterServer) -> int:
-    return sum(link.greeted for link in list(server._links.values()))
+    return sum(link.greeted for link in list(server._links.open.values()))
 
 
 def test_two_voters_without_their_files_say_how_to_begin_again(voters: Voters) -> None:

@@ -17,5 +17,4 @@
 ``leavers``         which nodes serve their snapshot, and which of those that have left stay for that
 ``outlook``         what happens next, as text for users
 ``service``         the machine's input and output: links, clock and control store
-``link``            the leader's end of a link to a node
 """

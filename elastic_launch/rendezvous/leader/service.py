@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import select
-import selectors
 import socket
 import threading
 from collections import deque
@@ -20,16 +18,15 @@ from elastic_launch.events.types import EventSink
 from elastic_launch.rendezvous.admin import messages as asking
 from elastic_launch.rendezvous.admin.server import AdminRequests
 from elastic_launch.rendezvous.leader import types as to_do
-from elastic_launch.rendezvous.leader.link import Link
 from elastic_launch.rendezvous.leader.machine import LeaderMachine
 from elastic_launch.rendezvous.record import ControlRecord
 from elastic_launch.rendezvous.stores.control_store import ControlStore
 from elastic_launch.rendezvous.wire import messages as m
-from elastic_launch.rendezvous.wire.authentication import Channel, MissingTokenError, UnexpectedTokenError, link_key
+from elastic_launch.rendezvous.wire.authentication import MissingTokenError, UnexpectedTokenError, link_key
+from elastic_launch.rendezvous.wire.links import Link, Links
 from elastic_launch.rendezvous.wire.log_once import LogOnce
 from elastic_launch.secret import HINT_NO_TOKEN, HINT_TOKEN
 from elastic_launch.system.threads import ThreadDied, VitalThread
-from elastic_launch.system.wake import Waker
 
 _log = logging.getLogger(__name__)
 
@@ -37,11 +34,10 @@ HELLO_TIMEOUT = 10.0
 """Seconds within which a new connection must say hello."""
 
 MAX_STRANGERS = 512
-"""Most links without a hello. One more closes the oldest of them, so that a flood of connections does not keep out a
-node that says hello at once."""
+"""Most links without a hello."""
 
-STRANGERS_LINE, LONGEST_LINE = 64 * 1024, 1024 * 1024
-"""Most bytes buffered of an unfinished line, before and after the hello."""
+LONGEST_LINE = 1024 * 1024
+"""Most bytes buffered of an unfinished line after the hello."""
 
 MAX_RECORD = codec.MAX_BYTES - 64 * 1024
 """Bytes of the largest record: the order to form has its members and more, and must fit into one line."""
@@ -87,15 +83,9 @@ class LeaderService:
         self._events = events
         self._machine = LeaderMachine(record, timing, str(config.command), clock.now(), dead, silent)
         self._requests = AdminRequests(self._machine)
-        self._key = link_key(config.token, config.run_id)
         self._sure = sure
         self._once = LogOnce(_log)
-        self._links: dict[int, Link] = {}
-        self._strangers: dict[int, None] = {}  # links without a hello, oldest first
-        self._deaf = False
-        self._next_link = 1
-        self._selector = selectors.DefaultSelector()
-        self._waker = Waker()
+        self._links = Links(listener, link_key(config.token, config.run_id), MAX_STRANGERS, self._once, clock.now)
         self._stop = threading.Event()
         self._linger = 0.0
         self._queue: deque[to_do.Instruction] = deque()
@@ -109,9 +99,7 @@ class LeaderService:
 
     def start(self) -> None:
         """Begin to lead."""
-        self._listener.setblocking(False)
-        for source in (self._listener, self._waker):
-            self._selector.register(source, selectors.EVENT_READ, None)
+        self._links.listen()
         self._thread.start()
 
     @property
@@ -139,12 +127,12 @@ class LeaderService:
         _log.warning("this node no longer leads: %s", reason)
         self._deposed = True
         self._stop.set()
-        self._waker.wake()
+        self._links.waker.wake()
 
     def give_way(self, cause: str) -> None:
         """End the run with exit code 95, since it cannot continue beside another one."""
         self._given_way = cause
-        self._waker.wake()
+        self._links.waker.wake()
 
     def close(self, linger: float) -> None:
         """Stop leading; if the run has ended, wait up to ``linger`` seconds for the nodes to receive its end.
@@ -156,10 +144,9 @@ class LeaderService:
         """
         self._linger = linger
         self._stop.set()
-        self._waker.wake()
+        self._links.waker.wake()
         self._thread.join(linger + 5)
         self._listener.close()
-        self._waker.close()
 
     def _failed(self, died: ThreadDied) -> None:
         self._died = died  # its links are closed, so its own node searches for the leader and finds this
@@ -168,9 +155,7 @@ class LeaderService:
         try:
             self._serve()
         finally:
-            for link in self._links.values():
-                link.sock.close()
-            self._selector.close()
+            self._links.close()
             if self._deposed:
                 self._refuse_waiting()
             else:
@@ -187,18 +172,18 @@ class LeaderService:
                 give_up = give_up if give_up is not None else now + self._patience()
                 settled = not machine.ended and not machine.draining
                 # Do not wait for strangers: they are not part of the run.
-                alone = len(self._strangers) == len(self._links)
+                alone = len(self._links.strangers) == len(self._links.open)
                 if settled or now >= give_up or alone or self._deposed:
                     self._read_the_rest()
                     self._flush_all()
                     return
             wait = 0.05 if give_up is not None else max(0.0, min(next_turn, next_pulse) - now)
-            ready = self._selector.select(wait)
+            ready = self._links.wait(wait)
             # After the end is recorded there is nothing that another leader could take over.
             if not self._deposed and not machine.ended and not self._sure():
                 self.depose(UNSURE)
-            for key, _ in ready:
-                self._ready(key)
+            for number in ready:
+                self._ready(number)
             now = clock.now()
             if self._given_way:
                 self._decided(machine.give_way(self._given_way, now))
@@ -226,54 +211,13 @@ class LeaderService:
         """Seconds that nodes have, once this leader must stop, to receive the run's end or to finish a drain."""
         return self._linger if self._machine.ended else min(self._linger, DRAIN_LINGER)
 
-    def _ready(self, key: selectors.SelectorKey) -> None:
-        if key.fileobj is self._waker:
-            self._waker.clear()
-        elif key.fileobj is self._listener:
-            self._accept()
-        elif key.data in self._links:
-            self._flush(key.data)
-            if key.data in self._links:
-                self._receive(key.data)
-
-    def _accept(self) -> None:
-        number = self._next_link
-        try:
-            sock, address = self._listener.accept()
-            with contextlib.ExitStack() as undo:
-                undo.enter_context(sock)
-                sock.setblocking(False)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._selector.register(sock, selectors.EVENT_READ, number)
-                undo.pop_all()
-        except OSError as error:
-            self._once.warn("accept", "a link could not be accepted: %s", error)
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                self._make_room()
-            return
-        self._next_link += 1
-        channel = Channel.of_leader(self._key, STRANGERS_LINE)
-        self._links[number] = Link(sock, str(address[0]), self._clock.now(), channel)
-        self._strangers[number] = None
-        if len(self._strangers) > MAX_STRANGERS:
-            self._drop_stranger()
-
-    def _drop_stranger(self) -> None:
-        oldest = next(iter(self._strangers))
-        text = "more than %d links, one of them from %s, said no hello; each further one closes the oldest"
-        self._once.warn("strangers", text, MAX_STRANGERS, self._links[oldest].peer)
-        self._drop(oldest, tell=False)
-
-    def _make_room(self) -> None:
-        """Handle running out of descriptors: close the oldest stranger, or else do not listen until the next pulse."""
-        if self._strangers:
-            self._drop(next(iter(self._strangers)), tell=False)
-        else:
-            self._deaf = True
-            self._selector.unregister(self._listener)
+    def _ready(self, number: int) -> None:
+        self._flush(number)
+        if number in self._links.open:
+            self._receive(number)
 
     def _receive(self, number: int) -> None:
-        link = self._links[number]
+        link = self._links.open[number]
         try:
             data = link.sock.recv(65536)
         except BlockingIOError:
@@ -300,7 +244,7 @@ class LeaderService:
         if not link.greeted:
             self._flush(number)  # the handshake's answer
         for report in reports:
-            if number in self._links and not link.closing:
+            if number in self._links.open and not link.closing:
                 self._handle(number, link, report)
 
     def _reject(self, number: int, link: Link, error: ProtocolError, reason: str, hint: str) -> None:
@@ -314,9 +258,7 @@ class LeaderService:
         now = self._clock.now()
         self._news = self._news or not isinstance(report, m.Beat | m.Progress)
         if isinstance(report, m.Hello | asking.Caller):
-            link.greeted = True
-            self._strangers.pop(number, None)
-            link.channel.allow(LONGEST_LINE)
+            self._links.greet(number, LONGEST_LINE)
         if isinstance(report, m.Hello):
             self._decided(self._machine.hello(number, report, now))
         elif isinstance(report, asking.Caller):
@@ -358,12 +300,12 @@ class LeaderService:
                     self._queue.clear()
                     self.depose(UNSURE)
             case to_do.Send(link=number, order=order):
-                if number in self._links:
-                    self._links[number].channel.send(self._packed(order))
+                if number in self._links.open:
+                    self._links.open[number].channel.send(self._packed(order))
                     self._flush(number)
             case to_do.Close(link=number):
-                if number in self._links:
-                    self._links[number].closing = True
+                if number in self._links.open:
+                    self._links.open[number].closing = True
                     self._flush(number)
             case to_do.Emit(event=event):
                 self._events.emit(event)
@@ -401,14 +343,12 @@ class LeaderService:
         return written
 
     def _pulse(self, now: float) -> None:
-        if self._deaf:
-            self._deaf = False
-            self._selector.register(self._listener, selectors.EVENT_READ, None)
+        self._links.listen()
         machine, record = self._machine, self._machine.record
         told = machine.outlook, self._requests.checkpoint(now)
         most = record.limits.max_nodes, machine.max_restarts(now)
         pulse = m.pack(m.Pulse(record.term, record.round.number, record.restarts, *most, *told))
-        for number, link in list(self._links.items()):
+        for number, link in list(self._links.open.items()):
             if link.greeted and not link.closing:
                 link.channel.send(pulse)
                 self._flush(number)
@@ -416,34 +356,23 @@ class LeaderService:
                 self._drop(number, tell=False)
 
     def _flush(self, number: int) -> None:
-        """Send what can be sent. The link may already be gone, for example as a consequence of another link's end."""
-        link = self._links.get(number)
-        if link is None:
-            return
-        if not link.flush():
+        if not self._links.flush(number):
             self._drop(number, tell=True)
-            return
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.channel.unsent else 0)
-        if self._selector.get_key(link.sock).events != wanted:
-            self._selector.modify(link.sock, wanted, number)
 
     def _read_the_rest(self) -> None:
         """Process what has been received: other nodes may wait for what this node's own agent said before it closed."""
         if not self._deposed:
-            for key, _ in self._selector.select(0):
-                self._ready(key)
+            for number in self._links.wait(0):
+                self._ready(number)
 
     def _flush_all(self) -> None:
-        for number in list(self._links):
+        for number in list(self._links.open):
             self._flush(number)
 
     def _drop(self, number: int, *, tell: bool) -> None:
-        link = self._links.pop(number, None)
+        link = self._links.drop(number)
         if link is None:
             return
-        self._strangers.pop(number, None)
-        self._selector.unregister(link.sock)
-        link.sock.close()
         self._requests.hung_up(number)
         if tell and link.greeted:
             self._news = True
