@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_agents.hangs.stacks import Stack, parse_dump, parse_py_spy
-from elastic_agents.workers.sessions import read_proc, session_members, threads_of
+from elastic_agents.workers.processes import catches
+from elastic_agents.workers.sessions import read_proc, session_members, status_of, threads_of
 from elastic_launch.collective_dump import COLLECTIVES, LONGEST_DUMP, REQUESTS
 from elastic_launch.errors import ProtocolError
 from elastic_launch.stack_dump import SIGNAL, STACKS
@@ -82,7 +83,7 @@ def is_stopped(pid: int) -> bool:
 
 def is_traced(pid: int) -> bool:
     """Whether a debugger is attached to a process."""
-    return _status(pid, "TracerPid").strip() not in ("", "0")
+    return status_of(pid).get("TracerPid", "0") != "0"
 
 
 def stacks_of(pid: int, directory: Path) -> list[Stack]:
@@ -133,8 +134,7 @@ def _by_py_spy(pid: int) -> list[Stack]:
 
 
 def _by_signal(pid: int, file: Path) -> list[Stack]:
-    heeds = int(_status(pid, "SigCgt") or "0", 16) >> (SIGNAL - 1) & 1
-    if not heeds or is_stopped(pid) or is_traced(pid):
+    if not catches(pid, SIGNAL) or is_stopped(pid) or is_traced(pid):
         return []
     with suppress(OSError, ValueError):  # the process has ended, or the file is missing
         os.truncate(file, 0)
@@ -166,8 +166,3 @@ def _members(sid: int) -> list[int]:
 
 def _state(path: str) -> str:
     return (read_proc(path).rpartition(")")[2].split() or [""])[0]
-
-
-def _status(pid: int, name: str) -> str:
-    lines = read_proc(f"/proc/{pid}/status").splitlines()
-    return next((line.partition(":")[2] for line in lines if line.startswith(f"{name}:")), "")

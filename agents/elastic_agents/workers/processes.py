@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import selectors
 import signal
 import threading
@@ -13,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from elastic_agents.child import UNKNOWN, Child, started
-from elastic_agents.workers.sessions import dead_strangers, read_proc, reap, reap_orphans
+from elastic_agents.workers.sessions import dead_strangers, reap, reap_orphans, status_of
 from elastic_launch.system.threads import VitalThread
 from elastic_launch.system.wake import Waker
 
@@ -156,15 +155,19 @@ class ExecProcesses:
 
 def heeds(pid: int, number: int) -> bool:
     """Whether a process has a handler for a signal or ignores it; its default action would end most workers."""
-    return _in_mask("Ign", pid, number) or _in_mask("Cgt", pid, number)
+    return _in_mask("SigIgn", pid, number) or catches(pid, number)
 
 
 def ignores(pid: int, number: int) -> bool:
     """Whether a signal would have no effect on a process."""
-    return _in_mask("Ign", pid, number) or (number in _HARMLESS and not _in_mask("Cgt", pid, number))
+    return _in_mask("SigIgn", pid, number) or (number in _HARMLESS and not catches(pid, number))
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal."""
+    return _in_mask("SigCgt", pid, number)
 
 
 def _in_mask(name: str, pid: int, number: int) -> bool:
-    """Check a mask of ``/proc/<pid>/status`` (proc(5)), in which bit N - 1 stands for signal N."""
-    found = re.search(rf"^Sig{name}:\s*([0-9a-f]+)$", read_proc(f"/proc/{pid}/status"), re.MULTILINE)
-    return found is not None and bool(int(found[1], 16) >> (number - 1) & 1)
+    """Check a mask of a process' status, in which bit N - 1 stands for signal N."""
+    return bool(int(status_of(pid).get(name, "0"), 16) >> (number - 1) & 1)

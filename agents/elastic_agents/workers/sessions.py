@@ -23,6 +23,12 @@ def read_proc(path: str) -> str:
         return ""
 
 
+def status_of(pid: int) -> dict[str, str]:
+    """Return the fields of ``/proc/<pid>/status`` (proc(5)); none if the process has ended."""
+    lines = (line.partition(":") for line in read_proc(f"/proc/{pid}/status").splitlines())
+    return {name: value.strip() for name, _, value in lines}
+
+
 def threads_of(pid: int) -> list[int]:
     """Return the threads of a process; none if it has ended."""
     try:

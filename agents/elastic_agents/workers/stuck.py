@@ -13,7 +13,7 @@ import platform
 import time
 from dataclasses import dataclass
 
-from elastic_agents.workers.sessions import read_proc, threads_of
+from elastic_agents.workers.sessions import read_proc, status_of, threads_of
 
 LOOK_EVERY = 2.0
 """Seconds between two checks of a process."""
@@ -69,8 +69,7 @@ def _hangs(seen: _Seen) -> bool:
 
 def _switches(pid: int) -> int:
     """How often the main thread has left a CPU; -1 if that is unknown."""
-    lines = read_proc(f"/proc/{pid}/task/{pid}/status").splitlines()
-    counts = [int(line.split()[1]) for line in lines if "voluntary_ctxt_switches:" in line]
+    counts = [int(count) for name, count in status_of(pid).items() if name.endswith("voluntary_ctxt_switches")]
     return sum(counts) if len(counts) == 2 else -1
 
 
