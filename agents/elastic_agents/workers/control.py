@@ -16,7 +16,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from elastic_agents import policy_types as v
@@ -27,6 +27,7 @@ from elastic_agents.step_events import StepEvents
 from elastic_agents.step_timer import StepTimer
 from elastic_launch import contract as c
 from elastic_launch.clock import Clock
+from elastic_launch.codec import LineReader
 from elastic_launch.errors import ProtocolError
 from elastic_launch.events.types import EventSink, SnapshotsLeftOut
 from elastic_launch.rendezvous.wire.messages import Saved
@@ -91,7 +92,7 @@ class _Peer:
 
     sock: socket.socket
     pid: int
-    pending: bytes = b""
+    lines: LineReader = field(default_factory=lambda: LineReader(c.MAX_LINE))
     hello: c.Hello | None = None
     begun: bool = False
     waits: bool = False
@@ -346,12 +347,9 @@ class Control:
             return
         except OSError:
             data = b""
-        *lines, peer.pending = (peer.pending + data).split(b"\n")
         try:
-            for line in lines:
+            for line in peer.lines.feed(data):
                 self._hear(peer, c.unpack(line, c.FROM_WORKERS))
-            if len(peer.pending) > c.MAX_LINE:
-                raise ProtocolError(f"A line of more than {c.MAX_LINE} bytes.")
         except ProtocolError as error:
             _log.warning("a worker's connection is closed: %s", error)
             data = b""
