@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from elastic_launch.observe.ledger import Incident
     from elastic_launch.observe.metrics import NodeMetrics
     from elastic_launch.observe.present import Present
-    from elastic_launch.observe.spans import Spans
     from elastic_launch.observe.watch import Watch
 
     class Watcher(EventSink, Protocol):
@@ -75,44 +74,32 @@ PATIENCE = 3.0
 
 
 class _Journal:
-    """Writes events to the node's file; prints the leader's decisions, and their cost, as one line each."""
+    """Writes events to the node's file; prints the leader's decisions, and their cost, as one line each.
 
-    def __init__(
-        self, file: JsonLines, clock: Clock, watcher: Watcher | None, metrics: NodeMetrics | None, *, watched: bool
-    ) -> None:
-        self._file = file
-        self._watcher = watcher
+    Attributes:
+        follow: called with each event.
+        over: called with each incident that is over.
+        output, leader: of the agent, once there is one.
+    """
+
+    def __init__(self, file: JsonLines, clock: Clock) -> None:
         self.ledger = LiveLedger(clock)
+        self.follow: list[Callable[[Event], object]] = [file.emit]
+        self.over: list[Callable[[Incident], object]] = []
         self.watch: Watch | None = None
-        if watched:
-            from elastic_launch.observe.watch import Watch
-
-            self.watch = Watch(clock, self.ledger)
-        self.metrics = metrics
-        self.spans: Spans | None = None
-        self.over: Callable[[Incident], None] = lambda incident: None
+        self.metrics: NodeMetrics | None = None
         self.output: Callable[[int], Sequence[str]] = lambda rank: ()
         self.leader: Callable[[], str] = lambda: ""
 
     def emit(self, event: Event) -> None:
-        self._file.emit(event)
-        if self._watcher is not None:
-            self._watcher.emit(event)
+        for follow in self.follow:
+            follow(event)
         if type(event).leader and (line := event.line()):
             _log.info("%s", line)
-        if self.metrics is not None:
-            self.metrics.add(event)
-        if self.watch is not None:
-            self.watch.add(event)
-        if self.spans is not None:
-            self.spans.add(event)
         for incident in self.ledger.add(event):
             _log.info("%s", incident.line())
-            if self.metrics is not None:
-                self.metrics.over(incident)
-            if self.spans is not None:
-                self.spans.over(incident)
-            self.over(incident)
+            for over in self.over:
+                over(incident)
 
 
 def run(
@@ -178,7 +165,6 @@ def _run_foreign(config: LaunchConfig) -> int:
 def _run(config: LaunchConfig, begun: Bootstrap | None, consoles: Consoles, watcher: Watcher | None) -> int:
     clock = MonotonicClock()
     inbox: Inbox[object] = Inbox(clock)
-    metrics = _metrics(config)
     set_dumpable(False)
     raise_limit()
     reserve()
@@ -193,10 +179,10 @@ def _run(config: LaunchConfig, begun: Bootstrap | None, consoles: Consoles, watc
             __version__,
         ),
         clock,
-        watcher,
-        metrics,
-        watched=config.progress == "live" or metrics is not None,
     )
+    if watcher is not None:
+        journal.follow.append(watcher.emit)
+    _observe(config, journal, clock)
     reported = deaths_reported_to(inbox.put)
     served, shown = ExitStack(), ExitStack()
     blocked = withheld(inbox, claimed(config.notices))
@@ -233,7 +219,7 @@ def _run(config: LaunchConfig, begun: Bootstrap | None, consoles: Consoles, watc
             config, backend, events, files, consoles, clock=clock, inbox=inbox, processes=processes, env=env
         )
         events.group = agent.get_worker_group()
-        journal.over = events.over
+        journal.over.append(events.over)
         if watcher is not None:
             watcher.begun(agent)
         journal.output = agent.output
@@ -284,12 +270,19 @@ def _live_view(
     return closing(LiveView(f"run {config.run_id}, node {config.node_id}", journal.watch, inbox, consoles))
 
 
-def _metrics(config: LaunchConfig) -> NodeMetrics | None:
-    if config.http is None:
-        return None
-    from elastic_launch.observe.metrics import NodeMetrics
+def _observe(config: LaunchConfig, journal: _Journal, clock: Clock) -> None:
+    """Keep what this node's page and live view show, if it has any."""
+    if config.http is not None:
+        from elastic_launch.observe.metrics import NodeMetrics
 
-    return NodeMetrics(config.run_id, config.node_id, __version__)
+        journal.metrics = NodeMetrics(config.run_id, config.node_id, __version__)
+        journal.follow.append(journal.metrics.add)
+        journal.over.append(journal.metrics.over)
+    if config.http is not None or config.progress == "live":
+        from elastic_launch.observe.watch import Watch
+
+        journal.watch = Watch(clock, journal.ledger)
+        journal.follow.append(journal.watch.add)
 
 
 @contextmanager
@@ -332,8 +325,9 @@ def _spans(config: LaunchConfig, journal: _Journal, clock: Clock) -> Iterator[No
     if sends is None:
         yield
         return
-    journal.spans = Spans(config.run_id, config.node_id, clock, sends)
-    with closing(journal.spans):
+    with closing(Spans(config.run_id, config.node_id, clock, sends)) as spans:
+        journal.follow.append(spans.add)
+        journal.over.append(spans.over)
         yield
 
 
