@@ -32,12 +32,12 @@ from elastic_agents.workers.control import Control, HungUp, Restored, ScriptEnde
 from elastic_agents.workers.guard import Guard
 from elastic_agents.workers.logs import LogPlaces
 from elastic_agents.workers.output import OutputPump
-from elastic_agents.workers.placement import group_of, place, shared_environment
+from elastic_agents.workers.placement import group_of, place
 from elastic_agents.workers.processes import ExecProcesses, OnExit
 from elastic_agents.workers.round_workers import RoundWorkers
 from elastic_agents.workers.start import WorkerStarts, while_scarce
 from elastic_agents.workers.watchdog import TimerExpired
-from elastic_launch.clock import Clock, MonotonicClock
+from elastic_launch.clock import Clock
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.contract import Copied, Copying, Save, SlowRank
 from elastic_launch.errors import EndpointError, ExitCode
@@ -75,9 +75,9 @@ class LocalElasticAgent(ElasticAgent):
     Args:
         backend: the connection to the leader; closed with the agent.
         consoles: the agent's consoles, which show the workers' output.
-        inbox: shared with the code that feeds signals in; by default the agent's own.
-        processes: makes the object that starts the workers; by default plain fork and exec.
-        env: the variables that all workers share; by default those of this process now.
+        inbox: shared with the code that feeds signals in.
+        processes: makes the object that starts the workers.
+        env: the variables that all workers share.
 
     Attributes:
         restarts: restarts charged to the run's budget so far, as far as this node knows.
@@ -95,15 +95,15 @@ class LocalElasticAgent(ElasticAgent):
         files: Writer,
         consoles: Consoles,
         *,
-        clock: Clock | None = None,
-        inbox: Inbox[object] | None = None,
-        processes: Callable[[OnExit], ExecProcesses] = ExecProcesses,
-        env: Mapping[str, str] | None = None,
+        clock: Clock,
+        inbox: Inbox[object],
+        processes: Callable[[OnExit], ExecProcesses],
+        env: Mapping[str, str],
     ) -> None:
         self._config = config
-        self._env = shared_environment(config) if env is None else env
-        self._clock = clock or MonotonicClock()
-        self._inbox: Inbox[object] = inbox or Inbox(self._clock)
+        self._env = env
+        self._clock = clock
+        self._inbox = inbox
         self._events = events
         self._files = files
         self._consoles = consoles

@@ -11,12 +11,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import IO
 
 import pytest
 from harness import alive, wait_for
 
+from elastic_agents.console import Consoles
 from elastic_agents.workers import guard as guard_module
 from elastic_agents.workers import processes as processes_module
 from elastic_agents.workers import sessions
@@ -272,9 +274,8 @@ def test_orphans_of_unknown_sessions_are_reaped_and_awaited_children_are_not(
 
 @pytest.fixture
 def pump() -> Iterator[OutputPump]:
-    pump = OutputPump()
-    yield pump
-    pump.close()
+    with closing(Consoles()) as consoles, closing(OutputPump(consoles)) as pump:
+        yield pump
 
 
 def _written(pump: OutputPump, path: Path, data: bytes) -> Stream:
@@ -314,9 +315,8 @@ def test_a_file_that_cannot_be_written_stops_nothing(pump: OutputPump, tmp_path:
 
 def test_streams_that_daemons_hold_are_all_given_up_after_one_timeout(tmp_path: Path) -> None:
     """One after the other they would take longer than a test may."""
-    pump = OutputPump()
-    opened = [pump.open(2, Route(path=tmp_path / "log")) for _ in range(130)]
-    pump.close()
+    with closing(Consoles()) as consoles, closing(OutputPump(consoles)) as pump:
+        opened = [pump.open(2, Route(path=tmp_path / "log")) for _ in range(130)]
     assert all(stream.ended.is_set() for stream, _ in opened)
     for _, sink in opened:
         os.close(sink)

@@ -122,9 +122,8 @@ def test_filters_choose_lines() -> None:
 
 @pytest.fixture
 def pump() -> Iterator[OutputPump]:
-    pump = OutputPump()
-    yield pump
-    pump.close()
+    with contextlib.closing(Consoles()) as consoles, contextlib.closing(OutputPump(consoles)) as pump:
+        yield pump
 
 
 def shown(pump: OutputPump, route: Route, data: bytes) -> bytes:
@@ -343,7 +342,7 @@ def test_a_console_that_hangs_keeps_neither_workers_nor_their_files(
     monkeypatch.setattr(logging.getLogger("elastic_launch"), "propagate", True)
     monkeypatch.setattr(console_module, "PATIENCE", 0.3)
     source, console = filled()
-    with contextlib.closing(OutputPump()) as pump:
+    with contextlib.closing(Consoles()) as consoles, contextlib.closing(OutputPump(consoles)) as pump:
         stream, sink = pump.open(console, Route(path=tmp_path / "log"))
         data = b"".join(b"%099d\n" % number for number in range(50_000))  # five times the data queued for a console
         with os.fdopen(sink, "wb") as worker:
@@ -377,7 +376,7 @@ def test_files_that_hang_keep_neither_workers_nor_the_console(
     log = tmp_path / "log"
     os.mkfifo(log)  # to open it hangs
     console = os.open(tmp_path / "console", os.O_WRONLY | os.O_CREAT)
-    with contextlib.closing(OutputPump()) as pump:
+    with contextlib.closing(Consoles()) as consoles, contextlib.closing(OutputPump(consoles)) as pump:
         stream, sink = pump.open(console, Route(path=log))
         data = b"".join(b"%099d\n" % number for number in range(5_000))
         with os.fdopen(sink, "wb") as worker:

@@ -13,6 +13,8 @@ import pytest
 
 from elastic_agents.agent import LocalElasticAgent
 from elastic_agents.console import Consoles
+from elastic_agents.inbox import Inbox
+from elastic_agents.workers.placement import shared_environment
 from elastic_agents.workers.processes import ExecProcesses
 from elastic_launch.clock import MonotonicClock
 from elastic_launch.config.launch_config import Command, LaunchConfig, Limits
@@ -75,7 +77,17 @@ def test_a_round_that_breaks_before_all_its_workers_have_started_is_over_without
     files = Writer("files", limit=1 << 20, patience=3.0)
     with closing(files), closing(Consoles()) as consoles:
         backend = backend_of(config, clock, events)
-        agent = LocalElasticAgent(config, backend, events, files, consoles, clock=clock, processes=OneAtFirst)
+        agent = LocalElasticAgent(
+            config,
+            backend,
+            events,
+            files,
+            consoles,
+            clock=clock,
+            inbox=Inbox(clock),
+            processes=OneAtFirst,
+            env=shared_environment(config),
+        )
         agent.run()
     assert agent.outcome.code == ExitCode.DONE
     started = [(event.round, event.local_rank) for event in events.all if isinstance(event, WorkerStarted)]

@@ -74,12 +74,11 @@ class OutputPump:
     It waits for consoles and files, and so do the workers, as long as these accept data.
 
     Args:
-        consoles: the agent's own; without them, this object writes to the consoles that routes name.
+        consoles: the agent's own.
     """
 
-    def __init__(self, consoles: Consoles | None = None) -> None:
-        self._own = Consoles()
-        self._consoles = consoles or self._own
+    def __init__(self, consoles: Consoles) -> None:
+        self._consoles = consoles
         self.kept = Kept()
         self._files = Writer("logs", limit=LIMIT, patience=PATIENCE, lost=self.kept.lost)
         self._selector = selectors.DefaultSelector()
@@ -120,7 +119,6 @@ class OutputPump:
         self._selector.close()
         self._waker.close()
         self._files.close()
-        self._own.close()
 
     def _open(self, sinks: list[Sink]) -> tuple[Stream, int]:
         source, sink = os.pipe2(os.O_CLOEXEC)
