@@ -22,13 +22,21 @@ class Results:
     """What the workers of a call return, by local rank.
 
     Args:
+        nproc: how many workers there are on this node.
+
+    Attributes:
         name: name of the function.
         results: descriptors that the workers write their results to.
     """
 
-    def __init__(self, name: str, results: Sequence[int]) -> None:
-        self.name = name
-        self.results = results
+    def __init__(self, function: Callable[..., object], nproc: int) -> None:
+        self.name = name_of(function)
+        with ExitStack() as stack:
+            self.results = [memory("result", stack) for _ in range(nproc)]
+            self._held = stack.pop_all()
+
+    def close(self) -> None:
+        self._held.close()
 
     def result(self, local_rank: int, round_number: int) -> Any:
         """Return what a worker has returned in a round that has succeeded.
@@ -53,17 +61,11 @@ class Results:
 
 
 class ForkedCall(Results):
-    """A function that is called by workers forked from this process.
-
-    Args:
-        nproc: how many workers there are on this node.
-    """
+    """A function that is called by workers forked from this process."""
 
     def __init__(self, function: Callable[..., object], args: Sequence[object], nproc: int) -> None:
+        super().__init__(function, nproc)
         self.function, self.args = function, tuple(args)
-        with ExitStack() as stack:
-            super().__init__(name_of(function), [memory("result", stack) for _ in range(nproc)])
-            self._stack = stack.pop_all()
 
     @property
     def command(self) -> Command:
@@ -72,15 +74,9 @@ class ForkedCall(Results):
         argv = (python, "-c", self.name, "${local_rank}")
         return Command(argv, (self.name,), function=True, forked=True)
 
-    def close(self) -> None:
-        self._stack.close()
-
 
 class FunctionCall(Results):
     """A function that every worker calls, pickled as :mod:`multiprocessing` does for a process that it spawns.
-
-    Args:
-        nproc: how many workers there are on this node.
 
     Raises:
         ValueError: if the function or an argument cannot be pickled, or if the function is in a ``__main__`` that no
@@ -89,11 +85,12 @@ class FunctionCall(Results):
     """
 
     def __init__(self, function: Callable[..., object], args: Sequence[object], nproc: int) -> None:
-        with ExitStack() as stack:
-            self._call = memory("call", stack)
-            super().__init__(name_of(function), [memory("result", stack) for _ in range(nproc)])
+        super().__init__(function, nproc)
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            self._call = memory("call", self._held)
             self._shared = _pickle(function, tuple(args), self._call)
-            self._stack = stack.pop_all()
+            undo.pop_all()
         self._tracker: int | None = getattr(resource_tracker._resource_tracker, "_fd", None)
 
     @property
@@ -108,9 +105,6 @@ class FunctionCall(Results):
             inherit=tuple(sorted({self._call, *self.results, *self._shared, *tracker})),
             function=True,
         )
-
-    def close(self) -> None:
-        self._stack.close()
 
 
 def _innermost(function: Callable[..., object]) -> Callable[..., object]:
