@@ -15,7 +15,7 @@ from http import HTTPStatus
 
 import pytest
 from harness import SLOWNESS, asked
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from elastic_agents.probes import http_server as module
@@ -239,6 +239,8 @@ def test_it_is_closed_with_all_that_it_holds_and_leaves_its_listener() -> None:
     st.binary(max_size=200)
     | st.lists(st.sampled_from([b"GET", b" ", b"/", b"HTTP/1.1", b"\r\n", b"Host:", b"x"]), max_size=20).map(b"".join)
 )
+@example(b"GET /a HTTP/1.1\r\nHost: x")
+@example(b"HEAD http://x/a?b HTTP/1.0")
 @settings(max_examples=300, deadline=None)
 def test_any_input_is_a_request_or_gets_an_error_status(head: bytes) -> None:
     found = module._parse(head)
