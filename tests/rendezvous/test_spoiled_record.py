@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -156,6 +157,30 @@ def test_the_leader_repairs_its_record_and_the_run_continues(
     assert itself, "the leader usually repairs it itself"
     said = [x for x in caplog.records if "It is ignored, and will be repaired" in x.getMessage()]
     assert 1 <= len(said) <= 3, "each node says it once"
+
+
+def test_a_leader_that_steps_down_before_its_own_node_has_connected_repairs_the_record(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, it waited for an answer at its own port, which nothing served any more."""
+    connect = socket.create_connection
+    ended = []
+
+    def late(address: tuple[str, int], timeout: float) -> socket.socket:
+        if not ended:
+            term = nodes.nodes["a"].backend._leader_term
+            assert term is not None
+            _spoil(nodes, b"garbage")
+            nodes.until("the leader's end", lambda: not term.service._thread.is_alive())
+            ended.append(term)
+        return connect(address, timeout)
+
+    monkeypatch.setattr(elected_nodes, "TIMING", replace(TIMING, dead_after=600.0))
+    nodes.start("a")
+    nodes.together("a")
+    monkeypatch.setattr(socket, "create_connection", late)
+    _spoil(nodes, b"garbage")
+    nodes.until("the second repair", lambda: bool(ended) and nodes.store.load(1) != b"garbage")
 
 
 def test_a_crash_right_after_the_record_was_spoiled_is_charged(nodes: Nodes) -> None:

@@ -115,6 +115,10 @@ class Backend(Protocol):
         """Seconds since this node, if it leads or led last, verified that no other node leads."""
         return 0.0
 
+    def stepped_down(self) -> bool:
+        """Whether this node has led and no longer does: it still listens, but serves no links."""
+        return False
+
     def close(self) -> None:
         """Stop leading and release everything."""
         ...

@@ -155,6 +155,9 @@ class ElectedBackend:
     def unsure_for(self) -> float:
         return self._clock.now() - self._leader_term.claim.sure if self._leader_term is not None else math.inf
 
+    def stepped_down(self) -> bool:
+        return self._leader_term is not None and not self._leads
+
     def close(self) -> None:
         if self._leader_term is not None:
             self._leader_term.close()

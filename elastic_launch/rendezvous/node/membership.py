@@ -316,13 +316,16 @@ class Membership:
             self._backend.unreachable(found, refused=isinstance(error, ConnectionRefusedError))
             raise _unreached(found, error) from error
         try:
+            # A leader closes what has connected when it steps down, and nothing would close a link that comes later.
+            if found.incarnation == self._side.hello.incarnation and self._backend.stepped_down():
+                raise EndpointError("This node led until now.")
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             beat = self._beat()
             with self._lock:
                 self._side.beats(beat)
                 self._side.greet(self._clock.now(), found.record.term if found.record is not None else 0)
             sock.setblocking(False)
-        except OSError:
+        except (EndpointError, OSError):
             sock.close()
             raise
         return sock
