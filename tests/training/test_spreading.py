@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import queue
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import product
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +13,7 @@ import torch
 from harness import wait_for
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rank_threads import Messages
 from torch import Tensor
 
 from elastic_launch.shared_progress import Activity
@@ -27,45 +24,6 @@ from elastic_launch.training.ranks.world import World
 MISSING = -1.0
 
 _in_chunks = spreading.in_chunks
-
-
-class Messages:
-    """What the ranks send to each other, instead of torch.distributed."""
-
-    def __init__(self) -> None:
-        self.sent = 0
-        self._queues: dict[tuple[int, int], queue.Queue[Tensor]] = {}
-        self._here = threading.local()
-        self._all = threading.Barrier(1)
-
-    def run(self, ranks: int, function: Callable[[int], Any]) -> list[Any]:
-        self._all = threading.Barrier(ranks)
-        self._queues = {ends: queue.Queue() for ends in product(range(ranks), repeat=2)}
-
-        def as_rank(rank: int) -> Any:
-            self._here.rank = rank
-            return function(rank)
-
-        with ThreadPoolExecutor(ranks) as pool:
-            return list(pool.map(as_rank, range(ranks)))
-
-    def send(self, tensor: Tensor, dst: int) -> None:
-        self._queues[self._here.rank, dst].put(tensor.clone())
-
-    def recv(self, tensor: Tensor, src: int) -> None:
-        tensor.copy_(self._queues[src, self._here.rank].get(timeout=30))
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        self._all.wait(timeout=30)
-
-    @property
-    def waiting(self) -> int:
-        """How many ranks are in a collective that others have not come to."""
-        return self._all.n_waiting
-
-    def in_chunks(self, dense: Tensor, transfer: Any) -> None:
-        self.sent += dense.nbytes * (transfer.func == self.send)
-        _in_chunks(dense, transfer)
 
 
 class Link:
@@ -134,10 +92,15 @@ def test_each_byte_that_is_kept_is_sent_once_and_no_other(
     monkeypatch: pytest.MonkeyPatch, shapes: list[list[int]], has: list[bool], dimension: int
 ) -> None:
     ranks, holders = len(has), [rank for rank, there in enumerate(has) if there]
-    messages = Messages()
+    messages, sent = Messages(), []
     for module in (exchange, spreading):
         monkeypatch.setattr(module, "dist", messages)
-    monkeypatch.setattr(spreading, "in_chunks", messages.in_chunks)
+
+    def counted(dense: Tensor, transfer: Any) -> None:
+        sent.append(dense.nbytes * (transfer.func == messages.send))
+        _in_chunks(dense, transfer)
+
+    monkeypatch.setattr(spreading, "in_chunks", counted)
 
     def spread(rank: int) -> Any:
         state = _state(shapes) if rank in holders else None
@@ -156,7 +119,7 @@ def test_each_byte_that_is_kept_is_sent_once_and_no_other(
         if rank not in holders:
             kept = {id(x): int((x != MISSING).sum()) * 4 for x in tensors["found"]}  # the tied one is one tensor
             least += sum(kept.values()) + found["array"].nbytes
-    assert messages.sent == least
+    assert sum(sent) == least
 
 
 def test_what_a_rank_keeps_is_received_as_it_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +172,6 @@ def test_a_rank_that_serves_no_other_says_that_it_waits_for_those_that_are_serve
     messages = Messages()
     for module in (exchange, spreading):
         monkeypatch.setattr(module, "dist", messages)
-    monkeypatch.setattr(spreading, "in_chunks", messages.in_chunks)
     links = [Link() for _ in range(3)]
     seen: list[list[Activity]] = []
 
