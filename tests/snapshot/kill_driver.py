@@ -28,7 +28,7 @@ import torch
 from snapshot_helpers import commit, share
 
 from elastic_launch.snapshot import CheckpointReadError, find, load, newest, prune, write
-from elastic_launch.snapshot.storage import saving
+from elastic_launch.snapshot.storage import shares
 
 # Dying before a call that changes nothing is dying before the next one.
 CALLS = ("open", "write", "fsync", "close", "mkdir", "rename", "unlink", "rmdir")
@@ -310,7 +310,7 @@ def main() -> None:
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # So that forked processes do not copy the pages of imported modules.
-    saving.PATIENCE = -1e9  # A share that is missing at the first look will not arrive.
+    shares.Division.patience = -1e9  # A share that is missing at the first look will not arrive.
     for method in sys.argv[2:]:
         started = time.monotonic()
         try:

@@ -7,6 +7,8 @@ import json
 import os
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -33,10 +35,11 @@ from snapshot_helpers import (
 )
 
 from elastic_launch import snapshot
+from elastic_launch.snapshot.format import tree
 from elastic_launch.snapshot.format.manifest import MAX_SHARES, share_directory
 from elastic_launch.snapshot.storage import saving, shares
 from elastic_launch.snapshot.storage import urls as remote
-from elastic_launch.snapshot.storage.shares import cuts
+from elastic_launch.snapshot.storage.shares import OwnTensors, cuts
 
 NAME = f"step-3.r1.{NONCE}"
 NUMBERS = {"step": 3, "round": 1}
@@ -73,8 +76,8 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (saving, remote):
-        monkeypatch.setattr(module, "PATIENCE", -1e9)
+    for kind in (shares.Division, shares.OwnShare):
+        monkeypatch.setattr(kind, "patience", -1e9)
 
 
 def files(place: str) -> list[str]:
@@ -177,8 +180,7 @@ def test_what_several_nodes_write_is_one_checkpoint(place: str) -> None:
 
 def test_the_first_node_waits_for_the_others_while_it_may(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They write at the same time, each into the same place."""
-    for module in (saving, remote):
-        monkeypatch.setattr(module, "PATIENCE", 60.0)  # on a busy machine the others may be late
+    monkeypatch.setattr(shares.Division, "patience", 60.0)  # on a busy machine the others may be late
     nodes = [threading.Thread(target=share, args=(place, STATE, 3, index), kwargs=NUMBERS) for index in (1, 2)]
     first = threading.Thread(target=commit, args=(place, STATE, 3), kwargs=NUMBERS)
     for thread in (first, *nodes):
@@ -204,7 +206,7 @@ def test_a_sum_that_is_being_written_is_waited_for(tmp_path: Path, monkeypatch: 
         return found
 
     monkeypatch.setattr(remote, "_names", look)
-    monkeypatch.setattr(remote, "PATIENCE", 60.0)
+    monkeypatch.setattr(shares.Division, "patience", 60.0)
     share(place, STATE, 2, 1, **NUMBERS)
     (complete,) = tmp_path.glob("checkpoints/*/*.sum")
     content = complete.read_bytes()
@@ -312,9 +314,53 @@ def test_a_damaged_or_missing_share_is_a_damaged_checkpoint(place: str, name: st
     assert loaded.step == 2
 
 
+def own(index: int) -> OwnTensors:
+    """Return what a node of three writes of STATE, if each has some of its tensors."""
+    tensors, rest = tree.encode(STATE)
+    mine = {name: tensor for number, (name, tensor) in enumerate(sorted(tensors.items())) if number % 3 == index}
+    return OwnTensors(index, 3, NONCE, mine, rest if index == 0 else None)
+
+
+def write_own(place: str, index: int, **more: Any) -> snapshot.CheckpointInfo | None:
+    return saving.write_own(place, own(index), **NUMBERS, **more)
+
+
+def test_nodes_that_each_have_some_tensors_write_one_checkpoint(place: str) -> None:
+    """They write at the same time, each into the same place; the first one knows what the others' shares are."""
+    with ThreadPoolExecutor(3) as pool:
+        first, *others = pool.map(partial(write_own, place, meta={"a": 1}), range(3))
+    assert others == [None, None]
+    assert first is not None
+    loaded = snapshot.newest(place)
+    assert loaded is not None
+    assert (loaded.info.digest, loaded.meta) == (first.digest, {"a": 1})
+    assert same(loaded.state, STATE)
+    assert [name for name in files(place) if not name.endswith(".sum")] == names(*usual(3))
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_checkpoint_that_lacks_the_share_of_another_node_is_not_committed(place: str) -> None:
+    write_own(place, 1)
+    with pytest.raises(snapshot.CheckpointWriteError, match="Share 3 of 3 did not come, and only its node has it"):
+        write_own(place, 0)
+    assert snapshot.find(place) == []
+    assert snapshot.newest(place) is None
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_checkpoint_with_a_share_whose_report_is_not_valid_is_not_committed(tmp_path: Path) -> None:
+    write_own(str(tmp_path), 1)
+    write_own(str(tmp_path), 2)
+    (report,) = tmp_path.glob(".share-*-00002-*/sum.json")
+    report.write_text("{}")
+    with pytest.raises(snapshot.CheckpointWriteError, match="Share 2 of 3 is not what it must be"):
+        write_own(str(tmp_path), 0)
+    assert snapshot.find(tmp_path) == []
+
+
 def test_threads_that_reckon_checksums_end_with_what_fails() -> None:
     division, _ = division_of(STATE, 3)
     with contextlib.suppress(ZeroDivisionError), division.sums() as expected:
         assert expected(2) == division.sum(2)
         raise ZeroDivisionError
-    assert shares.PATIENCE > 0
+    assert shares.Division.patience > 0

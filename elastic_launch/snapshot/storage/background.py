@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -14,7 +15,10 @@ from elastic_launch.contract import Best
 from elastic_launch.snapshot.errors import CheckpointError, CheckpointWriteError
 from elastic_launch.snapshot.format.manifest import check_numbers
 from elastic_launch.snapshot.storage.listing import CheckpointInfo
-from elastic_launch.snapshot.storage.saving import check_keep, prune, write
+from elastic_launch.snapshot.storage.saving import check_keep, prune, write, write_own
+from elastic_launch.snapshot.storage.shares import OwnTensors
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,7 @@ class BackgroundWriter:
         if keep is not None:
             check_keep(keep)
         self._directory = directory
-        self._write = partial(write, directory, owner=owner, may_commit=may_commit)
+        self._commits: dict[str, Any] = {"owner": owner, "may_commit": may_commit}
         self._prune = None if keep is None else partial(prune, directory, keep, every=keep_every, best=keep_best)
         self._changed = threading.Condition()
         self._waiting: dict[str, Any] | None = None  # arguments of `write`
@@ -76,7 +80,8 @@ class BackgroundWriter:
         """Queue a state for writing, and return at once.
 
         Args:
-            state: as for ``write``; a copy that is not changed any more, since it is read later in another thread.
+            state: as for ``write``, or as for ``write_own``; a copy that is not changed any more, since it is read
+                later in another thread.
             step, round, meta: as for ``write``.
         """
         check_numbers(step, round)
@@ -144,7 +149,7 @@ class BackgroundWriter:
                 # Free it before waiting for the next one: a state may be as large as the model.
                 del request
                 with self._changed:
-                    self._outcomes.append(outcome)
+                    self._outcomes += [] if outcome is None else [outcome]
                     self._busy = False
                     self._changed.notify_all()
         finally:
@@ -159,13 +164,17 @@ class BackgroundWriter:
             self._busy = request is not None
             return request
 
-    def _outcome(self, *, step: int, round: int, **more: Any) -> WriteOutcome:
+    def _outcome(self, *, state: Any, step: int, round: int, meta: dict[str, Any] | None) -> WriteOutcome | None:
+        """Write a state; return None if another node commits it."""
         started = time.monotonic()
         info: CheckpointInfo | None = None
         failure: CheckpointError | None = None
+        shared = isinstance(state, OwnTensors)
         try:
-            info = self._write(step=step, round=round, **more)
-            if self._prune is not None:
+            info = (write_own if shared else write)(
+                self._directory, state, step=step, round=round, meta=meta, **self._commits
+            )
+            if info is not None and self._prune is not None:
                 self._prune(up_to_round=round)
         except CheckpointError as error:
             failure = error
@@ -173,4 +182,8 @@ class BackgroundWriter:
             # From torch, for example if a device is lost or out of memory.
             failure = CheckpointError(f"A checkpoint of step {step} could not be written: {error}.")
             failure.__cause__ = error
+        if shared and state.index:
+            if failure is not None:
+                _log.warning("a share of the checkpoint of step %d: %s", step, failure)
+            return None
         return WriteOutcome(step, round, time.monotonic() - started, info, failure)

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,16 @@ from elastic_launch.snapshot.storage import owner as owners
 from elastic_launch.snapshot.storage import urls as remote
 from elastic_launch.snapshot.storage.draft import Draft, bury, draft, remove_abandoned, remove_shares
 from elastic_launch.snapshot.storage.listing import CheckpointInfo, find
-from elastic_launch.snapshot.storage.shares import MAX_SUM_BYTES, PATIENCE, Division, Split, gather, pack_sum, parse_sum
+from elastic_launch.snapshot.storage.shares import (
+    MAX_SUM_BYTES,
+    Division,
+    OwnShare,
+    OwnTensors,
+    Split,
+    gather,
+    pack_sum,
+    parse_sum,
+)
 
 _SUM = "sum.json"
 """Name of the file with the size and checksum of a share that waits to be committed."""
@@ -81,6 +91,39 @@ def write(
     state_data = state_json(rest)
     return write_parts(
         directory, parts, state_data, meta_json, step=step, round=round, may_commit=may_commit, owner=owner
+    )
+
+
+def write_own(
+    directory: str | os.PathLike[str],
+    own: OwnTensors,
+    *,
+    step: int,
+    round: int,
+    meta: dict[str, Any] | None = None,
+    owner: str = "",
+    may_commit: Callable[[], bool] = lambda: True,
+) -> CheckpointInfo | None:
+    """Write a checkpoint together with other nodes, each of which calls this with its own tensors.
+
+    The first node commits it, when all shares are there.
+
+    Returns:
+        None on nodes other than the first.
+
+    Raises:
+        CheckpointWriteError: as for ``write``, and on the first node if the share of another one does not come.
+        NotCommittedError, UnsupportedStateError: as for ``write``.
+    """
+    from elastic_launch.snapshot.format import tensor_file as tensorfile  # needs torch
+
+    share = OwnShare(own.index, own.count, partial(tensorfile.parts, own.tensors))
+    if own.index:
+        write_share(directory, share, own.index, step=step, round=round, nonce=own.nonce)
+        return None
+    tensors, meta_json = Split(share, own.nonce), encode_meta({} if meta is None else meta)
+    return write_parts(
+        directory, tensors, state_json(own.rest), meta_json, step=step, round=round, may_commit=may_commit, owner=owner
     )
 
 
@@ -142,7 +185,7 @@ def write_parts(
 
 
 def write_share(
-    directory: str | os.PathLike[str], division: Division, index: int, *, step: int, round: int, nonce: str
+    directory: str | os.PathLike[str], division: Division | OwnShare, index: int, *, step: int, round: int, nonce: str
 ) -> None:
     """Write a share of a checkpoint that another node commits; see ``shares``.
 
@@ -167,7 +210,7 @@ def write_share(
                 os.rename(new.path, where / share_directory(name, index, len(division)))
 
 
-def _write_split(where: Path, name: str, new: Draft, division: Division) -> dict[str, FileSum]:
+def _write_split(where: Path, name: str, new: Draft, division: Division | OwnShare) -> dict[str, FileSum]:
     """Fill a draft with shares: write the first, take those of other nodes, and write those that are missing."""
     count, began = len(division), time.monotonic()
     files = [new.path / share_file(index, count) for index in range(count)]
@@ -198,7 +241,7 @@ def _write_split(where: Path, name: str, new: Draft, division: Division) -> dict
             finally:
                 os.close(descriptor)
 
-        gather(division, expected, look, take, write, PATIENCE + time.monotonic() - began)
+        gather(division, expected, look, take, write, division.patience + time.monotonic() - began)
     return {files[index].name: sums[index] for index in range(count)}
 
 

@@ -31,21 +31,18 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
-from elastic_launch.snapshot.errors import MalformedError
+from elastic_launch.snapshot.errors import CheckpointWriteError, MalformedError
 from elastic_launch.snapshot.format.files import MAX_HEADER, FileSum, safetensors_header, sum_of
 from elastic_launch.snapshot.format.manifest import MAX_SHARES, file_sum, parse_json
 
 _log = logging.getLogger(__name__)
-
-PATIENCE = 5.0
-"""Seconds that the committer waits for other shares, in addition to the time that its own share took."""
 
 MAX_SUM_BYTES = 1024
 
@@ -108,11 +105,16 @@ class _Run:
 class Division:
     """Divides a tensor file into several, each with a run of its tensors; a tensor is never cut.
 
+    Each node has the whole file.
+
     Args:
         read: yields the bytes of the undivided file from one offset to another.
         count: number of nodes; there may be fewer shares.
         waits: called about once a second while waiting for the shares of other nodes.
     """
+
+    patience = 5.0
+    """Seconds that the committer waits for other shares, in addition to the time that its own share took."""
 
     def __init__(self, read: Read, size: int, count: int, waits: Callable[[], None] = lambda: None) -> None:
         self.waits = waits
@@ -133,7 +135,7 @@ class Division:
         return sum_of(self.parts(index))
 
     @contextmanager
-    def sums(self) -> Iterator[Callable[[int], FileSum]]:
+    def sums(self) -> Iterator[Callable[[int], FileSum | None]]:
         """Compute size and checksum of all shares but the first in threads; yields a function that waits for one."""
         workers = max(1, min(_THREADS, len(self) - 1, os.cpu_count() or 1))
         pool = ThreadPoolExecutor(workers, thread_name_prefix="sum")
@@ -143,18 +145,78 @@ class Division:
         finally:
             pool.shutdown(cancel_futures=True)
 
+    def lost(self, index: int, why: str) -> None:
+        """Note that the share of another node cannot be used: the first node writes it."""
+        _log.warning("share %d of the checkpoint %s: the first node writes it", index + 1, why)
+
+
+class OwnShare:
+    """Tensors of which each node has some, and writes these: a checkpoint needs the shares of all nodes.
+
+    Args:
+        index, count: number of this node's share, from 0, and of all shares.
+        parts: yields the content of this node's share.
+    """
+
+    patience = 60.0
+    """Seconds as for :class:`Division`."""
+
+    def __init__(self, index: int, count: int, parts: Callable[[], Iterator[bytes | memoryview]]) -> None:
+        self._index, self._count, self._parts = index, count, parts
+
+    def __len__(self) -> int:
+        return self._count
+
+    def waits(self) -> None:
+        """Do nothing while waiting for the shares of other nodes."""
+
+    def parts(self, index: int) -> Iterator[bytes | memoryview]:
+        """Yield the content of this node's share, a few MiB at a time."""
+        assert index == self._index
+        return self._parts()
+
+    @contextmanager
+    def sums(self) -> Iterator[Callable[[int], FileSum | None]]:
+        """Yield a function that returns None: this node does not know what the others' shares must be."""
+        yield lambda index: None
+
+    def lost(self, index: int, why: str) -> None:
+        """Raise a CheckpointWriteError: no other node has a share that cannot be used."""
+        raise CheckpointWriteError(
+            f"Share {index + 1} of {self._count} {why}, and only its node has it.",
+            "See what that node says about it.",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OwnTensors:
+    """The tensors that this node writes of a checkpoint whose tensors are divided among the nodes.
+
+    Attributes:
+        index, count: number of this node's share, from 0, and of all shares.
+        nonce: nonce in the checkpoint's name, the same on all nodes.
+        tensors: by name, as in ``tree``; not changed any more.
+        rest: the rest of the state as JSON, see ``tree``; used only with the first share.
+    """
+
+    index: int
+    count: int
+    nonce: str
+    tensors: Mapping[str, Any]
+    rest: Any
+
 
 @dataclass(frozen=True, slots=True)
 class Split:
     """Tensors to be written by several nodes in two or more shares; the nonce is that in the checkpoint's name."""
 
-    division: Division
+    division: Division | OwnShare
     nonce: str
 
 
 def gather(
-    division: Division,
-    expected: Callable[[int], FileSum],
+    division: Division | OwnShare,
+    expected: Callable[[int], FileSum | None],
     look: Callable[[Collection[int]], dict[int, FileSum | None]],
     take: Callable[[int, FileSum], bool],
     write: Callable[[int], None],
@@ -163,7 +225,7 @@ def gather(
     """Wait for all shares but the first, and write those that do not arrive.
 
     Args:
-        expected: returns the size and checksum that a share must have.
+        expected: returns the size and checksum that a share must have; None if that is not known here.
         look: of the given shares, returns those that exist, with the size and checksum that their nodes report; None if
             a report is invalid.
         take: moves a share into the checkpoint; returns False if that is not possible.
@@ -177,14 +239,13 @@ def gather(
         division.waits()
         for index, found in look(waiting).items():
             waiting.remove(index)
-            if found is None or found != expected(index) or not take(index, found):
-                _log.warning(
-                    "share %d of the checkpoint is not what it is on the first node, which writes it", index + 1
-                )
+            must = expected(index)
+            if found is None or must not in (None, found) or not take(index, found):
+                division.lost(index, "is not what it must be")
                 write(index)
         if waiting and time.monotonic() >= deadline:
             index = waiting.pop(0)
-            _log.warning("share %d of the checkpoint did not come: the first node writes it", index + 1)
+            division.lost(index, "did not come")
             write(index)
         elif waiting:
             time.sleep(min(pause, max(0.0, deadline - time.monotonic())))

@@ -37,7 +37,7 @@ from elastic_launch.snapshot.format.manifest import (
     share_file,
 )
 from elastic_launch.snapshot.location import Url
-from elastic_launch.snapshot.storage.shares import MAX_SUM_BYTES, PATIENCE, Division, Split, gather, pack_sum, parse_sum
+from elastic_launch.snapshot.storage.shares import MAX_SUM_BYTES, Division, OwnShare, Split, gather, pack_sum, parse_sum
 from elastic_launch.snapshot.storage.url_storage import Entry, Storage, loading, saving
 
 _SUM = ".sum"
@@ -119,7 +119,7 @@ def write(
     return path, digest, sum(file.bytes for file in tensor_sums.values()) + state_sum.bytes
 
 
-def write_share(url: Url, division: Division, index: int, *, step: int, round: int, nonce: str) -> None:
+def write_share(url: Url, division: Division | OwnShare, index: int, *, step: int, round: int, nonce: str) -> None:
     """Write a share of a checkpoint that another node commits."""
     path = url / directory_name(step, round, nonce)
     name = share_file(index, len(division))
@@ -133,7 +133,7 @@ def write_share(url: Url, division: Division, index: int, *, step: int, round: i
             storage.put(path / (name + _SUM), pack_sum(found))
 
 
-def _write_split(storage: Storage, path: Url, division: Division) -> dict[str, FileSum]:
+def _write_split(storage: Storage, path: Url, division: Division | OwnShare) -> dict[str, FileSum]:
     count, began = len(division), time.monotonic()
     names = [share_file(index, count) for index in range(count)]
     with division.sums() as expected:
@@ -152,7 +152,7 @@ def _write_split(storage: Storage, path: Url, division: Division) -> dict[str, F
             names[index] = share_file(index, count, again=True)
             sums[index] = storage.write(path / names[index], division.parts(index))
 
-        gather(division, expected, look, take, write, PATIENCE + time.monotonic() - began)
+        gather(division, expected, look, take, write, division.patience + time.monotonic() - began)
     return {names[index]: sums[index] for index in range(count)}
 
 
