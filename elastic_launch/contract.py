@@ -405,6 +405,7 @@ class Slots(Message):
         fetching: whether a snapshot is being fetched from another node, so that ``Fetched`` follows.
         patience_s: seconds to wait for an order after an exchange has failed; 0 if no worker is to be suspended.
         writes: whether workers write snapshots.
+        split: whether those of sharded states are to be split among the nodes.
     """
 
     slots: Count
@@ -413,6 +414,7 @@ class Slots(Message):
     fetching: bool
     patience_s: Seconds = 0.0
     writes: bool = True
+    split: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,8 +183,8 @@ def test_every_flag_is_tested() -> None:
     switches = {flag.name for flag in FLAGS if not flag.metavar}
     assert {flag.name for flag in FLAGS} - tested - {"--print-completion"} == switches  # which shows, and exits
     assert switches == {
-        *("--standalone", "--module", "--no-python", "--no-warm", "--no-live", "--no-snapshots", "--prefix"),
-        *("--print-config", "--help", "--version", "--run-path", "--virtual-local-rank", "--node-check"),
+        *("--standalone", "--module", "--no-python", "--no-warm", "--no-live", "--no-snapshots", "--split-snapshots"),
+        *("--prefix", "--print-config", "--help", "--version", "--run-path", "--virtual-local-rank", "--node-check"),
     }
 
 
@@ -491,6 +491,7 @@ def test_preloading_without_a_warm_server(parse: Parse, caplog: pytest.LogCaptur
 def test_snapshots_are_kept_unless_they_are_switched_off(parse: Parse) -> None:
     assert parse("train.py").snapshots
     assert not parse("--no-snapshots", "train.py").snapshots
+    assert parse("--split-snapshots", "train.py").split_snapshots
 
 
 def test_workers_are_kept_where_they_can_be(parse: Parse) -> None:

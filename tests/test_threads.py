@@ -50,8 +50,8 @@ ENDLESS = {
         *("work.wait()", "buckets[turn - 2].wait()", "work.wait()", "bucket.wait()")
     ],
     "elastic_launch/training/ranks/agreement.py": ["work.wait()"],
-    # The value of a context variable.
-    "elastic_launch/training/ranks/exchange.py": ["_link.get()", "_link.get()"],
+    # The value of a context variable; and gloo ends the wait after its time for collectives.
+    "elastic_launch/training/ranks/exchange.py": ["_link.get()", "_link.get()", "_link.get()", "work.wait()"],
 }
 """Waits without a time: by module, with the reason. None is on the way to the end of a process."""
 

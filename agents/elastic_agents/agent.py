@@ -183,6 +183,7 @@ class LocalElasticAgent(ElasticAgent):
             self._copied,
             pump.open_log,
             writes=self._config.snapshots,
+            split=self._config.split_snapshots,
         )
         snapshot_store.start()
         patience = self._config.timing.dead_after + ORDER_TIMEOUT if self._config.keeps_workers else 0.0

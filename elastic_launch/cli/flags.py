@@ -119,6 +119,7 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
             Flag(("--no-warm",), "workers do their imports themselves"),
             Flag(("--no-live",), "start all workers again in each new round"),
             Flag(("--no-snapshots",), "take no snapshots of the state in memory"),
+            Flag(("--split-snapshots",), "split those of sharded models among the nodes"),
             Flag(("--preload",), "import these modules ahead, too", "MODULE,..."),
             Flag(("--no-preload",), "do not import these modules ahead", "MODULE,..."),
             Flag(("--run-path",), "run the script by its full path, with runpy"),

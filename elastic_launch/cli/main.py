@@ -229,6 +229,7 @@ def build(line: Line, values: Values) -> LaunchConfig:
         log_dir=log_dir,
         live=not values.switch("--no-live"),
         snapshots=not values.switch("--no-snapshots"),
+        split_snapshots=values.switch("--split-snapshots"),
         warm=not values.switch("--no-warm"),
         preload=_modules("--preload", values),
         no_preload=_modules("--no-preload", values),

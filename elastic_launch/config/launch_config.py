@@ -204,6 +204,7 @@ class LaunchConfig:
         own_token: whether this agent generated it, and keeps it in a file for elasticctl.
         live: suspend workers where possible instead of ending them when a round ends, and keep them in the next one.
         snapshots: have workers keep snapshots in this node's memory.
+        split_snapshots: split those of sharded models among three or more nodes.
         warm: fork workers from a process that has already done their imports, where possible.
         preload, no_preload: modules that it imports in addition to the script's, or leaves out.
         notices: sources of preemption notices.
@@ -246,6 +247,7 @@ class LaunchConfig:
     own_token: bool = False
     live: bool = True
     snapshots: bool = True
+    split_snapshots: bool = False
     warm: bool = True
     preload: tuple[str, ...] = ()
     no_preload: tuple[str, ...] = ()

@@ -76,6 +76,7 @@ class AgentLink:
         self.slots: list[Slot] = []  # of the node's snapshots; empty if the agent did not answer
         self.sequence = 0  # highest number of a snapshot in them, before this worker wrote any
         self.writes = True  # whether snapshots are written to them; it never becomes true again
+        self.split = False  # whether snapshots of sharded states are to be split among the nodes
         if sock is not None:
             sock.settimeout(BUSY_TIMEOUT)
         self.present = sock is not None  # whether this process has, or had, an agent
@@ -509,7 +510,7 @@ class AgentLink:
             match c.unpack(line):
                 case c.Slots(use=use, sequence=sequence, fetching=fetching) as slots:
                     self._use, self.sequence, self._fetching = use if use >= 0 else None, sequence, fetching
-                    self.patience, self.writes = slots.patience_s, slots.writes
+                    self.patience, self.writes, self.split = slots.patience_s, slots.writes, slots.split
                 case c.Suspend(round=number) as suspend:
                     if number == self._round:
                         self._suspend = suspend

@@ -28,7 +28,7 @@ from elastic_agents.snapshots.slots import HeldSlot, SlotTable
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
 from elastic_launch import codec, snapshot
 from elastic_launch.contract import SLOTS, Copied, Copying, CopyJob, Save, Stored
-from elastic_launch.snapshot.memory.slot import Slot
+from elastic_launch.snapshot.memory.slot import PART, Slot
 from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter
 from elastic_launch.snapshot.storage import owner
 from elastic_launch.snapshot.storage.shares import nonce_of
@@ -97,18 +97,26 @@ class Node:
         return sorted(-1 if header is None else header.step for header in headers)
 
     def store(self, step: int, *, durable: bool = True, round: int = 1, keep: int = 2, training: int = 0) -> None:
-        self.sequence += 1
-        writer = SlotWriter(self.slots[self.use])
-        state = {name: torch.full((self.size,), float(step)) for name in "xy"}
-        draft = SlotDraft(state, {}, lambda x: True)
-        writer.write(draft, sequence=self.sequence, round=round, step=step, training=training)
-        writer.close()
+        self._write(step, {}, round, training)
         job = CopyJob(self.sequence, step, round)
         if durable or not self.rank:
             job = replace(job, directory=str(self.directory), keep=keep, now=durable, owner=self.owner)
         if durable and self.nodes > 1:
             job = replace(job, shares=self.nodes, share=self.rank, nonce=nonce_of(9, round, step))
         self.use = self.snapshot_store.stored(Stored(self.use, job))
+
+    def store_part(self, step: int) -> None:
+        """Store a part of a snapshot that is split among the nodes."""
+        self._write(step, {PART: {"ranks": [0, 1], "world_size": 3}}, 1, 0)
+        self.use = self.snapshot_store.stored(Stored(self.use, CopyJob(self.sequence, step, 1)))
+
+    def _write(self, step: int, meta: dict[str, Any], round: int, training: int) -> None:
+        self.sequence += 1
+        writer = SlotWriter(self.slots[self.use])
+        state = {name: torch.full((self.size,), float(step)) for name in "xy"}
+        draft = SlotDraft(state, meta, lambda x: True)
+        writer.write(draft, sequence=self.sequence, round=round, step=step, training=training)
+        writer.close()
 
     def copied(self) -> list[int]:
         assert self.snapshot_store.wait(30 * SLOWNESS)
@@ -234,6 +242,24 @@ def test_a_copy_that_comes_late_asks_for_another_to_be_copied(node: Node, worker
         wait_for("the question", lambda: node.asked)
         node.store(5)
     assert node.copied() == [5 if workers else 4, 1]
+
+
+def test_a_part_of_a_snapshot_is_not_copied_in_place_of_a_whole_one(node: Node) -> None:
+    """Snapshots are split since the one that was to be copied, which is gone."""
+    asked, goes_on = threading.Event(), threading.Event()
+    node.may_commit = lambda: asked.set() or goes_on.wait(60)
+    node.store(1)
+    assert asked.wait(60)
+    node.workers = False
+    node.store(2)
+    for step in (3, 4):
+        node.store_part(step)
+    goes_on.set()
+    assert node.copied() == [1]
+    assert [(told.step, told.error) for told in node.told] == [
+        (1, ""),
+        (4, "This node has only a part of the newest snapshot."),
+    ]
 
 
 def test_a_copying_process_that_cannot_be_started_is_tried_again(

@@ -312,6 +312,42 @@ def test_another_node_keeps_its_snapshots_and_decides_when_they_are_taken(
     assert begun[3] > begun[2] > 0, begun
 
 
+SHARDED = [str(SCRIPTS / "sharded_room.py")]
+"""A state of 256 MiB, of which a node of four keeps 128 MiB in a snapshot that is split."""
+
+ROOM = 740
+"""MiB with room for three of these and the training, and not for three of the whole state."""
+
+
+@pytest.mark.system
+@pytest.mark.skipif(bool(NO_GROUPS), reason=NO_GROUPS or "nothing is missing")
+def test_a_limit_without_room_for_the_whole_of_a_sharded_state_has_snapshots_split(job: Job, tmp_path: Path) -> None:
+    """One of four nodes has the limit, and all split them from the first one on. A worker of another is killed."""
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (alone / "go").touch()
+    expected = weights(run_script(*SHARDED, str(alone), "10", str(alone / "saved"), timeout=250))
+    command = [*SHARDED, str(job.work), "10", str(tmp_path / "saved")]
+    env = FaultPlan.fail_at(2, 7).environment()
+    with memory_group.group() as group:
+        nodes = [job.node("a", nnodes="4", command=command, env=env, prefix=group.prefix)]
+        nodes[0].says("hosts the run")
+        nodes += [job.node(name, nnodes="4", command=command, env=env) for name in "bcd"]
+        wait_for_the_step_before(job, 4)
+        group.limit(ROOM * 2**20)
+        job.tell("go")
+        assert [node.wait(250) for node in nodes] == [0, 0, 0, 0], nodes[0].output
+        assert group.kills == 0
+    output = "".join(node.output for node in nodes)
+    figures = r"3 of 0\.25 GiB each need 0\.\d\d GiB more, and 0\.\d\d GiB are free within the container's limit of"
+    assert re.search(rf"from now on snapshots in memory are split among the nodes: {figures}", nodes[0].output)
+    assert not job.events("snapshots_left_out"), output
+    went_on = re.findall(r"went on from step (\d+)", output)
+    assert len(went_on) == 4, output
+    assert {*went_on} <= {"6", "7"}, f"there is no checkpoint, so this was in memory: {output}"
+    assert weights(output) == expected
+
+
 def test_the_flag_leaves_snapshots_out_from_the_start(job: Job) -> None:
     agent = train(job, flags=("--no-snapshots",))
     job.tell("go")

@@ -87,6 +87,75 @@ def test_a_lost_node_takes_no_shard_with_it_also_of_a_compiled_model(
     assert list(el.load_checkpoint(saved)["model"]) == list(el.load_checkpoint(f"file://{saved}")["model"])
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("lost", [1, pytest.param(2, marks=pytest.mark.soak)])
+def test_of_a_snapshot_split_among_nodes_the_loss_of_one_takes_no_shard(
+    job: Job, undisturbed: dict[str, Any], lost: int
+) -> None:
+    """Of three nodes one is lost with its worker: the node before it has a copy of its shards."""
+    result, saved, drill = (job.directory / name for name in ("result.json", "saved", "drill.yaml"))
+    drill.write_text(json.dumps([{"rank": lost, "step": 7, "do": "lose"}]))
+    saving = ["--checkpoint", str(saved), "--every", "1000", "--steps", "12", "--result", str(result)]
+    flags = ("--nnodes", "2:3", "--join-settle", "300", "--drill", str(drill), "--split-snapshots")
+    command = [EXAMPLE, *saving, "--exact"]
+    nodes = [job.node("a", *flags, command=command)]
+    nodes[0].says("hosts the run")
+    nodes += [job.node(name, *flags, command=command) for name in ("b", "c")]
+    ended = sorted(node.wait(120 * SLOWNESS) for node in nodes)
+    assert ended == [-signal.SIGKILL, 0, 0], nodes[0].output
+    assert "snapshots in memory are split among the nodes: --split-snapshots was given" in nodes[0].output
+    found = json.loads(result.read_text())
+    # There is no checkpoint, so the snapshot was in memory.
+    assert (found["worlds"], 0 < found["resumed"] <= 7) == ([3, 2], True), nodes[0].output
+    assert found["hash"] == undisturbed["hash"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_nodes_that_have_no_whole_state_write_checkpoints_together_also_if_one_is_slow(job: Job) -> None:
+    """A checkpoint that is due while a node still writes is made later; one process goes on from the last one."""
+    (job.work / "go").touch()
+    env = {"EVERY": "1", "ROWS": "64", "SLOW": "0.2"}
+    script, saved = str(SCRIPTS / "sharded_room.py"), job.directory / "saved"
+    command = [script, str(job.work), "40", str(saved)]
+    nodes = [job.node(name, "--split-snapshots", nnodes="3", command=command, env=env) for name in "abc"]
+    assert [node.wait(120 * SLOWNESS) for node in nodes] == [0] * 3, nodes[0].output
+    output = "".join(node.output for node in nodes)
+    assert "did not come" not in output
+    made = sorted(path.name for path in saved.glob("step-*"))
+    assert len(made) > 1, output
+    for checkpoint in saved.glob("step-*"):
+        assert len([*checkpoint.glob("tensors-*-of-00003.safetensors")]) == 3, made
+    more = run_script(script, str(job.work), "42", str(saved), env=env)
+    assert "went on from step 40" in more
+    alone = run_script(script, str(job.work), "42", str(job.directory / "alone"), env=env)
+    assert re.findall("weights .*", more) == re.findall("weights .*", alone)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_faults_in_the_midst_of_split_snapshots_leave_the_one_before_both(job: Job) -> None:
+    """Of four nodes two that keep the same shards do not complete one, then the other two do not complete the next."""
+    (job.work / "go").touch()
+    alone = job.directory / "alone"
+    steps = range(5, 12)  # of the second snapshot in round 1, and of the first one in round 2
+    first = [FaultPlan.fail_at(rank, step, at="snapshot") for rank in (0, 1) for step in steps]
+    then = [FaultPlan.fail_at(rank, at="snapshot", round=2) for rank in (2, 3)]
+    env = sum([*first, *then], FaultPlan()).environment()
+    script = str(SCRIPTS / "sharded_room.py")
+    expected = re.findall("weights .*", run_script(script, str(job.work), "12", str(alone)))
+    command = [script, str(job.work), "12", str(job.directory / "saved")]
+    nodes = [job.node(name, "--split-snapshots", nnodes="4", command=command, env=env) for name in "abcd"]
+    assert [node.wait(120 * SLOWNESS) for node in nodes] == [0] * 4, nodes[0].output
+    output = "".join(node.output for node in nodes)
+    assert len(job.events("round_broken")) == 2, output
+    resumed = re.findall(r"went on from step (\d+)", output)
+    assert (len(resumed), len({*resumed})) == (4, 1), output
+    assert int(resumed[0]) > 0, f"there is no checkpoint, so nothing was left: {output}"
+    assert re.findall("weights .*", output) == expected
+
+
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.timeout(600)

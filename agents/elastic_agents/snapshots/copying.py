@@ -21,7 +21,7 @@ from elastic_launch.contract import Commit, Copied, Copying, CopyJob, MayCommit,
 from elastic_launch.errors import UsageError
 from elastic_launch.snapshot.errors import CheckpointError, MalformedError, NotCommittedError, TakenError
 from elastic_launch.snapshot.format.manifest import parse_json
-from elastic_launch.snapshot.memory.slot import Header, Slot
+from elastic_launch.snapshot.memory.slot import PART, Header, Slot
 from elastic_launch.snapshot.storage.listing import find
 from elastic_launch.snapshot.storage.saving import prune, write_parts, write_share
 from elastic_launch.snapshot.storage.shares import Division, Split
@@ -67,6 +67,9 @@ def copy(
         return replace(done, error="The snapshot is not in its slot any more.")
     numbers = {"step": header.step, "round": header.round}
     try:
+        meta = parse_json(slot.meta(header))
+        if isinstance(meta, dict) and PART in meta:  # snapshots are split since the one that was to be copied
+            return replace(done, error="This node has only a part of the newest snapshot.", final=True)
         split = _split(job, slot, header, progress)
         newest = next(iter(find(job.directory)), None) if job.last and not job.share else None
         if job.share:
@@ -75,7 +78,6 @@ def copy(
         elif newest is not None and (newest.round, newest.step) >= (header.round, header.step):
             done = replace(done, path=str(newest.path), digest=newest.digest, bytes=newest.bytes)
         else:
-            meta = parse_json(slot.meta(header))
             info = write_parts(
                 job.directory,
                 split or slot.tensor_parts(header),

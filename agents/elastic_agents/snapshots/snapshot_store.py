@@ -47,6 +47,7 @@ class SnapshotStore:
             copy is in progress, or with a request to the workers. Returns whether it reached any worker.
         stderr: opens the file that copying processes write to; None: they share this process' stderr.
         writes: whether workers write snapshots, until :meth:`leave_out`.
+        split: whether those of sharded states are to be split among the nodes.
     """
 
     def __init__(
@@ -56,12 +57,14 @@ class SnapshotStore:
         stderr: Callable[[], int] | None = None,
         *,
         writes: bool = True,
+        split: bool = False,
     ) -> None:
         self._may_commit = may_commit
         self._stderr = stderr
         self._tell = tell
         self._book = SlotTable()
         self._writes = writes
+        self._split = split
         self._restored: int | None = None  # snapshots of trainings up to this number are not needed; None: all may be
         self._slots: list[Slot] = []
         self._changed = threading.Condition()
@@ -100,7 +103,8 @@ class SnapshotStore:
             self._look()
             descriptors = [number for slot in self._slots for number in (slot.tensors, slot.head)]
             use = -1 if self._fetch is not None else self._book.use
-            slots = Slots(len(self._slots), use, self._book.sequence, self._fetch is not None, writes=self._writes)
+            offered = Slots(len(self._slots), use, self._book.sequence, self._fetch is not None)
+            slots = replace(offered, writes=self._writes, split=self._split)
             return slots, descriptors
 
     def stored(self, stored: Stored) -> int:

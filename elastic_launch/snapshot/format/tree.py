@@ -37,8 +37,11 @@ If nothing is kept, that is a meta tensor; an array is then one of zeros.
 """
 
 
-def encode(state: Any) -> tuple[dict[str, torch.Tensor], Any]:
+def encode(state: Any, *, stand_ins: bool = False) -> tuple[dict[str, torch.Tensor], Any]:
     """Split a state into tensors and JSON.
+
+    Args:
+        stand_ins: whether it may have meta tensors, which stand for tensors that are kept elsewhere.
 
     Returns:
         The tensors, neither copied nor moved, by a readable name such as ``model/layer/weight``; and the JSON value
@@ -47,7 +50,7 @@ def encode(state: Any) -> tuple[dict[str, torch.Tensor], Any]:
     Raises:
         UnsupportedStateError: if the format cannot hold a value, naming its type and place.
     """
-    encoder = _Encoder()
+    encoder = _Encoder(stand_ins)
     tree = encoder.encode(state, ())
     return encoder.tensors, tree
 
@@ -87,8 +90,9 @@ def tensor_names(tree: Any) -> set[str]:
 
 
 class _Encoder(Encoder):
-    def __init__(self) -> None:
+    def __init__(self, stand_ins: bool) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
+        self._stand_ins = stand_ins
         self._names: dict[tuple[Any, ...], str] = {}
 
     def other(self, value: Any, path: Path) -> Any:
@@ -113,10 +117,11 @@ class _Encoder(Encoder):
     def _tensor(self, tensor: torch.Tensor, path: Path) -> dict[str, Any]:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             self.refuse(type_name(tensor), path, "Sharded tensors and other subclasses are not replicated state.")
-        if tensor.layout is not torch.strided or tensor.is_meta or name_of(tensor.dtype) not in DTYPES:
+        missing = tensor.is_meta and not self._stand_ins
+        if tensor.layout is not torch.strided or missing or name_of(tensor.dtype) not in DTYPES:
             self.refuse(f"a tensor ({tensor.dtype}, {tensor.layout}, on {tensor.device})", path)
         identity = _identity(tensor)
-        name = self._names.get(identity) if tensor.numel() else None
+        name = self._names.get(identity) if tensor.numel() and not tensor.is_meta else None
         if name is None:
             name = self._names[identity] = self._new_name(path)
             self.tensors[name] = tensor

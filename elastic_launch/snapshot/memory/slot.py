@@ -30,6 +30,9 @@ _STATE_AT = 4096
 _CHUNK = 8 * 1024 * 1024
 _PIECE = 64 * 1024 * 1024
 
+PART = "split"
+"""Key in the meta of a slot with only a part of a snapshot: the ranks whose shards it has, and the number of all."""
+
 _MOST = 2**53
 """Larger numbers cannot be a worker's counts."""
 

@@ -31,7 +31,7 @@ from elastic_launch.snapshot.stall import while_advancing
 from elastic_launch.snapshot.storage.listing import positions
 from elastic_launch.snapshot.storage.owner import claim, other_owner, owned_by
 from elastic_launch.snapshot.storage.shared_copies import Copies, Taking
-from elastic_launch.snapshot.storage.shares import nonce_of
+from elastic_launch.snapshot.storage.shares import OwnTensors, nonce_of
 from elastic_launch.system.threads import within
 from elastic_launch.training.checkpoints.branches import Branch, following
 from elastic_launch.training.checkpoints.checkpoint import Checkpoint
@@ -39,6 +39,7 @@ from elastic_launch.training.checkpoints.node_reads import Read, read_on_node
 from elastic_launch.training.checkpoints.resumed import Resumed, check_identity
 from elastic_launch.training.checkpoints.sharded import Gathering
 from elastic_launch.training.checkpoints.shared_directory import Writers, behind_url, in_directory
+from elastic_launch.training.checkpoints.split_shares import Own
 from elastic_launch.training.checkpoints.state import TrainingState
 from elastic_launch.training.checkpoints.urls import open_url
 from elastic_launch.training.link import AgentLink
@@ -188,6 +189,11 @@ class CheckpointManager:
         self._last_time = time.monotonic() - standing[1]
 
     @property
+    def shared(self) -> bool:
+        """Whether several nodes save in one location."""
+        return self._writers.drawn != 0
+
+    @property
     def writes(self) -> bool:
         """Whether this rank writes: rank 0, and the first rank of each node that has its own directory."""
         return self._writers.me
@@ -267,6 +273,26 @@ class CheckpointManager:
             error = snapshot.CheckpointWriteError(f"its snapshot is lost: {reason}")
             self._lost.append(snapshot.WriteOutcome(step, self.branch.round, 0.0, None, error))
 
+    def idle(self, *, wait: bool) -> bool:
+        """Whether this process writes no checkpoint.
+
+        Args:
+            wait: wait for the one that it writes, for as long as for a last one.
+        """
+        return self._writer is None or self._writer.flush(FINAL_TIMEOUT if wait else 0.0)
+
+    def busy(self, step: int, *, last: bool) -> None:
+        """Record that the state after a step is not saved, as a node still writes an older one; called by all ranks.
+
+        Args:
+            last: whether there is no later one.
+        """
+        if not last:
+            self._owed = step
+        elif self.writes:
+            error = self._still_writing("and the last one waits for it")
+            self._lost.append(snapshot.WriteOutcome(step, self.branch.round, FINAL_TIMEOUT, error=error))
+
     def torn(self, step: int) -> None:
         """Record that the copy of the state after a step was given up; a later state will be saved instead."""
         if step == self._awaited:
@@ -292,10 +318,28 @@ class CheckpointManager:
             may_commit: called from another thread before a checkpoint is committed; only the first call's is used.
             own: addresses of tensors that do not change, and need not be copied.
         """
+        self._begin_save(step)
+        if self.writes:
+            self._submit(self._background(may_commit), state, step, meta, frozenset(own))
+
+    def save_own(self, own: Own, step: int, meta: dict[str, Any], may_commit: Callable[[], bool]) -> None:
+        """Write this node's tensors of a state in the background, in a checkpoint of all nodes; called by all ranks.
+
+        Args:
+            meta, may_commit: as for :meth:`save`.
+        """
+        self._begin_save(step)
+        if own.number >= 0:
+            writer = self._background(may_commit)
+            nonce = nonce_of(self._writers.drawn, self.branch.round, step)
+            tensors = OwnTensors(own.number, own.count, nonce, own.tensors, own.rest)
+            writer.submit(tensors, step=step, round=self.branch.round, meta=meta)
+
+    def _begin_save(self, step: int) -> None:
         self._last_step, self._last_time = step, time.monotonic()
         self._awaited = self._owed = 0  # an older state
-        if not self.writes:
-            return
+
+    def _background(self, may_commit: Callable[[], bool]) -> snapshot.BackgroundWriter:
         if self._writer is None:
             self._writer = snapshot.BackgroundWriter(
                 self.directory,
@@ -305,7 +349,7 @@ class CheckpointManager:
                 owner=self._owner,
                 may_commit=may_commit,
             )
-        self._submit(self._writer, state, step, meta, frozenset(own))
+        return self._writer
 
     def _submit(
         self,

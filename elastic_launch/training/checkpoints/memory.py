@@ -6,11 +6,12 @@ ranks agree on the newest snapshot that any node holds, and a rank that has it s
 
 from __future__ import annotations
 
+import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -22,9 +23,10 @@ from elastic_launch.shared_progress import Activity
 from elastic_launch.snapshot.memory.slot import Header, Slot
 from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter, read_meta, read_state
 from elastic_launch.snapshot.room import LEFT_OUT, MORE_MEMORY, lacking
+from elastic_launch.training.checkpoints import split, split_restore
 from elastic_launch.training.checkpoints.snapshot_interval import Cost, Rhythm
 from elastic_launch.training.link import AgentLink
-from elastic_launch.training.ranks.exchange import broadcast_state, numbers_of_all
+from elastic_launch.training.ranks.exchange import broadcast_state, bytes_of_all, numbers_of_all
 from elastic_launch.training.ranks.spreading import Cuts, in_place, spread_state
 from elastic_launch.training.ranks.world import World
 
@@ -35,6 +37,14 @@ FREE_TIMEOUT = 300.0
 
 LOOK_EVERY = 0.02
 """Seconds between two looks whether it is."""
+
+SPLIT = (
+    "from now on snapshots in memory are split among the nodes: %s. Each node keeps the shards of its ranks and of the "
+    "next node's. A fault that takes two such nodes at once costs the steps since the last checkpoint"
+)
+"""The message that snapshots are split: why."""
+
+BY_FLAG = "--split-snapshots was given"
 
 Route = Callable[[CopyJob, int], CopyJob]
 """Completes a job without a directory: durable storage to copy a snapshot to, with that many bytes of tensors."""
@@ -63,6 +73,9 @@ class MemorySnapshots:
         self._json = 0  # bytes of the last snapshot besides its tensors
         self._torn = False
         self._left: int | None = None  # a slot that was reserved for writing but is empty
+        self._dropped: int | None = None  # one whose snapshot was dropped; the agent may take it for the newest
+        self._split = BY_FLAG if link.split else ""  # why this worker asks for snapshots that are split; empty: no
+        self._told = False  # whether it was said
         self.writes = self._may_write
         """Whether this worker writes its node's snapshots; False once there is no room."""
         self.decides = world.rank == 0
@@ -75,6 +88,7 @@ class MemorySnapshots:
     def move(self, world: World) -> None:
         """Continue in another round; called without a snapshot under way."""
         before, self._world = self._world, world
+        self._dropped = None
         if world.first_on_node != before.first_on_node or not self._link.writes:
             self.writes = self._may_write
         self._sequence = max(self._sequence, self._link.sequence)
@@ -97,12 +111,37 @@ class MemorySnapshots:
 
     def newest(self, training: int) -> tuple[Slot, Header] | None:
         """Return the newest snapshot of a training that this node holds."""
+        return next(iter(self.held(training)), None)
+
+    def held(self, training: int) -> list[tuple[Slot, Header]]:
+        """Return the snapshots of a training that this node holds, the newest first."""
         self._link.wait_fetched()
         self._sequence = max(self._sequence, self._link.sequence)
-        found = [(header, slot) for slot in self._slots if (header := slot.header()) is not None]
-        mine = [(header, slot) for header, slot in found if header.training == training]
-        header, slot = max(mine, key=lambda pair: (pair[0].round, pair[0].step, pair[0].sequence), default=(None, None))
-        return None if header is None or slot is None else (slot, header)
+        found = [(slot, header) for slot in self._slots if (header := slot.header()) is not None]
+        mine = [(slot, header) for slot, header in found if header.training == training]
+        return sorted(mine, key=lambda pair: (pair[1].round, pair[1].step, pair[1].sequence), reverse=True)
+
+    def vote(self, size: int, *, whole: bool = False) -> split.Votes:
+        """Agree with all ranks whether the next snapshot is split among the nodes; called with none under way.
+
+        So it is once a node has no room for whole ones, or is told to, if at least three nodes write any.
+
+        Args:
+            size: bytes of the tensors of a whole one.
+            whole: whether this one is better whole, if there is room for it alone.
+        """
+        why = self._split
+        if self.writes and not why:
+            why = self._lack(size + self._json, beside=size)
+        if whole and not lacking(2 * (size + self._json), ""):  # it is gathered before it is written to its slot
+            why = ""
+        world, asks = self._world, self.writes and bool(why)
+        mine = [world.node_rank, int(world.first_on_node), int(self.writes), int(asks)]
+        votes = split.Votes.of(numbers_of_all(world, mine))
+        if votes.split and asks and (why != self._split or (self.decides and not self._told)):
+            self._split, self._told = why, True
+            _log.warning(SPLIT, why)
+        return votes
 
     def store(
         self,
@@ -117,6 +156,7 @@ class MemorySnapshots:
         wait: bool,
         patient: bool = False,
         spent: float = 0.0,
+        fits: bool = False,
     ) -> bool:
         """Start taking a snapshot in a thread; :meth:`settle` completes it.
 
@@ -125,6 +165,7 @@ class MemorySnapshots:
             wait: complete it before returning.
             patient: wait for a slow agent, for as long as for a last checkpoint.
             spent: seconds that capturing the state took.
+            fits: whether there is known to be room for it.
 
         Returns:
             False if no snapshot is taken because there is no room, now or later, or the agent does not answer.
@@ -133,7 +174,7 @@ class MemorySnapshots:
         began = time.monotonic()
         wait = wait or self._torn
         draft = SlotDraft(state, meta, stays, watch=not wait)
-        if lack := self._lack(draft.tensor_bytes + self._json):
+        if lack := "" if fits else self._lack(draft.tensor_bytes + self._json):
             self.give_up(lack, MORE_MEMORY)
             return False
         number = self._next_slot(patient)
@@ -187,15 +228,21 @@ class MemorySnapshots:
 
     def drop_above(self, position: tuple[int, int], training: int) -> None:
         """Drop this node's snapshots of a training that are newer than a (round, step)."""
-        for slot in self._slots if self._world.first_on_node else []:
+        for number, slot in enumerate(self._slots if self._world.first_on_node else []):
             header = slot.header()
             if header is not None and header.training == training and (header.round, header.step) > position:
                 slot.begin()
+                self._dropped = number
 
     def _next_slot(self, patient: bool) -> int | None:
         """Return the slot to write; None if the agent does not answer."""
         left, self._left = self._left, None
-        return left if left is not None else self._link.slot_to_use(patient=patient)
+        if left is not None:
+            return left
+        number, dropped = self._link.slot_to_use(patient=patient), self._dropped
+        self._dropped = None
+        # The slot that the agent names may have the snapshot that training resumes from.
+        return number if number is None or dropped is None else dropped
 
     def close(self) -> None:
         """Give up the current snapshot, and unmap the slots."""
@@ -212,10 +259,14 @@ class MemorySnapshots:
         _log.warning(LEFT_OUT, cause, f": {remedy}, or save more often" if remedy else "")
         self._link.say(NoSnapshots(cause))
 
-    def _lack(self, size: int) -> str:
-        """Return why the slots cannot all grow to snapshots of a size; empty if they can."""
+    def _lack(self, size: int, beside: int = 0) -> str:
+        """Return why the slots cannot all grow to snapshots of a size; empty if they can.
+
+        Args:
+            beside: bytes that are needed besides while the first ones are taken.
+        """
         grows = max(0, size * len(self._slots) - sum(slot.allocated for slot in self._slots))
-        return lacking(grows, f"{len(self._slots)} of {size / 2**30:.2f} GiB each need")
+        return lacking(grows + beside if grows else 0, f"{len(self._slots)} of {size / 2**30:.2f} GiB each need")
 
 
 def settled(optimizer: Any, parameters: Iterable[Tensor]) -> Callable[[Tensor], bool]:
@@ -248,6 +299,7 @@ class Newest:
     holders: Sequence[int]  # the ranks that have it, themselves or on their nodes
     everywhere: bool  # whether all ranks have it
     passes: int = 0  # updated passes of the next step that it includes, if it is live
+    parts: Mapping[int, split.Part] = field(default_factory=dict)  # what its holders have, if it is split
 
     @property
     def holder(self) -> int:
@@ -264,26 +316,67 @@ def newest(
         live: round, step and updated passes of this process' own state, if it was suspended; of equal ones, a live
             state is taken.
     """
-    found = memory.newest(training)
-    kept = (0, 0) if found is None else (found[1].round, found[1].step)
-    mine = [*kept, 0, *((0, 0, 0) if live is None else live), int(memory.writes)]
+    held = memory.held(training)
+    parts = [split.Part.of(*each) for each in held]
+    kept = (0, 0) if not held else (held[0][1].round, held[0][1].step)
+    is_split = any(part.world_size for part in parts)
+    mine = [*kept, 0, *((0, 0, 0) if live is None else live), int(memory.writes), int(is_split)]
     everybody = numbers_of_all(world, mine)
     memory.decides = memory.writes and not any(entry[6] for entry in everybody[: world.rank])
     in_slots, in_processes = [tuple(entry[:3]) for entry in everybody], [tuple(entry[3:6]) for entry in everybody]
     best = max([*in_slots, *in_processes])
     if best == (0, 0, 0):
         return None
+    found: dict[int, split.Part] = {}
+    if any(entry[7] for entry in everybody) and best not in in_processes:
+        everything = _parts_of_all(world, held, parts)
+        position = _newest_complete(everything, warn=world.rank == 0)
+        if position is None:
+            return None
+        best = (*position, 0)
+        found = {rank: parts[position] for rank, parts in enumerate(everything) if position in parts}
+        if whole := {rank for rank, part in found.items() if not part.world_size}:
+            found = {}
+        in_slots = [best if rank in (whole or found) else (0, 0, 0) for rank in range(world.world_size)]
     number, step, passes = best
     is_live = best in in_processes
     have = in_processes if is_live else in_slots
     holders = [rank for rank, position in enumerate(have) if position == best]
-    slot = found if kept == (number, step) and not is_live else None
-    return Newest((number, step), is_live, slot, holders, len(holders) == len(have), passes)
+    own = next((each for each in held if (each[1].round, each[1].step) == (number, step)), None)
+    slot = own if world.rank in holders and not is_live else None
+    return Newest((number, step), is_live, slot, holders, len(holders) == len(have), passes, found)
+
+
+def _parts_of_all(
+    world: World, held: Sequence[tuple[Slot, Header]], parts: Sequence[split.Part]
+) -> list[dict[tuple[int, int], split.Part]]:
+    """Return, by rank, what its node has of which snapshot, by round and step; called by all ranks."""
+    mine = [[h.round, h.step, part.world_size, part.ranks] for (_, h), part in zip(held, parts, strict=True)]
+    told = [json.loads(each) for each in bytes_of_all(world, json.dumps(mine).encode())]
+    # The newest first: it is the one that is taken, if there are two of one step.
+    return [
+        {(number, step): split.Part(tuple(ranks), size) for number, step, size, ranks in reversed(each)}
+        for each in told
+    ]
+
+
+def _newest_complete(
+    everything: Sequence[Mapping[tuple[int, int], split.Part]], *, warn: bool
+) -> tuple[int, int] | None:
+    """Return the position of the newest snapshot that can be restored; None if there is none."""
+    for position in sorted({position for each in everything for position in each}, reverse=True):
+        if split.complete([each[position] for each in everything if position in each]):
+            return position
+        if warn:
+            _log.warning("the nodes do not have all shards of the snapshot of step %d", position[1])
+    return None
 
 
 def restore(newest: Newest, world: World, taking: Cuts) -> tuple[Any, dict[str, Any]]:
     """Return a snapshot's state and meta; called by all ranks."""
     faults.reached("restore", newest.position[1])
+    if newest.parts:
+        return split_restore.restored(newest.mine, newest.parts, world, taking)
     meta = {} if newest.mine is None else read_meta(*newest.mine)
     if newest.everywhere:
         assert newest.mine is not None

@@ -15,15 +15,21 @@ from torch import Tensor
 from elastic_launch import snapshot
 from elastic_launch.contract import CopyJob
 from elastic_launch.shared_progress import Activity
+from elastic_launch.snapshot.memory.slot import PART
 from elastic_launch.snapshot.room import forget_peak, remedy_of
+from elastic_launch.training.checkpoints import split
 from elastic_launch.training.checkpoints.branches import Branch, following
 from elastic_launch.training.checkpoints.manager import CheckpointManager, run_id
 from elastic_launch.training.checkpoints.memory import MemorySnapshots, Newest, Route, newest, restore
 from elastic_launch.training.checkpoints.resumed import Outcome, Resumed, check_identity, meta_of
+from elastic_launch.training.checkpoints.sharded import Gathering
+from elastic_launch.training.checkpoints.split import Layouts
+from elastic_launch.training.checkpoints.split_shares import Own, own_tensors
 from elastic_launch.training.checkpoints.state import TrainingState
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.ranks.agreement import NOTHING, Wishes
-from elastic_launch.training.ranks.exchange import broadcast_state
+from elastic_launch.training.ranks.exchange import broadcast_state, numbers_of_all
+from elastic_launch.training.ranks.spreading import Box
 from elastic_launch.training.ranks.world import World
 
 _log = logging.getLogger(__name__)
@@ -53,6 +59,28 @@ class Trained:
     worlds: list[int]  # world sizes of the rounds that it has been through
 
 
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """What a rank has of a state that is kept in memory, or saved durably."""
+
+    state: dict[str, Any]  # as its slot has it
+    parts: dict[str, Any] = field(default_factory=dict)  # what is in it, for the slot's meta, if it is split
+    made: frozenset[int] = frozenset()  # addresses of the tensors that were made for it then
+    fits: bool = False  # whether there is known to be room for it
+    own: Own | None = None  # what is written to durable storage, if the nodes divide that
+
+    @staticmethod
+    def split_among(
+        tree: dict[str, Any], gathering: Gathering, boxes: list[list[Box]], kept_by: list[list[int]], world: World
+    ) -> _Taken:
+        """Exchange the shards, and return what this rank keeps; called by all ranks."""
+        state = split.taken(tree, gathering, boxes, kept_by, world.rank)
+        pieces = state.get("pieces", {}).values()
+        made = frozenset(piece.data_ptr() for each in pieces for piece in each.values())
+        ranks = [rank for rank, writers in enumerate(kept_by) if world.rank in writers]
+        return _Taken(state, {PART: {"ranks": ranks, "world_size": world.world_size}}, made)
+
+
 class Saver:
     """Restores and saves the training of this process.
 
@@ -78,6 +106,7 @@ class Saver:
         self._keeping = 0  # step of the last snapshot
         self._uncertain: Trained | None = None  # a state restored from memory, as long as no step is done
         self._listeners: list[Callable[[snapshot.WriteOutcome], None]] = []
+        self._layouts = Layouts()
         self._equal = (0, 0)  # round and step of the last state found equal on all ranks
 
     def listen(self, function: Callable[[snapshot.WriteOutcome], None]) -> None:
@@ -188,6 +217,9 @@ class Saver:
             origin = f"The snapshot of step {step} in memory"
             parts, meta = restore(kept, self._world, state.taking)
         check_identity(identity, meta, origin)
+        if not kept.live:
+            # Newer snapshots are incomplete; the next one is to replace them, and not the one that was restored.
+            self._memory.drop_above(kept.position, self._training)
         number_equal, step_equal = meta.get("equal", (0, 0))
         self._equal = int(number_equal), int(step_equal)
         self._branch = following(self._world.round, run_id(), meta, number)
@@ -297,25 +329,52 @@ class Saver:
         if (checkpoint := after.checkpoint) is not None:
             due = agreed.save or checkpoint.due_everywhere(after.step)
             durable = (due or last) and checkpoint.needs(after.step)
+            if durable and self._divides(after.state, checkpoint):
+                durable = self._idle_everywhere(checkpoint, after.step, last=last)
         if not durable and not agreed.keep and not ((draining or keep) and self._world.round):
             return
         with self._link.doing(Activity.CHECKPOINT):
-            self._save(after, durable=durable, last=last, stays=stays)
+            # Several nodes may leave, and no checkpoint has the shards that these alone have then.
+            whole = draining and checkpoint is None
+            self._save(after, durable=durable, last=last, stays=stays, whole=whole)
 
-    def _save(self, after: Trained, *, durable: bool, last: bool, stays: Stays | None) -> None:
+    def _divides(self, state: TrainingState, checkpoint: CheckpointManager) -> bool:
+        """Whether the nodes may divide a checkpoint, of which none has the whole; the same on all ranks."""
+        large = checkpoint.shared and state.divisible and self._world.round > 0
+        return large and state.whole_bytes() >= checkpoint.settings.split
+
+    def _idle_everywhere(self, checkpoint: CheckpointManager, step: int, *, last: bool) -> bool:
+        """Whether no node still writes an older checkpoint; called by all ranks.
+
+        Each would replace the older ones that it has not begun by newer ones, but not the same as others.
+        """
+        mine = checkpoint.idle(wait=last)
+        if all(idle for (idle,) in numbers_of_all(self._world, [int(mine)])):
+            return True
+        checkpoint.busy(step, last=last)
+        return False
+
+    def _save(self, after: Trained, *, durable: bool, last: bool, stays: Stays | None, whole: bool) -> None:
         began = time.monotonic()
         step, checkpoint, state = after.step, after.checkpoint, after.state
         self._kept = False
-        in_memory = self._memory.writes
         durably = checkpoint if checkpoint is not None and checkpoint.writes else None
-        captured = state.capture(keep=in_memory or (durable and durably is not None))
+        taken = self._take(state, checkpoint if durable else None, whole=whole)
+        in_memory = self._memory.writes
         meta = self._meta_after(after, now=durable)
         if in_memory:
             route = partial(checkpoint.route, self._world, durable) if checkpoint is not None else _nowhere
             spent = time.monotonic() - began
-            own = None if stays is None else _or_gathered(stays, state.gathered)
-            self._kept = self._keep(captured, meta, step, own, route, last=last, spent=spent)
-        if durable and self._kept and durably:
+            own = None if stays is None else _or_gathered(stays, state.gathered | taken.made)
+            route = _nowhere if taken.parts else route
+            told = meta | taken.parts
+            self._kept = self._keep(taken.state, told, step, own, route, last=last, spent=spent, fits=taken.fits)
+        if durable and checkpoint is not None and taken.own is not None:
+            checkpoint.save_own(taken.own, step, meta, self._link.may_commit)
+        elif durable and checkpoint is not None and taken.parts:
+            everything = state.captured(keep=durably is not None)
+            checkpoint.save(everything, step, meta, self._link.may_commit, state.gathered)
+        elif durable and self._kept and durably:
             durably.requested(step, self._link)
         elif durable and durably and in_memory and self._agent_is_there() and not last:
             # Memory must not fall behind durable storage: all ranks save again once the agent answers.
@@ -323,8 +382,41 @@ class Saver:
                 _log.warning("checkpoint of step %d: the agent does not answer; it is put off until it does", step)
             durably.put_off(step)
         elif durable and checkpoint is not None:
-            checkpoint.save(captured, step, meta, self._link.may_commit, state.gathered)
+            checkpoint.save(taken.state, step, meta, self._link.may_commit, state.gathered)
         self.seconds = time.monotonic() - began
+
+    def _take(self, state: TrainingState, checkpoint: CheckpointManager | None, *, whole: bool = False) -> _Taken:
+        """Return what this rank keeps of the state, or saves of it; called by all ranks.
+
+        Args:
+            checkpoint: where all ranks save it durably now; None: nowhere.
+            whole: as for :meth:`MemorySnapshots.vote`.
+        """
+        divisible = state.divisible and self._world.round > 0
+        if divisible:
+            # A split snapshot is complete only with the others' parts: before this one replaces an older one, the one
+            # before it must be complete everywhere.
+            self.settle()
+        keep = self._memory.writes or (checkpoint is not None and checkpoint.writes)
+        first = self._world.first_on_node
+        state.begin_capture(keep=keep or (divisible and first))
+        if not divisible:
+            return _Taken(state.captured(keep=keep))
+        votes = self._memory.vote(state.whole_bytes(), whole=whole)
+        divides = checkpoint is not None and self._divides(state, checkpoint) and not (votes.kept and not votes.split)
+        if not votes.split and not divides:
+            return _Taken(state.captured(keep=keep), fits=whole and not votes.asked)
+        tree, gathering = state.captured_split(keep=self._memory.writes or first)
+        boxes = self._layouts.of_all(gathering, self._world)
+        taken = _Taken({})
+        if votes.split:
+            taken = _Taken.split_among(tree, gathering, boxes, votes.keepers, self._world)
+        if divides:
+            own = own_tensors(tree, gathering, boxes, votes.firsts, self._world.rank)
+            taken = replace(taken, own=own)
+        if not votes.split and taken.own is None:
+            return _Taken(state.captured(keep=keep))
+        return taken
 
     def keep(self, after: Trained, stays: Stays) -> None:
         """Take a snapshot of the state after a step in memory alone; called by all ranks.
@@ -334,13 +426,12 @@ class Saver:
         if not self._world.round:
             return
         began = time.monotonic()
-        in_memory = self._memory.writes
         with self._link.doing(Activity.CHECKPOINT):
-            captured = after.state.capture(keep=in_memory)
-            meta = self._meta_after(after, now=False)
-            if in_memory:
-                own = _or_gathered(stays, after.state.gathered)
-                self._keep(captured, meta, after.step, own, _nowhere, last=False, spent=time.monotonic() - began)
+            taken = self._take(after.state, None)
+            meta = self._meta_after(after, now=False) | taken.parts
+            if self._memory.writes:
+                own = _or_gathered(stays, after.state.gathered | taken.made)
+                self._keep(taken.state, meta, after.step, own, _nowhere, last=False, spent=time.monotonic() - began)
 
     def keep_newer(self, after: Trained) -> None:
         """Take a snapshot of the state after a step in memory, unless there is one; called by one rank alone."""
@@ -455,6 +546,7 @@ class Saver:
         *,
         last: bool,
         spent: float,
+        fits: bool = False,
     ) -> bool:
         self._memory.rhythm.taken(step)
         self._keeping = step
@@ -470,6 +562,7 @@ class Saver:
                 wait=last or stays is None,
                 patient=last,
                 spent=spent,
+                fits=fits,
             )
         except snapshot.UnsupportedStateError:
             raise

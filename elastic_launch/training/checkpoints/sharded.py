@@ -41,11 +41,14 @@ class Gathering:
 
     Args:
         keep: whether this rank needs the states.
+        split: whether shards that are boxes are left where they are: meta tensors of the whole shapes stand for them.
     """
 
-    def __init__(self, *, keep: bool) -> None:
+    def __init__(self, *, keep: bool, split: bool = False) -> None:
         self.own: set[int] = set()  # addresses of the tensors that were made for it, which nothing else changes
+        self.left: list[tuple[Tensor, Any]] = []  # what stands for each tensor that is left where it is, and the tensor
         self._keep = keep
+        self._split = split
 
     def state(self, part: Any, chosen: Callable[[Any], Any] = lambda state: state) -> Any:
         """Return a part's state on the ranks that need it, else None; called by all ranks.
@@ -62,6 +65,9 @@ class Gathering:
 
     def _gathered(self, value: Any) -> Any:
         if is_sharded(value):
+            if self._split and _is_plain(value):
+                self.left.append((torch.empty(value.shape, dtype=value.dtype, device="meta"), value))
+                return self.left[-1][0]
             whole = value.full_tensor().detach()
             if not self._keep:
                 return None
@@ -95,10 +101,15 @@ class Gathering:
 
 def local_state(part: Any) -> Any:
     """Return this rank's share of a part's state, to check its types."""
+    return _local(ungathered_state(part))
+
+
+def ungathered_state(part: Any) -> Any:
+    """Return a part's state as this rank has it: with DTensors, and of a ``ZeroRedundancyOptimizer`` its share."""
     if isinstance(part, Group):
-        return {name: local_state(member) for name, member in part.members.items()}
+        return {name: ungathered_state(member) for name, member in part.members.items()}
     if not is_zero(part):
-        return _local(part.state_dict())
+        return part.state_dict()
     numbers = _numbers(part)
     groups = [{**group, "params": [numbers[p] for p in group["params"]]} for group in part.param_groups]
     own = {numbers[p]: dict(state) for p, state in part.optim.state.items() if state}
@@ -164,10 +175,7 @@ class Cutting:
             return None
         if like is _WHOLE or not _is_plain(like):
             return [(0, length) for length in shape]
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # slow to import
-
-        lengths, begins = compute_local_shape_and_global_offset(tuple(shape), like.device_mesh, like.placements)
-        return [(begin if length else 0, length) for length, begin in zip(lengths, begins, strict=True)]
+        return box_of(like)
 
     def kept(self, path: Path, shape: Sequence[int], part: Tensor) -> Tensor:
         """Return what this rank keeps of a tensor, made of the part that it needs."""
@@ -190,6 +198,24 @@ class Cutting:
         place = path if path in self._likes else path[:-1]
         like = self._likes.get(place, _WHOLE)
         return like if like is None or (is_sharded(like) and list(like.shape) == list(shape)) else _WHOLE
+
+
+def bytes_in(value: Any) -> int:
+    """Return the bytes of a state's tensors, of a DTensor those of the whole."""
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return sum(map(bytes_in, items))
+
+
+def box_of(sharded: Any) -> Box:
+    """Return the part of a DTensor that this rank has, which is a box."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # slow to import
+
+    lengths, begins = compute_local_shape_and_global_offset(
+        tuple(sharded.shape), sharded.device_mesh, sharded.placements
+    )
+    return [(begin if length else 0, length) for length, begin in zip(lengths, begins, strict=True)]
 
 
 def _is_plain(like: Any) -> bool:

@@ -24,7 +24,14 @@ from elastic_launch.training.checkpoints.matching import (
     reordered,
 )
 from elastic_launch.training.checkpoints.parts import Gathered, Group, Stateful, is_stateful
-from elastic_launch.training.checkpoints.sharded import Cutting, Gathering, holds_shards, local_state
+from elastic_launch.training.checkpoints.sharded import (
+    Cutting,
+    Gathering,
+    bytes_in,
+    holds_shards,
+    local_state,
+    ungathered_state,
+)
 from elastic_launch.training.gradients.parameters import OwnParameters
 from elastic_launch.training.kinds import found
 
@@ -79,24 +86,56 @@ class TrainingState:
         Args:
             keep: whether this rank needs the state; if not, the result is empty.
         """
+        self.begin_capture(keep=keep)
+        return self.captured(keep=keep)
+
+    def begin_capture(self, *, keep: bool) -> None:
+        """Do what comes before the states are taken, once: call the ``on_save`` functions; called by all ranks.
+
+        Args:
+            keep: whether this rank needs the state.
+        """
         for function in self._on_save:
             function()
         for part in self._parts.values():
             if isinstance(part, Gathered):
                 part.gather(keep=keep)
+        if keep or self.sharded:
+            self._frozen.verify(self._parts)
+
+    def captured(self, *, keep: bool) -> dict[str, Any]:
+        """Return the states of all parts by name, on ranks that need them; called by all ranks."""
         self.gathered.clear()
         if self.sharded:
-            self._frozen.verify(self._parts)
             gathering = Gathering(keep=keep)
-            states = {
-                name: gathering.state(part, partial(self._frozen.left, name)) for name, part in self._parts.items()
-            }
+            states = self._gathered_by(gathering)
             self.gathered |= gathering.own
             return states if keep else {}
-        if not keep:
-            return {}
-        self._frozen.verify(self._parts)
-        return self._states()
+        return self._states() if keep else {}
+
+    def captured_split(self, *, keep: bool) -> tuple[dict[str, Any], Gathering]:
+        """Return the states of all parts by name, and the shards, for which stand-ins are in it; called by all ranks.
+
+        Args:
+            keep: whether this rank needs the state.
+        """
+        self.gathered.clear()
+        gathering = Gathering(keep=keep, split=True)
+        state = self._gathered_by(gathering)
+        self.gathered |= gathering.own
+        return state, gathering
+
+    @property
+    def divisible(self) -> bool:
+        """Whether each rank has shards of a model's parameters."""
+        return any(isinstance(part, nn.Module) and holds_shards(part) for part in self._parts.values())
+
+    def whole_bytes(self) -> int:
+        """Return the bytes of the tensors that :meth:`captured` returns on ranks that need them, without it."""
+        return sum(bytes_in(self._frozen.left(name, ungathered_state(part))) for name, part in self._parts.items())
+
+    def _gathered_by(self, gathering: Gathering) -> dict[str, Any]:
+        return {name: gathering.state(part, partial(self._frozen.left, name)) for name, part in self._parts.items()}
 
     def _states(self) -> dict[str, Any]:
         if self.sharded:

@@ -19,7 +19,7 @@ from elastic_launch import snapshot
 from elastic_launch.errors import UsageError
 from elastic_launch.shared_progress import Activity
 from elastic_launch.snapshot.format import tree
-from elastic_launch.snapshot.format.dtypes import flat_bytes
+from elastic_launch.snapshot.format.dtypes import bytes_of, flat_bytes
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.ranks.world import World
 
@@ -178,11 +178,54 @@ class _Sent(Mapping[str, Tensor]):
 
 def in_chunks(tensor: Tensor, transfer: Callable[[Tensor], object]) -> None:
     """Send a tensor as bytes, or receive a contiguous one, and report each chunk of it."""
-    sent, link = flat_bytes(tensor), _link.get()
+    link = _link.get()
     with exchanging():
-        for begin in range(0, sent.numel(), CHUNK):
-            transfer(sent[begin : begin + CHUNK])
+        for chunk in _chunks(tensor):
+            transfer(chunk)
             link.advanced()
+
+
+def swap(sends: Iterable[tuple[Tensor, int]], receives: Iterable[tuple[Tensor, int]]) -> None:
+    """Send tensors to ranks, and receive others from ranks, all at the same time.
+
+    Args:
+        sends, receives: tensors in host memory, each with the other rank; several with one rank in the same order on
+            both sides.
+    """
+    link = _link.get()
+    dense = [(x if x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device="cpu"), x, n) for x, n in receives]
+    coming = [(chunk, source) for buffer, _, source in dense for chunk in _chunks(buffer)]
+    going = [(chunk, target) for tensor, target in sends for chunk in _chunks(tensor)]
+    with exchanging():
+        # A rank may send to one that sends to it: none waits for the other to receive.
+        works = [dist.irecv(chunk, src=source) for chunk, source in coming]
+        works += [dist.isend(chunk, dst=target) for chunk, target in going]
+        for work in works:
+            if work is not None:
+                work.wait()
+            link.advanced()
+    for buffer, tensor, _ in dense:
+        if buffer is not tensor:
+            tensor.copy_(buffer)
+
+
+def _chunks(tensor: Tensor) -> Iterator[Tensor]:
+    content = flat_bytes(tensor)
+    return (content[begin : begin + CHUNK] for begin in range(0, content.numel(), CHUNK))
+
+
+def bytes_of_all(world: World, mine: bytes) -> list[bytes]:
+    """Return the messages of all ranks, by rank; called by all ranks."""
+    if world.world_size == 1:
+        return [mine]
+    sizes = [size for (size,) in numbers_of_all(world, [len(mine)])]
+    padded = torch.zeros(max(1, *sizes), dtype=torch.uint8, device="cpu")
+    if mine:
+        padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+    gathered = [torch.zeros_like(padded) for _ in sizes]
+    with exchanging():
+        dist.all_gather(gathered, padded)
+    return [bytes(bytes_of(entry[:size])) for entry, size in zip(gathered, sizes, strict=True)]
 
 
 def from_first(world: World, read: Callable[[], Any]) -> Any:

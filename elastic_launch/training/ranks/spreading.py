@@ -58,6 +58,19 @@ def narrowed(tensor: Tensor, box: Box) -> Tensor:
     return tensor
 
 
+def overlap(box: Box, other: Box) -> Box | None:
+    """Return what two parts of a tensor have in common; None: nothing."""
+    begins = [max(mine[0], theirs[0]) for mine, theirs in zip(box, other, strict=True)]
+    ends = [min(sum(mine), sum(theirs)) for mine, theirs in zip(box, other, strict=True)]
+    common = [(begin, end - begin) for begin, end in zip(begins, ends, strict=True)]
+    return None if any(length <= 0 for _, length in common) else common
+
+
+def within(box: Box, other: Box) -> Box:
+    """Return a part of a tensor as a part of another part, in which it lies."""
+    return [(mine[0] - theirs[0], mine[1]) for mine, theirs in zip(box, other, strict=True)]
+
+
 def sources(holders: Sequence[int], world_size: int) -> dict[int, int]:
     """Return who serves each rank that has no state, so that those who have it serve equally many."""
     others = [rank for rank in range(world_size) if rank not in holders]
@@ -120,7 +133,7 @@ def _serve(targets: Sequence[int], tensors: Mapping[str, Tensor], rest: Any) -> 
         send_bytes(json.dumps([shapes, rest]).encode(), target)
     wanted = {target: dict(json.loads(receive_bytes(target))) for target in targets}
     # One tensor after the other, so that no target waits until another one has everything.
-    for name in _places(rest, _stand_ins(shapes)) if targets else ():
+    for name in places(rest, stand_ins_of(shapes)) if targets else ():
         for target, boxes in wanted.items():
             if name in boxes:
                 in_chunks(narrowed(tensors[name], boxes[name]).cpu(), partial(dist.send, dst=target))
@@ -128,7 +141,7 @@ def _serve(targets: Sequence[int], tensors: Mapping[str, Tensor], rest: Any) -> 
 
 def _received(source: int, cut: Cut) -> Any:
     shapes, rest = json.loads(receive_bytes(source))
-    stand_ins = _stand_ins(shapes)
+    stand_ins = stand_ins_of(shapes)
 
     def receive(path: Path, whole: Tensor) -> Tensor:
         box = cut.box(path, whole.shape)
@@ -138,19 +151,19 @@ def _received(source: int, cut: Cut) -> Any:
         in_chunks(part, partial(dist.recv, src=source))
         return cut.kept(path, whole.shape, part)
 
-    boxes = ((name, cut.box(path, stand_ins[name].shape)) for name, path in _places(rest, stand_ins).items())
+    boxes = ((name, cut.box(path, stand_ins[name].shape)) for name, path in places(rest, stand_ins).items())
     send_bytes(json.dumps([(name, box) for name, box in boxes if box is not None]).encode(), source)
     return tree.decode(rest, stand_ins, receive)
 
 
-def _stand_ins(shapes: Mapping[str, Any]) -> dict[str, Tensor]:
+def stand_ins_of(shapes: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return tensors that have a dtype and a shape, and take no memory."""
     return {
         name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for name, (dtype, shape) in shapes.items()
     }
 
 
-def _places(rest: Any, stand_ins: Mapping[str, Tensor]) -> dict[str, Path]:
+def places(rest: Any, stand_ins: Mapping[str, Tensor]) -> dict[str, Path]:
     """Return where in the state each tensor is, in the order of decoding; that of encoding differs for sets."""
     names = {id(tensor): name for name, tensor in stand_ins.items()}
     found: dict[str, Path] = {}

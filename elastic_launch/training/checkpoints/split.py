@@ -1,0 +1,186 @@
+"""Snapshots of sharded states that are split among the nodes, where a node's memory has no room for whole ones.
+
+Each node keeps the shards of its own ranks, and a copy of those of the next node. With n nodes a snapshot therefore
+takes 2/n of the state's memory on each, and sends the state once in all. It can be restored as long as the nodes that
+are left have the shards of all ranks: the loss of one node loses none, that of two neighbours does.
+
+A slot then has a state of its own kind: the rest of the training's state as JSON, the tensors that are not sharded, and
+shards by rank. On a restore, each rank gets the part that it needs of each tensor, in whatever way that is sharded now:
+from its own node's memory, else from a rank of a node that has it, each byte once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elastic_launch.snapshot.format import tree
+from elastic_launch.snapshot.memory.slot import PART, Header, Slot
+from elastic_launch.snapshot.memory.slot_state import read_meta
+from elastic_launch.training.checkpoints.sharded import Gathering, box_of
+from elastic_launch.training.ranks.exchange import (
+    bytes_of_all,
+    described,
+    numbers_of_all,
+    swap,
+)
+from elastic_launch.training.ranks.spreading import Box
+from elastic_launch.training.ranks.world import World
+
+FEWEST = 3
+"""Nodes from which on a split snapshot takes less memory than a whole one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a slot has of a snapshot.
+
+    Attributes:
+        ranks: the ranks, of the world that took it, whose shards it has.
+        world_size: their number; 0 if the slot has the whole state.
+    """
+
+    ranks: tuple[int, ...] = ()
+    world_size: int = 0
+
+    @staticmethod
+    def of(slot: Slot, header: Header) -> Part:
+        """Return what a slot has."""
+        # The meta of a large model may have long lists of names: of a whole snapshot it is not parsed.
+        found = read_meta(slot, header).get(PART) if f'"{PART}"'.encode() in slot.meta(header) else None
+        return Part() if found is None else Part(tuple(found["ranks"]), int(found["world_size"]))
+
+
+def complete(parts: Collection[Part]) -> bool:
+    """Whether a state can be restored from these parts of one snapshot."""
+    if any(not part.world_size for part in parts):
+        return True
+    return {*chain(*(part.ranks for part in parts))} >= {*range(max((p.world_size for p in parts), default=1))}
+
+
+@dataclass(frozen=True, slots=True)
+class Votes:
+    """What the ranks told each other before a state is kept.
+
+    Attributes:
+        split: whether it is split among the nodes.
+        asked: whether a node asked for that.
+        kept: whether any node keeps it in memory.
+        keepers: by rank, the ranks that write its shards to memory, if it is split.
+        firsts: the first rank of each node.
+    """
+
+    split: bool
+    asked: bool
+    kept: bool
+    keepers: list[list[int]]
+    firsts: list[int]
+
+    @staticmethod
+    def of(votes: Sequence[Sequence[int]]) -> Votes:
+        """Return what follows from each rank's node, and whether it is its node's first, writes to memory, and asks."""
+        writers = {node: rank for rank, (node, _, writes, _) in enumerate(votes) if writes}
+        firsts = sorted((node, rank) for rank, (node, first, *_) in enumerate(votes) if first)
+        asked = any(asks for *_, asks in votes)
+        split = asked and len(writers) >= FEWEST
+        keepers = [_keepers(node, writers) for node, *_ in votes] if split else []
+        return Votes(split, asked, bool(writers), keepers, [rank for _, rank in firsts])
+
+
+def _keepers(node: int, writers: Mapping[int, int]) -> list[int]:
+    """Return the ranks that write a node's shards: those of it and of the one before, of the nodes that write."""
+    return [writers[each] for each in sorted(writers, key=lambda other: (other > node, -other))[:2]]
+
+
+class Layouts:
+    """How the ranks' shards lie in their tensors; exchanged only when that changes."""
+
+    def __init__(self) -> None:
+        self._mine = ""
+        self._boxes: list[list[Box]] = []
+
+    def of_all(self, gathering: Gathering, world: World) -> list[list[Box]]:
+        """Return the part that each rank has of each tensor left where it is, by rank; called by all ranks."""
+        mine = json.dumps([box_of(sharded) for _, sharded in gathering.left])
+        if not all(known for (known,) in numbers_of_all(world, [int(mine == self._mine)])):
+            self._boxes = [json.loads(each) for each in bytes_of_all(world, mine.encode())]
+            self._mine = mine
+        return self._boxes
+
+
+def owners(boxes: Sequence[Sequence[Box]]) -> list[list[int]]:
+    """Return, by tensor, the ranks whose shards together are the tensor, each element once.
+
+    Several ranks have the same shard if a mesh has a dimension that replicates; each has its turn to keep it.
+
+    Args:
+        boxes: by rank, the part that it has of each tensor.
+    """
+    found = []
+    for index in range(len(boxes[0])):
+        same: dict[tuple[tuple[int, int], ...], list[int]] = {}
+        for rank, mine in enumerate(boxes):
+            if all(length for _, length in mine[index]):
+                same.setdefault(tuple((begin, length) for begin, length in mine[index]), []).append(rank)
+        found.append([ranks[index % len(ranks)] for ranks in same.values()])
+    return found
+
+
+def taken(
+    state: dict[str, Any], gathering: Gathering, boxes: Sequence[Sequence[Box]], kept_by: Sequence[list[int]], rank: int
+) -> dict[str, Any]:
+    """Return the state of this rank's slot, with the shards that it keeps; called by all ranks.
+
+    Args:
+        state: the training's state, with stand-ins for what ``gathering`` has left where it is.
+        boxes: by rank, the part that it has of each of these tensors.
+        kept_by: by rank, the ranks that write its shards.
+
+    Returns:
+        An empty one on ranks that write none. The tensors in it are not used for anything else.
+    """
+    keeps = [other for other, writers in enumerate(kept_by) if rank in writers]
+    pieces: dict[str, dict[str, Tensor]] = {str(other): {} for other in keeps}
+    of = owners(boxes)
+    for index, (_, sharded) in enumerate(gathering.left):
+        mine = here(sharded) if rank in of[index] else None
+        sends = [] if mine is None else [(mine, writer) for writer in kept_by[rank] if writer != rank]
+        receives: list[tuple[Tensor, int]] = []
+        for other in of[index]:
+            if other == rank and mine is not None and rank in keeps:
+                pieces[str(rank)][str(index)] = mine.clone() if sharded.device.type == "cpu" else mine
+            elif other in keeps:
+                shape = [length for _, length in boxes[other][index]]
+                buffer = torch.empty(shape, dtype=sharded.dtype, device="cpu")
+                pieces[str(other)][str(index)] = buffer
+                receives.append((buffer, other))
+        swap(sends, receives)
+    if not keeps:
+        return {}
+    tensors, rest, left = named(state, gathering)
+    where = [[[other, *chain(*boxes[other][index])] for other in of[index]] for index in range(len(left))]
+    shapes = described({name: tensor for name, tensor in tensors.items() if tensor.is_meta})
+    return {
+        "layout": json.dumps({"rest": rest, "left": left, "shapes": shapes, "where": where}),
+        "replicated": {name: tensor for name, tensor in tensors.items() if not tensor.is_meta},
+        "pieces": pieces,
+    }
+
+
+def here(sharded: Any) -> Tensor:
+    """Return this rank's shard in host memory, in its own place if that is there."""
+    mine: Tensor = sharded.to_local().detach()
+    return mine.cpu()
+
+
+def named(state: dict[str, Any], gathering: Gathering) -> tuple[dict[str, Tensor], Any, list[str]]:
+    """Return a state's tensors by name, the rest as JSON, and the names of the tensors that were left."""
+    tensors, rest = tree.encode(state, stand_ins=True)
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    return tensors, rest, [names[id(stand_in)] for stand_in, _ in gathering.left]
