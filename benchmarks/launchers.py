@@ -91,10 +91,12 @@ class Nodes:
 
     Args:
         nnodes: minimum and maximum, as in the flag.
+        flags: further ones.
     """
 
-    def __init__(self, job: Job, who: str, nnodes: str = "1:2") -> None:
+    def __init__(self, job: Job, who: str, nnodes: str = "1:2", *flags: str) -> None:
         self._job = job
+        self._flags = flags
         self._contender = CONTENDERS[who]
         self._nnodes = nnodes
         self._port = free_port()
@@ -107,6 +109,6 @@ class Nodes:
         """
         conf = ",".join(filter(None, [f"is_host={int(name == 'host')}", self._contender.conf]))
         options = ["--nnodes", self._nnodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{self._port}"]
-        options += ["--rdzv-conf", conf, "--local-addr", "localhost"]
+        options += ["--rdzv-conf", conf, "--local-addr", "localhost", *self._flags]
         script = script or self._contender.script(self._job, *script_options)
         return Node(*self._contender.start(self._job, nproc, name, options, script))

@@ -94,17 +94,18 @@ def sends(noted: list[Record]) -> list[int]:
 
 
 def measure_resize(new_job: NewJob, who: str, args: argparse.Namespace) -> Figures:
-    """Two nodes train, a third one joins, trains, and gets SIGTERM."""
+    """Some nodes train, another one joins, trains, and gets SIGTERM."""
+    few, many = args.nodes, args.nodes + 1
     with new_job() as job:
-        nodes = Nodes(job, who, "2:3")
-        told = script(job, args, "--micros", "6")
-        for name in ("host", "guest"):
-            nodes.start(name, script=told)
-        trained(job, 2)
-        third: list[int] = []
-        found = resized(job, "grow", 2, 3, lambda: third.append(nodes.start("third", script=told).pid), args)
-        trained(job, 3)
-        return found | resized(job, "shrink", 3, 2, lambda: os.kill(third[0], signal.SIGTERM), args)
+        nodes = Nodes(job, who, f"{few}:{many}", *(["--split-snapshots"] if args.split else []))
+        told = script(job, args, "--micros", str(few * many))
+        for number in range(few):
+            nodes.start(f"guest{number}" if number else "host", script=told)
+        trained(job, few)
+        last: list[int] = []
+        found = resized(job, "grow", few, many, lambda: last.append(nodes.start("last", script=told).pid), args)
+        trained(job, many)
+        return found | resized(job, "shrink", many, few, lambda: os.kill(last[0], signal.SIGTERM), args)
 
 
 def trained(job: Job, world: int) -> None:
@@ -158,7 +159,8 @@ def chosen(kinds: list[str], args: argparse.Namespace) -> dict[str, Scenario]:
     if "steps" in kinds:
         found["steps"] = Scenario(partial(measure_steps, args=args), WHO, STEPS)
     if "resize" in kinds:
-        rows = resize_rows("grow", "from 2 to 3 ranks") + resize_rows("shrink", "from 3 to 2 ranks")
+        few, many = args.nodes, args.nodes + 1
+        rows = resize_rows("grow", f"from {few} to {many} ranks") + resize_rows("shrink", f"from {many} to {few} ranks")
         found["resize"] = Scenario(partial(measure_resize, args=args), WHO[:1], rows)
     return found
 
@@ -169,6 +171,8 @@ def main() -> int:
     options.add_argument(
         "--width", type=positive, default=1024, help=f"of {LAYERS} layers; 1024: 6.3 M parameters [1024]"
     )
+    options.add_argument("--nodes", type=positive, default=2, help="before one joins and leaves again [2]")
+    options.add_argument("--split", action="store_true", help="with snapshots that are split among the nodes")
     options.add_argument("--steps", type=positive, default=120, help="of a run beside plain FSDP2 [120]")
     options.add_argument("--sleep", type=float, default=0.0, help="seconds to sleep after a step of a small model [0]")
     args = options.parse_args()

@@ -24,7 +24,8 @@ from workload import SEED, noting, parser
 import elastic_launch as el
 
 LAYERS = 6
-SAMPLES = 512
+STEPS = 40
+"""Steps of an epoch: no step is shorter than others."""
 MICRO = 8
 """Samples of a micro-batch."""
 
@@ -77,7 +78,7 @@ def plain(args: argparse.Namespace, inputs: Tensor, note: Callable[..., None]) -
     model: Any = sharded(args.width, world_size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(1, args.steps + 1):
-        chosen = torch.randint(SAMPLES, (args.micros, MICRO), generator=torch.Generator().manual_seed(step))
+        chosen = torch.randint(len(inputs), (args.micros, MICRO), generator=torch.Generator().manual_seed(step))
         mine = chosen[rank::world_size]
         optimizer.zero_grad()
         for number, micro in enumerate(mine, 1):
@@ -121,7 +122,7 @@ def main() -> None:
     options.add_argument("--plain", action="store_true", help="without the library")
     args = options.parse_args()
     torch.manual_seed(SEED)
-    inputs = torch.randn(SAMPLES, args.width)
+    inputs = torch.randn(STEPS * MICRO * args.micros, args.width)
     with noting(args.file) as note:
         (plain if args.plain else ours)(args, inputs, note)
 
