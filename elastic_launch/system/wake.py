@@ -34,6 +34,6 @@ class Waker:
             os.eventfd_read(self._file.fileno())
 
     def close(self) -> None:
-        """Call this once the thread has ended."""
+        """Called by the thread as it ends; a selector forgets a closed one, so the thread would not be woken."""
         with self._lock:
             self._file.close()

@@ -8,6 +8,7 @@ import queue
 import resource
 import socket
 import struct
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -355,6 +356,31 @@ def test_more_connections_than_workers_have_are_closed(
         assert caplog.text.count("there are 24 already") == 1
     wait_for("their end", lambda: not control._peers)
     worker(control, said, 0).close()
+
+
+def test_a_thread_that_is_busy_for_longer_than_its_end_is_waited_for_ends_afterwards(
+    said: Said, events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called, go_on = threading.Event(), threading.Event()
+
+    def say(message: object) -> None:
+        called.set()
+        go_on.wait(60)
+
+    snapshot_store = SnapshotStore(lambda: True, lambda copied: True)
+    snapshot_store.start()
+    with contextlib.closing(snapshot_store), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        control = Control(FakeClock(), snapshot_store, say, events, 1)
+        thread = control._thread
+        sock.connect("\0" + control.address[1:])
+        sock.sendall(c.pack(c.Ended(0)))
+        assert called.wait(WAIT)
+        with monkeypatch.context() as patch:
+            patch.setattr(thread, "join", lambda seconds: None)  # as if the 10 s were over
+            control.close()
+        go_on.set()
+        thread.join(WAIT)
+        assert not thread.is_alive()
 
 
 @pytest.mark.parametrize(("number", "step", "at"), [(1, 2**60, 1.0), (1, 3, float("nan")), (1, 3, 1e300)])

@@ -21,7 +21,7 @@ from elastic_launch.errors import EndpointError, RecordTooLargeError, StoreError
 from elastic_launch.rendezvous.backends.voting import VotingBackend
 from elastic_launch.rendezvous.stores import majority
 from elastic_launch.rendezvous.stores.majority import MajorityStore, OwnVoter
-from elastic_launch.rendezvous.voters.messages import MESSAGES, Answer, Greeting, group_of
+from elastic_launch.rendezvous.voters.messages import MESSAGES, Answer, Greeting, Request, group_of
 from elastic_launch.rendezvous.voters.server import MAX_STRANGERS, VoterServer
 from elastic_launch.rendezvous.voters.vote_file import VoteFile
 from elastic_launch.rendezvous.voters.voter import VoterState
@@ -182,6 +182,31 @@ def test_a_voter_that_leaves_last_answers_those_that_are_connected(voters: Voter
     for thread in leaving:
         thread.join(10)
     assert not any(thread.is_alive() for thread in leaving)
+
+
+def test_a_voter_that_is_busy_for_longer_than_its_end_is_waited_for_ends_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    called, go_on = threading.Event(), threading.Event()
+
+    def vote(request: Request) -> None:
+        called.set()
+        go_on.wait(60)
+
+    server = VoterServer(socket.create_server(("127.0.0.1", 0)), None, vote, "Give all.")
+    thread = server._thread
+    with socket.create_connection(server._listener.getsockname(), timeout=20) as link:
+        server.start()
+        link.sendall(MESSAGES.pack(Greeting(1, "run")))
+        assert called.wait(60)
+        with monkeypatch.context() as patch:
+            patch.setattr(thread, "join", lambda seconds: None)  # as if the 5 s were over
+            server.close(600)  # so it waits in its selector for what is sent
+        go_on.set()
+        link.shutdown(socket.SHUT_WR)
+        thread.join(60)
+        assert not thread.is_alive()
+        assert server._links.waker._file.closed
 
 
 def _asked(server: VoterServer) -> int:

@@ -266,7 +266,6 @@ class Control:
     def close(self) -> None:
         self._waker.wake()
         self._thread.join(10)
-        self._waker.close()
         self._progress.close()
 
     def _run(self) -> None:
@@ -290,6 +289,7 @@ class Control:
             for sock in self._peers:
                 sock.close()
             self._selector.close()
+            self._waker.close()  # here, since a thread that is busy must find it once it waits again
             self._listener.close()
 
     def _until_due(self) -> float | None:

@@ -65,8 +65,9 @@ class VoterServer:
         self._links.waker.wake()
         if self._thread.ident is not None:
             self._thread.join(linger + 5.0)
+        else:
+            self._links.close()
         self._listener.close()
-        self._links.close()
 
     def _run(self) -> None:
         try:
