@@ -72,6 +72,7 @@ class Links:
         self.strangers: dict[int, None] = {}
         self._next = 1
         self.listening = False
+        self._knocked = False
         self.waker = Waker()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self.waker, selectors.EVENT_READ)
@@ -84,13 +85,22 @@ class Links:
             self._selector.register(self._listener, selectors.EVENT_READ)
 
     def wait(self, timeout: float | None) -> list[int]:
-        """Accept links meanwhile; return the numbers of those at which data has arrived or can be sent."""
+        """Accept links meanwhile; return the numbers of those at which data has arrived or can be sent.
+
+        What connects is accepted by the next call: the oldest stranger may have to give way to it, and must not if its
+        hello is in what this call returns.
+        """
+        if self._knocked:
+            self._knocked = False
+            self._accept()
+            if not self.listening:
+                timeout = 0.0  # so that the owner learns of it
         found = []
         for key, _ in self._selector.select(timeout):
             if key.fileobj is self.waker:
                 self.waker.clear()
             elif key.fileobj is self._listener:
-                self._accept()
+                self._knocked = True
             else:
                 found.append(key.data)
         return found
