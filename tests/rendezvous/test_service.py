@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -117,10 +118,13 @@ def test_a_leader_that_thaws_says_and_writes_nothing_before_it_steps_down() -> N
 
 
 class Breaking(Failing):
-    """A store that can be made to fail."""
+    """A store that can be made to fail, once a function was called."""
+
+    before: Callable[[], object] = staticmethod(lambda: None)
 
     def compare_and_set(self, expected: bytes | None, value: bytes, timeout: float) -> bool:
         if self.fails:
+            self.before()
             raise ZeroDivisionError
         return super().compare_and_set(expected, value, timeout)
 
@@ -175,3 +179,24 @@ def test_a_leader_that_ends_by_an_internal_error_is_noticed() -> None:
     assert not leader.alive
     assert leader.died is not None
     assert leader.died.error == "ZeroDivisionError: "
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_leader_that_ends_by_an_internal_error_closes_what_has_connected_meanwhile() -> None:
+    """Its own node may wait for an answer there: an elected leader's port stays open, for its next term."""
+    store = Breaking()
+    leader = _leader(store, Limits(1, 1))
+    address = leader._listener.getsockname()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(leader._listener.dup())
+        stack.callback(leader.close, 0.0)
+        store.before = lambda: meanwhile.append(socket.create_connection(address, timeout=20))
+        meanwhile: list[socket.socket] = []
+        leader.start()
+        sock = stack.enter_context(socket.create_connection(address, timeout=20))
+        store.fails = True
+        _say(sock, Channel.of_node(None), HELLO)
+        leader._thread.join(20)
+        assert leader.died is not None
+        stack.enter_context(meanwhile[0])
+        assert meanwhile[0].recv(1) == b""

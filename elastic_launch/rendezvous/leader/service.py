@@ -105,7 +105,7 @@ class LeaderService:
     @property
     def alive(self) -> bool:
         """Whether it leads."""
-        return self._thread.is_alive() and not self._deposed
+        return self._thread.is_alive() and not self._deposed and self._died is None
 
     @property
     def died(self) -> ThreadDied | None:
@@ -150,16 +150,19 @@ class LeaderService:
 
     def _failed(self, died: ThreadDied) -> None:
         self._died = died  # its links are closed, so its own node searches for the leader and finds this
+        self._refuse_waiting()
+        if not self._deposed:
+            self._listener.close()
 
     def _run(self) -> None:
         try:
             self._serve()
         finally:
             self._links.close()
-            if self._deposed:
-                self._refuse_waiting()
-            else:
-                self._listener.close()
+        if self._deposed:
+            self._refuse_waiting()
+        else:
+            self._listener.close()
 
     def _serve(self) -> None:
         clock, machine = self._clock, self._machine

@@ -316,7 +316,7 @@ class Membership:
             self._backend.unreachable(found, refused=isinstance(error, ConnectionRefusedError))
             raise _unreached(found, error) from error
         try:
-            # A leader closes what has connected when it steps down, and nothing would close a link that comes later.
+            # A leader closes what has connected when it steps down or fails, and nothing would close a later link.
             if found.incarnation == self._side.hello.incarnation and self._backend.stepped_down():
                 raise EndpointError("This node led until now.")
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
