@@ -163,24 +163,37 @@ def of_last_run(hosts: Sequence[Host]) -> list[Host]:
 
     Each run has one first round, which its leader and its members know. One that was formed before a member of another
     came is that of an earlier run, as after a start with the same ``--rdzv-id`` and ``--log-dir``; the node ids of the
-    two usually differ.
+    two usually differ. Hosts that a leader names are of its run, however much their clocks differ.
     """
-    firsts = []
+    led = {host.node: rounds for host in hosts if (rounds := _led(host))}
+    began = {node: rounds[0] for node, rounds in led.items() if _is_first_round(rounds[0])}
+    named = {(node, first.round) for first in began.values() for node in first.nodes}
+    firsts: list[tuple[datetime, datetime, str]] = []
     for host in hosts:
-        moment = next((moment for moment, event in host.told if _is_first_round(event)), None)
-        if moment is not None:
-            formed, begun = host.time(moment), host.time(host.told[0][0])
-            if formed is None or begun is None:
-                return list(hosts)
-            firsts.append((formed, begun))
+        told = next((x for x in host.told if _is_first_round(x[1])), None)
+        if told is None:
+            continue
+        moment, event = told
+        if host.node not in began and isinstance(event, ev.OrderReceived) and (host.node, event.round) in named:
+            continue  # its leader has recorded the same round, and hosts' clocks may differ
+        formed, begun = host.time(moment), host.time(host.told[0][0])
+        if formed is None or begun is None:
+            return list(hosts)
+        firsts.append((formed, begun, host.node))
     if not firsts:
         return list(hosts)
-    _, came = max(firsts)
-    if all(formed >= came for formed, _ in firsts):
+    _, came, _ = max(firsts)
+    if all(formed >= came for formed, _, _ in firsts):
         return list(hosts)
-    last = min(begun for formed, begun in firsts if formed >= came)
+    of_last = [(begun, node) for formed, begun, node in firsts if formed >= came]
+    last, _ = min(of_last)
+    members = {node for _, leader in of_last for formed in led.get(leader, ()) for node in formed.nodes}
     ends = [(host, host.time(host.told[-1][0]) if host.told else None) for host in hosts]
-    return [host for host, end in ends if end is None or end >= last]
+    return [host for host, end in ends if end is None or end >= last or host.node in members]
+
+
+def _led(host: Host) -> list[ev.RoundFormed]:
+    return [event for _, event in host.told if isinstance(event, ev.RoundFormed)]
 
 
 def _is_first_round(event: ev.Event) -> bool:

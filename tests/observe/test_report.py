@@ -227,6 +227,25 @@ def test_two_runs_in_a_directory_are_told_apart_whatever_their_rounds_numbers(
     assert of_last_run(alone) == alone
 
 
+@pytest.mark.parametrize("ahead", [-3600, -60, 60, 3600])
+@pytest.mark.parametrize("before", [False, True], ids=["one run", "after another"])
+def test_a_host_that_its_leader_names_is_kept_whatever_its_clock_shows(
+    tmp_path: Path, ahead: int, before: bool
+) -> None:
+    came, noon = (1.0, ev.LinkChanged(True, "hello accepted")), datetime.fromisoformat("2026-01-01T12:00:00")
+    write(tmp_path, "a", [came, *LEADER, *WORKERS])
+    write(tmp_path, "b", [came, *WORKERS, (61.0, ev.RoundFormed(3, 2, ("b",), 1, 0, "leader a lost", 1.0))])
+    stamp(tmp_path, "a", noon.isoformat())
+    stamp(tmp_path, "b", (noon + timedelta(seconds=ahead)).isoformat())
+    if before:
+        formed = ev.RoundFormed(1, 1, ("c", "d"), 2, 0, "first", 2.0)
+        for node, told in (("c", [came, (10.0, formed), *WORKERS]), ("d", [came, *WORKERS])):
+            write(tmp_path, node, told)
+            stamp(tmp_path, node, "2026-01-01T10:00:00")
+    hosts = [read(path) for path in sorted(tmp_path.glob("events-*"))]
+    assert [host.node for host in of_last_run(hosts)] == ["a", "b"]
+
+
 @pytest.mark.parametrize("led", [LEADER, []], ids=["led here", "led elsewhere"])
 def test_a_node_that_was_in_two_runs_has_the_last_one_even_if_numbers_continue(tmp_path: Path, led: Told) -> None:
     told = [*led, *WORKERS]
