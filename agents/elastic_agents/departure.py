@@ -80,7 +80,7 @@ class Departure:
         self._signalled = now
         source = self._signals.get(signal.Signals(number))
         if source is not None:
-            return self.by_notice(Notice("signal", "request", name, source.seconds), view)
+            return self.by_notice(Notice("signal", "request", name, source.seconds), view, now)
         if self.notice is not None and view.leaving is not None and not self._forgiven:
             # On a machine that is being taken away, the init system sends SIGTERM at about the time of the notice.
             self._forgiven = True
@@ -101,8 +101,12 @@ class Departure:
             self._until = self._clock.now() + order.seconds
         return v.Leave(order.reason, int(ExitCode.TERMINATED), self._to_drain(order.seconds, view))
 
-    def by_notice(self, notice: Notice, view: v.View) -> v.Leave | None:
-        """This machine, or this node's part of it, will be taken away."""
+    def by_notice(self, notice: Notice, view: v.View, at: float | None = None) -> v.Leave | None:
+        """This machine, or this node's part of it, will be taken away.
+
+        Args:
+            at: from when its seconds count, by this clock; None: from now.
+        """
         if view.leaving is not None and notice == self.notice:
             return None  # schedulers send a signal twice, to the group and to the process
         known = None if notice.seconds is None else round(notice.seconds, 1)
@@ -114,8 +118,9 @@ class Departure:
         if view.leaving is not None and known is None:
             _log.warning("%s; this node leaves already", notice.reason)
             return None
-        seconds = self._config.shutdown_timeout if known is None else max(0.0, known - MARGIN)
-        until = self._clock.now() + seconds
+        now = self._clock.now()
+        until = (now if at is None else at) + (self._config.shutdown_timeout if known is None else known - MARGIN)
+        seconds = max(0.0, until - now)
         self._until = until if self._until is None else min(self._until, until)
         if view.leaving is not None:
             _log.warning("%s%s; this node leaves already", notice.reason, within)

@@ -131,6 +131,14 @@ def test_a_signal_that_is_a_notice_has_its_seconds_and_its_code_and_comes_once()
     assert node.later == []
 
 
+def test_the_seconds_of_a_signal_that_is_a_notice_count_from_its_time() -> None:
+    node = Node(NoticeSource("signal", number=SIGUSR1, seconds=60.0))
+    at = node.clock.now()
+    node.clock.advance(5.0)
+    assert node.departure.by_signal(SIGUSR1, RUNNING, at) == v.Leave("SIGUSR1", 143, 53.0)
+    assert node.departure.left == 53.0
+
+
 def test_of_two_sources_of_one_signal_the_one_with_seconds_counts() -> None:
     named = NoticeSource("signal", number=SIGUSR1, seconds=120.0)
     node = Node(named, NoticeSource("slurm", number=SIGUSR1))
