@@ -176,7 +176,8 @@ class Links:
                 self._selector.unregister(self._listener)
             return
         if len(self.strangers) > self.most_strangers and (oldest := self._drop_oldest()) is not None:
-            text = "more than %d links, one of them from %s, did not introduce themselves; each further one closes the oldest"
+            said = "did not introduce themselves; each further one closes the oldest"
+            text = f"more than %d links, one of them from %s, {said}"
             self._once.warn("strangers", text, self.most_strangers, oldest.peer)
 
     def _drop_oldest(self) -> Link | None:
