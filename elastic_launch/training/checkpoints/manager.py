@@ -273,13 +273,9 @@ class CheckpointManager:
             error = snapshot.CheckpointWriteError(f"its snapshot is lost: {reason}")
             self._lost.append(snapshot.WriteOutcome(step, self.branch.round, 0.0, None, error))
 
-    def idle(self, *, wait: bool) -> bool:
-        """Whether this process writes no checkpoint.
-
-        Args:
-            wait: wait for the one that it writes, for as long as for a last one.
-        """
-        return self._writer is None or self._writer.flush(FINAL_TIMEOUT if wait else 0.0)
+    def idle(self, timeout: float) -> bool:
+        """Whether this process writes no checkpoint, or has written it after so many seconds."""
+        return self._writer is None or self._writer.flush(timeout)
 
     def busy(self, step: int, *, last: bool) -> None:
         """Record that the state after a step is not saved, as a node still writes an older one; called by all ranks.

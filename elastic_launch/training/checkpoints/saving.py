@@ -19,7 +19,7 @@ from elastic_launch.snapshot.memory.slot import PART
 from elastic_launch.snapshot.room import forget_peak, remedy_of
 from elastic_launch.training.checkpoints import split
 from elastic_launch.training.checkpoints.branches import Branch, following
-from elastic_launch.training.checkpoints.manager import CheckpointManager, run_id
+from elastic_launch.training.checkpoints.manager import FINAL_TIMEOUT, CheckpointManager, run_id
 from elastic_launch.training.checkpoints.memory import MemorySnapshots, Newest, Route, newest, restore
 from elastic_launch.training.checkpoints.resumed import Outcome, Resumed, check_identity, meta_of
 from elastic_launch.training.checkpoints.sharded import Gathering
@@ -35,6 +35,9 @@ from elastic_launch.training.ranks.world import World
 _log = logging.getLogger(__name__)
 
 Stays = Callable[[Tensor], bool]
+
+IDLE_LOOK = 1.0
+"""Seconds between two exchanges of whether all nodes have written an older checkpoint, before the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,9 +351,17 @@ class Saver:
 
         Each would replace the older ones that it has not begun by newer ones, but not the same as others.
         """
-        mine = checkpoint.idle(wait=last)
-        if all(idle for (idle,) in numbers_of_all(self._world, [int(mine)])):
-            return True
+        deadline = time.monotonic() + FINAL_TIMEOUT
+        with self._link.doing(Activity.CHECKPOINT):
+            while True:
+                # No rank waits for long in an exchange, which would fail.
+                mine = checkpoint.idle(IDLE_LOOK if last else 0.0)
+                late = not last or (self._world.rank == 0 and time.monotonic() > deadline)
+                told = numbers_of_all(self._world, [int(mine), int(late)])
+                if all(idle for idle, _ in told):
+                    return True
+                if any(late for _, late in told):
+                    break
         checkpoint.busy(step, last=last)
         return False
 
