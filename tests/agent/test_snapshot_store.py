@@ -105,6 +105,14 @@ class Node:
             job = replace(job, shares=self.nodes, share=self.rank, nonce=nonce_of(9, round, step))
         self.use = self.snapshot_store.stored(Stored(self.use, job))
 
+    def holds_up_a_copy(self) -> threading.Event:
+        """Store step 1, whose copy waits before its commit until the event is set."""
+        asked, goes_on = threading.Event(), threading.Event()
+        self.may_commit = lambda: asked.set() or goes_on.wait(60)
+        self.store(1)
+        assert asked.wait(60)
+        return goes_on
+
     def store_part(self, step: int) -> None:
         """Store a part of a snapshot that is split among the nodes."""
         self._write(step, {PART: {"ranks": [0, 1], "world_size": 3}}, 1, 0)
@@ -170,10 +178,7 @@ def _copier(share: int = 0) -> int:
 
 
 def test_while_one_is_copied_slowly_the_newest_waits_and_the_training_does_not(node: Node) -> None:
-    asked, goes_on = threading.Event(), threading.Event()
-    node.may_commit = lambda: asked.set() or goes_on.wait(60)
-    node.store(1)
-    assert asked.wait(60)
+    goes_on = node.holds_up_a_copy()
     for step in range(2, 8):
         node.store(step)
     goes_on.set()
@@ -229,10 +234,7 @@ def test_what_was_to_be_copied_is_and_not_a_newer_one(node: Node) -> None:
 @pytest.mark.parametrize("workers", [True, False])
 def test_a_copy_that_comes_late_asks_for_another_to_be_copied(node: Node, workers: bool) -> None:
     """Without workers that could take another snapshot, the newest is copied."""
-    asked, goes_on = threading.Event(), threading.Event()
-    node.may_commit = lambda: asked.set() or goes_on.wait(60)
-    node.store(1)
-    assert asked.wait(60)
+    goes_on = node.holds_up_a_copy()
     node.workers = workers
     node.store(2)
     for step in (3, 4):
@@ -246,10 +248,7 @@ def test_a_copy_that_comes_late_asks_for_another_to_be_copied(node: Node, worker
 
 def test_a_part_of_a_snapshot_is_not_copied_in_place_of_a_whole_one(node: Node) -> None:
     """Snapshots are split since the one that was to be copied, which is gone."""
-    asked, goes_on = threading.Event(), threading.Event()
-    node.may_commit = lambda: asked.set() or goes_on.wait(60)
-    node.store(1)
-    assert asked.wait(60)
+    goes_on = node.holds_up_a_copy()
     node.workers = False
     node.store(2)
     for step in (3, 4):
