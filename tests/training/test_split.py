@@ -19,12 +19,13 @@ from elastic_launch.snapshot import room
 from elastic_launch.snapshot.format import tree
 from elastic_launch.snapshot.memory.slot import PART, Header, Slot
 from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter
+from elastic_launch.snapshot.storage.shares import OwnTensors
 from elastic_launch.training.checkpoints import split, split_restore
 from elastic_launch.training.checkpoints.memory import MemorySnapshots, Newest, newest
 from elastic_launch.training.checkpoints.sharded import Gathering
 from elastic_launch.training.checkpoints.split import Layouts, Part, Votes, complete, owners, taken
 from elastic_launch.training.checkpoints.split_restore import restored
-from elastic_launch.training.checkpoints.split_shares import Own, own_tensors
+from elastic_launch.training.checkpoints.split_shares import own_tensors
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.ranks import exchange
 from elastic_launch.training.ranks.spreading import Box, narrowed, overlap, within
@@ -128,7 +129,7 @@ class Mesh:
 
 
 class Sharded:
-    """What is needed of a DTensor, which cannot be had without processes: this rank's shard of a tensor."""
+    """This rank's shard of a tensor, in place of a DTensor, which needs processes."""
 
     device = torch.device("cpu")
     placements = ()
@@ -324,7 +325,7 @@ def test_the_shares_of_all_nodes_are_the_state_and_no_tensor_is_in_two(
     sharded = [index for index, like in enumerate(likes) if like.dimension is not None]
     boxes = [[mesh.box(likes[index], rank) for index in sharded] for rank in range(mesh.ranks)]
 
-    def share(rank: int) -> Own | None:
+    def share(rank: int) -> OwnTensors | None:
         state, gathering = _gathered(wholes, dict(zip(sharded, boxes[rank], strict=True)), keep=rank in firsts)
         return own_tensors(state, gathering, boxes, firsts, rank)
 
@@ -334,8 +335,8 @@ def test_the_shares_of_all_nodes_are_the_state_and_no_tensor_is_in_two(
         assert {*found} == {None}
         assert len(firsts) == 1 or sum(wholes[index].nbytes > 0 for index in sharded) <= 1
         return
-    shares = [own for own in found if own.number >= 0]
-    assert [own.number for own in shares] == list(range(found[0].count))
+    shares = [own for own in found if own.index >= 0]
+    assert [own.index for own in shares] == list(range(found[0].count))
     assert {own.count for own in found} == {len(shares)}
     names = [name for own in shares for name in own.tensors]
     assert len(names) == len({*names})

@@ -1,12 +1,15 @@
 """Checkpoints written by several nodes at the same time, each writing a share of the tensors. Needs no torch.
 
-Each node holds the whole replicated state. The k-th node writes the k-th share; the first node, the committer, also
-writes everything else.
+The k-th node writes the k-th share; the first node, the committer, also writes everything else. Usually each node holds
+the whole replicated state:
 
 *A checkpoint always has the committer's bytes, and never depends on another node.* The committer computes the checksum
 of every share from its own memory. A share written by another node is used only if it is complete and has that
 checksum; a share that is late or differs is written by the committer itself. A node that is killed, slow or wrong
 therefore costs only time, and so does the removal of a waiting share.
+
+Where each node has only some of the tensors (:class:`OwnShare`), a checkpoint needs the shares of all nodes. The
+committer takes the checksums that the others report, and commits nothing if a share does not come.
 
 *No two processes ever write to the same file.* All ranks draw a common nonce when they begin to save in a location. The
 checkpoint's name derives from this nonce, the round and the step, so no other round and no other run has that name. The
@@ -193,7 +196,7 @@ class OwnTensors:
     """The tensors that this node writes of a checkpoint whose tensors are divided among the nodes.
 
     Attributes:
-        index, count: number of this node's share, from 0, and of all shares.
+        index, count: number of this node's share, from 0, and of all shares; -1 in a process that writes none.
         nonce: nonce in the checkpoint's name, the same on all nodes.
         tensors: by name, as in ``tree``; not changed any more.
         rest: the rest of the state as JSON, see ``tree``; used only with the first share.

@@ -39,7 +39,6 @@ from elastic_launch.training.checkpoints.node_reads import Read, read_on_node
 from elastic_launch.training.checkpoints.resumed import Resumed, check_identity
 from elastic_launch.training.checkpoints.sharded import Gathering
 from elastic_launch.training.checkpoints.shared_directory import Writers, behind_url, in_directory
-from elastic_launch.training.checkpoints.split_shares import Own
 from elastic_launch.training.checkpoints.state import TrainingState
 from elastic_launch.training.checkpoints.urls import open_url
 from elastic_launch.training.link import AgentLink
@@ -188,10 +187,13 @@ class CheckpointManager:
         self._last_step = min(step for (step,) in numbers_of_all(world, [standing[0]]))
         self._last_time = time.monotonic() - standing[1]
 
-    @property
-    def shared(self) -> bool:
-        """Whether several nodes save in one location."""
-        return self._writers.drawn != 0
+    def divides(self, size: int) -> bool:
+        """Whether several nodes write a state with that many bytes of tensors together, as they share one location."""
+        return self._writers.drawn != 0 and size >= self.settings.split
+
+    def nonce(self, round: int, step: int) -> str:
+        """Return the nonce in the name of a checkpoint that they write together."""
+        return nonce_of(self._writers.drawn, round, step)
 
     @property
     def writes(self) -> bool:
@@ -218,15 +220,14 @@ class CheckpointManager:
 
     def route(self, world: World, now: bool, job: CopyJob, size: int) -> CopyJob:
         """Complete the job to copy a snapshot, or a share of it, to this directory."""
-        together = self._writers.drawn and world.nodes > 1 and now and size >= self.settings.split
+        together = now and world.nodes > 1 and self.divides(size)
         if not together and not self.writes:
             return job
         job = replace(job, directory=str(self.directory), keep=self.settings.keep, now=now, owner=self._owner)
         job = replace(job, keep_every=self.settings.keep_every, keep_best=self.settings.keep_best)
         if not together:
             return job
-        nonce = nonce_of(self._writers.drawn, job.round, job.step)
-        return replace(job, shares=world.nodes, share=world.node_rank, nonce=nonce)
+        return replace(job, shares=world.nodes, share=world.node_rank, nonce=self.nonce(job.round, job.step))
 
     def due(self, step: int) -> bool:
         """Whether a save is due after a step.
@@ -281,7 +282,7 @@ class CheckpointManager:
         """Record that the state after a step is not saved, as a node still writes an older one; called by all ranks.
 
         Args:
-            last: whether there is no later one.
+            last: whether it is the last one.
         """
         if not last:
             self._owed = step
@@ -318,18 +319,15 @@ class CheckpointManager:
         if self.writes:
             self._submit(self._background(may_commit), state, step, meta, frozenset(own))
 
-    def save_own(self, own: Own, step: int, meta: dict[str, Any], may_commit: Callable[[], bool]) -> None:
+    def save_own(self, own: OwnTensors, step: int, meta: dict[str, Any], may_commit: Callable[[], bool]) -> None:
         """Write this node's tensors of a state in the background, in a checkpoint of all nodes; called by all ranks.
 
         Args:
             meta, may_commit: as for :meth:`save`.
         """
         self._begin_save(step)
-        if own.number >= 0:
-            writer = self._background(may_commit)
-            nonce = nonce_of(self._writers.drawn, self.branch.round, step)
-            tensors = OwnTensors(own.number, own.count, nonce, own.tensors, own.rest)
-            writer.submit(tensors, step=step, round=self.branch.round, meta=meta)
+        if own.index >= 0:
+            self._background(may_commit).submit(own, step=step, round=self.branch.round, meta=meta)
 
     def _begin_save(self, step: int) -> None:
         self._last_step, self._last_time = step, time.monotonic()

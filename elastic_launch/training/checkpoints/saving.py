@@ -17,6 +17,7 @@ from elastic_launch.contract import CopyJob
 from elastic_launch.shared_progress import Activity
 from elastic_launch.snapshot.memory.slot import PART
 from elastic_launch.snapshot.room import forget_peak, remedy_of
+from elastic_launch.snapshot.storage.shares import OwnTensors
 from elastic_launch.training.checkpoints import split
 from elastic_launch.training.checkpoints.branches import Branch, following
 from elastic_launch.training.checkpoints.manager import FINAL_TIMEOUT, CheckpointManager, run_id
@@ -24,7 +25,7 @@ from elastic_launch.training.checkpoints.memory import MemorySnapshots, Newest, 
 from elastic_launch.training.checkpoints.resumed import Outcome, Resumed, check_identity, meta_of
 from elastic_launch.training.checkpoints.sharded import Gathering
 from elastic_launch.training.checkpoints.split import Layouts
-from elastic_launch.training.checkpoints.split_shares import Own, own_tensors
+from elastic_launch.training.checkpoints.split_shares import own_tensors
 from elastic_launch.training.checkpoints.state import TrainingState
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.ranks.agreement import NOTHING, Wishes
@@ -70,7 +71,7 @@ class _Taken:
     parts: dict[str, Any] = field(default_factory=dict)  # what is in it, for the slot's meta, if it is split
     made: frozenset[int] = frozenset()  # addresses of the tensors that were made for it then
     fits: bool = False  # whether there is known to be room for it
-    own: Own | None = None  # what is written to durable storage, if the nodes divide that
+    own: OwnTensors | None = None  # what is written to durable storage, if the nodes divide that
 
     @staticmethod
     def split_among(
@@ -332,7 +333,7 @@ class Saver:
         if (checkpoint := after.checkpoint) is not None:
             due = agreed.save or checkpoint.due_everywhere(after.step)
             durable = (due or last) and checkpoint.needs(after.step)
-            if durable and self._divides(after.state, checkpoint):
+            if durable and self._divisible(after.state) and checkpoint.divides(after.state.whole_bytes()):
                 durable = self._idle_everywhere(checkpoint, after.step, last=last)
         if not durable and not agreed.keep and not ((draining or keep) and self._world.round):
             return
@@ -341,10 +342,9 @@ class Saver:
             whole = draining and checkpoint is None
             self._save(after, durable=durable, last=last, stays=stays, whole=whole)
 
-    def _divides(self, state: TrainingState, checkpoint: CheckpointManager) -> bool:
-        """Whether the nodes may divide a checkpoint, of which none has the whole; the same on all ranks."""
-        large = checkpoint.shared and state.divisible and self._world.round > 0
-        return large and state.whole_bytes() >= checkpoint.settings.split
+    def _divisible(self, state: TrainingState) -> bool:
+        """Whether the nodes may divide a state, under an agent; the same on all ranks."""
+        return state.divisible and self._world.round > 0
 
     def _idle_everywhere(self, checkpoint: CheckpointManager, step: int, *, last: bool) -> bool:
         """Whether no node still writes an older checkpoint; called by all ranks.
@@ -370,7 +370,7 @@ class Saver:
         step, checkpoint, state = after.step, after.checkpoint, after.state
         self._kept = False
         durably = checkpoint if checkpoint is not None and checkpoint.writes else None
-        taken = self._take(state, checkpoint if durable else None, whole=whole)
+        taken = self._take(state, step, checkpoint if durable else None, whole=whole)
         in_memory = self._memory.writes
         meta = self._meta_after(after, now=durable)
         if in_memory:
@@ -396,14 +396,16 @@ class Saver:
             checkpoint.save(taken.state, step, meta, self._link.may_commit, state.gathered)
         self.seconds = time.monotonic() - began
 
-    def _take(self, state: TrainingState, checkpoint: CheckpointManager | None, *, whole: bool = False) -> _Taken:
-        """Return what this rank keeps of the state, or saves of it; called by all ranks.
+    def _take(
+        self, state: TrainingState, step: int, checkpoint: CheckpointManager | None, *, whole: bool = False
+    ) -> _Taken:
+        """Return what this rank keeps of the state after a step, or saves of it; called by all ranks.
 
         Args:
             checkpoint: where all ranks save it durably now; None: nowhere.
             whole: as for :meth:`MemorySnapshots.vote`.
         """
-        divisible = state.divisible and self._world.round > 0
+        divisible = self._divisible(state)
         if divisible:
             # A split snapshot is complete only with the others' parts: before this one replaces an older one, the one
             # before it must be complete everywhere.
@@ -413,8 +415,10 @@ class Saver:
         state.begin_capture(keep=keep or (divisible and first))
         if not divisible:
             return _Taken(state.captured(keep=keep))
-        votes = self._memory.vote(state.whole_bytes(), whole=whole)
-        divides = checkpoint is not None and self._divides(state, checkpoint) and not (votes.kept and not votes.split)
+        size = state.whole_bytes()
+        votes = self._memory.vote(size, whole=whole)
+        # Whole snapshots are copied by the agents.
+        divides = checkpoint is not None and checkpoint.divides(size) and (votes.split or not votes.kept)
         if not votes.split and not divides:
             return _Taken(state.captured(keep=keep), fits=whole and not votes.asked)
         tree, gathering = state.captured_split(keep=self._memory.writes or first)
@@ -422,8 +426,9 @@ class Saver:
         taken = _Taken({})
         if votes.split:
             taken = _Taken.split_among(tree, gathering, boxes, votes.keepers, self._world)
-        if divides:
-            own = own_tensors(tree, gathering, boxes, votes.firsts, self._world.rank)
+        if checkpoint is not None and divides:
+            nonce = checkpoint.nonce(checkpoint.branch.round, step)
+            own = own_tensors(tree, gathering, boxes, votes.firsts, self._world.rank, nonce)
             taken = replace(taken, own=own)
         if not votes.split and taken.own is None:
             return _Taken(state.captured(keep=keep))
@@ -438,7 +443,7 @@ class Saver:
             return
         began = time.monotonic()
         with self._link.doing(Activity.CHECKPOINT):
-            taken = self._take(after.state, None)
+            taken = self._take(after.state, after.step, None)
             meta = self._meta_after(after, now=False) | taken.parts
             if self._memory.writes:
                 own = _or_gathered(stays, after.state.gathered | taken.made)

@@ -5,8 +5,8 @@ takes 2/n of the state's memory on each, and sends the state once in all. It can
 are left have the shards of all ranks: the loss of one node loses none, that of two neighbours does.
 
 A slot then has a state of its own kind: the rest of the training's state as JSON, the tensors that are not sharded, and
-shards by rank. On a restore, each rank gets the part that it needs of each tensor, in whatever way that is sharded now:
-from its own node's memory, else from a rank of a node that has it, each byte once.
+shards by rank. On a restore, each rank gets the part that it needs of each tensor, also if that is sharded in another
+way now: from its own node's memory, else from a rank of a node that has it, each byte once.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,38 +15,27 @@ from torch import Tensor
 
 from elastic_launch.snapshot.format.manifest import MAX_SHARES
 from elastic_launch.snapshot.format.tensor_file import copied
-from elastic_launch.snapshot.storage.shares import cuts
+from elastic_launch.snapshot.storage.shares import OwnTensors, cuts
 from elastic_launch.training.checkpoints.sharded import Gathering, bytes_in
 from elastic_launch.training.checkpoints.split import here, named, owners
 from elastic_launch.training.ranks.exchange import swap
 from elastic_launch.training.ranks.spreading import Box, narrowed
 
 
-@dataclass(frozen=True, slots=True)
-class Own:
-    """The tensors that a node writes to durable storage.
-
-    Attributes:
-        number: of its share, from 0; -1 on ranks that write none.
-        count: of all shares.
-        tensors: whole tensors by name, which are not used for anything else.
-        rest: the rest of the state as JSON.
-    """
-
-    number: int
-    count: int
-    tensors: dict[str, Tensor]
-    rest: Any
-
-
 def own_tensors(
-    state: dict[str, Any], gathering: Gathering, boxes: Sequence[Sequence[Box]], firsts: Sequence[int], rank: int
-) -> Own | None:
+    state: dict[str, Any],
+    gathering: Gathering,
+    boxes: Sequence[Sequence[Box]],
+    firsts: Sequence[int],
+    rank: int,
+    nonce: str = "",
+) -> OwnTensors | None:
     """Return the tensors that this rank's node writes to durable storage, each whole; called by all ranks.
 
     Args:
         state, gathering, boxes: as for :func:`taken`.
         firsts: the first rank of each node.
+        nonce: as for :class:`OwnTensors`.
 
     Returns:
         None if there is a single share.
@@ -71,9 +59,9 @@ def own_tensors(
             receives = [(part, other) for other, part in parts.items()]
         swap([(mine, writer)] if mine is not None and writer != rank else [], receives)
     if number < 0:
-        return Own(number, count, {}, None)
+        return OwnTensors(number, count, nonce, {}, None)
     tensors, rest, left = named(state, gathering)
     found = {left[index]: tensor for index, tensor in whole.items()}
     if number == 0:
         found |= {name: copied(tensor.cpu()) for name, tensor in tensors.items() if not tensor.is_meta}
-    return Own(number, count, found, rest)
+    return OwnTensors(number, count, nonce, found, rest)
