@@ -259,7 +259,7 @@ def slot_sample() -> bytes:
     made = Slot.make("sample")
     try:
         os.ftruncate(made.tensors, 10)
-        made.commit(Header(1, 2, 3, 4, 10, 2, 3), b"{}", b"abc")
+        made.commit(Header(1, 2, 3, 1, 4, 10, 2, 3), b"{}", b"abc")
         return os.pread(made.head, 80, 0)
     finally:
         made.close()

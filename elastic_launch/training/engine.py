@@ -256,7 +256,7 @@ class Engine:
         self.step = step
         self.link.step(step)
         self.saver.poll(step, self.checkpoint)
-        self.saver.keep(self._after(step, identity, state), stays)
+        self.saver.keep(self._after(step, identity, state, evaluated=False), stays)
 
     def request_stop(self) -> None:
         """Make all ranks stop after the same step: the next one, or the one after it."""
@@ -381,11 +381,18 @@ class Engine:
             return False
         return self.is_over or bool(symptom_in(f"RuntimeError: {error}"))
 
-    def suspend(self, error: RuntimeError | None) -> None:
+    @property
+    def lives(self) -> bool:
+        """Whether this process can go on in another round."""
+        return self._live
+
+    def suspend(self, error: RuntimeError | None, *, spoiled: Sequence[str] = ()) -> None:
         """Leave the current round, and wait for a place in the next one, with the training's objects as they are.
 
         Args:
             error: the error by which an exchange failed; None after a drain.
+            spoiled: names of what the script has changed since the step's start, which other processes could not get as
+                it was then: this process does not go on.
 
         Raises:
             RuntimeError: the error, if this process is not to be suspended: the error is its own.
@@ -395,6 +402,8 @@ class Engine:
             if not self.link.disconnected(self.step, str(error)):
                 raise error
             error.__traceback__ = error.__context__ = error.__cause__ = None
+        if spoiled:
+            self._start_again(f"the script changed {', '.join(spoiled[:4])} in the middle of a step")
         self._leave_round(broken=error is not None)
         place = self.link.suspended(self.step, lambda: self._termination.asked)
         if place is None:
@@ -411,13 +420,15 @@ class Engine:
         self._world = environment()
         self.saver.move(self._world, link)
 
-    def keep_newer(self, step: int, identity: Mapping[str, int], state: TrainingState) -> None:
+    def keep_newer(self, step: int, identity: Mapping[str, int], state: TrainingState, *, evaluated: bool) -> None:
         """Before this process ends, take a snapshot in memory if the node has none of this step: the agent saves it."""
         self.step = step
-        self.saver.keep_newer(self._after(step, identity, state))
+        self.saver.keep_newer(self._after(step, identity, state, evaluated=evaluated))
 
-    def _after(self, step: int, identity: Mapping[str, int], state: TrainingState) -> Trained:
-        return Trained(step, self.checkpoint, identity, state, self.worlds)
+    def _after(
+        self, step: int, identity: Mapping[str, int], state: TrainingState, *, evaluated: bool = True
+    ) -> Trained:
+        return Trained(step, self.checkpoint, identity, state, self.worlds, evaluated)
 
     def join_round(self) -> None:
         """Join the round in which this process has got a place."""
@@ -437,11 +448,14 @@ class Engine:
         try:
             self.groups.leave()
         except GroupsRemainError as remain:
-            # A new process takes this one's place. Its agent expects it to end.
-            _log.warning("this worker cannot continue in another round, and is started again: %s", remain)
-            with suppress(ValueError):  # not the main thread, where alone handlers are set
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGTERM)
+            self._start_again(str(remain))
+
+    def _start_again(self, why: str) -> None:
+        """End this process, so that a new one takes its place; its agent expects it to end."""
+        _log.warning("this worker cannot continue in another round, and is started again: %s", why)
+        with suppress(ValueError):  # not the main thread, where alone handlers are set
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def be_exact(self) -> None:
         """Make torch's results reproducible to the bit until the session ends."""

@@ -36,6 +36,7 @@ from elastic_launch.training.gradients.buffer_rules import buffers_of
 from elastic_launch.training.gradients.means import cargo_size
 from elastic_launch.training.gradients.parameters import OwnParameters, Parameters
 from elastic_launch.training.live.rehearsal import graphs_fit_any_world, randomness_kept, unchanged
+from elastic_launch.training.positions import Positions
 from elastic_launch.training.randomness import derive, seed_all
 from elastic_launch.training.ranks.agreement import NOTHING
 from elastic_launch.training.ranks.pace import Pace
@@ -71,6 +72,7 @@ class LoopOptions:
     rehearse: Callable[[Step], None] | None = None
     gradients: Callable[[int, int], Gradients] | None = None  # by world size and rank, if they are not the loop's own
     stepper: Any = None  # steps in place of the optimizer, and has its state
+    unwatched: Sequence[str] = ()  # names of the parts that the library alone changes, between steps
 
 
 class Loop:
@@ -100,6 +102,8 @@ class Loop:
         if own.state_dict():
             self._parts[OWN] = own
         self._state: TrainingState = engine.state.extended(self._parts)
+        unwatched = None if options.stepper is not None else {OWN, *options.unwatched}
+        self._positions = Positions(engine, self._state, exact=options.exact, unwatched=unwatched)
         self._sharded = bool(sharding_modules(self._model))
         engine.sharded = self._sharded
         if self._sharded:
@@ -150,7 +154,7 @@ class Loop:
             if self._options.exact:
                 self._engine.be_exact()
             # Again, since the script may have registered something since it made the loop.
-            self._state = self._engine.state.extended(self._parts)
+            self._follow(self._engine.state.extended(self._parts))
             yield from self._steps()
 
     def _steps(self) -> Iterator[Step]:
@@ -164,7 +168,9 @@ class Loop:
             self._complete()
             while self._step < self._end and not self._engine.stopped:
                 step, pace, began = self._next_step(), self._pace, time.perf_counter()
+                self._positions.begin(self._step, self._trains())
                 yield step
+                self._positions.end()
                 if pace is not None:  # if the round has changed meanwhile, it is not used any more
                     pace.add(time.perf_counter() - began, step._data_s, step._exchange_s, step.plan.grad_accum)
                 self._watch_mode(step)
@@ -204,6 +210,10 @@ class Loop:
             self._leave()
         self._engine.finish_training()
         self._engine.leave_if_draining()
+
+    def _follow(self, state: TrainingState) -> None:
+        self._state = state
+        self._positions.follow(state)
 
     def _rehearse(self) -> None:
         """Do a pass of which nothing remains, so that the others need not wait for all that is slow the first time."""
@@ -269,7 +279,8 @@ class Loop:
         elif resumed.state is not None:
             # At once: if this round breaks below, the state that this process has is that one.
             self._received = resumed
-        self._train_the_same(resumed.trained)
+            self._positions.end()
+        self._train_the_same(resumed.starts[0]["trained"] if resumed.starts and resumed.passes else resumed.trained)
         _warn_of_idle_ranks(world, self._loader.batch)
         if self._options.prepare is not None and self._received is None:
             with engine.link.doing(Activity.RESTORE):
@@ -338,15 +349,16 @@ class Loop:
             if received is not None:
                 step, last, done = received.step, received.last or self._last, received.passes
             try:
-                self._engine.suspend(error)
+                self._engine.suspend(error, spoiled=self._positions.spoiled())
             except Drained:
                 if self._has_state and not done:  # else it is a state within a step
-                    self._engine.keep_newer(step, self._loader._identity, self._state)
+                    done_all = not self._owes_evaluation
+                    self._engine.keep_newer(step, self._loader._identity, self._state, evaluated=done_all)
                 raise
             try:
                 with self._engine.link.forming():
                     self._engine.join_round()
-                    live = Live(step, self._engine.worlds, last, done, self._trains())
+                    live = Live(step, self._engine.worlds, last, done, self._trained_there(), received)
                     self._enter(live if self._has_state else None)
                 return
             except RuntimeError as again:
@@ -378,16 +390,27 @@ class Loop:
         plan, batches, received = self._plan(self._step), self._open_batches(), self._received
         recovered = Recovered(plan, batches, self._gradients, self._engine.agreement)
         if received is None:
+            self._positions.go_on()
             return recovered
         if self._is_midway:
             return replace(recovered, passes=received.passes)
         return replace(recovered, done=received.last or self._last)
 
-    def _take_over(self) -> None:
-        """Set the training to the state that was received from other ranks, before a step's next pass."""
-        assert self._received is not None
-        self._load(self._received)
-        self._received = None
+    def _pass_updated(self, passes: int) -> None:
+        """Note that so many passes of the current step are updated, here or by other ranks."""
+        received = self._received
+        if received is not None and not self._is_midway:
+            return  # the whole step was done by other ranks
+        if received is not None and passes < len(received.passes):
+            # The script's code up to the next pass finds what the other ranks' did.
+            self._positions.load(received.starts[passes])
+            self._train_the_same(received.starts[passes]["trained"])
+            return
+        if received is not None:
+            self._load(received)
+            self._received = None
+            self._train_the_same(received.trained)
+        self._positions.begin(self._step, self._trains(), passes)
 
     @property
     def _is_midway(self) -> bool:
@@ -395,25 +418,29 @@ class Loop:
         received = self._received
         return received is not None and bool(received.passes) and received.step == self._step
 
-    def _load(self, received: Resumed) -> None:
-        assert received.state is not None
-        # Again, since the script may have changed its objects after the step or pass, as it has there.
-        self._state.restore(received.state, received.origin, received.classes, received.orders, frozen=received.frozen)
+    def _load(self, received: Resumed, *, again: bool = False) -> None:
+        # A second time, since the script may have changed its objects after the step or pass, as it has there.
+        self._state.load(received, again=again)
 
     def _take(self, received: Resumed) -> None:
         """Take a state over from another process, after a step that this one has not done itself."""
         with self._engine.link.doing(Activity.RESTORE):
-            self._load(received)
+            self._load(received, again=bool(received.passes))
             self._step = received.step
-            if not received.passes:  # else it is loaded once more, before the next pass
+            if not received.passes:
                 self._received = None
             self._close_batches()
             if self._options.prepare is not None:
                 self._options.prepare(self._step)
 
     def _trains(self) -> dict[str, bool]:
-        parameters = Parameters(self._model, self._optimizer)
+        known = self._gradients
+        parameters = Parameters(self._model, self._optimizer) if known is None else known.parameters
         return {name: p.requires_grad for name, p in zip(parameters.names, parameters.all, strict=True)}
+
+    def _trained_there(self) -> dict[str, bool]:
+        """Return whether each parameter needs a gradient in the state that this process would hand on."""
+        return self._positions.trained or self._trains()
 
     def _train_the_same(self, trained: Mapping[str, bool]) -> None:
         """Freeze and unfreeze parameters as in the process that the state came from, which the script has changed."""
@@ -446,7 +473,8 @@ class Loop:
             agreement=self._engine.agreement,
             engine=self._engine,
             recover=self._recover,
-            take_over=self._take_over,
+            positions=self._positions,
+            pass_updated=self._pass_updated,
             spare=lambda: loader._spare(number),
             done=self._received.passes if self._received is not None else (),
         )
@@ -545,7 +573,7 @@ class Loop:
         if gradients.parameters.extra and OWN not in self._parts:
             # The optimizer had none when the loop began.
             self._parts[OWN] = OwnParameters(self._model, self._optimizer)
-            self._state = self._engine.state.extended(self._parts)
+            self._follow(self._engine.state.extended(self._parts))
         self._owes_evaluation, self._owes_boundary = self._lacks_evaluation(self._step), True
         if self._owes_evaluation:
             # An evaluation may take longer than many steps: a fault within it must not cost those before.

@@ -251,6 +251,7 @@ class Run:
             scaler=scaler,
             metrics=metrics,
             evaluations=evaluations,
+            unwatched=["evaluations"],
             rehearse=rehearse,
         )
         return iter(Loop(self._engine, loader, model, optimizer, until=until, checkpoint=checkpoint, options=options))

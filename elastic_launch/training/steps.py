@@ -29,6 +29,7 @@ from elastic_launch.training.data.loader import Position
 from elastic_launch.training.engine import Engine
 from elastic_launch.training.gradients.accumulation import ExactGradients, Gradients
 from elastic_launch.training.gradients.means import Means, MeanTable
+from elastic_launch.training.positions import Positions
 from elastic_launch.training.randomness import derive, drop_second_normal, kept, left_seeded, seed_all
 from elastic_launch.training.ranks.agreement import Agreement
 from elastic_launch.training.together import Optimizers
@@ -99,7 +100,8 @@ class Step:
         agreement: Agreement | None = None,
         engine: Engine | None = None,
         recover: Callable[[RuntimeError, Sequence[Outcome]], Recovered] | None = None,
-        take_over: Callable[[], None] = lambda: None,
+        positions: Positions | None = None,
+        pass_updated: Callable[[int], None] = lambda passes: None,
         done: Sequence[Outcome] = (),
         spare: Callable[[], Any] = lambda: None,
     ) -> None:
@@ -114,7 +116,9 @@ class Step:
             agreement: its wishes are exchanged together with the losses.
             engine: knows when the round is over; None: the step cannot continue in another round.
             recover: takes part in the next round after an error, given the passes that are done.
-            take_over: sets the training to the state that was received from other ranks.
+            positions: knows what the script changes before and in a pass; None: it may change anything.
+            pass_updated: called with the number of updated passes after the update of each, if there are several
+                optimizers, or if other ranks have done it.
             done: loss and metrics of each pass that other ranks have done before this process joined them.
             spare: returns a micro-batch for the passes of a sharded model that count nothing, if this rank has none.
         """
@@ -148,7 +152,8 @@ class Step:
         self._agreement = agreement
         self._engine = engine
         self._recover = recover
-        self._take_over = take_over
+        self._positions = positions
+        self._pass_updated = pass_updated
         self._broken: RuntimeError | None = None  # the error that an exchange within backward() failed with
         self._done_elsewhere = False
         self._out_of_memory = False
@@ -161,7 +166,6 @@ class Step:
         self._spare = spare
         self._latest: Any = None
         self._empty = False  # whether the current pass counts nothing, and its backward() is to come
-        self._received = bool(done)  # the state after these passes, which is to be taken over
         self._moved = bool(done)  # a pass has begun in another round than one before it
         self._unscaled: set[int] = set()
         self._drawn: list[tuple[Any, list[tuple[int, int]]]] = []  # micro-batches and versions, for a second pass
@@ -204,6 +208,8 @@ class Step:
         else:
             with kept(devices=True):
                 yield from self._samples_of_pass()
+            if self._positions is not None and not self._too_large:
+                self._positions.pass_ends(self.number, self._gradients.refuse_changes)
         self._current = None
         began = time.perf_counter()
         with self._noting_errors():
@@ -242,7 +248,7 @@ class Step:
         self.plan, self._batches = recovered.plan, recovered.batches
         self._gradients, self._agreement = recovered.gradients, recovered.agreement
         if recovered.passes:
-            self._done, self._received = list(recovered.passes), True
+            self._done = list(recovered.passes)
         else:
             self._start_pass()
         return True
@@ -303,9 +309,8 @@ class Step:
         if self._left_out:
             drop_second_normal()  # as the micro-batches do on the other ranks
             return
-        if self._received:
-            self._received = False
-            self._take_over()
+        if self._positions is not None:
+            self._positions.pass_begins()
         self._start_pass()
 
     def _start_pass(self) -> None:
@@ -467,6 +472,7 @@ class Step:
             if not self._done_elsewhere:
                 self.loss, self.metrics = self._done[self._passes - 1]
             self.updated, self._pending = True, False
+            self._pass_updated(self._passes)
             return
         came = ""
         if not self._pending:
@@ -495,6 +501,8 @@ class Step:
         self.metrics = dict(zip(self._metric_names, metrics, strict=True))
         self.updated, self._pending = True, False
         self._done.append((self.loss, self.metrics))
+        if len(self._optimizers) > 1:
+            self._pass_updated(len(self._done))
 
     def _warn_without_gradients(self, chosen: list[torch.optim.Optimizer]) -> None:
         if self._gradients.rank == 0 and all(p.grad is None for p in self._parameters_of(chosen)):

@@ -268,6 +268,7 @@ class Trainer:
             rehearse=self._rehearse if engine is None else None,
             gradients=None if engine is None else self._engine_gradients,
             stepper=None if engine is None else engine.optimizer,
+            unwatched=["trainer"],
         )
         return Loop(
             self.run._engine,

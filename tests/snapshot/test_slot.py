@@ -166,7 +166,7 @@ def test_headers_compare_by_their_numbers(slot: Slot) -> None:
     write(slot, a_state())
     header = slot.header()
     assert header is not None
-    assert replace(header, sequence=1) == Header(1, 2, 3, 0, header.tensors, header.state, header.meta)
+    assert replace(header, sequence=1) == Header(1, 2, 3, 1, 0, header.tensors, header.state, header.meta)
 
 
 # Room.

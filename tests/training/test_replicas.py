@@ -115,7 +115,7 @@ def test_a_restart_from_a_snapshot_that_was_not_compared_is_recorded(
 ) -> None:
     """A difference between ranks of one node is lost by it. It is usual after a fault, and thus not a warning."""
     meta = {"worlds": [2], "identity": {}, "equal": (1, equal), "compared": compared}
-    monkeypatch.setattr(saving, "newest", lambda *_: Newest((1, 9), False, None, [0], True))
+    monkeypatch.setattr(saving, "newest", lambda *_: Newest((1, 9), 1, False, None, [0], True))
     monkeypatch.setattr(saving, "restore", lambda *_: ({}, meta))
     agent, worker = socket.socketpair()
     with agent, worker, caplog.at_level("INFO", "elastic_launch"):

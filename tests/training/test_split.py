@@ -17,7 +17,7 @@ from torch import Tensor
 
 from elastic_launch.snapshot import room
 from elastic_launch.snapshot.format import tree
-from elastic_launch.snapshot.memory.slot import PART, Header, Slot
+from elastic_launch.snapshot.memory.slot import EVALUATED, PART, Header, Slot
 from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter
 from elastic_launch.snapshot.storage.shares import OwnTensors
 from elastic_launch.training.checkpoints import split, split_restore
@@ -514,10 +514,10 @@ def test_the_snapshot_that_training_resumes_from_is_kept_until_the_next_is_compl
     link = AgentLink()
     link.slots, link.sequence, link._use = three.slots[0], 2, 0
     memory = MemorySnapshots(link, World(first_on_node=True, round=2))
-    memory.drop_above((1, 5), 0)
+    memory.drop_above((1, 5, EVALUATED), 0)
     for step, found in ((9, [5, 9, None]), (10, [10, 9, None])):
         taken = memory.store(
-            {}, {}, step=step, round=2, training=0, stays=lambda tensor: True, route=lambda job, size: job, wait=True
+            {}, {}, step=step, round=2, phase=EVALUATED, training=0, stays=lambda tensor: True, route=lambda job, size: job, wait=True
         )
         assert taken
         headers = [slot.header() for slot in three.slots[0]]

@@ -71,6 +71,7 @@ class _Wanted:
 
 @dataclass(frozen=True, slots=True)
 class _Offered:
+    phase: int
     training: int
     tensors: int
     state: int
@@ -260,7 +261,7 @@ class TransferServer:
             if sum(not other.stranger for other in self._peers) >= FETCHERS:
                 raise ProtocolError(f"{FETCHERS} others fetch it already.")
             peer.stranger = False
-        wire.say(_Offered(header.training, header.tensors, header.state, header.meta))
+        wire.say(_Offered(header.phase, header.training, header.tensors, header.state, header.meta))
         wire.hear(_Go, IDLE + header.tensors / SLOWEST)  # the fetcher allocates the memory first
         digest = hashlib.sha256()
         for part in chain(self._slot.tensor_parts(header), [self._slot.state(header), self._slot.meta(header)]):
@@ -366,7 +367,7 @@ class TransferClient:
         wire.say(_Wanted(source.round, source.step))
         offered = wire.hear(_Offered)
         sizes = (offered.tensors, offered.state, offered.meta)
-        numbers = (source.round, source.step, offered.training, *sizes)
+        numbers = (source.round, source.step, offered.phase, offered.training, *sizes)
         if min(numbers) < 0 or max(numbers) >= _MOST or max(offered.state, offered.meta) > MAX_STATE_BYTES:
             raise ProtocolError("No snapshot has such numbers and sizes.")
         slot = self._slot
@@ -385,7 +386,7 @@ class TransferClient:
             digest.update(rest[-1])
         if wire.hear(_Sum).sha256 != digest.hexdigest():
             raise ProtocolError("What came is not what was sent.")
-        header = Header(self._sequence, source.round, source.step, offered.training, *sizes)
+        header = Header(self._sequence, *numbers)
         slot.commit(header, *rest)
         return header
 

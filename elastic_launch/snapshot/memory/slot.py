@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 from elastic_launch.snapshot.room import lacking
 
-_MAGIC = b"elsnap01"
+_MAGIC = b"elsnap02"
 
-_FIELDS = struct.Struct("<8sQQQQQQ")
-"""Magic, round, step, training, bytes of tensors, of state, of meta."""
+_FIELDS = struct.Struct("<8sQQQQQQQ")
+"""Magic, round, step, phase, training, bytes of tensors, of state, of meta."""
 
 _HEADER = struct.Struct(f"<Q{_FIELDS.size}sI")
 """Sequence, fields, their CRC-32."""
@@ -37,6 +37,10 @@ _MOST = 2**53
 """Larger numbers cannot be a worker's counts."""
 
 
+STEPPED, EVALUATED = 0, 1
+"""Phases between two steps: the evaluation that follows the step is still to come, or there is none to come."""
+
+
 @dataclass(frozen=True, slots=True)
 class Header:
     """The header of a slot."""
@@ -44,10 +48,16 @@ class Header:
     sequence: int  # 1 or more, rising with every snapshot on its node
     round: int  # the round that took it; higher than the rounds of all states that it was resumed from
     step: int  # optimizer steps done
+    phase: int  # STEPPED or EVALUATED
     training: int  # number of the training within its script, from 0
     tensors: int  # this and the next two: sizes in bytes
     state: int
     meta: int
+
+    @property
+    def position(self) -> tuple[int, int, int]:
+        """Round, step and phase: of two states of one training, the one with the higher position is newer."""
+        return self.round, self.step, self.phase
 
 
 class Slot:
@@ -130,7 +140,7 @@ class Slot:
         os.ftruncate(self.head, _STATE_AT + header.state + header.meta)
         _write(self.head, state, _STATE_AT)
         _write(self.head, meta, _STATE_AT + header.state)
-        numbers = (header.round, header.step, header.training, header.tensors, header.state, header.meta)
+        numbers = (header.round, header.step, header.phase, header.training, header.tensors, header.state, header.meta)
         fields = _FIELDS.pack(_MAGIC, *numbers)
         whole = _HEADER.pack(header.sequence, fields, zlib.crc32(fields))
         os.pwrite(self.head, whole[8:], 8)

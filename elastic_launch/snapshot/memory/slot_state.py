@@ -19,7 +19,7 @@ from elastic_launch.snapshot.format import tree
 from elastic_launch.snapshot.format.dtypes import flat_bytes
 from elastic_launch.snapshot.format.manifest import encode_meta, parse_json
 from elastic_launch.snapshot.format.plain import Decoder
-from elastic_launch.snapshot.memory.slot import Header, Slot
+from elastic_launch.snapshot.memory.slot import EVALUATED, Header, Slot
 from elastic_launch.snapshot.memory.staging import Staging, mark
 from elastic_launch.snapshot.memory.watch import Watched
 from elastic_launch.snapshot.storage.saving import state_json
@@ -89,7 +89,9 @@ class SlotWriter:
         self._mapped: mmap.mmap | None = None
         self._staging: dict[torch.device, Staging | None] = {}
 
-    def write(self, draft: SlotDraft, *, sequence: int, round: int, step: int, training: int) -> bool:
+    def write(
+        self, draft: SlotDraft, *, sequence: int, round: int, step: int, training: int, phase: int = EVALUATED
+    ) -> bool:
         """Write a draft; the snapshot exists once this returns, and not before.
 
         Most of the work is copying without the interpreter's lock, so another thread can compute at the same time.
@@ -130,7 +132,7 @@ class SlotWriter:
             )
         faults.reached("snapshot", step)
         sizes = (draft.layout.size, len(draft.state), len(draft.meta))
-        self.slot.commit(Header(sequence, round, step, training, *sizes), draft.state, draft.meta)
+        self.slot.commit(Header(sequence, round, step, phase, training, *sizes), draft.state, draft.meta)
         return empty
 
     def close(self) -> None:

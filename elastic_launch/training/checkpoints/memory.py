@@ -20,7 +20,7 @@ from torch import Tensor
 from elastic_launch import faults, snapshot
 from elastic_launch.contract import CopyJob, NoSnapshots, Restored, Stored
 from elastic_launch.shared_progress import Activity
-from elastic_launch.snapshot.memory.slot import Header, Slot
+from elastic_launch.snapshot.memory.slot import EVALUATED, Header, Slot
 from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter, read_meta, read_state
 from elastic_launch.snapshot.room import LEFT_OUT, MORE_MEMORY, lacking
 from elastic_launch.training.checkpoints import split, split_restore
@@ -119,7 +119,7 @@ class MemorySnapshots:
         self._sequence = max(self._sequence, self._link.sequence)
         found = [(slot, header) for slot in self._slots if (header := slot.header()) is not None]
         mine = [(slot, header) for slot, header in found if header.training == training]
-        return sorted(mine, key=lambda pair: (pair[1].round, pair[1].step, pair[1].sequence), reverse=True)
+        return sorted(mine, key=lambda pair: (pair[1].position, pair[1].sequence), reverse=True)
 
     def vote(self, size: int, *, whole: bool = False) -> split.Votes:
         """Agree with all ranks whether the next snapshot is split among the nodes; called with none under way.
@@ -150,6 +150,7 @@ class MemorySnapshots:
         *,
         step: int,
         round: int,
+        phase: int,
         training: int,
         stays: Callable[[Tensor], bool],
         route: Route,
@@ -161,6 +162,7 @@ class MemorySnapshots:
         """Start taking a snapshot in a thread; :meth:`settle` completes it.
 
         Args:
+            phase: see :class:`Header`.
             stays: whether a tensor keeps its values until then.
             wait: complete it before returning.
             patient: wait for a slow agent, for as long as for a last checkpoint.
@@ -185,17 +187,18 @@ class MemorySnapshots:
         job = route(CopyJob(self._sequence, step, round), draft.tensor_bytes)
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
-        self._writing = self._pool.submit(self._write, draft, writer, training, Stored(number, job))
+        self._writing = self._pool.submit(self._write, draft, writer, phase, training, Stored(number, job))
         self._stall = spent + time.monotonic() - began
         if wait:
             self.settle()
         return True
 
-    def _write(self, draft: SlotDraft, writer: SlotWriter, training: int, stored: Stored) -> _Written:
+    def _write(self, draft: SlotDraft, writer: SlotWriter, phase: int, training: int, stored: Stored) -> _Written:
         """Write a snapshot and report it to the agent; runs in a thread."""
         began, job = time.monotonic(), stored.job
         try:
-            fresh = writer.write(draft, sequence=job.sequence, round=job.round, step=job.step, training=training)
+            where = {"round": job.round, "step": job.step, "phase": phase}
+            fresh = writer.write(draft, sequence=job.sequence, training=training, **where)
         except snapshot.TornSnapshotError:
             self._left = stored.slot
             raise
@@ -226,11 +229,11 @@ class MemorySnapshots:
         beside = max(0.0, written.seconds - waited)
         self.rhythm.cost(Cost(self._stall + waited, beside), fresh=written.fresh)
 
-    def drop_above(self, position: tuple[int, int], training: int) -> None:
-        """Drop this node's snapshots of a training that are newer than a (round, step)."""
+    def drop_above(self, position: tuple[int, int, int], training: int) -> None:
+        """Drop this node's snapshots of a training that are newer than a (round, step, phase)."""
         for number, slot in enumerate(self._slots if self._world.first_on_node else []):
             header = slot.header()
-            if header is not None and header.training == training and (header.round, header.step) > position:
+            if header is not None and header.training == training and header.position > position:
                 slot.begin()
                 self._dropped = number
 
@@ -294,6 +297,7 @@ class Newest:
     """The newest state that is in memory anywhere, agreed on by all ranks."""
 
     position: tuple[int, int]  # its round and step
+    phase: int  # see Header
     live: bool  # whether it is the state of a process that was suspended, and not a snapshot
     mine: tuple[Slot, Header] | None  # this node's snapshot of it, if any; None if it is live
     holders: Sequence[int]  # the ranks that have it, themselves or on their nodes
@@ -318,51 +322,52 @@ def newest(
     """
     held = memory.held(training)
     parts = [split.Part.of(*each) for each in held]
-    kept = (0, 0) if not held else (held[0][1].round, held[0][1].step)
+    kept = (0, 0, 0, 0) if not held else (*held[0][1].position[:2], 0, held[0][1].phase)
     is_split = any(part.world_size for part in parts)
-    mine = [*kept, 0, *((0, 0, 0) if live is None else live), int(memory.writes), int(is_split)]
-    everybody = numbers_of_all(world, mine)
-    memory.decides = memory.writes and not any(entry[6] for entry in everybody[: world.rank])
-    in_slots, in_processes = [tuple(entry[:3]) for entry in everybody], [tuple(entry[3:6]) for entry in everybody]
+    # A process that has not done its evaluation yet does it with the others.
+    process = (0, 0, 0, 0) if live is None else (*live, EVALUATED)
+    everybody = numbers_of_all(world, [*kept, *process, int(memory.writes), int(is_split)])
+    memory.decides = memory.writes and not any(entry[8] for entry in everybody[: world.rank])
+    in_slots, in_processes = [tuple(entry[:4]) for entry in everybody], [tuple(entry[4:8]) for entry in everybody]
     best = max([*in_slots, *in_processes])
-    if best == (0, 0, 0):
+    if best[:2] == (0, 0):
         return None
     found: dict[int, split.Part] = {}
-    if any(entry[7] for entry in everybody) and best not in in_processes:
+    if any(entry[9] for entry in everybody) and best not in in_processes:
         everything = _parts_of_all(world, held, parts)
         position = _newest_complete(everything, warn=world.rank == 0)
         if position is None:
             return None
-        best = (*position, 0)
+        best = (*position[:2], 0, position[2])
         found = {rank: parts[position] for rank, parts in enumerate(everything) if position in parts}
         if whole := {rank for rank, part in found.items() if not part.world_size}:
             found = {}
-        in_slots = [best if rank in (whole or found) else (0, 0, 0) for rank in range(world.world_size)]
-    number, step, passes = best
+        in_slots = [best if rank in (whole or found) else (0, 0, 0, 0) for rank in range(world.world_size)]
+    number, step, passes, phase = best
     is_live = best in in_processes
     have = in_processes if is_live else in_slots
     holders = [rank for rank, position in enumerate(have) if position == best]
-    own = next((each for each in held if (each[1].round, each[1].step) == (number, step)), None)
+    own = next((each for each in held if each[1].position == (number, step, phase)), None)
     slot = own if world.rank in holders and not is_live else None
-    return Newest((number, step), is_live, slot, holders, len(holders) == len(have), passes, found)
+    return Newest((number, step), phase, is_live, slot, holders, len(holders) == len(have), passes, found)
 
 
 def _parts_of_all(
     world: World, held: Sequence[tuple[Slot, Header]], parts: Sequence[split.Part]
-) -> list[dict[tuple[int, int], split.Part]]:
-    """Return, by rank, what its node has of which snapshot, by round and step; called by all ranks."""
-    mine = [[h.round, h.step, part.world_size, part.ranks] for (_, h), part in zip(held, parts, strict=True)]
+) -> list[dict[tuple[int, int, int], split.Part]]:
+    """Return, by rank, what its node has of which snapshot, by round, step and phase; called by all ranks."""
+    mine = [[*h.position, part.world_size, part.ranks] for (_, h), part in zip(held, parts, strict=True)]
     told = [json.loads(each) for each in bytes_of_all(world, json.dumps(mine).encode())]
-    # The newest first: it is the one that is taken, if there are two of one step.
+    # The newest first: it is the one that is taken, if there are two of one position.
     return [
-        {(number, step): split.Part(tuple(ranks), size) for number, step, size, ranks in reversed(each)}
+        {(number, step, phase): split.Part(tuple(ranks), size) for number, step, phase, size, ranks in reversed(each)}
         for each in told
     ]
 
 
 def _newest_complete(
-    everything: Sequence[Mapping[tuple[int, int], split.Part]], *, warn: bool
-) -> tuple[int, int] | None:
+    everything: Sequence[Mapping[tuple[int, int, int], split.Part]], *, warn: bool
+) -> tuple[int, int, int] | None:
     """Return the position of the newest snapshot that can be restored; None if there is none."""
     for position in sorted({position for each in everything for position in each}, reverse=True):
         if split.complete([each[position] for each in everything if position in each]):

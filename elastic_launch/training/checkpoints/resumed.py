@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from elastic_launch.errors import UsageError
+from elastic_launch.training.checkpoints.step_start import Start
 
 _log = logging.getLogger(__name__)
 
@@ -35,6 +37,7 @@ class Resumed:
     passes: tuple[Outcome, ...] = ()  # each updated pass of the next step, if it was suspended between two passes
     trained: dict[str, bool] = field(default_factory=dict)  # in that process, whether each parameter needs a gradient
     everywhere: bool = False  # all ranks were suspended with it
+    starts: Sequence[Start] = ()  # what was small at the start of that step, and of each of its passes so far
 
     @property
     def uncompared(self) -> int:

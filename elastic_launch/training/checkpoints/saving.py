@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,7 +15,7 @@ from torch import Tensor
 from elastic_launch import snapshot
 from elastic_launch.contract import CopyJob
 from elastic_launch.shared_progress import Activity
-from elastic_launch.snapshot.memory.slot import PART
+from elastic_launch.snapshot.memory.slot import EVALUATED, PART, STEPPED
 from elastic_launch.snapshot.room import forget_peak, remedy_of
 from elastic_launch.snapshot.storage.shares import OwnTensors
 from elastic_launch.training.checkpoints import split
@@ -27,6 +27,7 @@ from elastic_launch.training.checkpoints.sharded import Gathering
 from elastic_launch.training.checkpoints.split import Layouts
 from elastic_launch.training.checkpoints.split_shares import own_tensors
 from elastic_launch.training.checkpoints.state import TrainingState
+from elastic_launch.training.checkpoints.step_start import Start
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.ranks.agreement import NOTHING, Wishes
 from elastic_launch.training.ranks.exchange import broadcast_state, numbers_of_all
@@ -50,6 +51,7 @@ class Live:
     last: Outcome  # loss of the last step, and its metrics by name
     passes: tuple[Outcome, ...] = ()  # the same of each updated pass of the next step
     trained: dict[str, bool] = field(default_factory=dict)  # whether each parameter needs a gradient, by name
+    received: Resumed | None = None  # the state, if it came from another process and was not taken over yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,12 @@ class Trained:
     identity: Mapping[str, int]  # what must be equal in the saved state and in the training that goes on from it
     state: TrainingState  # what the script trains and has registered
     worlds: list[int]  # world sizes of the rounds that it has been through
+    evaluated: bool = True  # whether no evaluation of this state is to come
+
+    @property
+    def phase(self) -> int:
+        """The phase of its snapshot."""
+        return EVALUATED if self.evaluated else STEPPED
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +166,8 @@ class Saver:
             self._branch, self._training = before  # those of the state which this process still has
             raise
         if resumed.state is not None:
-            state.restore(resumed.state, resumed.origin, resumed.classes, resumed.orders, resumed.anew, resumed.frozen)
+            # A process that goes on takes it over later, see Loop, but exchanges parameters with others now.
+            state.load(resumed, again=live is not None or bool(resumed.passes))
         self._memory.rhythm.begin(resumed.step)
         self._memory.restored(self._training)
         forget_peak()
@@ -204,6 +213,7 @@ class Saver:
     ) -> Resumed:
         number, step = kept.position
         parts: Any = None
+        starts: Sequence[Start] = ()
         self.joins_live = self.joins_live or (kept.live and live is None)
         if kept.live:
             origin = f"The state of step {step} in the memory of rank {kept.holder}"
@@ -216,18 +226,19 @@ class Saver:
                 }
                 if checkpoint is not None:
                     own["saved"] = checkpoint.standing(live.step, now=False)
-            parts, meta = self._from_process(kept, state, own)
+            parts, meta, starts = self._from_process(kept, state, own, live)
         else:
             origin = f"The snapshot of step {step} in memory"
             parts, meta = restore(kept, self._world, state.taking)
         check_identity(identity, meta, origin)
         if not kept.live:
             # Newer snapshots are incomplete; the next one is to replace them, and not the one that was restored.
-            self._memory.drop_above(kept.position, self._training)
+            self._memory.drop_above((*kept.position, kept.phase), self._training)
         number_equal, step_equal = meta.get("equal", (0, 0))
         self._equal = int(number_equal), int(step_equal)
         self._branch = following(self._world.round, run_id(), meta, number)
-        resumed = replace(Resumed.of(step, parts, meta, origin), everywhere=kept.live and kept.everywhere)
+        resumed = Resumed.of(step, parts, meta, origin)
+        resumed = replace(resumed, everywhere=kept.live and kept.everywhere, starts=starts)
         if checkpoint is not None:
             saved, ago = meta.get("saved", (step, 0.0))
             checkpoint.go_on(self._world, meta, (int(saved), float(ago)))
@@ -248,19 +259,33 @@ class Saver:
         return resumed
 
     def _from_process(
-        self, kept: Newest, state: TrainingState, own: dict[str, Any] | None
-    ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-        """Return the state and meta of a process that was suspended with the newest state; called by all ranks.
+        self, kept: Newest, state: TrainingState, own: dict[str, Any] | None, live: Live | None
+    ) -> tuple[dict[str, Any] | None, dict[str, Any], Sequence[Start]]:
+        """Return the state of a process that was suspended with the newest one, its meta, and its step's starts.
+
+        Called by all ranks.
 
         Args:
             own: this process' meta if it is such a one; no state is returned then.
+            live: this process' training in that case.
         """
         sent: dict[str, Any] = {}
         if not kept.everywhere:
-            first = self._world.rank == kept.holder
-            mine = {"state": state.capture(keep=True), "meta": own} if first else None
+            mine = None
+            if self._world.rank == kept.holder:
+                received = None if live is None else live.received
+                starts: Sequence[Start] = []
+                if received is not None and received.passes:
+                    # The parts are as at the step's start, see TrainingState.load.
+                    states, starts = received.state, received.starts
+                    own = {**(own or {}), "classes": received.classes, "orders": received.orders}
+                else:
+                    states = state.capture(keep=True)
+                    if state.start is not None and live is not None and live.passes:
+                        starts = state.start.starts
+                mine = {"state": states, "meta": own, "starts": list(starts)}
             sent = broadcast_state(mine, kept.holder, self._world.rank)
-        return (sent["state"], dict(sent["meta"])) if own is None else (None, own)
+        return (sent["state"], dict(sent["meta"]), sent["starts"]) if own is None else (None, own, ())
 
     def _meta(self, identity: Mapping[str, int], worlds: list[int], state: TrainingState) -> dict[str, Any]:
         """Return the meta of the current state, without when it was last saved."""
@@ -379,7 +404,8 @@ class Saver:
             own = None if stays is None else _or_gathered(stays, state.gathered | taken.made)
             route = _nowhere if taken.parts else route
             told = meta | taken.parts
-            self._kept = self._keep(taken.state, told, step, own, route, last=last, spent=spent, fits=taken.fits)
+            fits = taken.fits
+            self._kept = self._keep(taken.state, told, after, own, route, last=last, spent=spent, fits=fits)
         if durable and checkpoint is not None and taken.own is not None:
             checkpoint.save_own(taken.own, step, meta, self._link.may_commit)
         elif durable and checkpoint is not None and taken.parts:
@@ -447,7 +473,7 @@ class Saver:
             meta = self._meta_after(after, now=False) | taken.parts
             if self._memory.writes:
                 own = _or_gathered(stays, after.state.gathered | taken.made)
-                self._keep(taken.state, meta, after.step, own, _nowhere, last=False, spent=time.monotonic() - began)
+                self._keep(taken.state, meta, after, own, _nowhere, last=False, spent=time.monotonic() - began)
 
     def keep_newer(self, after: Trained) -> None:
         """Take a snapshot of the state after a step in memory, unless there is one; called by one rank alone."""
@@ -455,12 +481,12 @@ class Saver:
             return
         began = time.monotonic()
         found = self._memory.newest(self._training)
-        if found is not None and (found[1].round, found[1].step) >= (self._branch.round, after.step):
+        if found is not None and found[1].position >= (self._branch.round, after.step, after.phase):
             return
         captured = after.state.capture(keep=True)
         meta = self._meta_after(after, now=False)
         route = _nowhere if after.checkpoint is None else partial(after.checkpoint.route, self._world, False)
-        self._kept = self._keep(captured, meta, after.step, None, route, last=False, spent=time.monotonic() - began)
+        self._kept = self._keep(captured, meta, after, None, route, last=False, spent=time.monotonic() - began)
         self.seconds = time.monotonic() - began
 
     def _meta_after(self, after: Trained, *, now: bool) -> dict[str, Any]:
@@ -492,7 +518,7 @@ class Saver:
     def drop_unequal(self) -> None:
         """Drop the snapshots in memory that are newer than the last state that was equal on all ranks."""
         self.settle()
-        self._memory.drop_above(self._equal, self._training)
+        self._memory.drop_above((*self._equal, EVALUATED), self._training)
 
     def settle(self) -> None:
         """Wait until parameters and the optimizer's state may change."""
@@ -556,7 +582,7 @@ class Saver:
         self,
         captured: dict[str, Any],
         meta: dict[str, Any],
-        step: int,
+        after: Trained,
         stays: Stays | None,
         route: Route,
         *,
@@ -564,14 +590,15 @@ class Saver:
         spent: float,
         fits: bool = False,
     ) -> bool:
-        self._memory.rhythm.taken(step)
-        self._keeping = step
+        self._memory.rhythm.taken(after.step)
+        self._keeping = after.step
         try:
             return self._memory.store(
                 captured,
                 meta,
-                step=step,
+                step=after.step,
                 round=self._branch.round,
+                phase=after.phase,
                 training=self._training,
                 stays=stays or (lambda tensor: True),
                 route=route,

@@ -24,6 +24,7 @@ from elastic_launch.training.checkpoints.matching import (
     reordered,
 )
 from elastic_launch.training.checkpoints.parts import Gathered, Group, Stateful, is_stateful
+from elastic_launch.training.checkpoints.resumed import Resumed
 from elastic_launch.training.checkpoints.sharded import (
     Cutting,
     Gathering,
@@ -32,6 +33,7 @@ from elastic_launch.training.checkpoints.sharded import (
     local_state,
     ungathered_state,
 )
+from elastic_launch.training.checkpoints.step_start import StepStart, copied, overlay
 from elastic_launch.training.gradients.parameters import OwnParameters
 from elastic_launch.training.kinds import found
 
@@ -46,6 +48,8 @@ class TrainingState:
         self._frozen = Frozen()
         self._on_save: list[Callable[[], None]] = []
         self._on_restore: list[Callable[[], None]] = []
+        self.start: StepStart | None = None
+        """What the current step began with; while it is open, states are taken as they were then."""
 
     def register(self, name: str, stateful: Stateful) -> None:
         """Add a part."""
@@ -140,7 +144,17 @@ class TrainingState:
     def _states(self) -> dict[str, Any]:
         if self.sharded:
             return {name: self._frozen.left(name, local_state(part)) for name, part in self._parts.items()}
-        return {name: self._frozen.left(name, part.state_dict()) for name, part in self._parts.items()}
+        states = {name: self._frozen.left(name, part.state_dict()) for name, part in self._parts.items()}
+        return self.start.put_back(states) if self.start is not None and self.start.open else states
+
+    def follow_steps(self, unwatched: Collection[str] = ()) -> StepStart:
+        """From now on, know what each step began with.
+
+        Args:
+            unwatched: see :class:`StepStart`.
+        """
+        self.start = StepStart(self._parts, unwatched)
+        return self.start
 
     def taking(self, meta: Mapping[str, Any]) -> Cutting | None:
         """Return what cuts this rank's shards out of a state's tensors; None if it needs all of them."""
@@ -215,6 +229,21 @@ class TrainingState:
     def classes(self) -> dict[str, str]:
         """Return the classes of those parts whose state fits no other class; members of groups as ``part/member``."""
         return {name: kind for name, part in self._members() if (kind := class_of(part))}
+
+    def load(self, resumed: Resumed, *, again: bool) -> None:
+        """Load the parts' states from one that was received or read.
+
+        Args:
+            again: whether it will be loaded once more. The parts then get a copy, and if it follows some passes of a
+                step, what is small as it was at the step's start, which the script goes through.
+        """
+        assert resumed.state is not None
+        states = resumed.state
+        if again:
+            states = copied(states)
+            if resumed.starts and resumed.passes:
+                overlay(states, copied(resumed.starts[0]))
+        self.restore(states, resumed.origin, resumed.classes, resumed.orders, resumed.anew, resumed.frozen)
 
     def restore(
         self,

@@ -202,7 +202,7 @@ class Gradients:
             for parameter, total in zip(trained, self._totals or [], strict=False):
                 parameter.grad = total
         except RuntimeError:  # a sum of another dtype
-            self._refuse_changes()
+            self.refuse_changes()
             raise
         try:
             yield
@@ -273,7 +273,7 @@ class Gradients:
             UsageError: naming a parameter that was frozen, unfrozen, converted or added since the step began, or that
                 is new and differs between ranks.
         """
-        self._refuse_changes()
+        self.refuse_changes()
         if self._new and self.world_size > 1:
             self.parameters.check_new(self._new)
         self._new = []
@@ -281,7 +281,12 @@ class Gradients:
             parameter.grad = gradient
         self.waiting = True
 
-    def _refuse_changes(self) -> None:
+    def refuse_changes(self) -> None:
+        """Refuse parameters that were frozen, unfrozen, converted or added since the step began.
+
+        Raises:
+            UsageError: naming one.
+        """
         if self.parameters.changed():
             names = ", ".join(self.parameters.follow())
             raise UsageError(

@@ -1,0 +1,140 @@
+"""The positions of a training at which its state can be handed on, and what the script does between them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from elastic_launch.errors import UsageError
+from elastic_launch.training.checkpoints.state import TrainingState
+from elastic_launch.training.checkpoints.step_start import Start, StepStart
+from elastic_launch.training.engine import Engine
+
+_log = logging.getLogger(__name__)
+
+_SHOWN = 4
+"""Maximum number of names in a message."""
+
+
+class Positions:
+    """Follows the state of a loop: the start of each step, or of a pass in it, is a position.
+
+    Args:
+        exact: whether a step's result must not depend on how many ranks share its micro-batches.
+        unwatched: names of the parts of the state that the library alone changes, between steps; None: nothing is
+            watched.
+    """
+
+    def __init__(self, engine: Engine, state: TrainingState, *, exact: bool, unwatched: Collection[str] | None) -> None:
+        self._engine = engine
+        self._exact = exact
+        self._unwatched = unwatched
+        self._state = state
+        self._start: StepStart | None = None
+        self._warned = False
+        self.allowed: Collection[str] = ()
+        """Names of parameters that a pass may change."""
+
+    def follow(self, state: TrainingState) -> None:
+        """Follow this state from its next position on."""
+        self._state, self._start = state, None
+
+    def begin(self, step: int, trained: Mapping[str, bool], passes: int = 0) -> None:
+        """A step begins, or its pass that follows so many updated ones: the script's next code is its head.
+
+        Args:
+            step: optimizer steps done.
+            trained: whether each parameter needs a gradient, by name.
+        """
+        if self._unwatched is None:
+            return
+        if self._start is None:
+            self._start = self._state.follow_steps(self._unwatched)
+        self._start.hands_on = self._engine.lives
+        self._start.take(trained, passes)
+
+    def end(self) -> None:
+        """The step has ended, or the state of another one was received."""
+        if self._start is not None:
+            self._start.close()
+
+    def go_on(self) -> None:
+        """The step continues in another round, with the state that this process has."""
+        if self._start is not None:
+            self._start.go_on()
+
+    def load(self, start: Start) -> None:
+        """Set what is small to what it was at a pass's start in another process."""
+        if self._start is None:
+            self._start = self._state.follow_steps(self._unwatched or ())
+        self._start.load(start)
+
+    @property
+    def trained(self) -> dict[str, bool]:
+        """Whether each parameter needed a gradient at the current position, by name; empty between two steps."""
+        return self._start.trained if self._start is not None and self._start.open else {}
+
+    def spoiled(self) -> list[str]:
+        """Return the names of what has changed since the position, so that its state is gone."""
+        return [] if self._start is None else self._start.spoiled()
+
+    def pass_begins(self) -> None:
+        """The head has ended. If it has changed what is too large to be copied, this process ends with its round."""
+        if self._start is None or not self._start.open:
+            return
+        found = self._start.pass_begins()
+        if not self._engine.lives:
+            return
+        if found:
+            self._ends_with_round(
+                f"the script changed {_some(found)} between the start of a step and its first micro-batch",
+                "Do it right after step.update()",
+            )
+        elif self._start.blind:
+            self._ends_with_round(
+                f"what the script does to {_some(self._start.blind)} between the start of a step and its first "
+                "micro-batch is not known, since its state_dict() is slow, or returns other tensors each time",
+                "Return the tensors themselves",
+            )
+
+    def _ends_with_round(self, why: str, remedy: str) -> None:
+        if self._engine.world.rank == 0:
+            _log.warning(
+                "%s: in a step, the state of its start cannot be handed on to other processes. So each process ends "
+                "with its round, and a fault costs the steps since the last snapshot. %s",
+                why,
+                remedy,
+            )
+        self._engine.end_with_round()
+
+    def pass_ends(self, number: int, refuse: Callable[[], None]) -> None:
+        """The last micro-batch of a pass has ended.
+
+        Args:
+            refuse: raises an error that describes some of the changes better.
+
+        Raises:
+            UsageError: in exact mode, if the script has changed the state since the first one began.
+        """
+        found = [] if self._start is None else self._start.changed_in_pass(self.allowed)
+        if not found:
+            return
+        refuse()
+        what = f"step {number}: between its micro-batches, the script changed {_some(found)}"
+        if self._exact:
+            raise UsageError(
+                f"exact=True: {what}, so the result would depend on how many ranks share them.",
+                "Change it after step.update(), once for each step.",
+            )
+        if not self._warned and self._engine.world.rank == 0:
+            self._warned = True
+            _log.warning(
+                "%s: the result depends on how many ranks share them, and the ranks may have different values. Change "
+                "it after step.update(), once for each step",
+                what,
+            )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
