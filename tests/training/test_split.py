@@ -517,7 +517,15 @@ def test_the_snapshot_that_training_resumes_from_is_kept_until_the_next_is_compl
     memory.drop_above((1, 5, EVALUATED), 0)
     for step, found in ((9, [5, 9, None]), (10, [10, 9, None])):
         taken = memory.store(
-            {}, {}, step=step, round=2, phase=EVALUATED, training=0, stays=lambda tensor: True, route=lambda job, size: job, wait=True
+            {},
+            {},
+            step=step,
+            round=2,
+            phase=EVALUATED,
+            training=0,
+            stays=lambda tensor: True,
+            route=lambda job, size: job,
+            wait=True,
         )
         assert taken
         headers = [slot.header() for slot in three.slots[0]]
