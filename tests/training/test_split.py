@@ -17,7 +17,7 @@ from torch import Tensor
 
 from elastic_launch.snapshot import room
 from elastic_launch.snapshot.format import tree
-from elastic_launch.snapshot.memory.slot import EVALUATED, PART, Header, Slot
+from elastic_launch.snapshot.memory.slot import EVALUATED, PART, STEPPED, Header, Slot
 from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter
 from elastic_launch.snapshot.storage.shares import OwnTensors
 from elastic_launch.training.checkpoints import split, split_restore
@@ -386,14 +386,23 @@ class Nodes:
         self._messages = _replace_distributed(monkeypatch)
         self._sequence = 0
 
-    def holds(self, node: int, step: int, ranks: Sequence[int] | None, *, round: int = 1, world_size: int = 0) -> None:
+    def holds(
+        self,
+        node: int,
+        step: int,
+        ranks: Sequence[int] | None,
+        *,
+        round: int = 1,
+        world_size: int = 0,
+        phase: int = EVALUATED,
+    ) -> None:
         """Have a node hold the shards of some ranks; None: the whole state."""
         number = next(number for number, slot in enumerate(self.slots[node]) if slot.header() is None)
         self._sequence += 1
         part = {} if ranks is None else {PART: {"ranks": [*ranks], "world_size": world_size or len(self.slots)}}
         writer = SlotWriter(self.slots[node][number])
         draft = SlotDraft({"at": step}, part, lambda tensor: True)
-        writer.write(draft, sequence=self._sequence, round=round, step=step, training=0)
+        writer.write(draft, sequence=self._sequence, round=round, step=step, phase=phase, training=0)
         writer.close()
 
     def newest(self, live: dict[int, tuple[int, int, int]] | None = None) -> list[Newest | None]:
@@ -532,6 +541,34 @@ def test_the_snapshot_that_training_resumes_from_is_kept_until_the_next_is_compl
         assert [None if header is None else header.step for header in headers] == found
         link._use = 0
     memory.close()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("complete", [True, False])
+def test_snapshots_of_before_and_after_an_evaluation_are_not_mixed(
+    nodes: Callable[[int], Nodes], whole: bool, complete: bool
+) -> None:
+    """One node holds only the first of them, as it was lost in the second, or came back."""
+    three = nodes(3)
+    for node in range(3):
+        three.holds(node, 5, None if whole else [node, (node + 1) % 3], phase=STEPPED)
+    for node in range(2 if complete else 1):
+        three.holds(node, 5, None if whole else [node, (node + 1) % 3], phase=EVALUATED)
+    newer = complete or whole  # one node alone has all shards only of a whole one
+    for rank, each in enumerate(three.newest()):
+        assert each is not None
+        assert (each.position, each.phase) == ((1, 5), EVALUATED if newer else STEPPED)
+        assert [*each.holders] == [*range((2 if complete else 1) if newer else 3)]
+        assert (each.mine is None) is (rank not in each.holders)
+        assert each.mine is None or each.mine[1].phase == each.phase
+
+
+def test_the_state_of_a_process_comes_before_a_snapshot_of_its_step(nodes: Callable[[int], Nodes]) -> None:
+    two = nodes(2)
+    two.holds(0, 6, None)
+    for each in two.newest(live={1: (1, 6, 0)}):
+        assert each is not None
+        assert (each.live, [*each.holders]) == (True, [1])
 
 
 @pytest.mark.parametrize(("whole_first", "parts"), [(True, {0, 1, 2}), (False, set())])

@@ -244,6 +244,7 @@ class StepStart:
 
     def load(self, start: Start) -> None:
         """Set what is small to what it was at a start in another process."""
+        self._look()
         for name, state in start["states"].items():
             self._small[name].load_state_dict(copied(state))
         for name, groups in start["groups"].items():
@@ -429,7 +430,7 @@ def _same(now: Any, then: Any) -> bool:
     if isinstance(now, list | tuple) and isinstance(then, list | tuple):
         return len(now) == len(then) and all(map(_same, now, then))
     if type(now) in _PLAIN:
-        return bool(now == then or (now != now and then != then))
+        return type(now) is type(then) and bool(now == then or (now != now and then != then))
     # What is in an object of the script is not known.
     return type(now) is type(then)
 
