@@ -440,7 +440,8 @@ class Loop:
 
     def _trained_there(self) -> dict[str, bool]:
         """Return whether each parameter needs a gradient in the state that this process would hand on."""
-        return self._positions.trained or self._trains()
+        received = self._received
+        return self._positions.trained or (self._trains() if received is None else dict(received.trained))
 
     def _train_the_same(self, trained: Mapping[str, bool]) -> None:
         """Freeze and unfreeze parameters as in the process that the state came from, which the script has changed."""

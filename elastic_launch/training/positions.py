@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from elastic_launch.errors import UsageError
@@ -11,6 +13,9 @@ from elastic_launch.training.checkpoints.step_start import Start, StepStart
 from elastic_launch.training.engine import Engine
 
 _log = logging.getLogger(__name__)
+
+SHARE = 0.01
+"""Fraction of the time that it may cost to look what passes change, except in exact mode."""
 
 _SHOWN = 4
 """Maximum number of names in a message."""
@@ -32,6 +37,9 @@ class Positions:
         self._state = state
         self._start: StepStart | None = None
         self._warned = False
+        self._looks = False  # whether the current pass is looked at
+        self._looked = -math.inf
+        self._cost = 0.0
         self.allowed: Collection[str] = ()
         """Names of parameters that a pass may change."""
 
@@ -82,8 +90,15 @@ class Positions:
         """The head has ended. If it has changed what is too large to be copied, this process ends with its round."""
         if self._start is None or not self._start.open:
             return
+        lives, began = self._engine.lives, time.monotonic()
+        self._looks = self._exact or (began - self._looked) * SHARE >= self._cost
+        if not lives and not self._looks:
+            return
         found = self._start.pass_begins()
-        if not self._engine.lives:
+        if self._looks:
+            self._looked = time.monotonic()
+            self._cost = 2 * (self._looked - began)  # here and when the pass ends
+        if not lives:
             return
         if found:
             self._ends_with_round(
@@ -116,7 +131,7 @@ class Positions:
         Raises:
             UsageError: in exact mode, if the script has changed the state since the first one began.
         """
-        found = [] if self._start is None else self._start.changed_in_pass(self.allowed)
+        found = self._start.changed_in_pass(self.allowed) if self._start is not None and self._looks else []
         if not found:
             return
         refuse()

@@ -146,7 +146,7 @@ class StepStart:
         """Decide how a part is kept or watched; return the bytes that are copied at each start."""
         if isinstance(part, nn.Module):
             self._modules[name] = part
-        elif isinstance(part, torch.optim.Optimizer):
+        elif isinstance(part, torch.optim.Optimizer) and "param_groups" in part.state_dict():
             self._optimizers[name] = part
         elif isinstance(part, torch.amp.GradScaler):
             self._scalers[name] = part  # its state_dict waits for the GPU
@@ -207,7 +207,10 @@ class StepStart:
         self._open, self._at, self._behind = False, None, None
 
     def pass_begins(self) -> list[str]:
-        """Note that the head has ended; return the names of what it has changed and is not copied."""
+        """Note that the head has ended; return the names of what it has changed and is not copied.
+
+        Only from then on, :meth:`changed_in_pass` knows what has changed.
+        """
         self._look()
         self._behind = self._mark(others=self._at is not None)
         before = _values_of(self.starts[-1])
