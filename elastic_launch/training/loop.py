@@ -210,6 +210,8 @@ class Loop:
             self._leave()
         self._engine.finish_training()
         self._engine.leave_if_draining()
+        # Last: what the script draws next must not depend on which steps and evaluations this process has done itself.
+        seed_all(derive("end", self._loader.seed, self._step), devices=True)
 
     def _follow(self, state: TrainingState) -> None:
         self._state = state

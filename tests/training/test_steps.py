@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,6 +17,7 @@ from torch.utils.data import TensorDataset
 
 from elastic_launch.batch import GlobalBatch
 from elastic_launch.errors import REPEATS_NOTE, UsageError
+from elastic_launch.training.checkpoints.checkpoint import Checkpoint
 from elastic_launch.training.checkpoints.manager import weights_sha256
 from elastic_launch.training.data.loader import ElasticLoader
 from elastic_launch.training.engine import Engine
@@ -455,3 +459,26 @@ def test_a_stop_holds_for_the_next_training_too() -> None:
             run.request_stop()
     assert done == 1
     assert run.stopped
+
+
+def test_the_end_of_a_training_has_random_numbers_of_its_own(tmp_path: Path) -> None:
+    """In a process that has trained, and in one that has restored the end; after another step they are others."""
+
+    def drawn(until: str, before: int) -> tuple[float, float, float]:
+        run, model = Run(Engine(World(), torch.device("cpu"))), _model()
+        optimizer = torch.optim.SGD(model.parameters())
+        torch.manual_seed(before)
+        random.seed(before)
+        np.random.seed(before)
+        np.random.standard_normal()
+        for step in run.steps(_loader(8), model, optimizer, until=until, checkpoint=Checkpoint(tmp_path, every=1)):
+            for sample in step:
+                step.backward(_mse(step, sample) * (1 + random.random() * torch.rand(())))
+            step.update()
+            np.random.standard_normal(step.number)
+        run._engine.close()
+        return torch.randn(()).item(), random.gauss(0, 1), np.random.standard_normal()
+
+    trained = drawn("2ba", 0)
+    assert drawn("2ba", 1) == trained
+    assert len({*trained, *drawn("3ba", 0)}) == 6

@@ -1,0 +1,52 @@
+"""A script with two trainings: processes that only restore the end of the first one begin the second one alike."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from harness import SCRIPTS, Job, run_script
+
+from elastic_launch.faults import FaultPlan
+
+SCRIPT = str(SCRIPTS / "twice.py")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return weights_in(run_script(SCRIPT, str(tmp_path_factory.mktemp("twice"))))
+
+
+def weights_in(output: str) -> list[str]:
+    return re.findall(r"weights ([0-9a-f]{64})", output)
+
+
+@pytest.mark.parametrize(
+    ("workers", "flags"),
+    [
+        (2, ()),
+        pytest.param(2, ("--no-live",), marks=pytest.mark.slow),
+        pytest.param(1, (), marks=pytest.mark.slow),
+        pytest.param(1, ("--no-live",), marks=pytest.mark.slow),
+    ],
+)
+def test_kills_in_both_trainings_do_not_change_the_weights(
+    job: Job, undisturbed: list[str], workers: int, flags: tuple[str, ...]
+) -> None:
+    """The first training has 4 steps: step 6 is in the second one."""
+    plan = FaultPlan.fail_at(workers - 1, 2) + FaultPlan.fail_at(0, 6, round=2)
+    command = [SCRIPT, str(job.work)]
+    options = ("--standalone", "--nproc", str(workers), *flags)
+    agent = job.launch(*options, command=command, env=plan.environment())
+    assert agent.wait(100) == 0, agent.output
+    assert agent.output.count("planned fault") == 2
+    assert len(undisturbed) == 1
+    assert weights_in(agent.output) == undisturbed
+
+
+def test_the_restored_end_of_a_training_is_enough(undisturbed: list[str], tmp_path: Path) -> None:
+    assert weights_in(run_script(SCRIPT, str(tmp_path))) == undisturbed
+    for saved in (tmp_path / "second").glob("step-*"):
+        saved.rename(tmp_path / saved.name)
+    assert weights_in(run_script(SCRIPT, str(tmp_path))) == undisturbed
