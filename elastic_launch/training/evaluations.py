@@ -222,6 +222,7 @@ def evaluated(
         together: whether all ranks call ``measure`` equally often, since a sharded model needs all of them; the results
             of further calls are not used.
     """
+    loader._check_lengths()
     check_same(world, {**loader._identity, "metrics": list(metrics)})
     steps, world_size, rank = loader.steps_per_epoch, world.world_size, world.rank
     # All global batches but the last have as many micro-batches as the first.

@@ -155,6 +155,7 @@ class Loop:
                 self._engine.be_exact()
             # Again, since the script may have registered something since it made the loop.
             self._follow(self._engine.state.extended(self._parts))
+            self._loader._check_lengths()
             yield from self._steps()
 
     def _steps(self) -> Iterator[Step]:
@@ -457,6 +458,7 @@ class Loop:
         gradients = self._gradients
         assert gradients is not None
         if loader._position(number).step_in_epoch == 0:
+            loader._check_lengths()
             self._close_batches()
         if self._is_midway:
             self._engine.note_exchanges()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -43,14 +43,21 @@ class Batches(Dataset[Any]):
     If the dataset has ``__getitems__``, it is called once for all samples of a micro-batch, as by torch's DataLoader.
     """
 
-    def __init__(self, dataset: Dataset[Any], collate: Callable[[Any], Any], seed: int) -> None:
+    def __init__(self, dataset: Dataset[Any], samples: int, collate: Callable[[Any], Any], seed: int) -> None:
         self._dataset = dataset
+        self._samples = samples
         self._collate = collate
         self._seed = seed
 
     def __getitem__(self, request: Request) -> Any:
         with _seeded(derive("batch", self._seed, request.epoch, request.start)):
-            return self._collate(self._fetch(request.indices))
+            try:
+                samples = self._fetch(request.indices)
+            except Exception:
+                if isinstance(self._dataset, Sized):
+                    check_length("dataset", self._dataset, self._samples)  # the more helpful error
+                raise
+            return self._collate(samples)
 
     def _fetch(self, indices: list[int]) -> Any:
         at_once = getattr(self._dataset, "__getitems__", None)
@@ -85,6 +92,19 @@ class Drawn(Dataset[Any]):
                 "Make len(micro) samples: the last micro-batch of a step may have fewer than the others.",
             )
         return made
+
+
+def check_length(what: str, data: Sized, length: int) -> None:
+    """Check that data of a loader, its ``"dataset"`` or ``"sampler"``, still have the length that it was made with."""
+    if (found := len(data)) != length:
+        raise UsageError(
+            f"ElasticLoader: the length of its {what}, a {type(data).__name__}, has changed from {length} to {found} "
+            "since the loader was made.",
+            "The places of all samples and the length of the training derive from it, on all ranks and after every "
+            "restart. Have all samples in the dataset from the start, and choose those of each epoch by "
+            "ElasticLoader(sampler=...). Or make another loader, and give it to another loop, with "
+            'Checkpoint(another directory, start_from=this one, allow=["dataset length"]).',
+        )
 
 
 def versions(batch: Any) -> list[tuple[int, int]]:

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from elastic_launch.batch import BatchPlan, GlobalBatch
 from elastic_launch.errors import UsageError
-from elastic_launch.training.data.batches import Batches, Drawn, Feed, GetBatch, Request
+from elastic_launch.training.data.batches import Batches, Drawn, Feed, GetBatch, Request, check_length
 from elastic_launch.training.data.generators import own_generators
 from elastic_launch.training.data.samplers import SAMPLE_ORDER, InOrder, Sampler, Shuffled
 from elastic_launch.training.data.streams import ShardedStream, StreamOrder
@@ -145,6 +145,9 @@ class Loader(ABC):
                 "you draw: torch.Generator().manual_seed(torch.initial_seed()).",
             )
 
+    def _check_lengths(self) -> None:
+        """Check, where an epoch begins, that the data have the length with which the loader was made."""
+
     def _position(self, step: int) -> Position:
         """Return the position of a step, counted from 0 over all epochs."""
         epoch, within = divmod(step, self.steps_per_epoch)
@@ -253,7 +256,8 @@ class ElasticLoader(Loader):
 
     Raises:
         UsageError: if the dataset is iterable or empty, or has fewer samples than a global batch with ``drop_last``;
-            and for DataLoader's other options, naming them.
+            and for DataLoader's other options, naming them. In a training or evaluation, if the length of the dataset
+            or the sampler is another when an epoch begins.
     """
 
     def __init__(
@@ -315,7 +319,12 @@ class ElasticLoader(Loader):
         return found + own_generators(self._sampler, type(self._sampler).__name__)
 
     def _source(self) -> Dataset[Any]:
-        return Batches(self.dataset, self._collate, self.seed)
+        return Batches(self.dataset, self._samples, self._collate, self.seed)
+
+    def _check_lengths(self) -> None:
+        assert isinstance(self.dataset, Sized)
+        check_length("dataset", self.dataset, self._samples)
+        check_length("sampler", self._sampler, self.length)
 
     def _of_data(self) -> dict[str, int]:
         identity = {"dataset length": self._samples}
