@@ -39,6 +39,9 @@ class Checkpoint:
         weights_only: take only the weights, and begin at step 0 with the rest anew.
         allow: differences from that training that are wanted, such as ``["global batch", "dataset length"]``; any
             other is an error. A part of the state that is named, such as ``"scheduler"``, begins anew.
+        override: options of optimizers and schedulers, such as ``["lr", "T_max"]``, or names of parts of the state with
+            all of theirs, such as ``["scheduler"]``: if the script gives other values than before, a run that resumes
+            from a checkpoint uses the script's. Those of other options are the checkpoint's, and a warning names them.
 
     Raises:
         UsageError: if ``every`` is not a valid interval, ``keep`` or ``split`` is less than 1, or no installed driver
@@ -58,6 +61,7 @@ class Checkpoint:
         start_from: str | os.PathLike[str] | None = None,
         weights_only: bool = False,
         allow: Sequence[str] = (),
+        override: Sequence[str] = (),
     ) -> None:
         if not os.fspath(directory):
             raise UsageError("Checkpoint('') names no directory.", "Name one; '.' is the working directory.")
@@ -74,11 +78,14 @@ class Checkpoint:
             raise UsageError(f"Checkpoint(keep_every={keep_every!r}): it is a number of steps, 1 or more.")
         if keep_best is not None:
             check_kind("Checkpoint(keep_best=...)", keep_best, Best, 'Give el.Best("loss").')
+        if isinstance(override, str):
+            raise UsageError(f"Checkpoint(override={override!r}) is a string.", f"Give a list: [{override!r}].")
         self.keep = keep
         self.keep_every = keep_every or 0
         self.keep_best = keep_best
         self.skip_frozen = skip_frozen
         self.split = split
+        self.override = tuple(override)
         self.every = Interval.parse(every)
         self.start_from = StartFrom.of(start_from, weights_only, allow, self.directory)
         # Each node may have a directory of its own; a URL is one for all.
@@ -90,6 +97,8 @@ class Checkpoint:
             arguments += f", keep_every={keep_every}, keep_best={keep_best}"
         if self.start_from is not None:
             arguments += f", start_from={start_from}, weights_only={weights_only}, allow={list(allow)}"
+        if override:
+            arguments += f", override={list(override)}"
         self.arguments = arguments
         """The arguments that must be the same on all ranks, as text."""
 

@@ -167,6 +167,11 @@ class CheckpointManager:
         self._take(self.directory, world)
         return self._resumed(newest[1], state, meta, origin)
 
+    @property
+    def opened_before(self) -> bool:
+        """Whether earlier processes of this run have opened the checkpoints; on ranks that do not write, False."""
+        return self._owner == owned_by(run_id())
+
     def standing(self, step: int, *, now: bool) -> tuple[int, float]:
         """Return the step of the last save and its age in seconds; ``(step, 0.0)`` if this step is being saved."""
         return (step, 0.0) if now else (self._last_step, time.monotonic() - self._last_time)

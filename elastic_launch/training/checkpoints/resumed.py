@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from elastic_launch.errors import UsageError
+from elastic_launch.training.checkpoints.options import Options
 from elastic_launch.training.checkpoints.step_start import Start
 
 _log = logging.getLogger(__name__)
@@ -38,6 +39,8 @@ class Resumed:
     trained: dict[str, bool] = field(default_factory=dict)  # in that process, whether each parameter needs a gradient
     everywhere: bool = False  # all ranks were suspended with it
     starts: Sequence[Start] = ()  # what was small at the start of that step, and of each of its passes so far
+    stored: bool = False  # it was read from durable storage, and no process has one
+    given: dict[str, Options] = field(default_factory=dict)  # those in effect when it was saved, by part
 
     @property
     def uncompared(self) -> int:
@@ -53,7 +56,7 @@ class Resumed:
         last, passes = (_outcome(meta["last"]) if "last" in meta else None), map(_outcome, meta.get("passes", ()))
         resumed = Resumed(step, state, identity, worlds, origin, dict(classes), compared, int(equal), orders, last)
         resumed = replace(resumed, passes=tuple(passes), trained=dict(meta.get("trained", {})))
-        return replace(resumed, frozen=dict(meta.get("frozen", {})))
+        return replace(resumed, frozen=dict(meta.get("frozen", {})), given=dict(meta.get("given", {})))
 
 
 def _outcome(value: Any) -> Outcome:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from elastic_launch.training.checkpoints import split
 from elastic_launch.training.checkpoints.branches import Branch, following
 from elastic_launch.training.checkpoints.manager import FINAL_TIMEOUT, CheckpointManager, run_id
 from elastic_launch.training.checkpoints.memory import MemorySnapshots, Newest, Route, newest, restore
+from elastic_launch.training.checkpoints.options import Difference, report
 from elastic_launch.training.checkpoints.resumed import Outcome, Resumed, check_identity, meta_of
 from elastic_launch.training.checkpoints.sharded import Gathering
 from elastic_launch.training.checkpoints.split import Layouts
@@ -31,6 +32,7 @@ from elastic_launch.training.checkpoints.step_start import Start
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.ranks.agreement import NOTHING, Wishes
 from elastic_launch.training.ranks.exchange import broadcast_state, numbers_of_all
+from elastic_launch.training.ranks.same_arguments import check_same
 from elastic_launch.training.ranks.spreading import Box
 from elastic_launch.training.ranks.world import World
 
@@ -159,6 +161,7 @@ class Saver:
             self._training += 1
             self.compares, self._equal = False, (0, 0)
             state.skip_frozen(checkpoint is not None and checkpoint.settings.skip_frozen)
+            state.given.begin(state.members(), () if checkpoint is None else checkpoint.settings.override)
         self._checkpoint = checkpoint
         try:
             resumed = self._newest(checkpoint, identity, state, live)
@@ -166,8 +169,9 @@ class Saver:
             self._branch, self._training = before  # those of the state which this process still has
             raise
         if resumed.state is not None:
-            # A process that goes on takes it over later, see Loop, but exchanges parameters with others now.
-            state.load(resumed, again=live is not None or bool(resumed.passes))
+            with self._options_judged(checkpoint, resumed, state) if live is None else nullcontext():
+                # A process that goes on takes it over later, see Loop, but exchanges parameters with others now.
+                state.load(resumed, again=live is not None or bool(resumed.passes))
         self._memory.rhythm.begin(resumed.step)
         self._memory.restored(self._training)
         forget_peak()
@@ -184,6 +188,10 @@ class Saver:
             above = None if kept is None else kept.position
             resumed = checkpoint.open(self._world, identity, above=above, parts=state)
             self._branch = checkpoint.branch
+            if kept is None and resumed is not None and resumed.state is not None:
+                resumed = replace(resumed, stored=True)
+                if checkpoint.settings.override:
+                    check_same(self._world, state.given.chosen(checkpoint.settings.override))
         if resumed is not None and resumed.state is not None:
             self._judge(resumed)
         if resumed is None and kept is not None:
@@ -193,6 +201,25 @@ class Saver:
             resumed = Resumed()
             self._branch = following(self._world.round, run_id(), {}, 0)
         return resumed
+
+    @contextmanager
+    def _options_judged(
+        self, checkpoint: CheckpointManager | None, resumed: Resumed, state: TrainingState
+    ) -> Iterator[None]:
+        """The context in which a training that begins loads a state; the options that the script overrides follow."""
+        given, override = state.given, () if checkpoint is None else checkpoint.settings.override
+        keeps: list[Difference] = []
+        replaces: list[Difference] = []
+        # What this run has saved itself belongs to its branch, under an agent.
+        first = self._branch.since == self._branch.round if self._world.round else self._world.restarts == 0
+        if resumed.stored and resumed.state is not None:
+            taken = {name: part for name, part in resumed.state.items() if name not in resumed.anew}
+            keeps, replaces = given.differences(taken, resumed.given, override, first=first)
+        yield
+        given.loaded(resumed.given, replaces, resumed.anew)
+        given.replace(keeps, replaces)
+        if first and self._world.rank == 0 and checkpoint is not None and not checkpoint.opened_before:
+            report(resumed.origin, keeps, replaces)
 
     def move(self, world: World, link: AgentLink) -> None:
         """Begin or continue in a round, in which nothing is agreed on yet."""
@@ -292,7 +319,7 @@ class Saver:
         meta = meta_of(dict(identity), worlds)
         meta |= {"branch": self._branch.meta(run_id()), "classes": state.classes(), "orders": state.orders()}
         meta |= {"parts": state.names, "weights": state.weights, "frozen": state.frozen()}
-        return meta | {"equal": self._equal}
+        return meta | {"equal": self._equal, "given": state.given.in_effect}
 
     def _judge(self, resumed: Resumed) -> None:
         """Warn if a checkpoint was not compared among the ranks, so that their states may have differed."""

@@ -23,6 +23,7 @@ from elastic_launch.training.checkpoints.matching import (
     other_dtype,
     reordered,
 )
+from elastic_launch.training.checkpoints.options import Given
 from elastic_launch.training.checkpoints.parts import Gathered, Group, Stateful, is_stateful
 from elastic_launch.training.checkpoints.resumed import Resumed
 from elastic_launch.training.checkpoints.sharded import (
@@ -46,6 +47,8 @@ class TrainingState:
         self.gathered: set[int] = set()
         """Addresses of the tensors that the last :meth:`capture` has gathered, which do not change."""
         self._frozen = Frozen()
+        self.given = Given()
+        """The options that the script gives to optimizers and schedulers."""
         self._on_save: list[Callable[[], None]] = []
         self._on_restore: list[Callable[[], None]] = []
         self.start: StepStart | None = None
@@ -68,7 +71,7 @@ class TrainingState:
         """Return a state with further parts and the same functions."""
         state = TrainingState()
         state._on_save, state._on_restore = self._on_save, self._on_restore
-        state._frozen = self._frozen
+        state._frozen, state.given = self._frozen, self.given
         for name, part in [*self._parts.items(), *parts.items()]:
             state.register(name, part)
         return state
@@ -211,9 +214,9 @@ class TrainingState:
                 for group in optimizer.param_groups
             ]
 
-        return {name: order(part) for name, part in self._members() if isinstance(part, torch.optim.Optimizer)}
+        return {name: order(part) for name, part in self.members() if isinstance(part, torch.optim.Optimizer)}
 
-    def _members(self) -> Iterator[tuple[str, Stateful]]:
+    def members(self) -> Iterator[tuple[str, Stateful]]:
         """Yield all parts, and the members of groups as ``part/member``."""
         for name, part in self._parts.items():
             yield name, part
@@ -228,7 +231,7 @@ class TrainingState:
 
     def classes(self) -> dict[str, str]:
         """Return the classes of those parts whose state fits no other class; members of groups as ``part/member``."""
-        return {name: kind for name, part in self._members() if (kind := class_of(part))}
+        return {name: kind for name, part in self.members() if (kind := class_of(part))}
 
     def load(self, resumed: Resumed, *, again: bool) -> None:
         """Load the parts' states from one that was received or read.

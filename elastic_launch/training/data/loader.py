@@ -12,7 +12,7 @@ import copy
 import os
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Mapping, Sized
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Sized
 from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache
@@ -147,6 +147,12 @@ class Loader(ABC):
 
     def _check_lengths(self) -> None:
         """Check, where an epoch begins, that the data have the length with which the loader was made."""
+        for what, data, length in self._sized():
+            check_length(what, data, length)
+
+    def _sized(self) -> Sequence[tuple[str, Sized, int]]:
+        """Return what the data consist of, each with its name in errors and its length when the loader was made."""
+        return ()
 
     def _position(self, step: int) -> Position:
         """Return the position of a step, counted from 0 over all epochs."""
@@ -321,10 +327,9 @@ class ElasticLoader(Loader):
     def _source(self) -> Dataset[Any]:
         return Batches(self.dataset, self._samples, self._collate, self.seed)
 
-    def _check_lengths(self) -> None:
+    def _sized(self) -> Sequence[tuple[str, Sized, int]]:
         assert isinstance(self.dataset, Sized)
-        check_length("dataset", self.dataset, self._samples)
-        check_length("sampler", self._sampler, self.length)
+        return ("dataset", self.dataset, self._samples), ("sampler", self._sampler, self.length)
 
     def _of_data(self) -> dict[str, int]:
         identity = {"dataset length": self._samples}
