@@ -262,3 +262,41 @@ def test_a_loop_of_its_own_is_told_too(tmp_path: Path, caplog: pytest.LogCapture
     assert loop(5.0, 3) == pytest.approx(0.1)
     assert "sgd group 0: lr 1 (given: 5)" in caplog.text
     assert loop(5.0, 4, override=["lr"]) == pytest.approx(0.5)
+
+
+def test_a_state_has_few_options_of_thousands_of_groups(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def many(rate: float, decay: float, count: int = 1000) -> Make:
+        def make(model: nn.Module) -> Optimizer:
+            own = [nn.Parameter(torch.ones(1)) for _ in range(count)]
+            groups = [
+                {"params": [parameter], "weight_decay": decay if x == 7 else 0.0} for x, parameter in enumerate(own)
+            ]
+            return SGD([{"params": model.parameters()}, *groups], lr=rate)
+
+        return make
+
+    Training(tmp_path, 1, many(0.1, 0.0))
+    (manifest,) = tmp_path.glob("step-*/manifest.json")
+    assert len(manifest.read_bytes()) < 200_000
+    assert Training(tmp_path, 2, many(0.1, 0.5), override=["weight_decay"]).group["weight_decay"] == 0
+    assert "optimizer group 8: weight_decay 0.5 (saved: 0)" in caplog.text
+    caplog.clear()
+    Training(tmp_path, 3, many(0.1, 0.5))
+    assert not caplog.text
+    Training(tmp_path, 4, many(0.2, 0.5))
+    assert "optimizer group 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, and 991 more: lr 0.1 (given: 0.2). To" in caplog.text
+
+
+def test_a_group_that_was_added_in_the_loop_is_no_difference(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    added = nn.Parameter(torch.ones(1))
+
+    def two(model: nn.Module) -> Optimizer:
+        return SGD([{"params": model.parameters()}, {"params": [added], "lr": 0.5}], lr=0.1)
+
+    def add(optimizer: Any, step: int) -> None:
+        if step == 1:
+            optimizer.add_param_group({"params": [added], "lr": 0.5})
+
+    Training(tmp_path, 3, sgd(0.1), move=add)
+    assert Training(tmp_path, 4, two).rates == [[0.1, 0.5]]
+    assert not caplog.text

@@ -18,6 +18,7 @@
 ``branches``           which state is the newest after restarts
 ``frozen``             frozen weights that are not saved
 ``matching``           whether a saved state fits the objects that load it
+``options``            options of optimizers and schedulers: the script's, and a saved state's
 ``schedules``          detects schedulers that are missing in a checkpoint
 ``urls``               checkpoints behind a URL
 ``node_reads``         reads a checkpoint once per node

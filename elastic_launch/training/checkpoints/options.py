@@ -31,10 +31,13 @@ _FOLLOW = {"base_lrs", "_last_lr", "last_epoch", "_step_count", "_is_initial", "
 """What a scheduler's state has besides its options: the steps that it has made, and the rates of its optimizer."""
 
 _SHOWN = 10
-"""Maximum number of differences in a message."""
+"""Maximum number of groups, and of parts and groups that differ, in a message."""
 
 _ROUNDING = 2**-24
 """Maximum relative rounding error of a float32: a rate may be given as a tensor."""
+
+
+_NOT_PLAIN = object()
 
 
 class Difference(NamedTuple):
@@ -59,8 +62,7 @@ class Given:
         self._members: dict[str, Stateful] = {}
         self._now: dict[str, Options] = {}
         self._fresh: dict[str, dict[str, Any]] = {}
-        self.in_effect: dict[str, Options] = {}
-        """Those that the training began with, or that have replaced them since, by part; a saved state has them."""
+        self._in_effect: dict[str, Options] = {}  # what the training began with, or what has replaced it since
 
     def begin(self, members: Iterable[tuple[str, Stateful]], override: Sequence[str]) -> None:
         """Note what the script gives now, before a saved state is loaded.
@@ -75,7 +77,7 @@ class Given:
         self._members = {name: part for name, part in members if _has_options(name, part)}
         states = {name: _state_of(part) for name, part in self._members.items()}
         self._now = {name: _options_in(state) for name, state in states.items()}
-        self.in_effect = dict(self._now)
+        self._in_effect = dict(self._now)
         self._fresh = deepcopy(states) if override else {}
         known = [*dict.fromkeys(_name(place) for options in self._now.values() for place in options)]
         known += [*dict.fromkeys(name for part in self._now for name in (part.partition("/")[0], part))]
@@ -84,6 +86,14 @@ class Given:
                 f"Checkpoint(override=...) names {unknown[0]!r}, which no option here is called.",
                 f"Known: {', '.join(map(repr, (name for name in known if not name.startswith('_'))))}.",
             )
+
+    @property
+    def in_effect(self) -> dict[str, Options]:
+        """The options that the training began with, or that have replaced them since, by part, for a saved state.
+
+        Of a group, those that are as in the first group are left out, but for one: some scripts have thousands.
+        """
+        return {part: dict(_without_repeats(options)) for part, options in self._in_effect.items()}
 
     def chosen(self, override: Sequence[str]) -> dict[str, object]:
         """Return what the script gives to the options that are to replace those of a state, by part and place."""
@@ -112,7 +122,7 @@ class Given:
             saved = state.get(root)
             saved = _options_in(saved.get(member) if member and isinstance(saved, Mapping) else saved)
             is_optimizer = isinstance(self._members[part], torch.optim.Optimizer)
-            then = before.get(part, saved if is_optimizer else {})
+            then = _with_repeats(before[part], now) if part in before else saved if is_optimizer else {}
             both = [place for place in now if place in then and place in saved]
             changed = [place for place in both if not _same(now[place], then[place])]
             free = (
@@ -140,9 +150,9 @@ class Given:
         """
         for part, now in self._now.items():
             if part not in anew and part.partition("/")[0] not in anew:
-                self.in_effect[part] = {**now, **before.get(part, {})}
+                self._in_effect[part] = {**now, **_with_repeats(before.get(part, {}), now)}
         for each in replaced:
-            self.in_effect[each.part] = {**self.in_effect[each.part], each.place: each.given}
+            self._in_effect[each.part] = {**self._in_effect[each.part], each.place: each.given}
 
     def replace(self, keeps: Sequence[Difference], replaces: Sequence[Difference]) -> None:
         """Let the script's values replace those of the state that was loaded; see :meth:`differences`."""
@@ -242,10 +252,13 @@ def _listed(differences: Sequence[Difference], text: Callable[[Difference], str]
     texts: dict[str, list[str]] = {}
     for (part, option), where in places.items():
         kind = " group" if all(map(str.isdigit, where)) else ""
-        texts.setdefault(f"{part}{kind} {', '.join(where)}".strip(), []).append(option)
-    listed = [f"{place}: {', '.join(options)}" for place, options in texts.items()]
-    more = f"; and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
-    return "; ".join(listed[:_SHOWN]) + more
+        texts.setdefault(f"{part}{kind} {_some(where, ', ')}".strip(), []).append(option)
+    return _some([f"{place}: {', '.join(options)}" for place, options in texts.items()], "; ")
+
+
+def _some(texts: Sequence[str], between: str) -> str:
+    more = f"{between}and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+    return between.join(texts[:_SHOWN]) + more
 
 
 def _has_options(name: str, part: object) -> bool:
@@ -280,7 +293,26 @@ def _options_in(state: Any) -> Options:
     return {place: value for place, value in plain.items() if value is not _NOT_PLAIN}
 
 
-_NOT_PLAIN = object()
+def _of_group(place: str) -> tuple[str, str]:
+    """Return number and key of an option of an optimizer's group; without a number, it is an option of its own."""
+    number, _, key = place.partition("/")
+    return (number, key) if number.isdigit() and key else ("0", place)
+
+
+def _without_repeats(options: Options) -> Iterator[tuple[str, Any]]:
+    seen: set[str] = set()
+    for place, value in options.items():
+        number, key = _of_group(place)
+        if number == "0" or number not in seen or options.get(f"0/{key}", _NOT_PLAIN) != value:
+            yield place, value
+        seen.add(number)
+
+
+def _with_repeats(options: Options, places: Iterable[str]) -> Options:
+    """Return options with those that :func:`_without_repeats` left out of the groups, as far as there are places."""
+    groups = {_of_group(place)[0] for place in options}
+    left_out = {place: f"0/{key}" for place in places for number, key in [_of_group(place)] if number in groups}
+    return {place: options[first] for place, first in left_out.items() if first in options} | options
 
 
 def _plain(value: Any) -> Any:
