@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from elastic_launch import snapshot
@@ -42,6 +43,7 @@ from elastic_launch.training.checkpoints.shared_directory import Writers, behind
 from elastic_launch.training.checkpoints.state import TrainingState
 from elastic_launch.training.checkpoints.urls import open_url
 from elastic_launch.training.link import AgentLink
+from elastic_launch.training.ranks.digest import digest
 from elastic_launch.training.ranks.exchange import broadcast_state, numbers_of_all
 from elastic_launch.training.ranks.spreading import in_place, spread_state
 from elastic_launch.training.ranks.world import World
@@ -638,6 +640,12 @@ def _bytes_to_copy(value: Any, own: frozenset[int]) -> int:
 def weights_sha256(model: nn.Module) -> str:
     """Return the SHA-256 of all tensors in a model's ``state_dict``, over their names, dtypes, shapes and bytes.
 
-    Call it on all ranks if the model is sharded.
+    Call it on all ranks if the model is sharded. What ``get_extra_state`` of a module returns counts, too.
+
+    Raises:
+        UnsupportedStateError: if a module's extra state is an object that cannot be pickled.
     """
-    return snapshot.state_sha256(Gathering(keep=True).state(model))
+    state = Gathering(keep=True).state(model)
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    others = {name: torch.tensor([*digest(value).encode()]) for name, value in state.items() if name not in tensors}
+    return snapshot.state_sha256({**tensors, **others})
