@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import is_dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
@@ -59,8 +62,8 @@ class CarriedStates:
     def _called(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling() or not module.training:
             return
-        for tensor in _tensors((args, kwargs)):
-            _, when = self._returned.get((path, _storage(tensor).cdata), (None, self._micro_batch))
+        for _, storage in _stored((args, kwargs)):
+            _, when = self._returned.get((path, storage.cdata), (None, self._micro_batch))
             if when != self._micro_batch:
                 called = f"the module {path!r}" if path else "the model"
                 raise UsageError(
@@ -74,26 +77,32 @@ class CarriedStates:
     def _has_returned(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or not module.training:
             return
-        given = {_storage(tensor).cdata for tensor in _tensors((args, kwargs))}
-        for tensor in _tensors(output):
-            storage = _storage(tensor)
+        given = {storage.cdata for _, storage in _stored((args, kwargs))}
+        for tensor, storage in _stored(output):
             if tensor.requires_grad and storage.cdata not in given:
                 # The weak reference keeps the number from being used for another storage.
                 self._returned[path, storage.cdata] = storage, self._micro_batch
 
 
-def _storage(tensor: Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+def _stored(value: Any) -> Iterator[tuple[Tensor, StorageWeakRef]]:
+    """Yield the dense tensors in tuples, lists and dicts, each with its memory; those of ``torch.func`` unwrapped."""
+    for tensor in tensors_in(value):
+        inner = get_unwrapped(tensor) if is_functorch_wrapped_tensor(tensor) else tensor
+        if inner.layout is torch.strided:
+            # A subclass may have no memory of its own.
+            with suppress(NotImplementedError, RuntimeError):
+                yield inner, StorageWeakRef(inner.untyped_storage())  # type: ignore[no-untyped-call]
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the dense tensors in tuples, lists and dicts."""
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in tuples, lists, dicts and dataclasses."""
     if isinstance(value, Tensor):
-        if value.layout is torch.strided:
-            yield value
+        yield value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _tensors(item)
+            yield from tensors_in(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from tensors_in(vars(value))
