@@ -8,9 +8,10 @@ buffer without a rule may not change in a step with several micro-batches.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from elastic_launch.errors import UsageError
+from elastic_launch.training.wrapped import is_sharded
 
 RULES = ("mean", "sum", "last", "min", "max", "ignore", "error")
 
@@ -33,7 +35,7 @@ _QUANTIZER = {"scale": "last", "zero_point": "last", "fake_quant_enabled": "last
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A buffer of a model."""
+    """A buffer of a model, or a frozen parameter that has a rule as buffers have."""
 
     name: str
     tensor: Tensor
@@ -58,34 +60,59 @@ def checked_rules(rules: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def buffers_of(model: nn.Module, rules: Mapping[str, str]) -> list[Buffer]:
-    """Return a model's buffers with their rules.
+    """Return a model's buffers with their rules, and those of its frozen parameters that a pattern names.
 
     Args:
-        rules: rules by pattern of the buffer's name; the first match counts.
+        rules: rules by pattern of the name; the first match counts.
     """
     homes: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    patterns = [pattern for pattern in rules if pattern != DEFAULT]
     for path, module in model.named_modules():
+        within = f"{path}." if path else ""
         for name, tensor in module._buffers.items():
             if tensor is not None:
-                homes.setdefault(id(tensor), []).append((f"{path}.{name}" if path else name, module, name))
+                homes.setdefault(id(tensor), []).append((within + name, module, name))
+        for name, parameter in module._parameters.items() if patterns else ():
+            if parameter is not None and not parameter.requires_grad and _matched(within + name, patterns):
+                homes.setdefault(id(parameter), []).append((within + name, module, name))
     names = {found[0][0] for found in homes.values()}
-    for pattern in rules:
-        if pattern != DEFAULT and not any(fnmatchcase(name, pattern) for name in names):
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            trained = next((name for name, _ in model.named_parameters() if fnmatchcase(name, pattern)), None)
             raise UsageError(
-                f"buffers={{{pattern!r}: ...}}: no buffer of the model has such a name.",
-                f"Its buffers are {', '.join(sorted(names)[:10]) or 'none'}{', ...' if len(names) > 10 else ''}.",
+                f"buffers={{{pattern!r}: ...}}: no buffer of the model has such a name, and no frozen parameter.",
+                f"{trained} is trained: freeze it by requires_grad_(False), or leave its rule out."
+                if trained
+                else f"Its buffers are {', '.join(sorted(names)[:10]) or 'none'}{', ...' if len(names) > 10 else ''}.",
             )
     return [_buffer(found, rules) for found in homes.values()]
 
 
+def ruled_names(model: nn.Module, rules: Mapping[str, str]) -> set[str]:
+    """Return the names of the buffers and frozen parameters that a rule lets change within a step."""
+    return {buffer.name for buffer in buffers_of(model, rules) if buffer.rule not in (None, "error")}
+
+
+def _matched(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def tensors_of(module: nn.Module, name: str) -> dict[str, Tensor | None]:
+    """Return the dict in which a module has a buffer or parameter."""
+    own: dict[str, Any] = module._buffers if name in module._buffers else module._parameters
+    return own
+
+
 def _buffer(found: list[tuple[str, nn.Module, str]], rules: Mapping[str, str]) -> Buffer:
     full, module, name = found[0]
-    tensor = module._buffers[name]
+    tensor = tensors_of(module, name)[name]
     assert tensor is not None
     if is_lazy(tensor):
         raise UsageError(
             f"The buffer {full!r} has no shape yet.", "Call the model once, on any input, before its first step."
         )
+    if is_sharded(tensor):
+        raise UsageError(f"buffers=: {full} is sharded, and has no rule.", "Leave its module out of fully_shard.")
     saved = any(name not in owner._non_persistent_buffers_set for _, owner, name in found)
     pattern = next((p for p in rules if p != DEFAULT and fnmatchcase(full, p)), None)
     known = _of_module(module, name)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from elastic_launch.batch import BatchPlan
 from elastic_launch.errors import UsageError
-from elastic_launch.training.gradients.buffer_rules import Buffer, advice, buffers_of
+from elastic_launch.training.gradients.buffer_rules import Buffer, advice, buffers_of, tensors_of
 
 BY_VALUE = 100
 """Interval in steps at which buffers without a rule are compared by their values."""
@@ -281,14 +281,15 @@ def _take_back(buffer: Buffer) -> None:
     """If a module has replaced a buffer's tensor, put the old tensor back, with the new values."""
     tensor = buffer.tensor
     for module, name in buffer.homes:
-        current = module._buffers[name]
+        own = tensors_of(module, name)
+        current = own[name]
         if current is tensor:
             continue
         if current is None or current.shape != tensor.shape or current.dtype != tensor.dtype:
             _refuse_shape(buffer)
         with torch.no_grad():
             tensor.copy_(current)
-        module._buffers[name] = tensor
+        own[name] = tensor
 
 
 # Bits as integers: values that are zero on all ranks but one can be summed, and integers have the order of the values.

@@ -207,7 +207,7 @@ def replicated(model: nn.Module, optimizer: Any, ignored: Mapping[str, object] |
     """Return a function that returns the tensors of a model and its optimizer to compare.
 
     Args:
-        ignored: names of buffers that may differ between ranks.
+        ignored: names of buffers and frozen parameters that may differ between ranks.
     """
     left_out = set(ignored)
 
@@ -215,7 +215,8 @@ def replicated(model: nn.Module, optimizer: Any, ignored: Mapping[str, object] |
         names: dict[int, str] = {}
         for name, parameter in model.named_parameters():
             names[id(parameter)] = name
-            yield f"parameter {name!r}", parameter
+            if name not in left_out:
+                yield f"parameter {name!r}", parameter
         for name, buffer in model.named_buffers():
             if name not in left_out:
                 yield f"buffer {name!r}", buffer
