@@ -38,6 +38,7 @@ from elastic_launch.training.gradients.parameters import OwnParameters, Paramete
 from elastic_launch.training.live.rehearsal import graphs_fit_any_world, randomness_kept, unchanged
 from elastic_launch.training.positions import Positions
 from elastic_launch.training.randomness import derive, seed_all
+from elastic_launch.training.ranks import collectives
 from elastic_launch.training.ranks.agreement import NOTHING
 from elastic_launch.training.ranks.pace import Pace
 from elastic_launch.training.ranks.replicas import replicated
@@ -59,6 +60,7 @@ class LoopOptions:
     """Options of a loop over steps; see :meth:`elastic_launch.Run.steps`."""
 
     exact: bool = False
+    verify: bool = False  # in exact mode, whether some micro-batches are given twice, see `purity`
     buffers: Mapping[str, str] = field(default_factory=dict)  # rules, by pattern of the buffers' names
     parts: Mapping[str, Stateful] = field(default_factory=dict)  # of the state, besides model and optimizer
     scaler: torch.amp.GradScaler | None = None
@@ -150,7 +152,7 @@ class Loop:
             check_elementwise([*optimizer.values()] if isinstance(optimizer, Mapping) else [optimizer])
 
     def __iter__(self) -> Iterator[Step]:
-        with self._engine.trainings.looping():
+        with self._engine.trainings.looping(), collectives.watched():
             if self._options.exact:
                 self._engine.be_exact()
             # Again, since the script may have registered something since it made the loop.
@@ -481,6 +483,7 @@ class Loop:
             positions=self._positions,
             pass_updated=self._pass_updated,
             spare=lambda: loader._spare(number),
+            verify=self._options.verify,
             done=self._received.passes if self._received is not None else (),
         )
 

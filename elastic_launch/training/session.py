@@ -193,6 +193,7 @@ class Run:
         until: int | str,
         checkpoint: Checkpoint | None = None,
         exact: bool = False,
+        verify: bool = False,
         buffers: Mapping[str, str] | None = None,
         scheduler: Stateful | Mapping[str, Stateful] | None = None,
         scaler: torch.amp.GradScaler | None = None,
@@ -212,6 +213,8 @@ class Run:
                 save its state, call :meth:`request_stop`; a ``break`` leaves the current step unsaved.
             checkpoint: where to save to and resume from.
             exact: whether the weights must be bitwise equal at every world size.
+            verify: with ``exact=True``, whether some steps give a micro-batch once more, while ``step.checking`` is
+                True, to find what its result depends on besides the micro-batch; see docs/training.md.
             buffers: rules for buffers that micro-batches change, by pattern of their names, such as
                 ``{"*.queue": "last"}``: ``mean``, ``sum``, ``last``, ``min``, ``max``, ``ignore`` or ``error``; see
                 docs/training.md.
@@ -244,8 +247,11 @@ class Run:
             check_kind("run.steps(evaluator=...)", evaluator, Evaluator, "Give an el.Evaluator of its data.")
             evaluations = evaluator._begin(self._engine, loader.steps_per_epoch, checkpoint, exact=exact)
             parts["evaluations"] = evaluations
+        if verify and not exact:
+            raise UsageError("run.steps(verify=True) checks what only exact=True promises.", "Give both, or neither.")
         options = LoopOptions(
             exact=exact,
+            verify=verify,
             buffers=checked_rules(buffers),
             parts={name: part for name, part in parts.items() if part is not None},
             scaler=scaler,

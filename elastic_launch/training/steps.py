@@ -14,7 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,13 +28,21 @@ from elastic_launch.training.data.batches import versions
 from elastic_launch.training.data.loader import Position
 from elastic_launch.training.engine import Engine
 from elastic_launch.training.gradients.accumulation import ExactGradients, Gradients
+from elastic_launch.training.gradients.bits import Bits
 from elastic_launch.training.gradients.means import Means, MeanTable
+from elastic_launch.training.live.rehearsal import unchanged
 from elastic_launch.training.positions import Positions
+from elastic_launch.training.purity import Outputs, StepWatch, differs, due
 from elastic_launch.training.randomness import derive, drop_second_normal, kept, left_seeded, seed_all
+from elastic_launch.training.ranks import collectives
 from elastic_launch.training.ranks.agreement import Agreement
+from elastic_launch.training.ranks.checksum import checksums
+from elastic_launch.training.ranks.collectives import MicroBatch
 from elastic_launch.training.together import Optimizers
 
 _log = logging.getLogger(__name__)
+
+_PLAIN = nullcontext()
 
 
 class NonFiniteLossError(ElasticLaunchError):
@@ -79,6 +87,7 @@ class Step:
             :meth:`update`.
         updated: whether an optimizer has stepped and no pass has begun since.
         skipped: whether the scaler skipped the optimizer step because gradients overflowed.
+        checking: whether the current micro-batch is given once more, with ``verify=True``; nothing of it counts.
         clipped_norm: 2-norm of the gradients before clipping, as a tensor with one element; None: they were not clipped
             by this rank.
     """
@@ -104,6 +113,7 @@ class Step:
         pass_updated: Callable[[int], None] = lambda passes: None,
         done: Sequence[Outcome] = (),
         spare: Callable[[], Any] = lambda: None,
+        verify: bool = False,
     ) -> None:
         """Make the step; a loop over steps does this.
 
@@ -120,6 +130,7 @@ class Step:
             pass_updated: called with the number of updated passes after the update of each, if there are several
                 optimizers, or if other ranks have done it.
             done: loss and metrics of each pass that other ranks have done before this process joined them.
+            verify: whether checked steps give a micro-batch twice.
             spare: returns a micro-batch for the passes of a sharded model that count nothing, if this rank has none.
         """
         self.position = position
@@ -129,6 +140,7 @@ class Step:
         self.updated = False
         self.skipped = False
         self.clipped_norm: Tensor | None = None
+        self.checking = False
         # For the loop and the trainer:
         self._too_large = False  # the step is repeated because a micro-batch did not fit into some rank's memory
         self._all_know = False  # all ranks know that; else it is repeated with micro-batches of the same size
@@ -164,6 +176,9 @@ class Step:
         self._pending = False  # a pass has begun and is not updated by
         self._done = list(done)
         self._spare = spare
+        self._verify = verify
+        self._bits: Bits | None = None  # of the micro-batch that is given once more
+        self._exchanging_alone = MicroBatch(collectives.refuse if gradients.exact else collectives.warn)
         self._latest: Any = None
         self._empty = False  # whether the current pass counts nothing, and its backward() is to come
         self._moved = bool(done)  # a pass has begun in another round than one before it
@@ -254,6 +269,7 @@ class Step:
         return True
 
     def _samples_of_pass(self) -> Generator[Any, None, None]:
+        watch = self._new_watch()
         for number, micro in enumerate(self.plan.micro_batches):
             if self._engine is not None and self._engine.is_over:
                 raise RoundOverError("the round is over")
@@ -269,7 +285,8 @@ class Step:
             with self._gradients.micro_batch(number):
                 seed_all(derive("micro-batch", self._seed, self.position.step, micro.index, *self._again), devices=True)
                 self._current = number
-                yield sample
+                with self._exchanging_alone, watch.first(sample) if watch is not None and number == 0 else _PLAIN:
+                    yield sample
                 if self._broken is not None:
                     raise self._broken
                 if len(self._losses) != number + 1:
@@ -278,6 +295,8 @@ class Step:
                         "Call it once for each micro-batch.",
                     )
             self._latest = sample
+        if watch is not None:
+            yield from self._checked_by(watch)
         for number in range(self.plan.grad_accum, self._gradients.passes(self.plan)):
             if self.plan.grad_accum == 0:
                 self._latest = self._spare()
@@ -290,6 +309,53 @@ class Step:
                         f"step {self.number}: a micro-batch ended without step.backward(loss).",
                         "Call it once for each micro-batch.",
                     )
+
+    def _new_watch(self) -> StepWatch | None:
+        """Return what checks the micro-batches of this pass; None in most steps."""
+        if not isinstance(self._gradients, ExactGradients) or not self.plan.grad_accum:
+            return None
+        if not due(self._seed, self.position.step):
+            return None
+        return StepWatch(self._gradients, f"step {self.number}", repeats=self._verify)
+
+    def _checked_by(self, watch: StepWatch) -> Generator[Any, None, None]:
+        """Check what the micro-batches have left; if the script expects that, give it the first one once more."""
+        watch.check()
+        if not watch.repeats:
+            return
+        gradients = self._gradients
+        assert isinstance(gradients, ExactGradients)
+        watch.bits.loss = checksums([self._losses[0][0]])
+        self.checking = True
+        try:
+            with unchanged(self.model):
+                again = yield from self._given_again(watch, gradients)
+            gradients.restore_buffers()
+            if (which := watch.bits.differing(again)) is None:
+                return
+            one, two = Outputs(self.model), Outputs(self.model)
+            for outputs in (one, two):
+                with outputs.recorded():
+                    yield from self._given_again(watch, gradients)
+        finally:
+            self.checking, self._bits = False, None
+        what = "loss" if which < 0 else f"gradient of {gradients.parameters.reduced_names[which]}"
+        raise differs(f"step {self.number}", what, one.culprit(two))
+
+    def _given_again(self, watch: StepWatch, gradients: ExactGradients) -> Generator[Any, None, Bits]:
+        index = self.plan.micro_batches[0].index
+        bits = self._bits = Bits()
+        with gradients.recording(bits, repeated=True):
+            seed_all(derive("micro-batch", self._seed, self.position.step, index, *self._again), devices=True)
+            with self._exchanging_alone:
+                yield watch.sample()
+        if bits.loss is None:
+            raise self._misuse(
+                f"step {self.number}: a micro-batch that is computed again (step.checking) ended without "
+                "step.backward(loss).",
+                "Compute its loss as that of any other, and leave out only what counts or logs.",
+            )
+        return bits
 
     def _begin_pass(self) -> None:
         if self._pending:
@@ -362,6 +428,10 @@ class Step:
             self._empty = False
             loss.backward()  # type: ignore[no-untyped-call]
             return
+        if self._bits is not None:
+            self._bits.loss = checksums([loss.detach()])
+            self._gradients.differentiate(self._weighted(loss, weight, 0))
+            return
         if self._current is None or len(self._losses) != self._current:
             raise UsageError("step.backward() belongs once into each pass of `for sample in step`.")
         if self._told:
@@ -379,12 +449,8 @@ class Step:
             )
         self._in_training_mode = self.model.training
         values = self._checked(metrics or {})
-        # A weight is scaled to about the size of a sample's; update() divides by what they sum up to.
-        share = self.plan.weights[self._current] if weight is None else weight / self._samples
-        # Each operation counts in a small step, and again in its backward pass.
-        scalar = loss if loss.dim() == 0 else loss.reshape(())
-        scaled = scalar if share == 1 else scalar * share
-        self._losses.append((scalar.detach(), weight))
+        to_do = self._weighted(loss, weight, self._current)
+        self._losses.append((loss.detach() if loss.dim() == 0 else loss.detach().reshape(()), weight))
         self._metric_values.append(values)
         last = self._current == self.plan.grad_accum - 1
         try:
@@ -392,7 +458,6 @@ class Step:
                 # Overlaps with the backward pass, which talks to other ranks anyway. Reading a GPU's loss would delay
                 # it.
                 self._table = self._posted()
-            to_do = scaled if self._scaler is None else self._scaler.scale(scaled)
             with self._gradients.backward(self._current):
                 self._gradients.differentiate(to_do)
         except BaseException as error:
@@ -407,6 +472,14 @@ class Step:
                 self._error = error  # its traceback keeps the graph in memory, which a second try may need
             raise
         self._error = None
+
+    def _weighted(self, loss: Tensor, weight: float | None, number: int) -> Tensor:
+        # A weight is scaled to about the size of a sample's; update() divides by what they sum up to.
+        share = self.plan.weights[number] if weight is None else weight / self._samples
+        # Each operation counts in a small step, and again in its backward pass.
+        scalar = loss if loss.dim() == 0 else loss.reshape(())
+        scaled = scalar if share == 1 else scalar * share
+        return scaled if self._scaler is None else self._scaler.scale(scaled)
 
     def _misuse(self, message: str, hint: str) -> Exception:
         """Return the error to raise if a step is not gone through as it must be.

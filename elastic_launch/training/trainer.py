@@ -257,6 +257,7 @@ class Trainer:
         engine = self._deepspeed
         options = LoopOptions(
             exact=self._exact,
+            verify=self._exact,
             buffers=self._buffers,
             parts={name: part for name, part in parts.items() if part is not None},
             scaler=self._precision.scaler,
@@ -316,6 +317,9 @@ class Trainer:
         try:
             with closing(iter(step)) as samples:
                 for sample in samples:
+                    if step.checking:
+                        self._work_again(step, sample)
+                        continue
                     values, weight = self._measure_sample(sample, step.model)
                     loss, *metrics = values
                     if not isinstance(loss, Tensor):
@@ -328,6 +332,16 @@ class Trainer:
             # The traceback holds the tensors of the pass that failed.
             error.__traceback__ = None
             step._give_up()
+
+    def _work_again(self, step: Step, sample: Any) -> None:
+        """Compute a micro-batch's loss and gradients once more; metrics may count their calls."""
+        sample = _on_device(sample, self.run.device)
+        weight = None if self._weight_fn is None else float(self._weight_fn(sample))
+        with unchanged(*self._functions()):
+            step.backward(self._measure_loss(sample, step.model)[-1], weight)
+
+    def _functions(self) -> list[Any]:
+        return [getattr(each, "__self__", each) for each in (self._loss_fn, self._forward)]
 
     def _measure_sample(
         self, sample: Any, model: Callable[..., Any] | None = None
@@ -351,8 +365,7 @@ class Trainer:
             return output, target, self._loss_fn(output, target)
 
     def _rehearse(self, step: Step) -> None:
-        functions = [getattr(each, "__self__", each) for each in (self._loss_fn, self._forward)]
-        with unchanged(*functions):
+        with unchanged(*self._functions()):
             for sample in step:
                 step.backward(self._measure_loss(_on_device(sample, self.run.device), step.model)[-1])
 

@@ -2,6 +2,7 @@
 
 ``parameters``    the parameters of a training
 ``accumulation``  one step's gradients, in default and in exact mode
+``bits``          checksums of one micro-batch's loss and gradients
 ``carried``       exact mode: refuses states carried from one micro-batch to the next
 ``buckets``       default mode: all-reduce in buckets during the last backward pass
 ``reduction``     exact mode: addition in a fixed tree
@@ -10,5 +11,5 @@
 ``sharded``       those of models that ``fully_shard`` has sharded
 ``flat``          tensors packed into flat ones
 ``means``         means of losses and metrics over all micro-batches
-``buffers``       buffers of micro-batches; ``buffer_rules`` chooses the rule for a buffer
+``buffers``       buffers of micro-batches; ``buffer_rules`` chooses the rule for a buffer, or a frozen parameter
 """

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from elastic_launch.batch import BatchPlan
 from elastic_launch.errors import UsageError
+from elastic_launch.training.gradients.bits import Bits
 from elastic_launch.training.gradients.buckets import BucketedReduction, LocalReduction
+from elastic_launch.training.gradients.buffer_rules import ruled_names
 from elastic_launch.training.gradients.buffers import Buffers
 from elastic_launch.training.gradients.carried import CarriedStates
 from elastic_launch.training.gradients.flat import Values
@@ -92,6 +94,8 @@ class Gradients:
             if hasattr(each, "_optimizer_step_pre_hooks")  # an optimizer that only wraps others lacks it
         ]
         self._taking = False
+        self._recorded: Bits | None = None
+        self._repeats = False  # whether gradients are only recorded
         self.took = False  # whether the last backward pass has computed any gradient
         self._totals: Values | None = None  # autograd adds to these in place
         self._carried = False  # whether the step's table is sent with gradients
@@ -225,6 +229,11 @@ class Gradients:
         if not self._taking or gradient is None:
             return
         self.took = True
+        if self._recorded is not None:
+            self._recorded.add(which, gradient)
+            if self._repeats:
+                parameter.grad = None
+                return
         if self._totals is not None and (total := self._totals[which]) is not None:
             if gradient is not total:
                 # One of the script's hooks has replaced it.
@@ -411,6 +420,34 @@ class ExactGradients(Gradients):
     def begin(self, plan: BatchPlan) -> None:
         super().begin(plan)
         self._states.begin_step()
+
+    @contextmanager
+    def recording(self, bits: Bits, *, repeated: bool = False) -> Iterator[None]:
+        """Within this context, checksums of a micro-batch's gradients are recorded.
+
+        Args:
+            repeated: whether it is computed once more, after all others, and nothing else remains of it. Afterwards
+                call :meth:`restore_buffers`.
+        """
+        self._recorded, self._repeats = bits, repeated
+        if repeated:
+            self._states.begin_micro_batch()
+            self._taking = True
+        try:
+            yield
+        finally:
+            self._recorded, self._repeats = None, False
+            if repeated:
+                self._taking = False
+
+    def restore_buffers(self) -> None:
+        """Set buffers, and frozen parameters with a rule, to their values at the step's start."""
+        self._buffers.restore()
+
+    @property
+    def ruled(self) -> set[str]:
+        """Names of the buffers and frozen parameters that have a rule by which micro-batches may change them."""
+        return ruled_names(self.model, self._rules or {})
 
     def close(self) -> None:
         super().close()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from elastic_launch.training.randomness import kept
 
@@ -69,7 +70,9 @@ def _parts(container: Any) -> list[tuple[int, int]]:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_inference() and not tensor.is_quantized
+    # One that has escaped from a function of torch.func cannot be read.
+    usual = tensor.layout is torch.strided and not is_functorch_wrapped_tensor(tensor)
+    return usual and not tensor.is_inference() and not tensor.is_quantized
 
 
 @contextmanager

@@ -1,0 +1,403 @@
+"""Exact mode: finds micro-batches whose result depends on those before them, which are others with other ranks.
+
+Some steps are checked, the same on all ranks. Extra states (``get_extra_state``) must not change within a step. If
+attributes of modules have changed, the first micro-batch's calls of the model are repeated: their outputs must have
+the same bits. Where the script can be given a micro-batch twice, the whole of it is computed again instead, with its
+loss and gradients. Nothing of a repetition remains.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+
+from elastic_launch import snapshot
+from elastic_launch.errors import UsageError
+from elastic_launch.training.gradients.accumulation import ExactGradients
+from elastic_launch.training.gradients.bits import Bits
+from elastic_launch.training.gradients.carried import tensors_in
+from elastic_launch.training.live.rehearsal import randomness_kept, unchanged
+from elastic_launch.training.randomness import derive
+from elastic_launch.training.ranks.checksum import checksums
+from elastic_launch.training.ranks.collectives import exchanges, refuse
+from elastic_launch.training.ranks.digest import digest
+from elastic_launch.training.wrapped import is_sharded
+
+_log = logging.getLogger(__name__)
+
+FIRST = 3
+"""Number of steps at a training's beginning that are checked: a moving average may be degenerate in the first one."""
+
+EVERY = 64
+"""One in so many later steps is checked."""
+
+_LARGE = 2**20
+"""Elements from which a tensor that is an attribute is known by its place and version alone."""
+
+_LONG = 1000
+"""Items from which a list or dict that is an attribute is known by its length alone."""
+
+_OF_TORCH = {*vars(nn.Module()), "_compiled_call_impl"}
+"""Attributes that every module has."""
+
+
+def due(seed: int, step: int) -> bool:
+    """Whether the micro-batches of a step, which counts from 0, are checked."""
+    return step < FIRST or derive("checked", seed, step) % EVERY == 0
+
+
+class StepWatch:
+    """Compares what a step's micro-batches leave; made before the first one.
+
+    Args:
+        gradients: those of the step, which have the model.
+        where: names the step in errors.
+        repeats: whether a micro-batch is given to the script twice; if not, calls of the model may be repeated.
+    """
+
+    def __init__(self, gradients: ExactGradients, where: str, *, repeats: bool) -> None:
+        self._gradients, self._model, self._where = gradients, gradients.model, where
+        sharded = bool(gradients.parameters.sharded)  # then passes exchange data
+        self._exchanges = None if sharded or not dist.is_initialized() else exchanges()
+        self._places = self._places_now()
+        self._extra = _extra_states(self._model)
+        self._repeats, self._replays = repeats and not sharded, not repeats and not sharded
+        self._attributes = _attributes(self._model) if self._replays else {}
+        self._calls = _Calls(self._model) if self._replays and not _is_compiled(self._model) else None
+        self._sample: Any = None
+        self.bits = Bits()  # of the first micro-batch
+
+    @contextmanager
+    def first(self, sample: Any) -> Iterator[None]:
+        """The context of the first micro-batch."""
+        if self._repeats:
+            try:
+                self._sample = copy.deepcopy(sample)  # the script may change it in place
+            except Exception as error:  # noqa: BLE001 - of the script's classes
+                self._repeats = False
+                _log.info("a micro-batch that cannot be copied is not computed again: %s", error)
+        with ExitStack() as stack:
+            if self._repeats:
+                stack.enter_context(self._gradients.recording(self.bits))
+            if self._calls is not None:
+                stack.enter_context(self._calls.recorded())
+            yield
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the first micro-batch is to be computed again."""
+        return self._repeats and self._untouched
+
+    def sample(self) -> Any:
+        """Return the first micro-batch as it was."""
+        return copy.deepcopy(self._sample)
+
+    @property
+    def _untouched(self) -> bool:
+        """Whether no parameter has changed: such a change is refused by its name elsewhere."""
+        return self._places == self._places_now()
+
+    def _places_now(self) -> list[tuple[str, int, int]]:
+        parameters, ruled = self._gradients.parameters, self._gradients.ruled
+        named = zip(parameters.names, parameters.all, strict=True)
+        return [(name, p.data_ptr(), p._version) for name, p in named if name not in ruled and not is_sharded(p)]
+
+    def check(self) -> None:
+        """Check the model after the last micro-batch.
+
+        Raises:
+            UsageError: naming what has changed, or the module with another output than before.
+        """
+        if self._exchanges is not None and exchanges() != self._exchanges:
+            refuse("a collective")
+        for path, before in self._extra.items():
+            if _extra_state(self._model.get_submodule(path)) != before:
+                raise _refusal(
+                    f"{self._where}: the micro-batches changed the extra state (get_extra_state) of {_named(path)}",
+                    "it is saved, and",
+                )
+        after = _attributes(self._model) if self._replays else {}
+        changed = [key for key, mark in after.items() if self._attributes.get(key, mark) != mark]
+        if not changed or not self._untouched:
+            return
+        names = ", ".join(f"{name} of {_named(path)}" for path, name in changed[:5])
+        same = None if self._calls is None else self._calls.same_again()
+        self._gradients.restore_buffers()
+        if same is None:
+            self._warn(names)
+        elif not same:
+            found = self._calls.culprit() if self._calls is not None else ""
+            raise _refusal(
+                f"{self._where}: {found or 'the model'} gave another output when it was called once more with the "
+                f"first micro-batch, and the micro-batches changed {names}",
+                "its output",
+            )
+
+    def _warn(self, names: str) -> None:
+        global _warned
+        if self._gradients.rank == 0 and not _warned:
+            _warned = True
+            _log.warning(
+                "exact=True: the micro-batches of %s changed %s. If a result depends on it, the weights depend on the "
+                "number of ranks: run.steps(verify=True) finds out",
+                self._where,
+                names,
+            )
+
+
+_warned = False
+
+
+class Outputs:
+    """Records checksums of what each module of a model is given and returns."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.calls: list[tuple[str, Any, Any]] = []  # path, of what it was given, of what it returned
+        self.attributes: dict[tuple[str, str], Any] = {}  # before
+        self._model = model
+        self._given: list[Any] = []
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        self.attributes = _attributes(self._model)
+        with ExitStack() as hooks:
+            for path, module in self._model.named_modules():
+                before = module.register_forward_pre_hook(self._called, with_kwargs=True, prepend=True)
+                after = module.register_forward_hook(partial(self._returned, path), with_kwargs=True)
+                hooks.callback(before.remove)
+                hooks.callback(after.remove)
+            yield
+
+    def _called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._given.append(_sums((args, kwargs)))
+
+    def _returned(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling() and self._given:
+            self.calls.append((path, self._given.pop(), _sums(output)))
+
+    def culprit(self, other: Outputs) -> str:
+        """Name the first module that has returned something else than in another recording; "" if there is none."""
+        for (path, given, returned), (their_path, their_given, theirs) in zip(self.calls, other.calls, strict=False):
+            if path != their_path or given != their_given:
+                return ""
+            if returned != theirs:
+                marks = self.attributes, other.attributes
+                changed = [x for p, x in marks[1] if p == path and marks[0].get((p, x)) != marks[1][p, x]]
+                return _named(path) + (f", whose {', '.join(changed)} has changed," if changed else "")
+        return ""
+
+
+def differs(where: str, what: str, found: str) -> UsageError:
+    """Return the error for a micro-batch that came out differently when it was computed again.
+
+    Args:
+        what: what was different.
+        found: the module, by :meth:`Outputs.culprit`.
+    """
+    because = (
+        f"The first difference is in the output of {found} for equal inputs"
+        if found
+        else "No module of the model gives another output for equal inputs: it is the data, or the loop's own code"
+    )
+    return _refusal(f"{where}: a micro-batch gave another {what} when it was computed again. {because}", "the result")
+
+
+def _refusal(what: str, then: str) -> UsageError:
+    return UsageError(
+        f"exact=True: {what}. The ranks compute the micro-batches at the same time: {then} depends on their number.",
+        "Change such values after step.update(), or keep them in a buffer with a rule (buffers=): see "
+        "docs/training.md, Pure micro-batches.",
+    )
+
+
+def _named(path: str) -> str:
+    return f"the module {path!r}" if path else "the model"
+
+
+def _extra_states(model: nn.Module) -> dict[str, str]:
+    own = nn.Module.get_extra_state
+    found = ((path, module) for path, module in model.named_modules() if type(module).get_extra_state is not own)
+    return {path: state for path, module in found if (state := _extra_state(module))}
+
+
+def _extra_state(module: nn.Module) -> str:
+    try:
+        return digest(module.get_extra_state())
+    except snapshot.UnsupportedStateError:
+        return ""  # refused where it is saved
+
+
+def _attributes(model: nn.Module) -> dict[tuple[str, str], Any]:
+    """Return what tells whether the attributes of a model's modules have changed, by path and name."""
+    return {
+        (path, name): _mark(value)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if name not in _OF_TORCH
+    }
+
+
+def _mark(value: Any, depth: int = 0) -> Any:
+    if isinstance(value, bool | int | float | complex | str | bytes | None):
+        return type(value), repr(value)
+    if isinstance(value, Tensor):
+        if value.numel() < _LARGE and (sums := _sums(value)) is not None:
+            return value.shape, sums
+        return id(value), 0 if value.is_inference() else value._version
+    if isinstance(value, list | tuple | deque | Mapping | set) and depth < 3:
+        if len(value) > _LONG:
+            return len(value)
+        items = value.items() if isinstance(value, Mapping) else value
+        return [_mark(item, depth + 1) for item in items]
+    return type(value)
+
+
+def _sums(value: Any) -> list[int] | None:
+    """Return checksums of the tensors in a value; None if one cannot be read."""
+    found = [*tensors_in(value)]
+    if any(is_functorch_wrapped_tensor(each) for each in found):
+        return None
+    with suppress(NotImplementedError, RuntimeError):
+        return [*map(int, checksums(found))]
+    return None
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    return any(
+        getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+        for module in model.modules()
+    )
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of a module by the script."""
+
+    module: nn.Module
+    args: Any
+    kwargs: Any
+    versions: list[int]
+    places: list[int]  # of its parameters and buffers
+    state: dict[str, Any]  # of random generators, and of what torch does with all operations
+    returned: list[Any] = field(default_factory=list)
+
+    def again(self) -> Any:
+        with ExitStack() as stack:
+            torch.set_rng_state(self.state["torch"])
+            random.setstate(self.state["random"])
+            if self.state["numpy"] is not None:
+                sys.modules["numpy"].random.set_state(self.state["numpy"])
+            if self.state["cuda"] is not None:
+                torch.cuda.set_rng_state_all(self.state["cuda"])
+            stack.enter_context(torch.set_grad_enabled(self.state["grad"]))
+            for kind, dtype in self.state["autocast"].items():
+                stack.enter_context(torch.autocast(kind, dtype))
+            return self.module(*self.args, **self.kwargs)
+
+
+class _Calls:
+    """The first call of each of a model's modules that the script calls itself, in one micro-batch."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._first: dict[int, _Call] = {}
+        self._depth = 0
+        # What the script does in hooks may not be done twice.
+        self._hooked = any(map(_has_hooks, model.modules()))
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        with ExitStack() as hooks:
+            for module in self._model.modules() if not self._hooked else ():
+                before = module.register_forward_pre_hook(self._called, with_kwargs=True, prepend=True)
+                after = module.register_forward_hook(self._returned, with_kwargs=True, always_call=True)
+                hooks.callback(before.remove)
+                hooks.callback(after.remove)
+            yield
+        self._depth = 0
+
+    def _called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._depth += 1
+        if self._depth == 1 and id(module) not in self._first:
+            given = [*tensors_in((args, kwargs))]
+            if not any(map(is_functorch_wrapped_tensor, given)):
+                self._first[id(module)] = _Call(
+                    module, args, kwargs, _versions(given), _places(module), _surroundings()
+                )
+
+    def _returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._depth -= 1
+        call = self._first.get(id(module))
+        if self._depth == 0 and call is not None and not call.returned:
+            call.returned.append(_sums(output))
+
+    def same_again(self) -> bool | None:
+        """Whether repeated calls return the same; None if none can be repeated."""
+        calls = [each for each in self._first.values() if _is_repeatable(each)]
+        found = [call.returned == [_sums(output)] for call, output in self._repeated(calls)]
+        return all(found) if found else None
+
+    def culprit(self) -> str:
+        """Name the module whose output changes from call to call."""
+        calls, one, two = [*self._first.values()], Outputs(self._model), Outputs(self._model)
+        with randomness_kept():
+            for each in (one, two):
+                with each.recorded():
+                    for call in filter(_is_repeatable, calls):
+                        call.again()
+        return one.culprit(two)
+
+    def _repeated(self, calls: list[_Call]) -> Iterator[tuple[_Call, Any]]:
+        with unchanged(self._model), randomness_kept():
+            for call in calls:
+                yield call, call.again()
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks of the script, and not of torch or of this library."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    functions = (hook.func if isinstance(hook, partial) else hook for hook in hooks)
+    homes = (str(getattr(each, "__module__", None) or type(each).__module__) for each in functions)
+    return not all(home.startswith(("torch.", "elastic_launch.")) for home in homes)
+
+
+def _versions(tensors: list[Tensor]) -> list[int]:
+    return [0 if each.is_inference() else each._version for each in tensors]
+
+
+def _places(module: nn.Module) -> list[int]:
+    return [id(each) for each in (*module.parameters(), *module.buffers())]
+
+
+def _is_repeatable(call: _Call) -> bool:
+    """Whether a call's arguments are as they were, and its module has its own parameters, not those of a function."""
+    given = [*tensors_in((call.args, call.kwargs))]
+    has_sums = bool(call.returned) and call.returned[0] is not None
+    return has_sums and call.versions == _versions(given) and call.places == _places(call.module)
+
+
+def _surroundings() -> dict[str, Any]:
+    numpy, cuda = sys.modules.get("numpy"), torch.cuda.is_available()
+    kinds = ["cpu", *(["cuda"] if cuda else [])]
+    return {
+        "torch": torch.get_rng_state(),
+        "random": random.getstate(),
+        "numpy": None if numpy is None else numpy.random.get_state(),
+        "cuda": torch.cuda.get_rng_state_all() if cuda else None,
+        "grad": torch.is_grad_enabled(),
+        "autocast": {kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)},
+    }
