@@ -53,13 +53,12 @@ _watch: Callable[[str], None] | None = None  # what is called with the name of a
 @contextmanager
 def watched() -> Iterator[None]:
     """Within this context, what is called within a :class:`MicroBatch` is noticed."""
-    holders: list[tuple[Any, str]] = [
-        (dist.ProcessGroup, name) for name in _METHODS if hasattr(dist.ProcessGroup, name)
-    ]
-    holders += [(functional, name) for name in ("_resolve_group", "_resolve_group_name") if hasattr(functional, name)]
-    before = [(holder, name, getattr(holder, name)) for holder, name in holders]
-    for holder, name, function in before:
-        setattr(holder, name, _noticed(function))
+    holders: dict[Any, tuple[str, ...]] = {dist.ProcessGroup: _METHODS, functional: _FUNCTIONS}
+    # As the class has them: what getattr() returns does not bind an instance when it is put back.
+    found = ((holder, name) for holder, names in holders.items() for name in names if name in vars(holder))
+    before = [(holder, name, vars(holder)[name]) for holder, name in found]
+    for holder, name, _ in before:
+        setattr(holder, name, _noticed(getattr(holder, name)))
     try:
         yield
     finally:
