@@ -17,6 +17,7 @@
 ``snapshot_interval``  when the next snapshot is due
 ``branches``           which state is the newest after restarts
 ``frozen``             frozen weights that are not saved
+``pruned``             prunes a model as its saved state
 ``matching``           whether a saved state fits the objects that load it
 ``options``            options of optimizers and schedulers: the script's, and a saved state's
 ``schedules``          detects schedulers that are missing in a checkpoint

@@ -111,6 +111,8 @@ def module_differences(module: nn.Module, saved: Any) -> tuple[str, str]:
     hint = ""
     if {f"module.{name}" for name in own} == set(saved) or {f"module.{name}" for name in saved} == set(own):
         hint = "One of both is wrapped in DistributedDataParallel: register what it wraps, model.module."
+    elif any(".parametrizations." in f".{name}" for name in [*lacking, *surplus]):
+        hint = "If the loop makes or removes a parametrization, do that before the loop, where each process does it."
     return "; ".join(found), hint
 
 

@@ -25,6 +25,7 @@ from elastic_launch.training.checkpoints.matching import (
 )
 from elastic_launch.training.checkpoints.options import Given
 from elastic_launch.training.checkpoints.parts import Gathered, Group, Stateful, is_stateful
+from elastic_launch.training.checkpoints.pruned import prune_alike
 from elastic_launch.training.checkpoints.resumed import Resumed
 from elastic_launch.training.checkpoints.sharded import (
     Cutting,
@@ -280,6 +281,9 @@ class TrainingState:
             )
         state = {name: saved for name, saved in state.items() if name not in anew}
         _check_members(state, origin, ())
+        for name, part in self._parts.items():
+            if isinstance(part, nn.Module) and name in state:
+                prune_alike(part, state[name], origin)
         here, there = self.orders(), orders or {}
         known = {name: (there[name], here[name]) for name in here.keys() & there.keys()}
         for name in [name for name in self._parts if name not in anew]:

@@ -140,7 +140,7 @@ class Gradients:
         # The other ranks may not have changed: they learn of it from a bucket of the size that they expect.
         self._carrier = self._reduction
         self._carrier.reset()
-        if self.parameters.changed():
+        if self.parameters.changed() or self._buffers.outdated:
             known = set(map(id, self.parameters.all))
             self._changes = self.parameters.follow()
             self._new = [

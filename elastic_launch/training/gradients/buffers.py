@@ -52,11 +52,18 @@ class Buffers:
         self._alone: list[Tensor] = []
         self._mine = False
 
+    @property
+    def outdated(self) -> bool:
+        """Whether the script has removed a buffer, as by ``prune.remove``."""
+        return any(name not in tensors_of(module, name) for x in self._all for module, name in x.homes)
+
     def begin(self, plan: BatchPlan) -> None:
         """Start a step."""
         self._total = plan.total
         if not self._all:
             return
+        for buffer in self._all:
+            _take_back(buffer)  # the script may have assigned another tensor since the last step
         tensors = [x.tensor for x in self._ruled]
         if not self._starts:
             self._starts = {x.name: x.tensor.detach().clone() for x in self._ruled}
