@@ -32,7 +32,7 @@ from elastic_launch.training.durations import total_steps
 from elastic_launch.training.engine import Engine
 from elastic_launch.training.evaluations import Evaluations, evaluating
 from elastic_launch.training.gradients.accumulation import ExactGradients, Gradients
-from elastic_launch.training.gradients.buffer_rules import buffers_of
+from elastic_launch.training.gradients.buffer_rules import buffers_of, ruled_names
 from elastic_launch.training.gradients.means import cargo_size
 from elastic_launch.training.gradients.parameters import OwnParameters, Parameters
 from elastic_launch.training.live.rehearsal import graphs_fit_any_world, randomness_kept, unchanged
@@ -293,6 +293,7 @@ class Loop:
         all_agreed = self._agree(resumed.step)
         self._gradients = gradients = self._new_gradients(world, same=resumed.everywhere and all_agreed)
         self._agreed = True
+        self._positions.allowed = ruled_names(self._model, self._options.buffers)
         if gradients.parameters.apart() and world.rank == 0:
             _log.warning("the optimizer has none of the model's parameters: none of these is trained")
         ranks_own = [x.name for x in buffers_of(self._model, self._options.buffers) if x.rule == "ignore"]

@@ -41,7 +41,7 @@ class Positions:
         self._looked = -math.inf
         self._cost = 0.0
         self.allowed: Collection[str] = ()
-        """Names of parameters that a pass may change."""
+        """Names of parameters that a pass may change, and that are put back when it is given up."""
 
     def follow(self, state: TrainingState) -> None:
         """Follow this state from its next position on."""
@@ -84,7 +84,8 @@ class Positions:
 
     def spoiled(self) -> list[str]:
         """Return the names of what has changed since the position, so that its state is gone."""
-        return [] if self._start is None else self._start.spoiled()
+        found = [] if self._start is None else self._start.spoiled()
+        return [name for name in found if name not in self.allowed]
 
     def pass_begins(self) -> None:
         """The head has ended. If it has changed what is too large to be copied, this process ends with its round."""

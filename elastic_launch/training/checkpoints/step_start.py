@@ -297,12 +297,11 @@ class StepStart:
         self._filled = [each for each in self._dicts if each]
         self._members = [value for each in self._filled for value in each.values()]
         self._count, self._own = sum(map(len, self._dicts)), own
-        several = len(self._modules) > 1
         parameters: dict[int, tuple[str, Tensor]] = {}
         buffers: dict[int, tuple[str, Tensor]] = {}
         self._extra = []
         for name, path, module in modules:
-            prefix = f"{name}: " * several + f"{path}." * bool(path)
+            prefix = f"{name}: " * (name != "model") + f"{path}." * bool(path)
             for found, each in ((parameters, module._parameters), (buffers, module._buffers)):
                 for key, tensor in each.items():
                     if tensor is not None:
