@@ -111,6 +111,11 @@ def signals_to(inbox: Inbox[Any], numbers: Iterable[signal.Signals]) -> Abstract
     return handling(numbers, lambda number, frame: inbox.put(SignalCaught(number, inbox.clock.now())))
 
 
+def dropping(numbers: Iterable[signal.Signals]) -> AbstractContextManager[None]:
+    """Ignore signals while entered, by a handler: what this process executes meanwhile does not inherit that."""
+    return handling(numbers, lambda number, frame: None)
+
+
 @contextmanager
 def withheld(inbox: Inbox[Any], numbers: Iterable[signal.Signals]) -> Iterator[None]:
     """Put signals into an inbox that this process blocks, so that all processes that it starts block them, too.

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from elastic_agents.console import Consoles, announce, configure_logging
-from elastic_agents.inbox import Inbox, signals_to, withheld
+from elastic_agents.inbox import Inbox, dropping, signals_to, withheld
 from elastic_agents.notices import NoticeWatch, sources_of
 from elastic_agents.prctl import set_dumpable
 from elastic_agents.probes.node_check import check_node
@@ -186,7 +186,7 @@ def _run(config: LaunchConfig, begun: Bootstrap | None, consoles: Consoles, watc
     reported = deaths_reported_to(inbox.put)
     served, shown = ExitStack(), ExitStack()
     blocked = withheld(inbox, claimed(config.notices))
-    with closing(files), signals, reported, blocked, watchdog(inbox.put), served, shown:
+    with closing(files), signals, dropping(config.signals.reset), reported, blocked, watchdog(inbox.put), served, shown:
         health = served.enter_context(_health(config, begun))
         pages = served.enter_context(_pages(config, journal, inbox, clock))
         if config.progress == "live":

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_agents.console import Consoles, configure_logging
-from elastic_agents.inbox import REPEAT, Exited, Inbox, SignalCaught, signals_to
+from elastic_agents.inbox import REPEAT, Exited, Inbox, SignalCaught, dropping, signals_to
 from elastic_agents.workers.guard import Guard
 from elastic_agents.workers.processes import ExecProcesses, StartRequest
 from elastic_agents.workers.sessions import kill_sessions
@@ -147,7 +147,8 @@ def run(world: StaticWorld) -> int:
 def _run(world: StaticWorld) -> int:
     raise_limit()
     inbox: Inbox[object] = Inbox(MonotonicClock())
-    with signals_to(inbox, [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]):
+    ignored = [number for number in STOP_SIGNALS if signal.getsignal(number) is signal.SIG_IGN]
+    with signals_to(inbox, [number for number in STOP_SIGNALS if number not in ignored]), dropping(ignored):
         return _Agent(world, inbox).run()
 
 

@@ -39,6 +39,11 @@ class Signals:
     forward: tuple[signal.Signals, ...] = (signal.SIGUSR1, signal.SIGUSR2)
     ignored: tuple[signal.Signals, ...] = ()
 
+    @property
+    def reset(self) -> tuple[signal.Signals, ...]:
+        """Ignored signals that have their default action in workers, as under torchrun, which handles them itself."""
+        return tuple(number for number in self.ignored if number in STOP_SIGNALS)
+
 
 @dataclass(frozen=True, slots=True)
 class Foreign:

@@ -44,6 +44,7 @@ def server_settings(config: LaunchConfig) -> dict[str, object]:
         "without": config.no_preload,
         "restarts": 0,
         "mask": None,
+        "reset": config.signals.reset,
         "log": str(config.run_directory / f"imports-{config.node_id}.log"),
     }
 
@@ -81,14 +82,16 @@ def serve_as(settings: dict[str, Any], planned: Plan | str, loading: Loading | N
 
     Args:
         settings: ``orders`` and ``tell`` (descriptors of socket and pipe), ``argv`` (a worker's, with the interpreter
-            and ``-u``), ``preload`` and ``without`` (modules that the user added, or that are left out), ``restarts``
-            and ``mask`` (signals that are blocked in a worker at its start); ``log`` is where its starter sends its
-            output to.
+            and ``-u``), ``preload`` and ``without`` (modules that the user added, or that are left out), ``restarts``,
+            ``mask`` (signals that are blocked in a worker at its start) and ``reset`` (signals with their default
+            action there, even if they are ignored now); ``log`` is where its starter sends its output to.
         planned: what to import, or why not to.
         loading: imports that have already begun.
     """
     # If the agent is killed while imports run, the server must not be left behind.
     signal_at_parents_death(signal.SIGKILL)
+    for number in settings["reset"]:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     for descriptor in (settings["orders"], settings["tell"]):
         os.set_inheritable(descriptor, False)
     loaded = planned if isinstance(planned, str) else _import(settings, planned, loading)
