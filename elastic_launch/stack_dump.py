@@ -12,6 +12,7 @@ import signal
 from contextlib import suppress
 from typing import IO
 
+from elastic_launch.system.forks import not_inherited
 from elastic_launch.system.private_files import open_private
 
 SIGNAL = signal.SIGURG
@@ -23,7 +24,7 @@ _open: list[IO[bytes]] = []
 
 
 def dump_stacks_on_signal() -> None:
-    """From now on, write the stacks of this process and of those that it forks, if an agent has started it."""
+    """From now on, write the stacks of this process, not of those that it forks, if an agent has started it."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     if not error_file or _open or signal.getsignal(SIGNAL) is not signal.SIG_DFL:
         return
@@ -33,3 +34,10 @@ def dump_stacks_on_signal() -> None:
         file = open(open_private(path, os.O_WRONLY | os.O_APPEND), "ab", buffering=0)  # noqa: SIM115 - until the end
         _open.append(file)
         faulthandler.register(SIGNAL, file=file)
+        not_inherited(SIGNAL, _no_longer)
+
+
+def _no_longer() -> None:
+    if signal.getsignal(SIGNAL) is signal.SIG_DFL:  # Python does not know of handlers of faulthandler
+        faulthandler.unregister(SIGNAL)
+    _open.pop().close()

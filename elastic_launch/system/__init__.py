@@ -3,6 +3,7 @@
 ``program``          standard streams, early signals and the exit of a command
 ``interrupts``       Ctrl-C while there is nothing to clean up yet
 ``threads``          threads whose unexpected end is reported to the main loop
+``forks``            keeps signal handlers from processes that the script forks
 ``wake``             wakes a thread that waits in a selector
 ``writer_thread``    writes to consoles and files in a thread, through a bounded queue
 ``descriptors``      the limit on file descriptors

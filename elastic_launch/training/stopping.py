@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable
 from enum import IntEnum
 from types import FrameType
 from typing import Any
+
+from elastic_launch.system.forks import not_inherited
 
 
 class Stop(IntEnum):
@@ -38,27 +41,39 @@ class Drained(SystemExit):
 class Termination:
     """Turns the first SIGTERM into a stop request; a second one ends the process as usual.
 
-    Nothing is changed if the script has its own handler, or does not run in the main thread.
+    Nothing is changed if the script has its own handler, or does not run in the main thread, nor in processes that the
+    script forks: a pool ends its own by SIGTERM.
     """
 
     def __init__(self) -> None:
         self.asked = False
         self._before: Any = None
+        self._pid = os.getpid()
+        self._withdraw: Callable[[], None] | None = None
 
     def watch(self) -> None:
         """Install the handler, unless it is installed already."""
         if self._before is not None or threading.current_thread() is not threading.main_thread():
             return
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            self._before = signal.signal(signal.SIGTERM, self._caught)
+            self._before, self._pid = signal.signal(signal.SIGTERM, self._caught), os.getpid()
+            self._withdraw = not_inherited(signal.SIGTERM, self.close)
 
     def close(self) -> None:
+        """Put the default action back, unless the script has installed a handler meanwhile."""
         if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
+            if signal.getsignal(signal.SIGTERM) == self._caught:
+                signal.signal(signal.SIGTERM, self._before)
             self._before = None
+        if self._withdraw is not None:
+            self._withdraw()
+            self._withdraw = None
 
     def _caught(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        elsewhere = os.getpid() != self._pid
+        if elsewhere and signal.getsignal(signal.SIGTERM) != self._caught:
+            return  # the script's handler has called the one before it, which would be none
+        if self.asked or elsewhere:  # elsewhere: native code has forked
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
         self.asked = True

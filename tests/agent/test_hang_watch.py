@@ -28,10 +28,12 @@ from elastic_agents.hangs.processes import (
     usage,
 )
 from elastic_agents.hangs.watch import HangWatch, Watched, WatchedWorker
+from elastic_agents.workers.processes import catches
 from elastic_launch import collective_dump
 from elastic_launch.collective_dump import REQUESTS
 from elastic_launch.rendezvous.wire.messages import Collective, StacksTaken, Stalled
 from elastic_launch.shared_progress import Activity, SharedProgress
+from elastic_launch.stack_dump import SIGNAL
 from elastic_launch.system.threads import ThreadDied, VitalThread, deaths_reported_to
 
 BEGIN = """
@@ -44,7 +46,9 @@ def stands(): time.sleep(600)
 def spins():
     while True: pass
 def forks():
-    if os.fork() == 0: spins()
+    if os.fork() == 0:
+        dump_stacks_on_signal()
+        spins()
     stands()
 def reads():
     while True: os.pread(0, 65536, 0); time.sleep(0.01)
@@ -105,9 +109,11 @@ def test_a_session_moves_if_one_of_its_processes_does_anything(tmp_path: Path, d
         wait_for("its state", lambda: moves(pid) is busy)
 
 
-def test_the_stacks_of_a_process_and_of_those_that_it_forked(tmp_path: Path, without_py_spy: None) -> None:
+def test_the_stacks_of_a_process_and_of_one_that_it_forked_and_that_asks_for_it(
+    tmp_path: Path, without_py_spy: None
+) -> None:
     with process(tmp_path, "forks()") as pid:
-        (other,) = wait_for("a second process", lambda: others_in_session(pid))
+        (other,) = wait_for("a second process", lambda: [x for x in others_in_session(pid) if catches(x, SIGNAL)])
         for process_, does in ((pid, "stands"), (other, "spins")):
             main = stacks_of(process_, tmp_path)[-1]
             assert [frame.function for frame in main] == [does, "forks", "<module>"]

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
 
+from elastic_agents.workers.processes import catches
 from elastic_launch.batch import GlobalBatch
+from elastic_launch.contract import ENV_SOCKET
 from elastic_launch.errors import UsageError
+from elastic_launch.stack_dump import SIGNAL
 from elastic_launch.training.data.loader import ElasticLoader, FunctionLoader
 from elastic_launch.training.randomness import drop_second_normal, seeded
 
@@ -251,6 +255,21 @@ def test_workers_are_initialised_and_may_outlive_an_epoch(persistent: bool) -> N
     then = [int(pid) for micro in loader._epoch_from(4, 1, 0) for pid in micro]
     assert (len(first), len(then)) == (2, 8)
     assert (set(then) == first) is persistent
+
+
+class Signals(Numbers):
+    def __getitem__(self, index: int) -> bool:
+        return catches(os.getpid(), SIGNAL)
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_workers_write_their_stacks_for_an_agent(
+    watched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setenv(ENV_SOCKET, "/socket" if watched else "")
+    loader = ElasticLoader(Signals(8), GlobalBatch(4, 2), num_workers=1, timeout=100)
+    assert {bool(found) for micro in loader._epoch_from(0, 1, 0) for found in micro} == {watched}
 
 
 @pytest.mark.parametrize("workers", [0, 2])

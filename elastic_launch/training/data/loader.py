@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Sized
 from contextlib import closing
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from multiprocessing.context import BaseContext
 from typing import Any, Self, TypedDict, Unpack
 
@@ -24,7 +24,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
 from elastic_launch.batch import BatchPlan, GlobalBatch
+from elastic_launch.contract import ENV_SOCKET
 from elastic_launch.errors import UsageError
+from elastic_launch.stack_dump import dump_stacks_on_signal
 from elastic_launch.training.data.batches import Batches, Drawn, Feed, GetBatch, Request, check_length
 from elastic_launch.training.data.generators import own_generators
 from elastic_launch.training.data.samplers import SAMPLE_ORDER, InOrder, Sampler, Shuffled
@@ -212,7 +214,7 @@ class Loader(ABC):
                 sampler=self._feed,
                 collate_fn=_as_it_is,
                 generator=self._generator,
-                **self._options,
+                **{**self._options, "worker_init_fn": partial(_begin, self._options.get("worker_init_fn"))},
             )
         except (ValueError, TypeError) as error:
             raise UsageError(f"{type(self).__name__}: {error}", "These options go on to torch's DataLoader.") from None
@@ -470,6 +472,14 @@ def _checked_sampler(sampler: Sampler | None, shuffle: bool | None, dataset: Siz
 @lru_cache(maxsize=64)
 def _cached_plan(batch: GlobalBatch, world_size: int, rank: int, samples: int | None) -> BatchPlan:
     return batch.plan(world_size, rank, samples)
+
+
+def _begin(init: Callable[[int], None] | None, worker: int) -> None:
+    """Begin a loader's process, which the agent looks at if the training waits for it."""
+    if os.environ.get(ENV_SOCKET):
+        dump_stacks_on_signal()
+    if init is not None:
+        init(worker)
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -20,6 +20,8 @@ import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
+from elastic_launch.system.forks import not_inherited
+
 _SIGNALS = signal.SIGURG, signal.SIGWINCH
 
 _CALLS = {"x86_64": (232, 281, 441), "aarch64": (22, 441)}.get(platform.machine(), ())
@@ -45,6 +47,7 @@ def quick_turns(epolls: Collection[int]) -> Iterator[None]:
     # A handler that does nothing. One of Python's would have to run in the main thread, and at once.
     handler = ctypes.cast(libc.getpid, ctypes.c_void_p).value
     before = libc.signal(number, handler)
+    withdraw = not_inherited(number, lambda: libc.signal(number, before))  # another thread may fork meanwhile
 
     def interrupt() -> None:
         while not over.wait(_EVERY):
@@ -60,6 +63,7 @@ def quick_turns(epolls: Collection[int]) -> Iterator[None]:
         over.set()
         if waker.ident is not None:
             waker.join(_ENDING)
+        withdraw()
         now = libc.signal(number, before)
         if now != handler:  # the script has installed one meanwhile
             libc.signal(number, now)
