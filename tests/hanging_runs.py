@@ -39,9 +39,9 @@ class Hanging:
         except AssertionError as error:
             raise AssertionError(f"{error}\n" + "\n".join(agent.output for agent in self.job.agents)) from None
 
-    def hangs(self, kind: str, rank: int) -> None:
-        """Have a rank hang in some step from the tenth on."""
-        self.job.tell("hang", f"{kind} {rank} 10")
+    def hangs(self, kind: str, rank: int, more: str = "") -> None:
+        """Have a rank hang in some step from the tenth on; ``twice``: and in the first step after that."""
+        self.job.tell("hang", f"{kind} {rank} 10 {more}")
 
     def found(self) -> dict[str, Any]:
         wait_for("a verdict", lambda: self.job.events("hang_found"), 60)

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from itertools import count
 from pathlib import Path
 from types import ModuleType
 
@@ -27,6 +28,7 @@ from elastic_agents.hangs.processes import (
     stacks_of,
     usage,
 )
+from elastic_agents.hangs.stacks import Frame
 from elastic_agents.hangs.watch import HangWatch, Watched, WatchedWorker
 from elastic_agents.workers.processes import catches
 from elastic_launch import collective_dump
@@ -115,8 +117,11 @@ def test_the_stacks_of_a_process_and_of_one_that_it_forked_and_that_asks_for_it(
     with process(tmp_path, "forks()") as pid:
         (other,) = wait_for("a second process", lambda: [x for x in others_in_session(pid) if catches(x, SIGNAL)])
         for process_, does in ((pid, "stands"), (other, "spins")):
-            main = stacks_of(process_, tmp_path)[-1]
-            assert [frame.function for frame in main] == [does, "forks", "<module>"]
+
+            def stands(pid: int = process_, does: str = does) -> bool:
+                return [frame.function for frame in stacks_of(pid, tmp_path)[-1]] == [does, "forks", "<module>"]
+
+            wait_for("the stack", stands)
 
 
 def test_a_stopped_process_is_not_signalled(tmp_path: Path, without_py_spy: None) -> None:
@@ -268,6 +273,65 @@ def test_a_worker_that_was_stopped_as_it_restores_is_late(tmp_path: Path, monkey
         freeze(pid)
         report = reports.come(lambda report: report.seconds > 0)
         assert (report.doing, report.workers[0].state) == ("the restoring of its state", "stopped")
+
+
+def test_a_first_step_is_reported_early_if_nothing_is_done_twice_at_the_same_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports = Reports(monkeypatch)
+    with process(tmp_path, "stands()") as pid, reports.watching(pid, tmp_path):
+        reports.progress.write(1, 6, Activity.FIRST_STEP)
+        report = reports.come(lambda report: report.seconds > 0)
+        assert (report.early, report.workers[0].moves, report.workers[0].state) == (True, False, "code")
+        reports.progress.write(1, 7, Activity.STEP)
+        assert reports.come(lambda report: not report.seconds) == Stalled(1)
+        reports.all.clear()
+        assert not reports.come(lambda report: report.seconds > 0).early
+
+
+@pytest.mark.parametrize("moving", ["spins", "elsewhere each time"])
+def test_a_first_step_in_which_something_is_done_is_not_reported_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moving: str
+) -> None:
+    lines = count()
+    if moving != "spins":
+        monkeypatch.setattr(watch, "stacks_of", lambda pid, directory: [(Frame("train.py", next(lines), "load"),)])
+    reports = Reports(monkeypatch)
+    with process(tmp_path, "spins()" if moving == "spins" else "stands()") as pid, reports.watching(pid, tmp_path):
+        reports.progress.write(1, 6, Activity.FIRST_STEP)
+        with pytest.raises(AssertionError, match="a report"):
+            wait_for("a report", lambda: reports.all, 1.0)
+    assert (next(lines) > 2) is (moving != "spins")
+
+
+@pytest.mark.parametrize("finishing", [False, True])
+def test_a_stopped_worker_whose_steps_are_not_known_is_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finishing: bool
+) -> None:
+    reports = Reports(monkeypatch)
+    with process(tmp_path, "stands()") as pid, reports.watching(pid, tmp_path, finishing=finishing):
+        with pytest.raises(AssertionError, match="a report"):
+            wait_for("a report", lambda: reports.all, 0.5)
+        freeze(pid)
+        report = reports.come(lambda report: report.seconds > 0)
+        assert (report.doing, report.workers[0].state, report.early) == ("its script", "stopped", False)
+        os.kill(pid, signal.SIGCONT)
+        assert reports.come(lambda report: not report.seconds) == Stalled(1)
+
+
+def test_a_worker_that_is_stopped_and_continued_again_and_again_is_not_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As programs do that limit the CPU of others."""
+    reports = Reports(monkeypatch)
+    with process(tmp_path, "spins()") as pid, reports.watching(pid, tmp_path):
+        end = time.monotonic() + 2
+        while time.monotonic() < end:
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(0.05)
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(0.01)
+        assert reports.all == []
 
 
 def test_workers_whose_steps_are_not_known_are_late_once_they_are_idle(

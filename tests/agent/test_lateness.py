@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import count
 
 import pytest
@@ -196,6 +197,55 @@ def test_what_a_script_does_as_a_state_is_restored_may_take_long_unless_the_proc
         found = node.look(elapsed)
         assert found is not None
         assert (found.left < 0) is late, "only the time for which it was stopped counts"
+
+
+@pytest.mark.parametrize(
+    "activity", [Activity.UNWATCHED, Activity.FIRST_STEP, Activity.EVALUATION, Activity.PAUSE, None]
+)
+def test_a_stopped_worker_is_late_in_whatever_part_of_its_script(activity: Activity | None) -> None:
+    node = Node(workers=2)
+    node.says(Activity.FIRST_STEP, rank=0)
+    if activity is not None:
+        node.says(activity, 3, rank=1, limit=3600.0, what="upload")
+    node.look(100.0)
+    node.stopped = {1}
+    for elapsed in (1.0, FORMING - 2, 1.0):
+        found = node.look(elapsed)
+    doing = {None: "its script", Activity.UNWATCHED: "its script", Activity.EVALUATION: "the evaluation after step 3"}
+    assert found is not None
+    assert (found.seconds, found.left) == (FORMING, 0.0)
+    assert activity not in doing or found.doing == doing[activity]
+    node.stopped = set()
+    found = node.look()
+    assert found is None or found.left > 0
+
+
+def test_a_worker_that_has_advanced_since_was_not_stopped_all_the_time() -> None:
+    node = Node()
+    node.train(3)
+    node.stopped = {0}
+    node.look(FORMING - 1)
+    node.says(Activity.STEP, 4)
+    assert node.left(2.0) > 0
+
+
+def test_a_first_step_is_looked_at_once_it_takes_longer_than_other_steps_may() -> None:
+    for seconds, usual in ((1.0, RECONNECTS * 10), (20.0, RECONNECTS * FACTOR * 20)):
+        node = Node(workers=2)
+        assert node.lateness.suspect_in(node.reports) == math.inf
+        node.train(3, seconds)
+        node.says(Activity.RESUMED_STEP, 3, rank=0, number=2)
+        assert node.look(number=2) is None
+        assert node.lateness.suspect_in(node.reports) == math.inf, "the other has not begun"
+        node.says(Activity.FIRST_STEP, 3, rank=1, number=2)
+        node.look(number=2)
+        found = node.look(7.0, number=2)
+        assert found is not None
+        assert node.lateness.suspect_in(node.reports) == pytest.approx(usual - 7.0, rel=0.1)
+        assert found.left >= LEAST_OF_OTHERS - 8.0
+        node.says(Activity.EVALUATION, 3, rank=0, number=2)
+        node.look(number=2)
+        assert node.lateness.suspect_in(node.reports) > UNKNOWN - 10, "others wait for an evaluation"
 
 
 def test_after_a_round_was_broken_as_it_formed_the_next_has_more_time() -> None:

@@ -15,6 +15,7 @@ from elastic_agents.hangs.stacks import (
     in_loader,
     parse_dump,
     parse_py_spy,
+    prepares,
     text_of,
     user_frame,
 )
@@ -97,6 +98,41 @@ def test_the_command_of_the_warm_server_is_not_the_users_code() -> None:
     assert user_frame((WAIT, ours, command)) == WAIT
     assert user_frame((WAIT, SCRIPT, ours, command)) == SCRIPT
     assert user_frame((WAIT, Frame("<string>", 3, "f"), SCRIPT)) == Frame("<string>", 3, "f")
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "<frozen importlib._bootstrap>",
+        f"{TORCH}/_dynamo/symbolic_convert.py",
+        f"{TORCH}/_inductor/async_compile.py",
+        f"{TORCH}/utils/file_baton.py",
+        f"{TORCH}/utils/data/_utils/fetch.py",
+        f"{TORCH}/serialization.py",
+        f"{TORCH}/distributed/checkpoint/state_dict_loader.py",
+        "/usr/lib/python3.11/site-packages/safetensors/torch.py",
+        "/usr/lib/python3.11/site-packages/urllib3/response.py",
+        "/usr/lib/python3.11/subprocess.py",
+        "/usr/lib/python3.11/http/client.py",
+    ],
+)
+def test_what_imports_compiles_or_loads_prepares(file: str) -> None:
+    assert prepares((Frame("/usr/lib/python3.11/threading.py", 1, "wait"), Frame(file, 1, "x"), SCRIPT))
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        f"{TORCH}/_dynamo/eval_frame.py",
+        f"{TORCH}/_functorch/_aot_autograd/runtime_wrappers.py",
+        f"{TORCH}/distributed/distributed_c10d.py",
+        f"{TORCH}/autograd/graph.py",
+        "/home/me/datasets/train.py",
+        "/v/lib/python3.11/site-packages/transformers/trainer.py",
+    ],
+)
+def test_what_runs_or_exchanges_does_not_prepare(file: str) -> None:
+    assert not prepares((Frame(file, 1, "x"), SCRIPT))
 
 
 def test_a_debugger_is_noticed_in_any_thread() -> None:

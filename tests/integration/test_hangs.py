@@ -25,6 +25,15 @@ dist.barrier()
 dist.destroy_process_group()
 """
 
+STOPPED = """
+import os, signal, torch.distributed as dist
+dist.init_process_group("gloo")
+if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    os.kill(os.getpid(), signal.SIGSTOP)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
 LEFT = """
 import os, threading, time, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -44,17 +53,29 @@ def new_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], J
 
 @pytest.fixture(scope="module")
 def hung(new_job: Callable[[], Job]) -> dict[str, Hanging]:
-    """Runs of which a rank hangs in its tenth step, and two of plain scripts."""
-    flags = {"sleep": [], "skip": ["--meet"], "deadlock": []}
+    """Runs of which a rank hangs in its tenth step, and three of plain scripts."""
+    flags = {"sleep": [], "skip": ["--meet"], "deadlock": [], "again": [], "again, exchange": ["--meet"]}
     runs = {name: Hanging(new_job(), "--steps", "60", *own) for name, own in flags.items()}
     runs["sleep"].hangs("sleep", 0)
     runs["sleep"].alone("--no-live", "--no-warm", nproc=2)
     runs["skip"].hangs("skip", 2)
     runs["skip"].alone()
     runs["deadlock"].hangs("deadlock", 3)
+    for name, kind, rank in (("again", "sleep", 1), ("again, exchange", "skip", 2)):
+        runs[name].hangs(kind, rank, "twice")
+        runs[name].alone("--no-live")
     job, command = runs["deadlock"].job, runs["deadlock"].command
     job.node("a", "--rdzv-conf", "is_host=true", nnodes="2", nproc=2, command=command)
     job.node("b", "--rdzv-conf", "is_host=false", "--node-rank", "1", nnodes="2", nproc=2, command=command)
+    job = new_job()
+    script = job.work / "stopped.py"
+    script.write_text(STOPPED)
+    for node, host in (("a", "true"), ("b", "false")):
+        rank = str(int(node == "b"))
+        job.node(
+            node, "--rdzv-conf", f"is_host={host}", "--node-rank", rank, nnodes="2", nproc=1, command=[str(script)]
+        )
+    runs["stopped"] = Hanging(job)
     for name, text in (("plain", PLAIN), ("left", LEFT)):
         job = new_job()
         script = job.work / f"{name}.py"
@@ -101,6 +122,30 @@ def test_a_rank_that_hangs_is_named_and_the_others_keep_their_processes(job: Job
     assert all(f"rank {rank} (pid {first[rank]})" in stacks.read_text() for rank in range(3))
     assert job.event("restart_charged")["kind"] == "hang"
     assert f"round 1 broken after {job.events('round_broken')[0]['lasted_s']:.1f} s: rank 1 on node " in agent.output
+
+
+@pytest.mark.parametrize("name", ["again", "again, exchange"])
+def test_a_second_hang_at_the_same_place_is_found_in_a_first_step(hung: dict[str, Hanging], name: str) -> None:
+    """All that is known of the time of a new process' first step is that it does nothing meanwhile."""
+    run = hung[name]
+    wait_for("two verdicts", lambda: len(run.job.events("hang_found")) == 2, 90)
+    first, second = run.job.events("hang_found")
+    assert (second["ranks"], second["places"]) == (first["ranks"], first["places"]), agent_of(run).output
+    assert second["round"] == first["round"] + 1
+    assert [x["step"] for x in read_lines(run.job.work / "steps.jsonl") if x["round"] == second["round"]] == []
+    broken = {event["round"]: event["lasted_s"] for event in run.job.events("round_broken")}
+    assert broken[second["round"]] < broken[first["round"]] + 40
+    run.trains(3, after=second["round"])
+
+
+def test_a_stopped_worker_of_a_plain_script_is_found_by_default(hung: dict[str, Hanging]) -> None:
+    """The other node's worker waits for it, and is not watched."""
+    run = hung["stopped"]
+    event = run.found()
+    assert (event["ranks"], event["nodes"]) == ([1], ["b"]), agent_of(run).output
+    assert event["places"][0].startswith("stopped (SIGSTOP)")
+    for agent in run.job.agents:
+        assert agent.wait(100) == 0, agent.output
 
 
 def test_without_live_rounds_all_are_started_again(hung: dict[str, Hanging]) -> None:

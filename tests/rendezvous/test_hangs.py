@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -13,18 +14,30 @@ from elastic_launch.rendezvous.leader.hangs import ALIKE, Verdict, judge_stalled
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.rendezvous.wire.messages import Collective, Stalled, StalledWorker
 
+PREPARES = object()
 
-def judged(*workers: tuple[Any, ...], nodes: int = 1, seconds: float = 12.0) -> Verdict | None:
-    """The verdict on a round's workers, given as (state, frame, moves or collectives...) by rank, on so many nodes."""
+
+def judged(
+    *workers: tuple[Any, ...], nodes: int = 1, seconds: float = 12.0, early: bool = False, before: Collection[str] = ()
+) -> Verdict | None:
+    """The verdict on a round's workers, on so many nodes.
+
+    Args:
+        workers: by rank, as (state, frame, moves, PREPARES or collectives...).
+        early: whether those of the last node are in a first step.
+    """
     by_node: dict[str, list[StalledWorker]] = {"abcdefgh"[node]: [] for node in range(nodes)}
     each = len(workers) // nodes
     for rank, (state, frame, *more) in enumerate(workers):
         moves, collectives = True in more, tuple(x for x in more if isinstance(x, Collective))
         where = rank, rank % each, 1000 + rank
-        found = StalledWorker(*where, state, moves, frame, ("x",), "logs", collectives)
+        found = StalledWorker(*where, state, moves, frame, ("x",), "logs", collectives, PREPARES in more)
         by_node["abcdefgh"[rank // each]].append(found)
-    reports = {node: Stalled(3, seconds, "step 7", f"host-{node}", tuple(those)) for node, those in by_node.items()}
-    return judge_stalled(3, reports, 99.0)
+    reports = {
+        node: Stalled(3, seconds, "step 7", f"host-{node}", tuple(those), early=early and node == [*by_node][-1])
+        for node, those in by_node.items()
+    }
+    return judge_stalled(3, reports, 99.0, before=before)
 
 
 def ranks(verdict: Verdict | None) -> list[int]:
@@ -188,14 +201,66 @@ def test_the_one_whose_stack_is_unknown_stands_out_among_those_that_wait() -> No
     assert ranks(judged(EXCHANGE, EXCHANGE, ("unknown", ""))) == [2]
 
 
+def test_in_a_first_step_ranks_that_wait_in_different_exchanges_hang() -> None:
+    """By the flight recorder, or by their places if there is none."""
+    for nodes in (1, 3):
+        waits = (*EXCHANGE, begun(5))
+        assert ranks(judged(waits, (*EXCHANGE, begun(4, waits=False)), waits, nodes=nodes, early=True)) == [1]
+        assert ranks(judged(EXCHANGE, EXCHANGE, ("exchange", "train.py:12 in main"), nodes=nodes, early=True)) == [2]
+    assert ranks(judged(EXCHANGE, ("exchange", "train.py:12 in main"), early=True)) == [], "none stands out"
+
+
+def test_in_a_first_step_ranks_in_the_same_exchange_may_be_slow() -> None:
+    assert judged(EXCHANGE, EXCHANGE, early=True) is None
+
+
+def test_in_a_first_step_a_rank_that_does_something_else_may_prepare_it() -> None:
+    assert judged(EXCHANGE, ("code", "train.py:41 in forward"), EXCHANGE, early=True) is None
+
+
+@pytest.mark.parametrize(
+    "what", [("exchange", "x", True), ("exchange", "x", PREPARES), ("loader", "x"), ("unknown", "")]
+)
+def test_in_a_first_step_a_rank_that_prepares_or_moves_excuses_all(what: tuple[Any, ...]) -> None:
+    waits, left_out = (*EXCHANGE, begun(5)), (*EXCHANGE, begun(4, waits=False))
+    assert judged(waits, left_out, waits, what, early=True) is None
+    assert judged(waits, left_out, waits, what, early=True, before={"waiting for other ranks at x"}) is None
+
+
+def test_a_rank_that_hangs_where_one_has_hung_before_hangs_in_a_first_step_too() -> None:
+    at = ("code", "train.py:41 in forward")
+    first = judged(EXCHANGE, at, EXCHANGE)
+    assert first is not None
+    assert ranks(judged(EXCHANGE, EXCHANGE, at, nodes=3, early=True, before=first.stood)) == [2]
+    assert judged(EXCHANGE, ("code", "train.py:42 in forward"), EXCHANGE, early=True, before=first.stood) is None
+    assert judged(EXCHANGE, (*at, PREPARES), EXCHANGE, early=True, before=first.stood) is None
+    assert judged(EXCHANGE, (*at, True), EXCHANGE, early=True, before=first.stood) is None
+    assert judged((*EXCHANGE, True), at, EXCHANGE, early=True, before=first.stood) is None
+    none_stands_out = judged(EXCHANGE, EXCHANGE)
+    assert none_stands_out is not None
+    assert ranks(judged(EXCHANGE, EXCHANGE, early=True, before=none_stands_out.stood)) == []
+
+
+def test_a_stopped_worker_hangs_in_a_first_step_too() -> None:
+    assert ranks(judged(("code", "import", True, PREPARES), ("stopped", ""), early=True)) == [1]
+
+
 def test_no_worker_is_no_verdict() -> None:
     assert judge_stalled(3, {"a": Stalled(3, 12.0)}, 1.0) is None
 
 
-def stalls(run: Run, node: str, state: str = "exchange", *, seconds: float = 12.0) -> None:
+def stalls(
+    run: Run,
+    node: str,
+    state: str = "exchange",
+    *,
+    seconds: float = 12.0,
+    early: bool = False,
+    frame: str = "train.py:9",
+) -> None:
     """A node of one worker reports that it is late."""
-    worker = StalledWorker("ab".index(node), 0, 7, state, frame="train.py:9 in main")
-    run.report(node, Stalled(run.number, seconds, "step 7", f"host-{node}", (worker,) if seconds else ()))
+    worker = StalledWorker("ab".index(node), 0, 7, state, frame=f"{frame} in main")
+    run.report(node, Stalled(run.number, seconds, "step 7", f"host-{node}", (worker,) if seconds else (), early=early))
 
 
 def test_a_rank_that_all_others_have_left_behind_hangs_wherever_it_is() -> None:
@@ -237,6 +302,26 @@ def test_a_round_is_judged_once_all_its_nodes_are_late() -> None:
     assert run.number == 2
     stalls(run, "b", "code")
     assert run.number == 2, "the other's report was about the last round"
+
+
+def test_a_stopped_worker_is_judged_without_the_reports_of_other_nodes() -> None:
+    """Those of a plain script are not watched."""
+    run = running("2", "ab")
+    stalls(run, "b", "stopped")
+    (order,) = run.orders("a", m.Break)
+    assert (order.kind, order.hung) == ("hang", (1,))
+
+
+def test_a_second_hang_at_the_same_place_is_judged_in_the_first_step() -> None:
+    run = running("2", "ab")
+    for number in (1, 2):
+        stalls(run, "a")
+        if number == 2:
+            stalls(run, "b", "code", early=True, frame="train.py:12")
+            assert len(run.told(RoundBroken)) == 1, "it may load something there"
+        stalls(run, "b", "code", early=number == 2)
+        assert len(run.told(HangFound)) == number
+        run.stop("a", "b")
 
 
 def test_a_node_that_advances_again_takes_its_report_back() -> None:

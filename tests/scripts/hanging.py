@@ -1,10 +1,11 @@
 """A training in which a rank hangs: ``hanging.py DIRECTORY [flags]``.
 
-With a file ``hang`` in DIRECTORY that contains KIND RANK STEP, that rank hangs from that step on, once, in the function
-of that name; ``skip`` leaves out an exchange of the script's own (``--meet``). Each rank 0 notes its steps in
-``steps.jsonl``. With ``--slow`` some steps are followed by what takes longer than a step may, each in another way, and
-saves are slow. With ``--evaluate`` a Trainer trains, whose evaluations are slow, as its saves with ``--every``, and
-whose steps differ by a factor of 10. Slow saves and evaluations are noted in ``slow.jsonl``.
+With a file ``hang`` in DIRECTORY that contains KIND RANK STEP, that rank hangs from that step on, once, in the
+function of that name; ``twice`` after it has that rank hang in the first step after that, too; ``skip`` leaves out an
+exchange of the script's own (``--meet``). Each rank 0 notes its steps in ``steps.jsonl``. With ``--slow`` some steps
+are followed by what takes longer than a step may, each in another way, and saves are slow. With ``--evaluate`` a
+Trainer trains, whose evaluations are slow, as its saves with ``--every``, and whose steps differ by a factor of 10.
+Slow saves and evaluations are noted in ``slow.jsonl``.
 """
 
 from __future__ import annotations
@@ -69,12 +70,14 @@ class Plan:
     def take(self, kinds: str, rank: int, step: int = 1 << 30) -> str:
         """Return the kind of hang that this rank is to have now, if it is one of these; "" if not."""
         try:
-            kind, hung, at = self._file.read_text().split()
+            kind, hung, at, *again = self._file.read_text().split()
         except FileNotFoundError:
             return ""
         if kind not in kinds.split() or int(hung) != rank or step < int(at):
             return ""
         self._file.rename(self._file.with_suffix(".taken"))
+        if again:
+            self._file.write_text(f"{kind} {hung} 0")
         return kind
 
 

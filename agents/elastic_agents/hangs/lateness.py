@@ -6,10 +6,11 @@ has seen none.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from elastic_launch.shared_progress import Activity, WorkerProgress
+from elastic_launch.shared_progress import FIRST_STEPS, Activity, WorkerProgress
 
 FACTOR = 5.0
 """A worker is late after so many times the longest time that it has taken for the same."""
@@ -27,14 +28,17 @@ UNKNOWN = 1800.0
 """Seconds for what was not done before: a first step may include compiling the model."""
 
 FORMING = 10.0
-"""Seconds for which the workers of a round may wait for each other as they enter it."""
+"""Seconds for which the workers of a round may wait for each other as they enter it, and one may be stopped."""
 
 MOST_FORMING = 300.0
 """The same after rounds were broken because they did: the network may be slow."""
 
 
 RECONNECTS = 2.0
-"""In the first step of a round, ranks connect and loaders begin anew: known steps may take so many times as long."""
+"""In the first step of a round, ranks connect and loaders begin anew: known steps may take so many times as long.
+
+After that time a first step of a new process may be looked at, too: it may take longer, but only if it does something.
+"""
 
 _KNOWN_STEPS = {Activity.REHEARSED_STEP: Activity.FIRST_STEP, Activity.RESUMED_STEP: Activity.STEP}
 """First steps of a round that are to take no longer than what the node has seen, which is named here."""
@@ -67,7 +71,7 @@ class Lateness:
     def __init__(self) -> None:
         self._longest: dict[int, float] = {}
         self._seen: dict[int, tuple[WorkerProgress, float]] = {}  # by local rank; for how long it has not changed
-        self._stopped: dict[int, float] = {}  # by local rank; for how long it has been stopped as it restores
+        self._stopped: dict[int, float] = {}  # by local rank; for how long it has been stopped
         self._forming = FORMING
 
     def look(
@@ -82,13 +86,45 @@ class Lateness:
         Args:
             reports: by local rank.
             elapsed: seconds since the last call in which this agent ran.
-            stopped: local ranks that restore a state, and were stopped by a signal.
+            stopped: local ranks that are stopped by a signal, and were when this was last called. Such a one is late
+                by itself, in whatever part of its script.
 
         Returns:
             None if some have not begun to train in the round, or are in a part of their script that nothing is known
-            of.
+            of, and none is stopped.
         """
-        self._stopped = {rank: self._stopped.get(rank, 0.0) + elapsed for rank in stopped}
+        self._stopped = {
+            rank: self._stopped.get(rank, 0.0) + elapsed for rank in stopped if not self._new(reports, rank)
+        }
+        found = self._standstill(round_number, reports, elapsed)
+        if not self._stopped:
+            return found
+        rank, seconds = max(self._stopped.items(), key=lambda item: item[1])
+        if found is not None and found.left <= FORMING - seconds:
+            return found
+        report = reports[rank]
+        known = report is not None and report.round == round_number and report.activity != Activity.UNWATCHED
+        return Standstill(seconds, FORMING - seconds, _doing(report) if report is not None and known else "its script")
+
+    def suspect_in(self, reports: Mapping[int, WorkerProgress | None]) -> float:
+        """Return the seconds until workers in a first step have taken as long as other steps may, after :meth:`look`.
+
+        From then on they may be suspected before they are late, by what they do. Infinite if one has not begun to train
+        in the round, or is in a part of its script that nothing is known of.
+        """
+        seen = [self._seen[rank] for rank in reports if rank in self._seen]
+        if len(seen) < len(reports) or any(report.activity == Activity.UNWATCHED for report, _ in seen):
+            return math.inf
+        usual = RECONNECTS * self._learned(Activity.STEP)
+        return max((usual if report.activity in FIRST_STEPS else self._limit(report)) - stood for report, stood in seen)
+
+    def _new(self, reports: Mapping[int, WorkerProgress | None], local_rank: int) -> bool:
+        before = self._seen.get(local_rank)
+        return before is not None and before[0] != reports[local_rank]
+
+    def _standstill(
+        self, round_number: int, reports: Mapping[int, WorkerProgress | None], elapsed: float
+    ) -> Standstill | None:
         for local_rank, report in reports.items():
             before, stood = self._seen.get(local_rank, (None, 0.0))
             if report is None or report.round != round_number:
@@ -119,10 +155,7 @@ class Lateness:
 
     def _left(self, local_rank: int) -> float:
         report, stood = self._seen[local_rank]
-        left = self._limit(report) - stood
-        if local_rank not in self._stopped:
-            return left
-        return min(left, FORMING - min(self._stopped[local_rank], stood))  # it may have run since the last call
+        return self._limit(report) - stood
 
     def _limit(self, report: WorkerProgress) -> float:
         if report.activity == Activity.PAUSE:

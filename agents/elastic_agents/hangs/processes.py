@@ -81,6 +81,11 @@ def is_stopped(pid: int) -> bool:
     return _state(f"/proc/{pid}/stat") == "T"
 
 
+def stopped_after(pid: int) -> float | None:
+    """Return the seconds of CPU after which a process was stopped by a signal; None if it is not stopped."""
+    return sum(_cpu(f"/proc/{pid}/task/{task}") for task in threads_of(pid)) if is_stopped(pid) else None
+
+
 def is_traced(pid: int) -> bool:
     """Whether a debugger is attached to a process."""
     return status_of(pid).get("TracerPid", "0") != "0"

@@ -39,6 +39,19 @@ _WAITS_IN_PYTHON = re.compile(
 )
 _EXCHANGE = re.compile(r"/torch/(distributed|autograd|nn/parallel)/|/elastic_launch/training/(gradients|ranks|live)/")
 _LOADER = re.compile(r"/torch/utils/data/")
+_PREPARES = re.compile(
+    r"^<frozen importlib|/importlib/"
+    # What runs compiled code, once it is compiled, is in the same packages.
+    r"|/torch/_dynamo/(?!eval_frame\.|external_utils\.)|/torch/_inductor/(?!output_code\.)"
+    r"|/torch/_functorch/(?!_aot_autograd/runtime)"
+    r"|/torch/(export|fx/(passes|experimental)|jit|hub|serialization|storage|package)\b"
+    r"|/torch/utils/(data|cpp_extension|file_baton|_triton)\b"
+    r"|/torch/distributed/(checkpoint|rpc)/"
+    r"|/elastic_launch/(snapshot|training/(checkpoints|data))/"
+    r"|/(site|dist)-packages/(triton|safetensors|huggingface_hub|datasets|transformers/modeling_utils|fsspec|s3fs|gcsfs"
+    r"|boto3|botocore|filelock|requests|urllib3|httpx|httpcore|aiohttp|grpc)\b"
+    r"|/(urllib|http)/\w+\.py$|/(subprocess|ssl|socket|socketserver|ftplib|zipfile|tarfile|pickle)\.py$"
+)
 _DEBUGGER = re.compile(r"/(pdb|bdb)\.py$|/(pydevd|debugpy)[/_.]")
 
 
@@ -95,6 +108,11 @@ def in_exchange(stack: Stack) -> bool:
 def in_loader(stack: Stack) -> bool:
     """Whether the thread waits for its data loader's processes."""
     return bool(_LOADER.search(_innermost(stack)))
+
+
+def prepares(stack: Stack) -> bool:
+    """Whether the thread imports, compiles or loads something, or waits for a program or a server that may do so."""
+    return any(_PREPARES.search(frame.file) for frame in stack)
 
 
 def debugged(stacks: Sequence[Stack]) -> bool:

@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +22,10 @@ from elastic_agents.hangs.processes import (
     moved,
     others_in_session,
     stacks_of,
+    stopped_after,
     usage,
 )
-from elastic_agents.hangs.stacks import Stack, debugged, in_exchange, in_loader, text_of, user_frame
+from elastic_agents.hangs.stacks import Stack, debugged, in_exchange, in_loader, prepares, text_of, user_frame
 from elastic_launch.errors import ProtocolError
 from elastic_launch.rendezvous.wire.messages import Collective, StacksTaken, Stalled, StalledWorker
 from elastic_launch.shared_progress import Activity, WorkerProgress
@@ -114,6 +115,8 @@ class HangWatch:
         self._unchecked, self._idle_round = 0.0, 0
         self._before: dict[int, Usage] = {}  # by pid, when this was last checked
         self._used: dict[int, Usage] = {}  # by pid, before the workers were late
+        self._stood: tuple[StalledWorker, ...] = ()  # what the last look at workers that are not late yet has shown
+        self._stopped: dict[int, float] = {}  # by pid, the CPU that a stopped worker has used
         self._broken = False
         self._reported = 0  # the round that was reported as stalled
         self._next = 0.0  # seconds of standstill after which it is reported again
@@ -182,17 +185,28 @@ class HangWatch:
             self._lateness.broken()
         reports = self._reports(watched)
         steps = any(report is not None for report in reports.values())
-        found = None
-        if not watched.finishing:
-            found = self._lateness.look(watched.round, reports, elapsed, _stopped(watched, reports))
+        if watched.finishing:
+            reports = dict.fromkeys(reports)
+        found = self._lateness.look(watched.round, reports, elapsed, self._still_stopped(watched))
+        suspect_in = self._lateness.suspect_in(reports)
         if found is None and self._timeout and not (watched.finishing and steps):
             found = self._idleness(watched, elapsed)
-        if found is None or found.left > WINDOW:
+        if found is None or min(found.left, suspect_in) > WINDOW:
             self._advances()
         elif not self._used:
             self._used = {worker.pid: usage(worker.pid) for worker in watched.workers}
-        elif found.left <= 0 and found.seconds >= self._next:
+        elif min(found.left, suspect_in) <= 0 and found.seconds >= self._next:
             self._examine(watched, found)
+
+    def _still_stopped(self, watched: Watched) -> list[int]:
+        """Return the local ranks of workers that were stopped the last time, too, and have not run since."""
+        before, self._stopped = self._stopped, {}
+        for worker in watched.workers:
+            if (used := stopped_after(worker.pid)) is not None:
+                self._stopped[worker.pid] = used
+        if self._stopped.keys() != before.keys():
+            self._next = 0.0  # what was reported no longer holds
+        return [x.local_rank for x in watched.workers if x.pid in before and self._stopped.get(x.pid) == before[x.pid]]
 
     def _idleness(self, watched: Watched, elapsed: float) -> Standstill:
         """Return for how long none of the workers has used a CPU, read or written."""
@@ -217,15 +231,27 @@ class HangWatch:
 
     def _advances(self) -> None:
         self._used, self._next = {}, 0.0
+        self._take_back()
+
+    def _take_back(self) -> None:
+        self._stood = ()
         if self._reported:
             self._report(Stalled(self._reported))
             self._reported = 0
 
     def _examine(self, watched: Watched, found: Standstill) -> None:
-        """Find out where each worker stands, and report it."""
-        self._next = found.seconds * AGAIN
+        """Find out where each worker stands, and report it.
+
+        Workers that are not late yet are reported only if none of them does anything, twice at the same place.
+        """
+        early = found.left > 0
+        self._next = found.seconds + WINDOW if early else found.seconds * AGAIN
         before = self._reports(watched)
         moves = {x.pid: x.pid not in self._used or moved(self._used[x.pid], usage(x.pid)) for x in watched.workers}
+        if early and any(moves.values()):
+            self._used = {worker.pid: usage(worker.pid) for worker in watched.workers}
+            self._take_back()
+            return
         seen: list[StalledWorker] = []
         texts: list[str] = []
         with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -239,16 +265,17 @@ class HangWatch:
             texts.append(_text(seen[-1], dumps))
         if self._watched != watched or self._reports(watched) != before:
             return  # it has advanced meanwhile
+        if early:
+            if tuple(seen) != self._stood:
+                self._take_back()
+                self._stood = tuple(seen)
+                return
+            self._next = found.seconds * AGAIN
         self._reported = watched.round
         self._found = watched.round, "\n".join(texts)
         where = found.doing, self._host, tuple(seen)
-        self._report(Stalled(watched.round, round(found.seconds, 1), *where, asked=self._idle >= self._timeout > 0))
-
-
-def _stopped(watched: Watched, reports: Mapping[int, WorkerProgress | None]) -> list[int]:
-    """Return the local ranks of workers that were stopped as they restore, which may otherwise take long."""
-    restore = {rank for rank, report in reports.items() if report is not None and report.activity == Activity.RESTORE}
-    return [worker.local_rank for worker in watched.workers if worker.local_rank in restore and is_stopped(worker.pid)]
+        asked = self._idle >= self._timeout > 0
+        self._report(Stalled(watched.round, round(found.seconds, 1), *where, asked=asked, early=early))
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +324,8 @@ def _seen(worker: WatchedWorker, dumps: _Dumps, *, moves: bool) -> StalledWorker
     lines = (f'File "{x.file}", line {x.line}, in {x.function}' for x in reversed(shown[:FRAMES]))
     stack = tuple(clipped(one_line(line), LONGEST) for line in lines)
     where = worker.rank, worker.local_rank, worker.pid
-    return StalledWorker(*where, state, moves, clipped(frame, LONGEST), stack, worker.log, dumps.collectives)
+    frame, begins = clipped(frame, LONGEST), prepares(main)
+    return StalledWorker(*where, state, moves, frame, stack, worker.log, dumps.collectives, begins)
 
 
 def _text(seen: StalledWorker, dumps: _Dumps) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic_launch.events.types import HangFound, listed
@@ -21,6 +21,9 @@ _SAME_SIZES = ("all_reduce", "broadcast", "reduce")
 
 _WAITS = ("exchange", "unknown")
 
+_NEVER_EARLY = ("loader", "unknown")
+"""States of a worker that say nothing while a first step may last."""
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -30,12 +33,14 @@ class Verdict:
         cause: in one line.
         failures, places: of the workers that hang; none if no rank stands out.
         collectives: in which collectives ranks wait that others have not begun; empty if this is not known.
+        stood: the places of the workers that hang; of all if no rank stands out.
     """
 
     cause: str
     failures: tuple[Failure, ...] = ()
     places: tuple[str, ...] = ()
     collectives: str = ""
+    stood: frozenset[str] = frozenset()
 
     def event(self, round_number: int) -> HangFound:
         """Return what is recorded of it."""
@@ -104,7 +109,12 @@ class _Split:
 
 
 def judge_stalled(
-    round_number: int, reports: Mapping[str, Stalled], ran: float, *, finished: bool = False
+    round_number: int,
+    reports: Mapping[str, Stalled],
+    ran: float,
+    *,
+    finished: bool = False,
+    before: Collection[str] = (),
 ) -> Verdict | None:
     """Return the verdict on a round all of whose nodes are stalled; None if it may still go on by itself.
 
@@ -113,10 +123,15 @@ def judge_stalled(
     wait for them. If all are, or none is, those hang that most wait for in a collective, or that are at another place
     than most.
 
+    While a round may still be in its first step, that is not enough, since a rank may wait for what it loads or
+    compiles: the ranks must wait for each other in different exchanges, or hang where others have hung before, and none
+    of them may be preparing.
+
     Args:
         reports: by node.
         ran: seconds since the round was formed.
         finished: whether all other ranks have ended with 0. Then those that are left hang wherever they are.
+        before: :attr:`Verdict.stood` of earlier rounds.
     """
     seen = [_Seen(node, report, worker) for node, report in reports.items() for worker in report.workers]
     splits = _splits(seen)
@@ -126,21 +141,30 @@ def judge_stalled(
         busy = [each for each in seen if not each.waits]
         if not seen or any(each.worker.moves for each in busy or seen):
             return None
+        early = any(report.early for report in reports.values())
+        if early and any(
+            each.worker.moves or each.worker.prepares or each.worker.state in _NEVER_EARLY for each in seen
+        ):
+            return None
         hung = seen if finished else busy if len(busy) < len(seen) else []
         hung = hung or _awaited(seen, splits) or _apart(seen)
         alike = len({each.place for each in seen}) == 1
         if busy and alike and any(report.seconds < ALIKE and not report.asked for report in reports.values()):
             return None
+        differ = not busy and (bool(splits) or not alike)
+        if early and not differ and not {each.place for each in hung or seen} <= {*before}:
+            return None
+    stood = frozenset(each.place for each in hung or seen)
     if not hung:
         places = _ranks_by_place(seen)
         where = "; ".join(f"{ranks} {place}" for place, ranks in places[:MOST])
         more = "; ..." if len(places) > MOST else ""
         found = f"; {collectives}" if collectives else ""
         cause = f"the round hangs in {seen[0].report.doing}, and no rank stands out: {where}{more}{found}"
-        return Verdict(cause, collectives=collectives)
+        return Verdict(cause, collectives=collectives, stood=stood)
     others = _ranks_by_place([each for each in seen if each not in hung])
     failures = tuple(_failure(round_number, each, others, ran) for each in hung)
-    return Verdict(words(failures[0]), failures, tuple(each.place for each in hung), collectives)
+    return Verdict(words(failures[0]), failures, tuple(each.place for each in hung), collectives, stood)
 
 
 def _splits(seen: Sequence[_Seen]) -> list[_Split]:

@@ -60,6 +60,7 @@ class Rounds:
     def __init__(self, state: LeaderState) -> None:
         self._state = state
         self.phase: Phase = Gathering()
+        self._hung_at: set[str] = set()  # the places at which workers have hung
         if state.record.end is not None:
             self.phase = Ended()
         elif state.record.round.members:
@@ -163,7 +164,10 @@ class Rounds:
         self._end_round(phase, broken, kind_of(failure), lambda: "")
 
     def stalled(self, node: Node, report: m.Stalled, now: float) -> None:
-        """Handle that a member's workers are late, or no longer; the round is judged once those of all members are."""
+        """Handle that a member's workers are late, or no longer.
+
+        The round is judged once those of all members are, or one is stopped by a signal.
+        """
         node.stalled = report if report.seconds > 0 else None
         match self.phase:
             case Running():
@@ -172,7 +176,8 @@ class Rounds:
                 # What reports steps and is left by the others may wait for its last checkpoint.
                 asked = all(report.asked for report in late.values())
                 finished = sum(each.done for each in members if each.stalled is None) if asked else 0
-                if late and len(late) + finished == len(self._state.record.round.members):
+                stopped = any(worker.state == "stopped" for worker in report.workers)
+                if late and (stopped or len(late) + finished == len(self._state.record.round.members)):
                     self._judge_stalled(self.phase, late, now)
             case Draining() | Broken() | Gathering() | Parked() | Ending() | Ended():
                 pass
@@ -181,9 +186,10 @@ class Rounds:
         number = self._state.record.round.number
         left = sum(len(report.workers) for report in late.values())
         finished = left < self._state.record.round.world_size
-        verdict = judge_stalled(number, late, now - running.formed_at, finished=finished)
+        verdict = judge_stalled(number, late, now - running.formed_at, finished=finished, before=self._hung_at)
         if verdict is None:
             return
+        self._hung_at |= verdict.stood
         broken = over(running, now, None if verdict.failures else Kind.HANG, verdict.cause)
         broken.failures += [(now, failure) for failure in verdict.failures]
         self._state.emit(verdict.event(number))

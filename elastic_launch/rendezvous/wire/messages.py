@@ -266,6 +266,7 @@ class StalledWorker:
         stack: the frames of its main thread, outermost first, without those that are many calls away from the last.
         log: see :class:`Failure`.
         collectives: the last one in each of its process groups; empty if torch's flight recorder has none.
+        prepares: whether its main thread imports, compiles or loads something, which may take long.
     """
 
     rank: int
@@ -277,11 +278,12 @@ class StalledWorker:
     stack: tuple[str, ...] = ()
     log: str = ""
     collectives: tuple[Collective, ...] = ()
+    prepares: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Stalled:
-    """All workers of this node are late in the round, and none of them is in a pause that is known.
+    """All workers of this node are late in the round, and none of them is in a pause that is known; or one is stopped.
 
     Repeated from time to time with what is seen then.
 
@@ -289,6 +291,7 @@ class Stalled:
         seconds: for how long none of them has advanced; 0: they advance again, or are not to.
         doing: what they are late with, such as ``step 41``.
         asked: whether the user has set the time after which they are late.
+        early: whether they are not late yet, in a first step of the round, but did nothing, twice at the same place.
     """
 
     round: int
@@ -297,6 +300,7 @@ class Stalled:
     host: str = ""
     workers: tuple[StalledWorker, ...] = ()
     asked: bool = False
+    early: bool = False
 
 
 @dataclass(frozen=True, slots=True)
