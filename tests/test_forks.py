@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 
@@ -36,8 +39,15 @@ dump_stacks_on_signal()
 
 def passes(code: str, directory: str = "") -> None:
     env = {"TORCHELASTIC_ERROR_FILE": f"{directory}/error.json"} if directory else {}
-    done = subprocess.run([sys.executable, "-c", BEGIN + code], env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    with subprocess.Popen(
+        [sys.executable, "-c", BEGIN + code], env=env, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            _, errors = process.communicate(timeout=120)
+        finally:
+            with suppress(ProcessLookupError):  # it has left none
+                os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, errors
 
 
 SAME = """
