@@ -6,10 +6,11 @@ import contextlib
 import os
 import shlex
 import signal
+import time
 from pathlib import Path
 
 import pytest
-from harness import LOOP, Job, alive, round_of, tree, wait_for
+from harness import LOOP, Job, alive, freeze, round_of, tree, wait_for
 
 
 def test_two_nodes_form_one_world(job: Job) -> None:
@@ -54,6 +55,22 @@ def test_a_lost_node_shrinks_the_world_and_its_return_grows_it(job: Job) -> None
     job.finish()
     assert (host.wait(), again.wait()) == (0, 0)
     assert [e["node"] for e in job.events("node_lost")] == [other.name]
+
+
+def test_a_node_that_joins_while_the_host_is_frozen_waits_for_it(job: Job) -> None:
+    timing = ["--rdzv-conf", "dead_after=2,beat=0.5"]
+    host = job.node("a", *timing, nnodes="2")
+    host.says("node a joined")
+    freeze(host.process.pid)
+    other = job.node("b", *timing, nnodes="2")
+    other.says("its agent may be frozen, or the port may be in use by another service")
+    time.sleep(3)  # its next attempt is silent, too
+    host.signal(signal.SIGCONT)
+    job.world(2)
+    job.finish()
+    assert (host.wait(), other.wait()) == (0, 0)
+    assert other.output.count("may be frozen") == 1
+    assert not job.events("node_lost")
 
 
 def test_a_frozen_node_is_dead_after_its_silence(job: Job) -> None:

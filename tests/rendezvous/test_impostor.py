@@ -7,6 +7,7 @@ import queue
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from elected_nodes import View
@@ -19,7 +20,7 @@ from elastic_launch.events.types import Event, LeaderElected
 from elastic_launch.rendezvous.backends.c10d import FoundLeader, NodeAddress
 from elastic_launch.rendezvous.backends.election import ElectedBackend, found_by
 from elastic_launch.rendezvous.node.membership import Membership
-from elastic_launch.rendezvous.node.membership_events import MembershipEvent, Opened, RendezvousLost
+from elastic_launch.rendezvous.node.membership_events import LinkDown, MembershipEvent, Opened, RendezvousLost
 from elastic_launch.rendezvous.record import ControlRecord, Leader
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.rendezvous.wire.seal import ValueSeal
@@ -66,16 +67,21 @@ class Sink:
 
 
 class Pointing:
-    """A backend that always names the same leader."""
+    """A backend that always names the same leader.
 
-    def __init__(self, record: ControlRecord) -> None:
+    Args:
+        strange: whether its port may be another service's, as on the endpoint's own host.
+    """
+
+    def __init__(self, record: ControlRecord, *, strange: bool = False) -> None:
         self._record = record
+        self._strange = strange
 
     def open(self) -> NodeAddress:
         return NodeAddress("127.0.0.1", "me1", None, hosting=False)
 
     def find_leader(self, timeout: float) -> FoundLeader:
-        return found_by(self._record)
+        return replace(found_by(self._record), strange=self._strange)
 
     def unreachable(self, found: FoundLeader, *, refused: bool, silent_for: float = 0.0, seen_round: int = 0) -> None:
         return
@@ -135,6 +141,52 @@ def test_it_is_not_retried_forever(impostor: Impostor) -> None:
             event = heard.get(timeout=20)
     assert isinstance(event.error, EndpointError)
     assert f"127.0.0.1:{impostor.port} does not answer as the run's leader" in event.error.message
+
+
+def _search(port: int, **timing: float) -> list[MembershipEvent]:
+    """What a node reports that has found a port in use on its own host, until it gives up."""
+    config = _config(beat=0.05, dead_after=0.2, **timing)
+    heard: queue.SimpleQueue[MembershipEvent] = queue.SimpleQueue()
+    backend = Pointing(_record(config, port), strange=True)
+    events: list[MembershipEvent] = []
+    with contextlib.closing(Membership(config, backend, MonotonicClock(), heard.put, lambda address: 29500)) as one:
+        one.start()
+        while not events or not isinstance(events[-1], RendezvousLost):
+            events.append(heard.get(timeout=60))
+    return events
+
+
+@pytest.mark.parametrize("beginning", [b"", b"{"])
+def test_a_port_that_is_silent_on_this_host_may_be_a_frozen_leaders(beginning: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        links: list[socket.socket] = []
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    links.append(listener.accept()[0])
+                    links[-1].sendall(beginning)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        events = _search(int(listener.getsockname()[1]), join_timeout=2.0)
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(10)
+        for link in links:
+            link.close()
+    assert len(links) > 2, "it tries again and again"
+    (down,) = [event for event in events if isinstance(event, LinkDown)]
+    assert "the port may be in use by another service, and this node tries for up to 2 s" in down.reason
+    assert isinstance(events[-1], RendezvousLost)
+    assert "choose another --rdzv-endpoint" in events[-1].error.hint
+
+
+@pytest.mark.parametrize("impostor", [ORDER, b"SSH-2.0-OpenSSH_9.2\r\n", b"J\0\0\0"], ids=repr, indirect=True)
+def test_another_service_on_this_host_that_answers_is_an_error_at_once(impostor: Impostor) -> None:
+    events = _search(impostor.port, join_timeout=600.0)
+    assert not [event for event in events if isinstance(event, LinkDown)]
+    assert isinstance(events[-1], RendezvousLost)
+    assert "does not answer as the run's leader" in events[-1].error.message
 
 
 def test_reports_made_without_a_leader_do_not_block() -> None:

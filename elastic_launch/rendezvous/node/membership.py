@@ -54,6 +54,8 @@ HINT_STRANGE = (
     "If the port is in use by another service, choose another --rdzv-endpoint; if its agent is frozen, end it."
 )
 
+SILENT = "its agent may be frozen, or the port may be in use by another service"
+
 _log = logging.getLogger(__name__)
 
 RETRY = 0.2
@@ -101,7 +103,7 @@ class Membership:
         self._key = link_key(config.token, config.run_id)
         self._once = LogOnce(_log)
         self._answered = False
-        self._spoke = False  # whatever it was
+        self._spoke = b""  # the beginning of what came over the link, whatever it was
         self._welcomed = False
         self._found: FoundLeader | None = None
         self._cut_until = 0.0  # by a drill
@@ -244,7 +246,7 @@ class Membership:
                     raise
                 self._closing.wait(RETRY)
                 continue
-            self._answered = self._spoke = False
+            self._answered, self._spoke = False, b""
             with contextlib.ExitStack() as link:
                 link.enter_context(sock)
                 silent = self._converse(sock)
@@ -281,9 +283,13 @@ class Membership:
         assert found is not None
         self._backend.unreachable(found, refused=False)
         text = f"what listens at {found.what} does not answer as the run's leader"
-        if search.over(now) or (found.strange and (silent or self._spoke)):
+        # A leader whose agent is frozen says nothing, or has said only the beginning of what leaders say.
+        frozen = silent and self._spoke in (b"", b"{")
+        if search.over(now) or (found.strange and self._spoke and not frozen):
             raise EndpointError(f"{text[0].upper()}{text[1:]}.", HINT_STRANGE)
         if search.failed(now):
+            if frozen and not search.gone:
+                text += f"; {SILENT}, and this node tries for up to {self._config.timing.join_timeout:g} s"
             self._notify(LinkDown(text, gone=search.gone, until=until))
         self._closing.wait(RETRY)
 
@@ -414,7 +420,7 @@ class Membership:
             return None
         if not data:
             return None
-        self._spoke = True
+        self._spoke = self._spoke or data[:1]
         try:
             for line in channel.feed(data):
                 order = m.unpack(line)
