@@ -148,7 +148,12 @@ def name_of(pid: int) -> str:
 
 def alive(pid: int) -> bool:
     """Whether a process runs; a zombie does not."""
-    return _state(Path(f"/proc/{pid}/stat")) not in "ZX"
+    return state_of(pid) not in "ZX"
+
+
+def state_of(pid: int) -> str:
+    """Return the letter of a process' state, such as T if it is stopped; X if there is none (proc_pid_stat(5))."""
+    return _state(Path(f"/proc/{pid}/stat"))
 
 
 _forks: list[Forks] = []

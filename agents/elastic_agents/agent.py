@@ -30,6 +30,7 @@ from elastic_agents.snapshots.snapshot_store import SnapshotStore
 from elastic_agents.start_timer import StartTimer
 from elastic_agents.workers.control import Control, HungUp, Restored, ScriptEnded, Straggles
 from elastic_agents.workers.guard import Guard
+from elastic_agents.workers.lease import Renewal
 from elastic_agents.workers.logs import LogPlaces
 from elastic_agents.workers.output import OutputPump
 from elastic_agents.workers.placement import group_of, place
@@ -44,7 +45,7 @@ from elastic_launch.errors import EndpointError, ExitCode
 from elastic_launch.events import types as ev
 from elastic_launch.observe.present import Present
 from elastic_launch.rendezvous.backends.c10d import Backend
-from elastic_launch.rendezvous.node.failure_detector import CutOff
+from elastic_launch.rendezvous.node.failure_detector import CUT_OFF, CutOff
 from elastic_launch.rendezvous.node.membership import Membership
 from elastic_launch.rendezvous.node.membership_events import LinkDown, LinkUp, Opened
 from elastic_launch.rendezvous.record import Round
@@ -167,14 +168,17 @@ class LocalElasticAgent(ElasticAgent):
             # Now rather than as workers start, which would wait for its imports.
             self._processes.when_lost(lambda: self._inbox.put(self._processes.replace_lost))
             self._membership.start()
+            self._wake()
             while self._outcome is None:
                 self._react(self._inbox.take())
+                self._renew()
                 self._hanging.follow()
         return self._result(self._outcome)
 
     def _build(self) -> list[Callable[[], object]]:
         """Make the agent's parts, and start some; return what ends them, in order. Each runs even if another fails."""
-        guard = Guard()
+        guard = self._guard = Guard(lambda pids: self._inbox.put(partial(self._stopped, pids)))
+        self._renewal = Renewal(CUT_OFF * self._config.timing.dead_after)
         self._places.made = guard.add_directory
         pump = self._pump = OutputPump(self._consoles)
         processes = self._processes = self._make_processes(lambda pid, code: self._inbox.put(Exited(pid, code)))
@@ -284,6 +288,32 @@ class LocalElasticAgent(ElasticAgent):
         """Called once from the membership's thread, before this agent learns of its address."""
         self._store = WorkerStore(address)
         return self._store.reserve()
+
+    # The guard's lease.
+
+    def _wake(self) -> None:
+        """Have the main loop turn often enough to renew the lease."""
+        self._inbox.put_later(self._renewal.wait, self._wake)
+
+    def _renew(self) -> None:
+        """Renew the guard's lease, unless the others may have continued without this node."""
+        renewal, membership, now = self._renewal, self._membership, self._clock.now()
+        over = renewal.until
+        until = renewal.turn(now, replaceable=membership.replaceable, heard=membership.belongs_since)
+        if until is not None:
+            self._guard.lease(until)
+            if self._workers.resume():
+                event = ev.WorkersHeld(self._view.round, round(max(0.0, now - over), 3))
+                self._events.emit(event)
+                _log.info("%s", event.line())
+
+    def _stopped(self, pids: Collection[int]) -> None:
+        """The guard has stopped processes of the workers."""
+        if not self._workers.held:
+            text = "this agent did not run for %g s, and the others may have continued without this node: %s"
+            _log.warning(text, self._renewal.term, "its guard has stopped the workers until the leader answers")
+        self._workers.hold(pids)
+        self._renewal.doubt(self._clock.now())
 
     # From the inbox to the policy.
 
@@ -412,6 +442,7 @@ class LocalElasticAgent(ElasticAgent):
             self._formed,
             self._rank,
             self._control,
+            held=self._workers.held,
             snapshot=self._newest_snapshot,
             # What the leader has said; until then others may have used up what this node's own flags allow.
             # Since the round formed, restarts may have been given back.
@@ -486,10 +517,12 @@ class LocalElasticAgent(ElasticAgent):
                 if reaped := self._workers.reaped(local_rank):
                     reporting.lost_ahead(reaped, self._exits.failure_of(local_rank, self._view), following)
             case v.Suspend(round=number, cause=cause, local_ranks=local_ranks):
+                self._workers.resume()  # they have to leave their round
                 self._workers.suspends(local_ranks)
                 self._control.suspend(number, local_ranks, cause)
                 self._inbox.put_later(self._suspension(), v.SuspendOver(number))
             case v.SendExit(local_ranks=local_ranks):
+                self._workers.resume()
                 self._control.dismiss(local_ranks)
             case v.AskStop(round=number, cause=cause, seconds=seconds):
                 self._control.ask_stop(number, self._view.alive, cause)
@@ -501,6 +534,7 @@ class LocalElasticAgent(ElasticAgent):
                 self._inbox.put_later(seconds, event)
             case v.Terminate(local_ranks=local_ranks):
                 self._start_no_more(local_ranks)
+                self._workers.resume()
                 self._workers.terminate(local_ranks, action.number)
                 self._inbox.put_later(self._departure.grace, v.GraceOver(action.round))
             case v.Kill(local_ranks=local_ranks):

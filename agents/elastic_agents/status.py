@@ -18,6 +18,7 @@ def present(
     rank: int,
     control: Control,
     *,
+    held: bool,
     snapshot: int | None,
     budget: tuple[int, int] | None,
     outlook: str,
@@ -28,6 +29,7 @@ def present(
     Args:
         formed: the current or last round.
         rank: this node's, among the members of that round.
+        held: whether the guard has stopped the workers.
         snapshot: steps in the newest snapshot in this node's memory.
         budget: restarts charged, and their limit; None until the leader has said so.
         checkpoint: steps in the run's newest durable checkpoint, and its age in seconds.
@@ -39,7 +41,7 @@ def present(
     reports = control.reports(number)
     steps_s, durations = control.steps()
     return Present(
-        phase=view.phase.value,
+        phase="held" if held and view.alive else view.phase.value,
         round=view.round,
         nodes=view.nodes,
         world_size=formed.world_size,

@@ -464,6 +464,21 @@ class LinkChanged(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class WorkersHeld(Event):
+    """The guard had stopped the node's workers, since their agent did not run; they go on.
+
+    Attributes:
+        seconds: for how long they stood still.
+    """
+
+    round: int
+    seconds: float
+
+    def line(self) -> str:
+        return f"the leader has answered: the workers go on after {self.seconds:.1f} s"
+
+
+@dataclass(frozen=True, slots=True)
 class NoticeReceived(Event):
     """The node received a preemption or similar notice.
 

@@ -30,6 +30,7 @@ PHASES = (
     "starting",
     "waiting",
     "running",
+    "held",
     "draining",
     "suspended",
     "stopping",

@@ -10,7 +10,7 @@ class Present:
     """One node's part of a run at a moment; times in seconds.
 
     Attributes:
-        phase: what its agent does: ``starting``, ``waiting`` for a round, ``running``, ``draining``, ``stopping`` ...
+        phase: what its agent does: ``starting``, ``waiting`` for a round, ``running``, ``held``, ``draining`` ...
         round: number of the current or last round; 0 before the first.
         nodes, world_size: nodes and workers in it.
         workers: this node's workers in it that run, suspended ones included.

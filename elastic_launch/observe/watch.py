@@ -175,6 +175,8 @@ class Watch:
             case "running":
                 quiet = self._quiet(present, now)
                 return "trains" if quiet is None else f"trains; no step for {span(quiet)}", ""
+            case "held":
+                return "the workers are stopped until the leader answers", "this agent did not run"
             case "leaving" | "over" | "finished" | "saving":
                 return present.phase, ""
             case "waiting" if present.outlook:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 import pytest
-from harness import alive, wait_for
+from harness import alive, freeze, state_of, wait_for
 
 from elastic_agents.console import Consoles
 from elastic_agents.workers import guard as guard_module
@@ -25,7 +25,8 @@ from elastic_agents.workers import sessions
 from elastic_agents.workers.guard import Guard
 from elastic_agents.workers.output import TAIL_LINES, OutputPump, Stream
 from elastic_agents.workers.processes import ExecProcesses, StartRequest, ignores
-from elastic_agents.workers.sessions import empty_sessions, kill_sessions, session_members
+from elastic_agents.workers.sessions import empty_sessions, kill_sessions, resume, session_members, stop_sessions
+from elastic_launch.clock import MonotonicClock
 from elastic_launch.config.output import Route
 
 Exits = queue.SimpleQueue[tuple[int, int]]
@@ -237,6 +238,71 @@ def test_workers_die_with_an_agent_that_is_killed_before_a_dead_guard_is_replace
         kill_sessions({guarded})
         agent.stdin.close()
         agent.stdout.close()
+
+
+@pytest.fixture
+def sessions_of_two() -> Iterator[list[int]]:
+    """Two sessions, of which the first has two processes."""
+    commands = (["sh", "-c", "sleep 600 & wait"], ["sleep", "600"])
+    started = [subprocess.Popen(command, start_new_session=True) for command in commands]
+    sids = [process.pid for process in started]
+    wait_for("its child", lambda: len(session_members({sids[0]})) == 2)
+    yield sids
+    kill_sessions(set(sids))
+    for process in started:
+        process.wait()
+
+
+def _states(sids: list[int]) -> list[str]:
+    return [state_of(pid) for pid in session_members(set(sids))]
+
+
+def test_stopping_sessions_spares_what_was_stopped_before(sessions_of_two: list[int]) -> None:
+    own = sessions_of_two[1]
+    freeze(own)
+    told: list[list[int]] = []
+    stop_sessions(set(sessions_of_two), told.append)
+    assert _states(sessions_of_two) == ["T"] * 3
+    assert told[0] == told[1] == session_members({sessions_of_two[0]})
+    assert resume(told[0], {*sessions_of_two})
+    wait_for("its processes", lambda: _states(sessions_of_two[:1]) == ["S"] * 2)
+    assert state_of(own) == "T"
+
+
+def test_processes_of_other_sessions_are_not_resumed(sessions_of_two: list[int]) -> None:
+    freeze(*sessions_of_two)
+    assert not resume([sessions_of_two[0], 2**22 + 1], {sessions_of_two[1]})
+    assert [state_of(sid) for sid in sessions_of_two] == ["T", "T"]
+
+
+def test_the_guard_stops_sessions_when_the_lease_is_over(sessions_of_two: list[int]) -> None:
+    stopped: queue.SimpleQueue[tuple[int, ...]] = queue.SimpleQueue()
+    with closing(Guard(stopped.put)) as guard:
+        for sid in sessions_of_two:
+            guard.add(sid)
+        until = MonotonicClock().now() + 1.0
+        guard.lease(until)
+        held = set(stopped.get(timeout=60))
+        assert MonotonicClock().now() >= until
+        wait_for("the stop", lambda: _states(sessions_of_two) == ["T"] * 3)
+        assert held == set(session_members(set(sessions_of_two)))
+        guard.lease(MonotonicClock().now() + 600)
+        resume(held, {*sessions_of_two})
+        time.sleep(0.5)
+        assert "T" not in _states(sessions_of_two)
+
+
+def test_a_guard_process_that_is_replaced_has_the_lease(sessions_of_two: list[int]) -> None:
+    stopped: queue.SimpleQueue[tuple[int, ...]] = queue.SimpleQueue()
+    with closing(Guard(stopped.put)) as guard:
+        guard.add(sessions_of_two[1])
+        until = MonotonicClock().now() + 4.0
+        guard.lease(until)
+        before = guard.pids
+        for pid in before:
+            os.kill(pid, signal.SIGKILL)
+        wait_for("others", lambda: not {*before} & {*guard.pids})
+        assert stopped.get(timeout=60) == (sessions_of_two[1],)
 
 
 def test_a_guard_that_is_stopped_does_not_keep_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:

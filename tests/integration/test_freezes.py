@@ -1,7 +1,11 @@
-"""Nodes that freeze as a whole (agent, guard and workers) and come back: they never train or save meanwhile."""
+"""Nodes that freeze, as a whole (agent, guard and workers) or only their agents, and come back.
+
+They never train or save beside the next round.
+"""
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +13,7 @@ from typing import Any
 
 import pytest
 from etcd_servers import Member, cluster, endpoints
-from harness import STEPS, Agent, Job, alive, now, round_of, wait_for
+from harness import SCRIPTS, STEPS, Agent, Job, alive, freeze, now, round_of, state_of, wait_for
 
 pytestmark = pytest.mark.timeout(600)  # three rounds each, of workers that import torch
 
@@ -149,3 +153,89 @@ def test_a_node_that_trains_alone_stops_while_etcd_is_out_of_reach(
     job.finish()
     assert agent.wait() == 0
     assert not job.events("restart_charged")
+
+
+def pair(job: Job, dead_after: int) -> tuple[Agent, Agent, int]:
+    """Two nodes whose plain workers need no other rank, and their first round; the first one hosts the run."""
+
+    def apart(name: str) -> Agent:
+        timing = ["--rdzv-conf", f"dead_after={dead_after},beat=0.5,join_settle=2"]
+        command = [str(SCRIPTS / "apart.py"), str(job.work)]
+        return job.node(name, *timing, nnodes="1:2", command=command, env={"NODE": name})
+
+    host = apart("a")
+    host.says("hosts")
+    other = apart("b")
+    number = round_of(job.world(2)[0])
+    wait_for("steps", lambda: all(job.noted("children.jsonl", name, number) for name in "ab"))
+    return host, other, number
+
+
+def of_node(job: Job, name: str, number: int) -> list[int]:
+    """The worker of a node, and the process that it has forked."""
+    (one,) = [x for x in job.started() if x["env"]["NODE"] == name and round_of(x) == number]
+    return [one["pid"], *one["children"]]
+
+
+def stand(pids: list[int]) -> bool:
+    return [state_of(pid) for pid in pids] == ["T"] * len(pids)
+
+
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_plain_workers_do_no_step_beside_the_next_round(job: Job, whole: bool) -> None:
+    """No collective stops them: neither while only their agent is frozen, nor when all thaw before it."""
+    host, other, number = pair(job, DEAD_AFTER)
+    pids = of_node(job, "b", number)
+    standing = other.freeze() if whole else [other.process.pid]
+    freeze(*standing)
+    alone = job.trained(1, after=number)
+    assert stand(pids)
+    since = job.first_step(alone)
+    time.sleep(1)
+    other.thaw(standing)
+    job.world(2, after=alone)
+    job.assert_nothing_done("b", number, since)
+    assert len([x for x in job.noted("children.jsonl", "b", number) if x["clock"] > since]) <= 1
+    assert not any(map(alive, pids))
+    job.finish()
+    assert (host.wait(), other.wait()) == (0, 0)
+    assert not job.events("restart_charged")
+
+
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_workers_whose_agent_is_back_before_the_others_go_on_lose_nothing(job: Job, whole: bool) -> None:
+    host, other, number = pair(job, 10)
+    pids = of_node(job, "b", number)
+    if whole:
+        standing = other.freeze()
+        time.sleep(8.5)
+        other.thaw(standing)
+    else:
+        freeze(other.process.pid)
+        wait_for("the guard", lambda: stand(pids))
+        before = job.noted("steps.jsonl", "b")[-1]["step"]
+        time.sleep(0.2)
+        assert job.noted("steps.jsonl", "b")[-1]["step"] == before
+        other.signal(signal.SIGCONT)
+    thawed = now()
+    other.says("the leader has answered: the workers go on")
+    wait_for("a step", lambda: job.noted("steps.jsonl", "b")[-1]["clock"] > thawed)
+    wait_for("a step of its child", lambda: job.noted("children.jsonl", "b")[-1]["clock"] > thawed)
+    job.finish()
+    assert (host.wait(), other.wait()) == (0, 0)
+    assert len(job.events("round_formed")) == 1
+    assert not job.events("node_lost")
+
+
+def test_the_workers_of_a_host_whose_agent_is_frozen_train_on(job: Job) -> None:
+    """No other node can lead, so there is no next round."""
+    host, other, _ = pair(job, 2)
+    freeze(host.process.pid)
+    frozen = now()
+    wait_for("steps", lambda: job.noted("steps.jsonl", "a")[-1]["clock"] > frozen + 4)
+    host.signal(signal.SIGCONT)
+    time.sleep(2)
+    job.finish()
+    assert (host.wait(), other.wait()) == (0, 0)
+    assert len(job.events("round_formed")) == 1
+    assert "its guard has stopped" not in host.output + other.output

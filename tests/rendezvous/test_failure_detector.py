@@ -76,6 +76,17 @@ def test_a_new_link_does_not_end_the_silence_until_something_is_received() -> No
     assert detector.judge(104.0) is not None
 
 
+def test_what_is_received_in_the_first_turn_after_a_freeze_does_not_count_as_heard_since() -> None:
+    detector = linked()
+    detector.turn(110.0)
+    detector.heard(110.1)
+    assert not detector.heard_since(110.0), "it may have been sent before"
+    detector.turn(111.0)
+    detector.heard(111.0)
+    assert detector.heard_since(110.0)
+    assert not detector.heard_since(110.1)
+
+
 def test_before_the_first_message_no_link_counts_as_cut_off() -> None:
     assert FailureDetector(5.0, 1.0).judge(1000.0) is None
 

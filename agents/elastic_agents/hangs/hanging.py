@@ -79,13 +79,16 @@ class Hanging:
         view = self._view()
         if number != view.round or view.phase is not Phase.RUNNING or not view.alive:
             return
-        self._workers.kill_stuck()
+        if not self._workers.held:
+            self._workers.kill_stuck()
         self._later(LOOK_EVERY, partial(self._look, number))
 
     def _advancing(self) -> Watched | None:
         """The round's workers that have not finished, as long as each of them is to advance or to end."""
         view = self._view()
         if self._config.hang_timeout is None or view.phase is not Phase.RUNNING or not view.alive:
+            return None
+        if self._workers.held:  # by the guard, since this agent did not run
             return None
         workers = self._running(view)
         return Watched(view.round, workers, view.alive != view.slots) if len(workers) == len(view.alive) else None

@@ -5,7 +5,8 @@
 ``placement``          a worker's command and environment
 ``processes``          starts, signals and reaps processes
 ``sessions``           each worker's session, ended with its grandchildren
-``guard``              kills the sessions if the agent dies; ``guard_process`` is its process
+``guard``              kills the sessions if the agent dies, stops them if it stands; ``guard_process`` is its process
+``lease``              until when they may run without a sign of life from the agent; pure
 ``control``            the agent's end of the workers' socket
 ``output``             the workers' output
 ``logs``               log directories; ``logs_specs`` supports torchrun's

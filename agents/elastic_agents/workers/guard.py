@@ -1,8 +1,11 @@
 """The agent's side of the guard: two small processes that kill the workers' sessions if the agent is killed.
 
+They also stop them if the agent does not renew its lease (:mod:`elastic_agents.workers.lease`).
+
 Each works independently: if one is killed and the agent dies before it is replaced, the other one is left.
 
-The agent writes ``+SID``, ``-SID`` and ``/DIRECTORY`` lines; end of file without ``bye`` means that the agent died.
+The agent writes ``+SID``, ``-SID``, ``/DIRECTORY`` and ``=TIME`` lines, the last for a lease; end of file without
+``bye`` means that the agent died. A guard process writes lines with the pids that it stops.
 """
 
 from __future__ import annotations
@@ -10,10 +13,13 @@ from __future__ import annotations
 import io
 import logging
 import os
+import select
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_launch.system.threads import VitalThread
@@ -31,17 +37,24 @@ PATIENCE = 10.0
 """Seconds that a dismissed guard has to exit; then it is killed."""
 
 
+OnStopped = Callable[[tuple[int, ...]], object]
+
+
 class Guard:
     """Owns the guard's two processes.
+
+    Args:
+        stopped: called with the pids of processes that the guard stops, before it does so and again afterwards; from
+            threads of this object.
 
     Raises:
         OSError: if they cannot be started.
     """
 
-    def __init__(self) -> None:
-        first = _Watcher()
+    def __init__(self, stopped: OnStopped = lambda pids: None) -> None:
+        first = _Watcher(stopped)
         try:
-            second = _Watcher()
+            second = _Watcher(stopped)
         except OSError:
             first.close()
             raise
@@ -59,6 +72,10 @@ class Guard:
     def remove(self, sid: int) -> None:
         """Forget this session: it has ended."""
         self._tell(f"-{sid}")
+
+    def lease(self, until: float) -> None:
+        """Stop all sessions at this time by the host's clock, unless another lease is granted before."""
+        self._tell(f"={until!r}")
 
     def add_directory(self, path: Path) -> None:
         """Remove this directory if the agent dies."""
@@ -83,9 +100,11 @@ class _Watcher:
         OSError: if the first process cannot be started.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stopped: OnStopped) -> None:
+        self._stopped = stopped
         self._lock = threading.Lock()
         self._lines: set[str] = set()  # that a replacement receives
+        self._lease = ""  # likewise
         self._closing = threading.Event()
         self._process = _start()
         self._thread = VitalThread(self._replace_dead, "guard")
@@ -93,12 +112,14 @@ class _Watcher:
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._process.popen.pid
 
     def tell(self, line: str) -> None:
         with self._lock:
             if line.startswith("-"):
                 self._lines.discard(f"+{line[1:]}")
+            elif line.startswith("="):
+                self._lease = line
             else:
                 self._lines.add(line)
             self._write(line)
@@ -108,28 +129,47 @@ class _Watcher:
             if not self._closing.is_set():
                 self._closing.set()
                 self._write("bye")
-                _stdin(self._process).close()
+                self._process.stdin.close()
 
     def close(self) -> None:
         self.dismiss()
         self._thread.join(PATIENCE)
         if self._thread.is_alive():
-            self._process.kill()
+            self._process.popen.kill()
             self._thread.join(PATIENCE)
 
     def _replace_dead(self) -> None:
         delay = 0.0
         while True:
             began = time.monotonic()
-            code = self._process.wait()
+            code = self._followed()
             if self._closing.is_set():
                 return
-            _log.warning("a guard process, pid %d, ended with %d; another one takes its place", self._process.pid, code)
+            _log.warning("a guard process, pid %d, ended with %d; another one takes its place", self.pid, code)
             delay = 0.0 if time.monotonic() - began >= SETTLED else max(SETTLED, delay)
             while not self._replaced(delay):
                 delay = min(max(SETTLED, 2 * delay), LONGEST_DELAY)
                 if self._closing.is_set():
                     return
+
+    def _followed(self) -> int:
+        """Pass on what the process reports, until it ends; return its exit code."""
+        process, pending = self._process, b""
+        ready = select.poll()
+        ready.register(process.end, select.POLLIN)
+        ready.register(process.stdout, select.POLLIN)
+        with process.stdout:
+            while True:
+                found = {descriptor for descriptor, _ in ready.poll()}
+                if process.stdout.fileno() not in found:
+                    os.close(process.end)
+                    return process.popen.wait()
+                if not (data := process.stdout.read(65536)):
+                    ready.unregister(process.stdout)  # it ends
+                    continue
+                *lines, pending = (pending + data).split(b"\n")
+                for line in lines:
+                    self._stopped(tuple(map(int, line.split())))
 
     def _replaced(self, delay: float) -> bool:
         """Start another guard after a delay; return whether that succeeded."""
@@ -143,39 +183,51 @@ class _Watcher:
         with self._lock:
             dead, self._process = self._process, process
             if self._closing.is_set():  # the goodbye went to the previous process
-                _stdin(process).write(b"bye\n")
-                _stdin(process).close()
+                process.stdin.write(b"bye\n")
+                process.stdin.close()
             else:
-                _stdin(dead).close()
-                for line in self._lines:
+                dead.stdin.close()
+                for line in filter(None, (*self._lines, self._lease)):
                     self._write(line)
         return True
 
     def _write(self, line: str) -> None:
         try:
-            written = _stdin(self._process).write(f"{line}\n".encode())
+            written = self._process.stdin.write(f"{line}\n".encode())
         except BrokenPipeError:
             return  # it has died; its replacement receives everything
         if written is None:
-            self._process.kill()  # it is stopped: the pipe is full, and it has not read
+            self._process.popen.kill()  # it is stopped: the pipe is full, and it has not read
 
 
-def _start() -> subprocess.Popen[bytes]:
+@dataclass(frozen=True, slots=True)
+class _Process:
+    """A guard process; ``end`` is a descriptor that is readable once it has ended."""
+
+    popen: subprocess.Popen[bytes]
+    stdin: io.RawIOBase
+    stdout: io.RawIOBase
+    end: int
+
+
+def _start() -> _Process:
     root = str(Path(__file__).resolve().parents[2])
-    code = f"import sys; sys.path.append({root!r}); from elastic_agents.workers.guard_process import watch; watch(0)"
+    code = f"import sys; sys.path.append({root!r}); from elastic_agents.workers.guard_process import watch; watch(0, 1)"
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", code],
         bufsize=0,
         stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
         # It must find its shared libraries, and must not see the agent's secrets.
         env={name: value for name, value in os.environ.items() if name.startswith("LD_")},
         start_new_session=True,
     )
-    os.set_blocking(_stdin(process).fileno(), False)
-    return process
-
-
-def _stdin(process: subprocess.Popen[bytes]) -> io.RawIOBase:
     assert isinstance(process.stdin, io.RawIOBase)
-    return process.stdin
+    assert isinstance(process.stdout, io.RawIOBase)
+    try:
+        os.set_blocking(process.stdin.fileno(), False)
+        return _Process(process, process.stdin, process.stdout, os.pidfd_open(process.pid))
+    except OSError:
+        process.kill()
+        with process:  # closes its pipes, and waits
+            raise

@@ -19,7 +19,7 @@ from elastic_agents.workers.guard import Guard
 from elastic_agents.workers.logs import WorkerLogs, keep_error
 from elastic_agents.workers.output import PAGE_LINES, OutputPump, Stream
 from elastic_agents.workers.processes import ExecProcesses, StartRequest, heeds, ignores
-from elastic_agents.workers.sessions import empty_sessions, kill_sessions, reap_orphans
+from elastic_agents.workers.sessions import empty_sessions, kill_sessions, reap_orphans, resume, session_of
 from elastic_agents.workers.stuck import StuckDetector
 from elastic_agents.workers.watchdog import TimerExpired
 from elastic_launch.clock import Clock
@@ -114,6 +114,21 @@ class RoundWorkers:
         self._sessions: set[int] = set()
         self._failed: set[int] = set()  # sessions of failed workers, to be ended
         self._watch = StuckDetector()
+        self._held: set[int] = set()  # processes that the guard has stopped
+
+    @property
+    def held(self) -> bool:
+        """Whether the guard has stopped workers, or processes of theirs: that they stand still is not their fault."""
+        return any(session_of(pid) in self._alive for pid in self._held)
+
+    def hold(self, pids: Collection[int]) -> None:
+        """Record that the guard has stopped processes."""
+        self._held.update(pids)
+
+    def resume(self) -> bool:
+        """Resume what the guard has stopped; return whether any of it still runs."""
+        held, self._held = self._held, set()
+        return resume(held, self._sessions)
 
     def start(
         self,

@@ -9,7 +9,11 @@ import errno
 import os
 import signal
 import time
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Collection, Iterator, Set
+from contextlib import suppress
+
+_STAND = (b"T", b"t", b"Z", b"X")
+"""States of processes that do nothing: stopped by a signal, by a debugger, or dead."""
 
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
@@ -139,11 +143,52 @@ def kill_sessions(sids: set[int], timeout: float = 5.0) -> list[int]:
             continue
         if not members or time.monotonic() > deadline:
             return members
-        for pid in members:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):  # another user's (sudo): it is given up in the end
-                continue
+        _send(members, signal.SIGKILL)
         time.sleep(delay)
         delay = min(2 * delay, 0.05)
     return []
+
+
+def stop_sessions(sids: set[int], tell: Callable[[list[int]], object], timeout: float = 1.0) -> None:
+    """Stop sessions (SIGSTOP) until no process in them runs; those that were stopped before are left alone.
+
+    Args:
+        tell: called with processes before they are stopped, and again afterwards: this process may be killed, or be
+            frozen itself, in between.
+        timeout: seconds after which processes that do not stop yet (in uninterruptible sleep) are not waited for.
+    """
+    deadline = time.monotonic() + timeout
+    told: set[int] = set()
+    while sids and time.monotonic() <= deadline:
+        with suppress(OSError):  # no descriptor or memory is left: that may be temporary
+            found = {pid: state for pid, state, _, _ in _processes(sids)}
+            new = [pid for pid, state in found.items() if state not in _STAND and pid not in told]
+            if not new and all(state in _STAND for state in found.values()):
+                return
+            told.update(new)
+            if new:
+                tell(new)
+                _send(new, signal.SIGSTOP)
+                tell(new)
+        time.sleep(0.001)
+
+
+def resume(pids: Collection[int], sids: Set[int]) -> bool:
+    """Resume stopped processes, as far as they still belong to the given sessions; return whether there are any."""
+    left = [pid for pid in pids if session_of(pid) in sids]
+    _send(left, signal.SIGCONT)
+    return bool(left)
+
+
+def session_of(pid: int) -> int:
+    """Return the session of a process; -1 if it has ended."""
+    try:
+        return os.getsid(pid)
+    except OSError:
+        return -1
+
+
+def _send(pids: Collection[int], number: int) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError, PermissionError):  # it has ended, or is another user's (sudo)
+            os.kill(pid, number)

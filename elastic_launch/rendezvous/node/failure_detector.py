@@ -42,6 +42,7 @@ class FailureDetector:
         self._cap = min(TURN_CAP, dead_after / 2)
         self._silence = 0.0
         self._heard: float | None = None
+        self._heard_before: float | None = None  # in an earlier turn
         self._sure: float | None = None  # when it last verified that it leads, while it does
         self._turned: float | None = None
         self._cut_off = False
@@ -65,7 +66,14 @@ class FailureDetector:
 
     def heard(self, now: float) -> None:
         """Note that the leader sent something, in the turn that just began."""
-        self._silence, self._heard = 0.0, now
+        self._silence, self._heard_before, self._heard = 0.0, self._heard, now
+
+    def heard_since(self, moment: float) -> bool:
+        """Whether the leader has sent something after a time; callable from any thread.
+
+        What is received in one turn may have been sent while this node was frozen, so it takes two.
+        """
+        return self._heard_before is not None and self._heard_before > moment
 
     def formed(self) -> None:
         """Note that a round begins: a cut-off that was reported before belongs to the previous round."""

@@ -153,6 +153,17 @@ class Membership:
         """Whether the others may continue without this node by now."""
         return self._replaceable and self._detector.cut_off(self._clock.now())
 
+    def belongs_since(self, moment: float) -> bool:
+        """Whether the leader has shown since a time, by the node's clock, that the others need this node."""
+        return not self.cut_off and self._detector.heard_since(moment)
+
+    @property
+    def replaceable(self) -> bool:
+        """Whether others may train without this node now: not if it leads, and no other node can."""
+        found = self._found
+        only = found is not None and found.incarnation == self._side.hello.incarnation and not self._config.kind.elected
+        return self._replaceable and not only
+
     @property
     def _replaceable(self) -> bool:
         """Whether others may train without this node; in a run of one node, a spare may, if leaders are elected."""
