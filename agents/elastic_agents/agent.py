@@ -125,6 +125,7 @@ class LocalElasticAgent(ElasticAgent):
         self._run_address: RunAddress | None = None
         self._hosting = False
         self._member = False
+        self._held_since = 0.0  # when the guard has stopped the workers
         self._run_over = False  # the leader has said that the run is over
         self._formed = Round()
         self._rank = 0  # among the members of the current round
@@ -177,7 +178,7 @@ class LocalElasticAgent(ElasticAgent):
 
     def _build(self) -> list[Callable[[], object]]:
         """Make the agent's parts, and start some; return what ends them, in order. Each runs even if another fails."""
-        guard = self._guard = Guard(lambda pids: self._inbox.put(partial(self._stopped, pids)))
+        guard = self._guard = Guard(lambda at, pids: self._inbox.put(partial(self._stopped, at, pids)))
         self._renewal = Renewal(CUT_OFF * self._config.timing.dead_after)
         self._places.made = guard.add_directory
         pump = self._pump = OutputPump(self._consoles)
@@ -298,18 +299,18 @@ class LocalElasticAgent(ElasticAgent):
     def _renew(self) -> None:
         """Renew the guard's lease, unless the others may have continued without this node."""
         renewal, membership, now = self._renewal, self._membership, self._clock.now()
-        over = renewal.until
         until = renewal.turn(now, replaceable=membership.replaceable, heard=membership.belongs_since)
         if until is not None:
             self._guard.lease(until)
             if self._workers.resume():
-                event = ev.WorkersHeld(self._view.round, round(max(0.0, now - over), 3))
+                event = ev.WorkersHeld(self._view.round, round(now - self._held_since, 3))
                 self._events.emit(event)
                 _log.info("%s", event.line())
 
-    def _stopped(self, pids: Collection[int]) -> None:
+    def _stopped(self, at: float, pids: Collection[int]) -> None:
         """The guard has stopped processes of the workers."""
         if not self._workers.held:
+            self._held_since = at
             text = "this agent did not run for %g s, and the others may have continued without this node: %s"
             _log.warning(text, self._renewal.term, "its guard has stopped the workers until the leader answers")
         self._workers.hold(pids)

@@ -276,14 +276,15 @@ def test_processes_of_other_sessions_are_not_resumed(sessions_of_two: list[int])
 
 
 def test_the_guard_stops_sessions_when_the_lease_is_over(sessions_of_two: list[int]) -> None:
-    stopped: queue.SimpleQueue[tuple[int, ...]] = queue.SimpleQueue()
-    with closing(Guard(stopped.put)) as guard:
+    stopped: queue.SimpleQueue[tuple[float, tuple[int, ...]]] = queue.SimpleQueue()
+    with closing(Guard(lambda at, pids: stopped.put((at, pids)))) as guard:
         for sid in sessions_of_two:
             guard.add(sid)
         until = MonotonicClock().now() + 1.0
         guard.lease(until)
-        held = set(stopped.get(timeout=60))
-        assert MonotonicClock().now() >= until
+        at, pids = stopped.get(timeout=60)
+        held = set(pids)
+        assert until <= at <= MonotonicClock().now()
         wait_for("the stop", lambda: _states(sessions_of_two) == ["T"] * 3)
         assert held == set(session_members(set(sessions_of_two)))
         guard.lease(MonotonicClock().now() + 600)
@@ -292,9 +293,31 @@ def test_the_guard_stops_sessions_when_the_lease_is_over(sessions_of_two: list[i
         assert "T" not in _states(sessions_of_two)
 
 
+def test_what_the_guard_has_stopped_is_killed_if_the_agent_dies(sessions_of_two: list[int]) -> None:
+    code = (
+        "import sys\n"
+        "from elastic_agents.workers.guard import Guard\n"
+        "from elastic_launch.clock import MonotonicClock\n"
+        "guard = Guard()\n"
+        f"for sid in {sessions_of_two}:\n"
+        "    guard.add(sid)\n"
+        "guard.lease(MonotonicClock().now() + 1.0)\n"
+        "print(flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    agent = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with agent:
+        assert agent.stdout is not None
+        agent.stdout.readline()
+        freeze(agent.pid)
+        wait_for("the stop", lambda: _states(sessions_of_two) == ["T"] * 3)
+        agent.kill()
+    wait_for("their end", lambda: not session_members(set(sessions_of_two)))
+
+
 def test_a_guard_process_that_is_replaced_has_the_lease(sessions_of_two: list[int]) -> None:
-    stopped: queue.SimpleQueue[tuple[int, ...]] = queue.SimpleQueue()
-    with closing(Guard(stopped.put)) as guard:
+    stopped: queue.SimpleQueue[tuple[float, tuple[int, ...]]] = queue.SimpleQueue()
+    with closing(Guard(lambda at, pids: stopped.put((at, pids)))) as guard:
         guard.add(sessions_of_two[1])
         until = MonotonicClock().now() + 4.0
         guard.lease(until)
@@ -302,7 +325,9 @@ def test_a_guard_process_that_is_replaced_has_the_lease(sessions_of_two: list[in
         for pid in before:
             os.kill(pid, signal.SIGKILL)
         wait_for("others", lambda: not {*before} & {*guard.pids})
-        assert stopped.get(timeout=60) == (sessions_of_two[1],)
+        at, pids = stopped.get(timeout=60)
+        assert at >= until
+        assert pids == (sessions_of_two[1],)
 
 
 def test_a_guard_that_is_stopped_does_not_keep_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:

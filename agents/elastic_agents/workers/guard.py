@@ -5,7 +5,7 @@ They also stop them if the agent does not renew its lease (:mod:`elastic_agents.
 Each works independently: if one is killed and the agent dies before it is replaced, the other one is left.
 
 The agent writes ``+SID``, ``-SID``, ``/DIRECTORY`` and ``=TIME`` lines, the last for a lease; end of file without
-``bye`` means that the agent died. A guard process writes lines with the pids that it stops.
+``bye`` means that the agent died. A guard process writes lines with the time and the pids that it stops.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ PATIENCE = 10.0
 """Seconds that a dismissed guard has to exit; then it is killed."""
 
 
-OnStopped = Callable[[tuple[int, ...]], object]
+OnStopped = Callable[[float, tuple[int, ...]], object]
 
 
 class Guard:
     """Owns the guard's two processes.
 
     Args:
-        stopped: called with the pids of processes that the guard stops, before it does so and again afterwards; from
-            threads of this object.
+        stopped: called with the time by the host's clock and the pids of processes that the guard stops, before it does
+            so and again afterwards; from threads of this object.
 
     Raises:
         OSError: if they cannot be started.
     """
 
-    def __init__(self, stopped: OnStopped = lambda pids: None) -> None:
+    def __init__(self, stopped: OnStopped = lambda at, pids: None) -> None:
         first = _Watcher(stopped)
         try:
             second = _Watcher(stopped)
@@ -169,7 +169,8 @@ class _Watcher:
                     continue
                 *lines, pending = (pending + data).split(b"\n")
                 for line in lines:
-                    self._stopped(tuple(map(int, line.split())))
+                    at, *pids = line.split()
+                    self._stopped(float(at), tuple(map(int, pids)))
 
     def _replaced(self, delay: float) -> bool:
         """Start another guard after a delay; return whether that succeeded."""

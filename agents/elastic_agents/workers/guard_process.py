@@ -30,7 +30,7 @@ def watch(source: int, reports: int) -> None:
     def tell(pids: list[int]) -> None:
         for first in range(0, len(pids), PIDS):
             with suppress(OSError):  # no room, or the agent is dead
-                os.write(reports, f"{' '.join(map(str, pids[first : first + PIDS]))}\n".encode())
+                os.write(reports, f"{_now()!r} {' '.join(map(str, pids[first : first + PIDS]))}\n".encode())
 
     sids: set[int] = set()
     directories: set[str] = set()

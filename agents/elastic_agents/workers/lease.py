@@ -55,13 +55,12 @@ class Renewal:
 
     Attributes:
         wait: seconds after which the main loop is to turn again.
-        until: the end of the last lease.
     """
 
     def __init__(self, term: float) -> None:
         self.term = term
         self.wait = min(term / RENEWALS, MOST)
-        self.until = FOREVER
+        self._until = FOREVER
         self._turned: float | None = None
         self._due = 0.0
         self._doubted: float | None = None
@@ -86,8 +85,8 @@ class Renewal:
         if self._doubted is not None:
             if replaceable and not heard(self._doubted):
                 return None
-        elif now < self._due or (not replaceable and self.until == FOREVER):
+        elif now < self._due or (not replaceable and self._until == FOREVER):
             return None
         self._doubted, self._due = None, now + self.wait
-        self.until = now + self.term if replaceable else FOREVER
-        return self.until
+        self._until = now + self.term if replaceable else FOREVER
+        return self._until
