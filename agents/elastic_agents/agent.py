@@ -350,7 +350,7 @@ class LocalElasticAgent(ElasticAgent):
             case LinkDown(reason=reason) | CutOff(reason=reason):
                 self._member = self._member and isinstance(item, CutOff)
                 self._events.emit(ev.LinkChanged(up=False, cause=reason))
-                return item
+                return replace(item, held=self._workers.held) if isinstance(item, LinkDown) else item
             case FaultReached(due=due):
                 if self._drill.reached(item):
                     self._membership.report(m.FaultDue(self._view.round, due.fault, due.step))

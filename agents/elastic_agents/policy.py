@@ -397,7 +397,7 @@ def _link_down(view: v.View, event: LinkDown) -> Decision:
         view, actions = _stop(view, event.reason)
         text = f"parking: the leader is gone ({event.reason}); this node goes on when {event.until}"
         return view, [v.Warn(text), *actions]
-    return view, [v.Warn(f"{event.reason}; the workers train on")]
+    return view, [v.Warn(f"{event.reason}; the workers {'stay stopped' if event.held else 'train on'}")]
 
 
 def _cut_off(view: v.View, event: CutOff) -> Decision:

@@ -113,6 +113,15 @@ def test_an_incident_is_told_with_its_phases_until_training_goes_on() -> None:
     assert told.watch.doing(Present("running")) == "trains; incident 1, 7 s ago, cost 2.7 s: crash, rank 1 fell"
 
 
+def test_workers_that_the_guard_has_stopped_are_not_said_to_train() -> None:
+    told = Told()
+    told.add(*begun(1, 0))
+    held = Present("held", 1, 2, 2, 1, 30, 100, 61.0, 30, 3.0, members=(("a", 1), ("b", 1)))
+    text = "the workers are stopped until the leader answers: this agent did not run"
+    assert told.watch.doing(held) == text
+    assert not {"steps/s", "time left"} & told.figures(held).keys()
+
+
 def test_a_long_cause_leaves_room_for_the_rest() -> None:
     told = Told()
     told.add(*begun(1, 0), ev.RoundBroken(1, "crash", "rank 1 on node b: " + "x" * 100, 3.0, ""))

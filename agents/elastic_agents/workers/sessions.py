@@ -162,7 +162,8 @@ def stop_sessions(sids: set[int], tell: Callable[[list[int]], object], timeout: 
     while sids and time.monotonic() <= deadline:
         with suppress(OSError):  # no descriptor or memory is left: that may be temporary
             found = {pid: state for pid, state, _, _ in _processes(sids)}
-            new = [pid for pid, state in found.items() if state not in _STAND and pid not in told]
+            # One that a debugger or strace has stopped may run on the next moment.
+            new = [pid for pid, state in found.items() if (state == b"t" or state not in _STAND) and pid not in told]
             if not new and all(state in _STAND for state in found.values()):
                 return
             told.update(new)

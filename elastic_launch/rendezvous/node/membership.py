@@ -299,7 +299,7 @@ class Membership:
         if search.over(now) or (found.strange and self._spoke and not frozen):
             raise EndpointError(f"{text[0].upper()}{text[1:]}.", HINT_STRANGE)
         if search.failed(now):
-            if frozen and not search.gone:
+            if frozen and not self._welcomed:
                 text += f"; {SILENT}, and this node tries for up to {self._config.timing.join_timeout:g} s"
             self._notify(LinkDown(text, gone=search.gone, until=until))
         self._closing.wait(RETRY)
