@@ -18,9 +18,9 @@ from elastic_launch import snapshot
 from elastic_launch.batch import BatchError, BatchPlan, GlobalBatch
 from elastic_launch.errors import UsageError
 from elastic_launch.shared_progress import Activity
-from elastic_launch.snapshot.storage.listing import positions
 from elastic_launch.system.threads import within
 from elastic_launch.training.checkpoints.checkpoint import Checkpoint
+from elastic_launch.training.checkpoints.manager import described_newest
 from elastic_launch.training.checkpoints.memory import settled
 from elastic_launch.training.checkpoints.parts import Stateful
 from elastic_launch.training.checkpoints.resumed import Outcome, Resumed
@@ -521,12 +521,7 @@ class Loop:
         checkpoint, saved = self._checkpoint, "none: checkpoint= was not given"
         if checkpoint is not None:
             try:
-                found = within(5.0, "listing them", lambda: max(positions(checkpoint.directory), default=None))
-                saved = (
-                    f"none yet in {checkpoint.directory}"
-                    if found is None
-                    else f"step {found[1]} in {checkpoint.directory}"
-                )
+                saved = within(5.0, "listing them", lambda: described_newest(checkpoint.directory))
             except (OSError, snapshot.CheckpointError) as error:
                 saved = f"unknown: {error}"
         return f"The micro-batch has {self._loader._contents(step, micro)}. Newest checkpoint: {saved}."

@@ -83,6 +83,7 @@ class Node:
         self.slots = [Slot(*pair) for pair in zip(numbers[::2], numbers[1::2], strict=True)]
         self.sequence = 0
         self.owner = ""
+        self.meta: dict[str, Any] = {}
 
     def _tell(self, told: Copied | Copying | Save | None) -> bool:
         self.asked += isinstance(told, Save)
@@ -97,7 +98,7 @@ class Node:
         return sorted(-1 if header is None else header.step for header in headers)
 
     def store(self, step: int, *, durable: bool = True, round: int = 1, keep: int = 2, training: int = 0) -> None:
-        self._write(step, {}, round, training)
+        self._write(step, self.meta, round, training)
         job = CopyJob(self.sequence, step, round)
         if durable or not self.rank:
             job = replace(job, directory=str(self.directory), keep=keep, now=durable, owner=self.owner)
@@ -413,6 +414,55 @@ def test_a_snapshot_only_in_memory_is_secured_at_the_end(node: Node) -> None:
     assert node.copied() == [2, 1]
     node.snapshot_store.secure()
     assert node.copied() == [2, 1], "once"
+
+
+def _of_run(name: str, since: int = 1) -> dict[str, Any]:
+    return {"branch": {"run": name, "since": since}}
+
+
+def test_a_newer_checkpoint_of_a_run_that_took_the_directory_since_does_not_count_as_saved(node: Node) -> None:
+    node.owner, node.meta = owner.claim(node.directory, "mine"), _of_run("mine")
+    node.store(2, durable=False)
+    owner.claim(node.directory, "another")
+    snapshot.write(node.directory, {}, step=400, round=1, meta=_of_run("another"))
+    node.snapshot_store.secure()
+    assert node.copied() == [400]
+    (told,) = node.told
+    assert (told.step, told.path) == (2, "")
+    assert "was taken since by run 'another'" in told.error
+    assert not node.snapshot_store.has_saved(2)
+
+
+def test_a_later_process_of_a_run_does_not_take_the_directory_back_from_another_run(node: Node) -> None:
+    node.owner = owner.claim(node.directory, "mine")
+    node.store(1, durable=False)
+    node.owner = owner.owned_by("mine")
+    node.store(2, durable=False)
+    owner.claim(node.directory, "another")
+    node.snapshot_store.secure()
+    assert node.copied() == []
+    assert "was taken since by run 'another'" in node.told[0].error
+
+
+@pytest.mark.parametrize("left_by", [_of_run("another"), _of_run("mine", 9), {}], ids=["another", "earlier", "unknown"])
+def test_what_another_run_has_left_in_the_directory_does_not_count_as_saved(
+    node: Node, left_by: dict[str, Any]
+) -> None:
+    snapshot.write(node.directory, {}, step=400, round=1, meta=left_by)
+    node.owner, node.meta = owner.claim(node.directory, "mine"), _of_run("mine")
+    node.store(2, durable=False)
+    node.snapshot_store.secure()
+    assert node.copied() == [400, 2]
+    assert [told.step for told in node.told] == [2]
+
+
+def test_a_newer_checkpoint_of_the_same_run_counts_and_is_reported_with_its_own_step(node: Node) -> None:
+    there = snapshot.write(node.directory, {}, step=3, round=1, meta=_of_run("mine"))
+    node.owner, node.meta = owner.claim(node.directory, "mine"), _of_run("mine")
+    node.store(2, durable=False)
+    node.snapshot_store.secure()
+    assert node.copied() == [3]
+    assert [(told.step, told.path) for told in node.told] == [(3, str(there.path))]
 
 
 def test_the_end_does_not_wait_for_storage_that_hangs(node: Node) -> None:

@@ -57,9 +57,9 @@ class Node:
         writer.write(draft, sequence=1, round=round, step=step, training=0)
         writer.close()
 
-    def saved(self, round: int, step: int) -> snapshot.CheckpointInfo:
+    def saved(self, round: int, step: int, since: int = 1) -> snapshot.CheckpointInfo:
         state = {"model": nn.Linear(2, 2).state_dict()}
-        meta = {"identity": {}, "worlds": [1], "branch": Branch(round, 0, 1).meta(RUN)}
+        meta = {"identity": {}, "worlds": [1], "branch": Branch(round, 0, since).meta(RUN)}
         return snapshot.write(self.directory, state, step=step, round=round, meta=meta)
 
     def resumes(self, world_round: int) -> tuple[int, Branch]:
@@ -308,7 +308,7 @@ def test_a_run_fails_if_its_last_state_could_not_be_saved(
     saving.save({}, 21, {})
     saving.finish()
     if own is not None:
-        node.saved(51, own)
+        node.saved(51, own, first.since)
     if taken:
         claim(node.directory, "another")
     failed = saving.failed()

@@ -15,14 +15,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from elastic_launch import codec
 from elastic_launch.contract import Commit, Copied, Copying, CopyJob, MayCommit, Message, pack, unpack
 from elastic_launch.errors import UsageError
 from elastic_launch.snapshot.errors import CheckpointError, MalformedError, NotCommittedError, TakenError
 from elastic_launch.snapshot.format.manifest import parse_json
+from elastic_launch.snapshot.format.plain import Decoder
+from elastic_launch.snapshot.location import place
 from elastic_launch.snapshot.memory.slot import PART, Header, Slot
-from elastic_launch.snapshot.storage.listing import find
+from elastic_launch.snapshot.storage import owner as owners
+from elastic_launch.snapshot.storage.lineage import same_run
+from elastic_launch.snapshot.storage.listing import CheckpointInfo, find
 from elastic_launch.snapshot.storage.saving import prune, write_parts, write_share
 from elastic_launch.snapshot.storage.shares import Division, Split
 
@@ -71,12 +76,13 @@ def copy(
         if isinstance(meta, dict) and PART in meta:  # snapshots are split since the one that was to be copied
             return replace(done, error="This node has only a part of the newest snapshot.", final=True)
         split = _split(job, slot, header, progress)
-        newest = next(iter(find(job.directory)), None) if job.last and not job.share else None
+        newest = _newest_of_run(job, Decoder().decode(meta)) if job.last and not job.share else None
         if job.share:
             if split is not None and job.share < len(split.division):
                 write_share(job.directory, split.division, job.share, **numbers, nonce=split.nonce)
         elif newest is not None and (newest.round, newest.step) >= (header.round, header.step):
-            done = replace(done, path=str(newest.path), digest=newest.digest, bytes=newest.bytes)
+            done = replace(done, step=newest.step, round=newest.round, path=str(newest.path), digest=newest.digest)
+            done = replace(done, bytes=newest.bytes)
         else:
             info = write_parts(
                 job.directory,
@@ -100,6 +106,16 @@ def copy(
     except MalformedError as error:
         done = replace(done, error=f"What is in memory is damaged: {error}.")
     return replace(done, seconds=time.monotonic() - began)
+
+
+def _newest_of_run(job: CopyJob, meta: dict[str, Any]) -> CheckpointInfo | None:
+    """Return the newest checkpoint that this run has saved; None if there is none.
+
+    Raises:
+        TakenError: if another run has taken the location: what is there may be that run's.
+    """
+    owners.ask(place(job.directory), job.owner, take=job.take)
+    return next((info for info in find(job.directory) if same_run(info.meta, meta)), None)
 
 
 def _split(job: CopyJob, slot: Slot, header: Header, progress: Callable[[], None]) -> Split | None:

@@ -113,6 +113,8 @@ class SnapshotStore:
         with self._changed:
             self._book.stored(HeldSlot(stored.slot, job.sequence, job.step, job.round))
             self._target = replace(job, sequence=0, shares=1) if job.directory and not job.share else None
+            if not job.owner.startswith(" "):  # a worker of this node has taken it
+                self._took.add(job.directory)
             if job.now and job.directory:
                 self._job = job
                 if not self._reading:

@@ -10,4 +10,5 @@
 ``urls``         writing, listing and pruning behind a URL
 ``url_storage``  wraps fsspec
 ``owner``        which run a location belongs to
+``lineage``      which run a checkpoint belongs to
 """

@@ -59,19 +59,31 @@ def check(where: Place, owner: str, *, take: bool = False) -> None:
         TakenError: if another run has taken it; the message names that run.
         CheckpointWriteError: if the mark cannot be read or written.
     """
-    if not owner:
-        return
+    if owner and _ask(where, owner, take=take):
+        token, _, run = owner.partition(" ")
+        _put(where, run, token or secrets.token_hex(8))
+
+
+def ask(where: Place, owner: str, *, take: bool = False) -> None:
+    """Check the same without taking anything; for the arguments and errors, see :func:`check`."""
+    if owner:
+        _ask(where, owner, take=take)
+
+
+def _ask(where: Place, owner: str, *, take: bool) -> bool:
+    """Return whether the run is to take the location; raise TakenError if it may not have it."""
     token, _, run = owner.partition(" ")
     found = _read(where)
     others = found is not None and (found.get("token") != token if token else found.get("run") != run)
     if found is None or (others and take and not token):
-        _put(where, run, token or secrets.token_hex(8))
-    elif others:
+        return True
+    if others:
         raise TakenError(
             f"Two runs write to one directory: {where} was taken since by run {found.get('run')!r:.80} "
             f"on {found.get('host')!r:.80}; this is run {run!r}.",
             "Give each run a directory of its own, or end one of them.",
         )
+    return False
 
 
 def _put(where: Place, run: str, token: str) -> None:

@@ -29,6 +29,7 @@ from elastic_launch.snapshot.format.arrays import is_array
 from elastic_launch.snapshot.location import Place, Url, place
 from elastic_launch.snapshot.room import MORE_MEMORY, below_peak, room
 from elastic_launch.snapshot.stall import while_advancing
+from elastic_launch.snapshot.storage.lineage import same_run
 from elastic_launch.snapshot.storage.listing import positions
 from elastic_launch.snapshot.storage.owner import claim, other_owner, owned_by
 from elastic_launch.snapshot.storage.shared_copies import Copies, Taking
@@ -483,7 +484,8 @@ class CheckpointManager:
             found = within(LOOK_TIMEOUT, f"to list {self.directory}", lambda: snapshot.find(self.directory))
         except (snapshot.CheckpointError, TimeoutError):
             return None
-        return max((info.step for info in found if info.round >= self.branch.since), default=-1)
+        mine = {"branch": {"run": run_id(), "since": self.branch.since}}
+        return max((info.step for info in found if same_run(info.meta, mine)), default=-1)
 
     def _first(self, world: World, identity: dict[str, int], parts: TrainingState) -> Resumed:
         """Return what a training without a checkpoint of its own begins with."""
@@ -552,6 +554,14 @@ class CheckpointManager:
         if copied.error:
             error = snapshot.CheckpointWriteError(copied.error, copied.hint)
         return snapshot.WriteOutcome(copied.step, copied.round, copied.seconds, info, error)
+
+
+def described_newest(directory: Place) -> str:
+    """Say which checkpoint in storage is the newest, unless another run may have saved it; reads storage."""
+    if other := other_owner(directory, run_id()):
+        return f"unknown, since run {other} has taken {directory}"
+    found = max(positions(directory), default=None)
+    return f"none yet in {directory}" if found is None else f"step {found[1]} in {directory}"
 
 
 def _listed(directory: Place) -> list[tuple[int, int]]:
