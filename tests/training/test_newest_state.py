@@ -52,15 +52,19 @@ class Node:
     def remembers(self, round: int, step: int, branch: Branch | None = None) -> None:
         model = nn.Linear(2, 2)
         writer = SlotWriter(self.slots[0])
-        meta = {"identity": {}, "worlds": [1], "branch": (branch or Branch(round, 0, 1)).meta(RUN)}
+        meta = {"identity": {}, "worlds": [1], "branch": (branch or self._branch(round)).meta(RUN)}
         draft = SlotDraft({"model": model.state_dict()}, meta, lambda tensor: True)
         writer.write(draft, sequence=1, round=round, step=step, training=0)
         writer.close()
 
-    def saved(self, round: int, step: int, since: int = 1) -> snapshot.CheckpointInfo:
+    def saved(self, round: int, step: int, branch: Branch | None = None) -> snapshot.CheckpointInfo:
         state = {"model": nn.Linear(2, 2).state_dict()}
-        meta = {"identity": {}, "worlds": [1], "branch": Branch(round, 0, since).meta(RUN)}
+        meta = {"identity": {}, "worlds": [1], "branch": (branch or self._branch(round)).meta(RUN)}
         return snapshot.write(self.directory, state, step=step, round=round, meta=meta)
+
+    def _branch(self, round: int) -> Branch:
+        """A branch of the run that has taken the directory, if one has."""
+        return Branch(round, 0, 1, epoch=owner.epoch_in(self.directory))
 
     def resumes(self, world_round: int) -> tuple[int, Branch]:
         """Return the step that a round resumes from, and the numbers that it saves under."""
@@ -149,7 +153,7 @@ def test_storage_that_hangs_does_not_prevent_a_resume_from_memory(
     monkeypatch.setattr(checkpoints, "LOOK_TIMEOUT", 0.2)
     monkeypatch.setattr(checkpoints, "positions", lambda directory: hung.wait(60) and [])
     try:
-        assert node.resumes(4) == (210, Branch(4, 0, 1))
+        assert node.resumes(4) == (210, Branch(4, 0, 1, line=((2, 210),)))
     finally:
         hung.set()
     assert "took more than 0.2 s" in caplog.text
@@ -223,15 +227,17 @@ def test_storage_that_is_slow_is_waited_for_as_long_as_bytes_come(
 
 def test_a_run_in_an_old_directory_numbers_its_branches_apart(node: Node) -> None:
     """Two rounds that resume from one state, and do not know each other, save under different numbers."""
-    node.saved(50, 9)
+    saved = node.saved(50, 9)
     step, first = node.resumes(1)
-    assert (step, first) == (9, Branch(51, 50, 51))
+    base = 9, str(saved.path)
+    assert (step, first) == (9, Branch(51, 50, 51, epoch=1, line=((50, 9),), base=base))
     node.remembers(51, 20, first)
     shutil.rmtree(node.directory)
     _, second = node.resumes(2)
     _, third = node.resumes(3)
     assert (second.round, third.round) == (52, 53)
     assert (second.since, third.since) == (51, 51)
+    assert (second.epoch, second.line, second.base) == (1, ((50, 9), (51, 20)), base)
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 3)), min_size=1, max_size=8), st.integers(0, 30))
@@ -304,11 +310,11 @@ def test_a_run_fails_if_its_last_state_could_not_be_saved(
     monkeypatch.setattr("elastic_launch.snapshot.storage.background.write", refused)
     saving = CheckpointManager(el.Checkpoint(node.directory, every=1))
     assert saving.has_newer(World(round=2), (51, 20)) is False
-    saving.go_on(World(round=2), {"branch": first.meta(RUN)}, (20, 0.0))
+    saving.go_on(World(round=2), {"branch": first.meta(RUN)}, (20, 0.0), (51, 20))
     saving.save({}, 21, {})
     saving.finish()
     if own is not None:
-        node.saved(51, own, first.since)
+        node.saved(51, own, first)
     if taken:
         claim(node.directory, "another")
     failed = saving.failed()

@@ -26,7 +26,7 @@ from elastic_launch.snapshot.format.plain import Decoder
 from elastic_launch.snapshot.location import place
 from elastic_launch.snapshot.memory.slot import PART, Header, Slot
 from elastic_launch.snapshot.storage import owner as owners
-from elastic_launch.snapshot.storage.lineage import same_run
+from elastic_launch.snapshot.storage.lineage import epoch_of, order, same_run
 from elastic_launch.snapshot.storage.listing import CheckpointInfo, find
 from elastic_launch.snapshot.storage.saving import prune, write_parts, write_share
 from elastic_launch.snapshot.storage.shares import Division, Split
@@ -80,7 +80,7 @@ def copy(
         if job.share:
             if split is not None and job.share < len(split.division):
                 write_share(job.directory, split.division, job.share, **numbers, nonce=split.nonce)
-        elif newest is not None and (newest.round, newest.step) >= (header.round, header.step):
+        elif newest is not None and newest.order >= order(newest.meta, header.round, header.step):
             done = replace(done, step=newest.step, round=newest.round, path=str(newest.path), digest=newest.digest)
             done = replace(done, bytes=newest.bytes)
         else:
@@ -99,7 +99,8 @@ def copy(
             if isinstance(meta, dict) and meta.get("compared") is False:
                 text = "the checkpoint of step %d was saved without a comparison of the ranks, and its manifest says so"
                 _log.warning(text, header.step)
-            prune(job.directory, job.keep, header.round, every=job.keep_every, best=job.keep_best)
+            options: dict[str, Any] = {"every": job.keep_every, "best": job.keep_best, "meta": info.meta}
+            prune(job.directory, job.keep, header.round, **options)
     except (CheckpointError, UsageError) as error:
         final = isinstance(error, NotCommittedError | TakenError | UsageError)
         done = replace(done, error=error.message, hint=error.hint, final=final)
@@ -114,7 +115,7 @@ def _newest_of_run(job: CopyJob, meta: dict[str, Any]) -> CheckpointInfo | None:
     Raises:
         TakenError: if another run has taken the location: what is there may be that run's.
     """
-    owners.ask(place(job.directory), job.owner, take=job.take)
+    owners.ask(place(job.directory), job.owner, take=job.take, epoch=epoch_of(meta))
     return next((info for info in find(job.directory) if same_run(info.meta, meta)), None)
 
 

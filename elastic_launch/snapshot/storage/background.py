@@ -175,7 +175,7 @@ class BackgroundWriter:
                 self._directory, state, step=step, round=round, meta=meta, **self._commits
             )
             if info is not None and self._prune is not None:
-                self._prune(up_to_round=round)
+                self._prune(up_to_round=round, meta=info.meta)
         except CheckpointError as error:
             failure = error
         except RuntimeError as error:

@@ -1,20 +1,64 @@
-"""Which training saved a checkpoint, by the ``branch`` in its meta. Does no I/O, and needs no torch."""
+"""Which training saved a checkpoint, and which of several is the newest, by the ``branch`` in its meta.
+
+Pure, and needs no torch. A branch is one start of a training: :mod:`elastic_launch.training.checkpoints.branches`
+numbers them, such that numbers rise from the state that a start resumes from to its own. They need not rise from one
+run to the next: a node of the earlier run may have been through rounds of which the later one cannot know. So the
+trainings that take a location are counted, too: a checkpoint of a later one is newer, whatever the numbers are.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+Order = tuple[int, int, int]
+"""What checkpoints are ordered by: epoch, round and step."""
+
+
+def order(meta: Mapping[str, Any], round: int, step: int) -> Order:
+    """Return the key by which checkpoints are compared; the highest is the newest.
+
+    Args:
+        round, step: numbers in the checkpoint's name.
+    """
+    return epoch_of(meta) or 0, round, step
+
+
+def epoch_of(meta: Mapping[str, Any]) -> int | None:
+    """Return how many trainings had taken the location when this one had; None if that is not recorded."""
+    epoch = _branch(meta).get("epoch")
+    return epoch if isinstance(epoch, int) else None
+
 
 def same_run(meta: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two states are of one run: under its id, and numbered from the same start.
+    """Whether two states are of one run: under its id, and numbered from the same start."""
+    mine, others = _branch(meta), _branch(other)
+    return all(mine.get(key) == others.get(key) for key in ("run", "since", "epoch"))
 
-    Another run under the same id that did not know of the first one's states may number its own alike, so this holds
-    only for a location that no other run has taken.
+
+def leads_to(round: int, step: int, meta: Mapping[str, Any], to_round: int) -> bool:
+    """Whether the training went through a state to come to another one, as far as that is recorded.
+
+    Args:
+        round, step: of the first state.
+        meta, to_round: of the second one.
     """
-    return _run(meta) == _run(other)
+    cuts = dict(_line(meta))
+    if round == to_round or not cuts or round < min(cuts):
+        return True
+    return round in cuts and step <= cuts[round]
 
 
-def _run(meta: Mapping[str, Any]) -> tuple[Any, Any]:
+def _branch(meta: Mapping[str, Any]) -> Mapping[str, Any]:
     branch = meta.get("branch")
-    return (branch.get("run"), branch.get("since")) if isinstance(branch, dict) else (None, None)
+    return branch if isinstance(branch, dict) else {}
+
+
+def _line(meta: Mapping[str, Any]) -> list[tuple[int, int]]:
+    line = _branch(meta).get("line")
+    found: list[tuple[int, int]] = []
+    for pair in line if isinstance(line, list | tuple) else []:
+        match pair:
+            case [int(round), int(step)] | (int(round), int(step)):
+                found.append((round, step))
+    return found

@@ -22,6 +22,7 @@ from elastic_launch.snapshot.format.files import FileSum, open_regular, read_sma
 from elastic_launch.snapshot.format.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, parse_name
 from elastic_launch.snapshot.location import Place, Url, place
 from elastic_launch.snapshot.storage import urls as remote
+from elastic_launch.snapshot.storage.lineage import Order, order
 
 SCANS = 10
 """Maximum number of scans. A scan is repeated only if a checkpoint was written or removed during it."""
@@ -49,9 +50,14 @@ class CheckpointInfo:
     bytes: int
     meta: dict[str, Any]
 
+    @property
+    def order(self) -> Order:
+        """What checkpoints are compared by; the highest is the newest."""
+        return order(self.meta, self.round, self.step)
+
 
 def find(directory: str | os.PathLike[str], on_damaged: OnDamaged | None = None) -> list[CheckpointInfo]:
-    """Return the complete checkpoints in a directory, newest first: by round, then step, then name.
+    """Return the complete checkpoints in a directory, newest first: by epoch, then round, then step, then name.
 
     Complete means that the manifest has the right checksum and all files have their sizes. The files' content is not
     read.
@@ -76,7 +82,7 @@ def find(directory: str | os.PathLike[str], on_damaged: OnDamaged | None = None)
     if on_damaged is not None:
         for error in damaged:
             on_damaged(error)
-    return sorted(found, key=lambda info: (info.round, info.step, info.path.name), reverse=True)
+    return sorted(found, key=lambda info: (info.order, info.path.name), reverse=True)
 
 
 def positions(directory: str | os.PathLike[str]) -> list[tuple[int, int]]:

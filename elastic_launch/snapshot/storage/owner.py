@@ -23,17 +23,18 @@ _FORMAT = "elastic-launch owner"
 _LIMIT = 16 * 1024
 
 
-def claim(where: Place, run: str, *, again: bool = False) -> str:
+def claim(where: Place, run: str, *, again: bool = False, epoch: int = 0) -> str:
     """Take a directory or URL; return the ``owner`` to pass to :func:`check`.
 
     Args:
         again: the id is unique, and earlier processes of the run may have taken the location: then their mark stays,
             since copies that they have requested may be under way.
+        epoch: how many trainings have taken the location, with this one.
     """
     if again and (found := _read(where)) is not None and found.get("run") == run:
         return owned_by(run)
     token = secrets.token_hex(8)
-    _put(where, run, token)
+    _put(where, run, token, epoch)
     return f"{token} {run}"
 
 
@@ -42,42 +43,55 @@ def owned_by(run: str) -> str:
     return f" {run}"
 
 
+def epoch_in(where: Place) -> int:
+    """Return how many trainings have taken a directory or URL; 0 if that is not recorded."""
+    found = _read(where)
+    return 0 if found is None else _epoch(found)
+
+
+def _epoch(mark: dict[str, Any]) -> int:
+    epoch = mark.get("epoch")
+    return epoch if isinstance(epoch, int) else 0
+
+
 def other_owner(where: Place, run: str) -> str:
     """Return the id of the run that took a directory or URL last; empty if it was this run or none."""
     found = _read(where)
     return "" if found is None or found.get("run") == run else f"{found.get('run')!r:.80}"
 
 
-def check(where: Place, owner: str, *, take: bool = False) -> None:
+def check(where: Place, owner: str, *, take: bool = False, epoch: int | None = None) -> None:
     """Check that no other run has taken a location; if no run has, take it.
 
     Args:
         owner: from :func:`claim` or :func:`owned_by`; empty: any run may write.
         take: take the location from another run, unless ``owner`` is from :func:`claim`.
+        epoch: that of the state to be saved. If a later training has taken the location, this one has been resumed
+            or begun anew since, maybe under the same id.
 
     Raises:
         TakenError: if another run has taken it; the message names that run.
         CheckpointWriteError: if the mark cannot be read or written.
     """
-    if owner and _ask(where, owner, take=take):
+    if owner and _ask(where, owner, take=take, epoch=epoch):
         token, _, run = owner.partition(" ")
-        _put(where, run, token or secrets.token_hex(8))
+        _put(where, run, token or secrets.token_hex(8), epoch or 0)
 
 
-def ask(where: Place, owner: str, *, take: bool = False) -> None:
+def ask(where: Place, owner: str, *, take: bool = False, epoch: int | None = None) -> None:
     """Check the same without taking anything; for the arguments and errors, see :func:`check`."""
     if owner:
-        _ask(where, owner, take=take)
+        _ask(where, owner, take=take, epoch=epoch)
 
 
-def _ask(where: Place, owner: str, *, take: bool) -> bool:
+def _ask(where: Place, owner: str, *, take: bool, epoch: int | None) -> bool:
     """Return whether the run is to take the location; raise TakenError if it may not have it."""
     token, _, run = owner.partition(" ")
     found = _read(where)
     others = found is not None and (found.get("token") != token if token else found.get("run") != run)
     if found is None or (others and take and not token):
         return True
-    if others:
+    if others or (epoch is not None and _epoch(found) > epoch):
         raise TakenError(
             f"Two runs write to one directory: {where} was taken since by run {found.get('run')!r:.80} "
             f"on {found.get('host')!r:.80}; this is run {run!r}.",
@@ -86,8 +100,8 @@ def _ask(where: Place, owner: str, *, take: bool) -> bool:
     return False
 
 
-def _put(where: Place, run: str, token: str) -> None:
-    marker = {"format": _FORMAT, "run": run, "token": token, "host": socket.gethostname()}
+def _put(where: Place, run: str, token: str, epoch: int) -> None:
+    marker = {"format": _FORMAT, "run": run, "token": token, "host": socket.gethostname(), "epoch": epoch}
     data = json.dumps(marker, indent=1).encode() + b"\n"
     if isinstance(where, Url):
         with saving(where, "write to"):

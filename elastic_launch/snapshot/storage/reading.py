@@ -113,6 +113,7 @@ def newest(
     on_damaged: OnDamaged | None = None,
     *,
     above: tuple[int, int] | None = None,
+    epoch: int | None = None,
     step: int | None = None,
     copies: Copies | None = None,
     parts: Parts | None = None,
@@ -124,6 +125,7 @@ def newest(
         directory: a directory, which need not exist, or a URL.
         on_damaged: called once with the error of each checkpoint that is skipped; it may raise to refuse that.
         above: consider only checkpoints newer than this (round, step).
+        epoch: consider only checkpoints of the training that took the location as this one; see ``lineage``.
         step: consider only checkpoints of this step.
         copies, parts, taking: as for :func:`load`.
     """
@@ -141,6 +143,7 @@ def newest(
         try:
             found = find(directory, skip)
             found = [x for x in found if above is None or (x.round, x.step) > above]
+            found = [x for x in found if epoch in (None, x.order[0])]
             wanted = [x for x in found if step in (None, x.step)]
             return _first_sound(wanted, skip, lambda info: load(info, copies, parts, taking))
         except CheckpointGoneError as error:

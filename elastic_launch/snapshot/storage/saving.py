@@ -35,6 +35,7 @@ from elastic_launch.snapshot.location import Url, place
 from elastic_launch.snapshot.storage import owner as owners
 from elastic_launch.snapshot.storage import urls as remote
 from elastic_launch.snapshot.storage.draft import Draft, bury, draft, remove_abandoned, remove_shares
+from elastic_launch.snapshot.storage.lineage import epoch_of, leads_to
 from elastic_launch.snapshot.storage.listing import CheckpointInfo, find
 from elastic_launch.snapshot.storage.shares import (
     MAX_SUM_BYTES,
@@ -150,16 +151,17 @@ def write_parts(
     """
     check_numbers(step, round)
     where = place(directory)
+    decoded = Decoder().decode(meta)
 
     def allowed() -> bool:
         if not may_commit():
             return False
-        owners.check(where, owner, take=take)
+        owners.check(where, owner, take=take, epoch=epoch_of(decoded))
         return True
 
     if isinstance(where, Url):
         path, digest, size = remote.write(where, tensors, state, meta, step=step, round=round, may_commit=allowed)
-        return CheckpointInfo(path, step, round, digest, size, Decoder().decode(meta))
+        return CheckpointInfo(path, step, round, digest, size, decoded)
     with writing(where, "write a checkpoint in"):
         _make_directory(where)
         with draft(where) as new:
@@ -181,7 +183,7 @@ def write_parts(
             os.rename(new.path, final)
             sync_directory(where)
     size = sum(file.bytes for file in tensor_sums.values()) + state_sum.bytes
-    return CheckpointInfo(final, step, round, digest, size, Decoder().decode(meta))
+    return CheckpointInfo(final, step, round, digest, size, decoded)
 
 
 def write_share(
@@ -270,7 +272,13 @@ def _said(share: Path) -> FileSum | None:
 
 
 def prune(
-    directory: str | os.PathLike[str], keep: int, up_to_round: int, *, every: int = 0, best: Best | None = None
+    directory: str | os.PathLike[str],
+    keep: int,
+    up_to_round: int,
+    *,
+    every: int = 0,
+    best: Best | None = None,
+    meta: dict[str, Any] | None = None,
 ) -> list[CheckpointInfo]:
     """Remove old checkpoints and remains of dead writers; return the checkpoints removed, newest first.
 
@@ -283,6 +291,8 @@ def prune(
             part of those rounds, and the checkpoint that it has just written is the only state of its branch.
         every: keep the first checkpoint at or after each multiple of this number of steps, too; 0: none.
         best: keep these, too, by the ``metrics`` in their meta.
+        meta: the caller's, see ``lineage``: only states that it went through are counted, and what other branches have
+            left is removed once it is older than those; None: all are counted.
 
     Raises:
         CheckpointReadError: if the directory cannot be listed.
@@ -292,7 +302,7 @@ def prune(
     check_keep(keep)
     where = place(directory)
     found = find(where)
-    old = left_over(found, keep, up_to_round, every, best)
+    old = left_over(found, keep, up_to_round, every, best, meta)
     # The oldest first, so that a process that dies in between leaves the newest ones.
     paths = [info.path for info in reversed(old)]
     newest = min((found[0].round, found[0].step), (up_to_round + 1, 0)) if found else (0, 0)
@@ -310,12 +320,21 @@ def prune(
 
 
 def left_over(
-    found: list[CheckpointInfo], keep: int, up_to_round: int, every: int, best: Best | None
+    found: list[CheckpointInfo],
+    keep: int,
+    up_to_round: int,
+    every: int,
+    best: Best | None,
+    meta: dict[str, Any] | None = None,
 ) -> list[CheckpointInfo]:
     """Return the checkpoints, of those found, that ``prune`` removes; both newest first."""
     mine = [info for info in found if info.round <= up_to_round]
+    if meta is not None:
+        mine = [info for info in found if info.order <= (epoch_of(meta) or 0, up_to_round, math.inf)]
     spared = {info.path for info in [*_milestones(mine, every), *_best_of(mine, best)]}
-    return [info for info in mine[keep:] if info.path not in spared]
+    line = [info for info in mine if meta is None or leads_to(info.round, info.step, meta, up_to_round)]
+    oldest = mine.index(line[keep - 1]) if len(line) >= keep else len(mine)
+    return [info for info in mine[oldest + 1 :] if info.path not in spared]
 
 
 def _milestones(infos: list[CheckpointInfo], every: int) -> list[CheckpointInfo]:

@@ -4,12 +4,18 @@ States are ordered by (round, step). This round is not the run's round, which be
 the training saves under its own number, higher than the numbers of all states that it knows. Two starts of one run
 never have the same number, even if they resume from the same state and do not know of each other: the number is ahead
 of the run's round by as much as it was when the state was taken.
+
+Of another run's states that are in memory only, nothing is known. So durable states are ordered by the training's
+epoch first; see :mod:`elastic_launch.snapshot.storage.lineage`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+
+LONGEST_LINE = 32
+"""Number of earlier branches that a state names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,21 +25,58 @@ class Branch:
     round: int = 0  # the number in the names of checkpoints, and in snapshots
     ahead: int = 0  # how far it is ahead of the run's own round
     since: int = 0  # number of the run's first start; states with a lower number were saved by other runs
+    epoch: int = 0  # how many trainings have taken the location, up to this one
+    line: tuple[tuple[int, int], ...] = ()  # the states that it and those before it resumed from: round and step
+    base: tuple[int, str] | None = None  # step and place of the durable state that the run resumed from last
 
     def meta(self, run: str) -> dict[str, Any]:
         """Return what a saved state records of the branch, for :func:`following`."""
-        return {"run": run, "ahead": self.ahead, "since": self.since}
+        known: dict[str, Any] = {"run": run, "ahead": self.ahead, "since": self.since, "epoch": self.epoch}
+        return known | {"line": [list(state) for state in self.line], "base": self.base and list(self.base)}
 
 
-def following(world_round: int, run: str, meta: dict[str, Any], highest: int) -> Branch:
+def following(
+    world_round: int,
+    run: str,
+    meta: dict[str, Any],
+    highest: int,
+    *,
+    parent: tuple[int, int] | None = None,
+    base: tuple[int, str] | None = None,
+    taken: int = 0,
+) -> Branch:
     """Return the branch that a start of the training saves under.
 
     Args:
         world_round: number of the run's round, from 1; 0 if rounds are not counted.
         meta: meta of the state that it resumes from; empty if there is none.
         highest: highest round of all known states, whether or not it resumes from them.
+        parent: round and step of the state that it resumes from; None if there is none.
+        base: step and place of that state if it is durable.
+        taken: the location's last epoch.
     """
     known = meta.get("branch", {})
-    same = world_round > 1 and known.get("run") == run
+    same = _same(world_round, run, known)
     number = max(world_round + (int(known["ahead"]) if same else 0), highest + 1)
-    return Branch(number, number - world_round, int(known["since"]) if same else number)
+    line = [*((int(round), int(step)) for round, step in known.get("line", ())), *([parent] if parent else [])]
+    if base is None and same and known.get("base") is not None:
+        base = int(known["base"][0]), str(known["base"][1])
+    return Branch(
+        number,
+        number - world_round,
+        int(known["since"]) if same else number,
+        epoch_after(world_round, run, meta, taken),
+        tuple(line[-LONGEST_LINE:]),
+        base,
+    )
+
+
+def epoch_after(world_round: int, run: str, meta: dict[str, Any], taken: int) -> int:
+    """Return the epoch of a start of the training; for the arguments, see :func:`following`."""
+    known = meta.get("branch", {})
+    return int(known.get("epoch", 0)) if _same(world_round, run, known) else taken + 1
+
+
+def _same(world_round: int, run: str, known: dict[str, Any]) -> bool:
+    """Whether a state was saved in this run."""
+    return world_round > 1 and known.get("run") == run

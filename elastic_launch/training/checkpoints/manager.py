@@ -29,9 +29,9 @@ from elastic_launch.snapshot.format.arrays import is_array
 from elastic_launch.snapshot.location import Place, Url, place
 from elastic_launch.snapshot.room import MORE_MEMORY, below_peak, room
 from elastic_launch.snapshot.stall import while_advancing
-from elastic_launch.snapshot.storage.lineage import same_run
+from elastic_launch.snapshot.storage.lineage import epoch_of, order, same_run
 from elastic_launch.snapshot.storage.listing import positions
-from elastic_launch.snapshot.storage.owner import claim, other_owner, owned_by
+from elastic_launch.snapshot.storage.owner import claim, epoch_in, other_owner, owned_by
 from elastic_launch.snapshot.storage.shared_copies import Copies, Taking
 from elastic_launch.snapshot.storage.shares import OwnTensors, nonce_of
 from elastic_launch.system.threads import within
@@ -140,9 +140,9 @@ class CheckpointManager:
         read = read_on_node(world, self.directory, partial(_read, self.directory, above, parts.taking), parts.taking)
         loaded, known, damaged = read.loaded, read.known, read.damaged
         newest, holder, complete = _agree(world, loaded)
-        self._highest = max(
-            self._highest, newest[0], *(entry[0] for entry in numbers_of_all(world, [known])), *(above or (0,))[:1]
-        )
+        everywhere = numbers_of_all(world, [known, read.taken])
+        self._highest = max(self._highest, newest[0], *(entry[0] for entry in everywhere), *(above or (0,))[:1])
+        taken = max(entry[1] for entry in everywhere)
         if holder is None and above is not None:
             return None
         if holder is None and damaged:
@@ -150,7 +150,7 @@ class CheckpointManager:
             raise damaged
         if holder is None:
             first = self._first(world, identity, parts)
-            self._begin(world, {})
+            self._begin(world, {}, taken=taken)
             self._take(self.directory, world)
             return first
         state, meta = (None, {}) if loaded is None else (loaded.state, loaded.meta)
@@ -165,7 +165,7 @@ class CheckpointManager:
         where = loaded.info.path if loaded is not None and (complete or world.rank == holder) else self.directory
         origin = f"The checkpoint of step {newest[1]} in {where}"
         check_identity(identity, meta, origin)
-        self._begin(world, meta)
+        self._begin(world, meta, newest, base=(newest[1], str(where)), taken=taken)
         # Last: a training that does not belong here must not take the directory from one that does.
         self._take(self.directory, world)
         return self._resumed(newest[1], state, meta, origin)
@@ -179,19 +179,20 @@ class CheckpointManager:
         """Return the step of the last save and its age in seconds; ``(step, 0.0)`` if this step is being saved."""
         return (step, 0.0) if now else (self._last_step, time.monotonic() - self._last_time)
 
-    def go_on(self, world: World, meta: dict[str, Any], standing: tuple[int, float]) -> None:
+    def go_on(self, world: World, meta: dict[str, Any], standing: tuple[int, float], position: tuple[int, int]) -> None:
         """Start saving in a training that was resumed from memory; called by all ranks after :meth:`has_newer`.
 
         Args:
             standing: result of :meth:`standing` when that state was written, so that faults more frequent than saves do
                 not postpone saving. Ranks whose round broke as they began to save may differ in it; then the oldest
                 counts, so that all save together.
+            position: round and step of that state.
         """
         # This run took the directory when it began. Taking it again would hide that another run has taken it since.
         self._owner = owned_by(run_id())
         url = isinstance(self.directory, Url)
         self._writers = behind_url(world) if url else in_directory(Path(self.directory), world)
-        self._begin(world, meta)
+        self._begin(world, meta, position)
         self._last_step = min(step for (step,) in numbers_of_all(world, [standing[0]]))
         self._last_time = time.monotonic() - standing[1]
 
@@ -484,7 +485,7 @@ class CheckpointManager:
             found = within(LOOK_TIMEOUT, f"to list {self.directory}", lambda: snapshot.find(self.directory))
         except (snapshot.CheckpointError, TimeoutError):
             return None
-        mine = {"branch": {"run": run_id(), "since": self.branch.since}}
+        mine = {"branch": self.branch.meta(run_id())}
         return max((info.step for info in found if same_run(info.meta, mine)), default=-1)
 
     def _first(self, world: World, identity: dict[str, int], parts: TrainingState) -> Resumed:
@@ -518,9 +519,10 @@ class CheckpointManager:
             return None
         if found.state is None:
             first = self._first(world, identity, parts)
-            self._begin(world, {})
+            self._begin(world, {}, taken=found.taken)
             return first
-        self._begin(world, found.meta)
+        parent, base = (found.round, found.step), (found.step, found.path)
+        self._begin(world, found.meta, parent, base=base, taken=found.taken)
         return self._resumed(found.step, found.state, found.meta, origin(found.step))
 
     def _take(self, directory: Path, world: World) -> None:
@@ -528,13 +530,22 @@ class CheckpointManager:
         if not self.writes:
             return
         try:
-            self._owner = claim(directory, run_id(), again=world.round > 1)
+            self._owner = claim(directory, run_id(), again=world.round > 1, epoch=self.branch.epoch)
         except snapshot.CheckpointError:
             # The first save reports the error, unless there is room again by then.
             self._owner = owned_by(run_id()) if world.round else ""
 
-    def _begin(self, world: World, meta: dict[str, Any]) -> None:
-        self.branch = following(world.round, run_id(), meta, self._highest)
+    def _begin(
+        self,
+        world: World,
+        meta: dict[str, Any],
+        parent: tuple[int, int] | None = None,
+        *,
+        base: tuple[int, str] | None = None,
+        taken: int = 0,
+    ) -> None:
+        highest = self._highest
+        self.branch = following(world.round, run_id(), meta, highest, parent=parent, base=base, taken=taken)
         self._last_time = time.monotonic()
         self._workers = world.local_world_size
         if not world.first_on_node:
@@ -589,16 +600,19 @@ def _read(directory: Path, above: tuple[int, int] | None, taking: Taking, copies
     """
     damaged: list[snapshot.CheckpointReadError] = []
     loaded = None
-    known = 0
+    known = taken = 0
     try:
+        taken = epoch_in(directory)
         if above is None or not _of_another_run(directory):
-            loaded = snapshot.newest(directory, damaged.append, above=above, copies=copies, taking=taking)
+            epoch = None if above is None else taken
+            loaded = snapshot.newest(directory, damaged.append, above=above, epoch=epoch, copies=copies, taking=taking)
+        taken = max(taken, (epoch_of(loaded.meta) or 0) if loaded is not None else 0)
         known = max((number for number, _ in positions(directory)), default=0)
     except snapshot.CheckpointError as error:
         if above is None:
             raise
         _log.warning("a checkpoint is skipped: %s", error)
-    return Read(loaded, known, damaged[0] if damaged else None)
+    return Read(loaded, known, damaged[0] if damaged else None, taken)
 
 
 def _of_another_run(where: Place) -> bool:
@@ -615,14 +629,16 @@ def run_id() -> str:
 
 def _agree(world: World, loaded: snapshot.LoadedCheckpoint | None) -> tuple[tuple[int, int], int | None, bool]:
     """Return the newest (round, step) on any rank, the first rank that has it, and whether all have the same one."""
-    mine = [0, 0, 0] if loaded is None else [loaded.round, loaded.step, int(loaded.info.digest[:15], 16)]
+    mine = [0, 0, 0, 0]
+    if loaded is not None:
+        mine = [*order(loaded.meta, loaded.round, loaded.step), int(loaded.info.digest[:15], 16)]
     if world.world_size == 1:
-        return (mine[0], mine[1]), None if loaded is None else 0, True
-    found = [(entry[0], entry[1], entry[2]) for entry in numbers_of_all(world, mine)]
+        return (mine[1], mine[2]), None if loaded is None else 0, True
+    found = [tuple(entry) for entry in numbers_of_all(world, mine)]
     best = max(found)
-    if best == (0, 0, 0):
+    if not any(best):
         return (0, 0), None, True
-    return best[:2], found.index(best), all(entry == best for entry in found)
+    return (best[1], best[2]), found.index(best), all(entry == best for entry in found)
 
 
 def _copied(value: Any, own: frozenset[int] = frozenset()) -> Any:

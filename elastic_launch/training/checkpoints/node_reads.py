@@ -34,6 +34,7 @@ class Read:
     loaded: snapshot.LoadedCheckpoint | None  # the newest intact checkpoint, if any
     known: int  # highest round in any checkpoint's name
     damaged: snapshot.CheckpointReadError | None  # error of the first checkpoint that was skipped, if any
+    taken: int = 0  # the directory's last epoch
 
 
 def read_on_node(world: World, directory: Path, read: Callable[[Copies | None], Read], taking: Taking) -> Read:
@@ -77,7 +78,13 @@ def _read_for(others: list[int], directory: Path, read: Callable[[Copies | None]
         except snapshot.CheckpointError as error:
             _say(others, json.dumps({"error": [error.message, error.hint]}).encode())
             raise
-        told: dict[str, Any] = {"known": found.known, "damaged": None, "copies": None, "alone": False}
+        told: dict[str, Any] = {
+            "known": found.known,
+            "taken": found.taken,
+            "damaged": None,
+            "copies": None,
+            "alone": False,
+        }
         if found.damaged is not None:
             told["damaged"] = [str(found.damaged.path), found.damaged.message, found.damaged.hint]
         if found.loaded is not None:
@@ -120,7 +127,7 @@ def _have_read(reader: int, rank: int, directory: Path, read: Callable[[Copies |
     send_bytes(b"", reader)
     if told["alone"]:
         return while_advancing(directory, lambda: read(None))
-    return Read(loaded, told["known"], damaged)
+    return Read(loaded, told["known"], damaged, told["taken"])
 
 
 def _say(others: list[int], data: bytes) -> None:

@@ -263,12 +263,12 @@ class Saver:
             self._memory.drop_above((*kept.position, kept.phase), self._training)
         number_equal, step_equal = meta.get("equal", (0, 0))
         self._equal = int(number_equal), int(step_equal)
-        self._branch = following(self._world.round, run_id(), meta, number)
+        self._branch = following(self._world.round, run_id(), meta, number, parent=kept.position)
         resumed = Resumed.of(step, parts, meta, origin)
         resumed = replace(resumed, everywhere=kept.live and kept.everywhere, starts=starts)
         if checkpoint is not None:
             saved, ago = meta.get("saved", (step, 0.0))
-            checkpoint.go_on(self._world, meta, (int(saved), float(ago)))
+            checkpoint.go_on(self._world, meta, (int(saved), float(ago)), kept.position)
             self._branch = checkpoint.branch
         if self._equal == kept.position:
             self.equal_after(step)  # in this branch, too

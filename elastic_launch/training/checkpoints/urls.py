@@ -14,8 +14,10 @@ from elastic_launch.snapshot.location import Url
 from elastic_launch.snapshot.stall import while_advancing
 from elastic_launch.snapshot.storage import owner
 from elastic_launch.snapshot.storage import urls as remote
+from elastic_launch.snapshot.storage.lineage import epoch_of
 from elastic_launch.snapshot.storage.listing import positions
 from elastic_launch.snapshot.storage.shared_copies import Taking
+from elastic_launch.training.checkpoints.branches import epoch_after
 from elastic_launch.training.ranks.spreading import Cuts, state_from_first
 from elastic_launch.training.ranks.world import World
 
@@ -33,6 +35,9 @@ class Found:
     meta: dict[str, Any]  # that checkpoint's meta
     owner: str  # mark of this run, by which copies are checked; on rank 0
     highest: int  # highest round in any checkpoint's name
+    taken: int = 0  # the URL's last epoch
+    round: int = 0  # of the newest checkpoint
+    path: str = ""  # its URL
 
 
 def open_url(
@@ -55,7 +60,7 @@ def open_url(
             "Leave the checkpoint out: snapshots in the node's memory are taken anyway. Or give a directory.",
         )
     if above is None:
-        look = partial(_open, url, run, check, again=world.round > 1)
+        look = partial(_open, url, run, check, world.round)
     else:
         look = partial(_open_newer, url, run, check, above)
     found = Found(**state_from_first(world, lambda taking: vars(while_advancing(url, partial(look, taking))), taking))
@@ -66,7 +71,7 @@ def open_url(
     return replace(found, owner="")
 
 
-def _open(url: Url, run: str, check: Check, taking: Taking, *, again: bool) -> Found:
+def _open(url: Url, run: str, check: Check, world_round: int, taking: Taking) -> Found:
     remote.probe(url)
     damaged: list[snapshot.CheckpointReadError] = []
     loaded = snapshot.newest(url, damaged.append, taking=taking)
@@ -75,8 +80,11 @@ def _open(url: Url, run: str, check: Check, taking: Taking, *, again: bool) -> F
         raise damaged[0]
     if loaded is not None:
         check(loaded.meta, loaded.step)
+    meta = {} if loaded is None else loaded.meta
+    taken = max(owner.epoch_in(url), epoch_of(meta) or 0)
     # Last: a training that does not belong here must not take the URL from one that does.
-    return _found(url, loaded, owner.claim(url, run, again=again))
+    mine = owner.claim(url, run, again=world_round > 1, epoch=epoch_after(world_round, run, meta, taken))
+    return _found(url, loaded, mine, taken)
 
 
 def _open_newer(url: Url, run: str, check: Check, above: tuple[int, int], taking: Taking) -> Found:
@@ -84,18 +92,20 @@ def _open_newer(url: Url, run: str, check: Check, above: tuple[int, int], taking
     try:
         if other := owner.other_owner(url, run):
             raise snapshot.CheckpointError(f"{url} was taken by run {other}.")
-        loaded = snapshot.newest(url, above=above, taking=taking)
+        taken = owner.epoch_in(url)
+        loaded = snapshot.newest(url, above=above, epoch=taken, taking=taking)
         if loaded is not None:
             check(loaded.meta, loaded.step)
-            mine = owner.claim(url, run, again=True)
-        return _found(url, loaded, mine)
+            mine = owner.claim(url, run, again=True, epoch=taken)
+        return _found(url, loaded, mine, taken)
     except snapshot.CheckpointError as error:
         _log.warning("a checkpoint is skipped: %s", error)
         return Found(0, None, {}, mine, 0)
 
 
-def _found(url: Url, loaded: snapshot.LoadedCheckpoint | None, mine: str) -> Found:
+def _found(url: Url, loaded: snapshot.LoadedCheckpoint | None, mine: str, taken: int) -> Found:
     highest = max((number for number, _ in positions(url)), default=0)
     if loaded is None:
-        return Found(0, None, {}, mine, highest)
-    return Found(loaded.step, loaded.state, loaded.meta, mine, highest)
+        return Found(0, None, {}, mine, highest, taken)
+    info = loaded.info
+    return Found(loaded.step, loaded.state, loaded.meta, mine, highest, taken, info.round, str(info.path))
