@@ -175,6 +175,7 @@ class Ready(Message):
         live: whether it can be suspended, and take a place in another round.
         rehearses: whether a worker that is started ahead does all that its first step needs before its ``Ahead``.
         checkpoints: whether the library is to save checkpoints of this training.
+        base, base_in: step and place of the durable state that the run last resumed from; 0 and empty without one.
     """
 
     step: Count
@@ -185,6 +186,8 @@ class Ready(Message):
     drains: bool = True
     rehearses: bool = False
     checkpoints: bool = False
+    base: Count = 0
+    base_in: OsText = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +230,7 @@ class CopyJob:
         nonce: part of the copy's name, the same on all these nodes.
         last: this is the final copy, which is not needed if this snapshot or a newer one is stored already.
         take: whether a directory that another run has left may be taken over.
+        stands_by: another node saves this state. This one does if no other can, and then adds it without removing any.
     """
 
     sequence: Count
@@ -243,6 +247,7 @@ class CopyJob:
     take: bool = False
     keep_every: Count = 0
     keep_best: Best | None = None
+    stands_by: bool = False
 
     def __post_init__(self) -> None:
         if self.share >= self.shares:
@@ -464,10 +469,16 @@ class Copying(Message):
 
 @dataclass(frozen=True, slots=True)
 class Commit(Message):
-    """Answers ``MayCommit``, by its number: whether this node is a member of the run and not cut off from it."""
+    """Answers ``MayCommit``, by its number.
+
+    Attributes:
+        allowed: whether the checkpoint may become visible.
+        adds: whether nothing may be removed for it, since this node's membership is not confirmed.
+    """
 
     number: Count
     allowed: bool
+    adds: bool = False
 
 
 @dataclass(frozen=True, slots=True)

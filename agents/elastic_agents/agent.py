@@ -127,6 +127,9 @@ class LocalElasticAgent(ElasticAgent):
         self._member = False
         self._held_since = 0.0  # when the guard has stopped the workers
         self._run_over = False  # the leader has said that the run is over
+        self._saver = ""  # the node that the leader has named then
+        self._replaced = False  # another agent has taken this node's place
+        self._stands_in = False  # this node saves at its end, whichever node saves usually
         self._formed = Round()
         self._rank = 0  # among the members of the current round
         self._restored: dict[int, int] = {}  # the training that workers of the round have restored, by local rank
@@ -187,6 +190,7 @@ class LocalElasticAgent(ElasticAgent):
             lambda: self._member and not self._membership.cut_off,
             self._copied,
             pump.open_log,
+            may_add=self._may_add,
             writes=self._config.snapshots,
             split=self._config.split_snapshots,
         )
@@ -200,6 +204,8 @@ class LocalElasticAgent(ElasticAgent):
             self._control.step_timer,
             lambda: self._control.saves,
             lambda: self._control.checkpoints,
+            lambda: self._control.base,
+            lambda: None if self._membership.checkpoint is None else self._membership.checkpoint[0],
         )
         cut_link, fail_copies = self._membership.cut_link, snapshot_store.fail_copies
         self._drill = Drill(self._config.drill, self._config.node_id, self._inbox.put_later, cut_link, fail_copies)
@@ -349,6 +355,9 @@ class LocalElasticAgent(ElasticAgent):
                 self._events.emit(ev.LinkChanged(up=True, cause="hello accepted"))
             case LinkDown(reason=reason) | CutOff(reason=reason):
                 self._member = self._member and isinstance(item, CutOff)
+                if isinstance(item, CutOff) and self._membership.unconfirmed is not None and self._view.nodes > 1:
+                    text = "%s: training goes on, and checkpoints are added, but none is removed until it does"
+                    _log.warning(text, item.reason)
                 self._events.emit(ev.LinkChanged(up=False, cause=reason))
                 return replace(item, held=self._workers.held) if isinstance(item, LinkDown) else item
             case FaultReached(due=due):
@@ -389,6 +398,7 @@ class LocalElasticAgent(ElasticAgent):
             case m.Form() | m.Drain() | m.Break() | m.Evicted() | m.RunEnd():
                 self._run_over = isinstance(item, m.RunEnd)
                 self._member = not isinstance(item, m.Evicted)
+                self._replaced = isinstance(item, m.Evicted) and item.final
                 self._ordered(item)
                 return item
             case m.Depart():
@@ -450,6 +460,7 @@ class LocalElasticAgent(ElasticAgent):
             budget=(self.restarts, max(self.max_restarts, self._membership.max_restarts)) if view.round > 0 else None,
             outlook=self._membership.outlook if self._member else "",
             checkpoint=(saved[0], self._clock.now() - saved[1]) if saved else None,
+            unconfirmed=self._membership.unconfirmed,
         )
 
     def _beat(self) -> m.Beat | m.Progress:
@@ -474,6 +485,7 @@ class LocalElasticAgent(ElasticAgent):
         self._events.emit(event)
         if isinstance(order, m.RunEnd):
             self.restarts, self._failure = max(self.restarts, order.restarts), order.failure
+            self._saver = order.saver
         if isinstance(order, m.Break | m.Evicted):
             self.finished_round = 0
         if isinstance(order, m.Form):
@@ -565,8 +577,9 @@ class LocalElasticAgent(ElasticAgent):
             case v.Finish(code=code, cause=cause):
                 failure = self._failure if code else None
                 where = ""
-                if self._rank == 0 and code not in (ExitCode.DONE, ExitCode.RENDEZVOUS):
-                    where = self._saves.where(others=self._view.nodes > 1 and not self._run_over)
+                if (self._rank == 0 or self._stands_in) and code != ExitCode.DONE and not self._replaced:
+                    others = self._view.nodes > 1 and not self._run_over and not self._stands_in
+                    where = self._saves.where(others=others)
                 self._outcome = Outcome(code, cause, self.restarts, failure, self._snapshot_store.failed, where)
 
     def _report_failure(self, failure: m.Failure) -> None:
@@ -588,16 +601,27 @@ class LocalElasticAgent(ElasticAgent):
         self._membership.report(m.Ready(number, remaining, begun[0] if begun is not None else -1, live))
 
     def _await_copies(self, *, bounded: bool) -> None:
-        """Copy to durable storage what is in memory only, if this node is responsible for it."""
-        left = self._departure.left
-        if self._member:
-            self._snapshot_store.secure()
-        elif bounded:
-            left = 0.0
+        """Copy to durable storage what is in memory only, if this node is responsible for it or no other can."""
+        left = 0.0 if self._replaced else self._departure.left
+        self._stands_in = bounded and self._is_left()
+        if self._member or self._stands_in:
+            self._snapshot_store.secure(stands_in=self._stands_in)
         if self._snapshot_store.idle or (bounded and left <= 0):
             self._inbox.put(v.CopiesDone(given_up=not self._snapshot_store.idle))
         elif bounded:
             self._inbox.put_later(left, v.DrainOver(self._view.round))
+
+    def _is_left(self) -> bool:
+        """Whether no other node is known to save, or to go on with, the state in this node's memory."""
+        if self._replaced:
+            return False
+        if self._run_over:
+            return self._saver in ("", self._config.node_id)
+        return not self._member or (self._view.parked and self._membership.round <= self._view.round)
+
+    def _may_add(self) -> bool:
+        """Whether this node, which is no confirmed member, may add a checkpoint; called from any thread."""
+        return self._stands_in or self._membership.unconfirmed is not None
 
     def _end_round(self, end: v.ReportStopped) -> None:
         number, drained = end.round, end.drained

@@ -358,8 +358,7 @@ def _saved(view: v.View) -> Decision:
 def _over(view: v.View, code: int, cause: str) -> Decision:
     """Exit, once what is in memory only is saved: the memory is lost with this node."""
     view = replace(view, leaving=int(code), cause=cause)
-    done = code in (ExitCode.DONE, ExitCode.RENDEZVOUS)
-    if view.phase is v.Phase.SAVING or done or not view.round:
+    if view.phase is v.Phase.SAVING or code == ExitCode.DONE or not view.round:
         return replace(view, phase=v.Phase.OVER), [v.Finish(int(code), cause)]
     return replace(view, phase=v.Phase.SAVING, told=True), [v.AwaitCopies(bounded=True)]
 
@@ -467,7 +466,8 @@ def _leave(view: v.View, event: v.Leave) -> Decision:
     if view.leaving is not None:
         return _kill(view) if view.alive else (view, [])
     drains = view.phase in (v.Phase.RUNNING, v.Phase.DRAINING) and _can_drain(view) and event.seconds > 0
-    view = replace(view, leaving=event.code, cause=f"stopped by {event.reason}", held=frozenset())
+    parked = view.phase in (v.Phase.WAITING, v.Phase.STOPPING, v.Phase.SUSPENDED)
+    view = replace(view, leaving=event.code, cause=f"stopped by {event.reason}", held=frozenset(), parked=parked)
     if drains:
         # The ranks agree among themselves, so they need not wait for the leader's order.
         actions: list[v.Action] = [v.AskStop(view.round, event.reason, event.seconds)]

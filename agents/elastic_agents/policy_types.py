@@ -88,6 +88,7 @@ class View:
         held: local ranks that ended by SIGTERM or SIGINT and are not reported yet.
         leaving: exit code with which the node leaves once its workers are reaped, or None.
         cause: why it leaves.
+        parked: the node began to leave when its round was over, and maybe no other goes on with its state.
         lives: the workers that last began to train here can be suspended.
         ahead: the workers that are started ahead of a place.
     """
@@ -110,6 +111,7 @@ class View:
     held: frozenset[int] = frozenset()
     leaving: int | None = None
     cause: str = ""
+    parked: bool = False
     lives: bool = False
     ahead: Newcomers = Newcomers()
 

@@ -23,6 +23,7 @@ def present(
     budget: tuple[int, int] | None,
     outlook: str,
     checkpoint: tuple[int, float] | None,
+    unconfirmed: float | None,
 ) -> Present:
     """Return how this node's part of the run is.
 
@@ -33,6 +34,7 @@ def present(
         snapshot: steps in the newest snapshot in this node's memory.
         budget: restarts charged, and their limit; None until the leader has said so.
         checkpoint: steps in the run's newest durable checkpoint, and its age in seconds.
+        unconfirmed: see :class:`Present`.
     """
     timer = control.step_timer
     number, step = timer.reached
@@ -65,6 +67,7 @@ def present(
         checkpoint_age=checkpoint[1] if checkpoint else None,
         steps_s=steps_s,
         durations=durations,
+        unconfirmed=unconfirmed,
     )
 
 

@@ -429,6 +429,7 @@ def shown(status: a.Status, where: str, width: int | None = None) -> list[str]:
         f"restarts {status.restarts} of {status.max_restarts}",
         *([_pace(status)] if status.step_s else []),
         f"last checkpoint: {_kept(status.checkpoint)}; last snapshot: {_kept(status.snapshot)}",
+        *([] if status.unconfirmed is None else [_unconfirmed(status.unconfirmed)]),
         "",
     ]
     rows = [("NODE", "ADDRESS"), *((node.node_id, node.address) for node in status.nodes)]
@@ -451,6 +452,10 @@ def _pace(status: a.Status) -> str:
     left = "" if status.remaining is None else f", about {span(status.remaining)} left"
     loss = "" if status.loss is None else f", loss {status.loss:.4g}"
     return f"{1 / status.step_s:.3g} steps/s{left}{loss}"
+
+
+def _unconfirmed(seconds: float) -> str:
+    return f"not confirmed for {seconds:.0f} s: that the leader still leads; its node adds checkpoints and removes none"
 
 
 def _kept(save: a.LastSave | None) -> str:

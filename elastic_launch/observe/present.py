@@ -30,6 +30,8 @@ class Present:
         outlook: what the leader says happens next; empty if this node has no link to it.
         checkpoint, checkpoint_age: steps in the run's newest durable checkpoint that a leader has told of, and seconds
             since it was written; None if it has told of none.
+        unconfirmed: seconds for which it has not been confirmed that this node is a member, if its workers train on all
+            the same; None otherwise.
         steps_s, durations: seconds of all steps of this node's workers, and numbers of these steps by duration, see
             :data:`elastic_launch.shared_progress.STEP_BOUNDS`; the last are longer than all.
     """
@@ -58,3 +60,4 @@ class Present:
     checkpoint_age: float | None = None
     steps_s: float = 0.0
     durations: tuple[int, ...] = ()
+    unconfirmed: float | None = None

@@ -172,6 +172,9 @@ class Watch:
                 return "workers run; no step reported", ""
             case "running" if self._stepless:
                 return f"trains; {self._stepless}", ""
+            case "running" if present.unconfirmed is not None:
+                added = "checkpoints are added and none is removed until the store answers"
+                return f"trains; membership not confirmed for {span(present.unconfirmed)}", added
             case "running":
                 quiet = self._quiet(present, now)
                 return "trains" if quiet is None else f"trains; no step for {span(quiet)}", ""

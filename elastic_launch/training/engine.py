@@ -291,7 +291,9 @@ class Engine:
                 "collectives on GPUs: leave live out, see docs/training.md, On GPUs"
             )
         saves, seconds = self.checkpoint is not None, self._restore_seconds
-        self.link.say(Ready(step, total, seconds, self._uncompared, self._live, rehearses=rehearses, checkpoints=saves))
+        base = self.checkpoint.branch.base if self.checkpoint is not None else None
+        ready = Ready(step, total, seconds, self._uncompared, self._live, rehearses=rehearses, checkpoints=saves)
+        self.link.say(ready if base is None else replace(ready, base=base[0], base_in=base[1]))
         self._restore_seconds = 0.0
 
     def _may_live(self, link: AgentLink) -> bool:

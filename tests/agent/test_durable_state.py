@@ -46,3 +46,24 @@ def test_a_script_that_saves_checkpoints_but_no_snapshots_is_not_said_to_save_no
     assert reached_step_8.where(others=False) == "nothing is saved, 8 steps lost: no checkpoint was complete"
     reached_step_8.reported(8, "no room")
     assert reached_step_8.where(others=False) == "nothing is saved, 8 steps lost: no room"
+
+
+def test_the_checkpoint_that_the_run_resumed_from_counts_and_what_came_since_is_lost(
+    reached_step_8: DurableState,
+) -> None:
+    reached_step_8._base = lambda: (5, "saved/step-5")
+    why = "the script saves no checkpoints"
+    assert reached_step_8.where(others=False) == f"step 5 is saved in saved/step-5; 3 steps since then lost: {why}"
+    reached_step_8.reported(8, "no room")
+    lost = "3 steps since then lost: no room"
+    assert reached_step_8.where(others=False) == f"step 5 was the last to be saved in saved/step-5; {lost}"
+    reached_step_8.copied(Copied(7, 1, path="saved/step-7"))
+    assert reached_step_8.where(others=False) == "step 7 is saved in saved/step-7; 1 step since then lost"
+
+
+def test_a_checkpoint_of_a_node_that_is_gone_counts_as_far_as_the_leader_has_told_of_it(
+    reached_step_8: DurableState,
+) -> None:
+    reached_step_8._base, reached_step_8._told = lambda: (2, "saved/step-2"), lambda: 6
+    why = "the script saves no checkpoints"
+    assert reached_step_8.where(others=False) == f"step 6 is saved; 2 steps since then lost: {why}"

@@ -103,7 +103,7 @@ class Copier:
         self._given_up = True
         self._process.kill()
 
-    def hear_out(self, may_commit: Callable[[], bool], progress: Callable[[], object]) -> Copied:
+    def hear_out(self, may_commit: Callable[[], Commit], progress: Callable[[], object]) -> Copied:
         """Wait until the process has copied, failed, or stopped making progress; it has then ended, or is left behind.
 
         Args:
@@ -121,7 +121,7 @@ class Copier:
             self._process.stdout.close()
             self._reap()
 
-    def _hear_out(self, may_commit: Callable[[], bool], progress: Callable[[], object]) -> Copied:
+    def _hear_out(self, may_commit: Callable[[], Commit], progress: Callable[[], object]) -> Copied:
         while True:
             line = self._line()
             if line is None:
@@ -135,7 +135,7 @@ class Copier:
                 case Copying():
                     progress()
                 case MayCommit(number=number):
-                    self._say(Commit(number, may_commit()))
+                    self._say(replace(may_commit(), number=number))
                 case Copied(pruning=True):
                     self._there = replace(message, pruning=False)
                 case Copied():

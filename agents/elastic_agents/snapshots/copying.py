@@ -26,7 +26,7 @@ from elastic_launch.snapshot.format.plain import Decoder
 from elastic_launch.snapshot.location import place
 from elastic_launch.snapshot.memory.slot import PART, Header, Slot
 from elastic_launch.snapshot.storage import owner as owners
-from elastic_launch.snapshot.storage.lineage import epoch_of, order, same_run
+from elastic_launch.snapshot.storage.lineage import epoch_of, nonce_in, order, same_run
 from elastic_launch.snapshot.storage.listing import CheckpointInfo, find
 from elastic_launch.snapshot.storage.saving import prune, write_parts, write_share
 from elastic_launch.snapshot.storage.shares import Division, Split
@@ -54,16 +54,25 @@ def copy(
     job: CopyJob,
     tensors: int,
     head: int,
-    may_commit: Callable[[], bool],
+    may_commit: Callable[[], Commit],
     progress: Callable[[], None],
     written: Callable[[Copied], None],
 ) -> Copied:
     """Copy a snapshot, and prune if it may; return the final result.
 
+    The last copy has a name that follows from the state: of several nodes that save it, one adds it.
+
     Args:
         progress: called now and then, from any thread.
         written: called with the result once the checkpoint is written, before old ones are removed.
     """
+    permit = Commit(0, allowed=False)
+
+    def allowed() -> bool:
+        nonlocal permit
+        permit = may_commit()
+        return permit.allowed
+
     began = time.monotonic()
     done = Copied(job.step, job.round, directory=job.directory)
     slot = _Followed(tensors, head, progress)
@@ -90,7 +99,8 @@ def copy(
                 slot.state(header),
                 meta,
                 **numbers,
-                may_commit=may_commit,
+                may_commit=allowed,
+                nonce=nonce_in(meta, header.round, header.step) if job.last else "",
                 owner=job.owner,
                 take=job.take,
             )
@@ -99,6 +109,8 @@ def copy(
             if isinstance(meta, dict) and meta.get("compared") is False:
                 text = "the checkpoint of step %d was saved without a comparison of the ranks, and its manifest says so"
                 _log.warning(text, header.step)
+            if job.stands_by or permit.adds:
+                return replace(done, seconds=time.monotonic() - began)
             options: dict[str, Any] = {"every": job.keep_every, "best": job.keep_best, "meta": info.meta}
             prune(job.directory, job.keep, header.round, **options)
     except (CheckpointError, UsageError) as error:
@@ -155,10 +167,11 @@ def main() -> None:
             said = time.monotonic()
             say(Copying())
 
-    def may_commit() -> bool:
+    def may_commit() -> Commit:
         say(MayCommit(0))
         line = b"" if gone else sys.stdin.buffer.readline()
-        return bool(line) and unpack(line) == Commit(0, allowed=True)
+        answer = unpack(line) if line else None
+        return answer if isinstance(answer, Commit) else Commit(0, allowed=False)
 
     job = codec.decode(CopyJob, codec.loads(sys.argv[1].encode()))
     progress()  # it has begun: from now on, silence is the storage's fault

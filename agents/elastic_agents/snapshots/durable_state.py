@@ -21,6 +21,8 @@ class DurableState:
         step_timer: how far the workers have trained.
         library_saves: returns whether the library saves their state.
         checkpoints: returns whether it is to save checkpoints, as far as the workers have said so.
+        base: returns step and place of the durable state that the run last resumed from; None if it is not known.
+        told: returns the step of the newest checkpoint that the leader has told of; None if it has not.
     """
 
     def __init__(
@@ -29,10 +31,13 @@ class DurableState:
         step_timer: StepTimer,
         library_saves: Callable[[], bool] = lambda: True,
         checkpoints: Callable[[], bool] = lambda: False,
+        base: Callable[[], tuple[int, str] | None] = lambda: None,
+        told: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._snapshot_store = snapshot_store
         self._library_saves = library_saves
         self._checkpoints = checkpoints
+        self._base, self._told = base, told
         self._step_timer = step_timer
         self._saved: int | None = None  # step of the round's last checkpoint
         self._unsaved = ""  # why the workers' last checkpoint could not be written
@@ -80,14 +85,19 @@ class DurableState:
         number, step = self._step_timer.reached
         if not number or not self._library_saves():
             return ""
-        saved = self._saved if self._kept is None else max(self._kept.step, self._saved or 0)
-        if saved is None and others:
+        own = [] if self._saved is None else [(self._saved, "")]
+        own += [(self._kept.step, self._kept.path)] if self._kept is not None else []
+        if not own and others:
             return ""
-        if saved is None:
-            why = self.why_not(writes=True) or "no checkpoint was complete"
+        why = "" if own else self.why_not(writes=True) or "no checkpoint was complete"
+        base, told = self._base(), self._told()
+        known = [*own, *([base] if base is not None else []), *([(told, "")] if told is not None else [])]
+        if not known:
             return f"nothing is saved, {counted(step, 'step')} lost: {why}"
-        place = f" in {self._kept.path}" if self._kept and self._kept.path and self._kept.step == saved else ""
+        saved, path = max(known)
+        place = f" in {path}" if path else ""
         lost = f"; {counted(step - saved, 'step')} since then lost" if step > saved and not others else ""
+        lost += f": {why}" if lost and why else ""
         if self._snapshot_store.failed or self._unsaved:  # another run may have taken over the location, and removed it
             return f"step {saved} was the last to be saved{place}{lost}"
         return f"step {saved} is saved{place}{lost}"

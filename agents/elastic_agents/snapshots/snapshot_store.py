@@ -12,7 +12,7 @@ from dataclasses import replace
 from elastic_agents.snapshots.copier import Copier
 from elastic_agents.snapshots.slots import HeldSlot, SlotTable
 from elastic_agents.snapshots.transfer import ENDING, TransferClient, TransferServer
-from elastic_launch.contract import SLOTS, Copied, Copying, CopyJob, Fetched, Save, Slots, Stored
+from elastic_launch.contract import SLOTS, Commit, Copied, Copying, CopyJob, Fetched, Save, Slots, Stored
 from elastic_launch.rendezvous.wire.messages import SnapshotSource
 from elastic_launch.snapshot.location import Url, place
 from elastic_launch.snapshot.memory.slot import Header, Slot
@@ -45,6 +45,7 @@ class SnapshotStore:
         may_commit: whether this node is still a member of the run; called, from any thread, before a copy appears.
         tell: called from the thread with the result of a copy (None if there was nothing to copy), with the news that a
             copy is in progress, or with a request to the workers. Returns whether it reached any worker.
+        may_add: whether it may commit although it is not, without removing anything; called likewise.
         stderr: opens the file that copying processes write to; None: they share this process' stderr.
         writes: whether workers write snapshots, until :meth:`leave_out`.
         split: whether those of sharded states are to be split among the nodes.
@@ -58,8 +59,9 @@ class SnapshotStore:
         *,
         writes: bool = True,
         split: bool = False,
+        may_add: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._may_commit = may_commit
+        self._may_commit, self._may_add = may_commit, may_add
         self._stderr = stderr
         self._tell = tell
         self._book = SlotTable()
@@ -112,8 +114,10 @@ class SnapshotStore:
         job = stored.job
         with self._changed:
             self._book.stored(HeldSlot(stored.slot, job.sequence, job.step, job.round))
-            self._target = replace(job, sequence=0, shares=1) if job.directory and not job.share else None
-            if not job.owner.startswith(" "):  # a worker of this node has taken it
+            stands_by = job.stands_by or job.share > 0
+            target = replace(job, sequence=0, shares=1, share=0, stands_by=stands_by)
+            self._target = target if job.directory else None
+            if stands_by or not job.owner.startswith(" "):  # a worker of this node has taken it
                 self._took.add(job.directory)
             if job.now and job.directory:
                 self._job = job
@@ -171,7 +175,7 @@ class SnapshotStore:
         """For a drill: have copies fail for some seconds; return whether this node makes any to a directory."""
         with self._changed:
             job = self._job or self._target
-            if job is None or isinstance(place(job.directory), Url):
+            if job is None or job.stands_by or isinstance(place(job.directory), Url):
                 return False
             self._failing_until = max(self._failing_until, time.monotonic() + seconds)
             if self._copier is not None and seconds > 0:
@@ -182,18 +186,24 @@ class SnapshotStore:
         """Whether a checkpoint that a worker writes itself, for lack of memory, may become visible; from any thread."""
         return self._may_commit()
 
-    def secure(self) -> None:
-        """Queue a copy of the newest snapshot if there is none: its memory is lost or needed."""
+    def secure(self, *, stands_in: bool = False) -> None:
+        """Queue a copy of the newest snapshot if there is none: its memory is lost or needed.
+
+        Args:
+            stands_in: do so even if saving is another node's task, or a copy was refused before: no other node can.
+        """
         with self._changed:
             self._look()
             newest = self._book.newest
-            if newest is None or self._target is None:
+            target = self._target
+            if newest is None or target is None or (target.stands_by and not stands_in):
                 return
             header = self._slots[newest.slot].header()
             there = header is not None and header.sequence == newest.sequence
             under_way = self._job is not None or (self._busy and self._book.pinned == newest)
-            if there and newest.sequence > max(self._copied, self._given_up) and not under_way:
-                self._job = replace(self._target, last=True)
+            done = self._copied if stands_in else max(self._copied, self._given_up)
+            if there and newest.sequence > done and not under_way:
+                self._job = replace(target, last=True)
                 self._changed.notify_all()
 
     def has_saved(self, step: int) -> bool:
@@ -206,7 +216,7 @@ class SnapshotStore:
     def saves(self) -> bool:
         """Whether this node is responsible for copying snapshots to durable storage."""
         with self._changed:
-            return self._target is not None
+            return self._target is not None and not self._target.stands_by
 
     @property
     def newest(self) -> HeldSlot | None:
@@ -432,10 +442,14 @@ class SnapshotStore:
             if time.monotonic() < self._failing_until:
                 copier.fail()
         try:
-            return copier.hear_out(self._may_commit, self._progress)
+            return copier.hear_out(self._permit, self._progress)
         finally:
             with self._changed:
                 self._copier = None
+
+    def _permit(self) -> Commit:
+        member = self._may_commit()
+        return Commit(0, member or self._may_add(), adds=not member)
 
     def _progress(self) -> None:
         """Inform the workers that a copy is in progress: at the end of the training they wait for it."""

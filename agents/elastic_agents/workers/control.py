@@ -115,6 +115,7 @@ class Control:
         step_timer: how long their steps take.
         saves: whether the library saves the workers' state; else their script does, if anything does.
         checkpoints: whether it is to save checkpoints of any of their trainings.
+        base: step and place of the durable state that the run last resumed from; None if it is not known.
         writer: local rank of the worker that writes the node's snapshots.
     """
 
@@ -136,6 +137,7 @@ class Control:
         self._progress = SharedProgress.make("elastic-launch-progress")
         self.step_timer = StepTimer(self._reached)
         self.saves, self.checkpoints = True, False
+        self.base: tuple[int, str] | None = None
         self.writer = 0
         self._events = events
         self._step_events = StepEvents(clock, events)
@@ -398,6 +400,8 @@ class Control:
                     self._look()
                     self._step_events.begin(peer.hello, message)
                 self.checkpoints = self.checkpoints or message.checkpoints
+                if message.base_in:
+                    self.base = message.base, message.base_in
                 self.step_timer.begin(number, step, self._clock.now(), message.total)
                 if drains:
                     live = live and self._patience_s > 0

@@ -137,6 +137,8 @@ class Status:
         loss: loss of the last step that has one.
         snapshot, checkpoint: the newest in memory and on storage; None until one was reported to this leader.
         incidents: the leader's last decisions, newest last.
+        unconfirmed: seconds for which the store has not shown that this leader still leads, if they are many, else
+            None. Meanwhile its node only adds checkpoints.
         time: time of the leader's host, in seconds since 1970. Reports use it; no decision depends on clocks of hosts.
     """
 
@@ -159,3 +161,4 @@ class Status:
     checkpoint: LastSave | None = None
     incidents: tuple[Decision, ...] = ()
     time: float | None = None
+    unconfirmed: float | None = None

@@ -78,11 +78,17 @@ class AdminRequests:
 
     Args:
         wall: this host's time, in seconds since 1970; only callers are told of it.
+        unsure_for: returns the seconds since the store last showed that this leader leads.
     """
 
-    def __init__(self, machine: LeaderMachine, wall: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        machine: LeaderMachine,
+        wall: Callable[[], float] = time.time,
+        unsure_for: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         self._machine = machine
-        self._wall = wall
+        self._wall, self._unsure_for = wall, unsure_for
         self._callers: dict[int, _Waiting | None] = {}
         self._incidents: deque[tuple[float, str]] = deque(maxlen=INCIDENTS)
         self._heard = _Heard()
@@ -180,7 +186,7 @@ class AdminRequests:
 
     def status(self, now: float) -> a.Status:
         """Return the run's status."""
-        machine, record = self._machine, self._machine.record
+        machine, record, unsure = self._machine, self._machine.record, self._unsure_for()
         found = self._heard.progress if machine.running else None
         progress = found if found is not None and found.round == record.round.number else m.Progress(0, 0)
         ends = [*accumulate(member.workers for member in record.round.members)]
@@ -205,6 +211,7 @@ class AdminRequests:
             checkpoint=self.checkpoint(now),
             incidents=tuple(a.Decision(text, round(now - at, 3)) for at, text in self._incidents),
             time=self._wall(),
+            unconfirmed=round(unsure, 1) if unsure >= machine.timing.dead_after else None,
         )
 
     # Requests.

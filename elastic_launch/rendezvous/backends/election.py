@@ -299,6 +299,7 @@ class ElectedBackend:
             # Only if leaders step down in time: its node was cut off before another one could be elected.
             silent=frozenset({takeover.silent} - {""}) if self.steps_down else frozenset(),
             sure=lambda: now() - claim.sure < most,
+            unsure_for=lambda: now() - claim.sure,
         )
         self._succession.reached()
         # Several reads within the time after which a leader that cannot see the record is no longer sure.

@@ -1,4 +1,4 @@
-"""Which nodes serve their snapshot to the next round, and which of those that have left stay for that.
+"""Which nodes serve their snapshot to the next round, which of those that have left stay for that, and which one saves.
 
 Each time its workers stop, a node reports which snapshot its memory holds. A node that leaves after a drain also
 reports where it serves the snapshot, and stays until the leader releases it: at once if no node needs the snapshot,
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from elastic_launch.rendezvous.leader.types import Node
+from elastic_launch.rendezvous.record import Round
 from elastic_launch.rendezvous.wire.messages import SnapshotSource
 
 MOST_SOURCES = 4
@@ -35,6 +36,22 @@ def sources(nodes: Mapping[str, Node], members: Iterable[Node]) -> tuple[Snapsho
         return ()
     found = [SnapshotSource(address, held.port, *newest) for address, held in served if held.order == newest]
     return tuple(found[:MOST_SOURCES])
+
+
+def saver(nodes: Mapping[str, Node], last: Round) -> str:
+    """Return the id of the node that saves the newest state if no round follows; empty if no node is known to hold one.
+
+    Of several that hold it, this is the first by its rank in the last round, whose first member saves usually.
+    """
+
+    def preference(node: Node) -> tuple[bool, tuple[int, int], int]:
+        rank = last.index(node.hello.node_id, node.hello.incarnation)
+        held = (0, 0) if node.held is None else node.held.order
+        # What a node holds whose workers still run is not known.
+        return node.active, (0, 0) if node.active else held, -len(last.members) if rank is None else -rank
+
+    holders = [node for node in nodes.values() if not node.leaving and (node.active or node.held is not None)]
+    return max(holders, key=preference).hello.node_id if holders else ""
 
 
 def _serves(node: Node) -> bool:

@@ -60,6 +60,7 @@ class LeaderService:
         record: the record as committed for this leader's term; ``store`` holds it.
         dead, silent: see :class:`LeaderMachine`.
         sure: whether no other node can lead yet; asked in each turn, since this process may have been frozen.
+        unsure_for: see :class:`AdminRequests`.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class LeaderService:
         dead: frozenset[str] = frozenset(),
         silent: frozenset[str] = frozenset(),
         sure: Callable[[], bool] = lambda: True,
+        unsure_for: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._listener = listener
         self._store = store
@@ -82,7 +84,7 @@ class LeaderService:
         self._beat = timing.beat_among(record.limits.max_nodes)
         self._events = events
         self._machine = LeaderMachine(record, timing, str(config.command), clock.now(), dead, silent)
-        self._requests = AdminRequests(self._machine)
+        self._requests = AdminRequests(self._machine, unsure_for=unsure_for)
         self._sure = sure
         self._once = LogOnce(_log)
         self._links = Links(listener, link_key(config.token, config.run_id), MAX_STRANGERS, self._once, clock.now)

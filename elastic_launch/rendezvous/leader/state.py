@@ -8,7 +8,7 @@ from elastic_launch.config.launch_config import Limits, Timing
 from elastic_launch.events.types import DrillEnded, Event, NodeExcluded, RunEnded
 from elastic_launch.rendezvous.leader.drill import Drill
 from elastic_launch.rendezvous.leader.exclusion import FAULTS, Exclusion
-from elastic_launch.rendezvous.leader.leavers import no_longer_needed
+from elastic_launch.rendezvous.leader.leavers import no_longer_needed, saver
 from elastic_launch.rendezvous.leader.resizing import Resizing
 from elastic_launch.rendezvous.leader.restart_budget import RestartBudget
 from elastic_launch.rendezvous.leader.types import Close, Commit, Emit, Instruction, Node, Send
@@ -102,8 +102,9 @@ class LeaderState:
         """Record the run's end, and inform all nodes."""
         spent = self.budget.spent
         self.commit(replace(self.record, restarts=spent, refilled=self.budget.refilled, end=End(int(code), cause)))
+        order = self.end_order(failure)
         for node in self.nodes.values():
-            self.send(node.link, self.end_order(failure))
+            self.send(node.link, order)
         if self.drill.planned:
             self.emit(DrillEnded(self.drill.planned, self.drill.missing))
         self.emit(RunEnded(int(code), cause, spent, self.record.round.number, now - self.began))
@@ -112,7 +113,9 @@ class LeaderState:
         """The order that tells nodes of the run's recorded end."""
         end = self.record.end
         assert end is not None
-        return m.RunEnd(self.record.term, end.code, end.cause, self.budget.spent, failure if end.code else None)
+        shown = failure if end.code else None
+        saves = saver(self.nodes, self.record.round) if end.code else ""
+        return m.RunEnd(self.record.term, end.code, end.cause, self.budget.spent, shown, saves)
 
     def commit(self, record: ControlRecord) -> None:
         self.record = record.renewed()

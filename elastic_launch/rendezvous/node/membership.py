@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import selectors
 import socket
 import sys
@@ -75,6 +76,7 @@ class Membership:
         beat: called from the membership's thread for each beat; returns the report to send.
 
     Attributes:
+        round: number of the run's last round, as the leader last said; 0 until it has.
         outlook: what the leader last said happens next; empty until it has.
         max_restarts: the budget, with restarts given back so far, as the leader last said; -1 until it has.
         checkpoint: steps in the newest checkpoint on storage that a leader has told of, and when it was reported, by
@@ -109,6 +111,7 @@ class Membership:
         self._cut_until = 0.0  # by a drill
         self._most_nodes = config.limits.max_nodes  # until the leader sends the run's limit
         self._led_by = ""  # incarnation of the node whose orders came last
+        self.round = 0
         self.outlook = ""
         self.max_restarts = -1
         self.checkpoint: tuple[int, float] | None = None
@@ -163,6 +166,18 @@ class Membership:
         found = self._found
         only = found is not None and found.incarnation == self._side.hello.incarnation and not self._config.kind.elected
         return self._replaceable and not only
+
+    @property
+    def unconfirmed(self) -> float | None:
+        """Seconds for which the store has not shown that this node still leads, if that ends no round; else None.
+
+        Callable from any thread. All of the store may be out of reach, so that no other node can lead either.
+        """
+        found = self._found
+        if found is None or found.incarnation != self._side.hello.incarnation or self._backend.steps_down:
+            return None
+        seconds = self._backend.unsure_for() if self.cut_off else math.inf
+        return seconds if 0 < seconds < math.inf else None
 
     @property
     def _replaceable(self) -> bool:
@@ -460,6 +475,7 @@ class Membership:
             self._most_nodes = order.max_nodes or self._most_nodes
         match order:
             case m.Pulse(outlook=outlook, checkpoint=saved, max_restarts=most):
+                self.round = order.round
                 self.outlook, self.max_restarts = outlook, most
                 if saved is not None:
                     self.checkpoint = saved.step, self._clock.now() - saved.ago

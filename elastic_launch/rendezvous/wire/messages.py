@@ -13,7 +13,7 @@ from elastic_launch.codec import Messages
 from elastic_launch.rendezvous.admin import messages as asking
 from elastic_launch.rendezvous.record import LocalRanks, Round, Seconds
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 
 
 # From a node to its leader.
@@ -638,6 +638,7 @@ class RunEnd:
 
     Attributes:
         failure: the root cause, if a worker's failure ended the run.
+        saver: id of the node that holds the newest state as far as the leader knows; empty if that is not known.
     """
 
     term: int
@@ -645,6 +646,7 @@ class RunEnd:
     cause: str
     restarts: int = 0
     failure: Failure | None = None
+    saver: str = ""
 
 
 ToNode = (

@@ -8,6 +8,7 @@ trainings that take a location are counted, too: a checkpoint of a later one is 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,6 +35,18 @@ def same_run(meta: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two states are of one run: under its id, and numbered from the same start."""
     mine, others = _branch(meta), _branch(other)
     return all(mine.get(key) == others.get(key) for key in ("run", "since", "epoch"))
+
+
+def nonce_in(meta: Mapping[str, Any], round: int, step: int) -> str:
+    """Return the nonce in the name of a checkpoint that any node which holds the state may save; empty without branch.
+
+    Equal positions of a training are equal states, so nodes that cannot ask each other give the checkpoint one name.
+    """
+    branch = _branch(meta)
+    if not branch:
+        return ""
+    known = repr([branch.get("run"), branch.get("since"), branch.get("epoch"), round, step])
+    return hashlib.sha256(known.encode()).hexdigest()[:16]
 
 
 def leads_to(round: int, step: int, meta: Mapping[str, Any], to_round: int) -> bool:

@@ -14,7 +14,13 @@ from typing import Any
 
 from elastic_launch.contract import Best
 from elastic_launch.errors import UsageError
-from elastic_launch.snapshot.errors import MalformedError, NotCommittedError, UnsupportedStateError, writing
+from elastic_launch.snapshot.errors import (
+    CheckpointReadError,
+    MalformedError,
+    NotCommittedError,
+    UnsupportedStateError,
+    writing,
+)
 from elastic_launch.snapshot.format.files import FileSum, create, open_regular, read_small, sync_directory, write_all
 from elastic_launch.snapshot.format.manifest import (
     MANIFEST,
@@ -36,7 +42,7 @@ from elastic_launch.snapshot.storage import owner as owners
 from elastic_launch.snapshot.storage import urls as remote
 from elastic_launch.snapshot.storage.draft import Draft, bury, draft, remove_abandoned, remove_shares
 from elastic_launch.snapshot.storage.lineage import epoch_of, leads_to
-from elastic_launch.snapshot.storage.listing import CheckpointInfo, find
+from elastic_launch.snapshot.storage.listing import CheckpointInfo, find, inspect
 from elastic_launch.snapshot.storage.shares import (
     MAX_SUM_BYTES,
     Division,
@@ -139,6 +145,7 @@ def write_parts(
     may_commit: Callable[[], bool] = lambda: True,
     owner: str = "",
     take: bool = False,
+    nonce: str = "",
 ) -> CheckpointInfo:
     """Write a checkpoint as ``write`` does, given the content of its files.
 
@@ -148,6 +155,8 @@ def write_parts(
         may_commit: as for ``write``.
         owner: as for ``write``; checked after ``may_commit``.
         take: as for ``owner.check``.
+        nonce: of its name in a directory, if it is not split; empty for a random one. If another process has written
+            that checkpoint, its description is returned, and this one's is dropped.
     """
     check_numbers(step, round)
     where = place(directory)
@@ -170,7 +179,7 @@ def write_parts(
                 state_sum = _write_file(new.path / STATE, state)
                 tensor_sums = _write_split(where, name, new, tensors.division)
             else:
-                name = directory_name(step, round, new.nonce)
+                name = directory_name(step, round, nonce or new.nonce)
                 tensor_sums = {TENSORS: write_all(new.tensors, tensors)}
                 state_sum = _write_file(new.path / STATE, state)
             data, digest = assemble(step, round, tensor_sums, state_sum, meta)
@@ -180,6 +189,13 @@ def write_parts(
             if not allowed():
                 raise NotCommittedError(step)
             final = where / name
+            if nonce and final.exists():
+                try:
+                    found = inspect(final)
+                    bury(new.path)
+                    return found
+                except CheckpointReadError:
+                    final = where / directory_name(step, round, new.nonce)
             os.rename(new.path, final)
             sync_directory(where)
     size = sum(file.bytes for file in tensor_sums.values()) + state_sum.bytes

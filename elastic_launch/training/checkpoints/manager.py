@@ -228,11 +228,15 @@ class CheckpointManager:
         self.metrics, self._evaluated = {name: float(value) for name, value in metrics.items()}, step
 
     def route(self, world: World, now: bool, job: CopyJob, size: int) -> CopyJob:
-        """Complete the job to copy a snapshot, or a share of it, to this directory."""
+        """Complete the job to copy a snapshot, or a share of it, to this directory.
+
+        A node that does not write gets a job, too: it stands by for those that do.
+        """
         together = now and world.nodes > 1 and self.divides(size)
-        if not together and not self.writes:
-            return job
-        job = replace(job, directory=str(self.directory), keep=self.settings.keep, now=now, owner=self._owner)
+        stands_by = not together and not self.writes
+        owner = self._owner or (owned_by(run_id()) if stands_by else "")
+        job = replace(job, directory=str(self.directory), keep=self.settings.keep, owner=owner, stands_by=stands_by)
+        job = replace(job, now=now and not stands_by)
         job = replace(job, keep_every=self.settings.keep_every, keep_best=self.settings.keep_best)
         if not together:
             return job
