@@ -483,3 +483,13 @@ def test_running_the_loss_of_the_rendezvous_stops_the_workers_first() -> None:
     assert after(RUNNING, LOST) == (Phase.STOPPING, [v.Terminate(1)])
     lost = view(LOST, gone(0, 0))
     assert after(lost, gone(1, 0)) == (Phase.OVER, [v.Finish(95, "the run refuses this node")])
+
+
+@pytest.mark.parametrize(
+    ("before", "parked"), [(RUNNING, False), (STOPPING, True), (view(brk(1), gone(0, -9), gone(1, -9)), True)]
+)
+def test_a_node_that_leaves_when_its_round_is_over_may_be_the_only_one_with_its_state(
+    before: View, parked: bool
+) -> None:
+    left, _ = decide(before, leave(SIGTERM), 2)
+    assert left.parked is parked

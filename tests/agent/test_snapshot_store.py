@@ -76,7 +76,8 @@ class Node:
         self.workers = True
         self.size = 1000
         self.may_commit = lambda: self.member
-        self.snapshot_store = SnapshotStore(lambda: self.may_commit(), self._tell)
+        self.adds = self.stands_by = False
+        self.snapshot_store = SnapshotStore(lambda: self.may_commit(), self._tell, may_add=lambda: self.adds)
         self.snapshot_store.start()
         offer, numbers = self.snapshot_store.offer()
         self.use = offer.use
@@ -99,7 +100,7 @@ class Node:
 
     def store(self, step: int, *, durable: bool = True, round: int = 1, keep: int = 2, training: int = 0) -> None:
         self._write(step, self.meta, round, training)
-        job = CopyJob(self.sequence, step, round)
+        job = CopyJob(self.sequence, step, round, stands_by=self.stands_by)
         if durable or not self.rank:
             job = replace(job, directory=str(self.directory), keep=keep, now=durable, owner=self.owner)
         if durable and self.nodes > 1:
@@ -414,6 +415,59 @@ def test_a_snapshot_only_in_memory_is_secured_at_the_end(node: Node) -> None:
     assert node.copied() == [2, 1]
     node.snapshot_store.secure()
     assert node.copied() == [2, 1], "once"
+
+
+def test_a_node_that_stands_by_saves_only_if_no_other_can_and_removes_nothing(node: Node) -> None:
+    node.stands_by, node.meta = True, _of_run("mine")
+    for step in (1, 2, 3, 4):
+        node.store(step, durable=False, keep=1)
+        node.snapshot_store.secure()
+        assert node.copied() == [*range(step - 1, 0, -1)]
+        assert not node.snapshot_store.saves
+        node.snapshot_store.secure(stands_in=True)
+        assert node.copied() == [*range(step, 0, -1)]
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_without_confirmed_membership_a_node_adds_if_it_may_and_removes_nothing(node: Node, adds: bool) -> None:
+    node.store(1, keep=1)
+    node.copied()
+    node.member, node.adds = False, adds
+    node.store(2, keep=1)
+    assert node.copied() == ([2, 1] if adds else [1])
+    node.member = True
+    node.store(3, keep=1)
+    assert node.copied() == [3]
+
+
+def test_what_was_refused_is_saved_once_no_other_node_can(node: Node) -> None:
+    node.member = False
+    node.store(1)
+    assert node.copied() == []
+    node.adds = True
+    node.snapshot_store.secure()
+    assert node.copied() == []
+    node.snapshot_store.secure(stands_in=True)
+    assert node.copied() == [1]
+
+
+def test_of_two_nodes_that_save_one_state_at_once_one_adds_it(node: Node, tmp_path: Path) -> None:
+    other = Node(node.directory)
+    try:
+        for each in (node, other):
+            each.stands_by, each.meta = True, _of_run("mine")
+            each.store(7, durable=False)
+        both = threading.Barrier(2, timeout=60)
+        for each in (node, other):  # each has looked, and found none, before either commits
+            each.may_commit = lambda: both.wait() >= 0
+        for each in (node, other):
+            each.snapshot_store.secure(stands_in=True)
+        assert node.copied() == other.copied() == [7]
+        assert [len(each.told) for each in (node, other)] == [1, 1]
+        assert node.told[0].path == other.told[0].path
+        assert [name for name in os.listdir(node.directory) if not name.startswith("step-")] == []
+    finally:
+        other.snapshot_store.close()
 
 
 def _of_run(name: str, since: int = 1) -> dict[str, Any]:

@@ -24,8 +24,8 @@ def servers(tmp_path: Path) -> Iterator[list[Member]]:
 class Pair:
     """Two nodes that save every fifth step; ``a`` leads, and comes first."""
 
-    def __init__(self, job: Job, servers: list[Member], checkpoint: Path) -> None:
-        self.changes = Changes(job, "--checkpoint", str(checkpoint), "--every", "5", step_time=0.2)
+    def __init__(self, job: Job, servers: list[Member], checkpoint: Path, step_time: float = 0.2) -> None:
+        self.changes = Changes(job, "--checkpoint", str(checkpoint), "--every", "5", step_time=step_time)
         self.checkpoints = checkpoint
         where = ["--rdzv-backend", "etcd", "--rdzv-endpoint", endpoints(servers), "--rdzv-id", "run"]
         timing = ["--rdzv-conf", "dead_after=4,beat=0.5,join_settle=60"]
@@ -110,4 +110,27 @@ def test_with_separate_directories_the_newest_state_of_either_node_is_the_branch
     assert pair.changes.resumed(again) >= reached + 10, "b's branch, not what a has on its disk"
     wait_for("its checkpoint on a's disk", lambda: pair.saved(0, older))
     result = pair.changes.finish(pair.b, back)
+    assert result["hash"] == undisturbed
+
+
+@pytest.mark.slow
+def test_checkpoints_are_added_while_etcd_is_gone_and_the_log_and_the_status_say_so(
+    job: Job, servers: list[Member], tmp_path: Path, undisturbed: str
+) -> None:
+    """The leader cannot know whether another node leads meanwhile, so it removes nothing."""
+    pair = Pair(job, servers, tmp_path / "checkpoints", step_time=0.5)
+    both = pair.changes.trains(2, steps=1)
+    wait_for("a checkpoint", lambda: pair.saved(0), 60)
+    for member in servers:
+        member.freeze()
+    pair.a.says("training goes on, and checkpoints are added, but none is removed until it does", 60)
+    wait_for("more checkpoints than are kept", lambda: len(pair.saved(0)) > 3, 90)
+    shown = ctl("status", "--log-dir", str(job.logs))
+    assert "that the leader still leads; its node adds checkpoints and removes none" in shown.stdout, shown
+    for member in servers:
+        member.thaw()
+    wait_for("checkpoints that are removed", lambda: len(pair.saved(0)) <= 3, 60)
+    assert "that the leader still leads" not in ctl("status", "--log-dir", str(job.logs)).stdout
+    assert {event["round"] for event in job.events("round_formed")} == {both}
+    result = pair.changes.finish(pair.a, pair.b)
     assert result["hash"] == undisturbed

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from leader_run import Run, hello_of, running
 
+from elastic_launch.errors import ExitCode
 from elastic_launch.rendezvous.leader.leavers import sources
 from elastic_launch.rendezvous.leader.types import Node
 from elastic_launch.rendezvous.wire import messages as m
@@ -148,3 +150,20 @@ def test_snapshots_are_ordered_by_round_and_step() -> None:
     assert found(HeldSnapshot(1, 90), y=new) == (SnapshotSource("host-y", 4001, 2, 7),)
     assert found(HeldSnapshot(2, 7), y=new) == ()
     assert found(None, y=HeldSnapshot(2, 7), z=None) == ()
+
+
+@pytest.mark.parametrize(
+    ("held", "saver"),
+    [({"b": 7, "c": 7}, "b"), ({"b": 6, "c": 7}, "c"), ({"c": 0}, "c"), ({}, "")],
+    ids=["both", "the later rank", "one", "none"],
+)
+def test_the_end_of_a_run_names_the_node_that_holds_the_newest_state(held: dict[str, int], saver: str) -> None:
+    run = ready("3:3", "abc")
+    run.close("a")  # the first member, which saves usually
+    for node_id in "bc":
+        snapshot = m.HeldSnapshot(1, held[node_id]) if node_id in held else None
+        run.report(node_id, m.Stopped(1, 7000, held=snapshot))
+    run.advance(run.machine.timing.min_wait + 10)
+    for node_id in "bc":
+        (end,) = run.orders(node_id, m.RunEnd)
+        assert (end.code, end.saver) == (ExitCode.TOO_FEW_NODES, saver)
