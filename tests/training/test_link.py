@@ -192,7 +192,7 @@ def test_a_worker_that_is_not_the_first_of_its_node_any_more_awaits_no_copy(
     _agent, link = ends
     checkpoint = CheckpointManager(el.Checkpoint(tmp_path, every=1))
     checkpoint.requested(9, link)
-    checkpoint.go_on(World(round=3, rank=0, local_rank=1, first_on_node=False), {}, (9, 0.0))
+    checkpoint.go_on(World(round=3, rank=0, local_rank=1, first_on_node=False), {}, (9, 0.0), (2, 9))
     began = time.monotonic()
     assert checkpoint.finish() == []
     assert time.monotonic() - began < 60  # of the ten minutes that a copy is waited for
