@@ -14,7 +14,7 @@ from elastic_launch.training.ranks.world import World
 
 def test_steps_count_from_the_last_save_and_not_from_the_fault(tmp_path: Path) -> None:
     checkpoint = CheckpointManager(Checkpoint(tmp_path, every=50))
-    checkpoint.go_on(World(), {}, (20, 0.0))
+    checkpoint.go_on(World(), {}, (20, 0.0), (1, 20))
     assert not checkpoint.due(69)
     assert checkpoint.due(70)
     assert checkpoint.needs(30), "what was resumed from is in memory only"
@@ -23,13 +23,13 @@ def test_steps_count_from_the_last_save_and_not_from_the_fault(tmp_path: Path) -
 @pytest.mark.parametrize(("ago", "due"), [(3600.0, True), (0.0, False)])
 def test_time_counts_from_the_last_save_and_not_from_the_fault(tmp_path: Path, ago: float, due: bool) -> None:
     checkpoint = CheckpointManager(Checkpoint(tmp_path, every="10min"))
-    checkpoint.go_on(World(), {}, (20, ago))
+    checkpoint.go_on(World(), {}, (20, ago), (1, 20))
     assert checkpoint.due(21) is due
 
 
 def test_the_step_and_age_of_the_last_checkpoint_survive_a_fault(tmp_path: Path) -> None:
     checkpoint = CheckpointManager(Checkpoint(tmp_path, every=50))
-    checkpoint.go_on(World(), {}, (20, 100.0))
+    checkpoint.go_on(World(), {}, (20, 100.0), (1, 20))
     step, ago = checkpoint.standing(33, now=False)
     assert step == 20
     assert ago >= 100.0
@@ -44,7 +44,7 @@ from elastic_launch.training.checkpoints.manager import CheckpointManager
 
 with el.session() as run:
     checkpoint = CheckpointManager(el.Checkpoint(sys.argv[1], every=5))
-    checkpoint.go_on(run.world, {}, (25 if run.rank == 0 else 20, 0.0))
+    checkpoint.go_on(run.world, {}, (25 if run.rank == 0 else 20, 0.0), (1, 20))
     print(f"rank {run.rank}: due {checkpoint.due(26)}, last {checkpoint.standing(26, now=False)[0]}")
 """
 
