@@ -51,4 +51,5 @@ def test_a_large_state_is_copied_by_all_nodes_and_a_small_one_by_the_first_alone
     assert len({job.nonce for job in shares}) == 1
     for first, other in [(route(0, 8999), route(1, 8999)), (route(0, 9000, now=False), route(1, 9000, now=False))]:
         assert (first.directory, first.shares) == (str(tmp_path), 1)
-        assert other == CopyJob(1, 7, 1)
+        assert (other.directory, other.now, other.shares) == (str(tmp_path), False, 1)
+        assert (first.stands_by, other.stands_by) == (False, True)
