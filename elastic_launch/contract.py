@@ -176,6 +176,7 @@ class Ready(Message):
         rehearses: whether a worker that is started ahead does all that its first step needs before its ``Ahead``.
         checkpoints: whether the library is to save checkpoints of this training.
         base, base_in: step and place of the durable state that the run last resumed from; 0 and empty without one.
+        arguments: what must be the same on all ranks, as text; empty if that is not known.
     """
 
     step: Count
@@ -188,6 +189,7 @@ class Ready(Message):
     checkpoints: bool = False
     base: Count = 0
     base_in: OsText = ""
+    arguments: Text = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,7 +377,28 @@ class Ahead(Message):
     """The worker was started ahead, has come to its first use of the world, and waits for ``Place`` or ``Exit``.
 
     Its ``Hello`` has round and rank 0.
+
+    Attributes:
+        arguments: see :class:`Ready`.
     """
+
+    arguments: Text = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Differs(Message):
+    """The ranks of the round were given different arguments; the agent confirms it with ``Noted``.
+
+    Attributes:
+        alike: for each rank, the lowest rank that was given the same.
+    """
+
+    alike: tuple[Count, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreFailed(Message):
+    """The worker has failed as it restored a state, by its script's own code; the agent confirms it with ``Noted``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -537,7 +560,7 @@ class FaultOrder(Message):
 
 @dataclass(frozen=True, slots=True)
 class Noted(Message):
-    """The agent knows that the worker is drained."""
+    """The agent knows what the worker has reported: ``Drained``, ``Differs`` or ``RestoreFailed``."""
 
 
 FROM_WORKERS: frozenset[type[Message]] = frozenset(
@@ -555,6 +578,8 @@ FROM_WORKERS: frozenset[type[Message]] = frozenset(
         Disconnected,
         Suspended,
         Ahead,
+        Differs,
+        RestoreFailed,
         Saved,
         FaultDue,
         Ended,

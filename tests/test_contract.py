@@ -146,7 +146,9 @@ MESSAGES = [
     c.Disconnected(102, "Connection closed by peer"),
     c.Suspended(102),
     c.Suspend(7, "rank 1 on node b: SIGKILL"),
-    c.Ahead(),
+    c.Ahead('{"seed": "7"}'),
+    c.Differs((0, 0, 2)),
+    c.RestoreFailed(),
     c.Place(
         8, c.Placement(5, 1, 1, 6, 4, 2, "host", 29400, 5, 6, False), 1, 3, "rank 1 on node b: SIGKILL", -1, 9, True
     ),
@@ -276,7 +278,7 @@ def _read(line: bytes) -> None:
     values = asdict(message)
     job = values.pop("job", {})
     best = job.pop("keep_best", None) or {}
-    nested = [*job.values(), *best.values(), *values.pop("placement", {}).values()]
+    nested = [*job.values(), *best.values(), *values.pop("placement", {}).values(), *values.pop("alike", ())]
     for value in [*nested, *values.values()]:
         if isinstance(value, str):
             assert "\0" not in value

@@ -64,6 +64,7 @@ def test_names(kind: type[ev.Event], name: str) -> None:
 def test_the_leaders_decisions_are_shown_to_people() -> None:
     shown = {kind for kind in KINDS if kind.leader}
     assert shown == {
+        ev.AdmissionClosed,
         ev.CauseFound,
         ev.DrillEnded,
         ev.FaultLanded,
@@ -71,6 +72,7 @@ def test_the_leaders_decisions_are_shown_to_people() -> None:
         ev.JoinBlocked,
         ev.LeaderElected,
         ev.NodeDiffers,
+        ev.NewcomerLeftOut,
         ev.NodeExcluded,
         ev.NodeJoined,
         ev.NodeLeft,

@@ -28,7 +28,7 @@ from elastic_agents.policy import decide
 from elastic_agents.snapshots.durable_state import DurableState
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
 from elastic_agents.start_timer import StartTimer
-from elastic_agents.workers.control import Control, HungUp, Restored, ScriptEnded, Straggles
+from elastic_agents.workers.control import Control, HungUp, Restored, ScriptEnded, Straggles, WhyFailing
 from elastic_agents.workers.guard import Guard
 from elastic_agents.workers.lease import Renewal
 from elastic_agents.workers.logs import LogPlaces
@@ -372,6 +372,8 @@ class LocalElasticAgent(ElasticAgent):
                     self._restored[item.local_rank] = item.training
                     if self._restored.keys() == self._view.slots:
                         self._snapshot_store.restored(min(self._restored.values()))
+            case WhyFailing():
+                self._workers.failing(item.round, item.local_rank, alike=item.alike, restoring=item.restoring)
             case m.PeerDone(round=number):
                 self._hanging.watch_exits(number)
             case ThreadDied(name=name, error=error):
@@ -395,10 +397,10 @@ class LocalElasticAgent(ElasticAgent):
             case m.Notice(text=text):
                 if not self._hosting:
                     _log.info("%s", text)
-            case m.Form() | m.Drain() | m.Break() | m.Evicted() | m.RunEnd():
+            case m.Form() | m.Drain() | m.Break() | m.Evicted() | m.LeftOut() | m.RunEnd():
                 self._run_over = isinstance(item, m.RunEnd)
-                self._member = not isinstance(item, m.Evicted)
-                self._replaced = isinstance(item, m.Evicted) and item.final
+                self._member = not isinstance(item, m.Evicted | m.LeftOut)
+                self._replaced = isinstance(item, m.LeftOut) or (isinstance(item, m.Evicted) and item.final)
                 self._ordered(item)
                 return item
             case m.Depart():
@@ -480,12 +482,14 @@ class LocalElasticAgent(ElasticAgent):
         self._run_address = RunAddress(config.run_id, config.backend, where, config.node_id)
         reporting.opened(config, hosting=hosting, endpoint=endpoint, address=address)
 
-    def _ordered(self, order: m.Form | m.Drain | m.Break | m.Evicted | m.RunEnd) -> None:
+    def _ordered(self, order: reporting.MemberOrder) -> None:
         event = reporting.received(order, self._view.round, self._config.node_id)
         self._events.emit(event)
         if isinstance(order, m.RunEnd):
             self.restarts, self._failure = max(self.restarts, order.restarts), order.failure
             self._saver = order.saver
+        if isinstance(order, m.LeftOut):
+            self._failure = order.failure
         if isinstance(order, m.Break | m.Evicted):
             self.finished_round = 0
         if isinstance(order, m.Form):
@@ -498,7 +502,7 @@ class LocalElasticAgent(ElasticAgent):
         if reaped is None:
             return None
         if not reaped.round:
-            return self._exits.ended_ahead(reaped, self._view.ahead)
+            return self._exits.ended_ahead(reaped, self._view)
         self._learn_first_step()
         event = self._exits.ended(reaped, self._view)
         if reaped.exit_code == 0 and self._view.alive == self._view.slots:
@@ -556,6 +560,9 @@ class LocalElasticAgent(ElasticAgent):
             case v.ReportFailed(local_rank=local_rank):
                 if failure := self._exits.failure_of(local_rank, self._view):
                     self._report_failure(failure)
+            case v.ReportUnfit(local_rank=local_rank):
+                if failure := self._exits.failure_of(local_rank, self._view):
+                    self._membership.report(m.Unfit(failure))
             case v.ReportDisconnected(local_rank=local_rank, error=error):
                 self._report_failure(self._workers.disconnected(local_rank, error, self._control.step_timer))
             case v.ReportReady(round=number):
@@ -577,7 +584,8 @@ class LocalElasticAgent(ElasticAgent):
             case v.Finish(code=code, cause=cause):
                 failure = self._failure if code else None
                 where = ""
-                if (self._rank == 0 or self._stands_in) and code != ExitCode.DONE and not self._replaced:
+                speaks = self._stands_in or (self._rank == 0 and self._view.round > 0)
+                if speaks and code != ExitCode.DONE and not self._replaced:
                     others = self._view.nodes > 1 and not self._run_over and not self._stands_in
                     where = self._saves.where(others=others)
                 self._outcome = Outcome(code, cause, self.restarts, failure, self._snapshot_store.failed, where)
@@ -598,7 +606,8 @@ class LocalElasticAgent(ElasticAgent):
     def _ready(self, number: int, remaining: float = -1.0) -> None:
         begun = self._control.step_timer.of_round(number)
         live = self._view.alive <= self._view.live
-        self._membership.report(m.Ready(number, remaining, begun[0] if begun is not None else -1, live))
+        arguments = self._control.arguments if live else ""
+        self._membership.report(m.Ready(number, remaining, begun[0] if begun is not None else -1, live, arguments))
 
     def _await_copies(self, *, bounded: bool) -> None:
         """Copy to durable storage what is in memory only, if this node is responsible for it or no other can."""
@@ -641,7 +650,8 @@ class LocalElasticAgent(ElasticAgent):
         saved = drained >= 0 and self._saves.has(drained)
         unsaved = self._saves.why_not(writes=self._rank == 0) if end.secured and not saved else ""
         store_port = while_scarce(self._store.reserve, self._clock)
-        stopped = m.Stopped(number, store_port, drained, held, saved, unsaved, end.importing, end.slots)
+        trained = self._control.step_timer.trained[0] > 0
+        stopped = m.Stopped(number, store_port, drained, held, saved, unsaved, end.importing, end.slots, trained)
         self._membership.report(stopped)
 
     def _serve(self, address: str) -> int:

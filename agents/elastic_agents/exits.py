@@ -13,6 +13,7 @@ from elastic_agents.step_timer import StepTimer
 from elastic_agents.workers.round_workers import Reaped, RoundWorkers
 from elastic_launch.events import types as ev
 from elastic_launch.events.sentences import ending
+from elastic_launch.rendezvous.leader.verdict import kind_of
 from elastic_launch.rendezvous.wire.messages import Failure
 from elastic_launch.snapshot.room import LEFT_OUT, MORE_MEMORY
 
@@ -68,12 +69,16 @@ class Exits:
                 self._had_failed(reaped, view)
         return v.WorkerGone(reaped.round, where.local_rank, exit_code)
 
-    def ended_ahead(self, reaped: Reaped, ahead: v.Newcomers) -> v.AheadGone:
+    def ended_ahead(self, reaped: Reaped, view: v.View) -> v.AheadGone:
         """A worker that was started ahead of a round has ended without a place in one."""
         local_rank, code = reaped.placement.local_rank, reaped.exit_code
-        stopped = local_rank not in ahead.coming | ahead.waiting
+        stopped = local_rank not in view.ahead.coming | view.ahead.waiting
         self._events.emit(ev.WorkerExited(0, -1, local_rank, reaped.pid, code, round(reaped.ran, 3), stopped))
-        return v.AheadGone(local_rank, code)
+        unfit = False
+        if code > 0 and not stopped and not self._step_timer.trained[0]:
+            failure = self.failure_of(local_rank, view)
+            unfit = failure is not None and kind_of(failure).is_final
+        return v.AheadGone(local_rank, code, unfit)
 
     def _had_failed(self, reaped: Reaped, view: v.View) -> None:
         """A stopped worker may have raised before: the leader learns of it before it forms the next round."""

@@ -73,6 +73,8 @@ def _decide(view: v.View, event: v.Event, nproc: int, node_id: str) -> Decision:
             return _released(view)
         case m.RunEnd(code=code, cause=cause):
             return _end(view, code, cause)
+        case m.LeftOut(code=code, cause=cause):
+            return _left_out(view, code, cause)
         case LinkDown():
             return _link_down(view, event)
         case CutOff():
@@ -85,8 +87,8 @@ def _decide(view: v.View, event: v.Event, nproc: int, node_id: str) -> Decision:
             return _gone(view, event)
         case v.WorkerAhead(local_rank=local_rank) if local_rank in view.alive:
             return _placed(view, local_rank) if view.phase is v.Phase.RUNNING else (view, [])
-        case v.WorkerAhead(local_rank=local_rank):
-            return policy_ahead.waits(view, local_rank)
+        case v.WorkerAhead():
+            return policy_ahead.waits(view, event)
         case v.AheadGone():
             return policy_ahead.gone(view, event, nproc)
         case v.AheadOver(local_rank=local_rank):
@@ -376,6 +378,14 @@ def _end(view: v.View, code: int, cause: str) -> Decision:
     if view.alive or view.suspended:
         return _stop(view, cause)
     return _over(view, code, cause)
+
+
+def _left_out(view: v.View, code: int, cause: str) -> Decision:
+    """The run goes on without this node, and forms its next round once the workers here have ended."""
+    if view.leaving is not None or view.phase is v.Phase.SAVING:
+        return view, []
+    view = replace(view, leaving=code, cause=cause)
+    return _stop(view, cause) if view.alive or view.suspended else _over(view, code, cause)
 
 
 def _link_down(view: v.View, event: LinkDown) -> Decision:

@@ -9,6 +9,9 @@ A newcomer that is killed before it has a place is started again, up to :data:`M
 once if it has ended by itself or not come in time, its local rank starts with its next round, where a further failure
 is charged as any other. If that has happened :data:`MOST_FAILED` times in a row, the script cannot be started ahead.
 
+If it has ended in a way in which others would, too, and the node has not completed a step in the run, the leader
+decides whether the node takes part at all.
+
 Newcomers belong to no round. They outlive its end, the leader, and an eviction, and end when their node leaves or the
 run ends. If a round is formed with one that has not come yet, that worker belongs to the round, and gets its place as
 soon as it has.
@@ -69,16 +72,16 @@ def ordered(view: v.View, nproc: int) -> Decision:
     actions: list[v.Action] = []
     if _may_start(view) and not view.final:
         view, actions = _start(view, _missing(view, nproc))
-    return view, actions if view.ahead.coming else [*actions, m.Imported()]
+    return view, actions if view.ahead.coming else [*actions, m.Imported(view.ahead.arguments)]
 
 
-def waits(view: v.View, local_rank: int) -> Decision:
+def waits(view: v.View, event: v.WorkerAhead) -> Decision:
     """A newcomer waits for its place."""
-    one = frozenset({local_rank})
-    if not one <= view.ahead.coming:
+    one, ahead = frozenset({event.local_rank}), view.ahead
+    if not one <= ahead.coming:
         return view, []
-    ahead = view.ahead
-    view = _with(view, coming=ahead.coming - one, waiting=ahead.waiting | one, fails=0)
+    arguments = event.arguments or ahead.arguments
+    view = _with(view, coming=ahead.coming - one, waiting=ahead.waiting | one, fails=0, arguments=arguments)
     return view, _complete(view)
 
 
@@ -98,6 +101,9 @@ def gone(view: v.View, event: v.AheadGone, nproc: int) -> Decision:
         withdraws = one <= ahead.waiting and left and view.phase is not v.Phase.STOPPING
         return view, [*actions, m.Slots(left)] if withdraws else actions
     view = _with(view, in_round=view.ahead.in_round | one, lost=0)
+    if event.unfit and view.phase is v.Phase.WAITING:
+        how = "the leader decides whether this node takes part"
+        return view, [v.ReportAheadGone(event.local_rank, how), v.ReportUnfit(event.local_rank)]
     never = fails >= MOST_FAILED
     how = "workers of this node no longer start ahead" if never else "another one starts with its next round"
     return view, [v.ReportAheadGone(event.local_rank, how), *([] if view.ahead.coming else _complete(view))]
@@ -147,7 +153,7 @@ def _complete(view: v.View) -> list[v.Action]:
     if view.ahead.coming or view.phase in (v.Phase.STOPPING, v.Phase.SAVING, v.Phase.OVER):
         return []
     trains = view.phase in (v.Phase.RUNNING, v.Phase.DRAINING, v.Phase.FINISHED)
-    return [m.Slots(())] if trains else [m.Slots(()), m.Imported()]
+    return [m.Slots(())] if trains else [m.Slots(()), m.Imported(view.ahead.arguments)]
 
 
 def _with(view: v.View, **changes: Any) -> v.View:

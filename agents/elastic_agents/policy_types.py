@@ -55,6 +55,7 @@ class Newcomers:
         lost: workers in a row that were killed before they had a place.
         fails: times in a row that workers ended by themselves, or did not come in time; those that end before the same
             round count once.
+        arguments: what the last one that came was given; see :class:`elastic_launch.contract.Ahead`.
     """
 
     slow: bool = False
@@ -63,6 +64,7 @@ class Newcomers:
     in_round: frozenset[int] = frozenset()
     lost: int = 0
     fails: int = 0
+    arguments: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,17 +209,27 @@ class StartsTake:
 
 @dataclass(frozen=True, slots=True)
 class WorkerAhead:
-    """A worker that was started ahead has come to its first use of the world, and waits for its place."""
+    """A worker that was started ahead has come to its first use of the world, and waits for its place.
+
+    Attributes:
+        arguments: see :class:`elastic_launch.contract.Ahead`.
+    """
 
     local_rank: int
+    arguments: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class AheadGone:
-    """A worker that was started ahead, and has no place yet, was reaped; -N for signal N."""
+    """A worker that was started ahead, and has no place yet, was reaped; -N for signal N.
+
+    Attributes:
+        unfit: whether another one would end so, too, and this node has not completed a step in this run.
+    """
 
     local_rank: int
     exit_code: int
+    unfit: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +311,7 @@ Event = (
     | m.Released
     | m.Evicted
     | m.RunEnd
+    | m.LeftOut
     | m.StartAhead
     | LinkDown
     | CutOff
@@ -448,6 +461,13 @@ class ReportFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class ReportUnfit:
+    """Report to the leader that a worker that was started ahead has ended, and that others would, too."""
+
+    local_rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReportDisconnected:
     """Report to the leader that a worker's connection to another rank broke; the worker itself has not failed."""
 
@@ -512,6 +532,7 @@ Action = (
     | Kill
     | ReportReady
     | ReportFailed
+    | ReportUnfit
     | ReportDisconnected
     | ReportStopped
     | m.Done

@@ -15,7 +15,7 @@ from elastic_launch.rendezvous.wire import messages as m
 
 _log = logging.getLogger("elastic_launch.agent")
 
-MemberOrder = m.Form | m.Drain | m.Break | m.Evicted | m.RunEnd
+MemberOrder = m.Form | m.Drain | m.Break | m.Evicted | m.LeftOut | m.RunEnd
 """Orders to a member about its rounds."""
 
 _spared: set[int] = set()
@@ -92,7 +92,7 @@ def late(failure: m.Failure) -> None:
 
 def received(order: MemberOrder, present: int, node_id: str) -> OrderReceived:
     """Return the event for an order that came in the present round."""
-    kind = "end" if isinstance(order, m.RunEnd) else type(order).__name__.lower()
+    kind = {m.RunEnd: "end", m.LeftOut: "left_out"}.get(type(order), type(order).__name__.lower())
     number = order.round.number if isinstance(order, m.Form) else present
     cause = order.reason if isinstance(order, m.Evicted) else order.cause
     why = order.kind if isinstance(order, m.Drain | m.Break) else ""
@@ -111,5 +111,7 @@ def ordered(order: MemberOrder, number: int, cause: str) -> None:
             _log.info("round %d drains: %s; the workers stop after the same step", number, cause)
         case m.Break():
             _log.info("round %d broken: %s", number, cause)
+        case m.LeftOut():
+            _log.warning("the run goes on without this node, which cannot do what the others do: %s", cause)
         case m.Evicted():
             _log.warning("this node is no longer a member (%s); its workers are killed", cause)

@@ -102,8 +102,11 @@ def hint_on(failure: Failure) -> str:
 def _who(failure: Failure) -> str:
     host = f"host {failure.host}, " if failure.host else ""
     what = "first failure, of which the cause is not known" if failure.symptom else "root cause"
+    who, where = f"rank {failure.rank}", f"round {failure.round}"
+    if failure.rank < 0:
+        who, where = f"local rank {failure.local_rank}", "started ahead of a round"
     return (
-        f"{what}: rank {failure.rank} on node {failure.node_id} ({host}pid {failure.pid}, round {failure.round}) "
+        f"{what}: {who} on node {failure.node_id} ({host}pid {failure.pid}, {where}) "
         f"failed {failure.ran:.1f} s after its start: {failure.message}"
     )
 

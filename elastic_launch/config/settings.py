@@ -92,6 +92,12 @@ def default_node_id() -> str:
     return f"{socket.gethostname()}-{secrets.token_hex(3)}"
 
 
+def host_of(node_id: str) -> str:
+    """Return what identifies a node's host across starts of its agent: the host name, or the node id that was given."""
+    host = socket.gethostname()
+    return host if re.fullmatch(rf"{re.escape(host)}-[0-9a-f]{{6}}", node_id) else node_id
+
+
 def read_timing(layers: Iterable[Mapping[str, Setting]], *, one_wait: bool = False) -> tuple[Timing, bool | None, bool]:
     """Merge the settings of the rendezvous.
 

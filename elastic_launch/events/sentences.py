@@ -11,6 +11,7 @@ _ORDERS = {
     "drain": "round {round} is to end after the same step on all ranks",
     "break": "round {round} is broken",
     "evicted": "this node is put out of round {round}",
+    "left_out": "the run goes on without this node",
     "end": "the run is to end",
 }
 

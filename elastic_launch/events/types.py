@@ -99,6 +99,40 @@ class NodeExcluded(LeaderEvent):
 
 
 @dataclass(frozen=True, slots=True)
+class NewcomerLeftOut(LeaderEvent):
+    """A node that has not trained in this run cannot do what the others do: the run goes on without it.
+
+    Attributes:
+        round: number of the run's last round.
+        seconds: for how long its host is left out.
+    """
+
+    node: str
+    round: int
+    cause: str
+    seconds: float
+
+    def line(self) -> str:
+        return (
+            f"node {self.node} is left out, at no cost to the run: {self.cause.rstrip('.')}; the others go on, and its "
+            f"host may join again after {self.seconds:g} s"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionClosed(LeaderEvent):
+    """No newcomers take part any more, as long as there are enough: a restart would probably fail as they do."""
+
+    cause: str
+
+    def line(self) -> str:
+        return (
+            f"no further nodes take part, as long as there are enough: {self.cause}. A restart of the run is likely to "
+            "fail, too: mend the script or its environment before"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class FaultLanded(LeaderEvent):
     """A fault of the drill happens.
 

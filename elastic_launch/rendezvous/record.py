@@ -153,6 +153,22 @@ class FaultyNode:
 
 
 @dataclass(frozen=True, slots=True)
+class RefusedHost:
+    """A host whose nodes were left out, as of when that was recorded; see ``leader.newcomers``.
+
+    Attributes:
+        times: how often in a row.
+        left: seconds for which its nodes are still left out.
+        failure: identifies the last failure, if a worker failed; else empty.
+    """
+
+    host: str
+    times: int
+    left: Seconds = 0.0
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ControlRecord:
     """The persistent state of a run.
 
@@ -167,6 +183,8 @@ class ControlRecord:
         idle: consecutive restarts that were not charged and since which training has not advanced.
         soon, vain, best, healthy, repeats, repeats_step: likewise, see ``RestartBudget``.
         faulty: the nodes whose workers fail again and again.
+        refused: the hosts whose nodes were left out as newcomers.
+        closed: why no newcomers are admitted, as text; empty if they are.
         nonce: random per write; distinguishes two writers of otherwise equal records.
         first_term: the term in which this run began; above 1 if an earlier run had the same id.
         run: random per run; distinguishes runs with the same id. Empty if the record is only in its leader's memory.
@@ -194,6 +212,8 @@ class ControlRecord:
     repeats: str = ""
     repeats_step: int = 0
     faulty: tuple[FaultyNode, ...] = ()
+    refused: tuple[RefusedHost, ...] = ()
+    closed: str = ""
     schema: int = SCHEMA
 
     @property

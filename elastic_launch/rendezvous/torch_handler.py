@@ -230,6 +230,8 @@ class TorchrunHandler(_Handler):
                     # torch's own error for this, RendezvousGracefulExitError, crashes its launcher (2.13).
                     raise SystemExit(0)
                 raise RendezvousClosedError(f"The run has ended with {code}: {cause}")
+            case m.LeftOut(cause=cause):
+                raise RendezvousClosedError(f"The run goes on without this node: {cause}")
             case RendezvousLost(error=error):
                 raise RendezvousConnectionError(str(error)) from error
             case _:

@@ -38,6 +38,7 @@ from elastic_launch.training.ranks.exchange import is_of_exchange, telling
 from elastic_launch.training.ranks.pace import Straggler
 from elastic_launch.training.ranks.place import refuse_in_rehearsal, rehearsing, take, wait_for_place
 from elastic_launch.training.ranks.replicas import Named, ReplicaCheck, ReplicasDifferError
+from elastic_launch.training.ranks.same_arguments import OthersDifferError
 from elastic_launch.training.ranks.world import GROUP_TIMEOUT, World, can_abort, environment, join
 from elastic_launch.training.stopping import Drained, Stop, Termination
 from elastic_launch.training.trainings import Trainings
@@ -127,10 +128,13 @@ class Engine:
             finally:
                 self._stop_wanted = wanted
 
-    def meet(self) -> None:
+    def meet(self, arguments: str = "") -> None:
         """Take part in a round: a process that was started ahead waits for its place, and joins the others.
 
         If that round breaks meanwhile, it waits for a place in another one.
+
+        Args:
+            arguments: see :class:`elastic_launch.contract.Ready`.
 
         Raises:
             Drained: if there is no place for this process.
@@ -142,7 +146,7 @@ class Engine:
             if self._world is not None:
                 return
             try:
-                link = self.link = wait_for_place()
+                link = self.link = wait_for_place(arguments)
             except Drained:
                 self.stopped, self._stop_agreed = True, Stop.AGENT
                 raise
@@ -193,7 +197,12 @@ class Engine:
         self.checkpoint = None if checkpoint is None else self._manager_of(checkpoint)
         began = time.monotonic()
         with telling(self.link):
-            resumed = self.saver.restore(self.checkpoint, dict(identity), state, live)
+            try:
+                resumed = self.saver.restore(self.checkpoint, dict(identity), state, live)
+            except Exception as error:
+                if live is None and not (isinstance(error, RuntimeError) and is_of_exchange(error)):
+                    self.link.restore_failed()
+                raise
             self.step = self.resumed_step = resumed.step
             self.worlds = [*resumed.worlds, self.world.world_size]
             self._restore_seconds += time.monotonic() - began
@@ -268,13 +277,16 @@ class Engine:
         self._exchange(Wishes())
         return self.stopped
 
-    def begin(self, step: int, total: int = 0, *, live: bool = False, rehearses: bool = False) -> None:
+    def begin(
+        self, step: int, total: int = 0, *, live: bool = False, rehearses: bool = False, arguments: str = ""
+    ) -> None:
         """Mark the training as begun or resumed; from now on it can be stopped.
 
         Args:
             total: steps of the whole training; 0: not known.
             live: whether this process can continue the training in another round, see :meth:`suspend`.
             rehearses: whether one that is started ahead would do a step before it takes its place.
+            arguments: see :class:`elastic_launch.contract.Ready`.
         """
         if self._begun:
             return
@@ -292,7 +304,8 @@ class Engine:
             )
         saves, seconds = self.checkpoint is not None, self._restore_seconds
         base = self.checkpoint.branch.base if self.checkpoint is not None else None
-        ready = Ready(step, total, seconds, self._uncompared, self._live, rehearses=rehearses, checkpoints=saves)
+        how = {"rehearses": rehearses, "checkpoints": saves}
+        ready = Ready(step, total, seconds, self._uncompared, self._live, **how, arguments=arguments)
         self.link.say(ready if base is None else replace(ready, base=base[0], base_in=base[1]))
         self._restore_seconds = 0.0
 
@@ -381,7 +394,8 @@ class Engine:
         """Whether an error that was just caught may be due to the round's end."""
         if not self._live or not is_of_exchange(error):
             return False
-        return self.is_over or bool(symptom_in(f"RuntimeError: {error}"))
+        differs = isinstance(error, OthersDifferError)
+        return self.is_over or differs or bool(symptom_in(f"RuntimeError: {error}"))
 
     @property
     def lives(self) -> bool:

@@ -9,7 +9,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from elastic_launch import contract as c
@@ -198,13 +198,16 @@ class AgentLink:
         self.say(c.Suspended(step))
         return self._next_place(ends)
 
-    def wait_for_place(self) -> c.Place | None:
+    def wait_for_place(self, arguments: str = "") -> c.Place | None:
         """Report that this process, which was started ahead, needs its place now, and wait for it.
+
+        Args:
+            arguments: see :class:`elastic_launch.contract.Ready`.
 
         Returns:
             None if there is none, see :meth:`suspended`.
         """
-        self.say(c.Ahead())
+        self.say(c.Ahead(arguments))
         return self._next_place(lambda: False)
 
     def _next_place(self, ends: Callable[[], bool]) -> c.Place | None:
@@ -389,11 +392,26 @@ class AgentLink:
 
     def drained(self, step: int, seconds: float) -> None:
         """Report that all ranks have stopped after a step, and how long the save took; the agent confirms it."""
-        self._noted = False
-        self.say(c.Drained(step, seconds))
-        self._hear_until(lambda: self._noted, ANSWER_TIMEOUT)
+        self._say_noted(c.Drained(step, seconds))
         if not self._noted and self._sock is not None:
             _log.warning("the agent has not confirmed that this worker is drained")
+
+    def differs(self, alike: Sequence[int]) -> None:
+        """Report that the ranks were given different arguments; the agent confirms it.
+
+        Args:
+            alike: for each rank, the lowest rank that was given the same.
+        """
+        self._say_noted(c.Differs(tuple(alike)))
+
+    def restore_failed(self) -> None:
+        """Report that this process has failed as it restored a state; the agent confirms it."""
+        self._say_noted(c.RestoreFailed())
+
+    def _say_noted(self, message: c.Message) -> None:
+        self._noted = False
+        self.say(message)
+        self._hear_until(lambda: self._noted, ANSWER_TIMEOUT)
 
     def close(self) -> None:
         """Close the socket and the slots' descriptors."""

@@ -42,7 +42,7 @@ from elastic_launch.training.ranks import collectives
 from elastic_launch.training.ranks.agreement import NOTHING
 from elastic_launch.training.ranks.pace import Pace
 from elastic_launch.training.ranks.replicas import replicated
-from elastic_launch.training.ranks.same_arguments import check_same
+from elastic_launch.training.ranks.same_arguments import check_same, told
 from elastic_launch.training.ranks.world import World
 from elastic_launch.training.steps import Recovered, RehearsedStep, Step
 from elastic_launch.training.stopping import Drained
@@ -163,9 +163,9 @@ class Loop:
     def _steps(self) -> Iterator[Step]:
         if self._rehearses and self._engine.is_ahead:
             self._rehearse()
-        self._engine.meet()
-        self._live = self._can_live()
         self._given = self._arguments()
+        self._engine.meet(told(self._given))
+        self._live = self._can_live()
         self._begin()
         try:
             self._complete()
@@ -274,7 +274,7 @@ class Loop:
     def _enter(self, live: Live | None = None) -> None:
         """Take part in the current round: restore the newest state, and exchange with its ranks from now on."""
         engine, world = self._engine, self._engine.world
-        check_same(world, self._given)
+        check_same(world, self._given, engine.link, goes_on=live is not None)
         resumed = self._resume(live)
         self._has_state = True
         if live is None:
@@ -301,7 +301,8 @@ class Loop:
         on_host = engine.device.type == "cpu"
         self._pace = Pace(world.rank, world.world_size, resumed.step, on_host=on_host, report=engine.report_straggler)
         # Last: a process that is interrupted before has received only a part of the state.
-        engine.begin(resumed.step, self._end, live=self._live, rehearses=self._rehearses)
+        how = {"live": self._live, "rehearses": self._rehearses}
+        engine.begin(resumed.step, self._end, **how, arguments=told(self._given))
         engine.link.watch(resumed.step, self._first)
 
     def _agree(self, step: int) -> bool:

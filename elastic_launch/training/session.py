@@ -285,7 +285,7 @@ class Run:
             )
         self._unchanging = dict(unchanging or {})
         saved = {"checkpoint": checkpoint.arguments, "saved objects": engine.state.described()}
-        check_same(self.world, {**self._unchanging, **saved})
+        check_same(self.world, {**self._unchanging, **saved}, engine.link)
         state = engine.state
         resumed = engine.restore(checkpoint, self._unchanging, state, (state,))
         engine.trainings.resumed = True

@@ -493,3 +493,19 @@ def test_a_node_that_leaves_when_its_round_is_over_may_be_the_only_one_with_its_
 ) -> None:
     left, _ = decide(before, leave(SIGTERM), 2)
     assert left.parked is parked
+
+
+LEFT_OUT = m.LeftOut(2, 93, "why")
+
+
+def test_a_node_that_is_left_out_leaves_once_its_workers_have_ended_and_the_leader_knows() -> None:
+    assert after(view(gone(0, 1), gone(1, 1)), LEFT_OUT) == (Phase.OVER, [v.Finish(93, "why")])
+    stopping = view(gone(0, 1), LEFT_OUT)
+    assert stopping.phase is Phase.STOPPING
+    saving, actions = decide(stopping, gone(1, -9), 2)
+    assert (saving.phase, actions) == (Phase.SAVING, [v.ReportStopped(1), v.AwaitCopies(bounded=True)])
+
+
+def test_a_node_that_leaves_already_is_not_left_out() -> None:
+    leaving = view(leave(SIGTERM))
+    assert decide(leaving, LEFT_OUT, 2) == (leaving, [])

@@ -263,3 +263,28 @@ def test_a_node_has_finished_when_those_of_its_workers_have_that_are_in_the_roun
     assert finished.phase is Phase.FINISHED
     assert said == [m.Done(2)]
     assert actions(finished, brk(2)) == [v.ReportStopped(2, slots=(1,))]
+
+
+# A node that has not trained.
+
+
+UNFIT = v.AheadGone(0, 1, unfit=True)
+ASKS = "the leader decides whether this node takes part"
+
+
+def test_the_leader_decides_about_a_node_whose_worker_would_fail_again() -> None:
+    found, said = decide(after(WAITING, START), UNFIT)
+    assert said == [v.ReportAheadGone(0, ASKS), v.ReportUnfit(0)]
+    assert actions(found, m.LeftOut(1, 90, "why")) == [v.KillAhead(ONE), v.Finish(90, "why")]
+    assert actions(found, form(1)) == [v.StartWorkers(form(1), coming=ONE)], "a run that has not trained"
+
+
+def test_a_node_of_a_round_goes_on_without_asking() -> None:
+    assert actions(PARTIAL, UNFIT) == [v.ReportAheadGone(0, NEXT), m.Slots(())]
+
+
+def test_a_node_says_what_its_workers_were_given() -> None:
+    there = after(WAITING, START, v.WorkerAhead(0, "seed 7"))
+    assert actions(there, v.WorkerAhead(1, "seed 7")) == [m.Slots(()), m.Imported("seed 7")]
+    again = after(there, v.WorkerAhead(1, "seed 7"))
+    assert actions(again, START) == [m.Imported("seed 7")], "the leader is another one"

@@ -64,6 +64,16 @@ class Straggles:
 
 
 @dataclass(frozen=True, slots=True)
+class WhyFailing:
+    """A worker has reported why it is about to fail: :class:`elastic_launch.contract.Differs` or ``RestoreFailed``."""
+
+    round: int
+    local_rank: int
+    alike: tuple[int, ...] = ()
+    restoring: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Restored:
     """A worker has restored a training, and writes no snapshots; see :class:`elastic_launch.contract.Restored`."""
 
@@ -116,6 +126,7 @@ class Control:
         saves: whether the library saves the workers' state; else their script does, if anything does.
         checkpoints: whether it is to save checkpoints of any of their trainings.
         base: step and place of the durable state that the run last resumed from; None if it is not known.
+        arguments: what workers that trained here last were given; see :class:`elastic_launch.contract.Ready`.
         writer: local rank of the worker that writes the node's snapshots.
     """
 
@@ -138,6 +149,7 @@ class Control:
         self.step_timer = StepTimer(self._reached)
         self.saves, self.checkpoints = True, False
         self.base: tuple[int, str] | None = None
+        self.arguments = ""
         self.writer = 0
         self._events = events
         self._step_events = StepEvents(clock, events)
@@ -391,7 +403,7 @@ class Control:
             if number or peer.waits or not isinstance(message, c.Ahead):
                 raise ProtocolError(f"{type(message).__name__} was sent in round {number}.")
             peer.waits = True
-            self._say(v.WorkerAhead(local_rank))
+            self._say(v.WorkerAhead(local_rank, message.arguments))
             return
         match message:
             case c.Ready(step=step, live=live, restore_s=restore_s, drains=drains, rehearses=rehearses):
@@ -403,6 +415,7 @@ class Control:
                 if message.base_in:
                     self.base = message.base, message.base_in
                 self.step_timer.begin(number, step, self._clock.now(), message.total)
+                self.arguments = message.arguments
                 if drains:
                     live = live and self._patience_s > 0
                     self._say(v.WorkerReady(number, local_rank, live, restore_s, rehearses))
@@ -433,6 +446,12 @@ class Control:
                 self._say(Straggles(number, message))
             case c.Disconnected(error=error):
                 self._say(v.WorkerDisconnected(number, local_rank, error))
+            case c.Differs(alike=alike):
+                self._say(WhyFailing(number, local_rank, alike))
+                self._send(peer, c.Noted())
+            case c.RestoreFailed():
+                self._say(WhyFailing(number, local_rank, restoring=True))
+                self._send(peer, c.Noted())
             case c.Suspended():
                 self._end(peer, number)
                 peer.waits = True

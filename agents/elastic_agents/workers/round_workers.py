@@ -68,6 +68,7 @@ class _Worker:
         stopped: when it was first told to end.
         ended_with: the code with which its script has ended.
         late: the expired timer because of which it was ended.
+        alike, restoring: see :class:`elastic_launch.rendezvous.wire.messages.Failure`.
     """
 
     round: int
@@ -82,6 +83,8 @@ class _Worker:
     stopped: float | None = None
     ended_with: int | None = None
     late: str = ""
+    alike: tuple[int, ...] = ()
+    restoring: bool = False
 
 
 class RoundWorkers:
@@ -168,7 +171,7 @@ class RoundWorkers:
         """Give the worker of the same local rank, suspended or a newcomer, a place in another round; return its pid."""
         worker = self._chosen({placement.local_rank})[-1]
         worker.round, worker.placement, worker.placed = round_number, placement, self._clock.now()
-        worker.suspends = None
+        worker.suspends, worker.alike, worker.restoring = None, (), False
         return worker.pid
 
     def logs(self) -> dict[int, WorkerLogs]:
@@ -209,6 +212,12 @@ class RoundWorkers:
         """Record that workers are told to leave the round: from now on they may fail because of that."""
         for worker in self._chosen(local_ranks):
             worker.suspends = self._clock.now()
+
+    def failing(self, round_number: int, local_rank: int, *, alike: tuple[int, ...], restoring: bool) -> None:
+        """Record what a worker reports before it fails."""
+        for worker in self._chosen({local_rank}):
+            if worker.round == round_number:
+                worker.alike, worker.restoring = alike, restoring
 
     def script_ended(self, pid: int, exit_code: int) -> WorkerEnded | None:
         """Record the code that a worker is about to exit with; None if the process is not a running worker."""
@@ -318,8 +327,8 @@ class RoundWorkers:
         ]
 
     def _about(self, worker: _Worker, failed: float, step_timer: StepTimer) -> Failure:
-        steps = step_timer.of_round(worker.round)
-        return about(
+        steps = step_timer.of_round(worker.round) if worker.round else None
+        found = about(
             self._config.node_id,
             worker.round,
             worker.placement,
@@ -328,6 +337,7 @@ class RoundWorkers:
             log=worker.logs.directory if self._pump.kept.useful else None,
             trained=-1 if steps is None else steps[1] - steps[0],
         )
+        return replace(found, alike=worker.alike, restoring=worker.restoring)
 
     def _read(self, logs: WorkerLogs) -> ErrorFile | None:
         if logs.kept_error is not None:

@@ -83,13 +83,15 @@ def _form(state: LeaderState, after: Broken | None, now: float) -> Running:
     formed = Round(max(state.floor, state.record.round.number) + 1, members)
     cause, since = (after.cause, after.at) if after is not None else ("first", state.began)
     budget = state.budget
-    state.commit(replace(state.record, round=formed, faulty=state.exclusion.recorded(now), **budget.recorded))
+    left_out = {"faulty": state.exclusion.recorded(now), **state.refused(now)}
+    state.commit(replace(state.record, round=formed, **left_out, **budget.recorded))
     served = sources(state.nodes, chosen)
     # One object for all members, so that it is encoded once.
     order = m.Form(state.record.term, formed, budget.spent, cause, served, budget.allowed)
     for node in chosen:
         node.active, node.joined, node.ready, node.done, node.live = True, False, False, False, False
         node.ahead, node.apart, node.stalled = False, bool(node.apart), None
+        node.veteran = node.trained
         state.send(node.link, order)
     for node in waiting(state.nodes):
         try_reach(state, node)

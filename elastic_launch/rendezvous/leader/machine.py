@@ -171,7 +171,7 @@ class LeaderMachine:
         current = self.record.round.number
         if isinstance(report, m.Beat | m.Progress):
             if isinstance(report, m.Progress) and node.active and report.round == current:
-                self._rounds.progressed(report.step)
+                self._rounds.progressed(node, report.step)
             return []  # timers are left to the next turn: every node sends a beat each second
         match report:
             case m.Joined(round=number) if node.active and number == current:
@@ -179,6 +179,7 @@ class LeaderMachine:
             case m.Ready(round=number) if node.active and number == current:
                 node.joined = node.ready = True
                 node.live, node.apart = report.live, False
+                self._state.arguments = report.arguments or self._state.arguments
                 self._rounds.ready(report, now)
             case m.Done(round=number) if node.active and number == current:
                 first = not any(other.done for other in self.nodes.values() if other.active)
@@ -195,10 +196,14 @@ class LeaderMachine:
             case m.Stopped(store_port=port):
                 node.store_port, node.held, node.importing = port, report.held, report.importing
                 node.offer(report.slots)
+                if report.trained:
+                    self._state.trains(node)
                 if report.round == current:
                     self._rounds.stopped(node, report, now)
-            case m.Imported():
-                node.importing = False
+            case m.Imported(arguments=arguments):
+                self._rounds.imported(node, arguments, now)
+            case m.Unfit(failure=failure):
+                self._rounds.unfit(node, failure, now)
             case m.Reached(round=number, error=error) if number == current and not (node.active and node.ready):
                 self._reached(node, error)
             case m.Slots(slots=slots):
@@ -255,6 +260,7 @@ class LeaderMachine:
         if slept > 0:
             self._state.began += slept
             self._state.exclusion.put_off(slept)
+            self._state.refusals.put_off(slept)
             put_off(self._rounds.phase, slept)
 
     # Users' requests.
@@ -366,6 +372,7 @@ class LeaderMachine:
     def _admit(self, link: int, hello: m.Hello, now: float) -> None:
         node = Node(hello, link, self._arrivals, hello.store_port, heard=now)
         node.importing, node.held, node.apart = hello.importing, hello.held, hello.apart
+        node.trained = node.veteran = hello.trained
         node.offer(hello.slots)
         self._arrivals += 1
         rank = self.record.round.index(hello.node_id, hello.incarnation)
@@ -383,6 +390,7 @@ class LeaderMachine:
         else:
             self._state.last_arrival = now
         self.nodes[hello.node_id], self._owners[link] = node, hello.node_id
+        self._state.review(now)
         if not hello.holding and rank is not None:
             self._rounds.comes_without_workers(node, "came to the new leader", self._uncharged(hello), now)
         self._welcome(link, hello)
@@ -399,6 +407,8 @@ class LeaderMachine:
         phase = self._rounds.phase
         if not (self.running or self.ended or (isinstance(phase, Parked) and phase.at == now)):
             self._send(link, m.Notice(self.record.term, self.outlook))
+        if (reason := self._state.waits_why(node, now)) and node.hello.node_id in self.nodes:
+            self._send(link, m.Notice(self.record.term, reason))
 
     def _relink(self, node: Node, link: int, hello: m.Hello, now: float) -> None:
         """Handle a known node that returns before its old link was seen to close; only what it holds now counts."""
@@ -406,6 +416,7 @@ class LeaderMachine:
         self._owners[link] = hello.node_id
         node.store_port, node.hello, node.importing = hello.store_port, hello, hello.importing
         node.held, node.released, node.ahead, node.apart = hello.held, False, False, hello.apart
+        node.trained = node.trained or hello.trained
         node.stalled = None  # it may have advanced meanwhile; if not, it says so again
         node.offer(hello.slots)
         if hello.leaving:

@@ -16,14 +16,14 @@ from elastic_launch.rendezvous.record import Round
 
 
 def waiting(nodes: Mapping[str, Node]) -> list[Node]:
-    """Return the nodes that wait for a round."""
-    return [node for node in nodes.values() if not node.active and not node.leaving]
+    """Return the nodes that wait for a round, and may take part in one."""
+    return [node for node in nodes.values() if not (node.active or node.leaving or node.barred)]
 
 
 def prepared(nodes: Mapping[str, Node]) -> list[Node]:
     """Return the waiting nodes whose workers could begin at once, without waiting for imports or a start ahead.
 
-    Nodes that are left out because of their faults are not among them, nor those that have not connected to the others.
+    Nodes that are left out for now are not among them, nor those that have not connected to the others.
     """
     return [node for node in waiting(nodes) if not (node.importing or node.excluded) and node.apart is False]
 

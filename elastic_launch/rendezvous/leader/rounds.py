@@ -22,6 +22,7 @@ from elastic_launch.events.types import (
 )
 from elastic_launch.rendezvous.leader.forming import gather, start_ahead
 from elastic_launch.rendezvous.leader.hangs import judge_stalled
+from elastic_launch.rendezvous.leader.newcomers import code_of, difference, is_own, newcomers_failures
 from elastic_launch.rendezvous.leader.outlook import outlook
 from elastic_launch.rendezvous.leader.phases import (
     COLLECT,
@@ -84,10 +85,14 @@ class Rounds:
             self._begun(said, report.step)
         self._state.resizing.prices.told(report.remaining_s, now)
 
-    def progressed(self, step: int) -> None:
-        """Handle that the current round's workers have done so many steps."""
+    def progressed(self, node: Node, step: int) -> None:
+        """Handle that a member's workers in the current round have done so many steps."""
         if (said := self._last()) is not None:
             said.reached = max(said.reached, step)
+            if said.begun is not None and step > said.begun:
+                if said.taken_over:
+                    node.trained = True  # as its last leader knew
+                self._state.trains(node)
 
     def recall(self, known: m.RoundSeen, now: float) -> None:
         """Take over what a member knows of a round that another leader formed, and that is not judged yet."""
@@ -135,6 +140,55 @@ class Rounds:
                     self._also_failed(last, failure, now, brought=brought)
             case Ended():
                 pass
+
+    def unfit(self, node: Node, failure: m.Failure, now: float) -> None:
+        """Handle that a newcomer's worker, started ahead of a place, would fail again in a round."""
+        if node.leaving or node.active:
+            return
+        if self._state.has_trained and not node.trained:
+            self._leave_out(node, failure, now)
+        else:
+            node.importing = False
+
+    def imported(self, node: Node, arguments: str, now: float) -> None:
+        """Handle that a node's workers could begin at once, with these arguments if they are known."""
+        node.importing = False
+        differs = difference(arguments, self._state.arguments)
+        if differs and self._state.has_trained and not (node.trained or node.active or node.leaving):
+            cause = f"node {node.hello.node_id} has other arguments than the run: {differs}"
+            self._state.leave_out(node, ExitCode.DO_NOT_RETRY, cause, None, now)
+
+    def _leave_out(self, node: Node, failure: m.Failure, now: float) -> None:
+        code = code_of(failure, self._state.limits.max_restarts)
+        self._state.leave_out(node, code, words(failure), failure, now, stays=killed(failure))
+
+    def _leave_out_newcomers(self, broken: Broken, now: float) -> bool:
+        """If only newcomers have failed in a round, leave them out, at no cost to the run; return whether."""
+        if broken.imposed is not None:
+            return False
+        state, counts = self._state, broken.begun is not None or self._state.budget.best >= 0
+        found = newcomers_failures(state.record.round, state.nodes, broken.failures, counts=counts)
+        if not found:
+            return False
+        broken.imposed = Kind.MEMBERSHIP
+        first = next(iter(found.values()))
+        self._found(broken, kind_of(first), words(first))
+        for node_id, failure in found.items():
+            node = state.nodes.get(node_id)
+            if node is not None and not node.leaving:
+                self._leave_out(node, failure, now)
+        return True
+
+    def _awaits_newcomer(self, broken: Broken) -> bool:
+        """Whether a newcomer may yet report the failure that made others of a broken round fail."""
+        if broken.imposed is not None or any(is_own(failure) or failure.alike for _, failure in broken.failures):
+            return False
+        members = [node for node in self._state.nodes.values() if self._is_member(node)]
+        newcomers = any(node.active and not node.trained for node in members)
+        return newcomers and any(node.veteran for node in members)
+
+    def _is_member(self, node: Node) -> bool:
+        return self._state.record.round.index(node.hello.node_id, node.hello.incarnation) is not None
 
     def _after_others(self, failure: m.Failure) -> m.Failure:
         """Return the report on a broken connection with the ranks of other nodes that had ended with 0 before.
@@ -400,6 +454,8 @@ class Rounds:
         if brought and broken.presumed and broken.judged_at is None:
             broken.imposed, broken.presumed = None, False
         broken.failures.append((now, failure))
+        if broken.judged_at is not None and self._leave_out_newcomers(broken, now):
+            return
         if broken.imposed is not None or root_cause(broken.failures) is not failure:
             return
         kind = kind_of(failure)
@@ -451,7 +507,7 @@ class Rounds:
         timing = self._state.timing
         match self.phase:
             case Running():
-                back = self._state.exclusion.ends()
+                back = [*self._state.exclusion.ends(), *self._state.refusals.ends()]
                 return [self._state.last_arrival + timing.resize_delay, *back] if self._room() else back
             case Draining(deadline=deadline):
                 return [] if deadline is None else [deadline]
@@ -558,7 +614,7 @@ class Rounds:
             self._state.owed -= overdue
         # A member that died with the previous leader makes the others crash: first find out which are missing.
         # The worker that broke connections may still be ending; until its node has stopped, nothing waits for this.
-        collected = now - broken.at >= COLLECT and not broken.disconnected
+        collected = now - broken.at >= COLLECT and not (broken.disconnected or self._awaits_newcomer(broken))
         if broken.judged_at is None and not self._state.owed and (not active or collected):
             self._judge(broken, now)
         if self.phase is not broken:
@@ -594,6 +650,7 @@ class Rounds:
         broken.judged_at = now
         if broken.ends:
             return  # no other round follows
+        self._leave_out_newcomers(broken, now)
         ruling = self._state.budget.rule(broken, self._state.limits.max_nodes)
         if broken.imposed is None and (ruling.kind.is_fault or ruling.ends):
             broken.failure = root_cause(broken.failures)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from elastic_launch.config.launch_config import Limits, Timing
-from elastic_launch.events.types import DrillEnded, Event, NodeExcluded, RunEnded
+from elastic_launch.events.types import AdmissionClosed, DrillEnded, Event, NewcomerLeftOut, NodeExcluded, RunEnded
 from elastic_launch.rendezvous.leader.drill import Drill
 from elastic_launch.rendezvous.leader.exclusion import FAULTS, Exclusion
 from elastic_launch.rendezvous.leader.leavers import no_longer_needed, saver
+from elastic_launch.rendezvous.leader.newcomers import Refusals
 from elastic_launch.rendezvous.leader.resizing import Resizing
 from elastic_launch.rendezvous.leader.restart_budget import RestartBudget
 from elastic_launch.rendezvous.leader.types import Close, Commit, Emit, Instruction, Node, Send
@@ -31,6 +33,8 @@ class LeaderState:
         seen: the highest round that a node is known to have taken part in.
         departing: whether this leader's own node leaves.
         exclusion: which nodes are left out because of their faults.
+        refusals: which hosts are left out because their nodes could not do what the others do.
+        arguments: those of the run's workers, as in :class:`elastic_launch.rendezvous.wire.messages.Ready`.
     """
 
     def __init__(
@@ -50,7 +54,10 @@ class LeaderState:
             self.owed.add("")  # unknown members may still connect, for as long as any other owed member
         self.departing = False
         self.exclusion = Exclusion(record.faulty, now)
+        self.refusals = Refusals(record.refused, record.closed, now)
+        self.arguments = ""
         self.drill = Drill()
+        self._reviews = self.refusals.some  # whether nodes may be marked because of refusals
         self._out: list[Instruction] = []
 
     @property
@@ -97,6 +104,64 @@ class LeaderState:
         """Note which nodes are left out now."""
         for node_id in self.exclusion.node_ids & self.nodes.keys():
             self.nodes[node_id].excluded = self.exclusion.excludes(node_id, now)
+        if self.refusals.some or self._reviews:
+            self._reviews = self.refusals.some
+            for node in self.nodes.values():
+                node.barred = not node.trained and self.refusals.bars(node.host, now)
+                closed = bool(self.refusals.closed) and not node.trained
+                node.excluded = closed or self.exclusion.excludes(node.hello.node_id, now)
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether a node that is there has completed a step in this run."""
+        return any(node.trained for node in self.nodes.values())
+
+    def trains(self, node: Node) -> None:
+        """Note that a node has completed a step in this run."""
+        if not node.trained:
+            node.trained = True
+            self.refusals.trains(node.host)
+
+    def waits_why(self, node: Node, now: float) -> str:
+        """Why a newcomer is left out for now, as text for its user; empty if it is not."""
+        if node.trained or node.active:
+            return ""
+        if node.barred:
+            left = self.refusals.left(node.host, now)
+            return f"nodes of this host could not do what the others do: the run leaves them out for {left:.0f} s more"
+        return AdmissionClosed(self.refusals.closed).line() if self.refusals.closed else ""
+
+    def refused(self, now: float) -> dict[str, Any]:
+        """The fields of the record with the hosts that are left out."""
+        return {"refused": self.refusals.recorded(now), "closed": self.refusals.closed}
+
+    def leave_out(
+        self, node: Node, code: int, cause: str, failure: m.Failure | None, now: float, *, stays: bool = False
+    ) -> None:
+        """Leave out a newcomer that cannot do what the others do, and its host for a while; the run goes on.
+
+        Args:
+            stays: it may stay connected, and take part again after that time.
+        """
+        was_closed = self.refusals.closed
+        seconds = self.refusals.refuse(node.host, failure, now)
+        self.commit(replace(self.record, **self.refused(now)))
+        left_out = NewcomerLeftOut(node.hello.node_id, self.record.round.number, cause, seconds)
+        self.emit(left_out)
+        if not stays:
+            node.leaving = True
+            # Workers started under a leader that is about to leave would be started for nothing.
+            self.departing = self.departing or node.hello.incarnation == self.record.leader.incarnation
+            self.send(node.link, m.LeftOut(self.record.term, code, cause, failure))
+        else:
+            self.send(node.link, m.Notice(self.record.term, left_out.line()))
+        if self.refusals.closed and not was_closed:
+            event = AdmissionClosed(self.refusals.closed)
+            self.emit(event)
+            for other in self.nodes.values():
+                if not (other.trained or other.leaving):
+                    self.send(other.link, m.Notice(self.record.term, event.line()))
+        self.review(now)
 
     def end(self, code: int, cause: str, failure: m.Failure | None, now: float) -> None:
         """Record the run's end, and inform all nodes."""

@@ -60,6 +60,9 @@ class Node:
         held: the newest snapshot in its memory when it last had no workers.
         released: whether it was informed that it may exit.
         stalled: its report that its workers are late in the current round; None if they are not.
+        trained: whether it has completed a step in this run; see ``messages.Stopped``.
+        veteran: whether it had when the current round was formed.
+        barred: whether its host is left out of all rounds for now; see ``newcomers``.
     """
 
     hello: m.Hello
@@ -82,6 +85,14 @@ class Node:
     held: m.HeldSnapshot | None = None
     released: bool = False
     stalled: m.Stalled | None = None
+    trained: bool = False
+    veteran: bool = False
+    barred: bool = False
+
+    @property
+    def host(self) -> str:
+        """What identifies its host across starts of its agent."""
+        return self.hello.host or self.hello.node_id
 
     @property
     def workers(self) -> int:

@@ -112,6 +112,8 @@ def killed(failure: Failure) -> bool:
 
 def words(failure: Failure) -> str:
     """Return which worker failed, and how, in one line."""
+    if failure.rank < 0:
+        return f"local rank {failure.local_rank} on node {failure.node_id}, started ahead of a round: {failure.message}"
     return f"rank {failure.rank} on node {failure.node_id}: {failure.message}"
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic_launch.config.launch_config import Timing
+from elastic_launch.rendezvous.leader.restart_budget import EARLY
 from elastic_launch.rendezvous.leader.verdict import first_of
 from elastic_launch.rendezvous.node.failure_detector import FailureDetector
 from elastic_launch.rendezvous.wire import messages as m
@@ -33,6 +34,11 @@ class _LastRound:
 
     def end(self, now: float) -> None:
         self.over_at = now if self.over_at is None else self.over_at
+
+    def trained(self, now: float) -> bool:
+        """Whether a step was completed; a script that reports none is believed to train after its start."""
+        over_at = now if self.over_at is None else self.over_at
+        return self.reached > self.begun if self.begun >= 0 else over_at - self.formed_at >= EARLY
 
     def seen(self, now: float) -> m.RoundSeen:
         over_at = now if self.over_at is None else self.over_at
@@ -65,11 +71,13 @@ class NodeMachine:
         seen = self._round
         match report:
             case m.Stopped(round=number, store_port=port, held=held, slots=slots):
+                trained = report.trained or self._known.get("trained", False)
                 if seen is not None and seen.number == number:
                     seen.end(now)
-                report = replace(report, importing=report.importing or self._loading)
+                    trained = trained or seen.trained(now)
+                report = replace(report, importing=report.importing or self._loading, trained=trained)
                 self._learn(store_port=port, holding=0, joined=False, ready=False, done=False, live=False, held=held)
-                self._learn(importing=report.importing, slots=slots)
+                self._learn(importing=report.importing, slots=slots, trained=trained)
             case m.Slots(slots=slots):
                 self._learn(slots=slots)
             case m.Joined():

@@ -19,6 +19,7 @@ from dataclasses import replace
 from elastic_launch.clock import Clock
 from elastic_launch.config.endpoints import Endpoint
 from elastic_launch.config.launch_config import LaunchConfig
+from elastic_launch.config.settings import host_of
 from elastic_launch.errors import (
     DeniedError,
     EndpointError,
@@ -251,6 +252,7 @@ class Membership:
             shutdown_timeout=config.shutdown_timeout,
             planned=len(config.drill.faults),
             role=config.role,
+            host=host_of(config.node_id),
         )
 
     def _stay(self) -> None:

@@ -25,6 +25,7 @@ class Failure:
 
     Attributes:
         kind: ``crash``, ``hang``, ``out of memory``, ``preemption``, ``startup`` or ``fatal``.
+        rank: -1 if it was started ahead of a round, and had no place in one.
         exit_code: as in ``subprocess``: -N for signal N.
         message: one line: the exception, or the signal's name.
         detail: the traceback, or the last lines of stderr.
@@ -38,6 +39,9 @@ class Failure:
             that of a handled exception.
         repeats: where it failed, if a restart computes the same numbers there again; else empty.
         alive: whether the worker goes on: its connection to another rank broke, and it waits for a place.
+        alike: for each rank of the round, the lowest rank with the same arguments, if the ranks compared them and they
+            differ; else empty.
+        restoring: whether it failed as it restored a state in a round of live workers.
     """
 
     node_id: str
@@ -58,6 +62,8 @@ class Failure:
     supposed: bool = False
     repeats: str = ""
     alive: bool = False
+    alike: tuple[int, ...] = ()
+    restoring: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +125,8 @@ class Hello:
         planned, landed: number of faults in the plan of its drill; positions of those that it knows to have happened.
         shutdown_timeout: seconds that its workers have between SIGTERM and SIGKILL.
         apart: whether it could not connect to where the last round that it was asked about meets; see :class:`Reached`.
+        trained: see :class:`Stopped`; without the steps of the round that it holds.
+        host: what identifies the node's host across starts of its agent; empty if only ``node_id`` does.
         term: term of the record that named the leader, or 0 if no record did. A leader keeps its listening socket from
             one of its terms to the next, so that links of the earlier one may still wait there to be accepted.
     """
@@ -155,6 +163,8 @@ class Hello:
     apart: bool = False
     term: int = 0
     round_seen: RoundSeen | None = None
+    trained: bool = False
+    host: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,12 +224,14 @@ class Ready:
         remaining_s: seconds until the training ends at the current pace; -1 if unknown.
         step: optimizer steps done when they began; -1 if unknown.
         live: whether all of them can be suspended, and take places in another round.
+        arguments: what must be the same on all ranks, as text; empty if that is not known.
     """
 
     round: int
     remaining_s: float = -1.0
     step: int = -1
     live: bool = False
+    arguments: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,6 +339,8 @@ class Stopped:
             node does not wait for it; one that cannot is formed with it at once.
         slots: local ranks with which it could take part in a round from now on; empty for all. The others are left
             out, such as a killed worker whose replacement is starting ahead.
+        trained: whether the node has completed a step in this run, in this round or an earlier one. If its script
+            reports no steps, whether it has been in a round for longer than a start takes.
     """
 
     round: int
@@ -337,6 +351,7 @@ class Stopped:
     unsaved: str = ""
     importing: bool = False
     slots: LocalRanks = ()
+    trained: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,7 +385,23 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """This node's workers can begin at once from now on: their imports are loaded, or they are started ahead."""
+    """This node's workers can begin at once from now on: their imports are loaded, or they are started ahead.
+
+    Attributes:
+        arguments: those of its workers that were started ahead, see :class:`Ready`.
+    """
+
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Unfit:
+    """A worker that was started ahead ended, and would so again; this node has not completed a step in this run.
+
+    The leader answers with :class:`LeftOut`, or takes it for :class:`Imported`.
+    """
+
+    failure: Failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,6 +437,7 @@ Report = (
     | Beat
     | Progress
     | Imported
+    | Unfit
     | Reached
     | Saved
     | Joined
@@ -633,6 +665,20 @@ class Strike:
 
 
 @dataclass(frozen=True, slots=True)
+class LeftOut:
+    """The run goes on without this node, which cannot do what the others do: stop and exit with the code.
+
+    Attributes:
+        failure: what failed on this node; None if its workers have not failed.
+    """
+
+    term: int
+    code: int
+    cause: str
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class RunEnd:
     """The run is over and recorded as such: stop and exit with the code.
 
@@ -663,6 +709,7 @@ ToNode = (
     | Evicted
     | Notice
     | Strike
+    | LeftOut
     | RunEnd
 )
 Order = Welcome | Refused | Pulse | ToNode | asking.Answer | asking.Status | asking.NodeStacks

@@ -82,15 +82,19 @@ def find_place() -> None:
             link.close()
 
 
-def wait_for_place() -> AgentLink:
-    """Wait for the place, and describe it to this process' environment; return the connection to the agent."""
+def wait_for_place(arguments: str = "") -> AgentLink:
+    """Wait for the place, and describe it to this process' environment; return the connection to the agent.
+
+    Args:
+        arguments: see :class:`elastic_launch.contract.Ready`.
+    """
     link = AgentLink.ahead(int(os.environ.get(ENV_LOCAL_RANK) or os.environ["LOCAL_RANK"]))
     if not link.present:
         raise ElasticLaunchError(
             "This process was started ahead of its place in a round, and its agent cannot be reached.",
             "The agent has ended. It starts such a process with everything else that it needs.",
         )
-    place = link.wait_for_place()
+    place = link.wait_for_place(arguments)
     if place is None:
         link.close()
         raise Drained(0)

@@ -14,21 +14,48 @@ import torch
 import torch.distributed as dist
 
 from elastic_launch.errors import UsageError
+from elastic_launch.training.link import AgentLink
 from elastic_launch.training.ranks.world import World
 
+LONGEST = 4096
+"""Bytes of arguments up to which they are given to the agent as they are; of longer ones it gets a checksum."""
 
-def check_same(world: World, given: Mapping[str, object]) -> None:
+
+MOST_RANKS = 8192
+"""Most ranks of which the agent learns how they differ: a message to it has a limit."""
+
+
+class OthersDifferError(RuntimeError):
+    """Others of a round were given other arguments than this process, which goes on in the next round."""
+
+
+def told(given: Mapping[str, object]) -> str:
+    """Return arguments as the agents of the ranks compare them."""
+    text = _text(given)
+    return text if len(text) <= LONGEST else hashlib.sha256(text.encode()).hexdigest()
+
+
+def _text(given: Mapping[str, object]) -> str:
+    return json.dumps({name: str(value) for name, value in given.items()})
+
+
+def check_same(
+    world: World, given: Mapping[str, object], link: AgentLink | None = None, *, goes_on: bool = False
+) -> None:
     """Compare the arguments of all ranks; called by all ranks.
 
     Args:
         given: arguments by the names used in errors; compared as text.
+        link: to the agent, which learns which ranks differ; None: it does not.
+        goes_on: whether this process has trained with its arguments, and can go on in another round.
 
     Raises:
         UsageError: on all ranks, naming the first difference and the rank that has it.
+        OthersDifferError: instead, in a process that goes on.
     """
     if world.world_size == 1:
         return
-    text = json.dumps({name: str(value) for name, value in given.items()}).encode()
+    text = _text(given).encode()
     digest = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
     bounds = torch.tensor([digest, -digest, len(text)], dtype=torch.int64, device="cpu")
     dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
@@ -38,8 +65,14 @@ def check_same(world: World, given: Mapping[str, object]) -> None:
     mine = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
     gathered = [torch.empty_like(mine) for _ in range(world.world_size)]
     dist.all_gather(gathered, mine)
+    texts, lowest = [bytes(x.tolist()) for x in gathered], dict[bytes, int]()
+    if link is not None and len(texts) <= MOST_RANKS:
+        link.differs([lowest.setdefault(one, rank) for rank, one in enumerate(texts)])
+    message = f"The ranks were given different arguments: {_difference([json.loads(one) for one in texts])}."
+    if goes_on:
+        raise OthersDifferError(message)
     raise UsageError(
-        f"The ranks were given different arguments: {_difference([json.loads(bytes(x.tolist())) for x in gathered])}.",
+        message,
         "Give all ranks the same. Each takes its own part of every global batch, and which of them reads and writes "
         "checkpoints is decided here.",
     )
