@@ -48,6 +48,7 @@ class SimNode:
         told: those that the leader knows.
         ahead: whether its workers start ahead of a place, or have started.
         importing: whether they could not begin at once.
+        trained: whether it has completed a step.
         back_at: when workers that start ahead are there, if it is prompt.
         spoke: when the leader last heard from it.
     """
@@ -68,6 +69,7 @@ class SimNode:
     told: tuple[int, ...] = ()
     ahead: bool = False
     importing: bool = False
+    trained: bool = False
     back_at: float = 0.0
     done: bool = False
     leaving: bool = False
@@ -191,6 +193,7 @@ class LeaderModel:
             live=node.ready and self.live,
             importing=node.importing,
             slots=node.slots,
+            trained=node.trained,
             seen_term=node.seen_term,
             seen_round=node.seen_round,
             seen_restarts=node.seen_restarts,
@@ -242,6 +245,13 @@ class LeaderModel:
                     node.gone = final
                     node.ahead = node.importing = False
                     self._stopped(node)
+                case m.LeftOut():
+                    assert not node.trained, "a node that has trained is left out"
+                    node.leaving = True
+                    if node.training:
+                        node.stopping = True
+                    else:
+                        self._stopped(node)
                 case m.RunEnd():
                     node.forget_workers()
                     node.gone = True
@@ -269,7 +279,8 @@ class LeaderModel:
                 self._hang_up(node.link)
         elif number:
             step = self.begun if drained else -1
-            self._say(node, m.Stopped(number, 7000, step, importing=node.importing, slots=node.slots))
+            how = {"importing": node.importing, "slots": node.slots, "trained": node.trained}
+            self._say(node, m.Stopped(number, 7000, step, **how))
 
     def _start_ahead(self, node: SimNode) -> None:
         node.ahead, node.back_at = True, self.now + START
@@ -286,6 +297,10 @@ class LeaderModel:
     def _train(self, node: SimNode) -> None:
         node.ready = True
         self._say(node, m.Ready(node.holding, step=self.begun, live=self.live))
+
+    def _complete_step(self, node: SimNode) -> None:
+        node.trained = True
+        self._say(node, m.Progress(node.holding, self.begun + 1))
 
     # The leader decides.
 
@@ -465,5 +480,6 @@ class LeaderModel:
         finishing = any(node.done for node in members)
         world = WORKERS * len(members)
         assert self.record.round.world_size == world or finishing, "not all workers take part"
-        there = len({node.node_id for node in self._where(lambda node: True)})
-        assert len(members) == min(there, self.limits.max_nodes) or finishing, "not all take part"
+        left_out = {name for name, node in self.machine.nodes.items() if node.barred or node.excluded}
+        there = len({node.node_id for node in self._where(lambda node: node.node_id not in left_out)})
+        assert len(members) >= min(there, self.limits.max_nodes) or finishing, "not all take part"

@@ -104,6 +104,13 @@ class LeaderRun(LeaderModel, RuleBasedStateMachine):
         self.begun += gained
         self._train(node)
 
+    @precondition(lambda self: self._where(lambda node: node.ready and _can_change(node)))
+    @rule(index=INDEX)
+    def complete_a_step(self, index: int) -> None:
+        node = self._pick(index, lambda node: node.ready and _can_change(node))
+        assert node is not None
+        self._complete_step(node)
+
     @precondition(lambda self: self._where(_can_change))
     @rule(index=INDEX)
     def finish(self, index: int) -> None:
