@@ -304,8 +304,8 @@ class Engine:
             )
         saves, seconds = self.checkpoint is not None, self._restore_seconds
         base = self.checkpoint.branch.base if self.checkpoint is not None else None
-        how = {"rehearses": rehearses, "checkpoints": saves}
-        ready = replace(Ready(step, total, seconds, self._uncompared, self._live, **how), arguments=arguments)
+        ready = Ready(step, total, seconds, self._uncompared, self._live, rehearses=rehearses, arguments=arguments)
+        ready = replace(ready, checkpoints=saves)
         self.link.say(ready if base is None else replace(ready, base=base[0], base_in=base[1]))
         self._restore_seconds = 0.0
 

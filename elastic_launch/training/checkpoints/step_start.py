@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from elastic_launch.snapshot.format.dtypes import flat_bytes
 from elastic_launch.training.checkpoints.parts import Gathered, Group, Stateful
 from elastic_launch.training.ranks.checksum import checksums
-from elastic_launch.training.wrapped import is_sharded
+from elastic_launch.training.wrapped import is_sharded, is_zero
 
 SMALL = 64 * 2**10
 """Bytes of all states together that are copied at each start."""
@@ -146,6 +146,8 @@ class StepStart:
         """Decide how a part is kept or watched; return the bytes that are copied at each start."""
         if isinstance(part, nn.Module):
             self._modules[name] = part
+        elif is_zero(part):
+            pass  # its state is in pieces, and its process ends with its round
         elif isinstance(part, torch.optim.Optimizer) and "param_groups" in part.state_dict():
             self._optimizers[name] = part
         elif isinstance(part, torch.amp.GradScaler):
@@ -468,7 +470,9 @@ def _differences(before: _Mark, now: _Mark, *, buffers: bool) -> list[str]:
     """Return the names of what differs between two marks."""
     found: list[str] = []
     if before.tensors is not now.tensors:
-        there, here = ({n: id(x) for n, x in zip(m.names, m.tensors, strict=True)} for m in (before, now))
+        counts = [len(mark.names) if buffers else mark.parameters for mark in (before, now)]
+        there = dict(zip(before.names[: counts[0]], map(id, before.tensors), strict=False))
+        here = dict(zip(now.names[: counts[1]], map(id, now.tensors), strict=False))
         found = [name for name in {**there, **here} if there.get(name) != here.get(name)]
     elif (before.addresses, before.versions, before.sums) != (now.addresses, now.versions, now.sums):
         count = len(now.tensors) if buffers else now.parameters

@@ -47,6 +47,12 @@ class Net(nn.Module):
 
 PASSES: list[bool] = []
 
+STEPS = 12
+"""Passes of three steps."""
+
+CHECKED = 3
+"""Passes in exact mode besides: each of the first steps computes a micro-batch again."""
+
 
 @pytest.fixture(autouse=True)
 def no_passes() -> None:
@@ -95,7 +101,7 @@ def undisturbed(**options: Any) -> tuple[str, list[Any]]:
         for name in (c.ENV_AHEAD, c.ENV_SOCKET, c.ENV_ROUND, "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             environment.delenv(name, raising=False)
         result = train(Net(), **options)
-    assert PASSES == [False] * 12
+    assert [False] * (STEPS + CHECKED * options.get("exact", True)) == PASSES
     PASSES.clear()
     return result
 
@@ -104,7 +110,8 @@ def undisturbed(**options: Any) -> tuple[str, list[Any]]:
 def test_a_rehearsal_changes_nothing(agent: PlayedAgent, options: dict[str, Any]) -> None:
     expected = undisturbed(**options)
     found = train(Net(), **options)
-    assert PASSES == [False] + [True] * 12, "one pass before there is a place"
+    passes = STEPS + CHECKED * options.get("exact", True)
+    assert [False] + [True] * passes == PASSES, "one pass before there is a place"
     assert found == expected
     assert agent.worker(0).said(c.Ready)[0].rehearses
 
@@ -119,8 +126,8 @@ def test_it_comes_before_the_place_and_neither_metrics_nor_the_optimizer_take_pa
         return torch.tensor(1.0)
 
     train(model, metrics={"metric": metric})
-    assert connected == [False] + [True] * 12
-    assert measured == [True] * 12
+    assert connected == [False] + [True] * (STEPS + CHECKED)
+    assert measured == [True] * STEPS
 
 
 @pytest.mark.parametrize("what", ["rank", "dist", "error", "memory", "group"])
@@ -145,7 +152,7 @@ def test_what_fails_in_it_fails_no_worker(agent: PlayedAgent, what: str) -> None
 
     model.extra = extra
     assert train(model) == expected
-    assert PASSES == [False] + [True] * 12
+    assert PASSES == [False] + [True] * (STEPS + CHECKED)
 
 
 def test_a_stop_that_is_requested_in_it_does_not_count(agent: PlayedAgent) -> None:
