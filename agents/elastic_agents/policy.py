@@ -255,7 +255,8 @@ def _stop(view: v.View, cause: str, number: int = signal.SIGTERM) -> Decision:
     """
     # Without these reports the leader would charge the crashes that these workers caused elsewhere.
     held: list[v.Action] = [v.ReportFailed(local_rank) for local_rank in sorted(view.held)]
-    view = replace(view, held=frozenset())
+    cut_short = view.phase is v.Phase.DRAINING and view.leaving is not None
+    view = replace(view, held=frozenset(), parked=view.parked or cut_short)
     match view.phase:
         case v.Phase.RUNNING | v.Phase.DRAINING if view.alive:
             suspends = frozenset() if _ends(view) else view.live

@@ -55,7 +55,7 @@ def test_the_node_that_is_left_saves_the_newest_state_at_the_end(job: Job, ends:
         agent.signal(signal.SIGTERM)
     assert agent.wait(100) == {"min_wait": 94, "SIGTERM": 143, "host": 95}[ends], agent.output
     saved, last = pair.saved(), pair.changes.last(pair.round)
-    if live:  # it kept its process, which has the last step
+    if live and ends != "SIGTERM":  # it kept its process, which has the last step
         assert saved >= last - 1
     assert saved >= pair.changes.whole(pair.round, left) > 0
     assert f"step {saved} is saved in {pair.changes.checkpoints}/step-{saved}." in agent.output
