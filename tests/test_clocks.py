@@ -42,6 +42,8 @@ KNOWN = {
         "time.time"
     ],  # torch's protocol names moments; each is converted as it comes
     "elastic_launch/error_file.py": ["os.stat(path).st_mtime", "time.time"],
+    # CLOCK_BOOTTIME, which counts the time of a suspend, as the other hosts do; a time of this host alone.
+    "agents/elastic_agents/workers/guard_process.py": ["time.clock_gettime"],
     # Clouds and Slurm use absolute times. The answering server's clock is preferred over this host's.
     "agents/elastic_agents/notices/types.py": ["datetime.now"],
     "agents/elastic_agents/notices/slurm.py": ["time.time"],

@@ -30,7 +30,7 @@ BARE = {
 
 ENDLESS = {
     "agents/elastic_agents/calls/caller.py": ["process.wait()"],  # the run itself, for as long as it takes
-    "agents/elastic_agents/workers/guard.py": ["self._process.wait()"],  # close() kills that process
+    "agents/elastic_agents/workers/guard.py": ["process.popen.wait()"],  # close() kills that process
     # Threads that wait for work, and are notified of the end.
     "agents/elastic_agents/snapshots/snapshot_store.py": ["self._changed.wait_for()"],
     "elastic_launch/system/writer_thread.py": ["self._filled.wait()"],

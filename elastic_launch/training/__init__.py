@@ -4,6 +4,7 @@
 ``engine``       what happens between two steps; ``trainings`` keeps track of the trainings of one script
 ``loop``         ``run.steps``; ``steps`` is the step as a transaction
 ``positions``    where a loop's state can be handed on, and what the script changes between
+``purity``       whether micro-batches depend on those before them
 ``trainer``      ``Trainer``, with ``callbacks`` and ``durations``
 ``deepspeed``    a trainer's model in DeepSpeed's engine; ``deepspeed_config`` completes the configuration
 ``evaluations``  when to evaluate, and what came out; ``schedule`` steps learning-rate schedulers

@@ -27,7 +27,7 @@ from elastic_launch.snapshot.location import place
 from elastic_launch.snapshot.memory.slot import PART, Header, Slot
 from elastic_launch.snapshot.storage import owner as owners
 from elastic_launch.snapshot.storage.lineage import epoch_of, nonce_in, order, same_run
-from elastic_launch.snapshot.storage.listing import CheckpointInfo, find
+from elastic_launch.snapshot.storage.listing import CheckpointInfo, find, order_of
 from elastic_launch.snapshot.storage.saving import prune, write_parts, write_share
 from elastic_launch.snapshot.storage.shares import Division, Split
 
@@ -89,7 +89,7 @@ def copy(
         if job.share:
             if split is not None and job.share < len(split.division):
                 write_share(job.directory, split.division, job.share, **numbers, nonce=split.nonce)
-        elif newest is not None and newest.order >= order(newest.meta, header.round, header.step):
+        elif newest is not None and order_of(newest) >= order(newest.meta, header.round, header.step):
             done = replace(done, step=newest.step, round=newest.round, path=str(newest.path), digest=newest.digest)
             done = replace(done, bytes=newest.bytes)
         else:

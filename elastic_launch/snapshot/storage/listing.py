@@ -50,10 +50,10 @@ class CheckpointInfo:
     bytes: int
     meta: dict[str, Any]
 
-    @property
-    def order(self) -> Order:
-        """What checkpoints are compared by; the highest is the newest."""
-        return order(self.meta, self.round, self.step)
+
+def order_of(info: CheckpointInfo) -> Order:
+    """Return what checkpoints are compared by; the highest is the newest."""
+    return order(info.meta, info.round, info.step)
 
 
 def find(directory: str | os.PathLike[str], on_damaged: OnDamaged | None = None) -> list[CheckpointInfo]:
@@ -82,7 +82,7 @@ def find(directory: str | os.PathLike[str], on_damaged: OnDamaged | None = None)
     if on_damaged is not None:
         for error in damaged:
             on_damaged(error)
-    return sorted(found, key=lambda info: (info.order, info.path.name), reverse=True)
+    return sorted(found, key=lambda info: (order_of(info), info.path.name), reverse=True)
 
 
 def positions(directory: str | os.PathLike[str]) -> list[tuple[int, int]]:

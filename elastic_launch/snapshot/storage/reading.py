@@ -28,6 +28,7 @@ from elastic_launch.snapshot.storage.listing import (
     faults,
     find,
     manifest_of,
+    order_of,
 )
 from elastic_launch.snapshot.storage.shared_copies import Copies, Taking
 from elastic_launch.snapshot.storage.url_storage import Storage
@@ -143,7 +144,7 @@ def newest(
         try:
             found = find(directory, skip)
             found = [x for x in found if above is None or (x.round, x.step) > above]
-            found = [x for x in found if epoch in (None, x.order[0])]
+            found = [x for x in found if epoch in (None, order_of(x)[0])]
             wanted = [x for x in found if step in (None, x.step)]
             return _first_sound(wanted, skip, lambda info: load(info, copies, parts, taking))
         except CheckpointGoneError as error:

@@ -42,7 +42,7 @@ from elastic_launch.snapshot.storage import owner as owners
 from elastic_launch.snapshot.storage import urls as remote
 from elastic_launch.snapshot.storage.draft import Draft, bury, draft, remove_abandoned, remove_shares
 from elastic_launch.snapshot.storage.lineage import epoch_of, leads_to
-from elastic_launch.snapshot.storage.listing import CheckpointInfo, find, inspect
+from elastic_launch.snapshot.storage.listing import CheckpointInfo, find, inspect, order_of
 from elastic_launch.snapshot.storage.shares import (
     MAX_SUM_BYTES,
     Division,
@@ -346,7 +346,7 @@ def left_over(
     """Return the checkpoints, of those found, that ``prune`` removes; both newest first."""
     mine = [info for info in found if info.round <= up_to_round]
     if meta is not None:
-        mine = [info for info in found if info.order <= (epoch_of(meta) or 0, up_to_round, math.inf)]
+        mine = [info for info in found if order_of(info) <= (epoch_of(meta) or 0, up_to_round, math.inf)]
     spared = {info.path for info in [*_milestones(mine, every), *_best_of(mine, best)]}
     line = [info for info in mine if meta is None or leads_to(info.round, info.step, meta, up_to_round)]
     oldest = mine.index(line[keep - 1]) if len(line) >= keep else len(mine)
