@@ -14,6 +14,9 @@ from elastic_launch.training.engine import Engine
 
 _log = logging.getLogger(__name__)
 
+FIRST = 3
+"""Number of passes at the beginning in which all is looked at."""
+
 SHARE = 0.01
 """Fraction of the time that it may cost to look what passes change, except in exact mode."""
 
@@ -37,6 +40,7 @@ class Positions:
         self._state = state
         self._start: StepStart | None = None
         self._warned = False
+        self._passes = 0  # that have begun
         self._looks = False  # whether the current pass is looked at
         self._looked = -math.inf
         self._cost = 0.0
@@ -92,11 +96,12 @@ class Positions:
         if self._start is None or not self._start.open:
             return
         lives, began = self._engine.lives, time.monotonic()
-        self._looks = self._exact or (began - self._looked) * SHARE >= self._cost
+        due = self._passes < FIRST or (not self._exact and (began - self._looked) * SHARE >= self._cost)
+        self._looks, self._passes = due or self._exact, self._passes + 1
         if not lives and not self._looks:
             return
-        found = self._start.pass_begins()
-        if self._looks:
+        found = self._start.pass_begins(look=due)
+        if due:
             self._looked = time.monotonic()
             self._cost = 2 * (self._looked - began)  # here and when the pass ends
         if not lives:

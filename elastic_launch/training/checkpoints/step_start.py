@@ -137,6 +137,7 @@ class StepStart:
         self._sums_at = -float("inf")
         self._cost = 0.0
         self._sums_now = False
+        self._quiet = False  # the heads looked at have changed nothing
         room = SMALL
         for name, part in _members(parts):
             if name.partition("/")[0] not in unwatched:
@@ -208,11 +209,20 @@ class StepStart:
         """End the step: from now on, the state is that of its end."""
         self._open, self._at, self._behind = False, None, None
 
-    def pass_begins(self) -> list[str]:
+    def pass_begins(self, *, look: bool = True) -> list[str]:
         """Note that the head has ended; return the names of what it has changed and is not copied.
 
-        Only from then on, :meth:`changed_in_pass` knows what has changed.
+        Args:
+            look: whether to look even if the heads before have changed nothing. If not, this sees only changed buffers:
+                other changes are seen by :meth:`changed_in_pass`, and from then on here, or by :meth:`spoiled`.
         """
+        if (
+            not (look or self._sums_now)
+            and self._quiet
+            and self._at is not None
+            and not self._buffers_changed(self._at)
+        ):
+            return []
         self._look()
         self._behind = self._mark(others=self._at is not None)
         before = _values_of(self.starts[-1])
@@ -223,18 +233,30 @@ class StepStart:
             self._then[name] = before[name] if same else copied(value)
             if name in self._with_tensors:
                 self._away[name] = _away(value)
-        return [] if self._at is None else _differences(self._at, self._behind, buffers=True)
+        found = [] if self._at is None else _differences(self._at, self._behind, buffers=True)
+        self._quiet = not found and all(value is before.get(name) for name, value in self._then.items())
+        return found
+
+    def _buffers_changed(self, mark: _Mark) -> bool:
+        buffers = mark.tensors[mark.parameters :]
+        return bool(buffers) and self._marks(buffers)[1] != mark.versions[mark.parameters :]
 
     def changed_in_pass(self, allowed: Collection[str] = ()) -> list[str]:
         """Return the names of what has changed since the head ended, but for buffers and the allowed names."""
-        if self._behind is None:
+        behind = self._behind or self._at
+        if behind is None:
             return []
         self._look()
-        found = _differences(self._behind, self._mark(others=False), buffers=False)
+        then = self._then if self._behind is not None else _values_of(self.starts[-1])
+        found = _differences(behind, self._mark(others=False), buffers=False)
         for name, value in self._values().items():
-            if not self._equal(name, value, self._then.get(name)) or _moved(self._away.get(name), value):
+            if not self._equal(name, value, then.get(name)) or _moved(self._away.get(name), value):
                 found.append(self._called(name))
-        return [name for name in found if name not in allowed]
+        found = [name for name in found if name not in allowed]
+        if self._behind is None and found:
+            self._quiet = False  # it may have been the head: known from the next step on
+            return []
+        return found
 
     def spoiled(self) -> list[str]:
         """Return the names of what has changed since the start and is not copied: the state of the start is gone."""
