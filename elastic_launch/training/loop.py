@@ -381,6 +381,7 @@ class Loop:
         """
         assert self._gradients is not None
         self._gradients.give_up()
+        trained = self._trains()
         self._change_round(error, passes)
         while self._received is None and self._owes_evaluation:
             # This rank has begun a step, while others were still evaluating the one before.
@@ -397,6 +398,8 @@ class Loop:
         plan, batches, received = self._plan(self._step), self._open_batches(), self._received
         recovered = Recovered(plan, batches, self._gradients, self._engine.agreement)
         if received is None:
+            # The ranks have agreed on the step's start; this process is behind the head, where it may have changed.
+            self._train_the_same(trained)
             self._positions.go_on()
             return recovered
         if self._is_midway:

@@ -96,8 +96,8 @@ class Positions:
         if self._start is None or not self._start.open:
             return
         lives, began = self._engine.lives, time.monotonic()
-        due = self._passes < FIRST or (not self._exact and (began - self._looked) * SHARE >= self._cost)
-        self._looks, self._passes = due or self._exact, self._passes + 1
+        due = self._exact or self._passes < FIRST or (began - self._looked) * SHARE >= self._cost
+        self._looks, self._passes = due, self._passes + 1
         if not lives and not self._looks:
             return
         found = self._start.pass_begins(look=due)

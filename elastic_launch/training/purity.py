@@ -331,6 +331,8 @@ class _Calls:
         self._depth = 0
 
     def _called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         self._depth += 1
         if self._depth == 1 and id(module) not in self._first:
             given = [*tensors_in((args, kwargs))]
@@ -340,6 +342,8 @@ class _Calls:
                 )
 
     def _returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         self._depth -= 1
         call = self._first.get(id(module))
         if self._depth == 0 and call is not None and not call.returned:

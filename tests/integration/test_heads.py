@@ -28,7 +28,7 @@ def killed(job: Job, head: str, workers: int, *options: str) -> tuple[dict[str, 
     return json.loads((job.directory / "result.json").read_text()), agent.output
 
 
-@pytest.mark.parametrize("head", ["small", pytest.param("between", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("head", ["small", *(pytest.param(x, marks=pytest.mark.slow) for x in ("between", "freeze"))])
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_what_is_small_is_handed_on_as_before_the_head(job: Job, tmp_path: Path, head: str, workers: int) -> None:
     result, _ = killed(job, head, workers)

@@ -129,6 +129,8 @@ def main() -> None:
         def change_large() -> None:
             if args.head == "value":
                 model.head.weight.mul_(0.99)
+            elif args.head == "freeze":
+                model.body.requires_grad_(step.number < 5)
             elif args.head == "data":
                 model.head.weight.data.mul_(0.99)
             elif args.head == "buffer":

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -177,7 +178,28 @@ def test_buffers_and_what_is_allowed_may_change_between_micro_batches() -> None:
     assert training.start.changed_in_pass({"linear.weight"}) == []
 
 
-@pytest.mark.parametrize("value", [3, float("nan"), "name", (1, 2.5), torch.ones(2), [torch.zeros(100)], {"a": {1}}])
+class Point:
+    def __init__(self, x: float) -> None:
+        self.x = x
+        self.own = self
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        3,
+        float("nan"),
+        "name",
+        (1, 2.5),
+        torch.ones(2),
+        [torch.zeros(100)],
+        {"a": {1}},
+        np.ones(3),
+        deque([np.ones(2)]),
+        deque([torch.ones(2)], maxlen=3),
+        Point(2.0),
+    ],
+)
 def test_a_registered_value_that_stays_the_same_is_not_named(value: Any) -> None:
     training = Training(own=Fresh(value))
     assert training.head(lambda training: None) == []
@@ -194,9 +216,14 @@ class Fresh(Holder):
         return {key: copied(value) for key, value in self.state.items()}
 
 
-@pytest.mark.parametrize("value", [2.0, torch.zeros(2), [torch.ones(100)]])
-def test_a_registered_value_that_changes_is_named(value: Any) -> None:
-    own = Fresh(torch.ones(2))
+@pytest.mark.parametrize(
+    ("before", "value"),
+    [(torch.ones(2), each) for each in (2.0, torch.zeros(2), [torch.ones(100)])]
+    + [(np.ones(2), np.zeros(2)), (np.ones(2), np.ones(2, np.float32)), ({1}, {2}), (deque([1]), deque([2]))]
+    + [(deque([torch.ones(2)]), deque([torch.zeros(2)])), (Holder(x=1), Holder(x=2)), (np.float64(1), np.float64(2))],
+)
+def test_a_registered_value_that_changes_is_named(before: Any, value: Any) -> None:
+    own = Fresh(before)
     training = Training(own=own)
 
     def change(training: Training) -> None:
@@ -228,6 +255,30 @@ def test_the_copies_of_all_small_states_have_one_limit() -> None:
     training = Training(**{f"own{number}": Holder(values=torch.zeros(half)) for number in range(3)})
     training.start.take({})
     assert len([name for name in training.start.starts[0]["states"] if name.startswith("own")]) == 1
+
+
+def test_what_has_grown_is_watched_instead_of_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Holder(values={})
+    training = Training(own=own)
+    training.start.take({})
+    assert "own" in training.start.starts[0]["states"]
+    own.state["values"]["more"] = torch.zeros(step_start.SMALL)
+    monkeypatch.setattr(step_start, "AGAIN", 0)
+    monkeypatch.setattr(step_start, "QUICK", 1e-9)  # as if copying it took long
+    training.start.take({})
+    monkeypatch.setattr(step_start, "QUICK", 60.0)
+    training.start._divide_all()
+    training.start.take({})
+    assert "own" not in training.start.starts[0]["states"]
+    assert training.head(lambda training: own.state["values"]["more"].add_(1)) == ["the state of own"]
+
+
+def test_a_large_extra_state_is_not_copied() -> None:
+    training = Training()
+    training.model.tau = torch.zeros(step_start.SMALL)  # type: ignore[assignment]
+    start = StepStart({"model": training.model})
+    start.take({})
+    assert (start.starts[0]["extra"], start.blind) == ({}, ["_extra_state"])
 
 
 def test_each_pass_has_a_start_of_its_own() -> None:

@@ -348,6 +348,9 @@ def _load(
         _refuse(name, origin, found or f"{type(error).__name__}: {error}", hint, error)
     if isinstance(part, torch.optim.Optimizer):
         _keep_dtypes(part, saved)
+    if isinstance(part, torch.amp.GradScaler) and part.is_enabled():
+        # It makes its tensors when it is first used, and a script may change its scale before that.
+        part.scale(torch.zeros((), device=part._device))
 
 
 def _keep_dtypes(optimizer: torch.optim.Optimizer, saved: Any) -> None:

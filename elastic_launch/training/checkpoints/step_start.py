@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import copy
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, repeat
 from operator import attrgetter, is_
@@ -36,6 +37,9 @@ QUICK = 1e-3
 
 SHARE = 0.001
 """Fraction of the training's time that checksums may cost."""
+
+AGAIN = 64
+"""Starts after which it is decided anew what is small, if copying it takes long."""
 
 _VALUE = 64
 """Bytes counted for a value that is not a tensor."""
@@ -138,10 +142,17 @@ class StepStart:
         self._cost = 0.0
         self._sums_now = False
         self._quiet = False  # the heads looked at have changed nothing
+        self._parts = {name: part for name, part in _members(parts) if name.partition("/")[0] not in unwatched}
+        self._since = 0  # starts since the parts were divided
+        self._divide_all()
+
+    def _divide_all(self) -> None:
+        for each in (self._modules, self._optimizers, self._scalers, self._small, self._large, self.blind):
+            each.clear()
         room = SMALL
-        for name, part in _members(parts):
-            if name.partition("/")[0] not in unwatched:
-                room -= self._divide(name, part, room)
+        for name, part in self._parts.items():
+            room -= self._divide(name, part, room)
+        self._since = 0
 
     def _divide(self, name: str, part: Stateful, room: int) -> int:
         """Decide how a part is kept or watched; return the bytes that are copied at each start."""
@@ -155,7 +166,7 @@ class StepStart:
             self._scalers[name] = part  # its state_dict waits for the GPU
         elif not isinstance(part, Gathered):
             seconds, first, second = _timed(part)
-            size = sum(x.numel() * x.element_size() if isinstance(x, Tensor) else _VALUE for x in _leaves(first))
+            size = _size(first)
             if seconds <= QUICK and size <= room:
                 self._small[name] = part
                 return size
@@ -182,6 +193,7 @@ class StepStart:
             trained: whether each parameter needs a gradient, by name.
         """
         self._look()
+        began, self._since = time.perf_counter(), self._since + 1
         start: Start = {"trained": dict(trained), "states": {}, "groups": {}, "extra": {}}
         for name, part in self._small.items():
             start["states"][name] = copied(part.state_dict())
@@ -190,6 +202,8 @@ class StepStart:
         for name, key, module in self._extra:
             start["extra"].setdefault(name, {})[key] = copied(module.get_extra_state())
         self.starts[passes:] = [start]
+        if time.perf_counter() - began > QUICK and self._since > AGAIN:
+            self._divide_all()  # something may have grown: it is watched from the next step on
         # Checksums only from time to time; at the first start, in any case.
         self._sums_now = (time.monotonic() - self._sums_at) * SHARE >= self._cost
         self._open, self._behind = True, None
@@ -273,7 +287,7 @@ class StepStart:
         """Set what is small to what it was at a start in another process."""
         self._look()
         for name, state in start["states"].items():
-            self._small[name].load_state_dict(copied(state))
+            self._parts[name].load_state_dict(copied(state))
         for name, groups in start["groups"].items():
             for mine, then in zip(self._optimizers[name].param_groups, groups, strict=True):
                 mine.update({key: _as(mine.get(key), copied(value)) for key, value in then.items()})
@@ -307,7 +321,10 @@ class StepStart:
                 pass  # something in it cannot be compared so
             if any(isinstance(leaf, Tensor) for leaf in _leaves(now)):
                 self._with_tensors.add(name)
-        return _same(now, then)
+        try:
+            return _same(now, then)
+        except RecursionError:  # an object of the script that refers to itself
+            return True
 
     def _look(self) -> None:
         """Determine the modules' members and the optimizers' parameters again, if they have changed."""
@@ -331,7 +348,11 @@ class StepStart:
                     if tensor is not None:
                         found.setdefault(id(tensor), (prefix + key, tensor))
             if type(module).get_extra_state is not nn.Module.get_extra_state:
-                self._extra.append((name, f"{path}." * bool(path) + "_extra_state", module))
+                key = f"{path}." * bool(path) + "_extra_state"
+                if _size(module.get_extra_state()) <= SMALL:
+                    self._extra.append((name, key, module))
+                elif key not in self.blind:
+                    self.blind.append(key)
         for number, parameter in enumerate(own):
             parameters.setdefault(id(parameter), (f"parameter {number} of the optimizer", parameter))
         self._parameters = len(parameters)
@@ -431,11 +452,16 @@ def _leaves(value: Any) -> Iterator[Any]:
     """Yield the values of a state."""
     if isinstance(value, Mapping):
         value = value.values()
-    elif not isinstance(value, list | tuple | set | frozenset):
+    elif not isinstance(value, list | tuple | set | frozenset | deque):
         yield value
         return
     for item in value:
         yield from _leaves(item)
+
+
+def _size(state: Any) -> int:
+    """Return the bytes of a state, about."""
+    return sum(int(getattr(leaf, "nbytes", _VALUE)) for leaf in _leaves(state))
 
 
 def _same_tensors(first: Any, second: Any) -> bool:
@@ -453,12 +479,18 @@ def _same(now: Any, then: Any) -> bool:
         return torch.equal(flat_bytes(now.detach()), flat_bytes(then))
     if isinstance(now, Mapping) and isinstance(then, Mapping):
         return now.keys() == then.keys() and all(_same(now[key], then[key]) for key in now)
-    if isinstance(now, list | tuple) and isinstance(then, list | tuple):
+    if isinstance(now, list | tuple | deque) and isinstance(then, list | tuple | deque):
         return len(now) == len(then) and all(map(_same, now, then))
     if type(now) in _PLAIN:
         return type(now) is type(then) and bool(now == then or (now != now and then != then))
-    # What is in an object of the script is not known.
-    return type(now) is type(then)
+    if type(now) is not type(then):
+        return False
+    if hasattr(now, "tobytes"):  # NumPy's arrays and numbers
+        return (now.dtype, now.shape) == (then.dtype, then.shape) and bool(now.tobytes() == then.tobytes())
+    if getattr(type(now), "__eq__", None) is not object.__eq__:
+        with suppress(RuntimeError, TypeError, ValueError):
+            return bool(now == then)
+    return _same(getattr(now, "__dict__", None), getattr(then, "__dict__", None))
 
 
 def _away(state: Any) -> list[tuple[int, int]]:
