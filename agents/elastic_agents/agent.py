@@ -130,6 +130,7 @@ class LocalElasticAgent(ElasticAgent):
         self._saver = ""  # the node that the leader has named then
         self._replaced = False  # another agent has taken this node's place
         self._stands_in = False  # this node saves at its end, whichever node saves usually
+        self._saving_at_the_end = False  # what is in memory is copied before this node ends or leaves
         self._formed = Round()
         self._rank = 0  # among the members of the current round
         self._restored: dict[int, int] = {}  # the training that workers of the round have restored, by local rank
@@ -355,6 +356,8 @@ class LocalElasticAgent(ElasticAgent):
                 self._events.emit(ev.LinkChanged(up=True, cause="hello accepted"))
             case LinkDown(reason=reason) | CutOff(reason=reason):
                 self._member = self._member and isinstance(item, CutOff)
+                if isinstance(item, LinkDown) and self._saving_at_the_end:
+                    self._secure()  # the leader is gone while this node saves: now none can tell it who does
                 if isinstance(item, CutOff) and self._membership.unconfirmed is not None and self._view.nodes > 1:
                     text = "%s: training goes on, and checkpoints are added, but none is removed until it does"
                     _log.warning(text, item.reason)
@@ -493,6 +496,7 @@ class LocalElasticAgent(ElasticAgent):
         if isinstance(order, m.Break | m.Evicted):
             self.finished_round = 0
         if isinstance(order, m.Form):
+            self._saving_at_the_end = False
             self.restarts, self.max_restarts = order.restarts, order.max_restarts
         if not self._hosting:  # on the host, the leader's own events already report it
             reporting.ordered(order, event.round, event.cause)
@@ -612,13 +616,17 @@ class LocalElasticAgent(ElasticAgent):
     def _await_copies(self, *, bounded: bool) -> None:
         """Copy to durable storage what is in memory only, if this node is responsible for it or no other can."""
         left = 0.0 if self._replaced else self._departure.left
-        self._stands_in = bounded and self._is_left()
-        if self._member or self._stands_in:
-            self._snapshot_store.secure(stands_in=self._stands_in)
+        self._saving_at_the_end = self._saving_at_the_end or bounded or self._view.leaving is not None
+        self._secure()
         if self._snapshot_store.idle or (bounded and left <= 0):
             self._inbox.put(v.CopiesDone(given_up=not self._snapshot_store.idle))
         elif bounded:
             self._inbox.put_later(left, v.DrainOver(self._view.round))
+
+    def _secure(self) -> None:
+        self._stands_in = self._saving_at_the_end and self._is_left()
+        if self._member or self._stands_in:
+            self._snapshot_store.secure(stands_in=self._stands_in)
 
     def _is_left(self) -> bool:
         """Whether no other node is known to save, or to go on with, the state in this node's memory."""
