@@ -153,6 +153,7 @@ def _form(view: v.View, form: m.Form, slots: frozenset[int]) -> Decision:
         coming=ahead.coming - slots,
         waiting=ahead.waiting - slots,
         in_round=ahead.in_round - slots,
+        ended=False,
         lost=0 if waiting else ahead.lost,
     )
     # The round may end before they are ready: those that have their places can be suspended from the start.

@@ -67,7 +67,7 @@ def settled(before: v.View, view: v.View, actions: list[v.Action], nproc: int) -
 
 def ordered(view: v.View, nproc: int) -> Decision:
     """The leader orders this node to start its workers ahead; it waits for the report that they are there."""
-    if view.phase not in (v.Phase.WAITING, v.Phase.SUSPENDED):
+    if view.phase not in (v.Phase.WAITING, v.Phase.SUSPENDED) or view.ahead.ended:
         return view, []
     actions: list[v.Action] = []
     if _may_start(view) and not view.final:
@@ -104,6 +104,10 @@ def gone(view: v.View, event: v.AheadGone, nproc: int) -> Decision:
     if event.unfit and view.phase is v.Phase.WAITING:
         how = "the leader decides whether this node takes part"
         return view, [v.ReportAheadGone(event.local_rank, how), v.ReportUnfit(event.local_rank)]
+    if event.exit_code == 0 and view.phase is v.Phase.WAITING and not late:
+        # A round with such a worker would end at once, or wait for it: the node is not offered to a run that trains.
+        how = "this node takes part only if the run lacks nodes"
+        return _with(view, ended=True), [v.ReportAheadGone(event.local_rank, how)]
     never = fails >= MOST_FAILED
     how = "workers of this node no longer start ahead" if never else "another one starts with its next round"
     return view, [v.ReportAheadGone(event.local_rank, how), *([] if view.ahead.coming else _complete(view))]
@@ -150,7 +154,7 @@ def _start(view: v.View, local_ranks: frozenset[int], *, yields: bool = False) -
 
 def _complete(view: v.View) -> list[v.Action]:
     """Report that the node can take part with all its workers, if that is news to the leader."""
-    if view.ahead.coming or view.phase in (v.Phase.STOPPING, v.Phase.SAVING, v.Phase.OVER):
+    if view.ahead.coming or view.ahead.ended or view.phase in (v.Phase.STOPPING, v.Phase.SAVING, v.Phase.OVER):
         return []
     trains = view.phase in (v.Phase.RUNNING, v.Phase.DRAINING, v.Phase.FINISHED)
     return [m.Slots(())] if trains else [m.Slots(()), m.Imported(view.ahead.arguments)]

@@ -56,6 +56,7 @@ class Newcomers:
         fails: times in a row that workers ended by themselves, or did not come in time; those that end before the same
             round count once.
         arguments: what the last one that came was given; see :class:`elastic_launch.contract.Ahead`.
+        ended: whether one has ended with 0 before it needed a place: the node is not offered until its next round.
     """
 
     slow: bool = False
@@ -65,6 +66,7 @@ class Newcomers:
     lost: int = 0
     fails: int = 0
     arguments: str = ""
+    ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)

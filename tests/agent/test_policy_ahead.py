@@ -114,6 +114,17 @@ def test_the_leader_is_told_when_all_workers_wait() -> None:
     assert joined.ahead == v.Newcomers(slow=True)
 
 
+def test_a_node_whose_worker_ends_with_0_before_it_needs_a_place_is_not_offered() -> None:
+    """A round with it would wait for that worker, or end at once."""
+    starting, _ = decide(WAITING, START)
+    ended, said = decide(starting, v.AheadGone(0, 0))
+    assert said == [v.ReportAheadGone(0, "this node takes part only if the run lacks nodes")]
+    assert actions(ended, CAME_TOO) == []
+    taken, starts = decide(ended, form(4))
+    assert starts == [v.StartWorkers(form(4), coming=ONE)], "a run that lacks nodes takes it"
+    assert (taken.phase, taken.ahead.ended) == (v.Phase.RUNNING, False)
+
+
 def test_a_node_whose_start_is_short_could_begin_at_once() -> None:
     assert decide(View(), START) == (View(), [m.Imported()])
 

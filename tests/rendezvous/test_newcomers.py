@@ -476,3 +476,33 @@ def test_a_round_without_reports_of_steps_counts_if_it_lasts(seconds: float, tra
     node.obey(m.Form(1, Round(1, (Member("a", "a1", 1, "host", 7000),)), 0, "first"), 0.0)
     node.say(m.Stopped(1, 7000), seconds)
     assert node.hello.trained is trained
+
+
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_a_newcomer_that_ends_with_0_before_its_first_step_costs_the_run_nothing(first: str) -> None:
+    """Its worker is done, and those of the others lose their connection to it."""
+    run = trains(node_ids="a" if first == "a" else "ac")
+    joins(run, "b")
+    number, members = run.number, run.members
+    run.report("b", m.Done(number))
+    run.fail("a", round=number, **SYMPTOM)
+    run.advance(0.3)
+    for member in members:
+        run.report(member, m.Stopped(number, 7000))
+    run.advance(30.0)
+    assert run.code is None
+    assert (run.number, run.members, run.record.restarts) == (number + 1, members.replace("b", ""), 0)
+    assert not run.told(RestartCharged)
+    order = left_out(run, "b")
+    assert order.code == 93
+    assert "ended with exit code 0 before their first step" in order.cause
+
+
+def test_a_node_that_has_trained_may_end_with_0_before_the_others() -> None:
+    run = trains("2:3", "ab")
+    run.report("b", m.Done(1))
+    run.fail("a", round=1, **SYMPTOM)
+    run.advance(0.3)
+    for member in "ab":
+        run.report(member, m.Stopped(1, 7000))
+    assert not run.told(NewcomerLeftOut)

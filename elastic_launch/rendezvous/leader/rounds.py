@@ -169,7 +169,7 @@ class Rounds:
         state, counts = self._state, broken.begun is not None or self._state.budget.best >= 0
         found = newcomers_failures(state.record.round, state.nodes, broken.failures, counts=counts)
         if not found:
-            return False
+            return self._leave_out_ended(broken, now)
         broken.imposed = Kind.MEMBERSHIP
         first = next(iter(found.values()))
         self._found(broken, kind_of(first), words(first))
@@ -177,6 +177,23 @@ class Rounds:
             node = state.nodes.get(node_id)
             if node is not None and not node.leaving:
                 self._leave_out(node, failure, now)
+        return True
+
+    def _leave_out_ended(self, broken: Broken, now: float) -> bool:
+        """If a round broke only because workers of newcomers had ended with 0, leave these out; return whether."""
+        members = [node for node in self._state.nodes.values() if self._is_member(node)]
+        ended = [node for node in members if node.done and not (node.trained or node.veteran)]
+        others = [node for node in members if node not in ended]
+        fails = any(is_own(failure) or failure.alike for _, failure in broken.failures)
+        if fails or not broken.failures or not ended or not any(node.veteran for node in others):
+            return False
+        names = ", ".join(node.hello.node_id for node in ended)
+        cause = f"the workers of node {names} ended with exit code 0 before their first step, while others train"
+        broken.imposed = Kind.MEMBERSHIP
+        self._found(broken, Kind.MEMBERSHIP, cause)
+        for node in ended:
+            if not node.leaving:
+                self._state.leave_out(node, ExitCode.DO_NOT_RETRY, cause, None, now)
         return True
 
     def _awaits_newcomer(self, broken: Broken) -> bool:
