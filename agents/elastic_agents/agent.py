@@ -637,7 +637,7 @@ class LocalElasticAgent(ElasticAgent):
         return not self._member or (self._view.parked and self._membership.round <= self._view.round)
 
     def _may_add(self) -> bool:
-        """Whether this node, which is no confirmed member, may add a checkpoint; called from any thread."""
+        """Whether this node may add a checkpoint although its membership is not confirmed; called from any thread."""
         return self._stands_in or self._membership.unconfirmed is not None
 
     def _end_round(self, end: v.ReportStopped) -> None:

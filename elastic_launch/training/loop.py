@@ -171,7 +171,7 @@ class Loop:
             self._complete()
             while self._step < self._end and not self._engine.stopped:
                 step, pace, began = self._next_step(), self._pace, time.perf_counter()
-                self._positions.begin(self._step, self._trains())
+                self._positions.begin(self._trains())
                 yield step
                 self._positions.end()
                 if pace is not None:  # if the round has changed meanwhile, it is not used any more
@@ -417,10 +417,10 @@ class Loop:
             self._train_the_same(received.starts[passes]["trained"])
             return
         if received is not None:
-            self._load(received)
+            self._state.load(received, again=False)
             self._received = None
             self._train_the_same(received.trained)
-        self._positions.begin(self._step, self._trains(), passes)
+        self._positions.begin(self._trains(), passes)
 
     @property
     def _is_midway(self) -> bool:
@@ -428,14 +428,11 @@ class Loop:
         received = self._received
         return received is not None and bool(received.passes) and received.step == self._step
 
-    def _load(self, received: Resumed, *, again: bool = False) -> None:
-        # A second time, since the script may have changed its objects after the step or pass, as it has there.
-        self._state.load(received, again=again)
-
     def _take(self, received: Resumed) -> None:
         """Take a state over from another process, after a step that this one has not done itself."""
         with self._engine.link.doing(Activity.RESTORE):
-            self._load(received, again=bool(received.passes))
+            # A second time, since the script may have changed its objects after the step, as it has there.
+            self._state.load(received, again=bool(received.passes))
             self._step = received.step
             if not received.passes:
                 self._received = None

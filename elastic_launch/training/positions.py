@@ -51,11 +51,10 @@ class Positions:
         """Follow this state from its next position on."""
         self._state, self._start = state, None
 
-    def begin(self, step: int, trained: Mapping[str, bool], passes: int = 0) -> None:
+    def begin(self, trained: Mapping[str, bool], passes: int = 0) -> None:
         """A step begins, or its pass that follows so many updated ones: the script's next code is its head.
 
         Args:
-            step: optimizer steps done.
             trained: whether each parameter needs a gradient, by name.
         """
         if self._unwatched is None:

@@ -1,7 +1,7 @@
 """Newcomers that cannot do what the others do: which they are, and for how long their hosts are left out.
 
 A newcomer is a node that has not completed a step in this run, in a round with members that had when it was formed.
-What only newcomers cannot do is no failure of the run: they are left out, and it goes on.
+What only newcomers cannot do does not fail the run: they are left out, and it goes on.
 
 A host that is left out again backs off for longer. If two hosts fail in the same way, or a worker fails as it restores
 the state of others, new processes of the run's own nodes would fail, too: no newcomers are admitted, unless a round

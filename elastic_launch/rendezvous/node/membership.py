@@ -106,7 +106,7 @@ class Membership:
         self._key = link_key(config.token, config.run_id)
         self._once = LogOnce(_log)
         self._answered = False
-        self._spoke = b""  # the beginning of what came over the link, whatever it was
+        self._spoke = b""  # the beginning of what came over the link
         self._welcomed = False
         self._found: FoundLeader | None = None
         self._cut_until = 0.0  # by a drill

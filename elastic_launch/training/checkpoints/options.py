@@ -72,7 +72,7 @@ class Given:
             override: names of options and of parts whose values the script may want to replace those of the state.
 
         Raises:
-            UsageError: if there is no option and no part with one of these names.
+            UsageError: if neither an option nor a part has one of these names.
         """
         self._members = {name: part for name, part in members if _has_options(name, part)}
         states = {name: _state_of(part) for name, part in self._members.items()}
@@ -361,7 +361,7 @@ def _merged(state: Any, other: Any, takes: Callable[[str], bool], place: str = "
 
 
 def _name(place: str) -> str:
-    """Return the name of the option at a place: its last word that is no number."""
+    """Return the name of the option at a place: its last word that is not a number."""
     words = [word for word in place.split("/") if not word.isdigit()]
     return words[-1] if words else place
 

@@ -141,7 +141,6 @@ class StepStart:
         self._sums_at = -float("inf")
         self._cost = 0.0
         self._sums_now = False
-        self._quiet = False  # the heads looked at have changed nothing
         self._parts = {name: part for name, part in _members(parts) if name.partition("/")[0] not in unwatched}
         self._since = 0  # starts since the parts were divided
         self._divide_all()
@@ -152,7 +151,7 @@ class StepStart:
         room = SMALL
         for name, part in self._parts.items():
             room -= self._divide(name, part, room)
-        self._since = 0
+        self._since, self._count = 0, -1
 
     def _divide(self, name: str, part: Stateful, room: int) -> int:
         """Decide how a part is kept or watched; return the bytes that are copied at each start."""
@@ -204,6 +203,7 @@ class StepStart:
         self.starts[passes:] = [start]
         if time.perf_counter() - began > QUICK and self._since > AGAIN:
             self._divide_all()  # something may have grown: it is watched from the next step on
+            self._look()
         # Checksums only from time to time; at the first start, in any case.
         self._sums_now = (time.monotonic() - self._sums_at) * SHARE >= self._cost
         self._open, self._behind = True, None
@@ -227,15 +227,10 @@ class StepStart:
         """Note that the head has ended; return the names of what it has changed and is not copied.
 
         Args:
-            look: whether to look even if the heads before have changed nothing. If not, this sees only changed buffers:
-                other changes are seen by :meth:`changed_in_pass`, and from then on here, or by :meth:`spoiled`.
+            look: whether to look at all of it, as :meth:`changed_in_pass` needs. If not, only changed buffers are
+                seen: passes change them, too, so :meth:`spoiled` cannot see them later, as it does all else.
         """
-        if (
-            not (look or self._sums_now)
-            and self._quiet
-            and self._at is not None
-            and not self._buffers_changed(self._at)
-        ):
+        if not (look or self._sums_now) and self._at is not None and not self._buffers_changed(self._at):
             return []
         self._look()
         self._behind = self._mark(others=self._at is not None)
@@ -247,30 +242,25 @@ class StepStart:
             self._then[name] = before[name] if same else copied(value)
             if name in self._with_tensors:
                 self._away[name] = _away(value)
-        found = [] if self._at is None else _differences(self._at, self._behind, buffers=True)
-        self._quiet = not found and all(value is before.get(name) for name, value in self._then.items())
-        return found
+        return [] if self._at is None else _differences(self._at, self._behind, buffers=True)
 
     def _buffers_changed(self, mark: _Mark) -> bool:
         buffers = mark.tensors[mark.parameters :]
         return bool(buffers) and self._marks(buffers)[1] != mark.versions[mark.parameters :]
 
     def changed_in_pass(self, allowed: Collection[str] = ()) -> list[str]:
-        """Return the names of what has changed since the head ended, but for buffers and the allowed names."""
-        behind = self._behind or self._at
-        if behind is None:
+        """Return the names of what has changed since the head ended, but for buffers and the allowed names.
+
+        It is not known, and the result is empty, if :meth:`pass_begins` did not look.
+        """
+        if self._behind is None:
             return []
         self._look()
-        then = self._then if self._behind is not None else _values_of(self.starts[-1])
-        found = _differences(behind, self._mark(others=False), buffers=False)
+        found = _differences(self._behind, self._mark(others=False), buffers=False)
         for name, value in self._values().items():
-            if not self._equal(name, value, then.get(name)) or _moved(self._away.get(name), value):
+            if not self._equal(name, value, self._then.get(name)) or _moved(self._away.get(name), value):
                 found.append(self._called(name))
-        found = [name for name in found if name not in allowed]
-        if self._behind is None and found:
-            self._quiet = False  # it may have been the head: known from the next step on
-            return []
-        return found
+        return [name for name in found if name not in allowed]
 
     def spoiled(self) -> list[str]:
         """Return the names of what has changed since the start and is not copied: the state of the start is gone."""
@@ -349,7 +339,10 @@ class StepStart:
                         found.setdefault(id(tensor), (prefix + key, tensor))
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 key = f"{path}." * bool(path) + "_extra_state"
-                if _size(module.get_extra_state()) <= SMALL:
+                began = time.perf_counter()
+                size = _size(module.get_extra_state())
+                # Some wait for a GPU.
+                if size <= SMALL and time.perf_counter() - began <= 10 * QUICK:
                     self._extra.append((name, key, module))
                 elif key not in self.blind:
                     self.blind.append(key)
