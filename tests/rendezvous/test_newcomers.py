@@ -324,9 +324,11 @@ def test_a_host_has_a_name_across_starts_of_its_agent() -> None:
 # When no newcomers are admitted.
 
 
-def test_the_same_failure_of_two_hosts_stops_admission_with_a_line() -> None:
+@pytest.mark.parametrize("exited", [True, False], ids=["both exited", "one reported before its exit"])
+def test_the_same_failure_of_two_hosts_stops_admission_with_a_line(exited: bool) -> None:
     run = trains("1:4")
-    for node_id, message in (("b", "exit code 1: KeyError: 'rank 1'"), ("c", "exit code 1: KeyError: 'rank 27'")):
+    second = "exit code 1: " * exited + "KeyError: 'rank 27'"
+    for node_id, message in (("b", "exit code 1: KeyError: 'rank 1'"), ("c", second)):
         joins(run, node_id)
         fails(run, node_id, ran=1.0, message=message)
         run.close(node_id)

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic_launch.errors import ExitCode
+from elastic_launch.events.sentences import ending
 from elastic_launch.rendezvous.leader.restart_budget import LONG
 from elastic_launch.rendezvous.leader.types import Node
 from elastic_launch.rendezvous.leader.verdict import Kind, killed, kind_of, own_code, root_cause
@@ -185,6 +186,10 @@ class Refusals:
 
 
 def _identity(failure: Failure) -> str:
-    """Return a short text that is the same for failures of the same kind with the same message, but for numbers."""
-    text = re.sub(r"\d+", "0", f"{failure.kind} {failure.exit_code} {failure.message}")
+    """Return a short text that is the same for failures of the same kind with the same message, but for numbers.
+
+    A failure that is reported before its worker has exited has no exit code yet.
+    """
+    message = failure.message.removeprefix(ending(failure.exit_code)).removeprefix(": ")
+    text = re.sub(r"\d+", "0", f"{failure.kind} {message or failure.exit_code}")
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
