@@ -133,9 +133,9 @@ def test_a_second_hang_at_the_same_place_is_found_in_a_first_step(hung: dict[str
     assert (second["ranks"], second["places"]) == (first["ranks"], first["places"]), agent_of(run).output
     assert second["round"] == first["round"] + 1
     assert [x["step"] for x in read_lines(run.job.work / "steps.jsonl") if x["round"] == second["round"]] == []
+    run.trains(3, after=second["round"])
     broken = {event["round"]: event["lasted_s"] for event in run.job.events("round_broken")}
     assert broken[second["round"]] < broken[first["round"]] + 40
-    run.trains(3, after=second["round"])
 
 
 def test_a_stopped_worker_of_a_plain_script_is_found_by_default(hung: dict[str, Hanging]) -> None:

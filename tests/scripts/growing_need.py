@@ -11,6 +11,7 @@ need does not grow. With ``thread``, a thread takes the memory once there is a f
 suspended.
 """
 
+import os
 import sys
 import threading
 import time
@@ -30,6 +31,16 @@ snapshot_interval.SHARE = 1000.0 if grows is None else 1e-9
 directory, mib, more = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 
 
+def wait_until_idle(pid: int) -> None:
+    """Wait until the main thread of a process has used no processor time for a second."""
+    used, since = "", time.monotonic()
+    while time.monotonic() < since + 1:
+        time.sleep(0.1)
+        now = Path(f"/proc/{pid}/schedstat").read_text().split()[0]
+        if now != used:
+            used, since = now, time.monotonic()
+
+
 class Greedy(torch.utils.data.TensorDataset):
     """Takes the memory in a loader's process, which the kernel kills first."""
 
@@ -40,7 +51,7 @@ class Greedy(torch.utils.data.TensorDataset):
         if self.loaded == 1:
             Path("/proc/self/oom_score_adj").write_text("1000")
         if self.loaded > 6 and not self.taken and (directory / "go").exists():
-            time.sleep(1.0)  # by then the worker waits for this sample, and needs no memory at the same moment
+            wait_until_idle(os.getppid())  # the worker waits for this sample then, and needs no memory at that moment
             self.taken = b"x" * (more * 2**20)
         return super().__getitem__(index)
 

@@ -126,7 +126,7 @@ def _read(where: Place) -> dict[str, Any] | None:
             if isinstance(where, Url):
                 return _parse(Storage(where).read(where / OWNER, _LIMIT))
             return _parse(read_small(where / OWNER, _LIMIT))
-        except (FileNotFoundError, MalformedError):
+        except (FileNotFoundError, NotADirectoryError, MalformedError):
             return None
 
 
