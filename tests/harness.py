@@ -84,7 +84,9 @@ _read: dict[Path, tuple[bytes, list[dict[str, Any]]]] = {}
 
 
 def trains(notes: Path, world: int, after: int, outputs: Callable[[], str]) -> int:
-    """Wait until the last step of ``changes.py`` was done in a world of that size, in a later round; return the round.
+    """Wait until the last two steps of ``changes.py`` were done in a world of that size, in a later round; return it.
+
+    After one step, a newcomer may not have completed its first, so that a fault of it would not be charged.
 
     Args:
         notes: the script's directory.
@@ -92,11 +94,12 @@ def trains(notes: Path, world: int, after: int, outputs: Callable[[], str]) -> i
     """
 
     def probe() -> int:
-        done = read_lines(notes / "steps.jsonl")[-1:]
-        return int(done[0]["round"]) if done and done[0]["world"] == world and done[0]["round"] > after else 0
+        done = {(step["round"], step["world"]) for step in read_lines(notes / "steps.jsonl")[-2:]}
+        number, size = done.pop() if len(done) == 1 else (0, 0)
+        return int(number) if size == world and number > after else 0
 
     try:
-        return wait_for(f"a step in a world of {world} after round {after}", probe, 60)
+        return wait_for(f"two steps in a world of {world} after round {after}", probe, 60)
     except AssertionError as error:
         raise AssertionError(f"{error}\n{outputs()}") from None
 

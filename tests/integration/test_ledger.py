@@ -21,11 +21,12 @@ def observed(job: Job, *options: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=180).stdout
 
 
-def steps_of(job: Job, number: int) -> int:
-    """Wait for a round's first step; return it."""
+def steps_of(job: Job, number: int, nodes: int = 1) -> int:
+    """Wait until so many nodes have done a round's first step; return it."""
 
     def probe() -> list[int]:
-        return [event["step"] for event in job.events("first_step") if event["round"] == number]
+        steps = [event["step"] for event in job.events("first_step") if event["round"] == number]
+        return steps if len(steps) >= nodes else []
 
     return wait_for(f"the first step of round {number}", probe, 90)[0]
 
@@ -40,7 +41,7 @@ def test_a_drain_and_a_killed_worker_are_reported_with_their_costs(job: Job) -> 
     host = job.node("a", *fixed, command=command)
     assert steps_of(job, 1) == 1
     guest = job.node("b", *fixed, command=command)
-    resumed = steps_of(job, 2)
+    resumed = steps_of(job, 2, nodes=2)
     wait_for("a drain", lambda: job.events("round_drained"))
     victims = [event for event in job.events("worker_started") if event["round"] == 2 and event["rank"] == 1]
     os.kill(victims[0]["pid"], signal.SIGKILL)

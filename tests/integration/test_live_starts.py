@@ -10,6 +10,8 @@ import pytest
 from changes import STEPS, Changes, undisturbed_hash
 from harness import SCRIPTS, Agent, Job, alive, freeze, read_lines, wait_for
 
+from elastic_launch.faults import FaultPlan
+
 pytestmark = pytest.mark.slow
 
 START = 2.5
@@ -101,17 +103,23 @@ def test_a_node_joins_and_leaves_while_another_one_trains(job: Job, undisturbed:
     assert result["hash"] == undisturbed
 
 
-@pytest.mark.parametrize("when", [pytest.param("as it starts", marks=pytest.mark.soak), "as it joins"])
+@pytest.mark.parametrize(
+    "when",
+    ["as it gets the state", *(pytest.param(when, marks=pytest.mark.soak) for when in ("as it starts", "as it joins"))],
+)
 def test_a_newcomer_is_killed(job: Job, undisturbed: str, when: str) -> None:
+    """The other process, which may be giving it the state, goes on."""
     changes = training(job, step_time=0.3)  # it lasts until the second newcomer has come
-    agent = changes.alone("--nproc", "2", *WAIT, "--max-restarts", "9")
+    plan = FaultPlan.fail_at(1, at="restore", round=3) if when == "as it gets the state" else None
+    agent = changes.alone("--nproc", "2", *WAIT, "--max-restarts", "9", plan=plan)
     changes.trains(2, steps=5)
     first = pids(job, 1)
     os.kill(first[1], signal.SIGKILL)
     new = newcomer(job)
     if when == "as it joins":
         wait_for("its place", lambda: job.events("worker_placed"), 60)
-    os.kill(new, signal.SIGKILL)
+    if plan is None:
+        os.kill(new, signal.SIGKILL)
     last = newcomer(job, new)
     changes.trains(2, after=2, steps=3)
     number = max(event["round"] for event in job.events("round_formed"))

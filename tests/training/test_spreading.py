@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -154,6 +155,28 @@ def test_views_are_sent_as_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
     dtypes = torch.complex64, torch.float32, torch.float32, torch.float32
     read = [data.view(dtype).tolist() for data, dtype in zip(sent[2:], dtypes, strict=True)]
     assert read == [[1 - 2j, -3j], [-2.0, -3.0], [3.0], [3.0]]
+
+
+@pytest.mark.parametrize("number", range(5))  # the size and bytes of what it is, and three tensors
+def test_a_process_that_loses_a_receiver_can_tell_that_the_exchange_failed(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """So that it goes on in another round, whichever part of the state was on its way."""
+    sent: list[Tensor] = []
+
+    def broadcast(tensor: Tensor, src: int) -> None:
+        if len(sent) == number:
+            raise RuntimeError("Connection reset by peer")
+        sent.append(tensor)
+
+    own = FunctionType(broadcast.__code__, {"__name__": "torch.distributed.lost"}, closure=broadcast.__closure__)
+    monkeypatch.setattr(exchange, "dist", SimpleNamespace(broadcast=own))
+    state = {"weights": [torch.ones(2)], "groups": OrderedDict(a={"b": torch.ones(1)}), "set": {(1, torch.ones(3))}}
+    with pytest.raises(RuntimeError, match="reset by peer") as caught:
+        exchange.broadcast_state(state, 0, 0)
+    within = caught.value.__traceback__
+    assert within is not None
+    assert exchange.is_of_exchange(caught.value.with_traceback(within.tb_next))
 
 
 @given(st.integers(1, 40), st.data())

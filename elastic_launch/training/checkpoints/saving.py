@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from elastic_launch import snapshot
+from elastic_launch import faults, snapshot
 from elastic_launch.contract import CopyJob
 from elastic_launch.shared_progress import Activity
 from elastic_launch.snapshot.memory.slot import EVALUATED, PART, STEPPED
@@ -296,6 +296,8 @@ class Saver:
             own: this process' meta if it is such a one; no state is returned then.
             live: this process' training in that case.
         """
+        if own is None:
+            faults.reached("restore", kept.position[1])
         sent: dict[str, Any] = {}
         if not kept.everywhere:
             mine = None

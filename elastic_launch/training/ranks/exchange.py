@@ -48,6 +48,7 @@ def exchanging() -> AbstractContextManager[None]:
 
 
 _ELSEWHERE = (
+    "elastic_launch.snapshot.format.",  # a state is sent tensor by tensor, as it is decoded
     "contextlib",
     "torch.utils._contextlib",  # no_grad() as a decorator
     "torch.distributed.",
