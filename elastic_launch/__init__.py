@@ -14,7 +14,8 @@
 ``safe_path``        keeps the working directory from shadowing installed packages
 ``rendezvous/``      nodes form rounds of workers
 ``snapshot/``        checkpoints and snapshots
-``events/``          typed events; ``observe/`` builds the ledger from them
+``failure``          what is known of a failed worker
+``events/``          typed events, and the sentences on them and on failures; ``observe/`` builds the ledger
 ``codec``            bounded JSON for messages and records
 ``contract``         the protocol between agent and worker; ``shared_progress`` is memory that they share
 ``stack_dump``       a worker writes its stacks on a signal

@@ -9,14 +9,10 @@ The texts are those of torch 2.13 (gloo, NCCL, TCPStore) and of Python; the test
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
-__all__ = ["BROKEN_CONNECTION", "ENDED_BEFORE", "TIME_OUT", "ended_before", "symptom_in", "symptom_of_abort"]
+__all__ = ["BROKEN_CONNECTION", "TIME_OUT", "symptom_in", "symptom_of_abort"]
 
 BROKEN_CONNECTION, TIME_OUT = "broken connection", "time-out"
-
-ENDED_BEFORE = "had ended with exit code 0"
-"""What the message of a symptom says of ranks that were done before the others."""
 
 _TYPES = {
     "ConnectionError": BROKEN_CONNECTION,
@@ -56,14 +52,6 @@ def symptom_in(error: str) -> str:
     if name not in _SPEAKERS:
         return ""
     return _said(message) or (BROKEN_CONNECTION if name == "DistNetworkError" else "")
-
-
-def ended_before(ranks: Sequence[int]) -> str:
-    """Return the words for ranks that have ended with 0, while others still needed them; empty if there are none."""
-    if not ranks:
-        return ""
-    others = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
-    return f"after rank {min(ranks)}{others} {ENDED_BEFORE}"
 
 
 def symptom_of_abort(stderr: str) -> str:

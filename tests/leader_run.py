@@ -11,6 +11,7 @@ from elastic_launch.events.types import (
     Event,
     RoundBroken,
 )
+from elastic_launch.failure import Failure
 from elastic_launch.rendezvous.leader.machine import LeaderMachine
 from elastic_launch.rendezvous.leader.types import Close, Commit, Emit, Instruction, Send
 from elastic_launch.rendezvous.record import ControlRecord, Leader
@@ -196,17 +197,17 @@ class Run:
         return self.record.end.code if self.record.end else None
 
 
-def failure(node_id: str, **fields: Any) -> m.Failure:
+def failure(node_id: str, **fields: Any) -> Failure:
     values: dict[str, Any] = {
         "kind": "crash",
         "rank": 0,
         "local_rank": 0,
         "pid": 42,
         "exit_code": 1,
-        "message": "exit code 1: ValueError: boom",
+        "error": "ValueError: boom",
         "ran": 60.0,
     }
-    return m.Failure(node_id=node_id, **{**values, **fields})
+    return Failure(node_id=node_id, **{**values, **fields})
 
 
 def running(nodes: str, node_ids: str, **arguments: Any) -> Run:

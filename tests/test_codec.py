@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from elastic_launch import codec
 from elastic_launch.config.launch_config import Limits
 from elastic_launch.errors import ProtocolError
+from elastic_launch.failure import Failure
 from elastic_launch.rendezvous.record import ControlRecord, LocalRanks, Member, Round, Seconds
 from elastic_launch.rendezvous.wire import messages as m
 
@@ -25,7 +26,7 @@ REPORTS = list(typing.get_args(m.Report))
 ORDERS = list(typing.get_args(m.Order))
 
 HELLO = m.Hello(1, "run", "digest", "train.py", "--nnodes 1:2", "a", "a1", 2, "host", 7000, wanted_rank=1)
-FAILURE = m.Failure("a", "crash", 1, 1, 42, -9, "signal 9 (SIGKILL)", ("line 1", "line 2"), 1.5, 0.25, "s", "/logs", 3)
+FAILURE = Failure("a", "crash", 1, 1, 42, -9, "", ("line 1", "line 2"), 1.5, 0.25, "s", "/logs", 3)
 LOCAL_RANKS = st.sets(st.integers(0, 65535), max_size=3).map(lambda ranks: tuple(sorted(ranks)))
 
 
@@ -165,7 +166,7 @@ def test_whole_numbers_are_accepted_as_floats() -> None:
 
 def test_a_list_in_a_list_is_checked() -> None:
     with pytest.raises(ProtocolError, match=r"Failure\.detail: str was expected, found int"):
-        codec.decode(m.Failure, {**asdict(FAILURE), "detail": ["a", 1]})
+        codec.decode(Failure, {**asdict(FAILURE), "detail": ["a", 1]})
 
 
 @dataclass(frozen=True)

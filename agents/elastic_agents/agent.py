@@ -43,6 +43,7 @@ from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.contract import Copied, Copying, Save, SlowRank
 from elastic_launch.errors import EndpointError, ExitCode
 from elastic_launch.events import types as ev
+from elastic_launch.failure import Failure
 from elastic_launch.observe.present import Present
 from elastic_launch.rendezvous.backends.c10d import Backend
 from elastic_launch.rendezvous.node.failure_detector import CUT_OFF, CutOff
@@ -120,7 +121,7 @@ class LocalElasticAgent(ElasticAgent):
         self.finished_round = 0
         self.error_file: Path | None = None
         self.leader = ""
-        self._failure: m.Failure | None = None
+        self._failure: Failure | None = None
         self._places = LogPlaces(config, files)
         self._run_address: RunAddress | None = None
         self._hosting = False
@@ -594,7 +595,7 @@ class LocalElasticAgent(ElasticAgent):
                     where = self._saves.where(others=others)
                 self._outcome = Outcome(code, cause, self.restarts, failure, self._snapshot_store.failed, where)
 
-    def _report_failure(self, failure: m.Failure) -> None:
+    def _report_failure(self, failure: Failure) -> None:
         self._membership.report(m.Failed(failure.round, failure))
 
     def _suspension(self) -> float:

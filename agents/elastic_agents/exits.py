@@ -12,9 +12,9 @@ from elastic_agents.snapshots.snapshot_store import SnapshotStore
 from elastic_agents.step_timer import StepTimer
 from elastic_agents.workers.round_workers import Reaped, RoundWorkers
 from elastic_launch.events import types as ev
-from elastic_launch.events.sentences import ending
+from elastic_launch.events.sentences import ending, how_failed
+from elastic_launch.failure import Failure
 from elastic_launch.rendezvous.leader.verdict import kind_of
-from elastic_launch.rendezvous.wire.messages import Failure
 from elastic_launch.snapshot.room import LEFT_OUT, MORE_MEMORY
 
 _log = logging.getLogger("elastic_launch.agent")
@@ -58,7 +58,7 @@ class Exits:
             if where.local_rank in view.suspended:
                 killed = exit_code == -signal.SIGKILL
                 failure = self.failure_of(where.local_rank, view) if killed else None
-                how = ending(exit_code) if failure is None else failure.message
+                how = ending(exit_code) if failure is None else how_failed(failure)
                 _log.warning("rank %d (pid %d), which was suspended, ended with %s", where.rank, pid, how)
         elif exit_code != 0 and not drained:
             if view.phase is not v.Phase.STOPPING:

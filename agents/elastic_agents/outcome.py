@@ -12,7 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from elastic_agents.workers.round_workers import Reaped
 from elastic_launch.error_file import read_error_file
 from elastic_launch.errors import ExitCode
-from elastic_launch.rendezvous.wire import messages as m
+from elastic_launch.failure import Failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Outcome:
     code: int
     cause: str
     restarts: int = 0
-    failure: m.Failure | None = None
+    failure: Failure | None = None
     unsaved: str = ""
     where: str = ""
 

@@ -9,8 +9,9 @@ import signal
 from elastic_agents.policy_types import StartWorkers
 from elastic_agents.workers.round_workers import Reaped
 from elastic_launch.config.launch_config import LaunchConfig
-from elastic_launch.events.sentences import ending
+from elastic_launch.events.sentences import ending, how_failed
 from elastic_launch.events.types import OrderReceived, counted
+from elastic_launch.failure import Failure
 from elastic_launch.rendezvous.wire import messages as m
 
 _log = logging.getLogger("elastic_launch.agent")
@@ -70,9 +71,9 @@ def ahead(local_ranks: frozenset[int], seconds: float | None) -> None:
     _log.info("%s (local rank %s) started ahead of a round%s: the others do not wait", workers, ranks, about)
 
 
-def lost_ahead(reaped: Reaped, failure: m.Failure | None, following: str) -> None:
+def lost_ahead(reaped: Reaped, failure: Failure | None, following: str) -> None:
     """Print that a worker that was started ahead has ended before it had a place in a round."""
-    why = ending(reaped.exit_code) if failure is None else failure.message
+    why = ending(reaped.exit_code) if failure is None else how_failed(failure)
     _log.warning(
         "local rank %d (pid %d), started ahead of a round, ended with %s; %s",
         reaped.placement.local_rank,
@@ -82,12 +83,12 @@ def lost_ahead(reaped: Reaped, failure: m.Failure | None, following: str) -> Non
     )
 
 
-def late(failure: m.Failure) -> None:
+def late(failure: Failure) -> None:
     """Print that a stopped worker had failed before, or may have."""
     text = "rank %d (pid %d) had failed before it was stopped: %s"
     if failure.supposed:
         text = "rank %d (pid %d) may have failed before it was stopped; %s"
-    _log.warning(text, failure.rank, failure.pid, failure.message)
+    _log.warning(text, failure.rank, failure.pid, how_failed(failure))
 
 
 def received(order: MemberOrder, present: int, node_id: str) -> OrderReceived:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elastic_launch.error_file import ErrorFile, read_error_file, write_error_file
-from elastic_launch.rendezvous.wire.messages import Failure
-from elastic_launch.symptoms import ENDED_BEFORE
+from elastic_launch.events.sentences import how_failed
+from elastic_launch.failure import Failure
 from elastic_launch.system.descriptors import process_limit
 from elastic_launch.system.termination_log import termination_message
 
@@ -61,7 +61,7 @@ def leave_error(path: Path, outcome: Outcome, worker: Path | None) -> None:
     if failure is None:
         error = ErrorFile(outcome.cause, (), int(outcome.code), time.time())
     elif error is None:
-        error = ErrorFile(failure.message, failure.detail, failure.exit_code, time.time() - failure.ago)
+        error = ErrorFile(how_failed(failure), failure.detail, failure.exit_code, time.time() - failure.ago)
     else:
         error = replace(error, exit_code=failure.exit_code)
     try:
@@ -73,7 +73,7 @@ def leave_error(path: Path, outcome: Outcome, worker: Path | None) -> None:
 def hint_on(failure: Failure) -> str:
     """Return what may help against a failure; empty if nothing is known."""
     if failure.symptom:
-        if ENDED_BEFORE in failure.message:
+        if failure.ended_before:
             return "a rank that ends leaves the others without a peer: all ranks must make the same number of steps"
         return _ON_SYMPTOMS.get(failure.symptom, "")
     if failure.kind == "hang":
@@ -83,18 +83,18 @@ def hint_on(failure: Failure) -> str:
         return "give it more memory (the container's limit counts), fewer loader processes or smaller micro-batches"
     if failure.exit_code < 0:
         return _ON_SIGNALS.get(-failure.exit_code, "")
-    if "OutOfMemoryError" in failure.message or "CUDA out of memory" in failure.message:
+    if "OutOfMemoryError" in failure.error or "CUDA out of memory" in failure.error:
         return "the device's memory is full: smaller micro-batches need less"
     # A loader's process passes its exception on, with the text in one of several lines.
-    said = "\n".join([failure.message, *failure.detail])
+    said = "\n".join([failure.error, *failure.detail])
     if "unable to allocate shared memory" in said or "workers are out of shared memory" in said:
         return _SHARED_MEMORY
     # The second is what torch's own threads raise; of other types, a lock or a socket may be the cause.
-    if "can't start new thread" in said or "RuntimeError: Resource temporarily unavailable" in failure.message:
+    if "can't start new thread" in said or "RuntimeError: Resource temporarily unavailable" in failure.error:
         return process_limit()
-    if "Too many open files" in failure.message:
+    if "Too many open files" in failure.error:
         return "the limit of open files is reached: raise it (ulimit -n) for the launcher, whose workers inherit it"
-    if "MemoryError" in failure.message:
+    if "MemoryError" in failure.error:
         return "the host's memory or the process' limit (ulimit -v) is used up"
     return ""
 
@@ -107,7 +107,7 @@ def _who(failure: Failure) -> str:
         who, where = f"local rank {failure.local_rank}", "started ahead of a round"
     return (
         f"{what}: {who} on node {failure.node_id} ({host}pid {failure.pid}, {where}) "
-        f"failed {failure.ran:.1f} s after its start: {failure.message}"
+        f"failed {failure.ran:.1f} s after its start: {how_failed(failure)}"
     )
 
 

@@ -1,11 +1,13 @@
-"""Each event as a plain sentence, for the lists that people read."""
+"""Each event and each failure as a plain sentence, for what people read. No code reads a sentence."""
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 
 from elastic_launch.events import types as ev
-from elastic_launch.events.types import counted
+from elastic_launch.events.types import counted, listed
+from elastic_launch.failure import Failure, Hang, Standstill
 
 _ORDERS = {
     "drain": "round {round} is to end after the same step on all ranks",
@@ -29,6 +31,68 @@ def ending(exit_code: int) -> str:
         return f"signal {-exit_code} ({signal.Signals(-exit_code).name})"
     except ValueError:
         return f"signal {-exit_code}"
+
+
+def worker_failed(failure: Failure) -> str:
+    """Return which worker failed, and how, in one line."""
+    if failure.rank < 0:
+        who = f"local rank {failure.local_rank} on node {failure.node_id}, started ahead of a round"
+    else:
+        who = f"rank {failure.rank} on node {failure.node_id}"
+    return f"{who}: {how_failed(failure)}"
+
+
+def how_failed(failure: Failure) -> str:
+    """Return how a worker failed, in one line."""
+    if failure.hang is not None:
+        return _hung(failure.hang, failure.host)
+    how = ending(failure.exit_code)
+    if failure.named:
+        how += ", which --fatal-exit-codes names"
+    elif failure.kind == "out of memory":
+        killed = "it" if failure.exit_code == -signal.SIGKILL else "a child of it"
+        how += f"; the kernel killed {killed} for lack of memory"
+    if failure.alive or (failure.stopped and failure.error):
+        how = ""
+    if failure.supposed:
+        how = "printed before it was stopped"
+    how = ", ".join(filter(None, (how, _after(failure.ended_before))))
+    timer = f"its timer {failure.timer!r} expired" if failure.timer else ""
+    return ": ".join(filter(None, (timer, how, failure.error)))
+
+
+def standing(worker: Standstill) -> str:
+    """Return where a worker stands still, such as ``waiting for its data loader at train.py:3 in load``."""
+    at = f" at {worker.frame}" if worker.frame else ""
+    match worker.state:
+        case "stopped":
+            return f"stopped (SIGSTOP){at}"
+        case "loader":
+            return f"waiting for its data loader{at}"
+        case "exchange":
+            collective = f" in {worker.collective}" if worker.collective else ""
+            return f"waiting for other ranks{collective}{at}"
+        case "unknown":
+            return "at an unknown place"
+    return at.strip() or "in its code"
+
+
+def ranks(numbers: Sequence[int]) -> str:
+    """Return ``rank 1`` or ``ranks 1, 2``."""
+    return f"rank{'s' if len(numbers) > 1 else ''} {listed(sorted(numbers))}"
+
+
+def _hung(hang: Hang, host: str) -> str:
+    apart = f", {ranks(hang.others)} {standing(hang.there)}" if hang.there is not None else ""
+    return f"hangs in {hang.doing} on host {host}, {standing(hang.at)}{apart}; no progress for {hang.seconds:.0f} s"
+
+
+def _after(done: Sequence[int]) -> str:
+    """Return which ranks had ended, while others still needed them; empty if there are none."""
+    if not done:
+        return ""
+    others = f" and {len(done) - 1} more" if len(done) > 1 else ""
+    return f"after rank {min(done)}{others} had ended with exit code 0"
 
 
 def _ended(event: ev.Event) -> str:

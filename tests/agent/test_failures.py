@@ -28,7 +28,8 @@ from elastic_launch.batch import BatchError
 from elastic_launch.contract import Placement
 from elastic_launch.error_file import ErrorFile, do_not_retry, read_error_file, write_error_file
 from elastic_launch.errors import FINAL_NOTE, REPEATS_NOTE, UsageError
-from elastic_launch.events.sentences import ending
+from elastic_launch.events.sentences import ending, how_failed
+from elastic_launch.failure import Failure
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.snapshot.errors import CheckpointWriteError, UnsupportedStateError
 from elastic_launch.system.memory_groups import memory_groups
@@ -45,9 +46,9 @@ TRACEBACK = (
 )
 
 
-def failed(error_file: Path, **arguments: Any) -> m.Failure:
+def failed(error_file: Path, **arguments: Any) -> Failure:
     """A report on a worker that, by default, has exit code 1 and left nothing."""
-    worker: dict[str, Any] = {"ran": 1.5, "log": error_file.parent, "trained": -1}
+    worker: dict[str, Any] = {"ran": 1.5, "log": error_file.parent, "trained": None}
     values: dict[str, Any] = {
         "world_size": 8,
         "exit_code": 1,
@@ -156,7 +157,7 @@ def test_a_worker_reports_that_a_retry_would_not_help(
     assert ended.value.code == 93
     assert capsys.readouterr().err == "the data set is not complete\n"
     found = failed(error_file, exit_code=93)
-    assert (found.kind, found.message) == ("fatal", "exit code 93: the data set is not complete")
+    assert (found.kind, how_failed(found)) == ("fatal", "exit code 93: the data set is not complete")
     stopped = failed(error_file, exit_code=-15, stopped=True)
     assert stopped.kind == "fatal", "it was stopped as it ended"
 
@@ -224,7 +225,7 @@ def test_misuse_of_the_library_is_final(error_file: Path, monkeypatch: pytest.Mo
     except type(error) as raised:
         ErrorHandler().record_exception(raised)
     found = failed(error_file)
-    assert (found.kind, found.message) == (
+    assert (found.kind, how_failed(found)) == (
         "fatal",
         f"exit code 1: {type(error).__name__}: {str(error).splitlines()[0]}",
     )
@@ -281,13 +282,13 @@ def test_the_error_file_goes_before_stderr(error_file: Path) -> None:
         json.dumps({"message": {"message": "KeyError: 'x'", "extraInfo": {"py_callstack": "line 1\nline 2"}}})
     )
     found = failed(error_file, stderr=TRACEBACK)
-    assert found.message == "exit code 1: KeyError: 'x'"
+    assert how_failed(found) == "exit code 1: KeyError: 'x'"
     assert found.detail == ("line 1", "line 2")
 
 
 def test_without_an_error_file_the_exception_is_found_in_stderr(error_file: Path) -> None:
     found = failed(error_file, stderr=("epoch 1", *TRACEBACK))
-    assert found.message == "exit code 1: ValueError: boom"
+    assert how_failed(found) == "exit code 1: ValueError: boom"
     assert found.detail == ("epoch 1", *TRACEBACK)
 
 
@@ -297,35 +298,35 @@ def ranked(lines: Sequence[str], rank: int) -> list[str]:
 
 
 def test_the_exception_is_found_after_torchs_rank_prefix(error_file: Path) -> None:
-    assert failed(error_file, stderr=ranked(TRACEBACK, 5)).message == "exit code 1: ValueError: boom"
+    assert how_failed(failed(error_file, stderr=ranked(TRACEBACK, 5))) == "exit code 1: ValueError: boom"
 
 
 def test_a_later_warning_of_torch_is_not_the_exception(error_file: Path) -> None:
     warning = "[rank5]:[W1121 10:00:00.123456789 ProcessGroupNCCL.cpp:1496] Warning: destroy_process_group() was not"
     found = failed(error_file, stderr=[*ranked(TRACEBACK, 5), warning])
-    assert found.message == "exit code 1: ValueError: boom"
+    assert how_failed(found) == "exit code 1: ValueError: boom"
 
 
 def test_output_without_a_traceback_is_not_an_exception(error_file: Path) -> None:
     found = failed(error_file, stderr=("no such option: --lr", "usage: train.py"))
-    assert found.message == "exit code 1"
+    assert how_failed(found) == "exit code 1"
     assert found.detail == ("no such option: --lr", "usage: train.py")
 
 
 def test_a_signal_is_named_and_the_end_of_stderr_kept(error_file: Path) -> None:
     found = failed(error_file, exit_code=-11, stderr=("Fatal Python error: Segmentation fault", "", "Thread 0x0001"))
-    assert found.message == "signal 11 (SIGSEGV)"
+    assert how_failed(found) == "signal 11 (SIGSEGV)"
     assert found.detail == ("Fatal Python error: Segmentation fault", "", "Thread 0x0001")
 
 
 def test_a_message_is_one_line(error_file: Path) -> None:
     error_file.write_text(json.dumps({"message": {"message": "ValueError: one\ntwo\nthree"}}))
-    assert failed(error_file).message == "exit code 1: ValueError: one"
+    assert how_failed(failed(error_file)) == "exit code 1: ValueError: one"
 
 
 def test_an_empty_message(error_file: Path) -> None:
     error_file.write_text(json.dumps({"message": {"message": ""}}))
-    assert failed(error_file).message == "exit code 1"
+    assert how_failed(failed(error_file)) == "exit code 1"
 
 
 def test_a_long_traceback_is_cut_at_its_beginning(error_file: Path) -> None:
@@ -360,16 +361,16 @@ def test_a_report_is_small_and_printable_for_any_exception(error_file: Path, tex
         failed(error_file),
         failed(error_file.parent / "none", stderr=[*TRACEBACK[:-1], *huge.split("\n")], log=Path("/x" + text * 1000)),
     ):
-        assert found.message.startswith("exit code 1: ValueError:")
+        assert how_failed(found).startswith("exit code 1: ValueError:")
         assert len(m.pack(m.Failed(3, found))) < 256 * 1024
-        for said in (found.message, found.log, *found.detail):
+        for said in (how_failed(found), found.log, *found.detail):
             assert said.isprintable()
             assert said.encode()
 
 
 def test_truncated_text_is_marked(error_file: Path) -> None:
     error_file.write_text(json.dumps({"message": {"message": "ValueError: " + "x" * 100_000}}))
-    assert re.search(r"x \[\.\.\. \d+ more characters\]$", failed(error_file).message)
+    assert re.search(r"x \[\.\.\. \d+ more characters\]$", how_failed(failed(error_file)))
     found = failed(error_file.parent / "none", stderr=[f"line {number}" for number in range(1000)])
     assert found.detail[0] == "[... 940 more lines]"
     assert found.detail[-1] == "line 999"
@@ -443,13 +444,13 @@ def test_permanent_errors_are_distinguished_from_transient_ones(
 def test_a_worker_that_had_raised_before_it_was_stopped_is_a_crash(error_file: Path) -> None:
     error_file.write_text(json.dumps({"message": {"message": "ValueError: boom"}}))
     found = failed(error_file, exit_code=-15, stopped=True)
-    assert (found.kind, found.message, found.exit_code) == ("crash", "ValueError: boom", 1)
+    assert (found.kind, how_failed(found), found.exit_code) == ("crash", "ValueError: boom", 1)
 
 
 def test_a_traceback_that_a_stopped_worker_printed_last_may_be_why(error_file: Path) -> None:
-    found = failed(error_file, exit_code=-15, stopped=True, supposed=True, stderr=("epoch 1", *TRACEBACK), trained=-1)
+    found = failed(error_file, exit_code=-15, stopped=True, supposed=True, stderr=("epoch 1", *TRACEBACK), trained=None)
     assert (found.kind, found.supposed, found.symptom) == ("crash", True, "")
-    assert found.message == "printed before it was stopped: ValueError: boom"
+    assert how_failed(found) == "printed before it was stopped: ValueError: boom"
     module = (*TRACEBACK[:-1], "ModuleNotFoundError: No module named 'x'")
     assert failed(error_file, exit_code=-15, stopped=True, supposed=True, stderr=module).kind == "crash"
 
@@ -468,7 +469,7 @@ def test_a_traceback_in_the_output_of_a_stopped_worker_counts_if_torch_marked_it
 
 def test_out_of_memory_is_reported(error_file: Path) -> None:
     found = failed(error_file, exit_code=-9, out_of_memory=lambda: True)
-    assert found.message == "signal 9 (SIGKILL); the kernel killed it for lack of memory"
+    assert how_failed(found) == "signal 9 (SIGKILL); the kernel killed it for lack of memory"
 
 
 LOST = {
@@ -494,7 +495,7 @@ def test_a_child_that_the_kernel_killed_is_known_by_the_kernels_counter(error_fi
     stderr = done.stderr.splitlines()
     found = failed(error_file, exit_code=done.returncode, stderr=stderr, out_of_memory=lambda: True)
     assert found.kind == "out of memory", found
-    assert found.message.startswith("exit code 1; the kernel killed a child of it for lack of memory: ")
+    assert how_failed(found).startswith("exit code 1; the kernel killed a child of it for lack of memory: ")
     assert failed(error_file, stderr=stderr).kind == "crash", "a user may have killed it"
 
 
@@ -603,7 +604,7 @@ def test_undecodable_text_is_escaped(error_file: Path) -> None:
     message = {"message": "no such file: \udcff", "extraInfo": {"py_callstack": "open(\udcff)", "timestamp": "1"}}
     error_file.write_text(json.dumps({"message": message}))
     failure = failed(error_file)
-    assert failure.message == r"exit code 1: no such file: \udcff"
+    assert how_failed(failure) == r"exit code 1: no such file: \udcff"
     assert failure.detail == (r"open(\udcff)",)
 
 
@@ -619,9 +620,9 @@ def test_a_broken_connection_names_the_ranks_that_had_ended_with_0_before(error_
     # As after batches that are not the same number on all ranks: nothing else tells why a peer was gone.
     stderr = (*TRACEBACK[:-1], "RuntimeError: Connection closed by peer")
     found = failed(error_file, stderr=stderr, done=[1, 5])
-    assert found.message == (
+    assert how_failed(found) == (
         "exit code 1, after rank 1 and 1 more had ended with exit code 0: RuntimeError: Connection closed by peer"
     )
-    assert failed(error_file, stderr=TRACEBACK, done=[1]).message == "exit code 1: ValueError: boom"
+    assert how_failed(failed(error_file, stderr=TRACEBACK, done=[1])) == "exit code 1: ValueError: boom"
     lost = failures.disconnection(about("a", 3, PLACEMENT, 42, ran=1.5, log=None, trained=4), stderr[-1], [2])
-    assert lost.message == "after rank 2 had ended with exit code 0: RuntimeError: Connection closed by peer"
+    assert how_failed(lost) == "after rank 2 had ended with exit code 0: RuntimeError: Connection closed by peer"

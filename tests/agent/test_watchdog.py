@@ -20,7 +20,7 @@ from elastic_agents.summary import hint_on
 from elastic_agents.workers.watchdog import ENV_ENABLE, ENV_FILE, TimerExpired, TimerRequest, Timers, watchdog
 from elastic_launch.codec import decode, loads
 from elastic_launch.errors import ProtocolError, UsageError
-from elastic_launch.rendezvous.wire.messages import Failure
+from elastic_launch.failure import Failure
 
 
 def line(pid: int, scope: str, expires: float, number: int = 9) -> bytes:

@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 
 from elastic_launch.config.launch_config import Limits
+from elastic_launch.failure import Failure
 from elastic_launch.rendezvous.leader.phases import Broken
 from elastic_launch.rendezvous.leader.restart_budget import FREE as MORE
 from elastic_launch.rendezvous.leader.restart_budget import JITTER, LONG, LONGEST_DELAY, BudgetDecision, RestartBudget
 from elastic_launch.rendezvous.leader.verdict import Kind
 from elastic_launch.rendezvous.record import ControlRecord, Leader
-from elastic_launch.rendezvous.wire.messages import Failure
 
 FREE = MORE + 1
 """Of one node."""
 
-CRASH = Failure("a", "crash", 0, 0, 42, 1, "exit code 1: ValueError: boom", ran=60.0)
+CRASH = Failure("a", "crash", 0, 0, 42, 1, "ValueError: boom", ran=60.0)
 SOON = replace(CRASH, ran=1.0)
-PREEMPTED = replace(CRASH, kind="preemption", exit_code=-15, message="signal 15 (SIGTERM)")
+PREEMPTED = replace(CRASH, kind="preemption", exit_code=-15, error="")
 
 
 def budget_with(limits: Limits, **recorded: Any) -> RestartBudget:

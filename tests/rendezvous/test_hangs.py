@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from leader_run import Run, running
 
+from elastic_launch.events.sentences import how_failed
 from elastic_launch.events.types import CauseFound, HangFound, RestartCharged, RoundBroken
+from elastic_launch.failure import Standstill
 from elastic_launch.rendezvous.leader.hangs import ALIKE, Verdict, judge_stalled
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.rendezvous.wire.messages import Collective, Stalled, StalledWorker
@@ -53,8 +55,8 @@ def test_the_rank_that_is_not_in_an_exchange_hangs() -> None:
     assert ranks(verdict) == [1]
     assert verdict is not None
     (failure,) = verdict.failures
-    assert verdict.cause == f"rank 1 on node a: {failure.message}"
-    assert failure.message == "hangs in step 7 on host host-a, at train.py:41 in forward; no progress for 12 s"
+    assert verdict.cause == f"rank 1 on node a: {how_failed(failure)}"
+    assert how_failed(failure) == "hangs in step 7 on host host-a, at train.py:41 in forward; no progress for 12 s"
     assert (failure.kind, failure.exit_code, failure.local_rank, failure.pid) == ("hang", -9, 1, 1001)
     assert (failure.round, failure.ran, failure.log, failure.detail) == (3, 99.0, "logs", ("x",))
     event = verdict.event(3)
@@ -224,7 +226,7 @@ def test_in_a_first_step_a_rank_that_does_something_else_may_prepare_it() -> Non
 def test_in_a_first_step_a_rank_that_prepares_or_moves_excuses_all(what: tuple[Any, ...]) -> None:
     waits, left_out = (*EXCHANGE, begun(5)), (*EXCHANGE, begun(4, waits=False))
     assert judged(waits, left_out, waits, what, early=True) is None
-    assert judged(waits, left_out, waits, what, early=True, before={"waiting for other ranks at x"}) is None
+    assert judged(waits, left_out, waits, what, early=True, before={Standstill("exchange", "x")}) is None
 
 
 def test_a_rank_that_hangs_where_one_has_hung_before_hangs_in_a_first_step_too() -> None:
@@ -295,7 +297,7 @@ def test_a_round_is_judged_once_all_its_nodes_are_late() -> None:
         assert order.cause.startswith("rank 1 on node b: hangs in step 7 on host host-b, at train.py:9 in main")
     (found,) = run.told(HangFound)
     assert (found.cause, found.ranks, found.nodes) == (order.cause, (1,), ("b",))
-    run.fail("a", message="RuntimeError: Connection closed by peer", symptom="broken connection", alive=True)
+    run.fail("a", error="RuntimeError: Connection closed by peer", symptom="broken connection", alive=True)
     run.stop("a", "b")
     assert [(event.kind, event.restarts) for event in run.told(RestartCharged)] == [("hang", 1)]
     assert run.told(CauseFound) == []

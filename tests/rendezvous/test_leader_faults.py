@@ -19,7 +19,6 @@ from elastic_launch.rendezvous.leader.phases import COLLECT, LATE
 from elastic_launch.rendezvous.leader.restart_budget import FREE as MORE
 from elastic_launch.rendezvous.leader.restart_budget import JITTER
 from elastic_launch.rendezvous.wire import messages as m
-from elastic_launch.symptoms import ended_before
 
 FREE = MORE + 1
 """Restarts without progress that are free on one node."""
@@ -133,7 +132,7 @@ def test_workers_that_are_preempted_again_and_again_without_progress_end_the_run
     for number in range(1, FREE + 3):
         assert run.number == number
         run.join("a")
-        run.fail("a", kind="preemption", exit_code=-15, message="signal 15 (SIGTERM)", ran=1.0)
+        run.fail("a", kind="preemption", exit_code=-15, error="", ran=1.0)
         run.stop("a")
         run.advance(3)
     assert run.code == 92
@@ -142,7 +141,7 @@ def test_workers_that_are_preempted_again_and_again_without_progress_end_the_run
     assert "since the training has not advanced in 5 restarts" in charged.line()
     (order,) = run.orders("a", m.RunEnd)
     assert order.failure is not None
-    assert order.failure.message == "signal 15 (SIGTERM)"
+    assert order.failure.exit_code == -15
 
 
 def test_preemptions_stay_free_while_training_advances() -> None:
@@ -173,7 +172,7 @@ def test_drained_rounds_without_a_step_are_not_free_without_end() -> None:
 # What comes late.
 
 
-SYMPTOM = {"symptom": "broken connection", "message": "exit code 1: RuntimeError: Connection closed by peer"}
+SYMPTOM = {"symptom": "broken connection", "error": "RuntimeError: Connection closed by peer"}
 
 
 def test_a_symptom_is_charged_at_once_and_the_cause_reported_when_it_is_known() -> None:
@@ -230,7 +229,7 @@ def test_a_symptom_names_the_ranks_of_other_nodes_that_had_ended_before() -> Non
 def test_a_broken_connection_of_a_live_worker_names_them_too() -> None:
     run = running("1:2", "ab")
     run.done("a")
-    run.fail("b", rank=1, symptom="broken connection", alive=True, message="RuntimeError: Connection closed by peer")
+    run.fail("b", rank=1, symptom="broken connection", alive=True, error="RuntimeError: Connection closed by peer")
     (broken,) = run.told(RoundBroken)
     text = "after rank 0 had ended with exit code 0: RuntimeError: Connection closed by peer"
     assert broken.cause == f"rank 1 on node b: {text}"
@@ -239,8 +238,8 @@ def test_a_broken_connection_of_a_live_worker_names_them_too() -> None:
 def test_the_symptom_that_names_ranks_that_had_ended_is_the_cause() -> None:
     run = running("1:2", "ab")
     run.fail("a", **SYMPTOM)
-    after = f"exit code 1, {ended_before([1])}: RuntimeError: Connection closed by peer"
-    run.fail("b", rank=2, symptom="broken connection", message=after)
+    after = "exit code 1, after rank 1 had ended with exit code 0: RuntimeError: Connection closed by peer"
+    run.fail("b", rank=2, **SYMPTOM, ended_before=(1,))
     assert run.told(CauseFound)[-1].cause == f"rank 2 on node b: {after}"
 
 
@@ -261,7 +260,7 @@ def test_a_run_that_ends_waits_for_nodes_that_still_stop_and_for_their_reports()
     assert run.end is None
     run.fail("a", exit_code=3, ago=1.0)
     run.stop("a")
-    assert run.end == (3, "no restart allowed (--max-restarts 0): rank 0 on node a: exit code 1: ValueError: boom")
+    assert run.end == (3, "no restart allowed (--max-restarts 0): rank 0 on node a: exit code 3: ValueError: boom")
     assert run.orders("b", m.RunEnd)[0].failure == failure("a", exit_code=3, ago=1.0)
 
 
@@ -270,10 +269,10 @@ def test_a_late_report_may_state_that_a_retry_would_not_help() -> None:
     run.fail("b", rank=1, **SYMPTOM)
     run.stop("b")
     run.advance(COLLECT + 0.01)
-    run.fail("a", kind="fatal", message="the data set is not complete")
+    run.fail("a", kind="fatal", error="the data set is not complete")
     run.stop("a")
     assert run.code == 93
-    assert run.orders("b", m.RunEnd)[0].failure == failure("a", kind="fatal", message="the data set is not complete")
+    assert run.orders("b", m.RunEnd)[0].failure == failure("a", kind="fatal", error="the data set is not complete")
 
 
 def test_a_lost_node_is_the_cause_of_earlier_reports_of_others() -> None:
@@ -330,7 +329,7 @@ def test_a_spent_budget_ends_the_run_with_91() -> None:
     run.fail("a")
     run.stop("a", "b")
     run.join("a", "b")
-    run.fail("b", message="exit code 1: KeyError: 'x'")
+    run.fail("b", error="KeyError: 'x'")
     run.stop("a", "b")
     assert run.code == 91
     assert run.number == 2
@@ -339,7 +338,7 @@ def test_a_spent_budget_ends_the_run_with_91() -> None:
         (order,) = run.orders(node_id, m.RunEnd)
         assert order.code == 91
         assert order.cause == "all restarts spent (--max-restarts 1): rank 0 on node b: exit code 1: KeyError: 'x'"
-        assert order.failure == failure("b", message="exit code 1: KeyError: 'x'")
+        assert order.failure == failure("b", error="KeyError: 'x'")
         assert order.restarts == 1
     assert run.told(RunEnded)[0].rounds == 2
 
@@ -350,7 +349,7 @@ def test_without_budget_the_end_does_not_wait_long_for_workers_that_still_stop()
     run.advance(COLLECT + LATE - 0.1)
     assert run.end is None
     run.advance(0.2)
-    assert run.end == (3, "no restart allowed (--max-restarts 0): rank 0 on node a: exit code 1: ValueError: boom")
+    assert run.end == (3, "no restart allowed (--max-restarts 0): rank 0 on node a: exit code 3: ValueError: boom")
 
 
 @pytest.mark.parametrize(
@@ -384,7 +383,7 @@ def test_a_failure_declared_fatal_ends_the_run_with_93() -> None:
 
 def test_a_script_that_cannot_run_ends_the_run_with_90_at_once() -> None:
     run = running("1:2", "ab")
-    run.fail("a", kind="startup", message="exit code 1: SyntaxError: invalid syntax", ran=1.0)
+    run.fail("a", kind="startup", error="SyntaxError: invalid syntax", ran=1.0)
     run.stop("a", "b")
     assert run.code == 90
     assert run.number == 1

@@ -144,7 +144,7 @@ def test_crashes_in_the_wake_of_a_resize_are_free() -> None:
     run.advance(1.1)
     assert run.forming
     run.stop("a")
-    run.fail("b", message="exit code 1: RuntimeError: Connection reset by peer")
+    run.fail("b", error="RuntimeError: Connection reset by peer")
     run.stop("b")
     assert run.end is None
     assert (run.number, run.members, run.record.restarts) == (2, "abc", 0)

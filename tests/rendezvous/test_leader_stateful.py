@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from leader_model import TIMING, LeaderModel, SimNode
 
 from elastic_launch.config.launch_config import Limits, Timing
+from elastic_launch.failure import Failure
 from elastic_launch.rendezvous.wire import messages as m
 
 EXAMPLES = os.environ.get("HYPOTHESIS_EXAMPLES")
@@ -83,7 +84,7 @@ class LeaderRun(LeaderModel, RuleBasedStateMachine):
         node = self._pick(index, _can_change)
         assert node is not None
         node.stopping, node.lost = True, lost
-        failure = m.Failure(node.node_id, kind, 0, 0, 42, 1, "exit code 1", ran=ran, symptom=symptom)
+        failure = Failure(node.node_id, kind, 0, 0, 42, 1, "", ran=ran, symptom=symptom)
         self._say(node, m.Failed(node.holding, failure))
 
     @precondition(lambda self: self._where(lambda node: node.stopping and node.link is not None and not node.frozen))
@@ -92,7 +93,7 @@ class LeaderRun(LeaderModel, RuleBasedStateMachine):
         """A worker that is being stopped had raised before."""
         node = self._pick(index, lambda node: node.stopping and node.link is not None and not node.frozen)
         assert node is not None
-        failure = m.Failure(node.node_id, "crash", 0, 0, 42, 1, "ValueError: boom", ran=60.0, ago=ago)
+        failure = Failure(node.node_id, "crash", 0, 0, 42, 1, "ValueError: boom", ran=60.0, ago=ago)
         self._say(node, m.Failed(node.holding, failure))
 
     @precondition(lambda self: self._where(_can_change))

@@ -7,20 +7,22 @@ from signal import SIGKILL
 from typing import Any
 
 import pytest
-from leader_run import Run, hello_of
+from leader_run import Run, failure, hello_of
 
 from elastic_launch.config.settings import default_node_id, host_of
+from elastic_launch.events.sentences import how_failed
 from elastic_launch.events.types import AdmissionClosed, NewcomerLeftOut, RestartCharged, RoundDraining
+from elastic_launch.failure import Failure
 from elastic_launch.rendezvous.leader.newcomers import LONGEST, SECONDS, Refusals, difference
 from elastic_launch.rendezvous.node.machine import NodeMachine
 from elastic_launch.rendezvous.record import ControlRecord, Leader, Member, RefusedHost, Round
 from elastic_launch.rendezvous.wire import messages as m
 
-SYMPTOM: dict[str, Any] = {"symptom": "broken connection", "message": "RuntimeError: Connection closed by peer"}
+SYMPTOM: dict[str, Any] = {"symptom": "broken connection", "error": "RuntimeError: Connection closed by peer"}
 STARTUP: dict[str, Any] = {
     "kind": "startup",
     "ran": 0.1,
-    "message": "exit code 1: ModuleNotFoundError: No module named x",
+    "error": "ModuleNotFoundError: No module named x",
 }
 CRASH: dict[str, Any] = {"ran": 1.0}
 
@@ -90,7 +92,8 @@ def test_what_only_a_newcomer_cannot_do_costs_the_run_nothing(fields: dict[str, 
     order = left_out(run, "b")
     assert (order.code, order.failure.node_id if order.failure else "") == (code, "b")
     (event,) = run.told(NewcomerLeftOut)
-    assert event.line().startswith("node b is left out, at no cost to the run: rank 0 on node b: exit code 1: ")
+    cause = how_failed(failure("b", **fields))
+    assert event.line().startswith(f"node b is left out, at no cost to the run: rank 0 on node b: {cause}; ")
     assert (event.round, event.seconds) == (2, SECONDS)
     assert run.record.refused[0].host == "b"
 
@@ -216,8 +219,8 @@ def test_a_final_failure_that_a_newcomer_reports_late_ends_no_run() -> None:
     assert left_out(run, "b").code == 90
 
 
-def hello_failure(node_id: str) -> m.Failure:
-    return m.Failure(node_id, "crash", 1, 0, 42, 1, "exit code 1: ValueError: boom")
+def hello_failure(node_id: str) -> Failure:
+    return Failure(node_id, "crash", 1, 0, 42, 1, "ValueError: boom")
 
 
 @pytest.mark.parametrize("reporter", ["a", "b", "c"])
@@ -292,7 +295,7 @@ def test_a_host_in_its_time_takes_no_part_even_if_nodes_are_lacking() -> None:
 def test_a_killed_newcomer_stays_and_comes_back_after_its_time() -> None:
     run = trains()
     joins(run, "b")
-    fails(run, "b", exit_code=-SIGKILL, message="signal 9 (SIGKILL)", ran=1.0)
+    fails(run, "b", exit_code=-SIGKILL, error="", ran=1.0)
     assert (run.number, run.members, run.record.restarts) == (3, "a", 0)
     assert not run.orders("b", m.LeftOut)
     train(run, "a")
@@ -324,13 +327,12 @@ def test_a_host_has_a_name_across_starts_of_its_agent() -> None:
 # When no newcomers are admitted.
 
 
-@pytest.mark.parametrize("exited", [True, False], ids=["both exited", "one reported before its exit"])
+@pytest.mark.parametrize("exited", [True, False], ids=["both exited", "one was stopped"])
 def test_the_same_failure_of_two_hosts_stops_admission_with_a_line(exited: bool) -> None:
     run = trains("1:4")
-    second = "exit code 1: " * exited + "KeyError: 'rank 27'"
-    for node_id, message in (("b", "exit code 1: KeyError: 'rank 1'"), ("c", second)):
+    for node_id, number, stopped in (("b", 1, False), ("c", 27, not exited)):
         joins(run, node_id)
-        fails(run, node_id, ran=1.0, message=message)
+        fails(run, node_id, ran=1.0, error=f"KeyError: 'rank {number}'", stopped=stopped)
         run.close(node_id)
         train(run, "a")
     (closed,) = run.told(AdmissionClosed)
@@ -348,7 +350,7 @@ def test_other_failures_of_two_hosts_do_not() -> None:
     run = trains("1:4")
     for node_id, message in (("b", "KeyError: 'x'"), ("c", "KeyError: 'y'")):
         joins(run, node_id)
-        fails(run, node_id, ran=1.0, message=message)
+        fails(run, node_id, ran=1.0, error=message)
         train(run, "a")
     assert not run.told(AdmissionClosed)
 
@@ -357,7 +359,7 @@ def test_neither_do_workers_that_are_killed_from_outside() -> None:
     run = trains("1:4")
     for node_id in "bc":
         joins(run, node_id)
-        fails(run, node_id, exit_code=-SIGKILL, message="signal 9 (SIGKILL)", ran=1.0)
+        fails(run, node_id, exit_code=-SIGKILL, error="", ran=1.0)
         train(run, "a")
     assert len(run.told(NewcomerLeftOut)) == 2
     assert not run.told(AdmissionClosed)
@@ -387,7 +389,7 @@ def test_a_newcomer_that_fails_ahead_of_a_place_does_not_disturb_the_round() -> 
     run.hello("b")
     run.advance(0.1)
     assert run.orders("b", m.StartAhead)
-    found = m.Failure("b", "startup", -1, 0, 42, 1, "exit code 1: ModuleNotFoundError: No module named x")
+    found = Failure("b", "startup", -1, 0, 42, 1, "ModuleNotFoundError: No module named x")
     run.report("b", m.Unfit(found))
     run.advance(5.0)
     assert run.number == 1
@@ -403,7 +405,7 @@ def test_without_a_node_that_has_trained_its_place_decides() -> None:
     run.advance(2.1)
     run.report("a", m.Ready(1, step=0, live=True))
     run.hello("b")
-    run.report("b", m.Unfit(m.Failure("b", "startup", 0, 0, 42, 1, "ModuleNotFoundError")))
+    run.report("b", m.Unfit(Failure("b", "startup", 0, 0, 42, 1, "ModuleNotFoundError")))
     run.advance(1.1)
     assert run.told(RoundDraining)
 

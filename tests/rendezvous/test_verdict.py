@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_launch.rendezvous.leader.verdict import Kind, exit_code, judge, kind_of, root_cause, words
-from elastic_launch.rendezvous.wire.messages import Failure
+from elastic_launch.events.sentences import worker_failed
+from elastic_launch.failure import Failure
+from elastic_launch.rendezvous.leader.verdict import Kind, exit_code, judge, kind_of, root_cause
 
 STEADY = settings(max_examples=100)
 """The same examples in every run, however slow the machine."""
 
-CRASH = Failure("a", "crash", 0, 0, 42, 1, "exit code 1", ran=60.0)
+CRASH = Failure("a", "crash", 0, 0, 42, 1, "", ran=60.0)
 BROKEN = replace(CRASH, rank=1, symptom="broken connection")
 LATE = replace(CRASH, rank=2, symptom="time-out")
 PREEMPTED = replace(CRASH, rank=3, kind="preemption", exit_code=-15)
@@ -142,7 +143,7 @@ def test_losses_of_nodes_take_precedence_over_failures_of_workers(
 
 
 def test_words() -> None:
-    assert words(BROKEN) == "rank 1 on node a: exit code 1"
+    assert worker_failed(BROKEN) == "rank 1 on node a: exit code 1"
 
 
 # Exit codes.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from elastic_agents import policy_types as v
 from elastic_agents.policy import decide
 from elastic_launch.errors import LeasedError, RefusedError, StoreError
+from elastic_launch.failure import Failure
 from elastic_launch.rendezvous.backends.c10d import ACK_TIMEOUT
 from elastic_launch.rendezvous.backends.succession import Succession, Takeover
 from elastic_launch.rendezvous.continuity import REPAIR, Continuity, SpoiledError, repairing
@@ -143,7 +144,7 @@ class SimNode(Host):
                 self.kernel.call(seconds, self, lambda: self.inbox.put(event))
             case v.ReportFailed() | v.ReportDisconnected():
                 symptom = "" if isinstance(action, v.ReportFailed) else "broken connection"
-                failure = m.Failure(self.node_id, "crash", 0, 0, 42, 1, "exit code 1", ran=60.0, symptom=symptom)
+                failure = Failure(self.node_id, "crash", 0, 0, 42, 1, "", ran=60.0, symptom=symptom)
                 self._say(m.Failed(number, replace(failure, round=number)))
             case v.ReportReady(round=ready):
                 self._say(m.Ready(ready, live=self.cluster.live))

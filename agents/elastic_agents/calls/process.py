@@ -17,6 +17,7 @@ from elastic_agents.prctl import signal_at_parents_death
 from elastic_agents.warm.fork_bootstrap import SERVER, Bootstrap, ServerLink
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.errors import ElasticLaunchError
+from elastic_launch.events.sentences import how_failed
 from elastic_launch.events.types import Event
 from elastic_launch.secret import Token
 from elastic_launch.system.program import exiting
@@ -151,7 +152,7 @@ def _ended(config: LaunchConfig, agent: LocalElasticAgent, result: RunResult) ->
             "local_rank": failure.local_rank,
             "pid": failure.pid,
             "exitcode": failure.exit_code,
-            "message": failure.message,
+            "message": how_failed(failure),
             "detail": failure.detail,
             "at": int(time.time() - failure.ago),
             "here": failure.node_id == config.node_id,

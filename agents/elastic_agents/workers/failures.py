@@ -14,9 +14,8 @@ from elastic_launch.clock import Clock
 from elastic_launch.contract import Placement
 from elastic_launch.error_file import ErrorFile
 from elastic_launch.errors import FINAL_NOTE, REPEATS_NOTE, ExitCode
-from elastic_launch.events.sentences import ending
-from elastic_launch.rendezvous.wire.messages import Failure
-from elastic_launch.symptoms import BROKEN_CONNECTION, ended_before, symptom_in, symptom_of_abort
+from elastic_launch.failure import Failure
+from elastic_launch.symptoms import BROKEN_CONNECTION, symptom_in, symptom_of_abort
 from elastic_launch.system.memory_groups import memory_groups
 from elastic_launch.system.plain_text import clipped, one_line, plain
 
@@ -92,12 +91,19 @@ def _event_files() -> list[Path]:
 
 
 def about(
-    node_id: str, round_number: int, placement: Placement, pid: int, *, ran: float, log: Path | None, trained: int
+    node_id: str,
+    round_number: int,
+    placement: Placement,
+    pid: int,
+    *,
+    ran: float,
+    log: Path | None,
+    trained: int | None,
 ) -> Failure:
     """Return what is known of a worker, however it failed.
 
     Args:
-        trained: optimizer steps that the round has done; -1 if that is not known.
+        trained: optimizer steps that the round has done; None if that is not known.
     """
     return Failure(
         node_id=node_id,
@@ -106,7 +112,6 @@ def about(
         local_rank=placement.local_rank,
         pid=pid,
         exit_code=ExitCode.TRAINING_FAILED,  # the interpreter's, if an exception ends it
-        message="",
         ran=round(ran, 3),
         log="" if log is None else clipped(plain(str(log)), _LINE_BYTES),
         round=round_number,
@@ -159,29 +164,23 @@ def report(
     elif supposed or only_crashes:
         kind = "crash"
     else:
-        begins = known.trained < 0 and known.ran <= START
+        begins = known.trained is None and known.ran <= START
         kind = "startup" if begins and _cannot_start(exit_code, text, detail, stderr) else "crash"
     symptom = ""
     if kind == "crash" and world_size > 1:
         symptom = symptom_in(text) if exit_code != -signal.SIGABRT else symptom_of_abort("\n".join(stderr))
-    killed = "it" if exit_code == -signal.SIGKILL else "a child of it"
-    hint = f"; the kernel killed {killed} for lack of memory" if kind == "out of memory" else ""
-    hint = ", which --fatal-exit-codes names" if named else hint
-    first = one_line(text.strip().splitlines()[0]) if text.strip() else ""
-    how = "" if stopped and first else f"{ending(exit_code)}{hint}"
-    if supposed:
-        how = "printed before it was stopped"
-    if symptom:
-        how = ", ".join(filter(None, (how, ended_before(done))))
     return replace(
         known,
         kind=kind,
         exit_code=exit_code,
-        message=clipped(": ".join(filter(None, (how, first))), _LINE_BYTES),
+        error=_first_line(text),
         detail=_bounded(detail),
         ago=max(0.0, ago),
         symptom=symptom,
+        ended_before=tuple(done) if symptom else (),
+        stopped=stopped,
         supposed=supposed,
+        named=named,
         repeats=next((clipped(line, _LINE_BYTES) for line in notes if line.startswith(REPEATS_NOTE)), ""),
     )
 
@@ -194,10 +193,14 @@ def disconnection(known: Failure, error: str, done: Sequence[int] = ()) -> Failu
         error: its exception, as ``Type: message``.
         done: as for :func:`report`.
     """
-    lines = error.strip().splitlines()
-    text = one_line(lines[0]) if lines else BROKEN_CONNECTION
-    message = clipped(": ".join(filter(None, (ended_before(done), text))), _LINE_BYTES)
-    return replace(known, message=message, symptom=symptom_in(error) or BROKEN_CONNECTION, alive=True)
+    symptom = symptom_in(error) or BROKEN_CONNECTION
+    said = _first_line(error) or BROKEN_CONNECTION
+    return replace(known, error=said, symptom=symptom, ended_before=tuple(done), alive=True)
+
+
+def _first_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return clipped(one_line(lines[0]), _LINE_BYTES) if lines else ""
 
 
 def raised_in(stderr: Sequence[str], *, stopped: bool) -> int | None:

@@ -27,7 +27,7 @@ from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.contract import Placement
 from elastic_launch.error_file import ErrorFile, read_error_file
 from elastic_launch.events.sentences import ending
-from elastic_launch.rendezvous.wire.messages import Failure
+from elastic_launch.failure import Failure
 from elastic_launch.system.writer_thread import Writer
 
 _log = logging.getLogger("elastic_launch.agent")
@@ -68,7 +68,7 @@ class _Worker:
         stopped: when it was first told to end.
         ended_with: the code with which its script has ended.
         late: the expired timer because of which it was ended.
-        alike, restoring: see :class:`elastic_launch.rendezvous.wire.messages.Failure`.
+        alike, restoring: see :class:`elastic_launch.rendezvous.wire.Failure`.
     """
 
     round: int
@@ -310,7 +310,7 @@ class RoundWorkers:
             done=self._done(worker.round),
         )
         if worker.late and found.kind == "crash" and reaped.exit_code < 0:
-            return replace(found, kind="hang", message=f"its timer {worker.late!r} expired: {found.message}")
+            return replace(found, kind="hang", timer=worker.late)
         return found
 
     def disconnected(self, local_rank: int, error: str, step_timer: StepTimer) -> Failure:
@@ -335,7 +335,7 @@ class RoundWorkers:
             worker.pid,
             ran=failed - worker.started,
             log=worker.logs.directory if self._pump.kept.useful else None,
-            trained=-1 if steps is None else steps[1] - steps[0],
+            trained=None if steps is None else steps[1] - steps[0],
         )
         return replace(found, alike=worker.alike, restoring=worker.restoring)
 

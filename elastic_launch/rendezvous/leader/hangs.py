@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from elastic_launch.events.types import HangFound, listed
-from elastic_launch.rendezvous.leader.verdict import words
-from elastic_launch.rendezvous.wire.messages import Collective, Failure, Stalled, StalledWorker
+from elastic_launch.events.sentences import ranks, standing, worker_failed
+from elastic_launch.events.types import HangFound
+from elastic_launch.failure import Failure, Hang, Standstill
+from elastic_launch.rendezvous.wire.messages import Collective, Stalled, StalledWorker
 
 ALIKE = 600.0
 """Seconds for which all ranks may stand at the same place of the user's code: they may wait for something there."""
@@ -40,7 +41,7 @@ class Verdict:
     failures: tuple[Failure, ...] = ()
     places: tuple[str, ...] = ()
     collectives: str = ""
-    stood: frozenset[str] = frozenset()
+    stood: frozenset[Standstill] = frozenset()
 
     def event(self, round_number: int) -> HangFound:
         """Return what is recorded of it."""
@@ -61,26 +62,14 @@ class _Seen:
         return self.worker.state in _WAITS
 
     @property
-    def place(self) -> str:
-        return self._at("")
+    def place(self) -> Standstill:
+        return Standstill(self.worker.state, "" if self.worker.state == "unknown" else self.worker.frame)
 
     @property
-    def described(self) -> str:
+    def in_collective(self) -> Standstill:
         """The place, and the collective that the rank waits in if that is known."""
-        return self._at(next((f" in {x.what}" for x in self.worker.collectives if x.waits), ""))
-
-    def _at(self, collective: str) -> str:
-        at = f" at {self.worker.frame}" if self.worker.frame else ""
-        match self.worker.state:
-            case "stopped":
-                return f"stopped (SIGSTOP){at}"
-            case "loader":
-                return f"waiting for its data loader{at}"
-            case "exchange":
-                return f"waiting for other ranks{collective}{at}"
-            case "unknown":
-                return "at an unknown place"
-        return at.strip() or "in its code"
+        waits = (x.what for x in self.worker.collectives if x.waits and self.worker.state == "exchange")
+        return replace(self.place, collective=next(waits, ""))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +89,12 @@ class _Split:
         number = self.collective.number
         texts = []
         for what in sorted({x.what for _, x in self.others if x.number == number}):
-            ranks = _ranks([rank for rank, x in self.others if (x.number, x.what) == (number, what)])
-            texts.append(f"{ranks} began {what} instead")
+            began = ranks([rank for rank, x in self.others if (x.number, x.what) == (number, what)])
+            texts.append(f"{began} began {what} instead")
         if behind := [rank for rank, x in self.others if x.number < number]:
-            texts.append(f"{_ranks(behind)} {'has' if len(behind) == 1 else 'have'} not begun it")
+            texts.append(f"{ranks(behind)} {'has' if len(behind) == 1 else 'have'} not begun it")
         wait = "waits" if len(self.there) == 1 else "wait"
-        return f"{_ranks(self.there)} {wait} in {self.collective} {', '.join(texts)}"
+        return f"{ranks(self.there)} {wait} in {self.collective} {', '.join(texts)}"
 
 
 def judge_stalled(
@@ -114,7 +103,7 @@ def judge_stalled(
     ran: float,
     *,
     finished: bool = False,
-    before: Collection[str] = (),
+    before: Collection[Standstill] = (),
 ) -> Verdict | None:
     """Return the verdict on a round all of whose nodes are stalled; None if it may still go on by itself.
 
@@ -157,14 +146,14 @@ def judge_stalled(
     stood = frozenset(each.place for each in hung or seen)
     if not hung:
         places = _ranks_by_place(seen)
-        where = "; ".join(f"{ranks} {place}" for place, ranks in places[:MOST])
+        where = "; ".join(f"{ranks(there)} {standing(place)}" for place, there in places[:MOST])
         more = "; ..." if len(places) > MOST else ""
         found = f"; {collectives}" if collectives else ""
         cause = f"the round hangs in {seen[0].report.doing}, and no rank stands out: {where}{more}{found}"
         return Verdict(cause, collectives=collectives, stood=stood)
     others = _ranks_by_place([each for each in seen if each not in hung])
     failures = tuple(_failure(round_number, each, others, ran) for each in hung)
-    return Verdict(words(failures[0]), failures, tuple(each.place for each in hung), collectives, stood)
+    return Verdict(worker_failed(failures[0]), failures, tuple(standing(x.place) for x in hung), collectives, stood)
 
 
 def _splits(seen: Sequence[_Seen]) -> list[_Split]:
@@ -208,22 +197,17 @@ def _apart(seen: Sequence[_Seen]) -> list[_Seen]:
     return [each for each in seen if most and each.place != most[0]]
 
 
-def _ranks_by_place(seen: Sequence[_Seen]) -> list[tuple[str, str]]:
-    """Return the places, with collectives, and the ranks that are there as text."""
-    ranks: dict[str, list[int]] = {}
+def _ranks_by_place(seen: Sequence[_Seen]) -> list[tuple[Standstill, list[int]]]:
+    """Return the places, with collectives, and the ranks that are there."""
+    found: dict[Standstill, list[int]] = {}
     for each in seen:
-        ranks.setdefault(each.described, []).append(each.worker.rank)
-    return [(place, _ranks(there)) for place, there in ranks.items()]
+        found.setdefault(each.in_collective, []).append(each.worker.rank)
+    return list(found.items())
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed(sorted(ranks))}"
-
-
-def _failure(round_number: int, hung: _Seen, others: Sequence[tuple[str, str]], ran: float) -> Failure:
+def _failure(round_number: int, hung: _Seen, others: Sequence[tuple[Standstill, list[int]]], ran: float) -> Failure:
     worker, report = hung.worker, hung.report
-    apart = f", {others[0][1]} {others[0][0]}" if hung.waits and others else ""
-    seconds = round(report.seconds)
+    there, numbers = others[0] if hung.waits and others else (None, [])
     return Failure(
         node_id=hung.node,
         kind="hang",
@@ -231,10 +215,10 @@ def _failure(round_number: int, hung: _Seen, others: Sequence[tuple[str, str]], 
         local_rank=worker.local_rank,
         pid=worker.pid,
         exit_code=-signal.SIGKILL,
-        message=f"hangs in {report.doing} on host {report.host}, {hung.described}{apart}; no progress for {seconds} s",
         detail=worker.stack,
         ran=ran,
         log=worker.log,
         round=round_number,
         host=report.host,
+        hang=Hang(report.doing, report.seconds, hung.in_collective, tuple(numbers), there),
     )

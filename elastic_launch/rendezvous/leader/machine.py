@@ -25,6 +25,7 @@ from dataclasses import replace
 from elastic_launch.config.launch_config import Limits, Timing
 from elastic_launch.errors import ExitCode
 from elastic_launch.events.types import FaultLanded, JoinBlocked, NodeDiffers, NodeJoined, NodeRefused, RunResized
+from elastic_launch.failure import Failure
 from elastic_launch.rendezvous.leader.admission import differences, refusal
 from elastic_launch.rendezvous.leader.forming import try_reach
 from elastic_launch.rendezvous.leader.phases import Draining, Ended, Parked, Running, last_failure, over, put_off
@@ -451,7 +452,7 @@ class LeaderMachine:
             self._emit(event)
             self._send(node.link, m.Notice(self.record.term, event.line()))
 
-    def _uncharged(self, hello: m.Hello) -> m.Failure | None:
+    def _uncharged(self, hello: m.Hello) -> Failure | None:
         """Return the failure that a member brings from the current round, unless the last leader charged for it."""
         failure, number = hello.failed, self.record.round.number
         charged = self.restarts > hello.seen_restarts

@@ -17,12 +17,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic_launch.errors import ExitCode
-from elastic_launch.events.sentences import ending
+from elastic_launch.failure import Failure
 from elastic_launch.rendezvous.leader.restart_budget import LONG
 from elastic_launch.rendezvous.leader.types import Node
 from elastic_launch.rendezvous.leader.verdict import Kind, killed, kind_of, own_code, root_cause
 from elastic_launch.rendezvous.record import RefusedHost, Round
-from elastic_launch.rendezvous.wire.messages import Failure
 from elastic_launch.system.plain_text import clipped, one_line
 
 SECONDS = 10.0
@@ -59,7 +58,7 @@ def newcomers_failures(
                 found.setdefault(node_id, []).append((at, failure))
         elif is_own(failure):
             runs = not counts and failure.ran >= LONG
-            if failure.node_id in veterans | trained or failure.trained > 0 or runs:
+            if failure.node_id in veterans | trained or (failure.trained or 0) > 0 or runs:
                 return {}
             found.setdefault(failure.node_id, []).append((at, failure))
     chosen: dict[str, Failure] = {}
@@ -190,6 +189,5 @@ def _identity(failure: Failure) -> str:
 
     A failure that is reported before its worker has exited has no exit code yet.
     """
-    message = failure.message.removeprefix(ending(failure.exit_code)).removeprefix(": ")
-    text = re.sub(r"\d+", "0", f"{failure.kind} {message or failure.exit_code}")
+    text = re.sub(r"\d+", "0", f"{failure.kind} {failure.error or failure.exit_code}")
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()

@@ -34,8 +34,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from elastic_launch.failure import Failure
 from elastic_launch.rendezvous.leader.verdict import Kind
-from elastic_launch.rendezvous.wire.messages import Failure
 
 COLLECT = 0.2
 """Seconds for which reports about a broken round are collected before it is judged, unless all arrive earlier."""
@@ -127,6 +127,7 @@ class Broken:
         presumed: ``imposed`` is only a guess: a member had been told by the last leader to stop its workers, and
             another one may know of the failure that was the reason.
         cause: the cause known so far, as text.
+        told: the failure that the text is of; None if it is of an event on its nodes.
         failures: the reports received, each with the leader's time of receipt.
         lasted: seconds from its forming to its end.
         taken_over: another leader formed it.
@@ -151,6 +152,7 @@ class Broken:
     failure: Failure | None = None
     presumed: bool = False
     taken_over: bool = False
+    told: Failure | None = None
 
     @property
     def disconnected(self) -> bool:

@@ -8,10 +8,10 @@ from typing import Any
 
 from elastic_launch.errors import ExitCode
 from elastic_launch.events.types import counted
+from elastic_launch.failure import Failure
 from elastic_launch.rendezvous.leader.phases import Broken, BudgetDecision
 from elastic_launch.rendezvous.leader.verdict import Kind, exit_code, judge, killed, root_cause
 from elastic_launch.rendezvous.record import ControlRecord
-from elastic_launch.rendezvous.wire.messages import Failure
 
 __all__ = ["EARLY", "FREE", "LONG", "BudgetDecision", "RestartBudget"]
 
@@ -146,7 +146,7 @@ class RestartBudget:
             restarted: whether the next round is a restart, and not a resize.
         """
         begun = -1 if broken.begun is None else broken.begun
-        reached = max(begun, broken.reached, begun + max(0, failure.trained) if failure is not None else -1)
+        reached = max(begun, broken.reached, begun + (failure.trained or 0) if failure is not None else -1)
         advanced = self._advanced(reached, broken.lasted)
         self.best = max(self.best, reached)
         self.vain = (0 if advanced else self.vain) + restarted
@@ -190,7 +190,7 @@ class RestartBudget:
 
     def _repeated(self, failure: Failure, begun: int) -> bool:
         """Whether a restart failed with the same numbers and no new step; a single failure may be a flipped bit."""
-        before, reached = self._repeats, begun + max(0, failure.trained)
+        before, reached = self._repeats, begun + (failure.trained or 0)
         found = _identity(failure.repeats)
         if found or reached > self._repeats_step:
             self._repeats, self._repeats_step = found, reached
@@ -210,4 +210,4 @@ def _identity(repeats: str) -> str:
 
 def _failed_soon(failure: Failure) -> bool:
     """Whether a worker failed soon after its start and may do so again; SIGKILL comes from outside."""
-    return failure.ran <= EARLY and failure.trained <= 0 and not killed(failure)
+    return failure.ran <= EARLY and not failure.trained and not killed(failure)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from elastic_launch.config.launch_config import LONGEST_WAIT
 from elastic_launch.errors import ExitCode
-from elastic_launch.events.sentences import ending
+from elastic_launch.events.sentences import worker_failed
 from elastic_launch.events.types import (
     CauseFound,
     NodeLeft,
@@ -20,6 +20,7 @@ from elastic_launch.events.types import (
     RoundDraining,
     counted,
 )
+from elastic_launch.failure import Failure, Standstill
 from elastic_launch.rendezvous.leader.forming import gather, start_ahead
 from elastic_launch.rendezvous.leader.hangs import judge_stalled
 from elastic_launch.rendezvous.leader.newcomers import code_of, difference, is_own, newcomers_failures
@@ -42,10 +43,9 @@ from elastic_launch.rendezvous.leader.phases import (
 from elastic_launch.rendezvous.leader.resizing import prepared, regained
 from elastic_launch.rendezvous.leader.state import LeaderState
 from elastic_launch.rendezvous.leader.types import Node
-from elastic_launch.rendezvous.leader.verdict import Kind, judge, killed, kind_of, root_cause, words
+from elastic_launch.rendezvous.leader.verdict import Kind, judge, killed, kind_of, root_cause
 from elastic_launch.rendezvous.record import Member
 from elastic_launch.rendezvous.wire import messages as m
-from elastic_launch.symptoms import ENDED_BEFORE, ended_before
 
 MOST_SECONDS = 86400.0
 """A drain's limit of this many seconds or more counts as no limit."""
@@ -61,7 +61,7 @@ class Rounds:
     def __init__(self, state: LeaderState) -> None:
         self._state = state
         self.phase: Phase = Gathering()
-        self._hung_at: set[str] = set()  # the places at which workers have hung
+        self._hung_at: set[Standstill] = set()  # the places at which workers have hung
         if state.record.end is not None:
             self.phase = Ended()
         elif state.record.round.members:
@@ -124,7 +124,7 @@ class Rounds:
         if step >= 0:
             said.begun = max(step, -1 if said.begun is None else said.begun)
 
-    def failed(self, node: Node, failure: m.Failure, now: float, *, brought: bool = False) -> None:
+    def failed(self, node: Node, failure: Failure, now: float, *, brought: bool = False) -> None:
         """Handle the failure of a worker of the current round.
 
         Args:
@@ -141,7 +141,7 @@ class Rounds:
             case Ended():
                 pass
 
-    def unfit(self, node: Node, failure: m.Failure, now: float) -> None:
+    def unfit(self, node: Node, failure: Failure, now: float) -> None:
         """Handle that a newcomer's worker, started ahead of a place, would fail again in a round."""
         if node.leaving or node.active:
             return
@@ -158,9 +158,9 @@ class Rounds:
             cause = f"node {node.hello.node_id} has other arguments than the run: {differs}"
             self._state.leave_out(node, ExitCode.DO_NOT_RETRY, cause, None, now)
 
-    def _leave_out(self, node: Node, failure: m.Failure, now: float) -> None:
+    def _leave_out(self, node: Node, failure: Failure, now: float) -> None:
         code = code_of(failure, self._state.limits.max_restarts)
-        self._state.leave_out(node, code, words(failure), failure, now, stays=killed(failure))
+        self._state.leave_out(node, code, worker_failed(failure), failure, now, stays=killed(failure))
 
     def _leave_out_newcomers(self, broken: Broken, now: float) -> bool:
         """If only newcomers have failed in a round, leave them out, at no cost to the run; return whether."""
@@ -172,7 +172,7 @@ class Rounds:
             return self._leave_out_ended(broken, now)
         broken.imposed = Kind.MEMBERSHIP
         first = next(iter(found.values()))
-        self._found(broken, kind_of(first), words(first))
+        self._found(broken, kind_of(first), worker_failed(first), first)
         for node_id, failure in found.items():
             node = state.nodes.get(node_id)
             if node is not None and not node.leaving:
@@ -207,12 +207,12 @@ class Rounds:
     def _is_member(self, node: Node) -> bool:
         return self._state.record.round.index(node.hello.node_id, node.hello.incarnation) is not None
 
-    def _after_others(self, failure: m.Failure) -> m.Failure:
+    def _after_others(self, failure: Failure) -> Failure:
         """Return the report on a broken connection with the ranks of other nodes that had ended with 0 before.
 
         Those of its own node are known there.
         """
-        if not failure.symptom or ENDED_BEFORE in failure.message:
+        if not failure.symptom or failure.ended_before:
             return failure
         last, nodes = self._state.record.round, self._state.nodes
         done = [
@@ -223,15 +223,12 @@ class Rounds:
             and node.hello.incarnation == member.incarnation
             for place in last.ranks_of(index)
         ]
-        if not done:
-            return failure
-        how, rest = ending(failure.exit_code), failure.message
-        before = f"{how}, {ended_before(done)}" if rest.startswith(how) else f"{ended_before(done)}: "
-        return replace(failure, message=before + rest.removeprefix(how))
+        return replace(failure, ended_before=tuple(done))
 
-    def _break_by(self, failure: m.Failure, phase: Running | Draining, now: float) -> None:
-        broken = over(phase, now, None, words(failure))
+    def _break_by(self, failure: Failure, phase: Running | Draining, now: float) -> None:
+        broken = over(phase, now, None, worker_failed(failure))
         broken.failures.append((now, failure))
+        broken.told = failure
         self._end_round(phase, broken, kind_of(failure), lambda: "")
 
     def stalled(self, node: Node, report: m.Stalled, now: float) -> None:
@@ -263,6 +260,7 @@ class Rounds:
         self._hung_at |= verdict.stood
         broken = over(running, now, None if verdict.failures else Kind.HANG, verdict.cause)
         broken.failures += [(now, failure) for failure in verdict.failures]
+        broken.told = next(iter(verdict.failures), None)
         self._state.emit(verdict.event(number))
         self._end_round(running, broken, Kind.HANG, lambda: "")
 
@@ -330,7 +328,7 @@ class Rounds:
         broke = self._state.record.round.number if trains else 0
         self._state.emit(NodeLost(node.hello.node_id, cause, silence, broke, self.outlook))
 
-    def comes_without_workers(self, node: Node, how: str, failure: m.Failure | None, now: float) -> None:
+    def comes_without_workers(self, node: Node, how: str, failure: Failure | None, now: float) -> None:
         """Handle that a member of the current round is connected without its workers.
 
         Args:
@@ -464,7 +462,7 @@ class Rounds:
             broken.imposed, broken.presumed = kind, False
             self._found(broken, kind, cause)
 
-    def _also_failed(self, broken: Broken, failure: m.Failure, now: float, *, brought: bool = False) -> None:
+    def _also_failed(self, broken: Broken, failure: Failure, now: float, *, brought: bool = False) -> None:
         """Record that another worker of the broken round failed; it may be the root cause."""
         if any(known == failure for _, known in broken.failures):
             return  # its node has repeated it on another link
@@ -476,16 +474,16 @@ class Rounds:
         if broken.imposed is not None or root_cause(broken.failures) is not failure:
             return
         kind = kind_of(failure)
-        self._found(broken, kind, words(failure))
+        self._found(broken, kind, worker_failed(failure), failure)
         ends = broken.judged_at is not None and kind.is_final and not isinstance(self.phase, Ending)
         if broken.failure is not None or ends:
             broken.failure = failure
         if ends:
             self.phase = Ending(broken, self._state.budget.end(kind), now)
 
-    def _found(self, broken: Broken, kind: Kind, cause: str) -> None:
-        if cause != broken.cause:
-            broken.cause = cause
+    def _found(self, broken: Broken, kind: Kind, cause: str, failure: Failure | None = None) -> None:
+        if failure is None or failure is not broken.told:
+            broken.cause, broken.told = cause, failure
             event = CauseFound(self._state.record.round.number, kind.text, cause)
             self._state.emit(event)
             for node in self._state.nodes.values():

@@ -7,6 +7,7 @@ from typing import Any
 
 from elastic_launch.config.launch_config import Limits, Timing
 from elastic_launch.events.types import AdmissionClosed, DrillEnded, Event, NewcomerLeftOut, NodeExcluded, RunEnded
+from elastic_launch.failure import Failure
 from elastic_launch.rendezvous.leader.drill import Drill
 from elastic_launch.rendezvous.leader.exclusion import FAULTS, Exclusion
 from elastic_launch.rendezvous.leader.leavers import no_longer_needed, saver
@@ -136,7 +137,7 @@ class LeaderState:
         return {"refused": self.refusals.recorded(now), "closed": self.refusals.closed}
 
     def leave_out(
-        self, node: Node, code: int, cause: str, failure: m.Failure | None, now: float, *, stays: bool = False
+        self, node: Node, code: int, cause: str, failure: Failure | None, now: float, *, stays: bool = False
     ) -> None:
         """Leave out a newcomer that cannot do what the others do, and its host for a while; the run goes on.
 
@@ -163,7 +164,7 @@ class LeaderState:
                     self.send(other.link, m.Notice(self.record.term, event.line()))
         self.review(now)
 
-    def end(self, code: int, cause: str, failure: m.Failure | None, now: float) -> None:
+    def end(self, code: int, cause: str, failure: Failure | None, now: float) -> None:
         """Record the run's end, and inform all nodes."""
         spent = self.budget.spent
         self.commit(replace(self.record, restarts=spent, refilled=self.budget.refilled, end=End(int(code), cause)))
@@ -174,7 +175,7 @@ class LeaderState:
             self.emit(DrillEnded(self.drill.planned, self.drill.missing))
         self.emit(RunEnded(int(code), cause, spent, self.record.round.number, now - self.began))
 
-    def end_order(self, failure: m.Failure | None) -> m.RunEnd:
+    def end_order(self, failure: Failure | None) -> m.RunEnd:
         """The order that tells nodes of the run's recorded end."""
         end = self.record.end
         assert end is not None

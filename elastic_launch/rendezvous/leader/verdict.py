@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
 from elastic_launch.errors import ExitCode
-from elastic_launch.rendezvous.wire.messages import Failure
-from elastic_launch.symptoms import ENDED_BEFORE
+from elastic_launch.failure import Failure
 
 _OURS = {int(ExitCode.USAGE), *range(90, 100)}
 
@@ -91,7 +90,7 @@ def _rank(failure: Failure) -> int:
     if not kind.is_fault:
         return 2
     if failure.symptom:
-        return 4 if ENDED_BEFORE in failure.message else 5
+        return 4 if failure.ended_before else 5
     return 3 if failure.supposed else 1
 
 
@@ -108,13 +107,6 @@ def judge(imposed: Kind | None, failures: Iterable[tuple[float, Failure]]) -> Ki
 def killed(failure: Failure) -> bool:
     """Whether something outside of the worker ended it by SIGKILL."""
     return failure.exit_code == -signal.SIGKILL and kind_of(failure) is Kind.CRASH
-
-
-def words(failure: Failure) -> str:
-    """Return which worker failed, and how, in one line."""
-    if failure.rank < 0:
-        return f"local rank {failure.local_rank} on node {failure.node_id}, started ahead of a round: {failure.message}"
-    return f"rank {failure.rank} on node {failure.node_id}: {failure.message}"
 
 
 def exit_code(failure: Failure | None, max_restarts: int) -> int:

@@ -10,60 +10,14 @@ from dataclasses import dataclass
 from typing import get_args
 
 from elastic_launch.codec import Messages
+from elastic_launch.failure import Failure
 from elastic_launch.rendezvous.admin import messages as asking
 from elastic_launch.rendezvous.record import LocalRanks, Round, Seconds
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 
 
 # From a node to its leader.
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """One worker's failure, as its node saw it.
-
-    Attributes:
-        kind: ``crash``, ``hang``, ``out of memory``, ``preemption``, ``startup`` or ``fatal``.
-        rank: -1 if it was started ahead of a round, and had no place in one.
-        exit_code: as in ``subprocess``: -N for signal N.
-        message: one line: the exception, or the signal's name.
-        detail: the traceback, or the last lines of stderr.
-        ran: seconds from the worker's start to its end.
-        ago: seconds from the failure to this report, by the node's clock. The time of failure is when its exception
-            reached the top level, or else when it exited.
-        log: the location of its log files on its node.
-        symptom: evidence that it failed because another rank had: ``broken connection`` or ``time-out``; else empty.
-        trained: optimizer steps that the round had done, as far as the node knows; -1 if it knows of none.
-        supposed: whether it may not have failed: the last output before it was stopped was a traceback, which may be
-            that of a handled exception.
-        repeats: where it failed, if a restart computes the same numbers there again; else empty.
-        alive: whether the worker goes on: its connection to another rank broke, and it waits for a place.
-        alike: for each rank of the round, the lowest rank with the same arguments, if the ranks compared them and they
-            differ; else empty.
-        restoring: whether it failed as it restored a state in a round of live workers.
-    """
-
-    node_id: str
-    kind: str
-    rank: int
-    local_rank: int
-    pid: int
-    exit_code: int
-    message: str
-    detail: tuple[str, ...] = ()
-    ran: float = 0.0
-    ago: float = 0.0
-    log: str = ""
-    round: int = 0
-    host: str = ""
-    symptom: str = ""
-    trained: int = -1
-    supposed: bool = False
-    repeats: str = ""
-    alive: bool = False
-    alike: tuple[int, ...] = ()
-    restoring: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,96 @@
+"""What is known of a worker's failure: facts, of which :mod:`elastic_launch.events.sentences` makes the text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Standstill:
+    """Where a worker stands still.
+
+    Attributes:
+        state: ``stopped`` by a signal; in an ``exchange`` with other ranks; waiting for its data ``loader``; elsewhere
+            in its ``code``; or ``unknown``.
+        frame: the innermost frame of the user's code, as ``file:line in function``; empty if unknown.
+        collective: what it waits for in an exchange, such as ``all_reduce of Float[1]``; empty if unknown.
+    """
+
+    state: str
+    frame: str = ""
+    collective: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Hang:
+    """How a worker hangs.
+
+    Attributes:
+        doing: what it is late with, such as ``step 41``.
+        seconds: for how long it has made no progress.
+        at: where it stands.
+        others, there: ranks that stand elsewhere, and where, if it waits for others itself.
+    """
+
+    doing: str
+    seconds: float
+    at: Standstill
+    others: tuple[int, ...] = ()
+    there: Standstill | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One worker's failure, as its node saw it.
+
+    Attributes:
+        kind: ``crash``, ``hang``, ``out of memory``, ``preemption``, ``startup`` or ``fatal``.
+        rank: -1 if it was started ahead of a round, and had no place in one.
+        exit_code: as in ``subprocess``: -N for signal N.
+        error: the first line of its exception, ``Type: text``, or what else it said last; empty if unknown.
+        detail: the traceback, or the last lines of stderr.
+        ran: seconds from the worker's start to its end.
+        ago: seconds from the failure to this report, by the node's clock. The time of failure is when its exception
+            reached the top level, or else when it exited.
+        log: the location of its log files on its node.
+        symptom: evidence that it failed because another rank had: ``broken connection`` or ``time-out``; else empty.
+        ended_before: ranks that had ended with 0 before, if it is a symptom.
+        trained: optimizer steps that the round had done, as far as the node knows; None if it knows of none.
+        stopped: whether it had failed before it was stopped; the exit code tells nothing then.
+        supposed: whether it may not have failed: the last output before it was stopped was a traceback, which may be
+            that of a handled exception.
+        named: whether ``--fatal-exit-codes`` names its exit code.
+        timer: the name of its timer that had expired; empty if none had.
+        hang: how it hangs, if it was found to.
+        repeats: where it failed, if a restart computes the same numbers there again; else empty.
+        alive: whether the worker goes on: its connection to another rank broke, and it waits for a place.
+        alike: for each rank of the round, the lowest rank with the same arguments, if the ranks compared them and they
+            differ; else empty.
+        restoring: whether it failed as it restored a state in a round of live workers.
+    """
+
+    node_id: str
+    kind: str
+    rank: int
+    local_rank: int
+    pid: int
+    exit_code: int
+    error: str = ""
+    detail: tuple[str, ...] = ()
+    ran: float = 0.0
+    ago: float = 0.0
+    log: str = ""
+    round: int = 0
+    host: str = ""
+    symptom: str = ""
+    ended_before: tuple[int, ...] = ()
+    trained: int | None = None
+    stopped: bool = False
+    supposed: bool = False
+    named: bool = False
+    timer: str = ""
+    hang: Hang | None = None
+    repeats: str = ""
+    alive: bool = False
+    alike: tuple[int, ...] = ()
+    restoring: bool = False

@@ -1,0 +1,118 @@
+"""Sentences are for people: with each replaced by its name, the leader decides the same."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from leader_run import Run, running
+
+from elastic_agents import summary
+from elastic_launch.events import sentences
+from elastic_launch.failure import Failure
+from elastic_launch.rendezvous.leader.verdict import root_cause
+from elastic_launch.rendezvous.wire import messages as m
+
+SYMPTOM: dict[str, Any] = {"symptom": "broken connection", "error": "RuntimeError: Connection closed by peer"}
+KILLED: dict[str, Any] = {"exit_code": -signal.SIGKILL, "error": ""}
+
+
+def replace_sentences(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Replace each function that makes a sentence, wherever it was imported; return in how many places."""
+    made = {f: name for name, f in vars(sentences).items() if getattr(f, "__module__", "") == sentences.__name__}
+    places = 0
+    for module in list(sys.modules.values()):
+        if module.__name__.startswith(("elastic_launch", "elastic_agents")):
+            for name, value in list(vars(module).items()):
+                if callable(value) and value in made:
+                    monkeypatch.setattr(module, name, lambda *arguments, said=made[value], **options: said)
+                    places += 1
+    return places
+
+
+def symptoms_and_a_cause() -> Run:
+    run = running("1:3", "abc")
+    run.done("c")
+    run.fail("a", **SYMPTOM)
+    run.fail("b", rank=1, **SYMPTOM, alive=True)
+    run.fail("b", rank=1, **KILLED)
+    run.stop("a", "b")
+    run.advance(3)
+    return run
+
+
+def repeated() -> Run:
+    """In the same way, until the restarts are spent."""
+    run = running("1:2", "ab", max_restarts=2)
+    while run.code is None and run.number < 9:
+        number = run.number
+        run.join("a", "b")
+        run.fail("b", rank=1, ran=3.0, trained=0)
+        run.stop("a", "b", number=number)
+        run.advance(5)
+    return run
+
+
+def hangs() -> Run:
+    """Twice at the same place, the second time in a first step."""
+    run = running("2", "ab")
+    for early in (False, True):
+        for index, (node, state) in enumerate((("a", "exchange"), ("b", "code"))):
+            worker = m.StalledWorker(index, 0, 7, state, frame="train.py:9 in main")
+            run.report(node, m.Stalled(run.number, 12.0, "step 7", f"host-{node}", (worker,), early=early))
+        run.stop("a", "b")
+        run.advance(3)
+        run.join("a", "b")
+    return run
+
+
+def newcomers_that_fail_alike() -> Run:
+    """No more are admitted then."""
+    run = Run("1:4")
+    run.hello("a")
+    run.advance(2.1)
+    for node in ("", "b", "c"):
+        if node:
+            run.hello(node)
+            run.advance(1.1)
+            run.report("a", m.Stopped(run.number, 7000, 5))
+            assert run.members == f"a{node}"
+            run.fail(node, rank=1, ran=1.0, error=f"KeyError: 'rank {run.number}'")
+            run.advance(0.3)
+            run.stop("a", node)
+            run.close(node)
+        run.report("a", m.Ready(run.number, step=100 * run.number))
+        run.report("a", m.Progress(run.number, 100 * run.number + 5))
+    assert run.record.closed
+    return run
+
+
+def decided(run: Run) -> list[Any]:
+    events = [(type(event).__name__, getattr(event, "kind", ""), getattr(event, "round", 0)) for event in run.events]
+    return [run.number, run.members, run.record.restarts, run.code, bool(run.record.closed), *events]
+
+
+@pytest.mark.parametrize("scene", [symptoms_and_a_cause, repeated, hangs, newcomers_that_fail_alike])
+def test_the_leader_decides_by_facts(scene: Callable[[], Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = decided(scene())
+    assert "RoundBroken" in str(expected)
+    assert replace_sentences(monkeypatch) > 5
+    assert decided(scene()) == expected
+
+
+def test_the_cause_and_the_hint_are_chosen_by_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+    about = {"node_id": "a", "kind": "crash", "local_rank": 0, "pid": 7}
+    found = [
+        Failure(rank=0, exit_code=1, **SYMPTOM, **about),
+        Failure(rank=1, exit_code=1, **SYMPTOM, ended_before=(2,), **about),
+        Failure(rank=2, exit_code=1, error="MemoryError", supposed=True, **about),
+    ]
+    causes = [root_cause([(0.0, failure) for failure in found[: count + 1]]) for count in range(3)]
+    hints = [summary.hint_on(failure) for failure in found]
+    assert (causes, len({*hints})) == (found, 3)
+    replace_sentences(monkeypatch)
+    assert [root_cause([(0.0, failure) for failure in found[: count + 1]]) for count in range(3)] == found
+    assert [summary.hint_on(failure) for failure in found] == hints
