@@ -232,8 +232,8 @@ def held(slots: list[Path]) -> int:
 @pytest.mark.skipif(bool(NO_GROUPS), reason=NO_GROUPS or "nothing is missing")
 def test_training_goes_on_when_a_slow_copy_has_freed_its_snapshot(job: Job, tmp_path: Path, undisturbed: str) -> None:
     with memory_group.group() as group:
-        # The need fits without snapshots, but not beside one.
-        command = growing(job.work, tmp_path / "saved", MORE + LARGER + 80, "often")
+        # The need fits without snapshots, but not beside one, also if the copier was stopped as it had just started.
+        command = growing(job.work, tmp_path / "saved", MORE + LARGER + 30, "often")
         agent = job.launch("--standalone", "--no-live", command=command, prefix=group.prefix)
         copier = wait_for("a copy", lambda: copying(agent), 60)
         os.kill(copier, signal.SIGSTOP)
