@@ -136,8 +136,9 @@ def patched(manifest: Any, patch: Any) -> Any:
 
 def resizes() -> list[tuple[str, str]]:
     """The kind and the patch of each command on the page that changes a number of pods."""
-    lines = [shlex.split(line) for line in PAGE.read_text().splitlines() if line.startswith("kubectl patch ")]
-    return [(line[2], line[-1]) for line in lines]
+    commands = re.findall(r"^kubectl patch [^'\n]*'[^']*'", PAGE.read_text(), re.MULTILINE)
+    found = [shlex.split(command) for command in commands]
+    return [(words[2], words[-1]) for words in found]
 
 
 @pytest.mark.parametrize(("kind", "patch"), resizes())
