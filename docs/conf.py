@@ -51,7 +51,8 @@ def toctrees(index: str) -> str:
     parts = re.split(r"^## (.+)$", index, flags=re.MULTILINE)
     made = []
     for caption, text in zip(parts[1::2], parts[2::2], strict=True):
-        pages = [f"{title} <{path}>" for title, path, _ in LINK.findall(text) if path.endswith(".md")]
+        links = [(" ".join(title.split()), path) for title, path, _ in LINK.findall(text)]  # a title may be wrapped
+        pages = [f"{title} <{path}>" for title, path in links if path.endswith(".md")]
         made.append("\n".join(["```{toctree}", ":hidden:", f":caption: {caption}", "", *pages, "```", ""]))
     return "\n".join(made)
 
