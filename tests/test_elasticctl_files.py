@@ -185,14 +185,6 @@ def test_the_report_is_a_table_an_object_or_a_page(run: Path, capsys: pytest.Cap
     assert (run / "x.html").read_text().startswith("<!doctype html>")
 
 
-def test_a_report_as_a_picture_needs_matplotlib(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["report", str(run), "--png", str(run / "x.png")]) == ExitCode.USAGE
-    assert "--png needs the package matplotlib" in capsys.readouterr().err
-
-
 def test_the_report_names_its_run_by_a_directory(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(run)]) == 0
     assert "0 incidents" in capsys.readouterr().out

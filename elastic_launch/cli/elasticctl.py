@@ -168,7 +168,6 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument("run", metavar="RUN", nargs="?", help="the run's directory, or its id [--rdzv-id]")
     report.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     report.add_argument("--html", metavar="FILE", help="write a report to look at in a browser: one file")
-    report.add_argument("--png", metavar="FILE", help="write the report as a picture; needs matplotlib")
 
     doctor = command("doctor", _doctor, "find out why nodes cannot meet, with remedies", offline=True)
     doctor.add_argument("--checkpoint", metavar="DIR|URL", default="", help="where the training's checkpoints go")
@@ -346,8 +345,8 @@ def _report(options: argparse.Namespace) -> int:
         setattr(options, name, options.run)
     directory = _directory(options)
     alive = True if _has_agent(directory) else None  # other hosts' agents are not seen
-    html, png = (Path(text) if text else None for text in (options.html, options.png))
-    show_report(directory, as_object=options.json, html=html, png=png, alive=alive)
+    html = Path(options.html) if options.html else None
+    show_report(directory, as_object=options.json, html=html, alive=alive)
     return ExitCode.DONE
 
 

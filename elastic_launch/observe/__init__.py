@@ -5,8 +5,6 @@
 ``ledger``     incidents and goodput
 ``live``       the ledger of a run in progress
 ``report``     the ledger as text and as JSON; ``page`` shows it as one HTML file
-``picture``    the report as a PNG file
-``timeline``   what both draw on a time axis: rounds, and when training stood still
 ``advice``     what to change after a run
 ``history``    how its figures went over time
 ``present``    how a node's part of a run is at a moment

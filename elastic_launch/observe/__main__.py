@@ -19,10 +19,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("directory", metavar="LOGDIR", type=Path, help="a run's directory, as elastic-launch names it")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--html", metavar="FILE", type=Path, help="write the report as one HTML file")
-    parser.add_argument("--png", metavar="FILE", type=Path, help="write it as a picture")
     options = parser.parse_args(arguments)
     try:
-        show_report(options.directory, as_object=options.json, html=options.html, png=options.png)
+        show_report(options.directory, as_object=options.json, html=options.html)
     except ElasticLaunchError as error:
         print(f"elastic_launch.observe: error: {error}", file=sys.stderr)
         return error.exit_code

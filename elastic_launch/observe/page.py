@@ -7,17 +7,17 @@ The page also has charts of the training's figures, and what a rank prints.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
 from elastic_launch.events import types as ev
 from elastic_launch.events.types import counted
 from elastic_launch.observe.advice import advice
-from elastic_launch.observe.chronicle import Chronicle
+from elastic_launch.observe.chronicle import Chronicle, RoundTold
 from elastic_launch.observe.history import Sample
 from elastic_launch.observe.ledger import PARTS, Incident, Ledger, spoken
 from elastic_launch.observe.reading import Host
-from elastic_launch.observe.timeline import Bar, bars, still
 
 if TYPE_CHECKING:
     from elastic_launch.rendezvous.admin.messages import NodeStatus, Status
@@ -270,6 +270,29 @@ def _document(name: str, body: str, head: str = "") -> str:
     return "\n".join(parts)
 
 
+@dataclass(frozen=True, slots=True)
+class _Bar:
+    """A round: when it was there, by its host's clock, and its world size, 0 if the host does not know it."""
+
+    told: RoundTold
+    since: float
+    until: float
+    world: int
+
+
+def _bars(chronicle: Chronicle, told: Sequence[tuple[float, ev.Event]]) -> list[_Bar]:
+    """Return the rounds of which the host knows when they were formed, in order."""
+    heard = {x.round: x.world_size for _, x in told if isinstance(x, ev.OrderReceived) and x.order == "form"}
+    worlds = heard | {x.round: x.world_size for _, x in told if isinstance(x, ev.RoundFormed)}
+    rounds = [chronicle.rounds[number] for number in sorted(chronicle.rounds)]
+    ends = [x.formed or chronicle.until for x in rounds[1:]] + [chronicle.until]
+    return [
+        _Bar(x, x.formed, min(y for y in (x.ended, x.reaped, end) if y is not None), worlds.get(x.number, 0))
+        for x, end in zip(rounds, ends, strict=False)
+        if x.formed is not None
+    ]
+
+
 class _Axis:
     """The time of a run, from its first event until now or its last one, as the width of a picture."""
 
@@ -284,8 +307,11 @@ class _Axis:
     def bands(self, incidents: Sequence[Incident]) -> str:
         """Return when training stood still, as SVG."""
         drawn = []
-        for incident, start, end in still(self._chronicle, incidents):
-            left, right = self.across(start), self.across(end)
+        for incident in incidents:
+            told = self._chronicle.rounds.get(incident.next_round, RoundTold(0))
+            known = [x for x in (told.first, told.started, told.formed) if x is not None]
+            end = known[0] if incident.recovered and known else self._chronicle.until
+            left, right = self.across(end - incident.still_s), self.across(end)
             drawn.append(
                 f"<rect class='still' x='{left:.1f}' y='0' width='{max(2.0, right - left):.1f}' height='{FLOOR}'>"
                 f"<title>{escape(incident.line())}</title></rect>"
@@ -295,7 +321,7 @@ class _Axis:
 
 def _rounds(host: Host, incidents: Sequence[Incident]) -> str:
     """The rounds of one host on a time axis, as SVG."""
-    axis, drawn = _Axis(host.chronicle), bars(host.chronicle, host.told)
+    axis, drawn = _Axis(host.chronicle), _bars(host.chronicle, host.told)
     largest = max([1, *(bar.world for bar in drawn)])
     label = f"{counted(len(host.chronicle.rounds), 'round')} in {axis.whole:.1f} s, world size up to {largest}"
     shapes = [_bar(axis, bar, largest) for bar in drawn]
@@ -303,7 +329,7 @@ def _rounds(host: Host, incidents: Sequence[Incident]) -> str:
     return _figure(label, label, "".join([*shapes, axis.bands(incidents), *marks]))
 
 
-def _bar(axis: _Axis, bar: Bar, largest: int) -> str:
+def _bar(axis: _Axis, bar: _Bar, largest: int) -> str:
     told = bar.told
     high = (FLOOR - MARGIN) * bar.world / largest
     left, right = axis.across(bar.since), axis.across(bar.until)

@@ -1,4 +1,4 @@
-"""The ledger of a run's directory, as text, as JSON, as an HTML page and as a picture."""
+"""The ledger of a run's directory, as text, as JSON and as an HTML page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from elastic_launch.errors import UsageError
 from elastic_launch.events.types import counted
 from elastic_launch.observe.ledger import PARTS, Incident, Ledger, build
 from elastic_launch.observe.page import as_page, when
-from elastic_launch.observe.picture import as_png
 from elastic_launch.observe.reading import Host, event_files, of_last_run, read
 from elastic_launch.system.plain_text import one_line, plain
 
@@ -139,18 +138,16 @@ def standing(host: Host, hosts: Sequence[Host], *, alive: bool | None) -> list[s
     return [one_line(line) for line in lines]
 
 
-def show_report(
-    directory: Path, *, as_object: bool, html: Path | None, png: Path | None = None, alive: bool | None = None
-) -> None:
-    """Print the ledger of a run's directory, or write it to files.
+def show_report(directory: Path, *, as_object: bool, html: Path | None, alive: bool | None = None) -> None:
+    """Print the ledger of a run's directory, or write it to a file.
 
     Args:
         as_object: print one JSON object instead of a table.
-        html, png: write these files instead, a page and a picture.
+        html: write this file instead, a page.
         alive: whether an agent of the run is alive on this host; None if that is not known.
 
     Raises:
-        UsageError: if there is nothing to read, a file cannot be written, or matplotlib is missing.
+        UsageError: if there is nothing to read, or the file cannot be written.
     """
     hosts = [read(path) for path in event_files(directory)]
     for host in hosts:
@@ -173,20 +170,12 @@ def show_report(
     stands = standing(host, hosts, alive=alive)
     name = event_files(directory)[0].resolve().parent.name
     if html is not None:
-        _write("--html", html, as_page(name, host, ledger, stands, hosts).encode(errors="replace"))
-    if png is not None:
-        _write("--png", png, as_png(name, host, ledger, stands))
-    if html is not None or png is not None:
-        return
-    if as_object:
+        try:
+            html.write_bytes(as_page(name, host, ledger, stands, hosts).encode(errors="replace"))
+        except OSError as error:
+            raise UsageError(f"--html {html} cannot be written: {error.strerror}.") from error
+    elif as_object:
         print(json.dumps({**as_json(node, ledger), "standing": stands}, indent=2))
     else:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         print(plain("\n".join([as_table(ledger, width), *(_wrapped(line, width) for line in stands)])))
-
-
-def _write(flag: str, path: Path, content: bytes) -> None:
-    try:
-        path.write_bytes(content)
-    except OSError as error:
-        raise UsageError(f"{flag} {path} cannot be written: {error.strerror}.") from error

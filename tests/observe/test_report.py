@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import struct
-import sys
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from html.parser import HTMLParser
@@ -19,7 +17,6 @@ from elastic_launch.events.sinks import JsonLines
 from elastic_launch.observe.__main__ import main
 from elastic_launch.observe.advice import SHORTER, advice
 from elastic_launch.observe.ledger import PARTS, Incident, Ledger, build
-from elastic_launch.observe.picture import DPI, MOST, ROW, WIDTH
 from elastic_launch.observe.reading import of_last_run, parse, read
 from elastic_launch.observe.report import as_table, show_report
 from elastic_launch.testing import FakeClock
@@ -423,104 +420,10 @@ def test_the_page_has_dates_ticks_a_legend_and_the_nodes(tmp_path: Path) -> None
     assert re.search(r"<td class='number'>1</td><td>\d\d:\d\d:\d\d</td>", text)
 
 
-# The picture.
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fonts(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """matplotlib keeps its fonts open: a test that opens them would seem to leave them behind."""
-    directory = tmp_path_factory.mktemp("fonts")
-    write(directory, "a", LEADER)
-    picture(directory)
-
-
-def picture(directory: Path) -> tuple[int, int]:
-    """Write it, and return its width and height in pixels."""
-    path = directory / "report.png"
-    assert main([str(directory), "--png", str(path)]) == 0
-    data = path.read_bytes()
-    assert data[:8] == b"\x89PNG\r\n\x1a\n"
-    width, height = struct.unpack(">II", data[16:24])
-    return width, height
-
-
-def drawn(directory: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the texts in the picture."""
-    from matplotlib.figure import Figure
-    from matplotlib.text import Text
-
-    figures: list[Figure] = []
-    save = Figure.savefig
-    with monkeypatch.context() as patch:
-        patch.setattr(Figure, "savefig", lambda self, *args, **kw: (figures.append(self), save(self, *args, **kw)))
-        picture(directory)
-    return [part.get_text() for part in figures[0].findobj(Text)]
-
-
-def test_the_picture_shows_figures_rounds_and_incidents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path, "a", [*LEADER, *WORKERS, (20.0, ev.CheckpointSaved(1, 8, "x"))])
-    shown = drawn(tmp_path, monkeypatch)
-    text = "\n".join(shown)
-    assert "goodput 82.0 %: 41.0 of 50.0 s in 41 steps" in text
-    assert re.search(r"ended at \S+ \S+ UTC with exit code 0: all workers finished", text)
-    assert shown.count("2") >= 2, "the world size in both rounds"
-    assert {"training stood still", "a round broke", "durable checkpoint"} <= set(shown)
-    assert "4.00 s, 3 steps lost: node b lost: its connection closed" in shown
-    assert re.search(r"^1   \S+   round 1 → 2   node loss$", text, re.MULTILINE)
-    assert {"detect", "stop", "form", "start", "restore", "first step"} <= set(shown)
-    assert "--join-settle" in text
-
-
-def test_the_picture_is_as_high_as_it_has_incidents_and_keeps_those_that_cost_most(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: Told = []
-    for number in range(1, MOST + 4):
-        told += [(100.0 * number, ev.RoundFormed(number, 1, ("a",), 1, 0, "x", 0.0))]
-        told += [(100.0 * number + 50 - number, ev.RoundBroken(number, "crash", f"cause {number}", 0.0, "on"))]
-    write(tmp_path / "few", "a", told[:4])
-    write(tmp_path / "many", "a", told)
-    width, few = picture(tmp_path / "few")
-    assert width == WIDTH * DPI
-    assert picture(tmp_path / "many")[1] == pytest.approx(few + ROW * DPI * (MOST - 2), abs=1)
-    shown = drawn(tmp_path / "many", monkeypatch)
-    assert f"Incidents: the {MOST} of {MOST + 3} that cost most" in shown
-    assert any(part.endswith(f": cause {MOST}") for part in shown)
-    assert not any(part.endswith(": cause 1") for part in shown), "it cost less than the others"
-
-
-def test_the_picture_shows_texts_as_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dollar signs are no formula, and a character that the font lacks no warning."""
-    bad = "$\\frac{$ \U0001f600 \x1b[2J \ud800"
-    told = [(at, replace(event, cause=bad) if isinstance(event, ev.RoundBroken) else event) for at, event in LEADER]
-    write(tmp_path, "a", told + WORKERS)
-    assert any("$\\frac{$" in part for part in drawn(tmp_path, monkeypatch))
-
-
-def test_the_picture_of_a_run_that_did_nothing_is_whole(tmp_path: Path) -> None:
-    write(tmp_path, "a", [(1.0, ev.NodeEnded(95, "refused"))])
-    assert picture(tmp_path)[0] == WIDTH * DPI
-
-
-def test_page_and_picture_can_be_written_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, "a", LEADER)
-    assert main([str(tmp_path), "--html", str(tmp_path / "x.html"), "--png", str(tmp_path / "x.png")]) == 0
-    assert (tmp_path / "x.html").stat().st_size > 0
-    assert (tmp_path / "x.png").stat().st_size > 0
-    assert capsys.readouterr().out == ""
-    assert main([str(tmp_path), "--png", str(tmp_path / "no" / "x.png")]) == 2
-    assert "cannot be written: No such file" in capsys.readouterr().err
-
-
-def test_without_matplotlib_the_extra_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(tmp_path, "a", LEADER)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main([str(tmp_path)]) == 0
-    assert main([str(tmp_path), "--png", str(tmp_path / "x.png")]) == 2
-    assert "pip install 'elastic-launch[monitoring]'" in capsys.readouterr().err
-    assert not (tmp_path / "x.png").exists()
+    assert main([str(tmp_path), "--html", str(tmp_path / "no" / "x.html")]) == 2
+    assert "x.html cannot be written: No such file" in capsys.readouterr().err
 
 
 def test_the_table_fits_the_terminal() -> None:
