@@ -26,9 +26,7 @@ from elastic_launch.snapshot.errors import MalformedError, UnknownFormatError, U
 from elastic_launch.snapshot.format.files import FileSum
 from elastic_launch.snapshot.format.plain import Decoder, Encoder
 
-WHOLE, SPLIT = 1, 2
-"""Schemas: one tensor file, which older versions can read, or several."""
-
+SCHEMA = 1
 FORMAT = "elastic-launch checkpoint"
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
 WRITING, REMOVING, SHARE = ".writing-", ".removing-", ".share-"
@@ -120,10 +118,10 @@ class Manifest:
         value = parse_json(data)
         if not isinstance(value, dict):
             raise MalformedError("the manifest is not a JSON object")
-        if value.get("format") != FORMAT or value.get("schema") not in (WHOLE, SPLIT):
+        if value.get("format") != FORMAT or value.get("schema") != SCHEMA:
             raise UnknownFormatError(
                 f"it has format {value.get('format')!r:.80}, schema {value.get('schema')!r:.20}; "
-                f"this version reads {FORMAT!r}, schemas {WHOLE} and {SPLIT}"
+                f"this version reads {FORMAT!r}, schema {SCHEMA}"
             )
         digest = _sha256(value.pop("sha256", None))
         try:
@@ -132,7 +130,7 @@ class Manifest:
             raise MalformedError("the manifest is nested too deeply") from error
         if computed != digest:
             raise MalformedError("the manifest does not have its checksum")
-        tensors, state = _files(value.get("files"), split=value["schema"] == SPLIT)
+        tensors, state = _files(value.get("files"))
         try:
             meta = Decoder().decode(value.get("meta"))
         except MalformedError as error:
@@ -157,7 +155,7 @@ def assemble(step: int, round: int, tensors: dict[str, FileSum], state: FileSum,
     """Return a manifest as JSON, and its digest."""
     body = {
         "format": FORMAT,
-        "schema": WHOLE if tensors.keys() == {TENSORS} else SPLIT,
+        "schema": SCHEMA,
         "step": step,
         "round": round,
         "files": {name: asdict(file) for name, file in {**tensors, STATE: state}.items()},
@@ -195,12 +193,12 @@ def _digest(body: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _files(value: Any, *, split: bool) -> tuple[dict[str, FileSum], FileSum]:
+def _files(value: Any) -> tuple[dict[str, FileSum], FileSum]:
     """Return size and checksum of the tensor files, in order, and of the state's file."""
     # Names are made here and never taken from the manifest, so that it cannot point elsewhere.
     if not isinstance(value, dict):
         raise MalformedError("the manifest does not name exactly its files")
-    names = _shares_among(value) if split else [TENSORS]
+    names = [TENSORS] if TENSORS in value else _shares_among(value)
     if value.keys() != {*names, STATE}:
         raise MalformedError(f"the manifest does not name exactly its tensor files and {STATE}")
     return {name: file_sum(name, value[name]) for name in names}, file_sum(STATE, value[STATE])
