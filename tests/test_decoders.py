@@ -79,7 +79,7 @@ RECORD = ControlRecord(
     faulty=(FaultyNode("c", 2, 1200.0), FaultyNode("a", faults=(30.0, 2.5))),
 )
 STATUS = a.Status(
-    "run", "a round forms", 1, "a", 2, 4, 1, 4, 0, 3, (a.NodeStatus("a", "10.0.0.1", 4, "training", 0.5),)
+    "run", "a round forms", 1, "a", 2, 4, 1, 4, 0, 3, (a.NodeStatus("a", "10.0.0.1", 4, "training", 0.5),), time=0.0
 )
 Pair = namedtuple("Pair", "left right")
 STATE: dict[str, Any] = {"step": 3, "weights": torch.arange(6.0).reshape(2, 3), "more": [1, "x", None, (2.5, b"y")]}
@@ -388,7 +388,7 @@ TARGETS = {
     ),
     "progress": Target((b"",), progress),
     "sum of a share": Target((shares.pack_sum(FileSum(5, "a" * 64)),), shares.parse_sum, (MalformedError,)),
-    "owner": Target((b'{"format": "elastic-launch owner", "run": "a", "token": "b"}',), owner._parse),
+    "owner": Target((b'{"format": "elastic-launch owner", "run": "a", "token": "b", "epoch": 1}',), owner._parse),
     "slot": Target((slot_sample(),), slot),
     "job file": Target((JOB,), through_file(lambda path: read_job_file(str(path)), "job.yaml"), (UsageError,)),
     "events": Target((event_sample(),), events),

@@ -339,7 +339,7 @@ def test_a_log_that_is_not_here_is_a_mistake(
 def test_a_status_fits_the_terminal_and_is_whole_elsewhere() -> None:
     name = "node-" + "x" * 60
     node = a.NodeStatus(name, "10.0.0.1", 4, "starting", 0.5, (0, 3), "start")
-    status = a.Status("run", "next", 1, name, 2, 4, 1, 4, 0, 3, (node,), 7, 0.05, 61.0, 0.25)
+    status = a.Status("run", "next", 1, name, 2, 4, 1, 4, 0, 3, (node,), 7, 0.05, 61.0, 0.25, time=0.0)
     lines = shown(status, "c10d 127.0.0.1:29400")
     assert f"leader {name}; next" in lines[1]
     assert lines[2] == "world size 4 on 1 node of 1:4, step 7, restarts 0 of 3"

@@ -389,8 +389,7 @@ def _leader(address: Address) -> Findings:
     took = time.monotonic() - asked
     yield good(f"run {status.run_id} has {nodes}; its leader {status.leader} answers in {1000 * took:.0f} ms")
     yield good(f"{status.next}")
-    if status.time is not None:
-        yield _clock(sent + took / 2 - status.time, took / 2)
+    yield _clock(sent + took / 2 - status.time, took / 2)
 
 
 def _clock(ahead: float, unsure: float) -> Finding:

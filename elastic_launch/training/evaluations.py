@@ -108,8 +108,7 @@ class Evaluations:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.history[:] = [Evaluation(x["step"], x["epoch"], dict(x["metrics"])) for x in state["history"]]
-        last = self.history[-1].step if self.history else 0  # checkpoints were made without "evaluated" once
-        self._evaluated = state.get("evaluated", last)
+        self._evaluated = state["evaluated"]
         self._last = time.monotonic() - state.get("age", 0.0)
 
 

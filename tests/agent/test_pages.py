@@ -39,7 +39,7 @@ class Told(Roster):
 
 
 def standing(*nodes: a.NodeStatus) -> a.Status:
-    return a.Status("<r>", "", 1, "a", 1, 2, 1, 2, 0, 3, nodes)
+    return a.Status("<r>", "", 1, "a", 1, 2, 1, 2, 0, 3, nodes, time=0.0)
 
 
 class Served:

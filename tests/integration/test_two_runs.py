@@ -91,7 +91,7 @@ def test_a_node_that_joins_saves_to_its_own_disk_where_an_ended_run_had_saved(jo
     disks = [job.directory / name for name in "ab"]
     for disk in disks:
         (disk / "checkpoints").mkdir(parents=True)
-        mark = {"format": "elastic-launch owner", "run": "ended", "token": "0", "host": "x"}
+        mark = {"format": "elastic-launch owner", "run": "ended", "token": "0", "host": "x", "epoch": 0}
         (disk / "checkpoints" / "owner.json").write_text(json.dumps(mark))
     command = digits(job, "checkpoints")
     first = job.node("a", command=command, cwd=disks[0])

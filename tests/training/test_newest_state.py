@@ -52,7 +52,7 @@ class Node:
     def remembers(self, round: int, step: int, branch: Branch | None = None) -> None:
         model = nn.Linear(2, 2)
         writer = SlotWriter(self.slots[0])
-        meta = {"identity": {}, "worlds": [1], "branch": (branch or self._branch(round)).meta(RUN)}
+        meta = {"identity": {}, "worlds": [1], "equal": (0, 0), "branch": (branch or self._branch(round)).meta(RUN)}
         draft = SlotDraft({"model": model.state_dict()}, meta, lambda tensor: True)
         writer.write(draft, sequence=1, round=round, step=step, training=0)
         writer.close()

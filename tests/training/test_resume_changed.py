@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ExponentialLR, MultiStepLR, StepLR
+from torch.optim.lr_scheduler import ExponentialLR, StepLR
 from torch.utils.data import TensorDataset
 
 import elastic_launch as el
@@ -28,7 +25,6 @@ from elastic_launch.training.session import Run
 
 DATA = torch.randn(24, 3, generator=torch.Generator().manual_seed(1))
 DATASET = TensorDataset(DATA, DATA.sum(1, keepdim=True))
-FIRST_FORMAT = Path(__file__).parent / "data" / "first_format"
 
 Make = Callable[[], nn.Module]
 MakeOptimizer = Callable[[nn.Module], Any]
@@ -184,24 +180,15 @@ def test_names_of_several_models_and_optimizers_are_compared(tmp_path: Path) -> 
         train("a", "c")
 
 
-def _first_format(directory: Path) -> None:
-    """Copy a checkpoint of the first format, and add the order of samples, which that format did not record."""
-    shutil.copytree(FIRST_FORMAT, directory)
-    (file,) = directory.glob("*/manifest.json")
-    manifest = json.loads(file.read_text())
-    del manifest["sha256"]
-    loader = el.ElasticLoader(DATASET, el.GlobalBatch(8, 4), shuffle=False)
-    manifest["meta"]["identity"][SAMPLE_ORDER] = loader._identity[SAMPLE_ORDER]
-    digest = hashlib.sha256(json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-    file.write_text(json.dumps({**manifest, "sha256": digest}, indent=1) + "\n")
-
-
-def test_a_checkpoint_without_an_order_of_samples_is_refused(tmp_path: Path) -> None:
-    shutil.copytree(FIRST_FORMAT, tmp_path / "old")
+def test_a_checkpoint_without_an_order_of_samples_is_refused(saved: Path, tmp_path: Path) -> None:
+    made = snapshot.newest(saved / "plain")
+    assert made is not None
+    del made.meta["identity"][SAMPLE_ORDER]
+    snapshot.write(tmp_path, made.state, step=3, round=1, meta=made.meta)
     with pytest.raises(
         UsageError, match=r"step 3 in .* was made without order of samples \(as a hash\), this training"
     ):
-        _train(tmp_path / "old", schedule=lambda optimizer: MultiStepLR(optimizer, [2, 4]))
+        _train(tmp_path)
 
 
 @pytest.mark.parametrize("changed", ["shuffle", "drop_last", "sampler"])
@@ -223,26 +210,10 @@ def test_another_order_of_samples_is_refused(tmp_path: Path, changed: str) -> No
     assert train("4ba", shuffle=True) == 2
 
 
-def test_a_checkpoint_of_the_first_format_can_be_resumed(tmp_path: Path) -> None:
-    """It was written by the first version with checkpoints; what that version did not record is not compared."""
-    schedule = {"schedule": lambda optimizer: MultiStepLR(optimizer, [2, 4], gamma=0.5)}
-    _first_format(tmp_path / "old")
-    _train(tmp_path / "old", until="6ba", **schedule)
-    _train(tmp_path / "new", until="6ba", **schedule)
-    states = [snapshot.newest(tmp_path / name).state for name in ("old", "new")]  # type: ignore[union-attr]
-    for name in ("0.weight", "2.weight"):  # a bias in front of BatchNorm is rounding errors that AdamW blows up
-        torch.testing.assert_close(*(state["model"][name] for state in states))
-    assert states[0]["scheduler"] == states[1]["scheduler"]
-
-
-def test_another_class_of_optimizers_is_known_by_its_settings_where_no_name_was_saved(tmp_path: Path) -> None:
-    _first_format(tmp_path / "old")
-    with pytest.raises(UsageError, match="another class of optimizers than the SGD here: it has no 'dampening'"):
-        _train(
-            tmp_path / "old",
-            optimizer=lambda model: torch.optim.SGD(model.parameters(), 0.1),
-            schedule=lambda optimizer: MultiStepLR(optimizer, [2, 4]),
-        )
+def test_another_class_of_optimizers_is_known_by_its_settings_where_no_name_was_saved() -> None:
+    model = _small()
+    found = differences(torch.optim.SGD(model.parameters(), 0.1), _adamw(model).state_dict(), "")
+    assert "another class of optimizers than the SGD here: it has no 'dampening'" in found
 
 
 def test_a_member_of_an_enum_that_the_script_has_not_is_refused_with_its_place() -> None:
@@ -293,7 +264,7 @@ def test_an_optimizer_whose_groups_have_each_others_parameters(tmp_path: Path) -
 
 
 def test_checkpoints_without_names_are_refused_by_the_shapes() -> None:
-    """Checkpoints made before the order of an optimizer's parameters was saved."""
+    """Checkpoints that a script writes with ``el.snapshot`` have no names of an optimizer's parameters."""
     model = _small()
     optimizer = _adamw(model)
     model(DATA).sum().backward()

@@ -125,17 +125,6 @@ def test_a_state_that_lacks_its_evaluation_is_evaluated_before_the_next_step(tmp
     assert [end.step for end in resumed.seen.steps] == [4, 5]
 
 
-def test_the_last_evaluation_is_known_from_the_history_of_an_older_checkpoint() -> None:
-    case = Case()
-    case.trainer.fit("1ep")
-    state = case.trainer.state_dict()
-    assert state.pop("evaluated") == 3
-    case.trainer._evaluations._evaluated = 0
-    case.trainer.load_state_dict(state)
-    case.trainer.fit("1ep")
-    assert [evaluation.step for evaluation in case.seen.evaluations] == [3]
-
-
 def test_an_evaluation_follows_the_trainings_micro_batches_as_they_become_smaller() -> None:
     loader = el.ElasticLoader(_data(32), el.GlobalBatch(8, "auto"), shuffle=False)
     case = Case(eval_loader=loader)

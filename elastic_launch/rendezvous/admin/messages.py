@@ -6,7 +6,7 @@ sender never counts as a node.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 # Requests.
 
@@ -160,5 +160,5 @@ class Status:
     snapshot: LastSave | None = None
     checkpoint: LastSave | None = None
     incidents: tuple[Decision, ...] = ()
-    time: float | None = None
+    time: float = field(kw_only=True)
     unconfirmed: float | None = None

@@ -46,12 +46,7 @@ def owned_by(run: str) -> str:
 def epoch_in(where: Place) -> int:
     """Return how many trainings have taken a directory or URL; 0 if that is not recorded."""
     found = _read(where)
-    return 0 if found is None else _epoch(found)
-
-
-def _epoch(mark: dict[str, Any]) -> int:
-    epoch = mark.get("epoch")
-    return epoch if isinstance(epoch, int) else 0
+    return 0 if found is None else int(found["epoch"])
 
 
 def other_owner(where: Place, run: str) -> str:
@@ -91,7 +86,7 @@ def _ask(where: Place, owner: str, *, take: bool, epoch: int | None) -> bool:
     others = found is not None and (found.get("token") != token if token else found.get("run") != run)
     if found is None or (others and take and not token):
         return True
-    if others or (epoch is not None and _epoch(found) > epoch):
+    if others or (epoch is not None and found["epoch"] > epoch):
         raise TakenError(
             f"Two runs write to one directory: {where} was taken since by run {found.get('run')!r:.80} "
             f"on {found.get('host')!r:.80}; this is run {run!r}.",
@@ -135,4 +130,5 @@ def _parse(data: bytes) -> dict[str, Any] | None:
         value = json.loads(data)
     except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) and value.get("format") == _FORMAT else None
+    known = isinstance(value, dict) and value.get("format") == _FORMAT and isinstance(value.get("epoch"), int)
+    return value if known else None

@@ -59,7 +59,7 @@ def following(
     same = _same(world_round, run, known)
     number = max(world_round + (int(known["ahead"]) if same else 0), highest + 1)
     line = [*((int(round), int(step)) for round, step in known.get("line", ())), *([parent] if parent else [])]
-    if base is None and same and known.get("base") is not None:
+    if base is None and same and known["base"] is not None:
         base = int(known["base"][0]), str(known["base"][1])
     return Branch(
         number,
@@ -74,7 +74,7 @@ def following(
 def epoch_after(world_round: int, run: str, meta: dict[str, Any], taken: int) -> int:
     """Return the epoch of a start of the training; for the arguments, see :func:`following`."""
     known = meta.get("branch", {})
-    return int(known.get("epoch", 0)) if _same(world_round, run, known) else taken + 1
+    return int(known["epoch"]) if _same(world_round, run, known) else taken + 1
 
 
 def _same(world_round: int, run: str, known: dict[str, Any]) -> bool:

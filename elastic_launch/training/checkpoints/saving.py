@@ -261,7 +261,7 @@ class Saver:
         if not kept.live:
             # Newer snapshots are incomplete; the next one is to replace them, and not the one that was restored.
             self._memory.drop_above((*kept.position, kept.phase), self._training)
-        number_equal, step_equal = meta.get("equal", (0, 0))
+        number_equal, step_equal = meta["equal"]
         self._equal = int(number_equal), int(step_equal)
         self._branch = following(self._world.round, run_id(), meta, number, parent=kept.position)
         resumed = Resumed.of(step, parts, meta, origin)
