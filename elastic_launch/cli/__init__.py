@@ -12,7 +12,6 @@
 ``output_flags``      flags about output and log files
 ``rendezvous_flags``  flags about how nodes find each other
 ``command``           what the workers execute: a script, a module or a program
-``job``               a command line together with its job file
-``job_file``          the content of a job file; ``job_file_reader`` parses its YAML
+``job``               a command line together with its job file; ``job_file_reader`` parses its YAML
 ``kubernetes``        defaults from an indexed Job's pod; ``slurm``: from a job step, whose mistakes are errors
 """

@@ -7,16 +7,33 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
-from elastic_launch.cli.flags import FLAGS, Flag, Line, Values
-from elastic_launch.cli.job_file import NOT_IN_FILES, JobFile
+from elastic_launch.cli.flags import FLAGS, Flag, Line, Sourced, Values
 from elastic_launch.config.settings import Setting
+
+NOT_IN_FILES = ("--help", "--version", "--config", "--print-config", "--print-completion")
 
 _MERGED = ("--rdzv-conf", "--preload", "--no-preload", "--notice")
 """Flags whose repeated values are merged."""
 
 _COLUMN = 40
+
+
+@dataclass(frozen=True, slots=True)
+class JobFile:
+    """The content of a job file, each value with its file and line.
+
+    Attributes:
+        script: what the workers run; None if the command line names it.
+        args: arguments of the script, before those of the command line.
+        env: variables for the launcher and its workers, unless set in the environment.
+    """
+
+    values: Mapping[str, Sourced] = field(default_factory=dict)
+    script: Sourced | None = None
+    args: tuple[Sourced, ...] = ()
+    env: Mapping[str, Sourced] = field(default_factory=dict)
 
 
 class Job:

@@ -12,7 +12,7 @@ from typing import NoReturn
 import yaml
 
 from elastic_launch.cli.flags import FLAGS, Flag, Sourced
-from elastic_launch.cli.job_file import NOT_IN_FILES, JobFile
+from elastic_launch.cli.job import NOT_IN_FILES, JobFile
 from elastic_launch.config.settings import nearest
 from elastic_launch.contract import Placement, worker_environment
 from elastic_launch.errors import UsageError
