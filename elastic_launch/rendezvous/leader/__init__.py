@@ -12,10 +12,8 @@
 ``verdict``         the root cause of a broken round
 ``hangs``           which workers of a round that stands still hang
 ``restart_budget``  what a broken round costs, and whether it ends the run
-``drill``           which planned faults have happened
 ``exclusion``       nodes that are left out for a while because their workers fail again and again
 ``newcomers``       nodes that cannot do what the others do, and for how long their hosts are left out
 ``leavers``         which nodes serve their snapshot, and which of those that have left stay for that
-``outlook``         what happens next, as text for users
 ``service``         the machine's input and output: links, clock and control store
 """

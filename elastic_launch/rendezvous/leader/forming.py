@@ -1,8 +1,12 @@
-"""Forming the next round from the nodes that wait for it, and having newcomers start before there is one for them."""
+"""Forming the next round from the nodes that wait for it, and having newcomers start before there is one for them.
+
+Also what happens next, as text for users.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import attrgetter
 
 from elastic_launch.errors import ExitCode
 from elastic_launch.events.types import Parked as ParkedEvent
@@ -12,6 +16,7 @@ from elastic_launch.rendezvous.leader.phases import (
     Broken,
     Draining,
     Ended,
+    Ending,
     Gathering,
     Parked,
     Phase,
@@ -25,6 +30,9 @@ from elastic_launch.rendezvous.leader.types import Node
 from elastic_launch.rendezvous.leader.verdict import Kind
 from elastic_launch.rendezvous.record import Member, Round
 from elastic_launch.rendezvous.wire import messages as m
+
+_LEAVING = attrgetter("leaving")
+"""A generator takes several times as long, and this is asked for each node that joins."""
 
 
 def gather(state: LeaderState, phase: Gathering | Parked, now: float) -> Phase:
@@ -125,3 +133,44 @@ def start_ahead(state: LeaderState, phase: Running | Draining | Broken) -> None:
     for node in found:
         node.ahead = node.importing = True
         state.send(node.link, m.StartAhead(state.record.term, state.record.round.number))
+
+
+def outlook(phase: Phase, state: LeaderState) -> str:
+    """Return what happens next, as text."""
+    nodes, limits = state.nodes.values(), state.limits
+    match phase:
+        case Ended():
+            return "the run has ended"
+        case Ending():
+            return "the run ends"
+        case Running():
+            return _while_running(state)
+        case Draining() | Broken():
+            first, ends = False, phase.ends
+        case Gathering():
+            first, ends = phase.after is None, phase.ends
+        case Parked():
+            first, ends = phase.after is None, ""
+    # A node that is still stopping its workers after a broken round counts: it will join the next one.
+    there = len(nodes) - sum(map(_LEAVING, nodes))
+    if ends:
+        return "the run ends"
+    if there >= limits.max_nodes:
+        return "a round forms"
+    if there < limits.min_nodes:
+        return f"waiting for nodes: {there} of at least {limits.min_nodes}"
+    if not first:
+        return "a new round forms"
+    return f"the first round forms at {limits.max_nodes} nodes or {state.timing.join_settle:g} s without an arrival"
+
+
+def _while_running(state: LeaderState) -> str:
+    there, most = [node for node in waiting(state.nodes) if not (node.excluded or node.apart)], state.limits.max_nodes
+    if not there:
+        return "training goes on"
+    if len(state.members()) >= most:
+        return f"round is full, {len(there)} spare"
+    if not state.resizing.pays(state.record.round, most, state.turned, there):
+        return "the run ends before a resize pays"
+    starting = state.live and all(node.importing or not node.ahead for node in there)
+    return "training is resized once workers have started there" if starting else "training is resized"

@@ -21,10 +21,9 @@ from elastic_launch.events.types import (
     counted,
 )
 from elastic_launch.failure import Failure, Standstill
-from elastic_launch.rendezvous.leader.forming import gather, start_ahead
+from elastic_launch.rendezvous.leader.forming import gather, outlook, start_ahead
 from elastic_launch.rendezvous.leader.hangs import judge_stalled
 from elastic_launch.rendezvous.leader.newcomers import code_of, difference, is_own, newcomers_failures
-from elastic_launch.rendezvous.leader.outlook import outlook
 from elastic_launch.rendezvous.leader.phases import (
     COLLECT,
     LATE,

@@ -8,7 +8,7 @@ from typing import Any
 from elastic_launch.config.launch_config import Limits, Timing
 from elastic_launch.events.types import AdmissionClosed, DrillEnded, Event, NewcomerLeftOut, NodeExcluded, RunEnded
 from elastic_launch.failure import Failure
-from elastic_launch.rendezvous.leader.drill import Drill
+from elastic_launch.faults import MOST
 from elastic_launch.rendezvous.leader.exclusion import FAULTS, Exclusion
 from elastic_launch.rendezvous.leader.leavers import no_longer_needed, saver
 from elastic_launch.rendezvous.leader.newcomers import Refusals
@@ -20,6 +20,35 @@ from elastic_launch.rendezvous.wire import messages as m
 
 GRACE = 0.5
 """Seconds that a node which was silent for dead_after before this term has to come: it may only have lost the store."""
+
+
+class Drill:
+    """The faults of a drill: each happens once in the run, as its leader remembers it.
+
+    Attributes:
+        planned: number of faults in the plan; 0 without a drill.
+    """
+
+    def __init__(self) -> None:
+        self.planned = 0
+        self._landed: set[int] = set()
+
+    def joined(self, hello: m.Hello) -> None:
+        """Learn what a node knows, perhaps from another leader."""
+        self.planned = max(self.planned, min(hello.planned, MOST))
+        self._landed.update(hello.landed)
+
+    def lands(self, fault: int) -> bool:
+        """Whether a fault that is due happens now: it is in the plan and has not happened before."""
+        if not 0 <= fault < self.planned or fault in self._landed:
+            return False
+        self._landed.add(fault)
+        return True
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The planned faults that have not happened."""
+        return tuple(fault for fault in range(self.planned) if fault not in self._landed)
 
 
 class LeaderState:
