@@ -17,7 +17,6 @@
 ``together``     several models and optimizers in one loop
 ``wrapped``      detects models that cannot be trained
 ``kinds``        checks argument types
-``precision``    number formats
 ``randomness``   random state of a step
 ``stopping``     stop requests
 ``live/``        rounds that end no process

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from typing import Any
 
 import torch
@@ -27,7 +27,6 @@ from elastic_launch.training.gradients.buffer_rules import checked_rules
 from elastic_launch.training.kinds import check_function, check_kind, found
 from elastic_launch.training.live.rehearsal import unchanged
 from elastic_launch.training.loop import Loop, LoopOptions
-from elastic_launch.training.precision import Precision, is_out_of_memory
 from elastic_launch.training.schedule import Schedule, Schedules
 from elastic_launch.training.session import Run
 from elastic_launch.training.steps import RoundOverError, Step
@@ -42,6 +41,8 @@ Measure = Callable[[Any, Any], Tensor]
 
 Forward = Callable[[Callable[..., Any], Any], tuple[Any, Any]]
 """``(model, micro_batch) -> (output, target)``; the micro-batch is collated and on the device."""
+
+_AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Trainer:
@@ -135,10 +136,10 @@ class Trainer:
             raise UsageError(f"clip_norm={clip_norm:g} is not above 0.", "Leave it out to have none.")
         self._clip_norm = clip_norm
         if self._config is None:
-            self._precision = Precision(precision or "fp32", run.device)
+            self._precision = _Precision(precision or "fp32", run.device)
         else:
             self._number_format = precision_of(self._config, precision)
-            self._precision = Precision(self._number_format, run.device, scales=False)
+            self._precision = _Precision(self._number_format, run.device, scales=False)
             self._clip_norm = clip_norm_of(self._config, clip_norm)
             refused = {"exact": exact, "weight_fn": weight_fn is not None, 'micro="auto"': loader.batch.micro == "auto"}
             for name in [name for name, given in refused.items() if given]:
@@ -326,7 +327,7 @@ class Trainer:
                         raise UsageError(f"Trainer: what loss_fn returned is {found(loss)}.", "Return a tensor.")
                     step.backward(loss, weight, dict(zip(self._metrics, metrics, strict=True)))
         except (RuntimeError, MemoryError) as error:
-            if not self._finds_micro or step._exchanged or not is_out_of_memory(error):
+            if not self._finds_micro or step._exchanged or not _is_out_of_memory(error):
                 raise
             _log.info("rank %d ran out of memory: %s", self.run.rank, error)
             # The traceback holds the tensors of the pass that failed.
@@ -416,3 +417,33 @@ def _on_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, tuple | list):
         return type(value)(_on_device(item, device) for item in value)
     return value
+
+
+class _Precision:
+    """Autocast for forward pass and loss, and the gradient scaler for fp16.
+
+    Args:
+        name: ``fp32``, ``bf16`` or ``fp16``.
+        scales: whether to have a gradient scaler.
+    """
+
+    def __init__(self, name: str, device: torch.device, *, scales: bool = True) -> None:
+        if name not in _AUTOCAST:
+            raise UsageError(f"precision={name!r} is not a known precision.", f"Give one of {', '.join(_AUTOCAST)}.")
+        self._device_type = device.type
+        self._dtype = _AUTOCAST[name]
+        self.scaler = torch.amp.GradScaler(device.type) if name == "fp16" and scales else None
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Return the context in which to run a forward pass and compute its loss."""
+        if self._dtype is None:
+            return nullcontext()
+        return torch.autocast(self._device_type, self._dtype)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that a device, or the CPU's allocator, is out of memory."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    # The CPU's allocator raises a plain RuntimeError.
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
