@@ -101,7 +101,8 @@ class Engine:
         self._timeout = timeout
         self.asked_live = live  # whether it may go on in another round; None: on CPUs
         self._unchecked = False
-        self._live = self._drained = False
+        self.lives = False  # whether this process can go on in another round
+        self._drained = False
         self._asked = self._noted = 0
         self._joining = threading.RLock()
 
@@ -151,8 +152,8 @@ class Engine:
                 self.stopped, self._stop_agreed = True, Stop.AGENT
                 raise
             self._move(link)
-            self._live = self._may_live(link)
-            if self._live:
+            self.lives = self._may_live(link)
+            if self.lives:
                 link.listen(lambda: self.groups.disconnect())
             error: RuntimeError | None = None
             while True:
@@ -294,8 +295,8 @@ class Engine:
         self._begun, self.step = True, step
         self._termination.watch()
         live = live and self._may_live(self.link)
-        self._live = live and self.groups.breakable and not self.groups.foreign
-        if self._live:
+        self.lives = live and self.groups.breakable and not self.groups.foreign
+        if self.lives:
             self.link.listen(lambda: self.groups.disconnect())
         elif self.asked_live and self.device.type == "cuda" and self.link.patience > 0:
             _log.warning(
@@ -304,7 +305,7 @@ class Engine:
             )
         saves, seconds = self.checkpoint is not None, self._restore_seconds
         base = self.checkpoint.branch.base if self.checkpoint is not None else None
-        ready = Ready(step, total, seconds, self._uncompared, self._live, rehearses=rehearses, arguments=arguments)
+        ready = Ready(step, total, seconds, self._uncompared, self.lives, rehearses=rehearses, arguments=arguments)
         ready = replace(ready, checkpoints=saves)
         self.link.say(ready if base is None else replace(ready, base=base[0], base_in=base[1]))
         self._restore_seconds = 0.0
@@ -366,17 +367,17 @@ class Engine:
 
         After a fault, a rank may end a step that others have ended already; it would wait for them in that exchange.
         """
-        if self._live and self._exchanges() != self._noted:
+        if self.lives and self._exchanges() != self._noted:
             _log.info("the script exchanges data between steps by itself: this process ends with its round")
             self.end_with_round()
 
     def _exchanges(self) -> int:
-        return self.groups.used() + self._asked if self._live else 0
+        return self.groups.used() + self._asked if self.lives else 0
 
     def end_with_round(self) -> None:
         """From now on, this process ends with its round, as one does whose loop is its own."""
-        if self._live:
-            self._live = False
+        if self.lives:
+            self.lives = False
             if self._begun:
                 self.link.say(Ready(self.step, live=False))
 
@@ -388,19 +389,14 @@ class Engine:
     @property
     def is_over(self) -> bool:
         """Whether the current round is over, and this process is to continue in another one."""
-        return self._live and self.link.suspending
+        return self.lives and self.link.suspending
 
     def caused(self, error: RuntimeError) -> bool:
         """Whether an error that was just caught may be due to the round's end."""
-        if not self._live or not is_of_exchange(error):
+        if not self.lives or not is_of_exchange(error):
             return False
         differs = isinstance(error, OthersDifferError)
         return self.is_over or differs or bool(symptom_in(f"RuntimeError: {error}"))
-
-    @property
-    def lives(self) -> bool:
-        """Whether this process can go on in another round."""
-        return self._live
 
     def suspend(self, error: RuntimeError | None, *, spoiled: Sequence[str] = ()) -> None:
         """Leave the current round, and wait for a place in the next one, with the training's objects as they are.
@@ -480,7 +476,7 @@ class Engine:
 
     def drains_live(self) -> bool:
         """Report that the round is drained, if this process is to continue in another one; return whether it is."""
-        if not self.draining or not self._live or self._termination.asked:
+        if not self.draining or not self.lives or self._termination.asked:
             return False
         if self._agreement is not None:
             self._agreement.settle()
@@ -524,7 +520,7 @@ class Engine:
     def _forming(self) -> Iterator[None]:
         with self.groups.forming():
             yield
-        if self._live and self._begun and not self.groups.breakable:
+        if self.lives and self._begun and not self.groups.breakable:
             self.end_with_round()
 
     def close(self) -> None:
@@ -558,7 +554,7 @@ class Engine:
         state.check()
         first = self.world.rank == 0
         # To look for them takes some ten milliseconds. Those whom this process has joined have looked.
-        if not first and (not self._live or self.saver.joins_live):
+        if not first and (not self.lives or self.saver.joins_live):
             return
         average, scheduler = has_forgotten_average(state.parts), bool(forgotten(state.parts))
         if average or scheduler:

@@ -301,22 +301,17 @@ class TransferClient:
         self._after = after
         self._lock = threading.Lock()
         self._sock: socket.socket | None = None
-        self._closing = False
+        self.cancelled = False
         self._thread = VitalThread(self._run, "fetch")
 
     def start(self) -> None:
         """Begin; done may be called immediately."""
         self._thread.start()
 
-    @property
-    def cancelled(self) -> bool:
-        """Whether it was cancelled."""
-        return self._closing
-
     def cancel(self) -> None:
         """Cancel; takes effect soon."""
         with self._lock:
-            self._closing = True
+            self.cancelled = True
             if self._sock is not None:
                 _shut(self._sock)
 
@@ -335,7 +330,7 @@ class TransferClient:
                 return
             self._after = None
             for source in self.sources:
-                if header is None and not self._closing:
+                if header is None and not self.cancelled:
                     header = self._try(source)
         finally:
             self._done(header)
@@ -345,7 +340,7 @@ class TransferClient:
         try:
             with socket.create_connection((source.address, source.port), timeout=IDLE) as sock:
                 with self._lock:
-                    if self._closing:
+                    if self.cancelled:
                         return None
                     self._sock = sock
                 try:
@@ -354,7 +349,7 @@ class TransferClient:
                     with self._lock:
                         self._sock = None
         except (OSError, ProtocolError) as error:
-            if not self._closing:
+            if not self.cancelled:
                 text = "the snapshot of step %d could not be fetched from %s: %s"
                 _log.warning(text, source.step, source.address, error)
             return None

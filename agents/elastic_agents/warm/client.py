@@ -63,7 +63,7 @@ class WarmServer:
         self._source = link.source
         self._lock = threading.Lock()
         self._known = False
-        self._usable = False
+        self.usable = False  # whether workers can be forked now
         self._importing = ""
         self.read: frozenset[str] = frozenset()
         self.lost = False
@@ -115,11 +115,6 @@ class WarmServer:
         """The server and the processes that wait for work, all of which are reaped here; for any thread."""
         return [self._process.pid, *(one.pid for one in self._idle)]
 
-    @property
-    def usable(self) -> bool:
-        """Whether workers can be forked now."""
-        return self._usable
-
     def when_known(self, call: Callable[[], None]) -> None:
         """Call back once it is known whether workers can be forked; immediately or from another thread."""
         with self._lock:
@@ -142,7 +137,7 @@ class WarmServer:
         Only the client's own thread waits for the server and the processes it forks: each of them may be stopped.
         """
         with self._lock:
-            if not (self._known and not self._usable):
+            if not (self._known and not self.usable):
                 self._wanted += [call] * count
                 self._waker.wake()
                 return
@@ -177,7 +172,7 @@ class WarmServer:
     def give_up(self) -> None:
         """Treat the server as lost: its pending requests must never produce a process."""
         with self._lock:
-            self._usable, self.lost = False, True
+            self.usable, self.lost = False, True
         self._process.signal(signal.SIGKILL)
         self._dismiss()
 
@@ -212,10 +207,10 @@ class WarmServer:
                     *lines, pending = (pending + data).split(b"\n")
                     for line in lines:
                         self._hear(json.loads(line))
-                if self._usable:
+                if self.usable:
                     self._provide()
         self._reap()
-        self.lost = self.lost or self._usable
+        self.lost = self.lost or self.usable
         if not self._known and not self._closing:
             where = f" as it imported {self._importing}" if self._importing else ""
             _log.warning("workers import for themselves: the warm server has died%s", where)
@@ -239,7 +234,7 @@ class WarmServer:
 
     def _wait(self) -> float | None:
         """Seconds until there is something to do; None if nothing is scheduled."""
-        if self._known and (not self._usable or len(self._idle) >= self._ahead):
+        if self._known and (not self.usable or len(self._idle) >= self._ahead):
             return None
         return max(0.0, (self._ahead_at if self._known else self._deadline) - time.monotonic())
 
@@ -292,7 +287,7 @@ class WarmServer:
                     calls[told]()
                     told += 1
         except OSError as error:
-            if self._usable and not self._closing:
+            if self.usable and not self._closing:
                 why = "the warm server does not answer" if isinstance(error, TimeoutError) else error
                 _log.warning("workers import for themselves: %s", why)
             self.give_up()
@@ -321,7 +316,7 @@ class WarmServer:
 
     def _keep(self, one: Prefork) -> None:
         with self._lock:
-            preforked = self._usable and not self._closing
+            preforked = self.usable and not self._closing
             if preforked:
                 self._idle.append(one)
         if not preforked:
@@ -329,7 +324,7 @@ class WarmServer:
 
     def _fork_ahead(self) -> None:
         """Fork one more process ahead, if some time has passed since workers began."""
-        if not self._usable or self._closing or time.monotonic() < self._ahead_at:
+        if not self.usable or self._closing or time.monotonic() < self._ahead_at:
             return
         if len(self._idle) < self._ahead:
             try:
@@ -350,7 +345,7 @@ class WarmServer:
 
     def _settle(self, *, usable: bool) -> None:
         with self._lock:
-            self._known, self._usable = True, usable
+            self._known, self.usable = True, usable
             calls, self._calls = self._calls, []
             if not usable:
                 calls += self._wanted

@@ -78,7 +78,7 @@ class LeaderService:
     ) -> None:
         self._listener = listener
         self._store = store
-        self._committed = record.encode()
+        self.committed = record.encode()  # as it last wrote it; for others once it no longer leads
         self._clock = clock
         self._timing = timing = config.timing
         self._beat = timing.beat_among(record.limits.max_nodes)
@@ -96,7 +96,7 @@ class LeaderService:
         self._last_packed: tuple[m.Order | None, bytes] = (None, b"")
         self._deposed = False
         self._given_way = ""
-        self._died: ThreadDied | None = None
+        self.died: ThreadDied | None = None  # the internal error that ended it
         self._thread = VitalThread(self._run, "leader", owner=self._failed)
 
     def start(self) -> None:
@@ -107,22 +107,12 @@ class LeaderService:
     @property
     def alive(self) -> bool:
         """Whether it leads."""
-        return self._thread.is_alive() and not self._deposed and self._died is None
-
-    @property
-    def died(self) -> ThreadDied | None:
-        """The internal error that ended it, if one did."""
-        return self._died
+        return self._thread.is_alive() and not self._deposed and self.died is None
 
     @property
     def restarts(self) -> int:
         """Restarts charged, including those that could no longer be recorded."""
         return self._machine.restarts
-
-    @property
-    def committed(self) -> bytes:
-        """The record as this leader last wrote it; call this only once it no longer leads."""
-        return self._committed
 
     def depose(self, reason: str) -> None:
         """Stop leading at once, because another node leads."""
@@ -151,7 +141,7 @@ class LeaderService:
         self._listener.close()
 
     def _failed(self, died: ThreadDied) -> None:
-        self._died = died  # its links are closed, so its own node searches for the leader and finds this
+        self.died = died  # its links are closed, so its own node searches for the leader and finds this
         self._refuse_waiting()
         if not self._deposed:
             self._listener.close()
@@ -329,20 +319,20 @@ class LeaderService:
                     f"The control record has {len(value)} bytes, of at most {MAX_RECORD}.",
                     "Start fewer nodes, or give them shorter ids and addresses.",
                 )
-            written = self._store.compare_and_set(self._committed, value, self._timing.read_timeout)
+            written = self._store.compare_and_set(self.committed, value, self._timing.read_timeout)
         except RecordTooLargeError as error:
             if record.end is not None:
                 _log.error("the end of the run could not be written; this node no longer leads: %s", error)
                 return False
             self._queue.clear()
             cause = f"{error.message} {error.hint}"
-            self._decided(self._machine.too_large(ControlRecord.parse(self._committed), cause, self._clock.now()))
+            self._decided(self._machine.too_large(ControlRecord.parse(self.committed), cause, self._clock.now()))
             return True
         except StoreError as error:
             _log.error("the control record could not be written; this node no longer leads: %s", error)
             return False
         if written:
-            self._committed = value
+            self.committed = value
         else:
             _log.error("the control record was written by another node or client; this node no longer leads")
         return written

@@ -50,7 +50,7 @@ class Rhythm:
         self._besides: deque[float] = deque(maxlen=MEMORY)
         self._part, self._samples = 1.0, 1
         self._steps: deque[float] = deque(maxlen=STEPS)
-        self._last = self._before = 0
+        self.last = self._before = 0  # steps after which the last two snapshots were taken
         self._at: float | None = None
         self._at_step = 0
         self._now = _Step(0.0)
@@ -58,7 +58,7 @@ class Rhythm:
 
     def begin(self, step: int) -> None:
         """Begin a training with ``step`` steps done; measured times and costs are kept."""
-        self._last, self._at = step, None
+        self.last, self._at = step, None
         self._before = step
         self._now = _Step(0.0)
         self._recent.clear()
@@ -76,7 +76,7 @@ class Rhythm:
 
     def due(self, step: int) -> bool:
         """Whether a snapshot is due after a step."""
-        return step - self._last >= self.interval
+        return step - self.last >= self.interval
 
     @property
     def interval(self) -> int:
@@ -91,19 +91,14 @@ class Rhythm:
         # At least two, since steps with a snapshot are compared with steps without one.
         return max(2, math.ceil((stall + part * beside) / (SHARE * step)))
 
-    @property
-    def last(self) -> int:
-        """Step after which the last snapshot was taken."""
-        return self._last
-
     def taken(self, step: int) -> None:
         """Record that a snapshot is taken after a step, and written during the next one."""
-        self._before, self._last = self._last, step
+        self._before, self.last = self.last, step
         self._now.carries = True
 
     def undone(self) -> None:
         """Record that the last snapshot failed, so that another one is due."""
-        self._last = self._before
+        self.last = self._before
 
     def cost(self, cost: Cost, *, fresh: bool = False) -> None:
         """Record the cost of the last snapshot.

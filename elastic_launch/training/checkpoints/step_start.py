@@ -132,7 +132,7 @@ class StepStart:
         self._parameters = 0
         self._sharded = False
         self._states: dict[str, tuple[list[Any], list[Tensor]]] = {}  # of the optimizers: values, those with a version
-        self._open = False
+        self.open = False  # whether a step is under way
         self._at: _Mark | None = None  # at the start
         self._behind: _Mark | None = None  # behind the head
         self._then: dict[str, Any] = {}  # what was small behind the head
@@ -176,11 +176,6 @@ class StepStart:
         return 0
 
     @property
-    def open(self) -> bool:
-        """Whether a step is under way."""
-        return self._open
-
-    @property
     def trained(self) -> dict[str, bool]:
         """Whether each parameter needed a gradient at the start, by name."""
         return dict(self.starts[-1]["trained"])
@@ -206,12 +201,12 @@ class StepStart:
             self._look()
         # Checksums only from time to time; at the first start, in any case.
         self._sums_now = (time.monotonic() - self._sums_at) * SHARE >= self._cost
-        self._open, self._behind = True, None
+        self.open, self._behind = True, None
         self._at = self._mark(others=True) if self.hands_on else None
 
     def go_on(self) -> None:
         """Continue the step in another round, with the state that this process has."""
-        if not self._open:
+        if not self.open:
             return
         self._sums_now = False
         self._look()
@@ -221,7 +216,7 @@ class StepStart:
 
     def close(self) -> None:
         """End the step: from now on, the state is that of its end."""
-        self._open, self._at, self._behind = False, None, None
+        self.open, self._at, self._behind = False, None, None
 
     def pass_begins(self, *, look: bool = True) -> list[str]:
         """Note that the head has ended; return the names of what it has changed and is not copied.

@@ -56,14 +56,9 @@ class GroupSockets:
         self._before: set[int] | None = None
         self._epolls: list[int] = []
         self._store_port = self._size = 0
-        self._broken = False
+        self.broken = False  # whether shut_down was called
         self._opened = threading.Event()
         self._breaker: threading.Thread | None = None
-
-    @property
-    def broken(self) -> bool:
-        """Whether :meth:`shut_down` was called."""
-        return self._broken
 
     @property
     def loops(self) -> int:
@@ -83,7 +78,7 @@ class GroupSockets:
             RuntimeError: if :meth:`shut_down` was called before, or is called before the body ends.
         """
         with self._lock:
-            if self._broken:
+            if self.broken:
                 raise RuntimeError(_OVER)
             self._before = set(_sockets(_descriptors()))
             self._store_port, self._size = store_port, size
@@ -99,7 +94,7 @@ class GroupSockets:
             if breaker is not None:
                 breaker.join(_ENDING)
                 self.shut_down()
-        if self._broken:
+        if self.broken:
             raise RuntimeError(_OVER)
 
     def shut_down(self) -> int:
@@ -109,7 +104,7 @@ class GroupSockets:
             The number of connections that this call has shut down.
         """
         with self._lock:
-            self._broken = True
+            self.broken = True
             if self._before is not None and self._breaker is None:
                 name = "elastic-launch disconnect"
                 self._breaker = threading.Thread(target=self._break_opening, name=name, daemon=True)
