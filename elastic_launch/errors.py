@@ -114,8 +114,8 @@ class StoreError(RendezvousError):
 class LeasedError(StoreError):
     """The control store's voters have heard the leader, and refuse all others for ``wait`` seconds."""
 
-    def __init__(self, message: str, hint: str = "", wait: float = 0.0) -> None:
-        super().__init__(message, hint)
+    def __init__(self, message: str, wait: float) -> None:
+        super().__init__(message)
         self.wait = wait
 
 

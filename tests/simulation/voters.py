@@ -218,7 +218,7 @@ class SimVoters:
 
 def _lost(outcome: Outcome | None) -> StoreError:
     if outcome is not None and outcome.wait > 0:
-        return LeasedError("the voters wait.", wait=outcome.wait)
+        return LeasedError("the voters wait.", outcome.wait)
     return StoreError("it is not known whether that was written.")
 
 

@@ -34,7 +34,7 @@ def test_a_pruned_state_is_restored_by_a_model_that_is_not(caplog: pytest.LogCap
     saved = _state(there)
     prune.l1_unstructured(there[0], "weight", 0.5)
     prune.ln_structured(there[2], "weight", 0.5, n=2, dim=0)
-    before.restore(copy.deepcopy(saved.capture(keep=True)), "the state of step 3", orders=saved.orders())
+    before.restore(copy.deepcopy(saved.capture()), "the state of step 3", orders=saved.orders())
     x = torch.randn(3, 4)
     assert torch.equal(there(x), here(x))
     assert {id(p) for p in here.parameters()} == parameters  # the optimizer's
@@ -51,7 +51,7 @@ def test_pruning_that_was_made_permanent_is_ended() -> None:
     for model in (there, here):
         prune.l1_unstructured(model[0], "weight", 0.5)
     prune.remove(there[0], "weight")
-    before.restore(copy.deepcopy(saved.capture(keep=True)), "the state of step 3")
+    before.restore(copy.deepcopy(saved.capture()), "the state of step 3")
     assert not prune.is_pruned(here)
     assert torch.equal(there[0].weight, here[0].weight)
 
@@ -61,7 +61,7 @@ def test_what_cannot_be_done_again_is_refused_by_name() -> None:
     before = _state(here)
     parametrizations.weight_norm(there[0], "weight")
     with pytest.raises(UsageError, match=r"'0\.parametrizations\.weight\.original0'(.|\n)*before the loop"):
-        before.restore(copy.deepcopy(_state(there).capture(keep=True)), "the state of step 3")
+        before.restore(copy.deepcopy(_state(there).capture()), "the state of step 3")
 
 
 @pytest.mark.parametrize("how", [[], ["--no-live"]])

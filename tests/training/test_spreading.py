@@ -151,7 +151,7 @@ def test_views_are_sent_as_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
     lazily = torch.tensor([1 + 2j, 3j]).conj()
     state = {"conjugate": lazily, "negative": lazily.imag, "one of a column": torch.arange(6.0).view(3, 2)[1:2, 1]}
     exchange.broadcast_state(state, 0, 0)
-    exchange.broadcast_tensors([state["one of a column"]], 0)
+    exchange.broadcast_tensors([state["one of a column"]])
     dtypes = torch.complex64, torch.float32, torch.float32, torch.float32
     read = [data.view(dtype).tolist() for data, dtype in zip(sent[2:], dtypes, strict=True)]
     assert read == [[1 - 2j, -3j], [-2.0, -3.0], [3.0], [3.0]]

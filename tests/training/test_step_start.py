@@ -127,11 +127,11 @@ def replace_momentum(training: Training) -> None:
 @pytest.mark.parametrize("change", [step_scheduler, set_rate, cool])
 def test_what_is_small_is_handed_on_as_it_was_before_the_head(change: Any) -> None:
     training = Training()
-    before = copied(training.state.capture(keep=True))
+    before = copied(training.state.capture())
     assert training.head(change) == []
-    assert str(training.state.capture(keep=True)) == str(before)
+    assert str(training.state.capture()) == str(before)
     training.start.close()
-    assert str(training.state.capture(keep=True)) != str(before)
+    assert str(training.state.capture()) != str(before)
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_each_pass_has_a_start_of_its_own() -> None:
     training.start.take({"a": False}, passes=1)
     counter.state["count"] = 3
     assert [start["states"]["counter"]["count"] for start in training.start.starts] == [0, 2]
-    assert training.state.capture(keep=True)["counter"] == {"count": 2}
+    assert training.state.capture()["counter"] == {"count": 2}
     assert training.start.trained == {"a": False}
     training.start.take({})
     assert [start["states"]["counter"]["count"] for start in training.start.starts] == [3]

@@ -15,6 +15,9 @@ from contextlib import suppress
 _STAND = (b"T", b"t", b"Z", b"X")
 """States of processes that do nothing: stopped by a signal, by a debugger, or dead."""
 
+_STOPPING = 1.0
+"""Seconds after which processes that do not stop yet (in uninterruptible sleep) are not waited for."""
+
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
@@ -149,15 +152,14 @@ def kill_sessions(sids: set[int], timeout: float = 5.0) -> list[int]:
     return []
 
 
-def stop_sessions(sids: set[int], tell: Callable[[list[int]], object], timeout: float = 1.0) -> None:
+def stop_sessions(sids: set[int], tell: Callable[[list[int]], object]) -> None:
     """Stop sessions (SIGSTOP) until no process in them runs; those that were stopped before are left alone.
 
     Args:
         tell: called with processes before they are stopped, and again afterwards: this process may be killed, or be
             frozen itself, in between.
-        timeout: seconds after which processes that do not stop yet (in uninterruptible sleep) are not waited for.
     """
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + _STOPPING
     told: set[int] = set()
     while sids and time.monotonic() <= deadline:
         with suppress(OSError):  # no descriptor or memory is left: that may be temporary

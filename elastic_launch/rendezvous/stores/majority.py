@@ -263,7 +263,7 @@ class MajorityStore(ControlStore):
             return self._unfounded(own)
         if outcome is not None and outcome.wait > 0:
             text = f"The voters wait for {outcome.wait:.1f} s more for the leader that they have heard."
-            return LeasedError(text, wait=outcome.wait)
+            return LeasedError(text, outcome.wait)
         silent = sorted(self._names - set(answers))
         told = "; ".join(f"{voter}: {self._peers.problem(voter) or 'it does not answer'}" for voter in silent)
         if len(self._names) - len(silent) > len(self._names) // 2:

@@ -309,7 +309,7 @@ class Saver:
                     states, starts = received.state, received.starts
                     own = {**(own or {}), "classes": received.classes, "orders": received.orders}
                 else:
-                    states = state.capture(keep=True)
+                    states = state.capture()
                     if state.start is not None and live is not None and live.passes:
                         starts = state.start.starts
                 mine = {"state": states, "meta": own, "starts": list(starts)}
@@ -512,7 +512,7 @@ class Saver:
         found = self._memory.newest(self._training)
         if found is not None and found[1].position >= (self._branch.round, after.step, after.phase):
             return
-        captured = after.state.capture(keep=True)
+        captured = after.state.capture()
         meta = self._meta_after(after, now=False)
         route = _nowhere if after.checkpoint is None else partial(after.checkpoint.route, self._world, False)
         self._kept = self._keep(captured, meta, after, None, route, last=False, spent=time.monotonic() - began)

@@ -88,14 +88,10 @@ class TrainingState:
     def on_restore(self, function: Callable[[], None]) -> None:
         self._on_restore.append(function)
 
-    def capture(self, *, keep: bool) -> dict[str, Any]:
-        """Call the ``on_save`` functions, then return the states of all parts by name; called by all ranks.
-
-        Args:
-            keep: whether this rank needs the state; if not, the result is empty.
-        """
-        self.begin_capture(keep=keep)
-        return self.captured(keep=keep)
+    def capture(self) -> dict[str, Any]:
+        """Call the ``on_save`` functions, then return the states of all parts by name; called by all ranks."""
+        self.begin_capture(keep=True)
+        return self.captured(keep=True)
 
     def begin_capture(self, *, keep: bool) -> None:
         """Do what comes before the states are taken, once: call the ``on_save`` functions; called by all ranks.

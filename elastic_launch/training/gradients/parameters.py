@@ -135,7 +135,7 @@ class Parameters:
             return
         # Of a sharded parameter each rank has only a part, made by its own random numbers.
         whole = (p for p in self.all if not is_sharded(p))
-        broadcast_tensors([*whole, *self._model.buffers()], 0, by_host=by_host)
+        broadcast_tensors([*whole, *self._model.buffers()], by_host=by_host)
 
     def same_everywhere(self) -> bool:
         """Whether all ranks have the same signature; called by all ranks."""

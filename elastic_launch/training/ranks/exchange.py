@@ -108,8 +108,8 @@ def receive_bytes(source: int, timeout: float | None = None) -> bytes:
         return bytes(receive(torch.empty(size, dtype=torch.uint8, device="cpu")).tolist()) if size else b""
 
 
-def broadcast_tensors(tensors: Iterable[Tensor], source: int, *, by_host: bool = False) -> None:
-    """Overwrite tensors on all ranks with those of the source rank.
+def broadcast_tensors(tensors: Iterable[Tensor], *, by_host: bool = False) -> None:
+    """Overwrite tensors on all ranks with those of rank 0.
 
     Args:
         by_host: whether those on GPUs go through the hosts' memory, by gloo, which fails if it is aborted.
@@ -125,7 +125,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], source: int, *, by_host: bool =
         dense = flat_bytes(value)
         if by_host:
             dense = dense.cpu()
-        dist.broadcast(dense, src=source)
+        dist.broadcast(dense, src=0)
         if dense.data_ptr() != value.data_ptr():
             value.copy_(dense.view(value.dtype).view(value.shape))
 
