@@ -1,7 +1,7 @@
 """Fault injection: a plan of which worker fails when, to test a run's recovery before it is needed.
 
-``elastic-launch --drill PLAN`` rehearses faults on a job: each happens once in the run, as its leader remembers it. A
-worker that comes to a fault asks its agent, which asks the leader.
+``elastic-launch --drill PLAN`` carries out planned faults on a job: each happens once in the run, as its leader
+remembers it. A worker that comes to a fault asks its agent, which asks the leader.
 
 Without the launcher's help, a plan is passed in the environment::
 
@@ -243,7 +243,7 @@ class FaultPlan:
         return {ENV_FAULTS: self.dumps()}
 
 
-class Rehearsal:
+class PlannedFaults:
     """One process' part in a plan, each of whose faults happens once.
 
     Args:
@@ -286,19 +286,19 @@ def reached(moment: str, step: int) -> None:
     # A process may go on in another round, as another rank.
     number = int(os.environ.get(ENV_ROUND) or int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) + 1)
     rank, world_size = int(os.environ.get("RANK") or 0), int(os.environ.get("WORLD_SIZE") or 1)
-    for rehearsal in ([_planned(text)] if text else []) + ([_drill(drill)] if drill else []):
-        rehearsal.reached(moment, step, rank=rank, world_size=world_size, round=number)
+    for planned in ([_planned(text)] if text else []) + ([_drill(drill)] if drill else []):
+        planned.reached(moment, step, rank=rank, world_size=world_size, round=number)
 
 
 @functools.cache
-def _planned(text: str) -> Rehearsal:
-    return Rehearsal(FaultPlan.of({ENV_FAULTS: text}), _announced, _strike)
+def _planned(text: str) -> PlannedFaults:
+    return PlannedFaults(FaultPlan.of({ENV_FAULTS: text}), _announced, _strike)
 
 
 @functools.cache
-def _drill(text: str) -> Rehearsal:
+def _drill(text: str) -> PlannedFaults:
     seed, *entries = json.loads(text)
-    return Rehearsal(FaultPlan(tuple(Fault(**entry) for entry in entries), seed), _ordered, _strike)
+    return PlannedFaults(FaultPlan(tuple(Fault(**entry) for entry in entries), seed), _ordered, _strike)
 
 
 def _announced(number: int, fault: Fault, step: int, rank: int) -> bool:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from elastic_launch.cli.main import parse
 from elastic_launch.errors import UsageError
-from elastic_launch.faults import ENV_DRILL, ENV_FAULTS, MOMENTS, WAYS, Fault, FaultPlan, Rehearsal, reached
+from elastic_launch.faults import ENV_DRILL, ENV_FAULTS, MOMENTS, WAYS, Fault, FaultPlan, PlannedFaults, reached
 
 numbers = st.integers(0, 10**6)
 
@@ -86,13 +86,13 @@ def test_a_launcher_logs_that_faults_are_planned(caplog: pytest.LogCaptureFixtur
 def test_each_fault_happens_once_to_its_rank_in_its_round() -> None:
     plan = FaultPlan.fail_at(1, 3, do="slow", seconds=1) + FaultPlan.fail_at(1, at="drain") + FaultPlan.fail_at(0, 3)
     struck: list[tuple[int, Fault]] = []
-    mine = Rehearsal(plan, lambda *due: True, lambda fault: struck.append((step, fault)))
-    another = Rehearsal(plan, lambda *due: True, lambda fault: struck.append((-1, fault)))
+    mine = PlannedFaults(plan, lambda *due: True, lambda fault: struck.append((step, fault)))
+    another = PlannedFaults(plan, lambda *due: True, lambda fault: struck.append((-1, fault)))
     for step in (1, 2, 3, 3, 4):
-        for rehearsal, number in ((mine, 1), (another, 2)):
-            rehearsal.reached("step", step, rank=1, world_size=2, round=number)
+        for planned, number in ((mine, 1), (another, 2)):
+            planned.reached("step", step, rank=1, world_size=2, round=number)
             if step > 2:
-                rehearsal.reached("drain", step, rank=1, world_size=2, round=number)
+                planned.reached("drain", step, rank=1, world_size=2, round=number)
     assert struck == [(3, plan.faults[0]), (3, plan.faults[1])]
 
 
@@ -148,7 +148,7 @@ def test_a_seed_determines_the_ranks_of_a_drill() -> None:
         return False
 
     for rank in range(3):
-        drill = Rehearsal(faults, noted, lambda fault: pytest.fail("it was not to happen"))
+        drill = PlannedFaults(faults, noted, lambda fault: pytest.fail("it was not to happen"))
         for step in (*range(20), *range(20)):
             drill.reached("step", step, rank=rank, world_size=3, round=1)
     assert sorted(number for number, _ in asked) == list(range(20)), "each by one rank, once"

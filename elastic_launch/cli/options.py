@@ -115,7 +115,7 @@ def read_exit_codes(values: Values) -> frozenset[int]:
 
 
 def read_drill(values: Values, *, own_agent: bool) -> FaultPlan:
-    """Read the faults that are rehearsed.
+    """Read the planned faults of a drill.
 
     Args:
         own_agent: whether the run has a leader, which remembers them.
@@ -131,7 +131,7 @@ def read_drill(values: Values, *, own_agent: bool) -> FaultPlan:
         raise UsageError(f"--drill {path} cannot be read: {error}.", "Name a file with a list of faults.") from None
     except UsageError as error:
         raise UsageError(f"--drill {path}: {error.message}", error.hint) from None
-    log.warning("--drill %s: faults rehearsed in this run: %d.", path, len(plan.faults))
+    log.warning("--drill %s: faults planned in this run: %d.", path, len(plan.faults))
     return plan
 
 

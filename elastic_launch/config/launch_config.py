@@ -208,7 +208,7 @@ class LaunchConfig:
         warm: fork workers from a process that has already done their imports, where possible.
         preload, no_preload: modules that it imports in addition to the script's, or leaves out.
         notices: sources of preemption notices.
-        drill: faults that are rehearsed.
+        drill: the planned faults of a drill.
         node_check: whether to test this node before it joins.
         foreign: the rendezvous of another package's handler, which ``backend`` names; None for this project's own.
         torchrun: whether every failure counts as a crash and ends in torchrun's exit codes.
