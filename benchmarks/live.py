@@ -1,7 +1,7 @@
 """What a change of membership costs those that train on: live rounds, beside rounds that start all workers anew.
 
 A worker is killed, a node joins, or a node leaves, with scripts whose own start takes some seconds. A standstill and a
-slowdown beside it are told apart: a newcomer that prepares while the others train on takes processor time from them.
+slowdown beside it are told apart: a new worker that prepares while the others train on takes processor time from them.
 
     python benchmarks/live.py --runs 5 --json live.json
 """

@@ -95,7 +95,7 @@ class Run:
         link = next(self._numbers)
         self.links[link] = f"node-{link:08}"
         address = f"10.{link >> 16 & 255}.{link >> 8 & 255}.{link & 255}"
-        hello = m.Hello(
+        hello = m.NodeHello(
             m.PROTOCOL_VERSION,
             *("run", "d" * 64, COMMAND, str(self.limits), self.links[link], f"{link:012x}", 8, address, 29500),
         )
@@ -126,13 +126,13 @@ class Run:
         match order:
             case m.Form(round=formed):
                 self._say(link, m.Joined(formed.number))
-                self._say(link, m.Ready(formed.number, live=True), FORMS)
+                self._say(link, m.NodeReady(formed.number, live=True), FORMS)
             case m.Break(round=number):
                 self._say(link, m.Stopped(number, 29500), LEAVES)
-            case m.Drain(round=number):
+            case m.DrainRound(round=number):
                 self._say(link, m.Stopped(number, 29500, drained=number), REACHES_BOUNDARY)
             case m.StartAhead():
-                self._say(link, m.Slots(()), (STARTS, STARTS + 1.0))
+                self._say(link, m.RankOffer(()), (STARTS, STARTS + 1.0))
                 self._say(link, m.Imported(), (STARTS + 1.0, STARTS + 2.0))
             case m.Evicted() | m.Refused() | m.RunEnd():
                 raise AssertionError(f"{self.links[link]} got {order}")
@@ -160,7 +160,7 @@ class Run:
         for link, report in inbox:
             if report is None:
                 instructions += self.machine.closed(link, self.now)
-            elif isinstance(report, m.Hello):
+            elif isinstance(report, m.NodeHello):
                 instructions += self.machine.hello(link, report, self.now)
             else:
                 instructions += self.machine.report(link, report, self.now)
@@ -187,14 +187,14 @@ class Run:
 
     def _send(self, link: int, order: m.Order, after: float) -> None:
         self.found.messages += 1
-        if isinstance(order, m.Drain) and self._stopped_at is None:
+        if isinstance(order, m.DrainRound) and self._stopped_at is None:
             self._stopped_at, self._drained, self._cpu = self.now, True, 0.0
         self.call(after + self._delay(), lambda: self._obey(link, order))
 
     def _observe(self, inbox: list[tuple[int, m.Report | None]]) -> None:
         number = self.machine.record.round.number
         for link, report in inbox:
-            if isinstance(report, m.Ready) and report.round == number:
+            if isinstance(report, m.NodeReady) and report.round == number:
                 self._training.add(link)
             elif isinstance(report, m.Stopped) or report is None:
                 self._training.clear()

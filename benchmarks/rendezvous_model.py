@@ -8,7 +8,7 @@ from typing import Any
 
 from elastic_launch.config.launch_config import Limits, Timing
 from elastic_launch.rendezvous.leader.machine import LeaderMachine
-from elastic_launch.rendezvous.leader.types import Close, Commit, Instruction, Send
+from elastic_launch.rendezvous.leader.types import Close, CommitRecord, Instruction, Send
 from elastic_launch.rendezvous.record import ControlRecord, Leader
 from elastic_launch.rendezvous.wire import messages as m
 
@@ -36,8 +36,8 @@ class Model:
         self.machine_seconds = self.encoding_seconds = 0.0
         self._last: tuple[m.Order | None, int] = (None, 0)
 
-    def hello(self, node: int) -> m.Hello:
-        return m.Hello(
+    def hello(self, node: int) -> m.NodeHello:
+        return m.NodeHello(
             version=m.PROTOCOL_VERSION,
             run_id="run",
             digest="d" * 64,
@@ -77,13 +77,13 @@ class Model:
         self.encoding_seconds += time.process_time() - told
 
     def _tell(self, node: int, report: m.Report) -> list[Instruction]:
-        if isinstance(report, m.Hello):
+        if isinstance(report, m.NodeHello):
             return self.machine.hello(node, report, self.now)
         return self.machine.report(node, report, self.now)
 
     def _carry_out(self, instruction: Instruction) -> None:
         match instruction:
-            case Commit(record=record):
+            case CommitRecord(record=record):
                 self.written.append(record.encode())
             case Send(order=order):
                 # As in the service, an order to all nodes is one object, and encoded once.

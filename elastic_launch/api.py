@@ -42,7 +42,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.launcher.api import launch_agent as launch_torchs_agent
 
-from elastic_agents.calls.caller import Ended, run_agent
+from elastic_agents.calls.caller import AgentEnd, run_agent
 from elastic_agents.calls.function import ForkedCall, FunctionCall, Results, name_of
 from elastic_agents.calls.metrics import put_results, timed_run
 from elastic_launch.api_config import Entrypoint, from_torch, of_strings, own, with_logs
@@ -333,7 +333,7 @@ def _name(entrypoint: Entrypoint) -> str:
     return entrypoint if isinstance(entrypoint, str) else name_of(entrypoint)
 
 
-def _result(ended: Ended, call: Results | None, group: WorkerGroup | None) -> RunResult:
+def _result(ended: AgentEnd, call: Results | None, group: WorkerGroup | None) -> RunResult:
     """Return the result, or raise the exception, that torch's agent would."""
     report = ended.report
     if ended.signal:

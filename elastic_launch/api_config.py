@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing import Std as TorchStd
 from torch.distributed.launcher.api import LaunchConfig as TorchConfig
 
 from elastic_launch.cli.command import here, read_command
-from elastic_launch.cli.flags import Line, Values
+from elastic_launch.cli.flags import CommandLine, Values
 from elastic_launch.cli.main import build
 from elastic_launch.config.launch_config import Command, LaunchConfig, check_seconds
 from elastic_launch.config.output import Std, Streams
@@ -79,7 +79,7 @@ def from_torch(config: TorchConfig) -> LaunchConfig:
     given |= {name: [text] for name, text in texts.items() if text}
     if config.virtual_local_rank:
         given["--virtual-local-rank"] = [""]
-    found = build(Line(given, sys.executable), Values(given, without_own_flags(os.environ)))
+    found = build(CommandLine(given, sys.executable), Values(given, without_own_flags(os.environ)))
     output = replace(
         found.output,
         stdout_filters=tuple(config.duplicate_stdout_filters or ()),
@@ -161,15 +161,15 @@ def of_strings(entrypoint: str, args: Sequence[object]) -> Command:
     if entrypoint == sys.executable and texts[:1] == ("-u",) and len(texts) > 1:
         if texts[1] == "-m" and len(texts) > 2:
             given = {"--module": [""]}
-            return read_command(Line(given, texts[2], texts[3:]), Values(given, values.environ))
+            return read_command(CommandLine(given, texts[2], texts[3:]), Values(given, values.environ))
         if not texts[1].startswith("-"):
             _check_there(texts[1], "script")
-            return read_command(Line({}, texts[1], texts[2:]), values)
+            return read_command(CommandLine({}, texts[1], texts[2:]), values)
     if entrypoint.endswith(".py") and os.path.isfile(entrypoint) and not os.access(entrypoint, os.X_OK):
-        return read_command(Line({}, entrypoint, texts), values)
+        return read_command(CommandLine({}, entrypoint, texts), values)
     _check_program(entrypoint)
     given = {"--no-python": [""]}
-    return read_command(Line(given, entrypoint, texts), Values(given, values.environ))
+    return read_command(CommandLine(given, entrypoint, texts), Values(given, values.environ))
 
 
 def _check_program(entrypoint: str) -> None:

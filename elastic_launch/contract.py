@@ -150,8 +150,8 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Hello(Message):
-    """First message; the agent answers with ``Slots``.
+class WorkerHello(Message):
+    """First message; the agent answers with ``SnapshotSlots``.
 
     Attributes:
         saves: whether the library saves the worker's state; else its script does, if anything does.
@@ -273,7 +273,9 @@ class NoSnapshots(Message):
 
 @dataclass(frozen=True, slots=True)
 class Restored(Message):
-    """The worker has restored a training and needs no snapshot of it; said only if it writes none (``Slots.writes``).
+    """The worker has restored a training and needs no snapshot of it.
+
+    It is said only if the worker writes none (``SnapshotSlots.writes``).
 
     Attributes:
         training: number of the training within its script, from 0.
@@ -342,7 +344,7 @@ class FaultDue(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Ended(Message):
+class WorkerEnding(Message):
     """The worker's script, threads and exit functions have ended; only its resources are still to be released.
 
     This is the first and only message on its connection, whose process is the worker.
@@ -376,7 +378,7 @@ class Suspended(Message):
 class Ahead(Message):
     """The worker was started ahead, has come to its first use of the world, and waits for ``Place`` or ``Exit``.
 
-    Its ``Hello`` has round and rank 0.
+    Its ``WorkerHello`` has round and rank 0.
 
     Attributes:
         arguments: see :class:`Ready`.
@@ -403,7 +405,7 @@ class RestoreFailed(Message):
 
 @dataclass(frozen=True, slots=True)
 class MayCommit(Message):
-    """Asks whether to commit a durable checkpoint that the sender wrote; answered by ``Commit``.
+    """Asks whether to commit a durable checkpoint that the sender wrote; answered by ``CommitAnswer``.
 
     A worker asks if it wrote the checkpoint itself, the copying process if it copied a snapshot.
     """
@@ -412,7 +414,7 @@ class MayCommit(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Saved(Message):
+class WorkerSaved(Message):
     """The worker wrote a durable checkpoint with ``step`` steps itself, or could not; ``error`` says why."""
 
     step: Count
@@ -423,7 +425,7 @@ class Saved(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Slots(Message):
+class SnapshotSlots(Message):
     """Sent with the descriptors of the node's slots, tensors and head of each in turn, and of its progress.
 
     Attributes:
@@ -447,7 +449,7 @@ class Slots(Message):
 
 @dataclass(frozen=True, slots=True)
 class Fetched(Message):
-    """A snapshot from another node is now in a slot, or is unavailable; the fields are those of ``Slots``."""
+    """A snapshot from another node is now in a slot, or is unavailable; the fields are those of ``SnapshotSlots``."""
 
     use: SlotNumber
     sequence: Count
@@ -491,7 +493,7 @@ class Copying(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Commit(Message):
+class CommitAnswer(Message):
     """Answers ``MayCommit``, by its number.
 
     Attributes:
@@ -523,7 +525,7 @@ class Suspend(Message):
 class Place(Message):
     """The place in a round of a worker that is suspended, or was started ahead.
 
-    ``use``, ``sequence``, ``fetching`` and ``writes`` are those of ``Slots``.
+    ``use``, ``sequence``, ``fetching`` and ``writes`` are those of ``SnapshotSlots``.
 
     Attributes:
         restarts, max_restarts: restarts charged so far, and the run's limit.
@@ -565,7 +567,7 @@ class Noted(Message):
 
 FROM_WORKERS: frozenset[type[Message]] = frozenset(
     {
-        Hello,
+        WorkerHello,
         Ready,
         StepDone,
         MayCommit,
@@ -580,15 +582,15 @@ FROM_WORKERS: frozenset[type[Message]] = frozenset(
         Ahead,
         Differs,
         RestoreFailed,
-        Saved,
+        WorkerSaved,
         FaultDue,
-        Ended,
+        WorkerEnding,
     }
 )
 """The messages that a worker may send to its agent."""
 
 _FROM_AGENTS: frozenset[type[Message]] = frozenset(
-    {Slots, Fetched, Use, Commit, Copied, Copying, Stop, Suspend, Place, Exit, Save, FaultOrder, Noted}
+    {SnapshotSlots, Fetched, Use, CommitAnswer, Copied, Copying, Stop, Suspend, Place, Exit, Save, FaultOrder, Noted}
 )
 
 _MESSAGES: Messages[Message] = Messages([*FROM_WORKERS, *_FROM_AGENTS], MAX_LINE)

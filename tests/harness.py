@@ -86,7 +86,7 @@ _read: dict[Path, tuple[bytes, list[dict[str, Any]]]] = {}
 def trains(notes: Path, world: int, after: int, outputs: Callable[[], str]) -> int:
     """Wait until the last two steps of ``changes.py`` were done in a world of that size, in a later round; return it.
 
-    After one step, a newcomer may not have completed its first, so that a fault of it would not be charged.
+    After one step, a new worker may not have completed its first, so that a fault of it would not be charged.
 
     Args:
         notes: the script's directory.

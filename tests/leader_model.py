@@ -14,7 +14,7 @@ from elastic_launch.errors import ExitCode
 from elastic_launch.events.types import Event, NodeLost, RestartCharged, RoundBroken
 from elastic_launch.rendezvous.leader.machine import LeaderMachine
 from elastic_launch.rendezvous.leader.restart_budget import FREE
-from elastic_launch.rendezvous.leader.types import Close, Commit, Emit, Instruction, Send
+from elastic_launch.rendezvous.leader.types import Close, CommitRecord, Emit, Instruction, Send
 from elastic_launch.rendezvous.record import ControlRecord, Leader
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.testing import FakeClock
@@ -143,7 +143,7 @@ class LeaderModel:
         if node.link in self.accepted:
             node.spoke = self.now
             current = self.record.round.number
-            if isinstance(report, m.Stopped | m.Slots):
+            if isinstance(report, m.Stopped | m.RankOffer):
                 node.told = report.slots
             if isinstance(report, m.Leaving) and node.holding == current:
                 self.free.add(current)
@@ -175,7 +175,7 @@ class LeaderModel:
         if node not in self.greeted:
             self.greeted.append(node)
         self.floor = max(self.floor, node.seen_round)
-        hello = m.Hello(
+        hello = m.NodeHello(
             version=m.PROTOCOL_VERSION,
             run_id="run",
             digest="digest",
@@ -228,7 +228,7 @@ class LeaderModel:
                         node.stopping = True
                     else:
                         self._stopped(node)
-                case m.Drain(round=number) if number == node.holding and node.training:
+                case m.DrainRound(round=number) if number == node.holding and node.training:
                     node.stopping = node.drained = True
                 case m.Reach(round=number):
                     assert not node.training
@@ -292,22 +292,22 @@ class LeaderModel:
             self._say(node, m.Imported())
         if node.slots:
             node.slots = ()
-            self._say(node, m.Slots(()))
+            self._say(node, m.RankOffer(()))
 
     def _train(self, node: SimNode) -> None:
         node.ready = True
-        self._say(node, m.Ready(node.holding, step=self.begun, live=self.live))
+        self._say(node, m.NodeReady(node.holding, step=self.begun, live=self.live))
 
     def _complete_step(self, node: SimNode) -> None:
         node.trained = True
-        self._say(node, m.Progress(node.holding, self.begun + 1))
+        self._say(node, m.ProgressBeat(node.holding, self.begun + 1))
 
     # The leader decides.
 
     def _apply(self, instructions: Sequence[Instruction]) -> None:
         for instruction in instructions:
             match instruction:
-                case Commit(record=record):
+                case CommitRecord(record=record):
                     self._committed(record)
                 case Send(link=link, order=order):
                     self._sent(link, order)

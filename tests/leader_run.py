@@ -13,7 +13,7 @@ from elastic_launch.events.types import (
 )
 from elastic_launch.failure import Failure
 from elastic_launch.rendezvous.leader.machine import LeaderMachine
-from elastic_launch.rendezvous.leader.types import Close, Commit, Emit, Instruction, Send
+from elastic_launch.rendezvous.leader.types import Close, CommitRecord, Emit, Instruction, Send
 from elastic_launch.rendezvous.record import ControlRecord, Leader
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.testing import FakeClock
@@ -23,9 +23,9 @@ T = TypeVar("T")
 COMMAND = "train.py --lr 1"
 
 
-def hello_of(node_id: str, **fields: Any) -> m.Hello:
+def hello_of(node_id: str, **fields: Any) -> m.NodeHello:
     """Return a node's hello; by default its incarnation is its id followed by 1."""
-    hello = m.Hello(
+    hello = m.NodeHello(
         version=m.PROTOCOL_VERSION,
         run_id="run",
         digest="digest",
@@ -144,7 +144,7 @@ class Run:
         asked: list[tuple[str, int]] = []
         for instruction in instructions:
             match instruction:
-                case Commit(record=record):
+                case CommitRecord(record=record):
                     assert record.nonce not in {self.record.nonce, *(commit.nonce for commit in self.commits)}
                     assert ControlRecord.parse(record.encode()) == record, "a record that no node can read"
                     self.record = record

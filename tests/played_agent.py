@@ -173,8 +173,8 @@ class PlayedAgent:
             for line in lines:
                 message = c.unpack(line, c.FROM_WORKERS)
                 match message:
-                    case c.Hello(local_rank=local_rank):
-                        slots = c.Slots(c.SLOTS, self._use, self._sequence, False, patience_s=30.0)
+                    case c.WorkerHello(local_rank=local_rank):
+                        slots = c.SnapshotSlots(c.SLOTS, self._use, self._sequence, False, patience_s=30.0)
                         descriptors = [number for slot in self._slots for number in (slot.tensors, slot.head)]
                         socket.send_fds(worker.sock, [c.pack(slots)], [*descriptors, self.progress.descriptor])
                         self._connected[local_rank] = worker
@@ -184,7 +184,7 @@ class PlayedAgent:
                         self._use, self._sequence = (slot + 1) % c.SLOTS, job.sequence
                         worker.tell(c.Use(self._use))
                     case c.MayCommit(number=number):
-                        worker.tell(c.Commit(number, True))
+                        worker.tell(c.CommitAnswer(number, True))
                     case c.Drained():
                         worker.tell(c.Noted())
                 worker.heard.append(message)

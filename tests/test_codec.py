@@ -25,7 +25,7 @@ STEADY = settings(max_examples=25)
 REPORTS = list(typing.get_args(m.Report))
 ORDERS = list(typing.get_args(m.Order))
 
-HELLO = m.Hello(1, "run", "digest", "train.py", "--nnodes 1:2", "a", "a1", 2, "host", 7000, wanted_rank=1)
+HELLO = m.NodeHello(1, "run", "digest", "train.py", "--nnodes 1:2", "a", "a1", 2, "host", 7000, wanted_rank=1)
 FAILURE = Failure("a", "crash", 1, 1, 42, -9, "", ("line 1", "line 2"), 1.5, 0.25, "s", "/logs", 3)
 LOCAL_RANKS = st.sets(st.integers(0, 65535), max_size=3).map(lambda ranks: tuple(sorted(ranks)))
 
@@ -111,7 +111,7 @@ def test_missing_fields_take_their_defaults() -> None:
     value = codec.loads(codec.dumps(HELLO))
     for name in ("wanted_rank", "holding", "done", "seen_term", "seen_round", "seen_restarts"):
         del value[name]
-    hello = codec.decode(m.Hello, value)
+    hello = codec.decode(m.NodeHello, value)
     assert (hello.wanted_rank, hello.holding, hello.done, hello.seen_term) == (None, 0, False, 0)
 
 
@@ -213,7 +213,14 @@ def test_an_invalid_message_is_a_protocol_error(data: bytes) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    [b"{}", b'{"type":null}', b'{"type":3}', b'{"type":["hello"]}', b'{"type":"__class__"}', b'{"type":"Hello"}'],
+    [
+        b"{}",
+        b'{"type":null}',
+        b'{"type":3}',
+        b'{"type":["nodehello"]}',
+        b'{"type":"__class__"}',
+        b'{"type":"NodeHello"}',
+    ],
 )
 def test_an_unknown_type_is_a_protocol_error(line: bytes) -> None:
     with pytest.raises(ProtocolError, match="unexpected type"):
@@ -259,7 +266,7 @@ def test_any_json_is_understood_or_refused(name: str, value: dict[str, Any]) -> 
 
 
 @STEADY
-@given(data=st.data(), kind=st.sampled_from([m.Hello, m.Failed, m.Form, m.Welcome, m.RunEnd]))
+@given(data=st.data(), kind=st.sampled_from([m.NodeHello, m.Failed, m.Form, m.Welcome, m.RunEnd]))
 def test_a_message_with_one_field_changed_is_understood_or_refused(data: st.DataObject, kind: type[Any]) -> None:
     value = json.loads(m.pack(data.draw(instances(kind))))
     value[data.draw(st.sampled_from(sorted(value)))] = data.draw(JSON)

@@ -136,13 +136,13 @@ def stored(**odd: object) -> bytes:
 
 
 MESSAGES = [
-    c.Hello(7, 5, 1),
+    c.WorkerHello(7, 5, 1),
     c.Ready(100, 900, 0.25),
     c.StepDone(101),
     STORED,
     c.Drained(102, 0.5),
     c.Stopping(102),
-    c.Ended(-2),
+    c.WorkerEnding(-2),
     c.Disconnected(102, "Connection closed by peer"),
     c.Suspended(102),
     c.Suspend(7, "rank 1 on node b: SIGKILL"),
@@ -153,16 +153,16 @@ MESSAGES = [
         8, c.Placement(5, 1, 1, 6, 4, 2, "host", 29400, 5, 6, False), 1, 3, "rank 1 on node b: SIGKILL", -1, 9, True
     ),
     c.Exit(),
-    c.Slots(3, 0, 9, fetching=True),
+    c.SnapshotSlots(3, 0, 9, fetching=True),
     c.Fetched(1, 9),
     c.Use(1),
     c.Copied(101, 7, 1.5, "/checkpoints/step-101", "abc", 1000, "", ""),
     c.Copying(),
     c.MayCommit(3),
-    c.Commit(3, True),
+    c.CommitAnswer(3, True),
     c.Stop("node b leaves"),
     c.Save(),
-    c.Saved(7, "the disk is full"),
+    c.WorkerSaved(7, "the disk is full"),
     c.Noted(),
     c.FaultDue(3, 20, 1),
     c.SlowRank(3, "data", 2.5),
@@ -205,7 +205,7 @@ def test_every_message_has_an_example() -> None:
         (b'{"type": "drained", "step": 1, "seconds": NaN}', "Drained.seconds is 'nan', not a number of seconds"),
         (b'{"type": "drained", "step": 1, "seconds": 1e400}', "Drained.seconds is 'inf', not a number of seconds"),
         (b'{"type": "drained", "step": 1, "seconds": 1%s}' % (b"0" * 400), "Drained.seconds: the number is too large"),
-        (b'{"type": "saved", "step": 1, "error": "\xff"}', "can't decode byte"),
+        (b'{"type": "workersaved", "step": 1, "error": "\xff"}', "can't decode byte"),
         (b'{"type": "use", "slot": %d}' % c.SLOTS, "Use.slot is '3', not the number of a slot"),
         (b'{"type": "use", "slot": -1}', "Use.slot is '-1', not the number of a slot"),
         (b'{"type": "stored", "slot": 1, "job": 3}', "CopyJob: an object was expected, found int"),
@@ -234,8 +234,8 @@ def test_what_only_agents_say_is_refused_from_a_worker() -> None:
 
 
 def test_an_error_with_an_undecodable_file_name_can_be_sent() -> None:
-    told = c.unpack(c.pack(c.Saved(1, "no room in /a\udcff\0")))
-    assert told == c.Saved(1, r"no room in /a\udcff\x00")
+    told = c.unpack(c.pack(c.WorkerSaved(1, "no room in /a\udcff\0")))
+    assert told == c.WorkerSaved(1, r"no room in /a\udcff\x00")
 
 
 def test_a_path_of_other_bytes_than_utf_8_survives() -> None:
@@ -304,7 +304,7 @@ def test_anything_that_a_worker_sends_is_a_message_or_refused_at_length(line: by
 
 @pytest.mark.parametrize("text", ["lost\n[elastic-launch] the run is done", "lost\r[elastic-launch] done", "a\x1b[2Jb"])
 def test_what_a_worker_reports_stays_one_line_of_the_launcher_s(text: str) -> None:
-    found = c.unpack(c.pack(c.Saved(3, text)), c.FROM_WORKERS)
-    assert isinstance(found, c.Saved)
+    found = c.unpack(c.pack(c.WorkerSaved(3, text)), c.FROM_WORKERS)
+    assert isinstance(found, c.WorkerSaved)
     assert found.error.isprintable()
     assert found.error[:1] == text[:1]

@@ -34,7 +34,7 @@ from elastic_agents.hangs.stacks import parse_py_spy
 from elastic_agents.notices.aws import instance_action, scheduled
 from elastic_agents.notices.azure import events as azure_events
 from elastic_agents.notices.types import Trouble
-from elastic_agents.probes.http_server import Request, _parse
+from elastic_agents.probes.http_server import HttpRequest, _parse
 from elastic_agents.workers.watchdog import TimerRequest
 from elastic_launch import codec
 from elastic_launch import contract as c
@@ -65,7 +65,7 @@ from elastic_launch.snapshot.storage import owner, shares
 
 KEY = b"k" * 32
 TOKEN = Token("correct-horse-battery-staple", "test")
-HELLO = m.Hello(m.PROTOCOL_VERSION, "run", "digest", "train.py", "--nnodes 1:2", "a", "a1", 2, "host", 7000)
+HELLO = m.NodeHello(m.PROTOCOL_VERSION, "run", "digest", "train.py", "--nnodes 1:2", "a", "a1", 2, "host", 7000)
 RECORD = ControlRecord(
     "run",
     "d" * 64,
@@ -289,7 +289,7 @@ def error_file(data: bytes) -> ErrorFile | None:
 
 def request(data: bytes) -> Any:
     found = _parse(data)
-    return (found.path, found.query, found.bare) if isinstance(found, Request) else found.status
+    return (found.path, found.query, found.bare) if isinstance(found, HttpRequest) else found.status
 
 
 MANIFEST = Manifest(3, 1, {TENSORS: FileSum(10, "a" * 64)}, FileSum(5, "b" * 64), {"note": ["x", 1]}).dumps()[0]
@@ -303,16 +303,16 @@ SPLIT = Manifest(
 TENSOR_FILE = b"".join(bytes(part) for part in tensorfile.parts(encode({**STATE, "bias": torch.ones(5)})[0]))
 TENSOR_HEADER = TENSOR_FILE[8 : 8 + int.from_bytes(TENSOR_FILE[:8], "little")]
 WORKERS = (
-    c.Hello(1, 0, 0),
+    c.WorkerHello(1, 0, 0),
     c.Ready(3, 100, 0.5),
-    c.Saved(3, "full"),
+    c.WorkerSaved(3, "full"),
     c.Drained(3, 0.25),
     c.Stored(1, c.CopyJob(1, 2, 3, "/a", keep_every=5, keep_best=c.Best("loss"))),
 )
 LINES = (
     HELLO,
     m.Beat(),
-    m.Slots((0, 2)),
+    m.RankOffer((0, 2)),
     m.RunEnd(1, 0, "done", 0),
     m.Refused(1, "no", "hint"),
     m.Form(1, RECORD.round, 0, "x"),
@@ -321,7 +321,7 @@ CALLS = (
     a.Caller(2, "run"),
     a.AskDrain("a", 3.5),
     a.AskResize(1, 2),
-    a.Answer(1, True, "done", 4),
+    a.AdminAnswer(1, True, "done", 4),
     STATUS,
 )
 JOB = b"nnodes: 1:4\nnproc: 2\nenv:\n  A: b\nscript: train.py\nargs: [--lr, 0.1]\n"

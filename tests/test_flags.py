@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from elastic_launch.cli.flags import FLAGS, Line, Values, split
+from elastic_launch.cli.flags import FLAGS, CommandLine, Values, split
 from elastic_launch.cli.help import EXIT_CODES, help_text
 from elastic_launch.config.settings import CONF_KEYS
 from elastic_launch.errors import ExitCode, UsageError
@@ -114,20 +114,20 @@ def test_every_value_of_a_flag_is_kept_in_order() -> None:
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        (["train.py"], Line(script="train.py")),
-        (["train.py", "--", "--nproc", "2"], Line(script="train.py", arguments=("--", "--nproc", "2"))),
-        (["--", "train.py", "--", "x"], Line(script="train.py", arguments=("--", "x"))),
-        (["--", "--nproc", "2"], Line(script="--nproc", arguments=("2",))),
-        (["-", "x"], Line(script="-", arguments=("x",))),
-        (["", "x"], Line(script="", arguments=("x",))),
-        (["--"], Line()),
-        ([], Line()),
-        (["train.py", "--help"], Line(script="train.py", arguments=("--help",))),
-        (["--help", "--zzz"], Line(wants="--help")),
-        (["-n", "2", "--vers"], Line(given={"--nproc": ["2"]}, wants="--version")),
+        (["train.py"], CommandLine(script="train.py")),
+        (["train.py", "--", "--nproc", "2"], CommandLine(script="train.py", arguments=("--", "--nproc", "2"))),
+        (["--", "train.py", "--", "x"], CommandLine(script="train.py", arguments=("--", "x"))),
+        (["--", "--nproc", "2"], CommandLine(script="--nproc", arguments=("2",))),
+        (["-", "x"], CommandLine(script="-", arguments=("x",))),
+        (["", "x"], CommandLine(script="", arguments=("x",))),
+        (["--"], CommandLine()),
+        ([], CommandLine()),
+        (["train.py", "--help"], CommandLine(script="train.py", arguments=("--help",))),
+        (["--help", "--zzz"], CommandLine(wants="--help")),
+        (["-n", "2", "--vers"], CommandLine(given={"--nproc": ["2"]}, wants="--version")),
     ],
 )
-def test_split(argv: list[str], line: Line) -> None:
+def test_split(argv: list[str], line: CommandLine) -> None:
     assert split(argv) == line
 
 

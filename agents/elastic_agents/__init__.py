@@ -1,8 +1,8 @@
 """The agent: what runs on a node and outlives its workers. Internal: import :mod:`elastic_launch` instead.
 
 ``main``          runs one node's part of a run
-``agent``         LocalElasticAgent: takes events, asks ``policy``, carries out its actions
-``policy``        pure decisions, ``policy_ahead`` those about newcomers; ``policy_types`` has events and actions
+``agent``         NodeAgent: takes events, asks ``policy``, carries out its actions
+``policy``        pure decisions, ``policy_ahead`` those about workers ahead; ``policy_types`` has events and actions
 ``exits``         what the ends of workers mean
 ``status``        what the node says about itself
 ``inbox``         one queue for all events

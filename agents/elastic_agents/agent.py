@@ -1,4 +1,4 @@
-"""LocalElasticAgent: one node's part of a run. Takes events from the inbox, asks the policy, acts."""
+"""NodeAgent: one node's part of a run. Takes events from the inbox, asks the policy, acts."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from elastic_agents import policy_types as v
 from elastic_agents import reporting, status
 from elastic_agents.console import Consoles
 from elastic_agents.departure import Departure
-from elastic_agents.drill import Drill, FaultReached
+from elastic_agents.drill import FaultReached, NodeDrill
 from elastic_agents.exits import Exits
 from elastic_agents.hangs.hanging import Hanging
 from elastic_agents.inbox import Exited, HowAreYou, Inbox, SignalCaught
 from elastic_agents.notices import Notice
-from elastic_agents.outcome import Outcome, result_of
+from elastic_agents.outcome import NodeOutcome, result_of
 from elastic_agents.output_sinks import Kept
 from elastic_agents.policy import decide
 from elastic_agents.snapshots.durable_state import DurableState
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
 from elastic_agents.start_timer import StartTimer
-from elastic_agents.workers.control import Control, HungUp, Restored, ScriptEnded, Straggles, WhyFailing
+from elastic_agents.workers.control import Control, HungUp, ScriptEnded, Straggles, WhyFailing, WorkerRestored
 from elastic_agents.workers.guard import Guard
 from elastic_agents.workers.lease import Renewal
 from elastic_agents.workers.logs import LogPlaces
@@ -71,7 +71,7 @@ ESTIMATE_EVERY = 5.0
 """Seconds between two estimates of how long the round still needs."""
 
 
-class LocalElasticAgent(ElasticAgent):
+class NodeAgent(ElasticAgent):
     """Supervises the workers of one node through all rounds of a run.
 
     Args:
@@ -115,8 +115,8 @@ class LocalElasticAgent(ElasticAgent):
         self._membership = Membership(config, backend, self._clock, self._inbox.put, self._reserve, self._beat)
         self._group = group_of(config, MembershipHandler(config, self._membership))
         self._start_timer = StartTimer(config.timing.start_wait if config.keeps_workers else math.inf)
-        self._view = v.View(ahead=v.Newcomers(slow=self._start_timer.slow))
-        self._outcome: Outcome | None = None
+        self._view = v.View(ahead=v.AheadWorkers(slow=self._start_timer.slow))
+        self._outcome: NodeOutcome | None = None
         self.restarts, self.max_restarts = 0, config.limits.max_restarts
         self.finished_round = 0
         self.error_file: Path | None = None
@@ -137,7 +137,7 @@ class LocalElasticAgent(ElasticAgent):
         self._restored: dict[int, int] = {}  # the training that workers of the round have restored, by local rank
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> NodeOutcome:
         """How this node's part ended; only after :meth:`run`."""
         assert self._outcome is not None
         return self._outcome
@@ -210,7 +210,7 @@ class LocalElasticAgent(ElasticAgent):
             lambda: None if self._membership.checkpoint is None else self._membership.checkpoint[0],
         )
         cut_link, fail_copies = self._membership.cut_link, snapshot_store.fail_copies
-        self._drill = Drill(self._config.drill, self._config.node_id, self._inbox.put_later, cut_link, fail_copies)
+        self._drill = NodeDrill(self._config.drill, self._config.node_id, self._inbox.put_later, cut_link, fail_copies)
         self._departure = Departure(
             self._config, self._clock, self._control.step_timer, self._events, self._inbox.put_later
         )
@@ -254,7 +254,7 @@ class LocalElasticAgent(ElasticAgent):
             partial(self._of_run_file, self._run_file.close),
         ]
 
-    def _result(self, outcome: Outcome) -> RunResult:
+    def _result(self, outcome: NodeOutcome) -> RunResult:
         self._events.emit(ev.NodeEnded(outcome.code, outcome.cause))
         self._of_run_file(partial(self._run_file.end, outcome.code, outcome.cause))
         error_files = {rank: logs.kept_error or logs.error_file for rank, logs in self._starts.logs.items()}
@@ -279,7 +279,7 @@ class LocalElasticAgent(ElasticAgent):
                 self._saves.copied(copied)
                 self._events.emit(ev.CheckpointSaved(number, copied.step, copied.path))
             asked = self._control.answers(copied.step)
-            self._membership.report(m.Saved(number, copied.step, "" if copied.path else error, asked))
+            self._membership.report(m.NodeSaved(number, copied.step, "" if copied.path else error, asked))
         told = copied is not None and self._control.tell_copied(copied)
         if isinstance(copied, Copied) and error:
             text = "checkpoint of step %d is saved, but removing old ones failed: %s%s"
@@ -366,12 +366,12 @@ class LocalElasticAgent(ElasticAgent):
                 return replace(item, held=self._workers.held) if isinstance(item, LinkDown) else item
             case FaultReached(due=due):
                 if self._drill.reached(item):
-                    self._membership.report(m.FaultDue(self._view.round, due.fault, due.step))
+                    self._membership.report(m.StrikeDue(self._view.round, due.fault, due.step))
             case m.Strike():
                 self._drill.ordered(item)
             case Straggles(round=number, slow=slow):
                 self._straggles(number, slow)
-            case Restored(round=number):
+            case WorkerRestored(round=number):
                 if number == self._view.round and self._view.phase is v.Phase.RUNNING:
                     self._restored[item.local_rank] = item.training
                     if self._restored.keys() == self._view.slots:
@@ -382,7 +382,7 @@ class LocalElasticAgent(ElasticAgent):
                 self._hanging.watch_exits(number)
             case ThreadDied(name=name, error=error):
                 cause = f"internal error: the agent's thread {name!r} ended by {error}"
-                self._outcome = self._outcome or Outcome(ExitCode.TRAINING_FAILED, cause, self.restarts)
+                self._outcome = self._outcome or NodeOutcome(ExitCode.TRAINING_FAILED, cause, self.restarts)
             case HowAreYou(answer=answer, every=every):
                 answer(self._present())
                 if every is not None:
@@ -392,16 +392,16 @@ class LocalElasticAgent(ElasticAgent):
                     self._starts.trains(item)
                     self._learned_start()
                 return item
-            case v.WorkerAhead(local_rank=local_rank):
+            case v.AheadWaiting(local_rank=local_rank):
                 self._starts.came(local_rank)
                 self._learned_start()
                 return item
             case TimerExpired():
                 self._workers.end_late(item)
-            case m.Notice(text=text):
+            case m.UserMessage(text=text):
                 if not self._hosting:
                     _log.info("%s", text)
-            case m.Form() | m.Drain() | m.Break() | m.Evicted() | m.LeftOut() | m.RunEnd():
+            case m.Form() | m.DrainRound() | m.Break() | m.Evicted() | m.LeftOut() | m.RunEnd():
                 self._run_over = isinstance(item, m.RunEnd)
                 self._member = not isinstance(item, m.Evicted | m.LeftOut)
                 self._replaced = isinstance(item, m.LeftOut) or (isinstance(item, m.Evicted) and item.final)
@@ -421,7 +421,7 @@ class LocalElasticAgent(ElasticAgent):
                 self._hanging.tell_stacks(number)
             case m.SaveNow(round=number):
                 self._control.ask_save(number)
-            case m.Saved(round=number, step=step, error=error):
+            case m.NodeSaved(round=number, step=step, error=error):
                 if number == self._view.round:
                     self._saves.reported(step, error)
                     if not error:
@@ -469,7 +469,7 @@ class LocalElasticAgent(ElasticAgent):
             unconfirmed=self._membership.unconfirmed,
         )
 
-    def _beat(self) -> m.Beat | m.Progress:
+    def _beat(self) -> m.Beat | m.ProgressBeat:
         """Called from the membership's thread."""
         return status.beat(self._control, self._newest_snapshot)
 
@@ -530,7 +530,7 @@ class LocalElasticAgent(ElasticAgent):
                 self._start(action)
             case v.GivePlace(local_rank=local_rank):
                 self._starts.give(local_rank)
-            case v.StartAhead(local_ranks=local_ranks, yields=yields):
+            case v.StartWorkersAhead(local_ranks=local_ranks, yields=yields):
                 reporting.ahead(local_ranks, self._start_timer.seen)
                 self._starts.start_ahead(local_ranks, self.restarts, yields=yields)
             case v.KillAhead(local_ranks=local_ranks):
@@ -538,7 +538,7 @@ class LocalElasticAgent(ElasticAgent):
             case v.ReportAheadGone(local_rank=local_rank, next=following):
                 if reaped := self._workers.reaped(local_rank):
                     reporting.lost_ahead(reaped, self._exits.failure_of(local_rank, self._view), following)
-            case v.Suspend(round=number, cause=cause, local_ranks=local_ranks):
+            case v.SuspendWorkers(round=number, cause=cause, local_ranks=local_ranks):
                 self._workers.resume()  # they have to leave their round
                 self._workers.suspends(local_ranks)
                 self._control.suspend(number, local_ranks, cause)
@@ -582,7 +582,7 @@ class LocalElasticAgent(ElasticAgent):
                 self._group.state = WorkerState.SUCCEEDED
                 self.finished_round = number
                 self._membership.report(action)
-            case m.Leaving() | m.Slots() | m.Imported():
+            case m.Leaving() | m.RankOffer() | m.Imported():
                 self._membership.report(action)
             case v.Warn(text=text):
                 _log.warning("%s", text)
@@ -593,7 +593,7 @@ class LocalElasticAgent(ElasticAgent):
                 if speaks and code != ExitCode.DONE and not self._replaced:
                     others = self._view.nodes > 1 and not self._run_over and not self._stands_in
                     where = self._saves.where(others=others)
-                self._outcome = Outcome(code, cause, self.restarts, failure, self._snapshot_store.failed, where)
+                self._outcome = NodeOutcome(code, cause, self.restarts, failure, self._snapshot_store.failed, where)
 
     def _report_failure(self, failure: Failure) -> None:
         self._membership.report(m.Failed(failure.round, failure))
@@ -612,7 +612,7 @@ class LocalElasticAgent(ElasticAgent):
         begun = self._control.step_timer.of_round(number)
         live = self._view.alive <= self._view.live
         arguments = self._control.arguments if live else ""
-        self._membership.report(m.Ready(number, remaining, begun[0] if begun is not None else -1, live, arguments))
+        self._membership.report(m.NodeReady(number, remaining, begun[0] if begun is not None else -1, live, arguments))
 
     def _await_copies(self, *, bounded: bool) -> None:
         """Copy to durable storage what is in memory only, if this node is responsible for it or no other can."""

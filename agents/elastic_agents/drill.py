@@ -31,7 +31,7 @@ class FaultReached:
     answer: Callable[[bool], None]
 
 
-class Drill:
+class NodeDrill:
     """Carries out planned faults; used by the agent's thread.
 
     Args:

@@ -18,8 +18,8 @@ from functools import partial
 from elastic_agents.console import Consoles
 from elastic_agents.inbox import HowAreYou, Inbox
 from elastic_agents.output_sinks import has_colours
+from elastic_launch.observe.node_watch import NODES, NodeWatch
 from elastic_launch.observe.present import Present
-from elastic_launch.observe.watch import NODES, Watch
 from elastic_launch.system.threads import ThreadDied, VitalThread
 
 _log = logging.getLogger("elastic_launch.agent")
@@ -87,7 +87,7 @@ class Panel:
 class LiveView:
     """Draws until it is closed, in a thread of its own; the consoles' thread writes."""
 
-    def __init__(self, title: str, watch: Watch, inbox: Inbox[object], consoles: Consoles) -> None:
+    def __init__(self, title: str, watch: NodeWatch, inbox: Inbox[object], consoles: Consoles) -> None:
         self._title, self._watch, self._inbox, self._consoles = title, watch, inbox, consoles
         self._panel = Panel()
         self._coloured = has_colours(2)

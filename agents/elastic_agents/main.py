@@ -45,23 +45,23 @@ from elastic_launch.system.writer_thread import IDLE, Writer
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult
 
-    from elastic_agents.agent import LocalElasticAgent
+    from elastic_agents.agent import NodeAgent
     from elastic_agents.live_view import LiveView
-    from elastic_agents.outcome import Outcome
+    from elastic_agents.outcome import NodeOutcome
     from elastic_agents.output_sinks import Kept
     from elastic_agents.probes.health import Health
     from elastic_agents.warm.fork_bootstrap import AgentState, Bootstrap
-    from elastic_launch.observe.ledger import Incident
+    from elastic_launch.observe.ledger import RoundIncident
     from elastic_launch.observe.metrics import NodeMetrics
+    from elastic_launch.observe.node_watch import NodeWatch
     from elastic_launch.observe.present import Present
-    from elastic_launch.observe.watch import Watch
 
     class Watcher(EventSink, Protocol):
         """Observes an agent's start and end, and its events, which may come from several threads."""
 
-        def begun(self, agent: LocalElasticAgent) -> None: ...
+        def begun(self, agent: NodeAgent) -> None: ...
 
-        def ended(self, agent: LocalElasticAgent, result: RunResult) -> None: ...
+        def ended(self, agent: NodeAgent, result: RunResult) -> None: ...
 
 
 _log = logging.getLogger("elastic_launch")
@@ -85,8 +85,8 @@ class _Journal:
     def __init__(self, file: JsonLines, clock: Clock) -> None:
         self.ledger = LiveLedger(clock)
         self.follow: list[Callable[[Event], object]] = [file.emit]
-        self.over: list[Callable[[Incident], object]] = []
-        self.watch: Watch | None = None
+        self.over: list[Callable[[RoundIncident], object]] = []
+        self.watch: NodeWatch | None = None
         self.metrics: NodeMetrics | None = None
         self.output: Callable[[int], Sequence[str]] = lambda rank: ()
         self.leader: Callable[[], str] = lambda: ""
@@ -207,7 +207,7 @@ def _run(config: LaunchConfig, begun: Bootstrap | None, consoles: Consoles, watc
         env = shared_environment(config)
         processes = start_processes(config, env, begun.server if begun is not None else None, files)
         with _quiet_torch():
-            from elastic_agents.agent import LocalElasticAgent
+            from elastic_agents.agent import NodeAgent
             from elastic_agents.torch_events import TorchEvents
             from elastic_agents.workers.logs import link_latest
             from elastic_launch.rendezvous.backends.registry import backend_of
@@ -215,7 +215,7 @@ def _run(config: LaunchConfig, begun: Bootstrap | None, consoles: Consoles, watc
         files.put(lambda data: link_latest(config))
         events = served.enter_context(closing(TorchEvents(config, journal, clock, consoles)))
         backend = backend_of(config, clock, events)
-        agent = LocalElasticAgent(
+        agent = NodeAgent(
             config, backend, events, files, consoles, clock=clock, inbox=inbox, processes=processes, env=env
         )
         events.group = agent.get_worker_group()
@@ -279,9 +279,9 @@ def _observe(config: LaunchConfig, journal: _Journal, clock: Clock) -> None:
         journal.follow.append(journal.metrics.add)
         journal.over.append(journal.metrics.over)
     if config.http is not None or config.progress == "live":
-        from elastic_launch.observe.watch import Watch
+        from elastic_launch.observe.node_watch import NodeWatch
 
-        journal.watch = Watch(clock, journal.ledger)
+        journal.watch = NodeWatch(clock, journal.ledger)
         journal.follow.append(journal.watch.add)
 
 
@@ -345,7 +345,7 @@ def _check(config: LaunchConfig) -> None:
             check_handler(options.event_log_handler)
 
 
-def _tell(config: LaunchConfig, outcome: Outcome, kept: Kept, files: Writer) -> int:
+def _tell(config: LaunchConfig, outcome: NodeOutcome, kept: Kept, files: Writer) -> int:
     """Print the summary; a root cause is printed last, where the user looks first."""
     logs = _logs(config, kept)
     if outcome.unsaved and outcome.unsaved not in outcome.where:

@@ -16,7 +16,7 @@ from elastic_launch.failure import Failure
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class NodeOutcome:
     """How this node's part of the run ended.
 
     Attributes:

@@ -52,14 +52,14 @@ def decide(view: v.View, event: v.Event, nproc: int, node_id: str = "") -> Decis
 
 
 def _decide(view: v.View, event: v.Event, nproc: int, node_id: str) -> Decision:
-    if isinstance(event, m.Drain | m.Break | v.OfRound) and event.round != view.round:
+    if isinstance(event, m.DrainRound | m.Break | v.OfRound) and event.round != view.round:
         return view, []
     match event:
         case m.Form():
             return _form(view, event, policy_ahead.slots_of(event, node_id, nproc))
         case m.StartAhead():
             return policy_ahead.ordered(view, nproc)
-        case m.Drain():
+        case m.DrainRound():
             return _drain(view, event)
         case m.Break(cause=cause):
             if view.phase is v.Phase.SAVING and view.leaving is None:
@@ -85,9 +85,9 @@ def _decide(view: v.View, event: v.Event, nproc: int, node_id: str) -> Decision:
             return _end(view, error.exit_code, f"{error.message} {error.hint}".strip())
         case v.WorkerGone():
             return _gone(view, event)
-        case v.WorkerAhead(local_rank=local_rank) if local_rank in view.alive:
+        case v.AheadWaiting(local_rank=local_rank) if local_rank in view.alive:
             return _placed(view, local_rank) if view.phase is v.Phase.RUNNING else (view, [])
-        case v.WorkerAhead():
+        case v.AheadWaiting():
             return policy_ahead.waits(view, event)
         case v.AheadGone():
             return policy_ahead.gone(view, event, nproc)
@@ -215,7 +215,7 @@ def _can_drain(view: v.View) -> bool:
     return bool(view.alive) and view.alive <= view.ready and not view.held
 
 
-def _drain(view: v.View, order: m.Drain) -> Decision:
+def _drain(view: v.View, order: m.DrainRound) -> Decision:
     """Have the workers stop after the same step, or end the round here if some cannot."""
     if view.phase is v.Phase.DRAINING:
         return replace(view, final=view.final or order.final), []
@@ -262,7 +262,7 @@ def _stop(view: v.View, cause: str, number: int = signal.SIGTERM) -> Decision:
         case v.Phase.RUNNING | v.Phase.DRAINING if view.alive:
             suspends = frozenset() if _ends(view) else view.live
             kills, ends = (view.alive & view.ready) - suspends, view.alive - view.ready - suspends
-            stopping: list[v.Action] = [v.Suspend(view.round, cause, suspends)] if suspends else []
+            stopping: list[v.Action] = [v.SuspendWorkers(view.round, cause, suspends)] if suspends else []
             stopping += [v.Kill(_all_or(view, kills))] if kills else []
             stopping += [v.Terminate(view.round, _all_or(view, ends), number)] if ends else []
             view, exits = _dismiss(replace(view, phase=v.Phase.STOPPING, live=suspends))
@@ -462,9 +462,9 @@ def _fail(view: v.View, reports: list[v.Action]) -> Decision:
     """Report failures and end the round here at once, without waiting for the leader's break."""
     view, actions = _stop(view, "a worker of this node has failed")
     # First: the report on a failure reads what the worker has left behind.
-    suspends = [action for action in actions if isinstance(action, v.Suspend)]
+    suspends = [action for action in actions if isinstance(action, v.SuspendWorkers)]
     held = [action for action in actions if isinstance(action, v.ReportFailed)]
-    others = [action for action in actions if not isinstance(action, v.Suspend | v.ReportFailed)]
+    others = [action for action in actions if not isinstance(action, v.SuspendWorkers | v.ReportFailed)]
     return view, [*suspends, *held, *reports, *others]
 
 

@@ -5,16 +5,17 @@ the next rounds without them, while their replacements run the script up to its 
 workers of a node that the leader orders to start ahead. When all that are missing wait for a place, the node says so,
 and the leader resizes the round at a step boundary.
 
-A newcomer that is killed before it has a place is started again, up to :data:`MOST_LOST` in a row. After that, and at
-once if it has ended by itself or not come in time, its local rank starts with its next round, where a further failure
-is charged as any other. If that has happened :data:`MOST_FAILED` times in a row, the script cannot be started ahead.
+A worker ahead that is killed before it has a place is started again, up to :data:`MOST_LOST` in a row. After that, and
+at once if it has ended by itself or not come in time, its local rank starts with its next round, where a further
+failure is charged as any other. If that has happened :data:`MOST_FAILED` times in a row, the script cannot be started
+ahead.
 
 If it has ended in a way in which others would, too, and the node has not completed a step in the run, the leader
 decides whether the node takes part at all.
 
-Newcomers belong to no round. They outlive its end, the leader, and an eviction, and end when their node leaves or the
-run ends. If a round is formed with one that has not come yet, that worker belongs to the round, and gets its place as
-soon as it has.
+Workers ahead belong to no round. They outlive its end, the leader, and an eviction, and end when their node leaves or
+the run ends. If a round is formed with one that has not come yet, that worker belongs to the round, and gets its place
+as soon as it has.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from elastic_launch.rendezvous.wire import messages as m
 Decision = tuple[v.View, list[v.Action]]
 
 MOST_LOST = 3
-"""Newcomers in a row that may be killed before a local rank starts with its next round instead."""
+"""Workers ahead in a row that may be killed before a local rank starts with its next round instead."""
 
 MOST_FAILED = 2
-"""Times in a row that newcomers may fail before all workers of the node start with their rounds.
+"""Times in a row that workers ahead may fail before all workers of the node start with their rounds.
 
 The first time, the cause may have been a passing one, which a worker of a round would have met, too.
 """
@@ -75,8 +76,8 @@ def ordered(view: v.View, nproc: int) -> Decision:
     return view, actions if view.ahead.coming else [*actions, m.Imported(view.ahead.arguments)]
 
 
-def waits(view: v.View, event: v.WorkerAhead) -> Decision:
-    """A newcomer waits for its place."""
+def waits(view: v.View, event: v.AheadWaiting) -> Decision:
+    """A worker ahead waits for its place."""
     one, ahead = frozenset({event.local_rank}), view.ahead
     if not one <= ahead.coming:
         return view, []
@@ -86,7 +87,7 @@ def waits(view: v.View, event: v.WorkerAhead) -> Decision:
 
 
 def gone(view: v.View, event: v.AheadGone, nproc: int) -> Decision:
-    """A newcomer has ended: start another one, or start its local rank with the next round."""
+    """A worker ahead has ended: start another one, or start its local rank with the next round."""
     one, ahead = frozenset({event.local_rank}), view.ahead
     if not one <= ahead.coming | ahead.waiting:
         return view, []
@@ -99,7 +100,7 @@ def gone(view: v.View, event: v.AheadGone, nproc: int) -> Decision:
         actions = [v.ReportAheadGone(event.local_rank, "another one starts"), *starts]
         left = _offered(view, nproc)
         withdraws = one <= ahead.waiting and left and view.phase is not v.Phase.STOPPING
-        return view, [*actions, m.Slots(left)] if withdraws else actions
+        return view, [*actions, m.RankOffer(left)] if withdraws else actions
     view = _with(view, in_round=view.ahead.in_round | one, lost=0)
     if event.unfit and view.phase is v.Phase.WAITING:
         how = "the leader decides whether this node takes part"
@@ -114,7 +115,7 @@ def gone(view: v.View, event: v.AheadGone, nproc: int) -> Decision:
 
 
 def over(view: v.View, local_rank: int) -> Decision:
-    """A newcomer has not come in time: the script may never come to a use of the world."""
+    """A worker ahead has not come in time: the script may never come to a use of the world."""
     one = frozenset({local_rank})
     if not one <= view.ahead.coming:
         return view, []
@@ -149,7 +150,7 @@ def _offered(view: v.View, nproc: int) -> tuple[int, ...]:
 def _start(view: v.View, local_ranks: frozenset[int], *, yields: bool = False) -> Decision:
     if not local_ranks:
         return view, []
-    return _with(view, coming=view.ahead.coming | local_ranks), [v.StartAhead(local_ranks, yields)]
+    return _with(view, coming=view.ahead.coming | local_ranks), [v.StartWorkersAhead(local_ranks, yields)]
 
 
 def _complete(view: v.View) -> list[v.Action]:
@@ -157,7 +158,7 @@ def _complete(view: v.View) -> list[v.Action]:
     if view.ahead.coming or view.ahead.ended or view.phase in (v.Phase.STOPPING, v.Phase.SAVING, v.Phase.OVER):
         return []
     trains = view.phase in (v.Phase.RUNNING, v.Phase.DRAINING, v.Phase.FINISHED)
-    return [m.Slots(())] if trains else [m.Slots(()), m.Imported(view.ahead.arguments)]
+    return [m.RankOffer(())] if trains else [m.RankOffer(()), m.Imported(view.ahead.arguments)]
 
 
 def _with(view: v.View, **changes: Any) -> v.View:

@@ -44,7 +44,7 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Newcomers:
+class AheadWorkers:
     """The workers of a node that are started ahead of a place in a round; see :mod:`elastic_agents.policy_ahead`.
 
     Attributes:
@@ -117,7 +117,7 @@ class View:
     cause: str = ""
     parked: bool = False
     lives: bool = False
-    ahead: Newcomers = Newcomers()
+    ahead: AheadWorkers = AheadWorkers()
 
     @property
     def nodes(self) -> int:
@@ -210,7 +210,7 @@ class StartsTake:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerAhead:
+class AheadWaiting:
     """A worker that was started ahead has come to its first use of the world, and waits for its place.
 
     Attributes:
@@ -308,7 +308,7 @@ class HoldOver(OfWorker):
 
 Event = (
     m.Form
-    | m.Drain
+    | m.DrainRound
     | m.Break
     | m.Released
     | m.Evicted
@@ -326,7 +326,7 @@ Event = (
     | WorkerSuspended
     | WorkerEnded
     | StartsTake
-    | WorkerAhead
+    | AheadWaiting
     | AheadGone
     | AheadOver
     | Leave
@@ -366,7 +366,7 @@ class GivePlace:
 
 
 @dataclass(frozen=True, slots=True)
-class StartAhead:
+class StartWorkersAhead:
     """Start workers ahead of a place in a round, and raise AheadOver for each after the time that it has to come.
 
     Attributes:
@@ -393,7 +393,7 @@ class ReportAheadGone:
 
 
 @dataclass(frozen=True, slots=True)
-class Suspend:
+class SuspendWorkers:
     """Tell workers to leave the round, and raise SuspendOver after the time that they have for it."""
 
     round: int
@@ -521,10 +521,10 @@ class Finish:
 
 Action = (
     StartWorkers
-    | Suspend
+    | SuspendWorkers
     | SendExit
     | GivePlace
-    | StartAhead
+    | StartWorkersAhead
     | KillAhead
     | ReportAheadGone
     | AskStop
@@ -538,7 +538,7 @@ Action = (
     | ReportDisconnected
     | ReportStopped
     | m.Done
-    | m.Slots
+    | m.RankOffer
     | m.Imported
     | m.Leaving
     | Warn

@@ -16,7 +16,7 @@ from elastic_launch.rendezvous.wire import messages as m
 
 _log = logging.getLogger("elastic_launch.agent")
 
-MemberOrder = m.Form | m.Drain | m.Break | m.Evicted | m.LeftOut | m.RunEnd
+MemberOrder = m.Form | m.DrainRound | m.Break | m.Evicted | m.LeftOut | m.RunEnd
 """Orders to a member about its rounds."""
 
 _spared: set[int] = set()
@@ -93,10 +93,12 @@ def late(failure: Failure) -> None:
 
 def received(order: MemberOrder, present: int, node_id: str) -> OrderReceived:
     """Return the event for an order that came in the present round."""
-    kind = {m.RunEnd: "end", m.LeftOut: "left_out"}.get(type(order), type(order).__name__.lower())
+    kind = {m.DrainRound: "drain", m.RunEnd: "end", m.LeftOut: "left_out"}.get(
+        type(order), type(order).__name__.lower()
+    )
     number = order.round.number if isinstance(order, m.Form) else present
     cause = order.reason if isinstance(order, m.Evicted) else order.cause
-    why = order.kind if isinstance(order, m.Drain | m.Break) else ""
+    why = order.kind if isinstance(order, m.DrainRound | m.Break) else ""
     members = order.round.members if isinstance(order, m.Form) else ()
     workers = sum(member.workers for member in members if member.node_id == node_id)
     return OrderReceived(kind, number, order.term, cause, why, workers, sum(member.workers for member in members))
@@ -108,7 +110,7 @@ def ordered(order: MemberOrder, number: int, cause: str) -> None:
         case m.Form(round=formed):
             nodes = counted(len(formed.members), "node")
             _log.info("round %d formed: world size %d on %s; workers start", number, formed.world_size, nodes)
-        case m.Drain():
+        case m.DrainRound():
             _log.info("round %d drains: %s; the workers stop after the same step", number, cause)
         case m.Break():
             _log.info("round %d broken: %s", number, cause)

@@ -8,7 +8,7 @@ from elastic_agents.policy_types import View
 from elastic_agents.workers.control import Control
 from elastic_launch.observe.present import Present
 from elastic_launch.rendezvous.record import Round
-from elastic_launch.rendezvous.wire.messages import Beat, Progress
+from elastic_launch.rendezvous.wire.messages import Beat, ProgressBeat
 from elastic_launch.shared_progress import WorkerProgress
 
 
@@ -71,7 +71,7 @@ def present(
     )
 
 
-def beat(control: Control, snapshot: int | None) -> Beat | Progress:
+def beat(control: Control, snapshot: int | None) -> Beat | ProgressBeat:
     """Return what a beat tells the leader: how far the workers are, once they train."""
     timer = control.step_timer
     number, step = timer.reached
@@ -79,7 +79,7 @@ def beat(control: Control, snapshot: int | None) -> Beat | Progress:
         return Beat()
     left = timer.remaining()
     loss = _loss_in(control.reports(number))
-    return Progress(number, step, snapshot, timer.step_seconds, left if left >= 0 else None, loss)
+    return ProgressBeat(number, step, snapshot, timer.step_seconds, left if left >= 0 else None, loss)
 
 
 def _loss_in(reports: Iterable[WorkerProgress]) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastic_launch.clock import Clock
-from elastic_launch.contract import Hello, Ready
+from elastic_launch.contract import Ready, WorkerHello
 from elastic_launch.events.types import EventSink, FirstStep, RoundProgress, RoundSteps, TrainingBegun
 
 FIRST, MOST = 4.0, 60.0
@@ -27,7 +27,7 @@ class StepEvents:
         self._every = FIRST
         self._due: float | None = None
 
-    def begin(self, who: Hello, ready: Ready) -> None:
+    def begin(self, who: WorkerHello, ready: Ready) -> None:
         """A worker begins to train."""
         if who.round < self._round:
             return

@@ -16,7 +16,7 @@ from elastic_launch.system.descriptors import process_limit
 from elastic_launch.system.termination_log import termination_message
 
 if TYPE_CHECKING:
-    from elastic_agents.outcome import Outcome
+    from elastic_agents.outcome import NodeOutcome
 
 _log = logging.getLogger("elastic_launch")
 
@@ -51,7 +51,7 @@ def failure_summary(code: int, cause: str, failure: Failure | None) -> str:
     return termination_message([end, _who(failure), *_where(failure)], failure.detail)
 
 
-def leave_error(path: Path, outcome: Outcome, worker: Path | None) -> None:
+def leave_error(path: Path, outcome: NodeOutcome, worker: Path | None) -> None:
     """Write why the run ended to the error file of the launcher's own caller, as torchrun does.
 
     Args:

@@ -22,7 +22,7 @@ from elastic_launch.clock import Clock
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.errors import UsageError
 from elastic_launch.events.types import CheckpointSaved, Event, EventSink, OrderReceived, WorkerExited, event_name
-from elastic_launch.observe.ledger import Incident
+from elastic_launch.observe.ledger import RoundIncident
 from elastic_launch.rendezvous.wire.addresses import full_host_name
 from elastic_launch.system.writer_thread import OVERHEAD, Writer
 
@@ -92,7 +92,7 @@ class TorchEvents:
             case OrderReceived() | CheckpointSaved():
                 self._report(event_name(type(event)), asdict(event))
 
-    def over(self, incident: Incident) -> None:
+    def over(self, incident: RoundIncident) -> None:
         """Report an incident that is over; only on the node that leads."""
         self._report("incident", asdict(incident))
 

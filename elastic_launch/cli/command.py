@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from elastic_launch.cli.flags import USAGE, Line, Values
+from elastic_launch.cli.flags import USAGE, CommandLine, Values
 from elastic_launch.config.launch_config import Command
 from elastic_launch.errors import CommandLineError, UsageError
 from elastic_launch.system.program import PROGRAM
@@ -20,7 +20,7 @@ from elastic_launch.system.program import PROGRAM
 log = logging.getLogger("elastic_launch.cli.main")
 
 
-def read_command(line: Line, values: Values) -> Command:
+def read_command(line: CommandLine, values: Values) -> Command:
     """Return what the workers execute.
 
     Raises:

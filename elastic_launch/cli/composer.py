@@ -25,7 +25,7 @@ from typing import NoReturn
 from elastic_agents.static_world import Rank, StaticWorld, run
 from elastic_launch import __version__
 from elastic_launch.cli.command import read_command
-from elastic_launch.cli.flags import Flag, Line, Values, split
+from elastic_launch.cli.flags import CommandLine, Flag, Values, split
 from elastic_launch.cli.help import flag_lines
 from elastic_launch.cli.output_flags import read_log_format
 from elastic_launch.config.launch_config import LaunchConfig
@@ -116,7 +116,7 @@ def start(argv: Sequence[str]) -> int:
     return run(fixed)
 
 
-def world(line: Line, environ: Mapping[str, str]) -> StaticWorld:
+def world(line: CommandLine, environ: Mapping[str, str]) -> StaticWorld:
     """Convert a command line and environment to this node's part of a world.
 
     Raises:
@@ -154,7 +154,7 @@ def world(line: Line, environ: Mapping[str, str]) -> StaticWorld:
 class _Options:
     """Values from the command line, else from Composer's variables; ``PET_`` variables are not read."""
 
-    def __init__(self, line: Line, environ: Mapping[str, str]) -> None:
+    def __init__(self, line: CommandLine, environ: Mapping[str, str]) -> None:
         self.line = line
         self.environ = environ
 

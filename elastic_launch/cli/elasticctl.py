@@ -33,8 +33,8 @@ from elastic_launch.config.launch_config import LaunchConfig, parse_nnodes, stat
 from elastic_launch.config.settings import Setting
 from elastic_launch.errors import ElasticLaunchError, EndpointError, ExitCode, RendezvousError, StoreError, UsageError
 from elastic_launch.events.types import counted
+from elastic_launch.observe.node_watch import span
 from elastic_launch.observe.report import show_report
-from elastic_launch.observe.watch import span
 from elastic_launch.rendezvous.admin import messages as a
 from elastic_launch.rendezvous.admin.client import Address, AdminClient, RunEndedError
 from elastic_launch.rendezvous.run_file import FoundRun, RunAddress, damaged, find
@@ -313,7 +313,7 @@ def _resize(options: argparse.Namespace, address: Address) -> int:
         return _tell(client.ask(a.AskResize(low, high)))
 
 
-def _tell(answer: a.Answer) -> int:
+def _tell(answer: a.AdminAnswer) -> int:
     print(plain(answer.text))
     return ExitCode.DONE if answer.done else ExitCode.TRAINING_FAILED
 

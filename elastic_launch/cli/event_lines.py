@@ -13,7 +13,7 @@ from typing import Any
 from elastic_launch.errors import ExitCode
 from elastic_launch.events import types as ev
 from elastic_launch.events.sentences import sentence
-from elastic_launch.observe.reading import Refused, event_files, node_of
+from elastic_launch.observe.reading import UnusableLines, event_files, node_of
 from elastic_launch.system.plain_text import one_line, plain
 
 LOOK_EVERY = 0.5
@@ -35,7 +35,7 @@ class _Tail:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._refused = Refused(path)
+        self._refused = UnusableLines(path)
         self._complained = False
         self._offset = 0
         self._pending = b""

@@ -112,7 +112,7 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
             Flag(("--max-idle-restarts",), "restarts in a row without a step; 0: any", "N", "0"),
             Flag(("--fatal-exit-codes",), "workers' exit codes that end the run", "N,N-N,..."),
             Flag(("--node-check",), "test this node before it joins"),
-            Flag(("--drill",), "file with faults to rehearse", "PLAN"),
+            Flag(("--drill",), "file with planned faults", "PLAN"),
             Flag(("--hang-timeout",), "idle time that is a hang: auto, off, S", "S", "auto"),
             Flag(("-m", "--module"), "the script is a module, as in python -m"),
             Flag(("--no-python",), "the script is a program, not Python"),
@@ -215,7 +215,7 @@ class Sourced:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class CommandLine:
     """A command line, split but not yet interpreted.
 
     Attributes:
@@ -233,7 +233,7 @@ class Line:
     defaults: Mapping[str, Sourced] = field(default_factory=dict)
 
 
-def split(argv: Sequence[str], also: Sequence[Flag] = ()) -> Line:
+def split(argv: Sequence[str], also: Sequence[Flag] = ()) -> CommandLine:
     """Split an argument vector into the launcher's flags, the script, and the script's arguments.
 
     Args:
@@ -248,9 +248,9 @@ def split(argv: Sequence[str], also: Sequence[Flag] = ()) -> Line:
     while rest:
         token = rest.pop(0)
         if token == "--":
-            return Line(given, rest[0] if rest else None, tuple(rest[1:]))
+            return CommandLine(given, rest[0] if rest else None, tuple(rest[1:]))
         if not token.startswith("-") or token == "-":
-            return Line(given, token, tuple(rest))
+            return CommandLine(given, token, tuple(rest))
         try:
             flag, value = _resolve(token, table)
         except CommandLineError as error:
@@ -260,7 +260,7 @@ def split(argv: Sequence[str], also: Sequence[Flag] = ()) -> Line:
             if value is not None:
                 raise CommandLineError(f"{token} gives a value to a switch.", f"Write {flag.name} alone.")
             if flag.name in ("--help", "--version"):
-                return Line(given, wants=flag.name)
+                return CommandLine(given, wants=flag.name)
         elif value is None:
             if not rest or _is_flag(rest[0], table):
                 found = f"found {rest[0]}" if rest else "the command ends there"
@@ -268,15 +268,15 @@ def split(argv: Sequence[str], also: Sequence[Flag] = ()) -> Line:
             value = rest.pop(0)
         given.setdefault(flag.name, []).append(value or "")
         if flag.name == "--print-completion":
-            return Line(given, wants=flag.name)
-    return Line(given)
+            return CommandLine(given, wants=flag.name)
+    return CommandLine(given)
 
 
 class Values:
     """The values of the flags: from the command line, then the environment, then a job file.
 
     Attributes:
-        given: see :class:`Line`.
+        given: see :class:`CommandLine`.
         beneath: values by flag name that apply where neither sets one; the first mapping wins.
         torchrun: whether to follow torchrun where this project differs.
     """

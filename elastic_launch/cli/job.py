@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from elastic_launch.cli.flags import FLAGS, Flag, Line, Sourced, Values
+from elastic_launch.cli.flags import FLAGS, CommandLine, Flag, Sourced, Values
 from elastic_launch.config.settings import Setting
 
 NOT_IN_FILES = ("--help", "--version", "--config", "--print-config", "--print-completion")
@@ -49,7 +49,7 @@ class Job:
         UsageError: if the file cannot be read or is invalid.
     """
 
-    def __init__(self, line: Line, environ: Mapping[str, str]) -> None:
+    def __init__(self, line: CommandLine, environ: Mapping[str, str]) -> None:
         path = Values(line.given, environ).text("--config")
         self.asked = line
         self.file = JobFile() if path is None else _read(path)
@@ -57,7 +57,7 @@ class Job:
         self.added = {name: value.text for name, value in self.file.env.items() if name not in environ}
         self.values = Values(line.given, {**environ, **self.added}, (self.file.values, line.defaults))
 
-    def _completed(self, line: Line) -> Line:
+    def _completed(self, line: CommandLine) -> CommandLine:
         arguments = tuple(value.text for value in self.file.args)
         if self.file.script is None:
             return replace(line, arguments=(*arguments, *line.arguments))

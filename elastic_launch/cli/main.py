@@ -14,7 +14,7 @@ from typing import NoReturn
 from elastic_launch import __version__
 from elastic_launch.cli import kubernetes, slurm
 from elastic_launch.cli.command import check_directory, read_command
-from elastic_launch.cli.flags import BY_NAME, Line, Sourced, Values, split
+from elastic_launch.cli.flags import BY_NAME, CommandLine, Sourced, Values, split
 from elastic_launch.cli.help import help_text
 from elastic_launch.cli.job import Job, shown
 from elastic_launch.cli.options import (
@@ -80,7 +80,7 @@ def _main(argv: Sequence[str], whole: bool) -> int:
 
 
 def launch(
-    line: Line, prepare: Callable[[Job], None] = lambda job: None, *, whole: bool = False, program: str = ""
+    line: CommandLine, prepare: Callable[[Job], None] = lambda job: None, *, whole: bool = False, program: str = ""
 ) -> int:
     """Carry out a command line, and return the exit code.
 
@@ -98,7 +98,7 @@ def launch(
         return _launch(line, prepare, whole=whole, as_torchrun=as_torchrun)
 
 
-def _inform(line: Line, wants: str, program: str, *, as_torchrun: bool) -> int:
+def _inform(line: CommandLine, wants: str, program: str, *, as_torchrun: bool) -> int:
     if wants == "--help":
         sys.stdout.write(help_text(as_torchrun=as_torchrun))
     elif wants == "--version":
@@ -110,7 +110,7 @@ def _inform(line: Line, wants: str, program: str, *, as_torchrun: bool) -> int:
     return ExitCode.DONE
 
 
-def _launch(line: Line, prepare: Callable[[Job], None], *, whole: bool, as_torchrun: bool) -> int:
+def _launch(line: CommandLine, prepare: Callable[[Job], None], *, whole: bool, as_torchrun: bool) -> int:
     job = Job(line, os.environ)
     prepare(job)
     values = job.values
@@ -169,7 +169,7 @@ def _find_out(values: Values) -> None:
         values.beneath = (*values.beneath, slurm.found_out(values) or kubernetes.found_out(values))
 
 
-def build(line: Line, values: Values) -> LaunchConfig:
+def build(line: CommandLine, values: Values) -> LaunchConfig:
     """Build a configuration.
 
     Raises:

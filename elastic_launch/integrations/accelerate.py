@@ -7,7 +7,7 @@ from collections.abc import Callable
 from accelerate import Accelerator
 
 from elastic_launch.integrations.drain import Drain
-from elastic_launch.training.stopping import Drained
+from elastic_launch.training.stopping import DrainedExit
 
 
 class DrainCallback:
@@ -52,4 +52,4 @@ class DrainCallback:
         if stops:
             code = self._drain.leave()
             self._accelerator.end_training()
-            raise Drained(code)
+            raise DrainedExit(code)

@@ -13,7 +13,7 @@ from elastic_launch.contract import ENV_ROUND, Ready
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.ranks.agreement import Agreement, Wishes
 from elastic_launch.training.ranks.world import World, environment
-from elastic_launch.training.stopping import Stop, Termination
+from elastic_launch.training.stopping import StopSource, Termination
 
 
 class Drain:
@@ -34,7 +34,7 @@ class Drain:
         self._link = AgentLink()
         self._agreement: Agreement | None = None
         self._termination = Termination()
-        self._stop = Stop.NO
+        self._stop = StopSource.NO
         self._step = 0
         self._reached = 0.0
 
@@ -46,7 +46,7 @@ class Drain:
             total: optimizer steps of the whole training; 0: not known.
         """
         self.end()
-        self._world, self._stop, self._step = _world(), Stop.NO, step
+        self._world, self._stop, self._step = _world(), StopSource.NO, step
         self.stops = self.save = False
         self._link = AgentLink.connect(self._world)
         self._termination = Termination()
@@ -98,19 +98,19 @@ class Drain:
 
         Returns:
             The exit code. The process must now end by raising
-            :class:`~elastic_launch.training.stopping.Drained` with it.
+            :class:`~elastic_launch.training.stopping.DrainedExit` with it.
         """
         # The agent relies on messages, not on the code; a sender of SIGTERM to this process expects the signal's.
-        code = 0 if self._link.present or self._stop is Stop.AGENT else 128 + signal.SIGTERM
+        code = 0 if self._link.present or self._stop is StopSource.AGENT else 128 + signal.SIGTERM
         if self._agreement is not None:
             self._agreement.settle()
         self._link.drained(self._step, time.monotonic() - self._reached)
         self.end()
         return code
 
-    def _wanted(self) -> Stop:
+    def _wanted(self) -> StopSource:
         asked = bool(self._link.stop_asked())
-        return Stop.SIGNAL if self._termination.asked else Stop.AGENT if asked else Stop.NO
+        return StopSource.SIGNAL if self._termination.asked else StopSource.AGENT if asked else StopSource.NO
 
 
 def _world() -> World:

@@ -13,7 +13,7 @@ except ImportError:  # older name of the package
 
 from elastic_launch.errors import UsageError
 from elastic_launch.integrations.drain import Drain
-from elastic_launch.training.stopping import Drained
+from elastic_launch.training.stopping import DrainedExit
 
 
 class DrainCallback(Callback):
@@ -56,7 +56,7 @@ class DrainCallback(Callback):
         self._drain.saved(self._step)
         if stops:
             # At once: Lightning would run the epoch's end with half an epoch. It leaves the process group by itself.
-            raise Drained(self._drain.leave())
+            raise DrainedExit(self._drain.leave())
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._drain.end()

@@ -8,7 +8,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from elastic_launch.integrations.drain import Drain
 from elastic_launch.training.ranks.world import leave
-from elastic_launch.training.stopping import Drained
+from elastic_launch.training.stopping import DrainedExit
 
 
 class DrainCallback(TrainerCallback):
@@ -45,4 +45,4 @@ class DrainCallback(TrainerCallback):
             return
         code = self._drain.leave()
         leave()
-        raise Drained(code)
+        raise DrainedExit(code)

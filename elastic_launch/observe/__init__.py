@@ -8,7 +8,7 @@
 ``advice``     what to change after a run
 ``history``    how its figures went over time
 ``present``    how a node's part of a run is at a moment
-``watch``      figures for those who watch a run
+``node_watch``  figures for those who watch a run
 ``metrics``    a node's metrics for Prometheus
 ``spans``      rounds and incidents as OpenTelemetry spans
 """

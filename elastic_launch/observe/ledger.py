@@ -46,7 +46,7 @@ _SPOKEN = ("detected", "stopped", "formed", "started", "restored", "first step")
 
 
 @dataclass(frozen=True, slots=True)
-class Incident:
+class RoundIncident:
     """One round's end and what followed; times in seconds, None if unknown.
 
     Attributes:
@@ -114,7 +114,7 @@ class Ledger:
         unseen_s: seconds of rounds in which this host had no workers, which no other figure counts.
     """
 
-    incidents: tuple[Incident, ...]
+    incidents: tuple[RoundIncident, ...]
     by_steps: bool
     productive_s: float
     total_s: float
@@ -166,7 +166,7 @@ def build(chronicle: Chronicle) -> Ledger:
     rounds = [told for _, told in sorted(chronicle.rounds.items())]
     until = chronicle.known
     by_steps = any(told.begun is not None for told in rounds)
-    incidents: list[Incident] = []
+    incidents: list[RoundIncident] = []
     faults = _faults(rounds, chronicle.since or 0.0, chronicle.until)
     for index, (told, fault) in enumerate(zip(rounds, faults, strict=True)):
         following = rounds[index + 1] if index + 1 < len(rounds) else None
@@ -253,7 +253,7 @@ def _ended(told: RoundTold, *, last: bool) -> float | None:
 
 def _incident(
     told: RoundTold, following: RoundTold | None, span: tuple[float, float], lost: int | None, *, by_steps: bool
-) -> Incident:
+) -> RoundIncident:
     """Split the time from the fault to the next one (or to the last event) into parts."""
     fault, end = span
     ended = _ended(told, last=following is None)
@@ -268,7 +268,7 @@ def _incident(
     recovered = marks[5 if by_steps else 3] is not None
     parts = _parts(fault, marks, end, whole=recovered)
     detect, stop, form, start, restore, first_step = parts
-    return Incident(
+    return RoundIncident(
         0,
         told.number,
         following.number if following else 0,

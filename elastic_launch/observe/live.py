@@ -10,7 +10,7 @@ from typing import TypeVar
 from elastic_launch.clock import Clock
 from elastic_launch.events.types import CheckpointSaved, Event, FirstStep, OrderReceived, RoundBroken, RoundFormed
 from elastic_launch.observe.chronicle import Chronicle, RoundTold
-from elastic_launch.observe.ledger import Incident, Ledger, build
+from elastic_launch.observe.ledger import Ledger, RoundIncident, build
 
 MOST = 1000
 """Events that are kept to be drawn: the last ones."""
@@ -34,9 +34,9 @@ class LiveLedger:
         self.events = 0
         self._told = 0
         self._drawn: deque[tuple[float, Event]] = deque(maxlen=MOST)
-        self._last: tuple[Incident, ...] | None = None  # since the last event
+        self._last: tuple[RoundIncident, ...] | None = None  # since the last event
 
-    def add(self, event: Event) -> list[Incident]:
+    def add(self, event: Event) -> list[RoundIncident]:
         """Add an event; return the incidents that it ends, if this host leads the run.
 
         For plain scripts this returns none: only once a round is over is it known that they do not report steps.
@@ -54,7 +54,7 @@ class LiveLedger:
             told, self._told = self._told, max(self._told, len(over))
             return over[told:]
 
-    def incident(self) -> tuple[Incident, float] | None:
+    def incident(self) -> tuple[RoundIncident, float] | None:
         """Return the last incident, and the seconds since its end; None if there was none.
 
         Until training goes on, it lasts until now.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from elastic_launch.errors import UsageError
 from elastic_launch.events import types as ev
-from elastic_launch.observe.ledger import PARTS, Incident
+from elastic_launch.observe.ledger import PARTS, RoundIncident
 from elastic_launch.observe.present import Present
 from elastic_launch.shared_progress import STEP_BOUNDS
 
@@ -176,7 +176,7 @@ class NodeMetrics:
                 count("elastic_launch_checkpoints_total")
                 self._counted.checkpoint = step, time.time()
 
-    def over(self, incident: Incident) -> None:
+    def over(self, incident: RoundIncident) -> None:
         """Count an incident that is over."""
         count = self._counted.count
         count("elastic_launch_incidents_total", incident.kind)

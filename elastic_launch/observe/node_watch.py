@@ -37,7 +37,7 @@ _RANDOM = re.compile("-[0-9a-f]{6}$")
 """The end of a node's default name."""
 
 
-class Watch:
+class NodeWatch:
     """Follows a node's events, and how the node is at moments. Thread-safe."""
 
     def __init__(self, clock: Clock, ledger: LiveLedger) -> None:

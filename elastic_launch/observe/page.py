@@ -16,7 +16,7 @@ from elastic_launch.events.types import counted
 from elastic_launch.observe.advice import advice
 from elastic_launch.observe.chronicle import Chronicle, RoundTold
 from elastic_launch.observe.history import Sample
-from elastic_launch.observe.ledger import PARTS, Incident, Ledger, spoken
+from elastic_launch.observe.ledger import PARTS, Ledger, RoundIncident, spoken
 from elastic_launch.observe.reading import Host
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ def rank_options(ranks: Iterable[int]) -> str:
     return "".join(f"<option value='{rank}'>{rank}</option>" for rank in ("", *ranks))
 
 
-def charts_section(samples: Sequence[Sample], host: Host, incidents: Sequence[Incident]) -> str:
+def charts_section(samples: Sequence[Sample], host: Host, incidents: Sequence[RoundIncident]) -> str:
     """Return charts of the figures that workers report over the time of the run, as HTML; empty if they report none."""
     axis = _Axis(host.chronicle)
     found = []
@@ -304,7 +304,7 @@ class _Axis:
     def across(self, moment: float) -> float:
         return WIDTH * min(max((moment - self.since) / self.whole, 0.0), 1.0)
 
-    def bands(self, incidents: Sequence[Incident]) -> str:
+    def bands(self, incidents: Sequence[RoundIncident]) -> str:
         """Return when training stood still, as SVG."""
         drawn = []
         for incident in incidents:
@@ -319,7 +319,7 @@ class _Axis:
         return "".join(drawn)
 
 
-def _rounds(host: Host, incidents: Sequence[Incident]) -> str:
+def _rounds(host: Host, incidents: Sequence[RoundIncident]) -> str:
     """The rounds of one host on a time axis, as SVG."""
     axis, drawn = _Axis(host.chronicle), _bars(host.chronicle, host.told)
     largest = max([1, *(bar.world for bar in drawn)])
@@ -371,7 +371,7 @@ def _ticks(host: Host) -> str:
     return f"<div class='ticks dim'>{marks}</div>"
 
 
-def _incidents(host: Host, incidents: Sequence[Incident]) -> str:
+def _incidents(host: Host, incidents: Sequence[RoundIncident]) -> str:
     if not incidents:
         return "<p>None.</p>"
     longest = max(incident.still_s for incident in incidents) or 1.0
@@ -387,7 +387,7 @@ def _incidents(host: Host, incidents: Sequence[Incident]) -> str:
     )
 
 
-def _row(host: Host, incident: Incident, longest: float) -> str:
+def _row(host: Host, incident: RoundIncident, longest: float) -> str:
     x, bars = 0.0, []
     for index, part in enumerate(PARTS):
         seconds = getattr(incident, part) or 0.0

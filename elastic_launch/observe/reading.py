@@ -27,7 +27,7 @@ KINDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class EventLine:
     """What every line has."""
 
     event: str
@@ -61,7 +61,7 @@ class Host:
             return None
 
 
-class Refused:
+class UnusableLines:
     """What could not be used of one file: the first of it is said, and how much there is."""
 
     def __init__(self, path: Path) -> None:
@@ -134,7 +134,7 @@ def read(path: Path) -> Host:
     A run id can be reused, and a host can be restarted: where the clock or the number of a formed round decreases, or
     a second first round is formed, another run begins. Everything before that is left out.
     """
-    chronicle, further, refused = Chronicle(), [], Refused(path)
+    chronicle, further, refused = Chronicle(), [], UnusableLines(path)
     told: list[tuple[float, ev.Event]] = []
     offset: float | None = None
     try:
@@ -231,7 +231,7 @@ def _parsed(line: str) -> tuple[dict[str, Any], tuple[float, ev.Event] | None]:
     if not isinstance(value, dict) or not isinstance(value.get("event"), str):
         raise ValueError(f"no event: {line.strip()[:60]!r}")
     try:
-        head = codec.decode(Line, value)
+        head = codec.decode(EventLine, value)
         kind = KINDS.get(head.event)
         return value, None if kind is None else (head.clock, codec.decode(kind, value))
     except ProtocolError as error:

@@ -13,7 +13,7 @@ from typing import Any
 
 from elastic_launch.errors import UsageError
 from elastic_launch.events.types import counted
-from elastic_launch.observe.ledger import PARTS, Incident, Ledger, build
+from elastic_launch.observe.ledger import PARTS, Ledger, RoundIncident, build
 from elastic_launch.observe.page import as_page, when
 from elastic_launch.observe.reading import Host, event_files, of_last_run, read
 from elastic_launch.system.plain_text import one_line, plain
@@ -49,7 +49,7 @@ def _seen(host: Host) -> int:
     return sum(told.mine for told in host.chronicle.rounds.values())
 
 
-def _filled(incident: Incident, others: Sequence[Incident]) -> Incident:
+def _filled(incident: RoundIncident, others: Sequence[RoundIncident]) -> RoundIncident:
     same = [other for other in others if other.round == incident.round]
     for other in sorted(same, key=lambda other: not other.led):
         # Only the leader receives late reports, and so knows the cause.
@@ -98,7 +98,7 @@ def _wrapped(text: str, width: int | None) -> str:
     return "\n".join(textwrap.wrap(text, max(width, 20), subsequent_indent="    ", break_on_hyphens=False))
 
 
-def _row(incident: Incident) -> tuple[str, ...]:
+def _row(incident: RoundIncident) -> tuple[str, ...]:
     times = [getattr(incident, name) for name in PARTS]
     kind = incident.kind + (", drained" if incident.drained else "")
     rounds = f"{incident.round} -> {incident.next_round or 'end'}"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from elastic_launch.clock import Clock
 from elastic_launch.events import types as ev
-from elastic_launch.observe.ledger import PARTS, Incident, spoken
+from elastic_launch.observe.ledger import PARTS, RoundIncident, spoken
 from elastic_launch.system.plain_text import one_line
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class Spans:
             case _:
                 told.started = now
 
-    def over(self, incident: Incident) -> None:
+    def over(self, incident: RoundIncident) -> None:
         """Send an incident that is over now."""
         at = start = self._clock.now() - incident.still_s
         phases = []

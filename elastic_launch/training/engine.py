@@ -40,7 +40,7 @@ from elastic_launch.training.ranks.place import refuse_in_rehearsal, rehearsing,
 from elastic_launch.training.ranks.replicas import Named, ReplicaCheck, ReplicasDifferError
 from elastic_launch.training.ranks.same_arguments import OthersDifferError
 from elastic_launch.training.ranks.world import GROUP_TIMEOUT, World, can_abort, environment, join
-from elastic_launch.training.stopping import Drained, Stop, Termination
+from elastic_launch.training.stopping import DrainedExit, StopSource, Termination
 from elastic_launch.training.trainings import Trainings
 
 _log = logging.getLogger(__name__)
@@ -88,8 +88,8 @@ class Engine:
         self.groups = RoundGroups() if groups is None else groups
         self._termination = Termination()
         self._begun = False
-        self._stop_wanted = Stop.NO
-        self._stop_agreed = Stop.NO
+        self._stop_wanted = StopSource.NO
+        self._stop_agreed = StopSource.NO
         self._ended = False
         self._restore_seconds = 0.0
         self._uncompared = 0
@@ -148,8 +148,8 @@ class Engine:
                 return
             try:
                 link = self.link = wait_for_place(arguments)
-            except Drained:
-                self.stopped, self._stop_agreed = True, Stop.AGENT
+            except DrainedExit:
+                self.stopped, self._stop_agreed = True, StopSource.AGENT
                 raise
             self._move(link)
             self.lives = self._may_live(link)
@@ -270,7 +270,7 @@ class Engine:
 
     def request_stop(self) -> None:
         """Make all ranks stop after the same step: the next one, or the one after it."""
-        self._stop_wanted = max(self._stop_wanted, Stop.SCRIPT)
+        self._stop_wanted = max(self._stop_wanted, StopSource.SCRIPT)
 
     def ask_whether_to_stop(self) -> bool:
         """Exchange wishes with all ranks outside of a step boundary; return whether all have agreed to stop."""
@@ -419,13 +419,13 @@ class Engine:
         self._leave_round(broken=error is not None)
         place = self.link.suspended(self.step, lambda: self._termination.asked)
         if place is None:
-            self.stopped, self._stop_agreed = True, max(self._stop_agreed, Stop.AGENT)
+            self.stopped, self._stop_agreed = True, max(self._stop_agreed, StopSource.AGENT)
             # Its place may be on the way: then the agent must not take this worker's end for that of the training.
-            raise Drained(128 + signal.SIGTERM if self._termination.asked else 0)
+            raise DrainedExit(128 + signal.SIGTERM if self._termination.asked else 0)
         take(place)
         self._move(self.link)
         self.groups = RoundGroups()
-        self._stop_agreed = Stop.NO
+        self._stop_agreed = StopSource.NO
         self.stopped = self.evaluates = self._begun = self._ended = self._drained = False
 
     def _move(self, link: AgentLink) -> None:
@@ -495,7 +495,7 @@ class Engine:
         if self.draining:
             self.stopped = True
             # The agent relies on messages, not on the code; a sender of SIGTERM to this process expects the signal's.
-            raise Drained(0 if self.link.present or self._stop_agreed is Stop.AGENT else 128 + signal.SIGTERM)
+            raise DrainedExit(0 if self.link.present or self._stop_agreed is StopSource.AGENT else 128 + signal.SIGTERM)
 
     def finish_training(self) -> None:
         """Wait until the saved state is written, unless the agent writes it after a drain."""
@@ -576,11 +576,11 @@ class Engine:
 
     def _exchange(self, wishes: Wishes, *, by_step: bool = False) -> None:
         """Send this rank's wishes, and receive what all ranks agreed on."""
-        if (stop := self._wanted()) is not Stop.NO:
+        if (stop := self._wanted()) is not StopSource.NO:
             wishes = replace(wishes, stop=stop)
         agreed = self.agreement.exchange_by_step(wishes) if by_step else self.agreement.exchange(wishes)
         self._stop_agreed = max(self._stop_agreed, agreed.stop)
-        self.stopped = self._stop_agreed is not Stop.NO
+        self.stopped = self._stop_agreed is not StopSource.NO
         self.evaluates = self.evaluates or agreed.evaluate
         self.saver.agree(agreed)
         if self._replicas is not None:
@@ -601,7 +601,7 @@ class Engine:
         if replicas.good is not None:
             self.saver.equal_after(replicas.good)
 
-    def _wanted(self) -> Stop:
+    def _wanted(self) -> StopSource:
         asked = bool(self.link.stop_asked())
-        signalled = Stop.SIGNAL if self._termination.asked else Stop.NO
-        return max(self._stop_wanted, Stop.AGENT if asked else Stop.NO, signalled)
+        signalled = StopSource.SIGNAL if self._termination.asked else StopSource.NO
+        return max(self._stop_wanted, StopSource.AGENT if asked else StopSource.NO, signalled)

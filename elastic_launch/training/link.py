@@ -89,7 +89,7 @@ class AgentLink:
         self._stop_asked = ""
         self._use: int | None = None
         self._silent = False  # whether it did not answer the last request for a slot
-        self._commit = c.Commit(0, allowed=False)
+        self._commit = c.CommitAnswer(0, allowed=False)
         self._fetching = False
         self._noted = False
         self._copies: list[c.Copied] = []
@@ -120,7 +120,7 @@ class AgentLink:
         """
         if not world.round:
             return AgentLink()
-        link = AgentLink._connect(c.Hello(world.round, world.rank, world.local_rank, saves))
+        link = AgentLink._connect(c.WorkerHello(world.round, world.rank, world.local_rank, saves))
         link._tells_steps = world.first_on_node  # all workers take the same steps: one report is enough
         # The first processes of a run may take long to find each other: nothing is known of their network.
         link._forms = os.environ.get(c.ENV_START_REASON, "first") != "first"
@@ -129,10 +129,10 @@ class AgentLink:
     @staticmethod
     def ahead(local_rank: int) -> AgentLink:
         """Like :meth:`connect`, in a process that was started ahead of a place in a round."""
-        return AgentLink._connect(c.Hello(0, 0, local_rank))
+        return AgentLink._connect(c.WorkerHello(0, 0, local_rank))
 
     @staticmethod
-    def _connect(hello: c.Hello) -> AgentLink:
+    def _connect(hello: c.WorkerHello) -> AgentLink:
         address = os.environ.get(c.ENV_SOCKET, "")
         if not address:
             return AgentLink()
@@ -388,7 +388,7 @@ class AgentLink:
 
     def saved(self, step: int, error: str = "") -> None:
         """Report that a checkpoint was written, or why it could not be."""
-        self.say(c.Saved(step, error[:LONGEST_ERROR]))
+        self.say(c.WorkerSaved(step, error[:LONGEST_ERROR]))
 
     def drained(self, step: int, seconds: float) -> None:
         """Report that all ranks have stopped after a step, and how long the save took; the agent confirms it."""
@@ -526,7 +526,7 @@ class AgentLink:
         *lines, self._pending = (self._pending + data).split(b"\n")
         for line in lines:
             match c.unpack(line):
-                case c.Slots(use=use, sequence=sequence, fetching=fetching) as slots:
+                case c.SnapshotSlots(use=use, sequence=sequence, fetching=fetching) as slots:
                     self._use, self.sequence, self._fetching = use if use >= 0 else None, sequence, fetching
                     self.patience, self.writes, self.split = slots.patience_s, slots.writes, slots.split
                 case c.Suspend(round=number) as suspend:
@@ -548,7 +548,7 @@ class AgentLink:
                     self._use = use
                 case c.Copied() as copied:
                     self._copies.append(copied)
-                case c.Commit() as commit:
+                case c.CommitAnswer() as commit:
                     self._commit = commit
                 case c.Copying():
                     self._copying_at = time.monotonic()

@@ -45,7 +45,7 @@ from elastic_launch.training.ranks.replicas import replicated
 from elastic_launch.training.ranks.same_arguments import check_same, told
 from elastic_launch.training.ranks.world import World
 from elastic_launch.training.steps import Recovered, RehearsedStep, Step
-from elastic_launch.training.stopping import Drained
+from elastic_launch.training.stopping import DrainedExit
 from elastic_launch.training.together import as_model, as_optimizer
 from elastic_launch.training.wrapped import check_elementwise, sharding_modules
 
@@ -357,7 +357,7 @@ class Loop:
                 step, last, done = received.step, received.last or self._last, received.passes
             try:
                 self._engine.suspend(error, spoiled=self._positions.spoiled())
-            except Drained:
+            except DrainedExit:
                 if self._has_state and not done:  # else it is a state within a step
                     done_all = not self._owes_evaluation
                     self._engine.keep_newer(step, self._loader._identity, self._state, evaluated=done_all)

@@ -12,7 +12,7 @@ from elastic_launch.errors import UsageError
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.ranks.agreement import Agreement, Wishes
 from elastic_launch.training.ranks.world import World, environment
-from elastic_launch.training.stopping import Stop, Termination
+from elastic_launch.training.stopping import StopSource, Termination
 
 
 def report_step(step: int) -> None:
@@ -75,7 +75,7 @@ class PlainLoop:
         if self._agreement is None:
             self._agreement = self._agree(self._step)
         agreed = self._agreement.exchange(Wishes(self._wanted()))
-        if agreed.stop is Stop.NO:
+        if agreed.stop is StopSource.NO:
             return False
         self._agreement.settle()
         self._stops = True
@@ -99,10 +99,10 @@ class PlainLoop:
         self._link.say(Ready(step))
         return agreement
 
-    def _wanted(self) -> Stop:
+    def _wanted(self) -> StopSource:
         if self._termination.asked:
-            return Stop.SIGNAL
-        return Stop.AGENT if self._link.stop_asked() else Stop.NO
+            return StopSource.SIGNAL
+        return StopSource.AGENT if self._link.stop_asked() else StopSource.NO
 
 
 @functools.cache

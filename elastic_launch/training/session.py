@@ -40,7 +40,7 @@ from elastic_launch.training.ranks.world import (
     variables_restored,
 )
 from elastic_launch.training.steps import Step
-from elastic_launch.training.stopping import Drained
+from elastic_launch.training.stopping import DrainedExit
 from elastic_launch.training.together import as_part
 from elastic_launch.training.wrapped import check_not_flat
 
@@ -406,10 +406,10 @@ def _seconds(timeout: float | timedelta | None) -> float:
 @contextmanager
 def _ended_in_order(engine: Engine, found: bool) -> Iterator[None]:
     """Close the engine at its end or after a drain; leave the world unless it was joined before the session."""
-    drained: Drained | None = None
+    drained: DrainedExit | None = None
     try:
         yield
-    except Drained as reason:
+    except DrainedExit as reason:
         drained = reason
     except BaseException:
         # No collectives: the other ranks may never join them, and this process is about to fail.

@@ -37,7 +37,7 @@ from elastic_launch.training.randomness import derive, drop_second_normal, kept,
 from elastic_launch.training.ranks import collectives
 from elastic_launch.training.ranks.agreement import Agreement
 from elastic_launch.training.ranks.checksum import checksums
-from elastic_launch.training.ranks.collectives import MicroBatch
+from elastic_launch.training.ranks.collectives import MicroBatchContext
 from elastic_launch.training.together import Optimizers
 
 _log = logging.getLogger(__name__)
@@ -178,7 +178,7 @@ class Step:
         self._spare = spare
         self._verify = verify
         self._bits: Bits | None = None  # of the micro-batch that is given once more
-        self._exchanging_alone = MicroBatch(collectives.refuse if gradients.exact else collectives.warn)
+        self._exchanging_alone = MicroBatchContext(collectives.refuse if gradients.exact else collectives.warn)
         self._latest: Any = None
         self._empty = False  # whether the current pass counts nothing, and its backward() is to come
         self._moved = bool(done)  # a pass has begun in another round than one before it

@@ -13,7 +13,7 @@ from typing import Any
 from elastic_launch.system.forks import not_inherited
 
 
-class Stop(IntEnum):
+class StopSource(IntEnum):
     """Who requested a stop; of several, the highest value counts."""
 
     NO = 0
@@ -24,10 +24,10 @@ class Stop(IntEnum):
     @property
     def drains(self) -> bool:
         """Whether the training continues later in other processes, so that no results follow in this one."""
-        return self >= Stop.AGENT
+        return self >= StopSource.AGENT
 
 
-class Drained(SystemExit):
+class DrainedExit(SystemExit):
     """Ends the process after a step boundary. The state is saved, and another process continues from it.
 
     Attributes:

@@ -18,7 +18,7 @@ from harness import SLOWNESS, wait_for
 
 from elastic_agents import step_events
 from elastic_agents.policy_types import (
-    WorkerAhead,
+    AheadWaiting,
     WorkerDisconnected,
     WorkerReady,
     WorkerStopping,
@@ -27,11 +27,11 @@ from elastic_agents.policy_types import (
 from elastic_agents.snapshots.durable_state import SAVES_ITSELF
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
 from elastic_agents.warm.ending import SOCKET, last_words
-from elastic_agents.workers.control import Control, HungUp, Restored, ScriptEnded
+from elastic_agents.workers.control import Control, HungUp, ScriptEnded, WorkerRestored
 from elastic_launch import contract as c
 from elastic_launch.clock import MonotonicClock
 from elastic_launch.events.types import Event, FirstStep, RoundProgress, RoundSteps, SnapshotsLeftOut, TrainingBegun
-from elastic_launch.rendezvous.wire.messages import Saved
+from elastic_launch.rendezvous.wire.messages import NodeSaved
 from elastic_launch.shared_progress import SharedProgress
 from elastic_launch.system import descriptors
 from elastic_launch.testing import FakeClock
@@ -88,11 +88,11 @@ def worker(control: Control, said: Said, rank: int, round_number: int = 1) -> so
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.settimeout(5)
     sock.connect("\0" + control.address[1:])
-    sock.sendall(c.pack(c.Hello(round_number, rank, rank)) + c.pack(c.Ready(5)))
+    sock.sendall(c.pack(c.WorkerHello(round_number, rank, rank)) + c.pack(c.Ready(5)))
     slots, descriptors, _, _ = socket.recv_fds(sock, 4096, 16)
     for descriptor in descriptors:
         os.close(descriptor)
-    assert isinstance(c.unpack(slots.strip()), c.Slots)
+    assert isinstance(c.unpack(slots.strip()), c.SnapshotSlots)
     assert said.get(timeout=WAIT) == WorkerReady(round_number, rank)
     return sock
 
@@ -116,7 +116,7 @@ def test_why_no_snapshots_are_taken_is_an_event(control: Control, said: Said, ev
 def test_the_agent_learns_what_a_worker_has_restored(control: Control, said: Said) -> None:
     with worker(control, said, 1, round_number=3) as sock:
         sock.sendall(c.pack(c.Restored(2)))
-        assert said.get(timeout=WAIT) == Restored(3, 1, 2)
+        assert said.get(timeout=WAIT) == WorkerRestored(3, 1, 2)
 
 
 def test_a_checkpoint_answers_a_request_if_it_has_all_steps_that_were_done_then(control: Control, said: Said) -> None:
@@ -125,23 +125,23 @@ def test_a_checkpoint_answers_a_request_if_it_has_all_steps_that_were_done_then(
         wait_for("the step", lambda: control.step_timer.reached == (1, 8))
         control.ask_save(1)
         for step in (7, 8, 9):
-            sock.sendall(c.pack(c.Saved(step, "full" if step == 8 else "")))
+            sock.sendall(c.pack(c.WorkerSaved(step, "full" if step == 8 else "")))
         heard = [said.get(timeout=WAIT) for _ in range(3)]
-    assert heard == [Saved(1, 7, "", False), Saved(1, 8, "full", True), Saved(1, 9, "", False)]
+    assert heard == [NodeSaved(1, 7, "", False), NodeSaved(1, 8, "full", True), NodeSaved(1, 9, "", False)]
 
 
 def test_a_script_that_saves_by_itself_is_not_asked_to_save(control: Control, said: Said) -> None:
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as sock:
         sock.settimeout(5)
         sock.connect("\0" + control.address[1:])
-        hello, begins = c.Hello(1, 0, 0, saves=False), c.Ready(5, drains=False)
+        hello, begins = c.WorkerHello(1, 0, 0, saves=False), c.Ready(5, drains=False)
         sock.sendall(c.pack(hello) + c.pack(begins) + c.pack(c.Ready(6)) + c.pack(c.Stopping(7)))
         _, descriptors, _, _ = socket.recv_fds(sock, 4096, 16)
         for descriptor in descriptors:
             os.close(descriptor)
         assert [said.get(timeout=WAIT) for _ in range(2)] == [WorkerReady(1, 0), WorkerStopping(1, 0, 7)]
         control.ask_save(1)
-        assert said.get(timeout=WAIT) == Saved(1, 5, SAVES_ITSELF, asked=True)
+        assert said.get(timeout=WAIT) == NodeSaved(1, 5, SAVES_ITSELF, asked=True)
         assert not control.tell_copied(c.Save())
         assert (control.saves, control.checkpoints) == (False, False)
 
@@ -153,7 +153,7 @@ def test_steps_are_read_from_shared_memory_and_the_last_one_after_the_worker_hun
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(5)
         sock.connect("\0" + control.address[1:])
-        sock.sendall(c.pack(c.Hello(1, 0, 0)) + c.pack(c.Ready(5)))
+        sock.sendall(c.pack(c.WorkerHello(1, 0, 0)) + c.pack(c.Ready(5)))
         _, descriptors, _, _ = socket.recv_fds(sock, 4096, 16)
         said.get(timeout=WAIT)
         with contextlib.closing(SharedProgress(descriptors.pop())) as progress:
@@ -185,7 +185,7 @@ def test_progress_of_a_round_that_goes_on_is_recorded_without_a_word_of_the_work
         sock = owned.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         sock.settimeout(5)
         sock.connect("\0" + control.address[1:])
-        sock.sendall(c.pack(c.Hello(1, 0, 0)) + c.pack(c.Ready(5)))
+        sock.sendall(c.pack(c.WorkerHello(1, 0, 0)) + c.pack(c.Ready(5)))
         _, descriptors, _, _ = socket.recv_fds(sock, 4096, 16)
         said.get(timeout=WAIT)
         with contextlib.closing(SharedProgress(descriptors.pop())) as progress:
@@ -258,7 +258,7 @@ def test_a_worker_that_was_started_ahead_says_when_it_has_come_and_gets_its_plac
     with worker(control, said, 0) as other, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(5)
         sock.connect("\0" + control.address[1:])
-        sock.sendall(c.pack(c.Hello(0, 0, 1)))
+        sock.sendall(c.pack(c.WorkerHello(0, 0, 1)))
         _, descriptors, _, _ = socket.recv_fds(sock, 4096, 16)
         for descriptor in descriptors:
             os.close(descriptor)
@@ -268,7 +268,7 @@ def test_a_worker_that_was_started_ahead_says_when_it_has_come_and_gets_its_plac
         control.writer = 1
         assert not control.tell_copied(c.Copying()), "it writes nothing yet"
         sock.sendall(c.pack(c.Ahead()))
-        assert said.get(timeout=WAIT) == WorkerAhead(1)
+        assert said.get(timeout=WAIT) == AheadWaiting(1)
         assert control.place(1, place(2, 1))
         placed = heard(sock)
         assert isinstance(placed, c.Place)
@@ -284,8 +284,8 @@ def test_a_worker_without_a_place_says_nothing_about_a_round(control: Control, s
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(5)
         sock.connect("\0" + control.address[1:])
-        sock.sendall(c.pack(c.Hello(0, 0, 1)) + c.pack(c.Ahead()) + c.pack(message))
-        assert said.get(timeout=WAIT) == WorkerAhead(1)
+        sock.sendall(c.pack(c.WorkerHello(0, 0, 1)) + c.pack(c.Ahead()) + c.pack(message))
+        assert said.get(timeout=WAIT) == AheadWaiting(1)
         assert said.get(timeout=WAIT) == HungUp(0, 1)
 
 
@@ -306,12 +306,12 @@ def test_workers_learn_whether_they_may_be_suspended(said: Said, events: Events,
         socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock,
     ):
         sock.connect("\0" + control.address[1:])
-        sock.sendall(c.pack(c.Hello(1, 0, 0)) + c.pack(c.Ready(5, live=True)))
+        sock.sendall(c.pack(c.WorkerHello(1, 0, 0)) + c.pack(c.Ready(5, live=True)))
         line, descriptors, _, _ = socket.recv_fds(sock, 4096, 16)
         for descriptor in descriptors:
             os.close(descriptor)
         slots = c.unpack(line.strip())
-        assert isinstance(slots, c.Slots)
+        assert isinstance(slots, c.SnapshotSlots)
         assert slots.patience_s == patience
         assert said.get(timeout=WAIT) == WorkerReady(1, 0, live=patience > 0)
 
@@ -323,7 +323,7 @@ def test_a_worker_that_writes_checkpoints_itself_learns_whether_its_node_is_stil
     control._snapshot_store._may_commit = lambda: member
     with worker(control, said, 0) as sock:
         sock.sendall(c.pack(c.MayCommit(3)))
-        assert c.unpack(sock.recv(4096).strip()) == c.Commit(3, allowed=member)
+        assert c.unpack(sock.recv(4096).strip()) == c.CommitAnswer(3, allowed=member)
 
 
 def test_a_worker_that_does_not_read_its_answers_is_disconnected_with_one_warning(
@@ -336,7 +336,7 @@ def test_a_worker_that_does_not_read_its_answers_is_disconnected_with_one_warnin
         while deaf.recv(65536):
             pass  # whole answers, and the end
         other.sendall(c.pack(c.MayCommit(2)))
-        assert c.unpack(other.recv(4096).strip()) == c.Commit(2, allowed=True)
+        assert c.unpack(other.recv(4096).strip()) == c.CommitAnswer(2, allowed=True)
     closed = "a message to a worker could not be sent, its connection is closed: it does not read"
     assert [record.message for record in caplog.records] == [closed]
 
@@ -373,7 +373,7 @@ def test_a_thread_that_is_busy_for_longer_than_its_end_is_waited_for_ends_afterw
         control = Control(FakeClock(), snapshot_store, say, events, 1)
         thread = control._thread
         sock.connect("\0" + control.address[1:])
-        sock.sendall(c.pack(c.Ended(0)))
+        sock.sendall(c.pack(c.WorkerEnding(0)))
         assert called.wait(WAIT)
         with monkeypatch.context() as patch:
             patch.setattr(thread, "join", lambda seconds: None)  # as if the 10 s were over
@@ -401,7 +401,7 @@ def test_impossible_progress_is_none(number: int, step: int, at: float) -> None:
 def test_the_agent_receives_the_exit_code_of_a_script(code: int, control: Control, said: Said) -> None:
     """A worker writes this message itself, since it imports nothing at its end."""
     assert c.ENV_SOCKET == SOCKET
-    assert last_words(code) == c.pack(c.Ended(code))
+    assert last_words(code) == c.pack(c.WorkerEnding(code))
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.connect("\0" + control.address[1:])
         sock.sendall(last_words(code))
@@ -415,7 +415,7 @@ def test_workers_wait_while_there_are_no_descriptors(
     sock.settimeout(60)
     go_on = request.getfixturevalue("no_descriptors")
     sock.connect("\0" + control.address[1:])
-    sock.sendall(c.pack(c.Hello(1, 0, 0)) + c.pack(c.Ready(5)))
+    sock.sendall(c.pack(c.WorkerHello(1, 0, 0)) + c.pack(c.Ready(5)))
     wait_for("the lack to be told", lambda: "Too many open files" in caplog.text)
     time.sleep(3 * descriptors.PAUSE)  # more than one retry
     assert said.empty()

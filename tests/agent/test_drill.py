@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from harness import wait_for
 
-from elastic_agents.drill import Drill, FaultReached
+from elastic_agents.drill import FaultReached, NodeDrill
 from elastic_agents.inbox import SignalCaught
 from elastic_launch.contract import FaultDue
 from elastic_launch.faults import Fault, FaultPlan
@@ -34,7 +34,7 @@ class Node:
         self.cuts: list[float] = []
         self.fails: list[float] = []
         self.leads = self.copies = False
-        self.drill = Drill(PLAN, "b", self._later, self._cut, self._fail)
+        self.drill = NodeDrill(PLAN, "b", self._later, self._cut, self._fail)
 
     def _later(self, seconds: float, item: object) -> None:
         self.put.append((seconds, item))

@@ -17,8 +17,9 @@ from types import ModuleType
 import pytest
 from harness import freeze, wait_for
 
-from elastic_agents.hangs import lateness, processes, watch
+from elastic_agents.hangs import hang_watch, lateness, processes
 from elastic_agents.hangs.collectives import last_collectives
+from elastic_agents.hangs.hang_watch import HangWatch, WatchedRound, WatchedWorker
 from elastic_agents.hangs.processes import (
     collectives_of,
     is_stopped,
@@ -29,7 +30,6 @@ from elastic_agents.hangs.processes import (
     usage,
 )
 from elastic_agents.hangs.stacks import Frame
-from elastic_agents.hangs.watch import HangWatch, Watched, WatchedWorker
 from elastic_agents.workers.processes import catches
 from elastic_launch import collective_dump
 from elastic_launch.collective_dump import REQUESTS
@@ -185,8 +185,8 @@ class Reports:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for module, name, value in (
-            (watch, "TICK", 0.02),
-            (watch, "WINDOW", 0.3),
+            (hang_watch, "TICK", 0.02),
+            (hang_watch, "WINDOW", 0.3),
             (lateness, "LEAST", {Activity.STEP: 0.5}),
             (lateness, "FORMING", 0.5),
         ):
@@ -200,7 +200,7 @@ class Reports:
     ) -> Iterator[HangWatch]:
         worker = WatchedWorker(3, 0, pid, directory, "logs", placed)
         with closing(self.progress), closing(HangWatch(self.progress.read, self.all.append, timeout)) as watching:
-            watching.follow(Watched(1, (worker,), finishing))
+            watching.follow(WatchedRound(1, (worker,), finishing))
             yield watching
 
     def come(self, right: Callable[[Stalled], bool]) -> Stalled:
@@ -228,7 +228,7 @@ def test_late_workers_are_reported_and_again_and_taken_back(tmp_path: Path, monk
 
 def test_a_new_leader_learns_at_once_that_workers_are_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reports = Reports(monkeypatch)
-    monkeypatch.setattr(watch, "AGAIN", 1e6)
+    monkeypatch.setattr(hang_watch, "AGAIN", 1e6)
     with process(tmp_path, "stands()") as pid, reports.watching(pid, tmp_path) as watching:
         reports.progress.write(1, 6, Activity.STEP)
         reports.come(lambda report: report.seconds > 0)
@@ -295,7 +295,7 @@ def test_a_first_step_in_which_something_is_done_is_not_reported_early(
 ) -> None:
     lines = count()
     if moving != "spins":
-        monkeypatch.setattr(watch, "stacks_of", lambda pid, directory: [(Frame("train.py", next(lines), "load"),)])
+        monkeypatch.setattr(hang_watch, "stacks_of", lambda pid, directory: [(Frame("train.py", next(lines), "load"),)])
     reports = Reports(monkeypatch)
     with process(tmp_path, "spins()" if moving == "spins" else "stands()") as pid, reports.watching(pid, tmp_path):
         reports.progress.write(1, 6, Activity.FIRST_STEP)
@@ -355,7 +355,7 @@ def test_a_worker_that_others_have_left_behind_is_late_once_it_is_idle(
         reports.come(lambda report: not report.seconds)
         reports.all.clear()
         reports.progress.write(1, 6, Activity.STEP)
-        watching.follow(Watched(1, (WatchedWorker(3, 0, pid, tmp_path, "logs"),), finishing=True))
+        watching.follow(WatchedRound(1, (WatchedWorker(3, 0, pid, tmp_path, "logs"),), finishing=True))
         with pytest.raises(AssertionError, match="a report"):
             wait_for("a report", lambda: reports.all, 0.8)
 
@@ -363,7 +363,7 @@ def test_a_worker_that_others_have_left_behind_is_late_once_it_is_idle(
 def test_where_no_stack_can_be_read_the_answer_names_what_could(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "stacks_of", lambda pid, directory: [])
+    monkeypatch.setattr(hang_watch, "stacks_of", lambda pid, directory: [])
     told: list[Stalled | StacksTaken] = []
     with closing(HangWatch(lambda rank: None, told.append)) as watching:
         watching.tell_stacks(4, (WatchedWorker(0, 0, os.getpid(), tmp_path),))
@@ -379,7 +379,7 @@ def test_stacks_that_cannot_be_taken_are_reported_as_such(
     def fail(worker: WatchedWorker) -> None:
         raise UnicodeError("no text")
 
-    monkeypatch.setattr(watch, "_dumps", fail)
+    monkeypatch.setattr(hang_watch, "_dumps", fail)
     told: list[Stalled | StacksTaken] = []
     died: list[ThreadDied] = []
     with deaths_reported_to(died.append), closing(HangWatch(lambda rank: None, told.append)) as watching:

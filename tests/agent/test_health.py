@@ -17,7 +17,7 @@ from harness import asked, free_port
 from elastic_agents.inbox import HowAreYou, Inbox
 from elastic_agents.probes import health as module
 from elastic_agents.probes.health import Health, health_listener, own_names
-from elastic_agents.probes.http_server import Response
+from elastic_agents.probes.http_server import HttpResponse
 from elastic_agents.warm.fork_bootstrap import answering
 from elastic_launch.clock import MonotonicClock
 from elastic_launch.config.endpoints import Endpoint
@@ -117,7 +117,7 @@ def test_an_agent_that_leaves_may_take_its_time(health: Health) -> None:
 
 def test_a_page_shows_what_the_agent_has_just_said_and_a_probe_asks_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PATIENCE", 0.05)
-    pages: dict[str, module.Page] = {"/": lambda present, _: Response.text(200, present.phase)}
+    pages: dict[str, module.Page] = {"/": lambda present, _: HttpResponse.text(200, present.phase)}
     with contextlib.closing(Health(listen("127.0.0.1"), pages)) as served:
         served.ask(Inbox(MonotonicClock()))  # which is not read
         served.heard(Present("running"))

@@ -19,7 +19,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from elastic_agents.probes import http_server as module
-from elastic_agents.probes.http_server import MAX_CONNECTIONS, MAX_HEAD, HttpServer, Request, Responder, Response
+from elastic_agents.probes.http_server import (
+    MAX_CONNECTIONS,
+    MAX_HEAD,
+    HttpRequest,
+    HttpResponse,
+    HttpServer,
+    Responder,
+)
 from elastic_launch.rendezvous.wire.addresses import listen
 
 LARGE = random.Random(1).randbytes(4_000_000)
@@ -31,18 +38,18 @@ class Server:
     def __init__(self) -> None:
         self.listener = listen("127.0.0.1")
         self.address = ("127.0.0.1", int(self.listener.getsockname()[1]))
-        self.late: list[Request] = []
+        self.late: list[HttpRequest] = []
         self.told = ""
         routes = {
-            "/": lambda request: Response.text(200, f"page {request.query}".strip()),
-            "/large": lambda _: Response(200, LARGE, "application/octet-stream"),
+            "/": lambda request: HttpResponse.text(200, f"page {request.query}".strip()),
+            "/large": lambda _: HttpResponse(200, LARGE, "application/octet-stream"),
             "/late": self._late,
         }
         self.http = HttpServer(self.listener, routes)
 
-    def _late(self, request: Request) -> Response | None:
+    def _late(self, request: HttpRequest) -> HttpResponse | None:
         self.late.append(request)
-        return Response.text(200, self.told) if self.told else None
+        return HttpResponse.text(200, self.told) if self.told else None
 
     def connect(self) -> socket.socket:
         return socket.create_connection(self.address, timeout=20)
@@ -91,7 +98,7 @@ def get(path: str = "/") -> bytes:
 )
 def test_a_website_cannot_ask_by_a_name_of_its_own(host: str, status: int) -> None:
     listener = listen("127.0.0.1")
-    served = HttpServer(listener, {"/": lambda _: Response.text(200, "page")}, hosts={"node-0"})
+    served = HttpServer(listener, {"/": lambda _: HttpResponse.text(200, "page")}, hosts={"node-0"})
     with contextlib.closing(listener), contextlib.closing(served):
         with socket.create_connection(listener.getsockname()[:2], timeout=20) as connection:
             connection.sendall(f"GET / HTTP/1.1\r\nHost:  {host} \r\n\r\n".encode())
@@ -104,7 +111,7 @@ def test_a_website_cannot_ask_by_a_name_of_its_own(host: str, status: int) -> No
 
 def test_metrics_and_probes_are_answered_under_any_name() -> None:
     listener = listen("127.0.0.1")
-    served = HttpServer(listener, {"/metrics": lambda _: Response.text(200, "steps 1")}, hosts={"node-0"})
+    served = HttpServer(listener, {"/metrics": lambda _: HttpResponse.text(200, "steps 1")}, hosts={"node-0"})
     with contextlib.closing(listener), contextlib.closing(served):
         with socket.create_connection(listener.getsockname()[:2], timeout=20) as connection:
             connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: train.default.svc:9400\r\n\r\n")
@@ -244,7 +251,7 @@ def test_it_is_closed_with_all_that_it_holds_and_leaves_its_listener() -> None:
 @settings(max_examples=300, deadline=None)
 def test_any_input_is_a_request_or_gets_an_error_status(head: bytes) -> None:
     found = module._parse(head)
-    if isinstance(found, Request):
+    if isinstance(found, HttpRequest):
         assert head.startswith(b"HEAD " if found.bare else b"GET ")
         assert found.path.isascii()
     else:
@@ -261,7 +268,7 @@ def test_a_responder_that_fails_is_logged_and_the_server_answers_again(
 ) -> None:
     monkeypatch.setattr(module, "RESTART", 0.1)
 
-    def fail(request: Request) -> Response:
+    def fail(request: HttpRequest) -> HttpResponse:
         raise KeyError("loss")
 
     _respond(server, "/fails", fail)
@@ -279,10 +286,10 @@ def test_closing_waits_for_a_blocked_response_only_so_long(
     monkeypatch.setattr(module, "CLOSING", 0.2)
     blocked, go_on = threading.Event(), threading.Event()
 
-    def block(request: Request) -> Response:
+    def block(request: HttpRequest) -> HttpResponse:
         blocked.set()
         go_on.wait(60)
-        return Response.text(200, "late")
+        return HttpResponse.text(200, "late")
 
     _respond(server, "/blocks", block)
     with server.connect() as client:

@@ -283,7 +283,7 @@ def test_after_a_change_of_the_round_survivors_may_take_twice_as_long_as_for_oth
         assert found.left == pytest.approx(RECONNECTS * limit, rel=0.1)
 
 
-def test_a_newcomer_among_them_has_the_time_of_a_first_step() -> None:
+def test_a_new_worker_among_them_has_the_time_of_a_first_step() -> None:
     """It may compile the model, and those that wait for it are not late as long as it is not."""
     node = Node(workers=2)
     node.train(3)
@@ -294,7 +294,7 @@ def test_a_newcomer_among_them_has_the_time_of_a_first_step() -> None:
     assert found.left == LEAST_OF_OTHERS
 
 
-def test_a_newcomer_that_has_rehearsed_has_five_times_the_longest_first_step_of_its_node() -> None:
+def test_a_new_worker_that_has_rehearsed_has_five_times_the_longest_first_step_of_its_node() -> None:
     node = Node(workers=2)
     for rank in (0, 1):
         node.says(Activity.FIRST_STEP, rank=rank)

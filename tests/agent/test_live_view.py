@@ -18,8 +18,8 @@ from elastic_agents.live_view import _OPEN, ROWS, LiveView, Panel, _cells, laid_
 from elastic_launch.clock import MonotonicClock
 from elastic_launch.events.types import CheckpointSaved
 from elastic_launch.observe.live import LiveLedger
+from elastic_launch.observe.node_watch import NodeWatch
 from elastic_launch.observe.present import Present
-from elastic_launch.observe.watch import Watch
 from elastic_launch.system.threads import ThreadDied, deaths_reported_to
 
 LINES = [f"view {number}" for number in range(ROWS)]
@@ -153,7 +153,7 @@ def test_figures_are_laid_out_in_order() -> None:
 @pytest.mark.parametrize(("columns", "named"), [(110, 3), (80, 0)])
 def test_fewer_nodes_are_named_rather_than_a_figure_left_out(columns: int, named: int) -> None:
     clock = MonotonicClock()
-    watch = Watch(clock, LiveLedger(clock))
+    watch = NodeWatch(clock, LiveLedger(clock))
     watch.add(CheckpointSaved(1, 180_000, "/c"))
     nodes = [(f"rack-{number}-train-job-worker.train.cluster.example.com", 8) for number in range(8)]
     present = Present("running", 1, 8, 64, 8, 182_345, 1_000_000, 45_000.0, 182_345, 9117.0, 182_345, 1, 3)
@@ -190,7 +190,7 @@ def test_a_view_that_fails_is_removed_and_logged(
     monkeypatch.setattr(Consoles, "draw", lambda self, number, picture: pictures.append(picture(b"")) or True)
     clock, died = MonotonicClock(), list[ThreadDied]()
     with deaths_reported_to(died.append), closing(Consoles()) as consoles:
-        view = LiveView("run r, node n", Watch(clock, LiveLedger(clock)), Inbox(clock), consoles)
+        view = LiveView("run r, node n", NodeWatch(clock, LiveLedger(clock)), Inbox(clock), consoles)
         view._thread.join(30)
         assert "the last lines of the terminal no longer show the run: KeyError: 'loss'" in caplog.text
         assert pictures == [b""], "the last picture has been taken back"
@@ -199,8 +199,7 @@ def test_a_view_that_fails_is_removed_and_logged(
 
 
 def test_a_plain_start_imports_nothing_of_it() -> None:
-    program = (
-        "import sys, elastic_agents.main; print([x for x in sys.modules if 'live_view' in x or 'observe.watch' in x])"
-    )
+    found = "[x for x in sys.modules if 'live_view' in x or 'node_watch' in x]"
+    program = f"import sys, elastic_agents.main; print({found})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.strip() == "[]"

@@ -10,9 +10,9 @@ from itertools import pairwise
 import pytest
 
 from elastic_agents.probes import pages
-from elastic_agents.probes.http_server import Response
+from elastic_agents.probes.http_server import HttpResponse
 from elastic_agents.probes.pages import STILL, node_pages
-from elastic_agents.probes.roster import Answer, Roster
+from elastic_agents.probes.roster import LastStatus, Roster
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.events import types as ev
 from elastic_launch.observe.history import MOST as SAMPLES
@@ -20,10 +20,10 @@ from elastic_launch.observe.history import History
 from elastic_launch.observe.ledger import build
 from elastic_launch.observe.live import LiveLedger
 from elastic_launch.observe.metrics import NodeMetrics
+from elastic_launch.observe.node_watch import NodeWatch
 from elastic_launch.observe.page import MOST, as_page
 from elastic_launch.observe.present import Present
 from elastic_launch.observe.reading import Host
-from elastic_launch.observe.watch import Watch
 from elastic_launch.rendezvous.admin import messages as a
 
 
@@ -32,9 +32,9 @@ class Told(Roster):
 
     def __init__(self) -> None:
         super().__init__(LaunchConfig(), lambda: "")
-        self.answer: Answer | None = Answer()
+        self.answer: LastStatus | None = LastStatus()
 
-    def look(self) -> Answer | None:
+    def look(self) -> LastStatus | None:
         return self.answer
 
 
@@ -48,7 +48,7 @@ class Served:
     def __init__(self) -> None:
         self.at = 100.0
         self.ledger = LiveLedger(self)
-        self.watch = Watch(self, self.ledger)
+        self.watch = NodeWatch(self, self.ledger)
         self.history = History(self)
         self.roster = Told()
         config = LaunchConfig(run_id="<r>", node_id="a")
@@ -256,7 +256,7 @@ def test_the_nodes_are_shown_as_the_leader_sees_them() -> None:
         a.NodeStatus("b", "10.0.0.2", 1, "training", 4.2, (2, 2), "late", 7),
         a.NodeStatus("a", "10.0.0.1", 2, "training", 0.2, (0, 1), "train", 8),
     )
-    served.roster.answer = Answer(told, time.monotonic())
+    served.roster.answer = LastStatus(told, time.monotonic())
     found = served.live(Present("running"))["nodes"]
     assert re.findall(r"<tr><td>(.*?)</td></tr>", re.sub(r"</td><td[^>]*>", "|", found)) == [
         "a (leads)|10.0.0.1|training|0-1|2 train|8",
@@ -273,11 +273,11 @@ def test_a_table_that_is_old_says_so() -> None:
     served = Served()
     assert "<p>The leader is asked.</p>" in served.live(Present("running"))["nodes"]
     told = standing(a.NodeStatus("a", "10.0.0.1", 2, "training", 0.2))
-    served.roster.answer = Answer(told, time.monotonic() - 12.2, "<it> is silent.")
+    served.roster.answer = LastStatus(told, time.monotonic() - 12.2, "<it> is silent.")
     found = served.live(Present("running"))["nodes"]
     assert "<p>This is how it was 12 s ago.</p><p>The leader does not answer: &lt;it&gt; is silent.</p>" in found
     assert "<td>a (leads)</td>" in found
-    served.roster.answer = Answer(told, time.monotonic() - 7)
+    served.roster.answer = LastStatus(told, time.monotonic() - 7)
     assert "7 s ago.</p><div" in served.live(Present("running"))["nodes"]
 
 
@@ -285,7 +285,7 @@ def test_of_many_nodes_those_are_shown_first_that_do_not_train() -> None:
     served = Served()
     nodes = [a.NodeStatus(f"n{x}", "10.0.0.1", 1, "training", 0.1, (x, x)) for x in range(MOST + 20)]
     nodes[MOST + 5] = a.NodeStatus("quiet", "10.0.0.1", 1, "training", 60.0, (MOST + 5, MOST + 5))
-    served.roster.answer = Answer(standing(*nodes, a.NodeStatus("last", "10.0.0.1", 1, "waiting", 0.1)), 1.0)
+    served.roster.answer = LastStatus(standing(*nodes, a.NodeStatus("last", "10.0.0.1", 1, "waiting", 0.1)), 1.0)
     found = served.live(Present("running"))["nodes"]
     assert found.count("<tr><td>") == MOST
     assert "<td>quiet</td>" in found
@@ -300,7 +300,7 @@ def test_the_status_waits_a_moment_for_the_leader() -> None:
     assert served.live(Present("running"))["nodes"], "the page does not wait"
 
 
-def shown(served: Served, path: str, query: str = "") -> Response:
+def shown(served: Served, path: str, query: str = "") -> HttpResponse:
     response = served.pages[path](Present("running"), query)
     assert response is not None
     return response

@@ -14,8 +14,8 @@ from elastic_launch.rendezvous.wire import messages as m
 
 ZERO, ONE, BOTH, NONE = frozenset({0}), frozenset({1}), frozenset({0, 1}), frozenset[int]()
 START = m.StartAhead(1, 1)
-WAITING = View(ahead=v.Newcomers(slow=True))
-CAME, CAME_TOO = v.WorkerAhead(0), v.WorkerAhead(1)
+WAITING = View(ahead=v.AheadWorkers(slow=True))
+CAME, CAME_TOO = v.AheadWaiting(0), v.AheadWaiting(1)
 KILLED, RAISED = v.AheadGone(0, -9), v.AheadGone(0, 1)
 
 
@@ -47,7 +47,7 @@ PARTIAL = after(WITHOUT, form(2, slots=(1,)))
 
 
 def test_a_node_goes_on_without_a_lost_worker_while_another_one_starts() -> None:
-    assert actions(LEFT, suspended(1)) == [v.ReportStopped(1, slots=(1,)), v.StartAhead(ZERO, yields=True)]
+    assert actions(LEFT, suspended(1)) == [v.ReportStopped(1, slots=(1,)), v.StartWorkersAhead(ZERO, yields=True)]
     assert WITHOUT.ahead.coming == ZERO
     assert (PARTIAL.slots, PARTIAL.alive, PARTIAL.live) == (ONE, ONE, ONE)
     assert actions(WITHOUT, form(2, slots=(1,))) == [v.StartWorkers(form(2, slots=(1,)), ONE)]
@@ -56,12 +56,12 @@ def test_a_node_goes_on_without_a_lost_worker_while_another_one_starts() -> None
 def test_it_says_so_when_all_that_were_missing_have_come_and_gives_them_places_in_the_next_round() -> None:
     ready = after(PARTIAL, v.WorkerReady(2, 1, live=True))
     there, said = decide(ready, CAME)
-    assert said == [m.Slots(())]
-    drained = after(there, m.Drain(1, 2, "membership", "resize"), v.WorkerDrained(2, 1, 9))
+    assert said == [m.RankOffer(())]
+    drained = after(there, m.DrainRound(1, 2, "membership", "resize"), v.WorkerDrained(2, 1, 9))
     assert actions(drained, suspended(1, 2)) == [v.ReportStopped(2, 9)], "all of them"
     whole, starts = decide(after(drained, suspended(1, 2)), form(3))
     assert starts == [v.StartWorkers(form(3), ONE, waiting=ZERO)]
-    assert (whole.slots, whole.ahead) == (BOTH, v.Newcomers(slow=True))
+    assert (whole.slots, whole.ahead) == (BOTH, v.AheadWorkers(slow=True))
 
 
 def test_those_that_have_not_come_are_left_out_of_the_next_round_too() -> None:
@@ -85,7 +85,7 @@ def test_otherwise_the_others_wait_for_the_next_one(before: View) -> None:
 
 
 def test_a_node_without_workers_is_left_out_while_they_start_if_there_are_others() -> None:
-    assert actions(LEFT, gone(1, -9)) == [v.ReportStopped(1, importing=True), v.StartAhead(BOTH)]
+    assert actions(LEFT, gone(1, -9)) == [v.ReportStopped(1, importing=True), v.StartWorkersAhead(BOTH)]
     alone = after(WAITING, form(1, nodes=1), v.WorkerReady(1, 0, live=True), v.WorkerReady(1, 1, live=True))
     assert actions(after(alone, gone(0, -9)), gone(1, -9)) == [v.ReportStopped(1)]
 
@@ -102,16 +102,16 @@ def test_a_worker_that_begins_to_train_and_is_no_longer_live_ends_this() -> None
 
 def test_the_leader_is_told_when_all_workers_wait() -> None:
     starting, starts = decide(WAITING, START)
-    assert starts == [v.StartAhead(BOTH)]
+    assert starts == [v.StartWorkersAhead(BOTH)]
     assert decide(starting, START) == (starting, []), "the order may be repeated"
     one, said = decide(starting, CAME_TOO)
     assert said == []
     there, said = decide(one, CAME)
-    assert said == [m.Slots(()), m.Imported()]
+    assert said == [m.RankOffer(()), m.Imported()]
     assert decide(there, START) == (there, [m.Imported()])
     joined, starts = decide(there, form(4))
     assert starts == [v.StartWorkers(form(4), waiting=BOTH)]
-    assert joined.ahead == v.Newcomers(slow=True)
+    assert joined.ahead == v.AheadWorkers(slow=True)
 
 
 def test_a_node_whose_worker_ends_with_0_before_it_needs_a_place_is_not_offered() -> None:
@@ -139,39 +139,41 @@ def test_a_round_may_be_formed_with_workers_that_have_not_come() -> None:
     assert starts == [v.StartWorkers(form(4), waiting=ZERO, coming=ONE)]
     assert actions(joined, CAME_TOO) == [v.GivePlace(1)]
     broken, stops = decide(joined, brk(4))
-    assert stops == [v.Suspend(4, "rank 0 crashed", ZERO), v.Terminate(4, ONE)], "one has its place"
+    assert stops == [v.SuspendWorkers(4, "rank 0 crashed", ZERO), v.Terminate(4, ONE)], "one has its place"
     assert decide(broken, CAME_TOO) == (broken, [])
 
 
 @pytest.mark.parametrize("came", [(CAME, CAME_TOO, form(4)), (CAME, form(4), CAME_TOO)], ids=["before", "after"])
-def test_newcomers_with_places_are_suspended_if_the_round_breaks_before_they_train(came: tuple[v.Event, ...]) -> None:
+def test_workers_ahead_with_places_are_suspended_if_the_round_breaks_before_they_train(
+    came: tuple[v.Event, ...],
+) -> None:
     broken, stops = decide(after(WAITING, START, *came), brk(4))
-    assert stops == [v.Suspend(4, "rank 0 crashed", BOTH)]
+    assert stops == [v.SuspendWorkers(4, "rank 0 crashed", BOTH)]
     waiting = after(broken, suspended(0, 4), suspended(1, 4))
     assert actions(waiting, form(5)) == [v.StartWorkers(form(5), BOTH)], "they keep their processes"
 
 
-# Newcomers that end.
+# Workers ahead that end.
 
 
-def test_a_newcomer_that_was_killed_is_started_again_but_not_for_ever() -> None:
+def test_a_worker_ahead_that_was_killed_is_started_again_but_not_for_ever() -> None:
     lost = PARTIAL
     for _ in range(policy_ahead.MOST_LOST - 1):
         lost, starts = decide(lost, KILLED)
-        assert starts == [v.ReportAheadGone(0, "another one starts"), v.StartAhead(ZERO)]
+        assert starts == [v.ReportAheadGone(0, "another one starts"), v.StartWorkersAhead(ZERO)]
     given_up, said = decide(lost, KILLED)
-    assert said == [v.ReportAheadGone(0, "another one starts with its next round"), m.Slots(())]
+    assert said == [v.ReportAheadGone(0, "another one starts with its next round"), m.RankOffer(())]
     whole, starts = decide(after(given_up, brk(2), suspended(1, 2)), form(3))
     assert starts == [v.StartWorkers(form(3), ONE)]
-    assert whole.ahead == v.Newcomers(slow=True)
+    assert whole.ahead == v.AheadWorkers(slow=True)
 
 
 def test_one_that_waits_may_be_killed_likewise() -> None:
     lost = after(PARTIAL, KILLED, CAME)
     again, starts = decide(lost, KILLED)
-    assert starts[1:] == [v.StartAhead(ZERO), m.Slots((1,))], "it was offered"
+    assert starts[1:] == [v.StartWorkersAhead(ZERO), m.RankOffer((1,))], "it was offered"
     assert again.ahead.coming == ZERO
-    assert actions(after(again, CAME), KILLED)[1:] == [m.Slots(())], "it starts with its next round"
+    assert actions(after(again, CAME), KILLED)[1:] == [m.RankOffer(())], "it starts with its next round"
 
 
 def test_one_that_gets_a_place_ends_the_count() -> None:
@@ -191,14 +193,15 @@ def lost_again(view: View, number: int) -> View:
 
 def test_if_the_script_fails_ahead_of_a_round_twice_no_worker_starts_so_again() -> None:
     failed, said = decide(PARTIAL, RAISED)
-    assert said == [v.ReportAheadGone(0, NEXT), m.Slots(())]
+    assert said == [v.ReportAheadGone(0, NEXT), m.RankOffer(())]
     assert actions(after(failed, brk(2), suspended(1, 2)), form(3)) == [v.StartWorkers(form(3), ONE)]
     again = lost_again(failed, 3)
-    assert actions(again, suspended(1, 3)) == [v.ReportStopped(3, slots=(1,)), v.StartAhead(ZERO, yields=True)], (
-        "once more"
-    )
+    assert actions(again, suspended(1, 3)) == [
+        v.ReportStopped(3, slots=(1,)),
+        v.StartWorkersAhead(ZERO, yields=True),
+    ], "once more"
     failed, said = decide(after(again, suspended(1, 3), form(4, slots=(1,))), RAISED)
-    assert said == [v.ReportAheadGone(0, NEVER), m.Slots(())]
+    assert said == [v.ReportAheadGone(0, NEVER), m.RankOffer(())]
     assert actions(lost_again(failed, 5), suspended(1, 5)) == [v.ReportStopped(5)]
     assert decide(failed, START)[1] == []
 
@@ -211,9 +214,9 @@ def test_one_that_came_shows_that_the_script_can_be_started_ahead() -> None:
 def test_workers_that_fail_ahead_of_the_same_round_count_once() -> None:
     one, said = decide(after(WAITING, START), RAISED)
     assert said == [v.ReportAheadGone(0, NEXT)], "the other one may come"
-    assert actions(one, CAME_TOO) == [m.Slots(()), m.Imported()]
+    assert actions(one, CAME_TOO) == [m.RankOffer(()), m.Imported()]
     both, said = decide(one, v.AheadGone(1, 1))
-    assert said == [v.ReportAheadGone(1, NEXT), m.Slots(()), m.Imported()]
+    assert said == [v.ReportAheadGone(1, NEXT), m.RankOffer(()), m.Imported()]
     assert both.ahead.fails == 1
 
 
@@ -228,7 +231,7 @@ def test_one_that_does_not_come_is_killed_and_starts_with_its_next_round() -> No
     late, kills = decide(PARTIAL, v.AheadOver(0))
     assert [type(kills[0]), *kills[1:]] == [v.Warn, v.KillAhead(ZERO)]
     ended, said = decide(late, KILLED)
-    assert said == [v.ReportAheadGone(0, NEXT), m.Slots(())]
+    assert said == [v.ReportAheadGone(0, NEXT), m.RankOffer(())]
     assert ended.ahead.fails == 1
     there = after(PARTIAL, CAME)
     assert decide(there, v.AheadOver(0)) == (there, [])
@@ -248,18 +251,18 @@ def test_what_is_not_known_is_ignored(event: v.Event) -> None:
     [m.RunEnd(1, 0, "done"), m.Evicted(1, "taken", final=True), LOST, leave(SIGTERM), leave(SIGTERM, 30.0)],
     ids=["end", "evicted", "lost", "told to leave", "with time"],
 )
-def test_newcomers_end_with_their_node_s_part_of_the_run(before: View, event: v.Event) -> None:
-    newcomers = before.ahead.coming | before.ahead.waiting
+def test_workers_ahead_end_with_their_node_s_part_of_the_run(before: View, event: v.Event) -> None:
+    ahead = before.ahead.coming | before.ahead.waiting
     found, said = decide(before, event)
-    assert said[0] == v.KillAhead(newcomers)
+    assert said[0] == v.KillAhead(ahead)
     assert not found.ahead.coming | found.ahead.waiting
-    for local_rank in newcomers:
+    for local_rank in ahead:
         assert actions(found, v.AheadGone(local_rank, -9)) == []
 
 
 def test_they_end_when_the_last_round_is_drained() -> None:
     ready = after(PARTIAL, v.WorkerReady(2, 1, live=True))
-    assert actions(ready, m.Drain(1, 2, "preemption", "elasticctl", None, True))[0] == v.KillAhead(ZERO)
+    assert actions(ready, m.DrainRound(1, 2, "preemption", "elasticctl", None, True))[0] == v.KillAhead(ZERO)
 
 
 @pytest.mark.parametrize(
@@ -291,11 +294,11 @@ def test_the_leader_decides_about_a_node_whose_worker_would_fail_again() -> None
 
 
 def test_a_node_of_a_round_goes_on_without_asking() -> None:
-    assert actions(PARTIAL, UNFIT) == [v.ReportAheadGone(0, NEXT), m.Slots(())]
+    assert actions(PARTIAL, UNFIT) == [v.ReportAheadGone(0, NEXT), m.RankOffer(())]
 
 
 def test_a_node_says_what_its_workers_were_given() -> None:
-    there = after(WAITING, START, v.WorkerAhead(0, "seed 7"))
-    assert actions(there, v.WorkerAhead(1, "seed 7")) == [m.Slots(()), m.Imported("seed 7")]
-    again = after(there, v.WorkerAhead(1, "seed 7"))
+    there = after(WAITING, START, v.AheadWaiting(0, "seed 7"))
+    assert actions(there, v.AheadWaiting(1, "seed 7")) == [m.RankOffer(()), m.Imported("seed 7")]
+    again = after(there, v.AheadWaiting(1, "seed 7"))
     assert actions(again, START) == [m.Imported("seed 7")], "the leader is another one"

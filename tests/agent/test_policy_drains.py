@@ -12,7 +12,7 @@ from elastic_agents.policy import decide
 from elastic_agents.policy_types import Phase, View
 from elastic_launch.rendezvous.wire import messages as m
 
-DRAIN = m.Drain(1, 1, "membership", "resize", None)
+DRAIN = m.DrainRound(1, 1, "membership", "resize", None)
 
 
 def ready(local_rank: int, number: int = 1) -> v.WorkerReady:
@@ -78,7 +78,7 @@ def test_a_drain_asks_the_workers_to_stop() -> None:
 
 
 def test_a_drain_of_another_round_is_ignored() -> None:
-    assert decide(READY, m.Drain(1, 2, "membership", "resize"), 2) == (READY, [])
+    assert decide(READY, m.DrainRound(1, 2, "membership", "resize"), 2) == (READY, [])
 
 
 def test_workers_that_cannot_be_drained_are_stopped_the_old_way() -> None:
@@ -265,7 +265,13 @@ def test_a_node_that_leaves_as_its_workers_finish_waits_for_the_end_of_the_run()
 # The run ends with the drain.
 
 
-FINAL = [m.Drain(1, 1, "preemption", "elasticctl drain", None, True), drained(0), gone(0, 0), drained(1), gone(1, 0)]
+FINAL = [
+    m.DrainRound(1, 1, "preemption", "elasticctl drain", None, True),
+    drained(0),
+    gone(0, 0),
+    drained(1),
+    gone(1, 0),
+]
 
 
 def test_a_run_that_ends_with_a_drain_is_saved_before_that_is_reported() -> None:
@@ -274,7 +280,7 @@ def test_a_run_that_ends_with_a_drain_is_saved_before_that_is_reported() -> None
 
 
 def test_the_drain_may_become_the_last_one_on_its_way() -> None:
-    resized = [m.Drain(1, 1, "membership", "resize"), *FINAL]
+    resized = [m.DrainRound(1, 1, "membership", "resize"), *FINAL]
     assert after(view(*resized[:-1]), resized[-1]) == (Phase.SAVING, [v.AwaitCopies()])
 
 

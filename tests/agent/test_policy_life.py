@@ -28,11 +28,11 @@ class AgentLife(RuleBasedStateMachine):
     @initialize(nproc=st.integers(1, 3), slow=st.booleans())
     def begin(self, nproc: int, slow: bool) -> None:
         self.nproc = nproc
-        self.view = View(ahead=v.Newcomers(slow=slow))
+        self.view = View(ahead=v.AheadWorkers(slow=slow))
         self.all = frozenset(range(nproc))
         self.slots = self.all  # with which the node takes part in the round
         self.offer = self.all  # with which it could take part in the next one, as the leader was told
-        self.coming: set[int] = set()  # newcomers
+        self.coming: set[int] = set()  # workers ahead
         self.waiting: set[int] = set()
         self.unplaced: set[int] = set()  # of the round's workers, those that have to come before they get their place
         self.awaits_news = False  # the leader has ordered them to start ahead, and was not told that they are there
@@ -88,7 +88,7 @@ class AgentLife(RuleBasedStateMachine):
                 self.workers, self.codes, self.reported = set(started), {}, set()
                 self.ready, self.drained, self.exiting, self.asked = set(), set(), set(), set()
                 self.live, self.suspended = set(kept | waiting), set()
-            case v.StartAhead(local_ranks=local_ranks):
+            case v.StartWorkersAhead(local_ranks=local_ranks):
                 assert self.promised is None
                 assert not local_ranks & (self.workers | self.suspended | self.coming | self.waiting), "a second worker"
                 self.coming |= local_ranks
@@ -100,12 +100,12 @@ class AgentLife(RuleBasedStateMachine):
                 assert local_rank in self.unplaced & self.workers
                 self.unplaced.remove(local_rank)
                 self.live.add(local_rank)
-            case m.Slots(slots=slots):
+            case m.RankOffer(slots=slots):
                 self.offer = frozenset(slots) or self.all
             case m.Imported():
                 assert not self.coming, "not all of them are there"
                 self.awaits_news = False
-            case v.Suspend(round=number, local_ranks=local_ranks):
+            case v.SuspendWorkers(round=number, local_ranks=local_ranks):
                 assert number == self.round
                 assert self.view.phase is Phase.STOPPING
                 assert local_ranks
@@ -207,7 +207,7 @@ class AgentLife(RuleBasedStateMachine):
     def form_and_begin_to_train(self, live: bool) -> None:
         self.decide(self.formed(self.round + 1))
         for local_rank in sorted(self.unplaced):
-            self.decide(v.WorkerAhead(local_rank))
+            self.decide(v.AheadWaiting(local_rank))
         for index in range(len(self.workers)):
             self.worker_is_ready(index, live)
 
@@ -251,11 +251,11 @@ class AgentLife(RuleBasedStateMachine):
 
     @precondition(lambda self: self.coming)
     @rule(index=st.integers(0, 2))
-    def newcomer_comes(self, index: int) -> None:
+    def worker_ahead_comes(self, index: int) -> None:
         local_rank = sorted(self.coming)[index % len(self.coming)]
         self.coming.remove(local_rank)
         self.waiting.add(local_rank)
-        self.decide(v.WorkerAhead(local_rank))
+        self.decide(v.AheadWaiting(local_rank))
 
     @precondition(lambda self: self.unplaced & self.workers)
     @rule(index=st.integers(0, 2))
@@ -263,11 +263,11 @@ class AgentLife(RuleBasedStateMachine):
         choice = sorted(self.unplaced & self.workers)
         local_rank = choice[index % len(choice)]
         gets = self.view.phase is Phase.RUNNING
-        assert self.decide(v.WorkerAhead(local_rank)) == ([v.GivePlace(local_rank)] if gets else [])
+        assert self.decide(v.AheadWaiting(local_rank)) == ([v.GivePlace(local_rank)] if gets else [])
 
     @precondition(lambda self: self.coming | self.waiting)
     @rule(index=st.integers(0, 2), code=st.sampled_from([-9, -9, TERM_CODE, 0, 1]))
-    def newcomer_ends(self, index: int, code: int) -> None:
+    def worker_ahead_ends(self, index: int, code: int) -> None:
         choice = sorted(self.coming | self.waiting)
         local_rank = choice[index % len(choice)]
         self.coming.discard(local_rank)
@@ -359,7 +359,7 @@ class AgentLife(RuleBasedStateMachine):
 
     @rule(behind=st.sampled_from([0, 0, 1]), seconds=st.sampled_from([None, 5.0]), final=st.booleans())
     def drain_the_round(self, behind: int, seconds: float | None, final: bool) -> None:
-        actions = self.decide(m.Drain(1, self.round - behind, "membership", "resize", seconds, final))
+        actions = self.decide(m.DrainRound(1, self.round - behind, "membership", "resize", seconds, final))
         assert not behind or actions == [], "a drain of another round"
 
     @precondition(lambda self: self.copying)
@@ -413,7 +413,7 @@ class AgentLife(RuleBasedStateMachine):
         assert self.view.suspended == self.suspended
 
     @invariant()
-    def the_policy_knows_the_newcomers(self) -> None:
+    def the_policy_knows_the_workers_ahead(self) -> None:
         assert (self.view.ahead.coming, self.view.ahead.waiting) == (self.coming, self.waiting)
         assert not (self.coming | self.waiting) & (self.workers | self.suspended)
         if self.view.leaving is not None or self.view.final or self.view.phase is Phase.OVER:
@@ -421,7 +421,7 @@ class AgentLife(RuleBasedStateMachine):
 
     @invariant()
     def no_local_rank_is_forgotten(self) -> None:
-        """Each is offered to the leader, at the latest when all newcomers are there."""
+        """Each is offered to the leader, at the latest when all workers ahead are there."""
         if self.view.leaving is None and self.view.phase in (Phase.WAITING, Phase.SUSPENDED):
             assert not self.awaits_news or self.coming, "the leader waits in vain"
         trains = self.view.phase in (Phase.RUNNING, Phase.DRAINING, Phase.FINISHED)

@@ -45,30 +45,30 @@ def after(before: View, event: v.Event) -> tuple[Phase, list[v.Action]]:
 LIVE = view()
 SUSPENDING = view(brk(1))
 SUSPENDED = view(brk(1), suspended(0), suspended(1))
-DRAINED = [m.Drain(1, 1, "membership", "resize"), drained(0), drained(1), suspended(0)]
+DRAINED = [m.DrainRound(1, 1, "membership", "resize"), drained(0), drained(1), suspended(0)]
 
 
 # The round ends.
 
 
 def test_a_break_suspends_live_workers_and_ends_the_others() -> None:
-    assert after(LIVE, brk(1)) == (Phase.STOPPING, [v.Suspend(1, "rank 0 crashed", BOTH)])
+    assert after(LIVE, brk(1)) == (Phase.STOPPING, [v.SuspendWorkers(1, "rank 0 crashed", BOTH)])
     mixed = view(v.WorkerReady(1, 1, live=False))
-    assert after(mixed, brk(1)) == (Phase.STOPPING, [v.Suspend(1, "rank 0 crashed", ZERO), v.Kill(ONE)])
+    assert after(mixed, brk(1)) == (Phase.STOPPING, [v.SuspendWorkers(1, "rank 0 crashed", ZERO), v.Kill(ONE)])
     first, _ = decide(View(), form(1), 2)
     first, _ = decide(first, live(0), 2)
-    assert after(first, brk(1)) == (Phase.STOPPING, [v.Suspend(1, "rank 0 crashed", ZERO), v.Terminate(1, ONE)])
+    assert after(first, brk(1)) == (Phase.STOPPING, [v.SuspendWorkers(1, "rank 0 crashed", ZERO), v.Terminate(1, ONE)])
 
 
 def test_the_worker_beside_a_failed_one_is_suspended() -> None:
     failed, actions = decide(LIVE, gone(1, -9), 2)
-    assert actions == [v.Suspend(1, FAILED, ZERO), v.ReportFailed(1)]
+    assert actions == [v.SuspendWorkers(1, FAILED, ZERO), v.ReportFailed(1)]
     assert after(failed, suspended(0)) == (Phase.SUSPENDED, [v.ReportStopped(1)])
 
 
 def test_a_lost_leader_suspends_workers_once_it_is_gone() -> None:
     parking, actions = decide(LIVE, GONE, 2)
-    assert actions[1:] == [v.Suspend(1, GONE.reason, BOTH)]
+    assert actions[1:] == [v.SuspendWorkers(1, GONE.reason, BOTH)]
     assert parking.phase is Phase.STOPPING
     assert after(LIVE, SILENT)[0] is Phase.RUNNING
 
@@ -109,7 +109,7 @@ def test_what_is_not_asked_for_is_ignored(event: v.Event) -> None:
 
 def test_a_broken_connection_is_reported_and_ends_the_round_here() -> None:
     broken, actions = decide(LIVE, v.WorkerDisconnected(1, 0, ERROR), 2)
-    assert actions == [v.Suspend(1, FAILED, BOTH), v.ReportDisconnected(0, ERROR)]
+    assert actions == [v.SuspendWorkers(1, FAILED, BOTH), v.ReportDisconnected(0, ERROR)]
     assert broken.alive == BOTH, "it is not dead"
 
 
@@ -136,7 +136,7 @@ def test_the_next_round_keeps_suspended_workers() -> None:
 
 def test_a_kept_worker_can_be_suspended_again_before_it_is_ready() -> None:
     kept, _ = decide(view(brk(1), suspended(0), gone(1, -9)), form(2), 2)
-    assert after(kept, brk(2)) == (Phase.STOPPING, [v.Suspend(2, "rank 0 crashed", ZERO), v.Terminate(2, ONE)])
+    assert after(kept, brk(2)) == (Phase.STOPPING, [v.SuspendWorkers(2, "rank 0 crashed", ZERO), v.Terminate(2, ONE)])
 
 
 def test_a_round_that_is_over_revives_nothing() -> None:
@@ -211,7 +211,7 @@ def test_the_limit_of_a_drained_workers_teardown_spares_suspended_ones() -> None
 
 @pytest.mark.parametrize("final", [False, True], ids=["the node leaves", "the run ends"])
 def test_drained_workers_exit_if_no_round_follows(final: bool) -> None:
-    order: v.Event = m.Drain(1, 1, "preemption", "elasticctl", None, True) if final else leave(SIGTERM, 30.0)
+    order: v.Event = m.DrainRound(1, 1, "preemption", "elasticctl", None, True) if final else leave(SIGTERM, 30.0)
     before = view(order, *DRAINED[1:])
     exiting, actions = decide(before, suspended(1), 2)
     assert exiting.phase is Phase.DRAINING
@@ -285,7 +285,7 @@ def test_workers_suspended_after_a_drain_exit_when_the_run_ends() -> None:
 
 
 def test_a_drain_that_takes_too_long_suspends_the_rest() -> None:
-    before = view(*DRAINED, m.Drain(1, 1, "membership", "resize", 5.0))
+    before = view(*DRAINED, m.DrainRound(1, 1, "membership", "resize", 5.0))
     late, actions = decide(before, v.DrainOver(1), 2)
     assert late.phase is Phase.STOPPING
-    assert actions[1:] == [v.Suspend(1, "the workers have not stopped in time", ONE)]
+    assert actions[1:] == [v.SuspendWorkers(1, "the workers have not stopped in time", ONE)]

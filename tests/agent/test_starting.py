@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agents.agent import LocalElasticAgent
+from elastic_agents.agent import NodeAgent
 from elastic_agents.console import Consoles
 from elastic_agents.inbox import Inbox
 from elastic_agents.workers.placement import shared_environment
@@ -77,7 +77,7 @@ def test_a_round_that_breaks_before_all_its_workers_have_started_is_over_without
     files = Writer("files", limit=1 << 20, patience=3.0)
     with closing(files), closing(Consoles()) as consoles:
         backend = backend_of(config, clock, events)
-        agent = LocalElasticAgent(
+        agent = NodeAgent(
             config,
             backend,
             events,

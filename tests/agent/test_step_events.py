@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastic_agents.step_events import FIRST, MOST, StepEvents
-from elastic_launch.contract import Hello, Ready
+from elastic_launch.contract import Ready, WorkerHello
 from elastic_launch.events.types import Event, FirstStep, RoundProgress, RoundSteps, TrainingBegun
 from elastic_launch.testing import FakeClock
 
@@ -20,7 +20,7 @@ class Book:
         self.events.append(event)
 
     def ready(self, number: int, *, local_rank: int = 0, step: int = 0) -> None:
-        self.step_events.begin(Hello(number, 4 + local_rank, local_rank), Ready(step, 90, 0.25, 3))
+        self.step_events.begin(WorkerHello(number, 4 + local_rank, local_rank), Ready(step, 90, 0.25, 3))
 
     def step(self, number: int, step: int, after: float = 1.0) -> None:
         self.clock.advance(after)

@@ -103,7 +103,7 @@ def test_a_node_that_does_not_fit_is_refused_and_does_no_harm(
 def test_another_protocol_version_is_refused(job: Job) -> None:
     host = job.node("a", "--rdzv-id", "run")
     job.world(1)
-    hello = {"type": "hello", "version": 99, "run_id": "run", "digest": "x", "command": "c", "limits": "l"}
+    hello = {"type": "nodehello", "version": 99, "run_id": "run", "digest": "x", "command": "c", "limits": "l"}
     hello |= {"node_id": "n", "incarnation": "i", "workers": 1, "address": "127.0.0.1", "store_port": 1}
     with socket.create_connection(("127.0.0.1", job.port), timeout=10) as link:
         link.sendall(json.dumps(hello).encode() + b"\n")
@@ -117,7 +117,7 @@ def test_another_protocol_version_is_refused(job: Job) -> None:
 def test_garbage_on_the_links_port_does_no_harm(job: Job) -> None:
     host = job.node("a", "--rdzv-id", "run")
     job.world(1)
-    for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\x80\x04\x95" * 100 + b"\n", b'{"type":"hello"}\n', b"[1]\n"):
+    for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\x80\x04\x95" * 100 + b"\n", b'{"type":"nodehello"}\n', b"[1]\n"):
         with socket.create_connection(("127.0.0.1", job.port), timeout=10) as link:
             link.sendall(garbage)
             link.settimeout(20)

@@ -93,7 +93,7 @@ def test_the_others_wait_for_a_start_that_is_expected_to_be_short(job: Job) -> N
     assert not noted(job, "connects", 0)
 
 
-def test_a_newcomer_that_is_killed_is_followed_by_others_and_at_last_by_one_that_starts_with_its_round(
+def test_a_worker_ahead_that_is_killed_is_followed_by_others_and_at_last_by_one_that_starts_with_its_round(
     job: Job,
 ) -> None:
     agent = launch(job)
@@ -115,7 +115,7 @@ def test_a_newcomer_that_is_killed_is_followed_by_others_and_at_last_by_one_that
     assert [event["restarts"] for event in job.events("restart_charged")] == [1]
 
 
-def test_a_newcomer_that_is_killed_while_it_joins_breaks_the_round(job: Job) -> None:
+def test_a_worker_ahead_that_is_killed_while_it_joins_breaks_the_round(job: Job) -> None:
     agent = launch(job)
     first = begun(job, 1)
     os.kill(first[0], signal.SIGKILL)
@@ -130,7 +130,7 @@ def test_a_newcomer_that_is_killed_while_it_joins_breaks_the_round(job: Job) -> 
     assert [event["restarts"] for event in job.events("restart_charged")] == [1, 2]
 
 
-def test_a_newcomer_that_is_killed_as_it_waits_is_replaced(job: Job) -> None:
+def test_a_worker_ahead_that_is_killed_as_it_waits_is_replaced(job: Job) -> None:
     """The two of them join together."""
     agent = launch(job, nproc=3)
     first = begun(job, 1, workers=3)
@@ -183,7 +183,7 @@ def test_a_worker_that_can_never_be_replaced_ends_the_run_when_the_budget_is_spe
     assert "2 workers lost before a round; restarts 3 of 3" in agent.output
 
 
-def test_a_newcomer_that_never_comes_is_killed(job: Job) -> None:
+def test_a_worker_ahead_that_never_comes_is_killed(job: Job) -> None:
     agent = launch(job, "--rdzv-conf", "join_timeout=4")  # of which a round needs a part for its start
     first = begun(job, 1)
     os.kill(first[0], signal.SIGKILL)
@@ -198,7 +198,7 @@ def test_a_newcomer_that_never_comes_is_killed(job: Job) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["told to leave", "killed"])
-def test_no_newcomer_outlives_its_agent(job: Job, number: int) -> None:
+def test_no_worker_ahead_outlives_its_agent(job: Job, number: int) -> None:
     agent = launch(job)
     os.kill(begun(job, 1)[0], signal.SIGKILL)
     begun(job, 2, workers=1)
@@ -208,7 +208,7 @@ def test_no_newcomer_outlives_its_agent(job: Job, number: int) -> None:
     wait_for("its end", lambda: not alive(new), 20)
 
 
-def test_a_run_that_ends_does_not_wait_for_newcomers(job: Job) -> None:
+def test_a_run_that_ends_does_not_wait_for_workers_ahead(job: Job) -> None:
     agent = launch(job)
     os.kill(begun(job, 1)[0], signal.SIGKILL)
     begun(job, 2, workers=1)
@@ -279,7 +279,7 @@ def test_a_round_that_lacks_nodes_is_formed_with_those_whose_workers_have_not_co
     assert (a.wait(), b.wait()) == (0, 0)
 
 
-def test_newcomers_outlive_the_loss_of_the_leader(job: Job) -> None:
+def test_workers_ahead_outlive_the_loss_of_the_leader(job: Job) -> None:
     a = node(job, "a", "--join-settle", "0.2")
     begun(job, 1, workers=1)
     b = node(job, "b")

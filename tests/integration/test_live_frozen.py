@@ -59,11 +59,11 @@ def test_a_survivor_that_is_stopped_as_it_enters_a_round_is_killed(job: Job, und
 
 @pytest.mark.parametrize("where", ["restore", pytest.param("join", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("starts", ["with the round", pytest.param("ahead of it", marks=pytest.mark.soak)])
-def test_a_newcomer_that_is_stopped_as_it_enters_a_round_is_killed(
+def test_a_worker_ahead_that_is_stopped_as_it_enters_a_round_is_killed(
     job: Job, undisturbed: str, where: str, starts: str
 ) -> None:
     ahead = starts == "ahead of it"
-    changes = frozen(job, where, "newcomer", "--start-time", "0.5")
+    changes = frozen(job, where, "new", "--start-time", "0.5")
     agent = changes.alone("--nproc", "3", "--rdzv-conf", f"start_wait={0 if ahead else 100},resize_delay=0.1")
     changes.trains(3, steps=5)
     first = pids(job, 1)
@@ -78,7 +78,9 @@ def test_a_newcomer_that_is_stopped_as_it_enters_a_round_is_killed(
     assert result["hash"] == undisturbed
 
 
-def test_a_newcomer_that_takes_long_between_its_session_and_its_steps_is_waited_for(job: Job, undisturbed: str) -> None:
+def test_a_worker_ahead_that_takes_long_between_its_session_and_its_steps_is_waited_for(
+    job: Job, undisturbed: str
+) -> None:
     changes = Changes(job, "--later-time", "13", live=True)
     agent = changes.alone("--nproc", "2", "--rdzv-conf", "start_wait=100")
     changes.trains(2, steps=5)

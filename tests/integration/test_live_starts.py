@@ -36,7 +36,7 @@ def pids(job: Job, number: int) -> dict[int, int]:
     return {e["rank"]: e["pid"] for e in job.events() if e["event"] in starts and e["round"] == number}
 
 
-def newcomer(job: Job, *former: int) -> int:
+def started_ahead(job: Job, *former: int) -> int:
     """Wait for a worker that starts ahead, other than those given."""
 
     def probe() -> list[int]:
@@ -85,11 +85,11 @@ def test_the_first_rank_is_replaced_likewise(job: Job, undisturbed: str) -> None
 
 
 def test_a_node_joins_and_leaves_while_another_one_trains(job: Job, undisturbed: str) -> None:
-    changes = training(job, step_time=0.3)  # it lasts until the newcomer has come
+    changes = training(job, step_time=0.3)  # it lasts until the worker ahead has come
     a = changes.node("a", *WAIT)
     changes.trains(1, steps=5)
     b = changes.node("b", *WAIT)
-    newcomer(job)
+    started_ahead(job)
     done = changes.last(1)
     joined = changes.trains(2, steps=5)
     assert changes.last(1) > done + 5, "it has trained on"
@@ -107,20 +107,20 @@ def test_a_node_joins_and_leaves_while_another_one_trains(job: Job, undisturbed:
     "when",
     ["as it gets the state", *(pytest.param(when, marks=pytest.mark.soak) for when in ("as it starts", "as it joins"))],
 )
-def test_a_newcomer_is_killed(job: Job, undisturbed: str, when: str) -> None:
+def test_a_worker_ahead_is_killed(job: Job, undisturbed: str, when: str) -> None:
     """The other process, which may be giving it the state, goes on."""
-    changes = training(job, step_time=0.3)  # it lasts until the second newcomer has come
+    changes = training(job, step_time=0.3)  # it lasts until the second worker ahead has come
     plan = FaultPlan.fail_at(1, at="restore", round=3) if when == "as it gets the state" else None
     agent = changes.alone("--nproc", "2", *WAIT, "--max-restarts", "9", plan=plan)
     changes.trains(2, steps=5)
     first = pids(job, 1)
     os.kill(first[1], signal.SIGKILL)
-    new = newcomer(job)
+    new = started_ahead(job)
     if when == "as it joins":
         wait_for("its place", lambda: job.events("worker_placed"), 60)
     if plan is None:
         os.kill(new, signal.SIGKILL)
-    last = newcomer(job, new)
+    last = started_ahead(job, new)
     changes.trains(2, after=2, steps=3)
     number = max(event["round"] for event in job.events("round_formed"))
     assert pids(job, number) == {0: first[0], 1: last}
@@ -129,7 +129,7 @@ def test_a_newcomer_is_killed(job: Job, undisturbed: str, when: str) -> None:
     assert result["hash"] == undisturbed
 
 
-def test_a_node_that_leaves_ends_its_newcomer(job: Job, undisturbed: str) -> None:
+def test_a_node_that_leaves_ends_its_worker_ahead(job: Job, undisturbed: str) -> None:
     changes = training(job, LONG)
     a = changes.node("a", *WAIT)
     a.says("hosts the run")
@@ -137,7 +137,7 @@ def test_a_node_that_leaves_ends_its_newcomer(job: Job, undisturbed: str) -> Non
     number = changes.trains(3, steps=3)
     os.kill(pids(job, number)[2], signal.SIGKILL)
     changes.trains(2, after=number, steps=2)
-    new = newcomer(job)
+    new = started_ahead(job)
     b.signal(signal.SIGTERM)
     changes.trains(1, after=number + 1, steps=2)
     assert b.wait() == 143
@@ -147,13 +147,13 @@ def test_a_node_that_leaves_ends_its_newcomer(job: Job, undisturbed: str) -> Non
     assert result["hash"] == undisturbed
 
 
-def test_a_run_that_ends_ends_its_newcomer(job: Job, undisturbed: str) -> None:
+def test_a_run_that_ends_ends_its_worker_ahead(job: Job, undisturbed: str) -> None:
     """It is frozen, so that the run ends before it is ready, however busy the machine is."""
     changes = training(job)
     agent = changes.alone("--nproc", "2", *WAIT)
     changes.trains(2, steps=5)
     os.kill(pids(job, 1)[1], signal.SIGKILL)
-    new = newcomer(job)
+    new = started_ahead(job)
     freeze(new)
     result = changes.finish(agent)
     assert not alive(new)

@@ -10,8 +10,8 @@ import pytest
 
 from elastic_agents.notices import Trouble
 from elastic_agents.notices.file import File
+from elastic_agents.notices.notice_watch import sources_of
 from elastic_agents.notices.slurm import Slurm, seconds_left
-from elastic_agents.notices.watch import sources_of
 from elastic_launch.config.notice_sources import AUTO, KINDS, NoticeSource, parse_source
 from elastic_launch.testing import FakeClock
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from elastic_launch.events import types as ev
 from elastic_launch.observe.chronicle import Chronicle
-from elastic_launch.observe.ledger import PARTS, Incident, Ledger, build
+from elastic_launch.observe.ledger import PARTS, Ledger, RoundIncident, build
 from elastic_launch.observe.live import LiveLedger
 from elastic_launch.testing import FakeClock
 
@@ -65,7 +65,7 @@ def first_round(last: int = 20) -> Told:
     ]
 
 
-def parts(incident: Incident) -> list[float | None]:
+def parts(incident: RoundIncident) -> list[float | None]:
     return [getattr(incident, name) for name in PARTS]
 
 
@@ -336,7 +336,7 @@ def test_a_run_that_starts_does_not_say_how_long_workers_ran() -> None:
 def test_an_incident_is_reported_once_with_the_first_step_after_it() -> None:
     clock = FakeClock()
     live = LiveLedger(clock)
-    said: list[tuple[float, list[Incident]]] = []
+    said: list[tuple[float, list[RoundIncident]]] = []
 
     def tell(moment: float, event: ev.Event) -> None:
         clock.advance(moment - clock.now())

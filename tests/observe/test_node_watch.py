@@ -8,8 +8,8 @@ import pytest
 
 from elastic_launch.events import types as ev
 from elastic_launch.observe.live import LiveLedger
+from elastic_launch.observe.node_watch import NodeWatch, short_names, span
 from elastic_launch.observe.present import Present
-from elastic_launch.observe.watch import Watch, short_names, span
 
 
 class Told:
@@ -18,7 +18,7 @@ class Told:
     def __init__(self) -> None:
         self.at = 100.0
         self.ledger = LiveLedger(self)
-        self.watch = Watch(self, self.ledger)
+        self.watch = NodeWatch(self, self.ledger)
 
     def now(self) -> float:
         return self.at

@@ -16,7 +16,7 @@ from elastic_launch.events import types as ev
 from elastic_launch.events.sinks import JsonLines
 from elastic_launch.observe.__main__ import main
 from elastic_launch.observe.advice import SHORTER, advice
-from elastic_launch.observe.ledger import PARTS, Incident, Ledger, build
+from elastic_launch.observe.ledger import PARTS, Ledger, RoundIncident, build
 from elastic_launch.observe.reading import of_last_run, parse, read
 from elastic_launch.observe.report import as_table, show_report
 from elastic_launch.testing import FakeClock
@@ -384,11 +384,11 @@ def test_a_node_that_comes_back_has_not_ended(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_advice_follows_causes_and_costs() -> None:
-    def told(kind: str, cause: str, **costs: float) -> Incident:
+    def told(kind: str, cause: str, **costs: float) -> RoundIncident:
         spent = [costs.get(part, 0.0) for part in PARTS]
-        return Incident(1, 1, 2, kind, cause, False, *spent, sum(spent), 0, True, True)
+        return RoundIncident(1, 1, 2, kind, cause, False, *spent, sum(spent), 0, True, True)
 
-    def given(*incidents: Incident, lost: int = 0, unsaved: int = 0, restarts: int = 0) -> list[str]:
+    def given(*incidents: RoundIncident, lost: int = 0, unsaved: int = 0, restarts: int = 0) -> list[str]:
         return advice(Ledger(incidents, True, 90.0, 100.0, 100, unsaved, lost + unsaved, restarts, 3))
 
     assert given() == []
@@ -430,7 +430,7 @@ def test_the_table_fits_the_terminal() -> None:
     cause = "rank 1 on node b: " + "a long cause of many words " * 4
     spent = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
     whole = Ledger(
-        tuple(Incident(x, x, x + 1, "crash", cause.strip(), False, *spent, 2.1, 3, True, True) for x in (1, 2)),
+        tuple(RoundIncident(x, x, x + 1, "crash", cause.strip(), False, *spent, 2.1, 3, True, True) for x in (1, 2)),
         True, 10.0, 20.0, 100, None, 6, 2, 3,
     )  # fmt: skip
     wide = as_table(whole).splitlines()

@@ -124,7 +124,7 @@ def test_the_leaders_own_mac_sent_back_proves_nothing() -> None:
 
 def test_a_missing_token_is_an_error_of_its_own() -> None:
     _, leader = _pair()
-    hello = m.Hello(1, "run", "digest", "train.py", "--nnodes 1:2", "a", "a1", 2, "host", 7000)
+    hello = m.NodeHello(1, "run", "digest", "train.py", "--nnodes 1:2", "a", "a1", 2, "host", 7000)
     with pytest.raises(MissingTokenError):
         leader.feed(m.pack(hello))
 

@@ -69,8 +69,8 @@ def test_the_cost_of_a_resize_is_learned_apart_for_live_workers() -> None:
 def ready(nodes: str, node_ids: str, remaining: float = -1.0) -> Run:
     run = running(nodes, node_ids)
     for node_id in node_ids:
-        run.report(node_id, m.Ready(run.number))
-    run.report(node_ids[0], m.Ready(run.number, remaining))
+        run.report(node_id, m.NodeReady(run.number))
+    run.report(node_ids[0], m.NodeReady(run.number, remaining))
     return run
 
 
@@ -84,12 +84,12 @@ def test_a_node_that_comes_when_the_job_is_almost_done_waits_and_gets_one_notice
     run.hello("c")
     run.advance(20)
     assert run.number == 1
-    assert run.orders("a", m.Drain) == []
+    assert run.orders("a", m.DrainRound) == []
     (event,) = run.told(ResizeSkipped)
     assert (event.nodes, event.cost_s) == (("c",), DEFAULT_COST)
     assert event.remaining_s == pytest.approx(8.0), "a second has passed since the estimate"
     assert event.saved_s == pytest.approx(8.0 / 3, abs=0.01)
-    assert [order.text for order in run.orders("c", m.Notice)] == [event.line()]
+    assert [order.text for order in run.orders("c", m.UserMessage)] == [event.line()]
     assert run.told(NodeJoined)[-1].next == "the run ends before a resize pays"
     run.done("a", "b")
     assert run.code == 0
@@ -110,10 +110,10 @@ def test_a_further_node_may_make_the_resize_worth_its_cost() -> None:
     run.hello("b")
     run.advance(1.1)
     assert len(run.told(ResizeSkipped)) == 1, "half of 6.9 s"
-    run.report("a", m.Ready(1, 8.0))
+    run.report("a", m.NodeReady(1, 8.0))
     run.hello("c", "d", "e")
     run.advance(1.1)
-    assert len(run.orders("a", m.Drain)) == 1, "four fifths of 7 s"
+    assert len(run.orders("a", m.DrainRound)) == 1, "four fifths of 7 s"
 
 
 def test_what_a_person_orders_is_done_whether_it_pays_or_not() -> None:
@@ -121,12 +121,12 @@ def test_what_a_person_orders_is_done_whether_it_pays_or_not() -> None:
     run.hello("b", "c")
     run.resize(1, 2)
     run.advance(1.1)
-    assert len(run.orders("a", m.Drain)) == 1
+    assert len(run.orders("a", m.DrainRound)) == 1
     assert run.told(ResizeSkipped) == []
     stop(run, "a")
     assert run.members == "ab"
     for node_id in "ab":
-        run.report(node_id, m.Ready(2, 4.0))
+        run.report(node_id, m.NodeReady(2, 4.0))
     run.resize(1, 2)
     run.hello("d")
     run.advance(5)
@@ -139,7 +139,7 @@ def test_an_order_of_the_limits_that_there_are_is_an_order_as_well() -> None:
     run.advance(1.1)
     assert len(run.told(ResizeSkipped)) == 1
     run.resize(1, 4)
-    assert len(run.orders("a", m.Drain)) == 1
+    assert len(run.orders("a", m.DrainRound)) == 1
 
 
 def test_an_order_holds_for_one_round() -> None:
@@ -150,7 +150,7 @@ def test_an_order_holds_for_one_round() -> None:
     stop(run, "a")
     assert run.members == "ab"
     for node_id in "ab":
-        run.report(node_id, m.Ready(2, 4.0))
+        run.report(node_id, m.NodeReady(2, 4.0))
     run.hello("c")
     run.advance(5)
     assert run.number == 2
@@ -161,9 +161,9 @@ def test_an_estimate_that_proves_too_short_lets_the_resize_happen() -> None:
     run = ready("1:4", "a", remaining=4.0)
     run.hello("b")
     run.advance(5)
-    assert run.orders("a", m.Drain) == []
-    run.report("a", m.Ready(1, 60.0))
-    assert len(run.orders("a", m.Drain)) == 1
+    assert run.orders("a", m.DrainRound) == []
+    run.report("a", m.NodeReady(1, 60.0))
+    assert len(run.orders("a", m.DrainRound)) == 1
 
 
 def test_a_resize_costs_what_the_last_one_did() -> None:
@@ -175,8 +175,8 @@ def test_a_resize_costs_what_the_last_one_did() -> None:
     assert run.members == "ab"
     run.advance(30)
     for node_id in "ab":
-        run.report(node_id, m.Ready(2))
-    run.report("a", m.Ready(2, 60.0))
+        run.report(node_id, m.NodeReady(2))
+    run.report("a", m.NodeReady(2, 60.0))
     run.hello("c")
     run.advance(1.1)
     (event,) = run.told(ResizeSkipped)
@@ -189,11 +189,11 @@ def test_other_rounds_do_not_count_for_the_cost_of_a_resize() -> None:
     run.close("b")
     stop(run, "a")
     run.advance(100)
-    run.report("a", m.Ready(2))
-    run.report("a", m.Ready(2, 12.0))
+    run.report("a", m.NodeReady(2))
+    run.report("a", m.NodeReady(2, 12.0))
     run.hello("c")
     run.advance(1.1)
-    assert len(run.orders("a", m.Drain)) == 1, "5.5 s saved for 5"
+    assert len(run.orders("a", m.DrainRound)) == 1, "5.5 s saved for 5"
 
 
 def test_a_node_that_leaves_is_replaced_by_a_waiting_one_at_any_cost() -> None:

@@ -333,7 +333,7 @@ def test_a_link_that_waited_for_an_earlier_term_is_closed_unanswered(nodes: Node
     nodes.start("b")
     nodes.together("b")
     config, record = nodes.nodes["b"].config, nodes.record
-    waited = m.Hello(
+    waited = m.NodeHello(
         m.PROTOCOL_VERSION,
         record.run_id,
         config.digest(),
@@ -354,7 +354,7 @@ def test_a_node_left_over_from_the_ended_run_is_refused(nodes: Nodes) -> None:
     nodes.together("b")
     config = nodes.nodes["b"].config
     command, limits = " ".join(config.command.display), str(config.limits)
-    left_over = m.Hello(
+    left_over = m.NodeHello(
         m.PROTOCOL_VERSION, "none", config.digest(), command, limits, "a", "a1", 1, "127.0.0.1", 9, seen_term=3
     )
     with socket.create_connection((nodes.record.leader.address, nodes.record.leader.port), timeout=10) as link:

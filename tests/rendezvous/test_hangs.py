@@ -372,7 +372,7 @@ def test_a_run_whose_budget_is_spent_ends_with_the_hang_as_its_cause() -> None:
 def test_a_round_that_drains_is_not_judged() -> None:
     run = running("2", "ab")
     for node in "ab":
-        run.report(node, m.Ready(run.number))
+        run.report(node, m.NodeReady(run.number))
     run.stop_run()
     stalls(run, "a")
     stalls(run, "b")

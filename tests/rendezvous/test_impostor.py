@@ -194,7 +194,7 @@ def test_reports_made_without_a_leader_do_not_block() -> None:
     config = _config()
     membership = Membership(config, Pointing(_record(config, 1)), MonotonicClock(), print, lambda address: 29500)
     for step in range(2000):
-        membership.report(m.Saved(1, step))
+        membership.report(m.NodeSaved(1, step))
     assert len(membership._side.take()) == 2000, "and nothing of it is lost"
     membership.start()
     membership.close()

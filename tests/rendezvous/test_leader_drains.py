@@ -15,7 +15,7 @@ from elastic_launch.rendezvous.wire import messages as m
 def ready(nodes: str, node_ids: str) -> Run:
     run = running(nodes, node_ids)
     for node_id in node_ids:
-        run.report(node_id, m.Ready(run.number))
+        run.report(node_id, m.NodeReady(run.number))
     return run
 
 
@@ -29,7 +29,7 @@ def test_a_resize_drains_a_round_whose_workers_can_be() -> None:
     run.hello("c")
     run.advance(10)
     for node_id in "ab":
-        (order,) = run.orders(node_id, m.Drain)
+        (order,) = run.orders(node_id, m.DrainRound)
         assert (order.round, order.kind, order.seconds) == (1, "membership", None)
         assert order.cause == "resize: node c waits to join"
     assert run.number == 1, "nobody has stopped yet"
@@ -46,16 +46,16 @@ def test_a_resize_drains_a_round_whose_workers_can_be() -> None:
 
 def test_one_plain_worker_group_has_the_round_broken_instead() -> None:
     run = running("1:4", "ab")
-    run.report("a", m.Ready(1))
+    run.report("a", m.NodeReady(1))
     run.hello("c")
     run.advance(10)
-    assert run.orders("a", m.Drain) == []
+    assert run.orders("a", m.DrainRound) == []
     assert len(run.orders("b", m.Break)) == 1
 
 
 def test_ready_of_another_round_is_ignored() -> None:
     run = running("1:4", "a")
-    run.report("a", m.Ready(2))
+    run.report("a", m.NodeReady(2))
     run.hello("c")
     run.advance(10)
     assert len(run.orders("a", m.Break)) == 1
@@ -65,7 +65,7 @@ def test_a_leaving_node_has_the_round_drained_and_is_not_in_the_next() -> None:
     run = ready("1:4", "abc")
     run.report("b", m.Leaving("SIGTERM", 30.0))
     for node_id in "abc":
-        (order,) = run.orders(node_id, m.Drain)
+        (order,) = run.orders(node_id, m.DrainRound)
         assert (order.kind, order.cause, order.seconds) == ("preemption", "node b leaves (SIGTERM)", 30.0)
     assert [(event.node, event.broke, event.next) for event in run.told(NodeLeft)] == [("b", 1, "a new round forms")]
     drained(run, "b")
@@ -82,7 +82,7 @@ def test_a_leaving_node_has_the_round_drained_and_is_not_in_the_next() -> None:
 def test_a_node_that_leaves_without_time_breaks_the_round(seconds: float) -> None:
     run = ready("1:4", "ab")
     run.report("b", m.Leaving("SIGTERM", seconds))
-    assert run.orders("a", m.Drain) == []
+    assert run.orders("a", m.DrainRound) == []
     assert len(run.orders("a", m.Break)) == 1
 
 
@@ -158,8 +158,8 @@ def test_the_loss_of_a_node_that_has_stopped_does_not() -> None:
 def test_workers_stopped_from_outside_drain_the_round() -> None:
     run = ready("1:4", "ab")
     drained(run, "a", step=9)
-    assert run.orders("a", m.Drain) == []
-    assert len(run.orders("b", m.Drain)) == 1
+    assert run.orders("a", m.DrainRound) == []
+    assert len(run.orders("b", m.DrainRound)) == 1
     drained(run, "b", step=9)
     (event,) = run.told(RoundDrained)
     assert (event.step, event.cause) == (9, "a worker on node a was told to stop")
@@ -191,7 +191,7 @@ def test_a_node_that_comes_back_over_a_new_link_gets_its_order_again() -> None:
     run.hello("c")
     run.advance(10)
     run.hello("a", holding=1, ready=True)
-    assert len(run.orders("a", m.Drain)) == 2
+    assert len(run.orders("a", m.DrainRound)) == 2
 
 
 def test_a_new_leader_drains_a_round_that_it_took_over() -> None:
@@ -200,7 +200,7 @@ def test_a_new_leader_drains_a_round_that_it_took_over() -> None:
     run.hello("a", "b", holding=1, ready=True, seen_round=1, seen_term=1)
     run.hello("c")
     run.advance(10)
-    assert len(run.orders("a", m.Drain)) == 1
+    assert len(run.orders("a", m.DrainRound)) == 1
 
 
 def test_a_drain_below_the_minimum_parks() -> None:
@@ -219,7 +219,7 @@ def test_no_round_is_drained_for_a_node_that_still_imports() -> None:
     run.advance(10)
     assert run.told(RoundDraining) == []
     run.report("c", m.Imported())
-    assert run.orders("a", m.Drain), "it has waited for longer than resize_delay already"
+    assert run.orders("a", m.DrainRound), "it has waited for longer than resize_delay already"
     drained(run, "a", "b")
     assert run.members == "abc"
 
@@ -232,7 +232,7 @@ def test_a_resize_includes_nodes_that_can_begin_at_once_and_the_others_later() -
     drained(run, "a", "b")
     assert run.members == "abd"
     for node_id in "abd":
-        run.report(node_id, m.Ready(run.number))
+        run.report(node_id, m.NodeReady(run.number))
     run.report("c", m.Imported())
     assert run.told(RoundDraining)[-1].cause == "resize: node c waits to join"
 
@@ -257,4 +257,4 @@ def test_a_node_that_comes_back_on_another_link_states_again_whether_it_imports(
     run.hello("c", importing=True)
     run.hello("c", importing=False)
     run.advance(2)
-    assert run.orders("a", m.Drain)
+    assert run.orders("a", m.DrainRound)

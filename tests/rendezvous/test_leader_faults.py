@@ -147,7 +147,7 @@ def test_workers_that_are_preempted_again_and_again_without_progress_end_the_run
 def test_preemptions_stay_free_while_training_advances() -> None:
     run = running("1:1", "a", max_restarts=0)
     for step in range(3 * FREE):
-        run.report("a", m.Ready(run.number, step=10 * step))
+        run.report("a", m.NodeReady(run.number, step=10 * step))
         run.fail("a", kind="preemption", exit_code=-15)
         run.stop("a")
     assert (run.number, run.record.restarts, run.end) == (3 * FREE + 1, 0, None)
@@ -158,13 +158,13 @@ def test_drained_rounds_without_a_step_are_not_free_without_end() -> None:
     """A worker that trains with the library treats SIGTERM as a request to stop, whatever its sender."""
     run = running("1:1", "a", max_restarts=0)
     for _ in range(FREE):
-        run.report("a", m.Ready(run.number, step=7))
+        run.report("a", m.NodeReady(run.number, step=7))
         run.report("a", m.Stopped(run.number, 7000, drained=7))
         assert run.end is None
-    run.report("a", m.Ready(run.number, step=7))
+    run.report("a", m.NodeReady(run.number, step=7))
     run.report("a", m.Stopped(run.number, 7000, drained=7))
     assert run.code is None, "the first one was progress"
-    run.report("a", m.Ready(run.number, step=7))
+    run.report("a", m.NodeReady(run.number, step=7))
     run.report("a", m.Stopped(run.number, 7000, drained=7))
     assert run.code == 92
 
@@ -195,11 +195,11 @@ def test_a_cause_that_is_found_later_is_sent_to_all_nodes_but_the_leaders_own() 
     run.fail("b", rank=1, **SYMPTOM)
     run.stop("b")
     run.advance(COLLECT + 0.01)
-    before = len(run.orders("b", m.Notice))
+    before = len(run.orders("b", m.UserMessage))
     run.fail("a", ago=1.0)
-    (told,) = run.orders("b", m.Notice)[before:]
+    (told,) = run.orders("b", m.UserMessage)[before:]
     assert told.text == "round 1 was broken by rank 0 on node a: exit code 1: ValueError: boom"
-    assert told not in run.orders("a", m.Notice)
+    assert told not in run.orders("a", m.UserMessage)
 
 
 def test_the_other_nodes_learn_once_that_the_first_one_has_finished() -> None:
@@ -509,10 +509,10 @@ def test_a_new_agent_of_the_same_node_is_left_out_too() -> None:
 def test_a_fault_of_a_drill_happens_once_and_all_nodes_know() -> None:
     run = Run("2")
     run.hello("a", "b", planned=2)
-    run.report("b", m.FaultDue(1, 1, 20))
+    run.report("b", m.StrikeDue(1, 1, 20))
     assert [run.orders(node, m.Strike) for node in "ab"] == [[m.Strike(1, 1, "b")]] * 2
-    run.report("a", m.FaultDue(1, 1, 20))
-    run.report("a", m.FaultDue(1, 2, 20))
+    run.report("a", m.StrikeDue(1, 1, 20))
+    run.report("a", m.StrikeDue(1, 2, 20))
     assert run.orders("a", m.Strike)[1:] == [m.Strike(1, 1, ""), m.Strike(1, 2, "")], "known; not in the plan"
     assert run.told(FaultLanded) == [FaultLanded(1, "b", 1, 20)]
     run.join("a", "b")
@@ -524,6 +524,6 @@ def test_a_new_leader_learns_which_faults_have_happened() -> None:
     run = Run("2")
     run.hello("a", planned=2)
     run.hello("b", planned=2, landed=(0,))
-    run.report("a", m.FaultDue(1, 0, 7))
+    run.report("a", m.StrikeDue(1, 0, 7))
     assert run.orders("a", m.Strike) == [m.Strike(1, 0, "")]
     assert not run.told(FaultLanded)

@@ -85,9 +85,9 @@ def test_a_node_that_waits_learns_for_what() -> None:
     run.hello("a")
     run.advance(0.1)
     run.hello("b")
-    (notice,) = run.orders("a", m.Notice)
+    (notice,) = run.orders("a", m.UserMessage)
     assert "parked with 1 node, 2 needed" in notice.text
-    (notice,) = run.orders("b", m.Notice)
+    (notice,) = run.orders("b", m.UserMessage)
     assert notice.text == "the first round forms at 4 nodes or 2 s without an arrival"
 
 
@@ -264,9 +264,9 @@ def test_a_node_with_other_arguments_or_limits_joins_and_gets_a_notice_of_the_di
     run.hello("c", command="/data/train.py --lr 3", limits="--nnodes 1:2 --max-restarts 5")
     run.hello("d", command="./train.py --lr 4")
     arguments = "`/srv/train.py` instead of `train.py`, `--lr 2` instead of `--lr 1`"
-    (note,) = [order.text for order in run.orders("b", m.Notice) if "other arguments" in order.text]
+    (note,) = [order.text for order in run.orders("b", m.UserMessage) if "other arguments" in order.text]
     assert note == f"node b came with other arguments: {arguments}"
-    assert len([order for order in run.orders("d", m.Notice) if "--lr 4" in order.text]) == 1
+    assert len([order for order in run.orders("d", m.UserMessage) if "--lr 4" in order.text]) == 1
     limits = "--nnodes 1:2 --max-restarts 5; those of the run hold: --nnodes 1:4 --max-restarts 2"
     assert [(event.node, event.limits) for event in run.told(NodeDiffers)] == [("b", ""), ("c", limits)]
     run.join("a", "b", "c", "d")

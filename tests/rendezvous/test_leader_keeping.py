@@ -31,7 +31,7 @@ def leave(run: Run, *node_ids: str) -> None:
 
 def trains(run: Run, *node_ids: str) -> None:
     for node_id in node_ids:
-        run.report(node_id, m.Ready(run.number))
+        run.report(node_id, m.NodeReady(run.number))
 
 
 def released(run: Run, *node_ids: str) -> list[int]:

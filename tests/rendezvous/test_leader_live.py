@@ -12,7 +12,7 @@ from elastic_launch.rendezvous.wire import messages as m
 
 def trains(run: Run, node_ids: str, remaining: float = -1.0) -> None:
     for node_id in node_ids:
-        run.report(node_id, m.Ready(run.number, remaining, live=True))
+        run.report(node_id, m.NodeReady(run.number, remaining, live=True))
 
 
 def suspended(run: Run, *node_ids: str, drained: int = -1, **fields: object) -> None:
@@ -54,8 +54,8 @@ def test_a_node_takes_part_with_the_workers_that_it_offers() -> None:
 def test_workers_that_are_back_join_at_the_next_boundary_without_resize_delay() -> None:
     run = partial(resize_delay=1000.0)
     trains(run, "ab")
-    run.report("b", m.Slots((0, 1)))
-    (order,) = run.orders("a", m.Drain)
+    run.report("b", m.RankOffer((0, 1)))
+    (order,) = run.orders("a", m.DrainRound)
     assert (order.kind, order.cause) == ("membership", "resize: node b has workers back")
     suspended(run, "a", "b", drained=7)
     assert (run.number, run.record.round.world_size, run.record.restarts) == (3, 4, 1)
@@ -64,19 +64,19 @@ def test_workers_that_are_back_join_at_the_next_boundary_without_resize_delay() 
 
 def test_a_round_is_not_broken_for_workers_that_are_back() -> None:
     run = partial()
-    run.report("b", m.Slots(()))
+    run.report("b", m.RankOffer(()))
     trains(run, "a")
     run.advance(30)
     assert [event.round for event in run.told(RoundBroken)] == [1]
     trains(run, "b")
-    assert run.orders("a", m.Drain)
+    assert run.orders("a", m.DrainRound)
 
 
 def test_the_same_workers_again_change_nothing() -> None:
     run = partial()
     trains(run, "ab")
-    run.report("b", m.Slots((0,)))
-    run.report("a", m.Slots((0, 1)))
+    run.report("b", m.RankOffer((0,)))
+    run.report("a", m.RankOffer((0, 1)))
     run.advance(5)
     assert run.told(RoundDraining) == []
 
@@ -85,7 +85,7 @@ def test_no_round_is_drained_for_workers_that_are_back_when_others_have_finished
     run = partial()
     trains(run, "ab")
     run.done("a")
-    run.report("b", m.Slots((0, 1)))
+    run.report("b", m.RankOffer((0, 1)))
     run.advance(5)
     assert run.told(RoundDraining) == []
 
@@ -93,7 +93,7 @@ def test_no_round_is_drained_for_workers_that_are_back_when_others_have_finished
 def test_workers_that_are_back_too_late_to_pay_are_named_once() -> None:
     run = partial()
     trains(run, "ab", remaining=3.6)
-    run.report("b", m.Slots((0, 1)))
+    run.report("b", m.RankOffer((0, 1)))
     run.advance(5)
     (skipped,) = run.told(ResizeSkipped)
     assert (skipped.nodes, skipped.cost_s, skipped.saved_s) == (("b",), 1.0, pytest.approx(3.6 * (1 - 3 / 4), abs=0.1))
@@ -133,7 +133,7 @@ def test_a_node_without_any_worker_is_left_out_if_enough_remain() -> None:
     assert run.orders("b", m.StartAhead) == [], "it is starting already"
     run.report("b", m.Imported())
     run.report("b", m.Imported())  # the answer to the order
-    assert run.orders("a", m.Drain)
+    assert run.orders("a", m.DrainRound)
     suspended(run, "a", drained=9)
     assert (run.number, run.members) == (3, "ab")
 
@@ -152,14 +152,14 @@ def test_a_node_without_any_worker_is_taken_at_once_if_too_few_remain() -> None:
 def test_broken_connections_alone_are_free_while_training_advances() -> None:
     run = live("1:2", "ab", resize_delay=1000.0)
     for step in (1, 2, 3, 4, 5, 6):
-        run.report("a", m.Ready(run.number, step=step, live=True))
+        run.report("a", m.NodeReady(run.number, step=step, live=True))
         run.fail("a", symptom="broken connection", alive=True)
         run.advance(1)
         assert run.told(RestartCharged) == []
         suspended(run, "a", "b")
         assert (run.number, run.record.restarts) == (step + 1, 0)
     for _ in range(6):
-        run.report("a", m.Ready(run.number, step=6, live=True))
+        run.report("a", m.NodeReady(run.number, step=6, live=True))
         run.fail("a", symptom="broken connection", alive=True)
         suspended(run, "a", "b")
     assert run.told(RestartCharged)[0].idle == 6, "a round without a step is not free without end"
@@ -167,7 +167,7 @@ def test_broken_connections_alone_are_free_while_training_advances() -> None:
 
 def test_a_crash_that_is_reported_after_the_connections_that_it_broke_is_charged() -> None:
     run = live("1:2", "ab")
-    run.report("a", m.Ready(1, step=5, live=True))
+    run.report("a", m.NodeReady(1, step=5, live=True))
     run.fail("a", symptom="broken connection", alive=True)
     suspended(run, "a")
     run.advance(1)
@@ -199,7 +199,7 @@ def test_a_newcomer_starts_ahead_and_the_round_is_drained_once_it_is_there() -> 
 def test_nodes_do_not_start_ahead_unless_all_workers_are_live() -> None:
     run = running("1:3", "ab", resize_delay=1000.0)
     trains(run, "a")
-    run.report("b", m.Ready(1))
+    run.report("b", m.NodeReady(1))
     run.hello("c")
     assert run.orders("c", m.StartAhead) == []
     trains(run, "b")
@@ -342,7 +342,7 @@ def test_a_live_round_that_is_still_meeting_is_not_broken_for_a_newcomer() -> No
     run.advance(5)
     assert (run.number, len(run.told(RoundBroken))) == (2, 1)
     trains(run, "ab")
-    assert run.orders("a", m.Drain)
+    assert run.orders("a", m.DrainRound)
 
 
 def test_a_live_round_that_never_trains_is_broken_for_a_newcomer_in_the_end() -> None:

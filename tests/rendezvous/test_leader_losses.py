@@ -277,7 +277,7 @@ def test_below_min_the_run_parks_and_continues_when_a_node_arrives() -> None:
     run.stop("a")
     parked = run.told(Parked)[-1]
     assert (parked.nodes, parked.min_nodes, parked.min_wait_s) == (1, 2, 600.0)
-    assert "parked with 1 node" in run.orders("a", m.Notice)[-1].text
+    assert "parked with 1 node" in run.orders("a", m.UserMessage)[-1].text
     run.advance(500)
     run.hello("c")
     assert (run.number, run.members) == (2, "ac")

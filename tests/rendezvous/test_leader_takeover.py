@@ -58,7 +58,7 @@ def test_failures_in_a_row_are_counted_on_under_each_new_leader() -> None:
     while record.end is None:
         run, number = Run("2", record=replace(record, term=record.term + 1)), record.round.number
         run.hello("a", "b", holding=number, seen_term=record.term, seen_round=number, seen_restarts=record.restarts)
-        run.report("b", m.Progress(number, 7))
+        run.report("b", m.ProgressBeat(number, 7))
         run.fail("a", ran=1.0, round=number)
         run.stop("a", "b")
         run.advance(5.0)
@@ -279,13 +279,13 @@ def test_a_node_that_was_left_out_stays_so_under_the_new_leader() -> None:
     run = Run("1:3", record=replace(record_of_running_round("ab"), faulty=(FaultyNode("c", 1, 600.0),)))
     run.hello("c")
     run.hello("a", "b", **HELD, round_seen=m.RoundSeen(formed_ago=500.0, lasted=500.0))
-    run.report("a", m.Ready(4))
-    run.report("b", m.Ready(4))
+    run.report("a", m.NodeReady(4))
+    run.report("b", m.NodeReady(4))
     run.advance(90.0)
     assert run.number == 4
-    assert not run.orders("a", m.Drain)
+    assert not run.orders("a", m.DrainRound)
     run.advance(20.0)
-    assert [order.cause for order in run.orders("a", m.Drain)] == ["resize: node c waits to join"]
+    assert [order.cause for order in run.orders("a", m.DrainRound)] == ["resize: node c waits to join"]
 
 
 def test_a_failing_node_is_left_out_although_the_leader_has_changed() -> None:

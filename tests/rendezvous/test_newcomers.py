@@ -31,9 +31,9 @@ def train(run: Run, node_ids: str, steps: int = 5, *, live: bool = False) -> Non
     """The workers of the round, which are those of these nodes, train for some steps more."""
     begun = max(0, run.record.last_step or 0) + 100 * run.number
     for node_id in node_ids:
-        run.report(node_id, m.Ready(run.number, step=begun, live=live))
+        run.report(node_id, m.NodeReady(run.number, step=begun, live=live))
     for node_id in node_ids:
-        run.report(node_id, m.Progress(run.number, begun + steps))
+        run.report(node_id, m.ProgressBeat(run.number, begun + steps))
 
 
 def trains(nodes: str = "1:3", node_ids: str = "a", *, live: bool = False, **arguments: Any) -> Run:
@@ -148,7 +148,7 @@ def test_a_run_whose_first_round_has_completed_no_step_has_no_newcomers() -> Non
     run = Run("1:2")
     run.hello("a")
     run.advance(2.1)
-    run.report("a", m.Ready(1, step=0))
+    run.report("a", m.NodeReady(1, step=0))
     joins(run, "b")
     fails(run, "b", **CRASH)
     assert run.record.restarts == 1
@@ -249,7 +249,7 @@ def test_a_host_that_comes_again_backs_off_and_others_do_not() -> None:
     run.close("b")
     train(run, "a")
     run.hello("b", incarnation="b2")
-    (notice,) = run.orders("b", m.Notice)[-1:]
+    (notice,) = run.orders("b", m.UserMessage)[-1:]
     assert notice.text.startswith(
         "nodes of this host could not do what the others do: the run leaves them out for 10 s"
     )
@@ -341,7 +341,7 @@ def test_the_same_failure_of_two_hosts_stops_admission_with_a_line(exited: bool)
     )
     assert run.record.closed == closed.cause
     run.hello("d")
-    assert run.orders("d", m.Notice)[-1].text == closed.line()
+    assert run.orders("d", m.UserMessage)[-1].text == closed.line()
     run.advance(60.0)
     assert (run.number, run.members) == (5, "a")
 
@@ -403,7 +403,7 @@ def test_without_a_node_that_has_trained_its_place_decides() -> None:
     run = Run("1:2")
     run.hello("a")
     run.advance(2.1)
-    run.report("a", m.Ready(1, step=0, live=True))
+    run.report("a", m.NodeReady(1, step=0, live=True))
     run.hello("b")
     run.report("b", m.Unfit(Failure("b", "startup", 0, 0, 42, 1, "ModuleNotFoundError")))
     run.advance(1.1)
@@ -412,7 +412,7 @@ def test_without_a_node_that_has_trained_its_place_decides() -> None:
 
 def test_a_newcomer_with_other_arguments_is_left_out_before_the_round_drains() -> None:
     run = trains(live=True)
-    run.report("a", m.Ready(1, step=100, live=True, arguments='{"seed": "7"}'))
+    run.report("a", m.NodeReady(1, step=100, live=True, arguments='{"seed": "7"}'))
     run.hello("b", "c")
     run.advance(0.1)
     run.report("b", m.Imported('{"seed": "8"}'))
@@ -461,8 +461,8 @@ def test_a_node_says_whether_it_has_trained_before_the_round_that_it_holds() -> 
     node.begin(hello_of("a"))
     form = m.Form(1, Round(1, (Member("a", "a1", 1, "host", 7000),)), 0, "first")
     node.obey(form, 0.0)
-    node.say(m.Ready(1, step=3), 1.0)
-    node.beats(m.Progress(1, 4))
+    node.say(m.NodeReady(1, step=3), 1.0)
+    node.beats(m.ProgressBeat(1, 4))
     node.greet(2.0)
     assert not node.hello.trained
     node.say(m.Stopped(1, 7000), 3.0)

@@ -12,7 +12,7 @@ from elastic_launch.rendezvous.node.machine import NodeMachine, Search
 from elastic_launch.rendezvous.record import ControlRecord, Leader, Round
 from elastic_launch.rendezvous.wire import messages as m
 
-HELLO = m.Hello(m.PROTOCOL_VERSION, "run", "digest", "train.py", "", "a", "a1", 1, "host-a", 7000)
+HELLO = m.NodeHello(m.PROTOCOL_VERSION, "run", "digest", "train.py", "", "a", "a1", 1, "host-a", 7000)
 
 
 def _side() -> NodeMachine:
@@ -40,7 +40,7 @@ def test_the_hello_repeats_what_was_lost_with_the_previous_link() -> None:
     side.say(m.Leaving("SIGTERM"), 0.0)
     side.greet(0.0)
     (hello,) = side.take()
-    assert isinstance(hello, m.Hello)
+    assert isinstance(hello, m.NodeHello)
     assert (hello.holding, hello.joined, hello.done, hello.leaving) == (3, True, True, "SIGTERM")
 
 
@@ -50,8 +50,8 @@ def test_the_hello_names_the_term_that_led_to_the_leader_of_this_link_only() -> 
     (first,) = side.take()
     side.greet(0.0)
     (second,) = side.take()
-    assert isinstance(first, m.Hello)
-    assert isinstance(second, m.Hello)
+    assert isinstance(first, m.NodeHello)
+    assert isinstance(second, m.NodeHello)
     assert (first.term, second.term) == (4, 0)
 
 
@@ -73,11 +73,11 @@ def test_stopped_workers_are_not_held_any_more() -> None:
 def test_the_hello_says_what_the_node_offers_to_the_next_round() -> None:
     side = _side()
     side.obey(_form(3), 0.0)
-    side.say(m.Ready(3, live=True), 0.0)
+    side.say(m.NodeReady(3, live=True), 0.0)
     assert (side.hello.ready, side.hello.live) == (True, True)
     side.say(m.Stopped(3, 7001, importing=True, slots=(0, 2)), 0.0)
     assert (side.hello.live, side.hello.importing, side.hello.slots) == (False, True, (0, 2))
-    side.say(m.Slots(()), 0.0)
+    side.say(m.RankOffer(()), 0.0)
     side.say(m.Imported(), 0.0)
     assert (side.hello.importing, side.hello.slots) == (False, ())
 
@@ -123,13 +123,13 @@ def test_a_node_says_how_far_the_round_has_come_and_for_how_long() -> None:
     side = _side()
     side.greet(5.0)
     (hello,) = side.take()
-    assert isinstance(hello, m.Hello)
+    assert isinstance(hello, m.NodeHello)
     assert hello.round_seen is None
     side.obey(_form(3), 10.0)
-    side.say(m.Ready(3, step=40), 11.0)
-    side.say(m.Ready(2, step=90), 11.0)
-    side.beats(m.Progress(3, 47))
-    side.beats(m.Progress(2, 90))
+    side.say(m.NodeReady(3, step=40), 11.0)
+    side.say(m.NodeReady(2, step=90), 11.0)
+    side.beats(m.ProgressBeat(3, 47))
+    side.beats(m.ProgressBeat(2, 90))
     side.beats(m.Beat())
     side.greet(20.0)
     assert _seen(side) == m.RoundSeen(10.0, 10.0, 40, 47)
@@ -146,7 +146,7 @@ def test_a_node_says_how_far_the_round_has_come_and_for_how_long() -> None:
 
 def _seen(side: NodeMachine) -> m.RoundSeen | None:
     hello = side.take()[-1]
-    assert isinstance(hello, m.Hello)
+    assert isinstance(hello, m.NodeHello)
     return hello.round_seen
 
 

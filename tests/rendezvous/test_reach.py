@@ -26,14 +26,14 @@ def waits(nodes: str = "2:3", **hello: int) -> Run:
     """A run of a and b, for which c waits."""
     run = running(nodes, "ab", resize_delay=1.0)
     for node in "ab":
-        run.report(node, m.Ready(run.number))
+        run.report(node, m.NodeReady(run.number))
     run.reaches = False
     run.hello("c", **hello)
     return run
 
 
 def drains(run: Run) -> bool:
-    return bool(run.orders("a", m.Drain))
+    return bool(run.orders("a", m.DrainRound))
 
 
 def test_a_node_that_joins_connects_before_the_round_is_resized_for_it() -> None:
@@ -54,7 +54,7 @@ def test_one_that_cannot_connect_is_named_and_takes_part_when_it_can() -> None:
     reached(run, "c", "timed out")
     (event,) = run.told(JoinBlocked)
     assert (event.node, event.member, event.address, event.port) == ("c", run.members[0], "host-a", 7000)
-    assert run.orders("c", m.Notice)[-1].text == event.line()
+    assert run.orders("c", m.UserMessage)[-1].text == event.line()
     run.advance(60.0)
     assert not drains(run)
     reached(run, "c")
@@ -74,7 +74,7 @@ def test_a_round_without_it_is_formed_if_there_are_enough_others_and_it_tries_ag
     assert not drains(run), "that was about the last round"
     reached(run, "c")
     for node in "ab":
-        run.report(node, m.Ready(run.number))
+        run.report(node, m.NodeReady(run.number))
     run.advance(5.0)
     assert drains(run)
 
@@ -110,7 +110,7 @@ def test_one_that_trains_with_the_others_has_connected() -> None:
     run.stop("a")
     run.join("a", "c")
     for node in "ac":
-        run.report(node, m.Ready(run.number))
+        run.report(node, m.NodeReady(run.number))
     run.fail("a")
     run.stop("a", "c")
     assert sorted(run.members) == ["a", "c"]
@@ -142,14 +142,14 @@ def test_a_round_that_ends_closes_its_store_which_blocks_no_node() -> None:
     run.stop("a", "b")
     reached(run, "c")
     for node in "ab":
-        run.report(node, m.Ready(run.number))
+        run.report(node, m.NodeReady(run.number))
     run.advance(5.0)
     assert drains(run)
 
 
 def test_what_a_node_cannot_do_is_part_of_its_next_hello() -> None:
     side = NodeMachine()
-    side.begin(m.Hello(1, "run", "digest", "train.py", "", "c", "c1", 1, "host-c", 7000))
+    side.begin(m.NodeHello(1, "run", "digest", "train.py", "", "c", "c1", 1, "host-c", 7000))
     side.say(m.Reached(1, "timed out"), 1.0)
     assert side.hello.apart
     side.say(m.Reached(1, ""), 2.0)
@@ -171,14 +171,14 @@ def test_of_a_member_of_the_first_round_it_is_only_said() -> None:
     run.stop("a", "b")
     assert sorted(run.members) == ["a", "b"], "perhaps it is node a that is behind a firewall"
     for node in "ab":
-        run.report(node, m.Ready(run.number))
+        run.report(node, m.NodeReady(run.number))
     reached(run, "b", "timed out")
     assert len(run.told(JoinBlocked)) == 1, "it trains with the others, so it has connected"
 
 
 def test_a_member_that_could_not_connect_does_not_say_so_in_its_next_hello() -> None:
     side = NodeMachine()
-    side.begin(m.Hello(1, "run", "digest", "train.py", "", "c", "c1", 1, "host-c", 7000))
+    side.begin(m.NodeHello(1, "run", "digest", "train.py", "", "c", "c1", 1, "host-c", 7000))
     side.obey(m.Form(1, Round(1), 0, "first"), 1.0)
     side.say(m.Reached(1, "timed out"), 2.0)
     assert not side.hello.apart

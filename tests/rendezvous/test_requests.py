@@ -32,7 +32,7 @@ class Asked(Run):
     def call(self, link: int = CALLER, *, version: int = m.PROTOCOL_VERSION, run_id: str = "run") -> None:
         self._tell(self.requests.call(link, a.Caller(version, run_id)))
 
-    def ask(self, request: a.Request, link: int = CALLER) -> None:
+    def ask(self, request: a.AdminRequest, link: int = CALLER) -> None:
         self._tell(self.requests.ask(link, request, self.clock.now()))
 
     def report(self, node_id: str, report: m.Report) -> None:
@@ -57,11 +57,11 @@ class Asked(Run):
 
     def waits(self, link: int = CALLER) -> bool:
         """Whether a caller has received no answer."""
-        return not any(isinstance(order, a.Answer) for order in self.answers.get(link, []))
+        return not any(isinstance(order, a.AdminAnswer) for order in self.answers.get(link, []))
 
-    def answer(self, link: int = CALLER) -> a.Answer:
+    def answer(self, link: int = CALLER) -> a.AdminAnswer:
         """The last answer."""
-        return [order for order in self.answers[link] if isinstance(order, a.Answer)][-1]
+        return [order for order in self.answers[link] if isinstance(order, a.AdminAnswer)][-1]
 
     def status(self) -> a.Status:
         self.ask(a.AskStatus())
@@ -82,7 +82,7 @@ def asked(nodes: str, node_ids: str, *, ready: bool = True, **arguments: Any) ->
     run.advance(2.1)
     run.join(*node_ids)
     for node_id in node_ids if ready else "":
-        run.report(node_id, m.Ready(run.number))
+        run.report(node_id, m.NodeReady(run.number))
     run.call()
     return run
 
@@ -93,9 +93,9 @@ def asked(nodes: str, node_ids: str, *, ready: bool = True, **arguments: Any) ->
 def test_a_status_lists_every_node_and_counts_no_caller() -> None:
     run = asked("1:2", "ab")
     run.hello("c")
-    run.report("b", m.Progress(1, 40))
-    run.report("a", m.Progress(1, 41))
-    run.report("b", m.Progress(1, 40))
+    run.report("b", m.ProgressBeat(1, 40))
+    run.report("a", m.ProgressBeat(1, 41))
+    run.report("b", m.ProgressBeat(1, 40))
     status = run.status()
     assert [(node.node_id, node.state, node.workers) for node in status.nodes] == [
         ("a", "training", 1),
@@ -112,7 +112,7 @@ def test_a_status_lists_every_node_and_counts_no_caller() -> None:
 def test_a_status_counts_the_restarts_that_the_present_round_has_given_back() -> None:
     record = ControlRecord("run", "digest", 1, Leader("a", "a1", "10.0.0.1", 1), limits=Limits(1, 2, 2, 60.0))
     run = asked("1:2", "ab", record=record.renewed())
-    run.report("a", m.Progress(1, 10))
+    run.report("a", m.ProgressBeat(1, 10))
     run.fail("a")
     run.stop("a", "b")
     run.advance(5.0)
@@ -123,7 +123,7 @@ def test_a_status_counts_the_restarts_that_the_present_round_has_given_back() ->
         return status.round, status.restarts, status.max_restarts
 
     assert budget() == (2, 1, 2)
-    run.report("a", m.Progress(2, 11))
+    run.report("a", m.ProgressBeat(2, 11))
     assert budget() == (2, 1, 2)
     run.advance(70.0)
     assert budget() == (2, 1, 3)
@@ -135,10 +135,10 @@ def test_a_status_counts_the_restarts_that_the_present_round_has_given_back() ->
 
 def test_a_status_shows_who_starts_ahead_and_how_many_workers_take_part() -> None:
     run = asked("1:2", "a")
-    run.report("a", m.Ready(1, live=True))
+    run.report("a", m.NodeReady(1, live=True))
     run.hello("b", workers=2)
     assert [(node.state, node.workers) for node in run.status().nodes] == [("training", 1), ("starting", 2)]
-    run.report("b", m.Slots((0,)))
+    run.report("b", m.RankOffer((0,)))
     run.report("b", m.Imported())
     run.drained("a")
     assert [(node.state, node.workers) for node in run.status().nodes] == [("starting", 1), ("starting", 1)]
@@ -158,8 +158,8 @@ def test_a_status_shows_what_the_workers_of_each_node_do() -> None:
 
     assert nodes() == [((0, 0), "start", None), ((1, 1), "start", None), ((2, 3), "start", None)]
     run.join("a", "b", "c")
-    run.report("b", m.Ready(1))
-    run.report("c", m.Progress(1, 4))
+    run.report("b", m.NodeReady(1))
+    run.report("c", m.ProgressBeat(1, 4))
     assert nodes() == [((0, 0), "run", None), ((1, 1), "train", None), ((2, 3), "train", 4)]
     run.report("c", m.Stalled(1, 9.0, "step 5"))
     run.report("a", m.Done(1))
@@ -175,13 +175,13 @@ def test_what_no_node_has_reported_is_none() -> None:
 
 def test_a_status_shows_what_was_saved_and_how_long_ago() -> None:
     run = asked("1:2", "ab")
-    run.report("a", m.Saved(1, 20))
+    run.report("a", m.NodeSaved(1, 20))
     assert run.status().step == 20, "whoever saved a step has done it"
     run.advance(3.0)
-    run.report("b", m.Progress(1, 22, 21))
-    run.report("a", m.Progress(1, 22, 20))
-    run.report("a", m.Saved(1, 30, error="the disk is full"))
-    run.report("a", m.Saved(0, 99))
+    run.report("b", m.ProgressBeat(1, 22, 21))
+    run.report("a", m.ProgressBeat(1, 22, 20))
+    run.report("a", m.NodeSaved(1, 30, error="the disk is full"))
+    run.report("a", m.NodeSaved(0, 99))
     status = run.status()
     assert status.checkpoint == a.LastSave(20, 3.0)
     assert status.snapshot == a.LastSave(21, 0.0)
@@ -190,12 +190,12 @@ def test_a_status_shows_what_was_saved_and_how_long_ago() -> None:
 
 def test_a_later_round_may_resume_from_an_earlier_step() -> None:
     run = asked("1:2", "ab")
-    run.report("a", m.Progress(1, 40))
+    run.report("a", m.ProgressBeat(1, 40))
     run.fail("a")
     run.stop("a", "b")
     run.join("a", "b")
-    run.report("a", m.Progress(2, 31))
-    run.report("b", m.Progress(1, 41))
+    run.report("a", m.ProgressBeat(2, 31))
+    run.report("b", m.ProgressBeat(1, 41))
     assert run.status().step == 31
 
 
@@ -272,7 +272,7 @@ def test_a_drained_node_has_left_when_the_round_is_drained() -> None:
     run = asked("1:3", "abc")
     run.ask(a.AskDrain("b"))
     leaves(run, "b")
-    assert run.orders("a", m.Drain)[0].seconds is None
+    assert run.orders("a", m.DrainRound)[0].seconds is None
     run.drained("b", "a")
     assert run.waits()
     run.drained("c", step=8)
@@ -350,8 +350,8 @@ def test_two_requests_to_drain_one_node_send_it_one_order() -> None:
 def test_a_run_that_is_drained_ends_with_143_and_the_step() -> None:
     run = asked("1:3", "abc")
     run.ask(a.AskDrain())
-    assert [len(run.orders(node_id, m.Drain)) for node_id in "abc"] == [1, 1, 1]
-    assert all(order.final for node_id in "abc" for order in run.orders(node_id, m.Drain))
+    assert [len(run.orders(node_id, m.DrainRound)) for node_id in "abc"] == [1, 1, 1]
+    assert all(order.final for node_id in "abc" for order in run.orders(node_id, m.DrainRound))
     run.drained("a", "b", "c", step=12, saved="a")
     assert run.end == (143, "stopped by elasticctl drain after step 12, its state saved")
     assert [order.code for node_id in "abc" for order in run.orders(node_id, m.RunEnd)] == [143, 143, 143]
@@ -374,7 +374,7 @@ def test_a_resize_on_its_way_becomes_the_runs_last_drain() -> None:
     run.ask(a.AskResize(1, 1))
     run.call(CALLER + 1)
     run.ask(a.AskDrain(), CALLER + 1)
-    assert [order.final for order in run.orders("a", m.Drain)] == [False, True]
+    assert [order.final for order in run.orders("a", m.DrainRound)] == [False, True]
     run.drained("a", "b", saved="a")
     assert run.answer(CALLER + 1).done
     assert run.end == (143, "stopped by elasticctl drain after step 7, its state saved")
@@ -424,17 +424,17 @@ def test_a_checkpoint_is_asked_of_the_first_member_and_answered_when_written() -
     run = asked("1:3", "abc")
     run.ask(a.AskSave())
     assert [len(run.orders(node_id, m.SaveNow)) for node_id in "abc"] == [1, 0, 0]
-    run.report("a", m.Saved(1, 10))
+    run.report("a", m.NodeSaved(1, 10))
     assert run.waits(), "that one was under way before"
-    run.report("a", m.Saved(1, 12, asked=True))
-    assert run.answer() == a.Answer(1, True, "checkpoint of step 12 written", 12)
+    run.report("a", m.NodeSaved(1, 12, asked=True))
+    assert run.answer() == a.AdminAnswer(1, True, "checkpoint of step 12 written", 12)
 
 
 def test_a_checkpoint_that_cannot_be_written_does_not_count() -> None:
     run = asked("1:3", "ab")
     run.ask(a.AskSave())
-    run.report("a", m.Saved(1, 12, error="the disk is full", asked=True))
-    assert run.answer() == a.Answer(1, False, "no checkpoint was written: the disk is full")
+    run.report("a", m.NodeSaved(1, 12, error="the disk is full", asked=True))
+    assert run.answer() == a.AdminAnswer(1, False, "no checkpoint was written: the disk is full")
     assert run.status().checkpoint is None
 
 
@@ -458,7 +458,7 @@ def test_a_round_that_ends_first_answers_for_its_checkpoint() -> None:
     run.stop("a", "b")
     run.join("a", "b")
     for node_id in "ab":
-        run.report(node_id, m.Ready(2))
+        run.report(node_id, m.NodeReady(2))
     run.ask(a.AskSave())
     run.hello("c")
     run.advance(2.0)
@@ -466,10 +466,10 @@ def test_a_round_that_ends_first_answers_for_its_checkpoint() -> None:
     assert run.waits(CALLER) or run.answer() == answer, "the state is in memory: the next round saves it"
     run.join("a", "b", "c")
     for node_id in "abc":
-        run.report(node_id, m.Ready(3))
+        run.report(node_id, m.NodeReady(3))
     assert [order.round for order in run.orders("a", m.SaveNow)] == [1, 2, 3]
-    run.report("a", m.Saved(3, 10, asked=True))
-    assert run.answer() == a.Answer(1, True, "checkpoint of step 10 written", 10)
+    run.report("a", m.NodeSaved(3, 10, asked=True))
+    assert run.answer() == a.AdminAnswer(1, True, "checkpoint of step 10 written", 10)
 
 
 # Resize.
@@ -543,7 +543,7 @@ def test_a_new_leader_knows_the_limits_and_drains_a_round_that_is_too_large() ->
     run = Asked("1:3", record=first.record)
     run.hello("a", "b", "c", holding=1, ready=True, seen_round=1, seen_term=1)
     assert run.machine.limits == Limits(1, 2)
-    assert len(run.orders("c", m.Drain)) == 1
+    assert len(run.orders("c", m.DrainRound)) == 1
     run.drained("a", "b", "c")
     assert run.members == "ab"
 
@@ -615,6 +615,6 @@ def test_there_are_no_stacks_before_a_round() -> None:
 def test_a_status_has_the_pace_of_the_node_that_is_ahead() -> None:
     run = asked("1:2", "ab")
     assert (run.status().step_s, run.status().remaining, run.status().loss) == (None, None, None)
-    run.report("a", m.Progress(1, 41, None, 0.5, 30.0, 0.25))
-    run.report("b", m.Progress(1, 40, None, 0.6, 31.0, 0.75))
+    run.report("a", m.ProgressBeat(1, 41, None, 0.5, 30.0, 0.25))
+    run.report("b", m.ProgressBeat(1, 40, None, 0.6, 31.0, 0.75))
     assert (run.status().step_s, run.status().remaining, run.status().loss) == (0.5, 30.0, 0.25)

@@ -166,7 +166,7 @@ def test_the_benchmark_counts_the_protocols_messages(tmp_path: Path) -> None:
         for who in ("c10d", "etcd"):
             (run,) = found["measured"][str(size)][who]
             join, again = (without_beats(run[phase]["lines"]) for phase in ("join", "re-join"))
-            assert join == {**dict.fromkeys(("hello", "welcome", "form", "joined"), size), "notice": size - 1}
+            assert join == {**dict.fromkeys(("nodehello", "welcome", "form", "joined"), size), "usermessage": size - 1}
             assert again == dict.fromkeys(("break", "stopped", "form", "joined"), size - 1)
             # The leader and the round; on c10d there is no store.
             assert run["join"]["written"] == (0 if who == "c10d" else 2)

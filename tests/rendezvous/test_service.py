@@ -23,7 +23,7 @@ from elastic_launch.testing import MemoryStore
 CONFIG = LaunchConfig(Command((), ("train.py",)), run_id="run")
 LIMITS = Limits(2, 2)
 
-HELLO = m.Hello(m.PROTOCOL_VERSION, "run", "digest", "train.py", str(Limits(1, 1)), "a", "a1", 1, "127.0.0.1", 7000)
+HELLO = m.NodeHello(m.PROTOCOL_VERSION, "run", "digest", "train.py", str(Limits(1, 1)), "a", "a1", 1, "127.0.0.1", 7000)
 
 
 class Failing(MemoryStore):

@@ -30,7 +30,7 @@ from elastic_launch.testing import FakeClock, MemoryStore
 TOKEN = Token("correct-horse-battery-staple", "test")
 KEY = link_key(TOKEN, "run")
 OTHER = link_key(Token("another-token-of-some-length", "test"), "run")
-HELLO = m.Hello(m.PROTOCOL_VERSION, "run", "digest", "train.py", str(Limits(1, 4)), "a", "a1", 1, "127.0.0.1", 7000)
+HELLO = m.NodeHello(m.PROTOCOL_VERSION, "run", "digest", "train.py", str(Limits(1, 4)), "a", "a1", 1, "127.0.0.1", 7000)
 
 pytestmark = pytest.mark.parametrize("key", [KEY, None], ids=["token", "no token"])
 

@@ -61,7 +61,7 @@ class Nodes:
         self._draining: set[str] = set()
         for node_id, side in self.sides.items():
             side.begin(
-                m.Hello(m.PROTOCOL_VERSION, "run", "digest", COMMAND, "", node_id, f"{node_id}1", 1, "host", 7000)
+                m.NodeHello(m.PROTOCOL_VERSION, "run", "digest", COMMAND, "", node_id, f"{node_id}1", 1, "host", 7000)
             )
         self._connect(NODE_IDS)
         self.settle()
@@ -80,7 +80,7 @@ class Nodes:
             node_id, order = orders[self._read]
             self._read += 1
             self.sides[node_id].obey(order, self.time)
-            if isinstance(order, m.Drain):
+            if isinstance(order, m.DrainRound):
                 self._draining.add(node_id)
             elif isinstance(order, m.Form | m.Break):
                 self._draining.discard(node_id)
@@ -126,7 +126,7 @@ class Nodes:
             elif not self.run.machine.running:
                 self.advance(1.0)
             elif starting:
-                self._say(starting[0], m.Ready(number, step=self.steps))
+                self._say(starting[0], m.NodeReady(number, step=self.steps))
             else:
                 return
 
@@ -142,7 +142,7 @@ class Nodes:
             self.settle()  # after a node that was left out is back
         self.steps += steps
         for node_id in self.run.members if self.run.end is None else ():
-            report = m.Progress(self.run.number, self.steps)
+            report = m.ProgressBeat(self.run.number, self.steps)
             self.sides[node_id].beats(report)
             self.run.report(node_id, report)
 

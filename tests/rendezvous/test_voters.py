@@ -21,7 +21,7 @@ from elastic_launch.errors import EndpointError, RecordTooLargeError, StoreError
 from elastic_launch.rendezvous.backends.voting import VotingBackend
 from elastic_launch.rendezvous.stores import majority
 from elastic_launch.rendezvous.stores.majority import MajorityStore, OwnVoter
-from elastic_launch.rendezvous.voters.messages import MESSAGES, Answer, Greeting, Request, group_of
+from elastic_launch.rendezvous.voters.messages import MESSAGES, Greeting, VoterAnswer, VoterRequest, group_of
 from elastic_launch.rendezvous.voters.server import MAX_STRANGERS, VoterServer
 from elastic_launch.rendezvous.voters.vote_file import VoteFile
 from elastic_launch.rendezvous.voters.voter import VoterState
@@ -189,7 +189,7 @@ def test_a_voter_that_is_busy_for_longer_than_its_end_is_waited_for_ends_afterwa
 ) -> None:
     called, go_on = threading.Event(), threading.Event()
 
-    def vote(request: Request) -> None:
+    def vote(request: VoterRequest) -> None:
         called.set()
         go_on.wait(60)
 
@@ -249,7 +249,7 @@ def test_a_voter_that_cannot_write_its_file_does_not_vote(voters: Voters, monkey
 
 
 def test_a_file_is_of_one_process_and_one_group(tmp_path: Path) -> None:
-    state = VoterState("group", "life", promised=majority.Answer(0, "").promised)
+    state = VoterState("group", "life", promised=majority.VoterAnswer(0, "").promised)
     with contextlib.closing(VoteFile(tmp_path, "[::1]:29400")) as file:
         assert file.load("group") is None
         file.save(state)
@@ -277,23 +277,28 @@ def test_strangers_neither_stop_a_voter_nor_learn_anything(voters: Voters) -> No
     with contextlib.ExitStack() as links:
         for _ in range(MAX_STRANGERS + 5):
             links.enter_context(_connected(voters, "b"))
-        for garbage in (b"\0" * 100_000, b"GET / HTTP/1.1\r\n\r\n", b'{"type":"answer","id":1,"voter":"a"}\n', b"[]\n"):
+        for garbage in (
+            b"\0" * 100_000,
+            b"GET / HTTP/1.1\r\n\r\n",
+            b'{"type":"voteranswer","id":1,"voter":"a"}\n',
+            b"[]\n",
+        ):
             link = links.enter_context(_connected(voters, "b"))
             link.sendall(garbage)
             with contextlib.suppress(ConnectionResetError):
                 assert link.recv(4096) == b""
         assert a.compare_and_set(None, b"1", 20)
-        for hello in (m.Hello(m.PROTOCOL_VERSION, "run", "", "", "", "n", "n1", 1, "h", 1), Greeting(1, "other")):
+        for hello in (m.NodeHello(m.PROTOCOL_VERSION, "run", "", "", "", "n", "n1", 1, "h", 1), Greeting(1, "other")):
             link = links.enter_context(_connected(voters, "b"))
-            link.sendall(m.pack(hello) if isinstance(hello, m.Hello) else MESSAGES.pack(hello))
+            link.sendall(m.pack(hello) if isinstance(hello, m.NodeHello) else MESSAGES.pack(hello))
             line = link.makefile("rb").readline()
-            if isinstance(hello, m.Hello):
+            if isinstance(hello, m.NodeHello):
                 refused = m.unpack(line)
                 assert isinstance(refused, m.Refused)
                 assert "one of several" in refused.reason
             else:
                 answer = MESSAGES.unpack(line)
-                assert isinstance(answer, Answer)
+                assert isinstance(answer, VoterAnswer)
                 assert "another run" in answer.refused
                 assert not answer.life
         assert a.load(20) == b"1"

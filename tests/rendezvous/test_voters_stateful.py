@@ -18,17 +18,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 
 from elastic_launch.rendezvous.voters.messages import (
     Accept,
-    Answer,
+    AskState,
     Ballot,
-    Position,
     Prepare,
-    Read,
+    ReadValue,
     Release,
-    Report,
-    Request,
+    ValuePosition,
+    VoterAnswer,
+    VoterRequest,
     group_of,
 )
-from elastic_launch.rendezvous.voters.register import Outcome, Register
+from elastic_launch.rendezvous.voters.register import Register, RegisterOutcome
 from elastic_launch.rendezvous.voters.voter import Voter, VoterState
 
 EXAMPLES = os.environ.get("HYPOTHESIS_EXAMPLES")
@@ -67,11 +67,11 @@ class World:
     processes: dict[str, Process] = field(default_factory=dict)
     files: dict[str, VoterState] = field(default_factory=dict)
     discarded: set[str] = field(default_factory=set)
-    wire: list[tuple[Process, str, Request | Answer]] = field(default_factory=list)
+    wire: list[tuple[Process, str, VoterRequest | VoterAnswer]] = field(default_factory=list)
     parents: dict[str, str | None] = field(default_factory=dict)
     known: set[str] = field(default_factory=set)
     newest: int = 0
-    values: dict[Position, str] = field(default_factory=dict)
+    values: dict[ValuePosition, str] = field(default_factory=dict)
     writers: dict[Ballot, Process] = field(default_factory=dict)
     lives: int = 0
     done: int = 0
@@ -111,7 +111,7 @@ class World:
             else:
                 self.wire.append((process, voter, request))
 
-    def serve(self, client: Process, name: str, request: Request) -> None:
+    def serve(self, client: Process, name: str, request: VoterRequest) -> None:
         process = self.processes[name]
         if not process.alive:
             return
@@ -130,7 +130,7 @@ class World:
         elif process.name in self.files:  # as of a voter that began again: its old file stays until it is born
             self.discarded.add(self.files[process.name].life)
 
-    def hear(self, process: Process, answer: Answer) -> None:
+    def hear(self, process: Process, answer: VoterAnswer) -> None:
         if not process.alive:
             return
         if process.voter is not None:
@@ -147,7 +147,7 @@ class World:
         client, voter, message = self.wire[index]
         if not keep:
             del self.wire[index]
-        if isinstance(message, Answer):
+        if isinstance(message, VoterAnswer):
             self.hear(client, message)
         else:
             self.serve(client, voter, message)
@@ -157,7 +157,7 @@ class World:
         chosen = [x for x in self.wire if isinstance(x[2], kind) and (x[1] or x[0].name) == to]
         self.wire = [x for x in self.wire if x not in chosen]
         for client, voter, message in chosen:
-            if isinstance(message, Answer):
+            if isinstance(message, VoterAnswer):
                 self.hear(client, message)
             else:
                 self.serve(client, voter, message)
@@ -376,8 +376,8 @@ def _lose_file(world: World, name: str) -> Process:
     process = world.processes[name]
     world.report(process)
     for other in sorted(world.names - {name}):
-        world.pass_on(Report, to=other)
-    world.pass_on(Answer, to=name)
+        world.pass_on(AskState, to=other)
+    world.pass_on(VoterAnswer, to=name)
     assert process.voter is not None
     assert process.voter.born
     return process
@@ -389,12 +389,12 @@ def test_an_answer_from_before_the_loss_of_a_file_does_not_count() -> None:
     reader = world.processes[READER]
     world.begin(world.processes["c"], swap=True)  # on the way to the others
     world.begin(reader, swap=False)
-    world.pass_on(Read, to="c")
-    world.pass_on(Answer, to=READER)
+    world.pass_on(ReadValue, to="c")
+    world.pass_on(VoterAnswer, to=READER)
     _lose_file(world, "c")
     world.pass_on(Accept, to="a")
-    world.pass_on(Read, to="a")
-    world.pass_on(Answer, to=READER)
+    world.pass_on(ReadValue, to="a")
+    world.pass_on(VoterAnswer, to=READER)
     assert set(reader.register.answers) == {"a", "c"}
     assert len({answer.position for answer in reader.register.answers.values()}) == 1
     assert reader.register.outcome is None
@@ -411,13 +411,13 @@ def test_a_value_that_was_taken_over_from_another_voter_does_not_count_under_a_h
     world.now += 2 * DEAD_AFTER
     world.begin(candidate, swap=False, settle=True)
     world.pass_on(Prepare, to="c")
-    late = [x for x in world.wire if isinstance(x[2], Answer)]  # to the candidate: it has promised
+    late = [x for x in world.wire if isinstance(x[2], VoterAnswer)]  # to the candidate: it has promised
     world.wire.clear()
     _lose_file(world, "c")
     world.begin(reader, swap=False)
     for voter in "bc":
-        world.pass_on(Read, to=voter)
-    world.pass_on(Answer, to=READER)
+        world.pass_on(ReadValue, to=voter)
+    world.pass_on(VoterAnswer, to=READER)
     assert len({answer.position for answer in reader.register.answers.values()}) == 1
     assert reader.register.outcome is None
     world.wire += late
@@ -455,13 +455,13 @@ def test_another_candidate_waits_for_the_leader_it_has_heard_and_for_its_own_sta
     _written(world, "a")
     candidate = world.processes["b"]
     world.begin(candidate, swap=True)
-    assert candidate.register.outcome == Outcome(False, wait=DEAD_AFTER)
+    assert candidate.register.outcome == RegisterOutcome(False, wait=DEAD_AFTER)
     world.stop("b", lose_file=False)
     world.now += DEAD_AFTER
     world.start("b")
     candidate = world.processes["b"]
     world.begin(candidate, swap=True)
-    assert candidate.register.outcome == Outcome(False, wait=DEAD_AFTER)
+    assert candidate.register.outcome == RegisterOutcome(False, wait=DEAD_AFTER)
     world.processes["a"].register.begin_release()
     world.send(world.processes["a"])
     world.calm()
@@ -473,20 +473,20 @@ def test_another_candidate_waits_for_the_leader_it_has_heard_and_for_its_own_sta
     assert candidate.register.outcome.written
 
 
-@pytest.mark.parametrize("late", [Read, Accept])
+@pytest.mark.parametrize("late", [ReadValue, Accept])
 def test_what_a_leader_sent_before_it_left_does_not_bring_its_lease_back(late: type) -> None:
     """It may come on another connection than the farewell, which overtakes it."""
     world = World(3, random.Random(0))
     _written(world, "a")
     leader, voter = world.processes["a"], world.processes["c"].voter
     assert voter is not None
-    if late is Read:
+    if late is ReadValue:
         leader.register.begin_read(leading=True)
         world.send(leader)
     else:
         world.begin(leader, swap=True)
     world.pass_on(late, to="b")
-    world.pass_on(Answer, to="a")
+    world.pass_on(VoterAnswer, to="a")
     assert leader.register.outcome is not None
     assert leader.register.outcome.known
     leader.register.begin_release()
@@ -494,7 +494,7 @@ def test_what_a_leader_sent_before_it_left_does_not_bring_its_lease_back(late: t
     world.pass_on(Release, to="c")
     before = len(world.wire)
     world.pass_on(late, to="c")
-    (answer,) = [x[2] for x in world.wire[before - 1 :] if isinstance(x[2], Answer)][-1:]
+    (answer,) = [x[2] for x in world.wire[before - 1 :] if isinstance(x[2], VoterAnswer)][-1:]
     assert answer.granted is (late is Accept), "the value is accepted, but no lease is confirmed"
     assert voter.handle(Prepare(1, world.group, Ballot(9, "b"), "b1"), world.now).granted
 
@@ -516,7 +516,7 @@ def test_a_voter_that_comes_back_waits_for_a_leader_of_which_it_may_have_heard_b
     assert voter.state.founded
     world.begin(candidate, swap=False, settle=True)
     world.pass_on(Prepare, to="c")
-    world.pass_on(Answer, to="a")
+    world.pass_on(VoterAnswer, to="a")
     assert candidate.register.outcome is None or not candidate.register.outcome.known
     assert world.newest == voter.state.promised.number == 1
     world.wire.clear()
@@ -524,7 +524,7 @@ def test_a_voter_that_comes_back_waits_for_a_leader_of_which_it_may_have_heard_b
     world.now += DEAD_AFTER - 1
     leader.register.begin_read(leading=True)  # which it goes on doing, so the voter goes on waiting
     world.send(leader)
-    world.pass_on(Read, to="c")
+    world.pass_on(ReadValue, to="c")
     world.wire.clear()
     world.now += DEAD_AFTER - 1
     answer = voter.handle(Prepare(1, world.group, Ballot(9, "a"), "a1"), world.now)

@@ -1,7 +1,7 @@
 """Stop a process of ``changes.py`` by SIGSTOP as it enters a round: ``frozen.py WHERE WHO DIRECTORY [ARGUMENT ...]``.
 
 WHERE: ``place``, before it reads that it has one; ``join``; ``restore``, before it restores; or ``receive``, as it
-exchanges with others there. WHO: local rank 1 as a ``survivor``, in round 2, or local rank 2 as a ``newcomer``. It
+exchanges with others there. WHO: local rank 1 as a ``survivor``, in round 2, or local rank 2 as a ``new`` one. It
 happens once.
 """
 
@@ -33,7 +33,7 @@ me = os.environ["LOCAL_RANK"] == ("1" if who == "survivor" else "2") and (began 
 
 def stopped_in(number: str, function: Any) -> Any:
     def stopping(*args: Any, **options: Any) -> Any:
-        if me and (os.environ["ELASTIC_LAUNCH_ROUND"] == number or who == "newcomer"):
+        if me and (os.environ["ELASTIC_LAUNCH_ROUND"] == number or who == "new"):
             try:
                 (Path(arguments[0]) / "frozen").touch(exist_ok=False)
             except FileExistsError:

@@ -14,7 +14,7 @@ import zlib
 from pathlib import Path
 
 work = Path(sys.argv[1])
-hello = {"type": "hello", "round": 1, "rank": 0, "local_rank": 0}
+hello = {"type": "workerhello", "round": 1, "rank": 0, "local_rank": 0}
 ready = {"type": "ready", "step": 1, "total": 5, "restore_s": 0.0}
 job = {"sequence": 1, "step": 1, "round": 1}
 stored = {"type": "stored", "slot": 0, "job": job}

@@ -45,7 +45,9 @@ def listen():
         for line in lines:
             message = json.loads(line)
             kind = message["type"]
-            if kind == "commit":  # the answer to a later message: the agent knows that this worker can be suspended
+            if (
+                kind == "commitanswer"
+            ):  # the answer to a later message: the agent knows that this worker can be suspended
                 note("begins")
             if kind == "stop":
                 say("drained", step=7, seconds=0.0)
@@ -69,7 +71,7 @@ if "--fails-again" in flags and place["round"] != 1:
     sys.exit("there is no device")
 sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 sock.connect("\0" + os.environ["ELASTIC_LAUNCH_SOCKET"][1:])
-say("hello", round=place["round"], rank=place["rank"], local_rank=local_rank)
+say("workerhello", round=place["round"], rank=place["rank"], local_rank=local_rank)
 answer, descriptors, _, _ = socket.recv_fds(sock, 4096, 16)
 note("connects", patience_s=json.loads(answer)["patience_s"])
 if ahead:

@@ -1,6 +1,6 @@
 """A training by el.Trainer whose model takes ``--compile-time`` to compile: ``rehearsing.py DIRECTORY [FLAGS]``.
 
-With ``--loop`` it is one by run.steps. Then the newcomer also rehearses an update, and notes in ``rehearsed.jsonl``
+With ``--loop`` it is one by run.steps. Then the worker ahead also rehearses an update, and notes in ``rehearsed.jsonl``
 what that has changed.
 
 It notes the same as ``changes.py``, and in ``compiled.jsonl`` each process that compiles, and whether it has a place.

@@ -157,7 +157,7 @@ class SimLeader:
                 self.closed.add(self.greeted[number])
                 self.ended.add(self.greeted[number])
                 yield from self._carry_out(self.machine.closed(number, now))
-        elif isinstance(message, m.Hello):
+        elif isinstance(message, m.NodeHello):
             self.greeted[number] = message.incarnation
             self.heard[message.incarnation] = now
             self.closed.discard(message.incarnation)
@@ -173,7 +173,7 @@ class SimLeader:
             if self.deposed:
                 return
             match instruction:
-                case to_do.Commit(record=record):
+                case to_do.CommitRecord(record=record):
                     if not (yield from self._commit(record)) or (record.end is None and not self._may_lead()):
                         self.deposed = self._stopping = True
                         return

@@ -52,7 +52,7 @@ class SimNode(Host):
         self.code: int | None = None
         self.lost_power = False
         slow = cluster.live and self.kernel.random.choice((True, False))
-        self.view = v.View(ahead=v.Newcomers(slow=slow))
+        self.view = v.View(ahead=v.AheadWorkers(slow=slow))
         self.workers = SimWorkers(self)
         self.inbox = Mailbox(self.kernel, self)
         self.side = NodeMachine()
@@ -72,7 +72,7 @@ class SimNode(Host):
         self._spoiled_at: float | None = None
         limits = str(cluster.limits)
         self.side.begin(
-            m.Hello(
+            m.NodeHello(
                 m.PROTOCOL_VERSION, "run", "digest", COMMAND, limits, node_id, incarnation, NPROC, f"host-{node_id}", 1
             )
         )
@@ -119,13 +119,13 @@ class SimNode(Host):
                 self.cluster.checks.starts(self, form)
                 self.workers.start(form.round, kept=bool(kept), waiting=bool(waiting), coming=bool(coming))
                 self._say(m.Joined(form.round.number))
-            case v.StartAhead():
+            case v.StartWorkersAhead():
                 self.workers.start_ahead()
             case v.KillAhead():
                 self.workers.kill_ahead()
             case v.GivePlace():
                 self.workers.give_place()
-            case m.Slots() | m.Imported():
+            case m.RankOffer() | m.Imported():
                 self._say(action)
             case v.Terminate():
                 self.workers.terminate()
@@ -133,7 +133,7 @@ class SimNode(Host):
                 self.kernel.call(grace, self, lambda: self.inbox.put(v.GraceOver(number)))
             case v.Kill():
                 self.workers.kill()
-            case v.Suspend():
+            case v.SuspendWorkers():
                 self.workers.suspend()
                 self.kernel.call(SUSPENSION, self, lambda: self.inbox.put(v.SuspendOver(number)))
             case v.SendExit():
@@ -147,7 +147,7 @@ class SimNode(Host):
                 failure = Failure(self.node_id, "crash", 0, 0, 42, 1, "", ran=60.0, symptom=symptom)
                 self._say(m.Failed(number, replace(failure, round=number)))
             case v.ReportReady(round=ready):
-                self._say(m.Ready(ready, live=self.cluster.live))
+                self._say(m.NodeReady(ready, live=self.cluster.live))
             case v.ReportStopped(round=stopped, drained=step, importing=importing):
                 self._say(m.Stopped(stopped, 1, step, importing=importing))
             case m.Done(round=done):
@@ -344,7 +344,7 @@ class SimNode(Host):
                 self._say(m.Reached(number, ""))
             case m.StartAhead():
                 self.inbox.put(order)
-            case m.Form() | m.Drain() | m.Break() | m.Evicted() | m.RunEnd():
+            case m.Form() | m.DrainRound() | m.Break() | m.Evicted() | m.RunEnd():
                 if isinstance(order, m.Form):
                     self._detector.formed()
                 self._over = self._over or isinstance(order, m.RunEnd)

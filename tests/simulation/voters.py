@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_launch.errors import LeasedError, StoreError
 from elastic_launch.rendezvous.stores.majority import FOUNDING, LATE, RETRY
-from elastic_launch.rendezvous.voters.messages import Accept, Answer, Position, Request, group_of
-from elastic_launch.rendezvous.voters.register import Outcome, Register
+from elastic_launch.rendezvous.voters.messages import Accept, ValuePosition, VoterAnswer, VoterRequest, group_of
+from elastic_launch.rendezvous.voters.register import Register, RegisterOutcome
 from elastic_launch.rendezvous.voters.voter import Voter, VoterState
 from simulation.kernel import Host, Mailbox, Resume, Task, Wait
 from simulation.network import Network
@@ -60,8 +60,8 @@ class SimVoters:
         self._written = written
         self._group = group_of("run", VOTERS)
         self._clients: dict[Host, _Client] = {}
-        self._accepted: dict[Position, set[str]] = {}
-        self._last: Position | None = None
+        self._accepted: dict[ValuePosition, set[str]] = {}
+        self._last: ValuePosition | None = None
 
     def started(self, node: SimNode) -> None:
         """A process starts."""
@@ -119,7 +119,7 @@ class SimVoters:
         def begin() -> None:
             client.register.begin_swap(before, value.decode(), voter.state.life, voter.state.promised)
 
-        outcome: Outcome | None = yield from self._operate(client, begin, self._kernel.now + timeout)
+        outcome: RegisterOutcome | None = yield from self._operate(client, begin, self._kernel.now + timeout)
         if outcome is None or not outcome.known:
             raise _lost(outcome)
         return outcome.written
@@ -151,7 +151,7 @@ class SimVoters:
                     self._post(client, other, voter.report_to(other, 0))
             yield self._kernel.sleep(client.node, 2 * FOUNDING if not _votes(voter) else 1.0)
 
-    def _hear(self, client: _Client, answer: Answer) -> None:
+    def _hear(self, client: _Client, answer: VoterAnswer) -> None:
         client.register.hear(answer)
         self._send(client)
 
@@ -163,15 +163,15 @@ class SimVoters:
                 else:
                     self._post(client, name, request)
 
-    def _post(self, client: _Client, name: str, request: Request) -> None:
+    def _post(self, client: _Client, name: str, request: VoterRequest) -> None:
         self._carry(client.node, lambda: self._cluster.host(name), lambda voter: self._serve(client, voter, request))
 
-    def _serve(self, client: _Client, voter: Any, request: Request) -> None:
+    def _serve(self, client: _Client, voter: Any, request: VoterRequest) -> None:
         answer = self._handle(self._clients[voter], request)
         if client.node.node_id not in self.mute:
             self._carry(voter, lambda: client.node, lambda node: self._answered(client, answer))
 
-    def _answered(self, client: _Client, answer: Answer) -> None:
+    def _answered(self, client: _Client, answer: VoterAnswer) -> None:
         if client.voter is not None:
             client.voter.heard(answer, self._kernel.now)
             self._save(client)
@@ -193,7 +193,7 @@ class SimVoters:
         slow = self._kernel.random.uniform(0, 8.0) if source.name in self.late else self._network.delay()
         self._kernel.call(slow, self._kernel.outside, arrive)
 
-    def _handle(self, client: _Client, request: Request) -> Answer:
+    def _handle(self, client: _Client, request: VoterRequest) -> VoterAnswer:
         assert client.voter is not None
         answer = client.voter.handle(request, self._kernel.now)
         self._save(client)
@@ -216,7 +216,7 @@ class SimVoters:
             self._written(request.value.encode(), client.node)
 
 
-def _lost(outcome: Outcome | None) -> StoreError:
+def _lost(outcome: RegisterOutcome | None) -> StoreError:
     if outcome is not None and outcome.wait > 0:
         return LeasedError("the voters wait.", outcome.wait)
     return StoreError("it is not known whether that was written.")

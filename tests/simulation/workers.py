@@ -41,7 +41,7 @@ class SimWorkers:
         self.done: set[int] = set()
         self.deaf = False
         self.ahead = False
-        self._newcomers = 0  # how many were started
+        self._starts_ahead = 0  # how many were started
         self._unplaced = False  # those of the round have not come, and have no place yet
         self._drained = self._killed = False
 
@@ -69,25 +69,25 @@ class SimWorkers:
 
     def start_ahead(self) -> None:
         """Start workers ahead of a place; they come to their first use of the world, or are killed before."""
-        assert self.round is None or self._killed, "newcomers beside workers"
+        assert self.round is None or self._killed, "workers ahead beside workers"
         assert not self.ahead
         assert not self.suspended
         self.ahead = True
-        self._newcomers += 1
-        newcomer, random = self._newcomers, self.node.kernel.random
+        self._starts_ahead += 1
+        number, random = self._starts_ahead, self.node.kernel.random
 
         def end() -> None:
             code = random.choice((-9, -9, 1))
-            if newcomer == self._newcomers and self.ahead:
+            if number == self._starts_ahead and self.ahead:
                 self.ahead = False
                 self._tell(v.AheadGone(0, code))
-            elif newcomer == self._newcomers and self._unplaced and self.round is not None:
+            elif number == self._starts_ahead and self._unplaced and self.round is not None:
                 self._unplaced = False
                 self._gone(code)
 
         def come() -> None:
-            if newcomer == self._newcomers and (self.ahead or self._unplaced):
-                self._tell(v.WorkerAhead(0))
+            if number == self._starts_ahead and (self.ahead or self._unplaced):
+                self._tell(v.AheadWaiting(0))
 
         self.node.kernel.call(random.choice((0.01, 1.0, 8.0)), self.node, random.choice((come, come, come, end)))
 

@@ -15,7 +15,7 @@ from elastic_launch.training.engine import Engine
 from elastic_launch.training.ranks.agreement import NOTHING, Agreement, Wishes
 from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
-from elastic_launch.training.stopping import Stop
+from elastic_launch.training.stopping import StopSource
 
 
 class Late:
@@ -59,11 +59,11 @@ def test_each_interval_is_saved_once_for_any_boundaries_between_steps(
     assert saved == [11, 22, 33]
 
 
-@pytest.mark.parametrize("stop", list(Stop))
-def test_the_sums_of_what_ranks_want_are_what_any_of_them_wants(stop: Stop) -> None:
-    ranks = [Wishes(stop, save=True), Wishes(Stop.SCRIPT, keep=True), Wishes(compare=True, checksum=3), NOTHING]
+@pytest.mark.parametrize("stop", list(StopSource))
+def test_the_sums_of_what_ranks_want_are_what_any_of_them_wants(stop: StopSource) -> None:
+    ranks = [Wishes(stop, save=True), Wishes(StopSource.SCRIPT, keep=True), Wishes(compare=True, checksum=3), NOTHING]
     sums = [sum(column) for column in zip(*(wishes.counts() for wishes in ranks), strict=True)]
-    assert Wishes.of_counts(sums) == Wishes(max(stop, Stop.SCRIPT), save=True, keep=True, compare=True)
+    assert Wishes.of_counts(sums) == Wishes(max(stop, StopSource.SCRIPT), save=True, keep=True, compare=True)
 
 
 def test_a_group_is_formed_by_the_first_exchange_of_its_own() -> None:
@@ -87,7 +87,7 @@ def test_wishes_are_kept_until_they_have_come_with_a_steps_losses() -> None:
     sums = agreement.leave()
     assert sums == given_up == Wishes(save=True, keep=True).counts()
     agreement.arrive(sums)
-    agreement.arrive(Wishes(Stop.AGENT).counts())
+    agreement.arrive(Wishes(StopSource.AGENT).counts())
     assert not any(agreement.leave())
-    assert agreement.exchange_by_step(NOTHING) == Wishes(Stop.AGENT, save=True, keep=True)
+    assert agreement.exchange_by_step(NOTHING) == Wishes(StopSource.AGENT, save=True, keep=True)
     assert agreement.exchange_by_step(NOTHING) == NOTHING

@@ -98,7 +98,7 @@ def test_a_long_wait_for_the_agent_says_what_is_awaited(
     agent, link = ends
     monkeypatch.setattr(link_module, "QUIET", 0.05)
     monkeypatch.setattr(link_module, "FETCH_TIMEOUT", 60.0 if comes else 0.2)
-    agent.sendall(c.pack(c.Slots(1, 0, 1, fetching=True)))
+    agent.sendall(c.pack(c.SnapshotSlots(1, 0, 1, fetching=True)))
     assert not link.stop_asked()
     told = threading.Thread(target=link.wait_fetched)
     told.start()
@@ -121,7 +121,7 @@ def _asked(agent: socket.socket) -> c.MayCommit:
 
 def _allow(agent: socket.socket) -> None:
     """Answer as the agent of a member, once."""
-    agent.sendall(c.pack(c.Commit(_asked(agent).number, True)))
+    agent.sendall(c.pack(c.CommitAnswer(_asked(agent).number, True)))
 
 
 def _no_room(*arguments: int) -> None:
@@ -150,7 +150,7 @@ def test_a_snapshot_that_is_lost_while_it_is_written_does_not_become_a_checkpoin
     run._engine.saver.poll(1, checkpoint)
     assert "checkpoint of step 1: its snapshot is lost: not enough memory" in caplog.text
     assert any(
-        isinstance(m, c.Saved) and m.step == 1 and m.error for m in map(c.unpack, agent.recv(65536).splitlines())
+        isinstance(m, c.WorkerSaved) and m.step == 1 and m.error for m in map(c.unpack, agent.recv(65536).splitlines())
     )
     monkeypatch.undo()
     allowing = threading.Thread(target=_allow, args=(agent,))
@@ -331,7 +331,7 @@ def test_what_a_worker_writes_itself_appears_only_if_the_agent_allows_it(
     asked = _asked(agent)
     assert newest(checkpoint.directory) is None
     if allowed is not None:
-        agent.sendall(c.pack(c.Commit(asked.number, allowed)))
+        agent.sendall(c.pack(c.CommitAnswer(asked.number, allowed)))
     (outcome,) = checkpoint.finish(wait=True)
     found = newest(checkpoint.directory)
     assert (found is not None) == bool(allowed)

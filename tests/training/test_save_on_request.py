@@ -27,7 +27,7 @@ class Asking:
 
     def __init__(self, agent: socket.socket, worker: socket.socket) -> None:
         self._agent = agent
-        self._said: list[c.Saved] = []
+        self._said: list[c.WorkerSaved] = []
         self._thread = threading.Thread(target=self._answer)
         self._thread.start()
         self.link = AgentLink(worker)
@@ -40,7 +40,7 @@ class Asking:
     def ask(self) -> None:
         self._agent.sendall(c.pack(c.Save()))
 
-    def saved(self) -> list[c.Saved]:
+    def saved(self) -> list[c.WorkerSaved]:
         """The worker's messages about checkpoints, once there are any."""
         return wait_for("the worker's word", lambda: list(self._said))
 
@@ -49,8 +49,8 @@ class Asking:
             for line in lines:
                 match c.unpack(line):
                     case c.MayCommit(number=number):
-                        self._agent.sendall(c.pack(c.Commit(number, True)))
-                    case c.Saved() as saved:
+                        self._agent.sendall(c.pack(c.CommitAnswer(number, True)))
+                    case c.WorkerSaved() as saved:
                         self._said.append(saved)
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ def test_everything_is_saved_at_the_next_step_at_any_interval_and_reported_to_th
     assert not asking.run.boundary(3)
     asking.run._engine.finish_training()
     assert step_of(tmp_path) == 2
-    assert asking.saved() == [c.Saved(2, "")]
+    assert asking.saved() == [c.WorkerSaved(2, "")]
 
 
 def test_a_request_postpones_the_interval_s_next_checkpoint_and_no_more(asking: Asking, tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_script_that_saves_nothing_reports_that_at_once(asking: Asking) -> Non
     asking.run._engine.begin(0)
     asking.ask()
     asking.run.boundary(1)
-    assert asking.saved() == [c.Saved(1, "the script saves no checkpoints")]
+    assert asking.saved() == [c.WorkerSaved(1, "the script saves no checkpoints")]
 
 
 def test_a_checkpoint_that_cannot_be_written_is_reported_with_its_error(asking: Asking, tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter
 from elastic_launch.snapshot.storage.shares import OwnTensors
 from elastic_launch.training.checkpoints import split, split_restore
 from elastic_launch.training.checkpoints.memory import MemorySnapshots, Newest, newest
-from elastic_launch.training.checkpoints.sharded import Gathering
-from elastic_launch.training.checkpoints.split import Layouts, Part, Votes, complete, owners, taken
+from elastic_launch.training.checkpoints.sharded import StateGatherer
+from elastic_launch.training.checkpoints.split import Layouts, SnapshotPart, Votes, complete, owners, taken
 from elastic_launch.training.checkpoints.split_restore import restored
 from elastic_launch.training.checkpoints.split_shares import own_tensors
 from elastic_launch.training.link import AgentLink
@@ -78,14 +78,14 @@ def test_shards_are_kept_by_the_node_that_has_them_and_by_the_one_before_of_thos
     ("parts", "whole"),
     [
         ([], False),
-        ([Part()], True),
-        ([Part((0, 1), 3)], False),
-        ([Part((0, 1), 3), Part((1, 2), 3)], True),
-        ([Part((0, 1), 4), Part((2, 1), 4)], False),
-        ([Part((0, 1), 4), Part()], True),
+        ([SnapshotPart()], True),
+        ([SnapshotPart((0, 1), 3)], False),
+        ([SnapshotPart((0, 1), 3), SnapshotPart((1, 2), 3)], True),
+        ([SnapshotPart((0, 1), 4), SnapshotPart((2, 1), 4)], False),
+        ([SnapshotPart((0, 1), 4), SnapshotPart()], True),
     ],
 )
-def test_parts_are_complete_with_the_shards_of_all_ranks_or_the_whole(parts: list[Part], whole: bool) -> None:
+def test_parts_are_complete_with_the_shards_of_all_ranks_or_the_whole(parts: list[SnapshotPart], whole: bool) -> None:
     assert complete(parts) is whole
 
 
@@ -208,17 +208,17 @@ def _slots(states: Sequence[dict[str, Any]], metas: Sequence[dict[str, Any]]) ->
         yield found
 
 
-def _gathered(wholes: Sequence[Tensor], boxes: dict[int, Box], *, keep: bool) -> tuple[dict[str, Any], Gathering]:
+def _gathered(wholes: Sequence[Tensor], boxes: dict[int, Box], *, keep: bool) -> tuple[dict[str, Any], StateGatherer]:
     """Return a rank's state with stand-ins for the tensors that are sharded.
 
     Args:
         boxes: the part that the rank has of these, by index.
     """
-    gathering, tensors = Gathering(keep=keep, split=True), list(wholes)
+    gatherer, tensors = StateGatherer(keep=keep, split=True), list(wholes)
     for index, box in boxes.items():
         tensors[index] = torch.empty(wholes[index].shape, dtype=wholes[index].dtype, device="meta")
-        gathering.left.append((tensors[index], Sharded(wholes[index], box)))
-    return _state(tensors), gathering
+        gatherer.left.append((tensors[index], Sharded(wholes[index], box)))
+    return _state(tensors), gatherer
 
 
 def _replace_distributed(monkeypatch: pytest.MonkeyPatch) -> Messages:
@@ -251,8 +251,8 @@ def test_what_is_taken_is_restored_to_the_bit_and_each_byte_that_a_node_lacks_is
     boxes = [[before.box(likes[index], rank) for index in sharded] for rank in range(before.ranks)]
 
     def take(rank: int) -> dict[str, Any]:
-        state, gathering = _gathered(wholes, dict(zip(sharded, boxes[rank], strict=True)), keep=rank in writers)
-        return taken(state, gathering, boxes, kept_by, rank)
+        state, gatherer = _gathered(wholes, dict(zip(sharded, boxes[rank], strict=True)), keep=rank in writers)
+        return taken(state, gatherer, boxes, kept_by, rank)
 
     states = messages.run(before.ranks, take)
     assert [rank for rank, state in enumerate(states) if state] == sorted(writers)
@@ -275,14 +275,14 @@ def test_what_is_taken_is_restored_to_the_bit_and_each_byte_that_a_node_lacks_is
     with _slots([states[writer] for writer in sorted(writers)], metas) as slots:
         left = data.draw(st.lists(st.sampled_from(range(len(slots))), unique=True), "slots left")
         has = [{*metas[number][PART]["ranks"]} for number in left]
-        there = complete([Part.of(*slots[number]) for number in left])
+        there = complete([SnapshotPart.of(*slots[number]) for number in left])
         assert there is ({*range(before.ranks)} <= set().union(*has))
         assume(there)
         now = _on_nodes(after.ranks, data.draw(st.integers(1, 3), "ranks of a node after"))
         assume(max(now) + 1 >= len(left))
         places = data.draw(st.permutations([*left, *[None] * (max(now) + 1 - len(left))]), "slot of each node")
         slot_of = [places[node] for node in now]
-        parts = {rank: Part.of(*slots[number]) for rank, number in enumerate(slot_of) if number is not None}
+        parts = {rank: SnapshotPart.of(*slots[number]) for rank, number in enumerate(slot_of) if number is not None}
         whole_on = data.draw(st.sets(st.sampled_from(range(after.ranks))), "ranks that do not shard any more")
         messages.sent = 0
 
@@ -326,8 +326,8 @@ def test_the_shares_of_all_nodes_are_the_state_and_no_tensor_is_in_two(
     boxes = [[mesh.box(likes[index], rank) for index in sharded] for rank in range(mesh.ranks)]
 
     def share(rank: int) -> OwnTensors | None:
-        state, gathering = _gathered(wholes, dict(zip(sharded, boxes[rank], strict=True)), keep=rank in firsts)
-        return own_tensors(state, gathering, boxes, firsts, rank)
+        state, gatherer = _gathered(wholes, dict(zip(sharded, boxes[rank], strict=True)), keep=rank in firsts)
+        return own_tensors(state, gatherer, boxes, firsts, rank)
 
     found = messages.run(mesh.ranks, share)
     assert messages.unread == 0
@@ -365,9 +365,9 @@ def test_layouts_are_exchanged_again_only_when_they_change(monkeypatch: pytest.M
         like, mesh = Like((length,), torch.float32, 0), Mesh(2)
 
         def exchanged(rank: int, like: Like = like, mesh: Mesh = mesh) -> list[list[Box]]:
-            gathering = Gathering(keep=True, split=True)
-            gathering.left.append((torch.empty(0), Sharded(like.whole(), mesh.box(like, rank))))
-            return layouts[rank].of_all(gathering, World(rank, 2))
+            gatherer = StateGatherer(keep=True, split=True)
+            gatherer.left.append((torch.empty(0), Sharded(like.whole(), mesh.box(like, rank))))
+            return layouts[rank].of_all(gatherer, World(rank, 2))
 
         half = length // 2
         for found in messages.run(2, exchanged):
@@ -582,7 +582,7 @@ def test_of_two_snapshots_of_one_step_a_node_takes_the_newer_one(
     for each in three.newest():
         assert each is not None
         assert each.mine is not None
-        assert ({*each.parts}, Part.of(*each.mine).world_size > 0) == (parts, bool(parts))
+        assert ({*each.parts}, SnapshotPart.of(*each.mine).world_size > 0) == (parts, bool(parts))
 
 
 @pytest.mark.parametrize(("copies", "splits"), [(2.9, True), (3.6, True), (4.6, False)])

@@ -36,7 +36,7 @@ NAME = "the agent's process"
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class AgentEnd:
     """How an agent's process has ended.
 
     Attributes:
@@ -51,7 +51,7 @@ class Ended:
     pid: int
 
 
-def run_agent(config: LaunchConfig, forked: ForkedCall | None = None) -> Ended:
+def run_agent(config: LaunchConfig, forked: ForkedCall | None = None) -> AgentEnd:
     """Run this node's part of a run in an agent's process, and wait for its end.
 
     In the main thread, signals that make an agent leave are forwarded to that process until it ends; the previous
@@ -96,7 +96,7 @@ def run_agent(config: LaunchConfig, forked: ForkedCall | None = None) -> Ended:
             process.end(config.shutdown_timeout + MARGIN)
         told = os.pread(report, os.fstat(report).st_size, 0)
     # Only now that signals are no longer caught: none is lost.
-    return Ended(json.loads(told) if told else {}, caught[0] if caught else 0, process.exit_code, process.pid)
+    return AgentEnd(json.loads(told) if told else {}, caught[0] if caught else 0, process.exit_code, process.pid)
 
 
 def _command(order: int, report: int, *server: int) -> list[str]:

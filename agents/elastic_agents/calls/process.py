@@ -25,7 +25,7 @@ from elastic_launch.system.program import exiting
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult
 
-    from elastic_agents.agent import LocalElasticAgent
+    from elastic_agents.agent import NodeAgent
 
 OF_GROUP = ("group_rank", "group_world_size", "master_addr", "master_port")
 OF_WORKER = ("id", "global_rank", "world_size", "role_rank", "role_world_size")
@@ -99,7 +99,7 @@ class _Watcher:
         self._meter: Meter | None = None
         self.told: dict[str, Any] = {}
 
-    def begun(self, agent: LocalElasticAgent) -> None:
+    def begun(self, agent: NodeAgent) -> None:
         pipe = self._pipe
         if pipe is not None:
             self._meter = Meter(
@@ -112,7 +112,7 @@ class _Watcher:
         if self._meter is not None:
             self._meter.hear(event)
 
-    def ended(self, agent: LocalElasticAgent, result: RunResult) -> None:
+    def ended(self, agent: NodeAgent, result: RunResult) -> None:
         self.told.update(_ended(self._config, agent, result))
 
 
@@ -131,7 +131,7 @@ def _run(config: LaunchConfig, level: int | None, report: int, begun: Bootstrap 
     return code
 
 
-def _ended(config: LaunchConfig, agent: LocalElasticAgent, result: RunResult) -> dict[str, Any]:
+def _ended(config: LaunchConfig, agent: NodeAgent, result: RunResult) -> dict[str, Any]:
     outcome, failure, group = agent.outcome, agent.outcome.failure, agent.get_worker_group()
     told: dict[str, Any] = {
         "code": int(outcome.code),

@@ -75,7 +75,7 @@ class WatchedWorker:
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
+class WatchedRound:
     """The workers of a round that run.
 
     Attributes:
@@ -107,7 +107,7 @@ class HangWatch:
         self._progress = progress
         self._report = report
         self._host = socket.gethostname()
-        self._watched: Watched | None = None
+        self._watched: WatchedRound | None = None
         self._found: tuple[int, str] = 0, ""  # the last round whose stacks were taken, and these
         self._timeout = timeout
         self._lateness = Lateness()
@@ -127,7 +127,7 @@ class HangWatch:
         self._thread = VitalThread(self._run, "hang watch", owner=lambda end: _log.error(died, end.error))
         self._thread.start()
 
-    def follow(self, watched: Watched | None) -> None:
+    def follow(self, watched: WatchedRound | None) -> None:
         """Watch these workers from now on; None: those of the last call are no longer to advance."""
         self._watched = watched
 
@@ -198,7 +198,7 @@ class HangWatch:
         elif min(found.left, suspect_in) <= 0 and found.seconds >= self._next:
             self._examine(watched, found)
 
-    def _still_stopped(self, watched: Watched) -> list[int]:
+    def _still_stopped(self, watched: WatchedRound) -> list[int]:
         """Return the local ranks of workers that were stopped the last time, too, and have not run since."""
         before, self._stopped = self._stopped, {}
         for worker in watched.workers:
@@ -208,7 +208,7 @@ class HangWatch:
             self._next = 0.0  # what was reported no longer holds
         return [x.local_rank for x in watched.workers if x.pid in before and self._stopped.get(x.pid) == before[x.pid]]
 
-    def _idleness(self, watched: Watched, elapsed: float) -> Standstill:
+    def _idleness(self, watched: WatchedRound, elapsed: float) -> Standstill:
         """Return for how long none of the workers has used a CPU, read or written."""
         self._unchecked += elapsed
         if watched.round != self._idle_round or self._unchecked >= WINDOW:
@@ -220,7 +220,7 @@ class HangWatch:
         doing = "the end of its script" if watched.finishing else "its script"
         return Standstill(self._idle, self._timeout - self._idle, doing)
 
-    def _reports(self, watched: Watched) -> dict[int, WorkerProgress | None]:
+    def _reports(self, watched: WatchedRound) -> dict[int, WorkerProgress | None]:
         found = {worker.local_rank: self._progress(worker.local_rank) for worker in watched.workers}
         for worker in watched.workers:
             report = found[worker.local_rank]
@@ -239,7 +239,7 @@ class HangWatch:
             self._report(Stalled(self._reported))
             self._reported = 0
 
-    def _examine(self, watched: Watched, found: Standstill) -> None:
+    def _examine(self, watched: WatchedRound, found: Standstill) -> None:
         """Find out where each worker stands, and report it.
 
         Workers that are not late yet are reported only if none of them does anything, twice at the same place.

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from elastic_agents.hangs.watch import HangWatch, Watched, WatchedWorker, keep_stacks
+from elastic_agents.hangs.hang_watch import HangWatch, WatchedRound, WatchedWorker, keep_stacks
 from elastic_agents.policy_types import Phase, View
 from elastic_agents.workers.round_workers import RoundWorkers
 from elastic_agents.workers.stuck import LOOK_EVERY
@@ -23,7 +23,7 @@ class Hanging:
 
     Args:
         view: returns the policy's present view.
-        progress, report: see :class:`~elastic_agents.hangs.watch.HangWatch`.
+        progress, report: see :class:`~elastic_agents.hangs.hang_watch.HangWatch`.
         later: puts an item into the agent's inbox after so many seconds.
         files: writes the stacks of workers.
     """
@@ -83,7 +83,7 @@ class Hanging:
             self._workers.kill_stuck()
         self._later(LOOK_EVERY, partial(self._look, number))
 
-    def _advancing(self) -> Watched | None:
+    def _advancing(self) -> WatchedRound | None:
         """The round's workers that have not finished, as long as each of them is to advance or to end."""
         view = self._view()
         if self._config.hang_timeout is None or view.phase is not Phase.RUNNING or not view.alive:
@@ -91,7 +91,7 @@ class Hanging:
         if self._workers.held:  # by the guard, since this agent did not run
             return None
         workers = self._running(view)
-        return Watched(view.round, workers, view.alive != view.slots) if len(workers) == len(view.alive) else None
+        return WatchedRound(view.round, workers, view.alive != view.slots) if len(workers) == len(view.alive) else None
 
     def _running(self, view: View) -> tuple[WatchedWorker, ...]:
         return tuple(

@@ -17,14 +17,14 @@ from dataclasses import replace
 from functools import partial
 
 from elastic_agents.inbox import HowAreYou, Inbox
-from elastic_agents.probes.http_server import HttpServer, Request, Responder, Response
+from elastic_agents.probes.http_server import HttpRequest, HttpResponse, HttpServer, Responder
 from elastic_launch.config.endpoints import Endpoint
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.errors import EndpointError
 from elastic_launch.observe.present import Present
 from elastic_launch.rendezvous.wire.addresses import early_address, full_host_name, listen, listen_anywhere, try_listen
 
-Page = Callable[[Present, str], Response | None]
+Page = Callable[[Present, str], HttpResponse | None]
 """Shows how this node's part of the run is, given what follows the question mark in the address.
 
 Called in the server's thread, so it must not block. It returns None while it has no response; it is called again.
@@ -133,15 +133,17 @@ class Health:
         self._server.close()
         self._listener.close()
 
-    def _livez(self, request: Request) -> Response | None:
-        return self._show(lambda present, _: Response.text(200, present.phase), 0.0, request)
+    def _livez(self, request: HttpRequest) -> HttpResponse | None:
+        return self._show(lambda present, _: HttpResponse.text(200, present.phase), 0.0, request)
 
-    def _readyz(self, request: Request) -> Response | None:
+    def _readyz(self, request: HttpRequest) -> HttpResponse | None:
         return self._show(
-            lambda present, _: Response.text(200 if present.phase == "running" else 503, present.phase), 0.0, request
+            lambda present, _: HttpResponse.text(200 if present.phase == "running" else 503, present.phase),
+            0.0,
+            request,
         )
 
-    def _show(self, page: Page, fresh: float, request: Request) -> Response | None:
+    def _show(self, page: Page, fresh: float, request: HttpRequest) -> HttpResponse | None:
         """Respond with a page; with 503 if the agent has not answered; with None while it may still answer.
 
         Args:
@@ -160,7 +162,7 @@ class Health:
         if not self._asking and now - self._asked_at >= ASK_EVERY:
             self._asking, self._asked_at = True, now
             inbox.put(HowAreYou(self._answered))
-        return Response.text(503, f"no answer within {PATIENCE:g} s") if now - request.at >= PATIENCE else None
+        return HttpResponse.text(503, f"no answer within {PATIENCE:g} s") if now - request.at >= PATIENCE else None
 
     def _answered(self, present: Present) -> None:
         self.heard(present)

@@ -56,7 +56,7 @@ _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct",
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class HttpRequest:
     """A GET or HEAD request.
 
     Attributes:
@@ -74,7 +74,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Response:
+class HttpResponse:
     """A response to send."""
 
     status: int
@@ -82,12 +82,12 @@ class Response:
     content_type: str = "text/plain; charset=utf-8"
 
     @classmethod
-    def text(cls, status: int, text: str) -> Response:
+    def text(cls, status: int, text: str) -> HttpResponse:
         """Return one line of plain text."""
         return cls(status, f"{text}\n".encode())
 
 
-Responder = Callable[[Request], Response | None]
+Responder = Callable[[HttpRequest], HttpResponse | None]
 """Called in the server's thread, so it must not block. It returns None while it has no response; it is called again."""
 
 
@@ -256,11 +256,11 @@ class HttpServer:
         if not end and len(connection.head) <= MAX_HEAD:
             return
         fits = end and len(head) <= MAX_HEAD
-        found = _parse(bytes(head)) if fits else Response.text(431, "The request is too long.")
-        if isinstance(found, Request) and not self._is_asked(found):
+        found = _parse(bytes(head)) if fits else HttpResponse.text(431, "The request is too long.")
+        if isinstance(found, HttpRequest) and not self._is_asked(found):
             hint = "Ask by its address or its host's name, or start the agent with --http-host and this name."
-            found = Response.text(421, f"This server is not {found.host}. {hint}")
-        if isinstance(found, Response):
+            found = HttpResponse.text(421, f"This server is not {found.host}. {hint}")
+        if isinstance(found, HttpResponse):
             self._answer(connection, found)
             return
         connection.request = found
@@ -268,7 +268,7 @@ class HttpServer:
         self._selector.unregister(connection.sock)
         self._ask(connection)
 
-    def _is_asked(self, request: Request) -> bool:
+    def _is_asked(self, request: HttpRequest) -> bool:
         return self._hosts is None or request.path in OPEN or _meant(request.host, self._hosts)
 
     def _ask(self, connection: _Connection) -> None:
@@ -277,12 +277,12 @@ class HttpServer:
         if responder is not None:
             response = responder(connection.request)
         else:
-            response = Response.text(404, f"There is {', '.join(self._routes)}.")
+            response = HttpResponse.text(404, f"There is {', '.join(self._routes)}.")
         if response is not None:
             self._selector.register(connection.sock, selectors.EVENT_READ, connection)
             self._answer(connection, response)
 
-    def _answer(self, connection: _Connection, response: Response) -> None:
+    def _answer(self, connection: _Connection, response: HttpResponse) -> None:
         connection.answered = True
         bare = connection.request is not None and connection.request.bare
         connection.unsent += _head(response) + (b"" if bare else response.body)
@@ -322,7 +322,7 @@ class _Connection:
     def __init__(self, sock: socket.socket, number: int, deadline: float) -> None:
         self.sock, self.number, self.deadline = sock, number, deadline
         self.head, self.unsent = bytearray(), bytearray()
-        self.request: Request | None = None
+        self.request: HttpRequest | None = None
         self.answered = False
 
     @property
@@ -334,29 +334,29 @@ class _Connection:
         return not self.answered or bool(self.unsent), self.answered or self.waiting, self.number
 
 
-def _parse(head: bytes) -> Request | Response:
+def _parse(head: bytes) -> HttpRequest | HttpResponse:
     """Return the request, or the response that says what is wrong with it (RFC 9112)."""
     line, *fields = head.split(b"\r\n")
     asked = re.fullmatch(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+) ([!-~]+) HTTP/([0-9])\.([0-9])", line)
     if asked is None:
-        return Response.text(400, "The request line is malformed.")
+        return HttpResponse.text(400, "The request line is malformed.")
     method, target, major, minor = asked.groups()
     if major != b"1":
-        return Response.text(505, "This is a server for HTTP/1.1.")
+        return HttpResponse.text(505, "This is a server for HTTP/1.1.")
     hosts = []
     for field in fields:
         found = re.fullmatch(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([^\x00\r\n]*)", field)
         if found is None:
-            return Response.text(400, "A header is malformed.")
+            return HttpResponse.text(400, "A header is malformed.")
         if found[1].lower() == b"host":
             hosts.append(found[2].strip(b" \t"))
     if len(hosts) > 1 or (minor != b"0" and not hosts):
-        return Response.text(400, "There must be one Host header.")
+        return HttpResponse.text(400, "There must be one Host header.")
     if method not in (b"GET", b"HEAD"):
-        return Response.text(405, "Use GET or HEAD.")
+        return HttpResponse.text(405, "Use GET or HEAD.")
     path, _, query = re.sub(rb"^https?://[^/?]*", b"", target, flags=re.IGNORECASE).decode("ascii").partition("?")
     host = re.sub(rb":[0-9]*$", b"", hosts[0]).decode("ascii", "replace") if hosts else ""
-    return Request(path or "/", query, time.monotonic(), method == b"HEAD", host)
+    return HttpRequest(path or "/", query, time.monotonic(), method == b"HEAD", host)
 
 
 def _meant(host: str, names: Collection[str]) -> bool:
@@ -373,7 +373,7 @@ def _meant(host: str, names: Collection[str]) -> bool:
     return True
 
 
-def _head(response: Response) -> bytes:
+def _head(response: HttpResponse) -> bytes:
     at = time.gmtime()
     lines = [
         f"HTTP/1.1 {response.status} {HTTPStatus(response.status).phrase}",

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 
 from elastic_agents.probes.health import Page
-from elastic_agents.probes.http_server import Response
-from elastic_agents.probes.roster import Answer, Roster
+from elastic_agents.probes.http_server import HttpResponse
+from elastic_agents.probes.roster import LastStatus, Roster
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.events.types import Event
 from elastic_launch.observe import page
@@ -21,9 +21,9 @@ from elastic_launch.observe.history import History
 from elastic_launch.observe.ledger import Ledger
 from elastic_launch.observe.live import LiveLedger
 from elastic_launch.observe.metrics import CONTENT_TYPE, NodeMetrics
+from elastic_launch.observe.node_watch import NodeWatch, span
 from elastic_launch.observe.present import Present
 from elastic_launch.observe.reading import Host
-from elastic_launch.observe.watch import Watch, span
 from elastic_launch.system.plain_text import plain
 
 SAMPLE_EVERY = 1.0
@@ -47,7 +47,7 @@ def node_pages(
     config: LaunchConfig,
     metrics: NodeMetrics,
     ledger: LiveLedger,
-    watch: Watch,
+    watch: NodeWatch,
     history: History,
     output: Callable[[int], Sequence[str]],
     roster: Roster,
@@ -60,12 +60,12 @@ def node_pages(
     """
     silent = NOTED * config.timing.beat_among(config.limits.max_nodes)
 
-    def show_page(present: Present, query: str = "") -> Response:
-        return Response(200, page.live_page(config.run_id, config.node_id).encode(), "text/html; charset=utf-8")
+    def show_page(present: Present, query: str = "") -> HttpResponse:
+        return HttpResponse(200, page.live_page(config.run_id, config.node_id).encode(), "text/html; charset=utf-8")
 
-    drawn: list[tuple[float, Response]] = []  # the last one, and when
+    drawn: list[tuple[float, HttpResponse]] = []  # the last one, and when
 
-    def show_live(present: Present, query: str = "") -> Response:
+    def show_live(present: Present, query: str = "") -> HttpResponse:
         if not drawn or time.monotonic() - drawn[0][0] >= REDRAW:
             drawn[:] = [(time.monotonic(), redrawn(present))]
         return drawn[0][1]
@@ -78,14 +78,16 @@ def node_pages(
             kept[name] = of, now, make()
         return kept[name][2]
 
-    def redrawn(present: Present) -> Response:
+    def redrawn(present: Present) -> HttpResponse:
         # One event, after which the browser asks again: so a reader that is slow, or stays, holds nothing here.
         found = {"now": page.now_section(watch.figures(present), watch.doing(present))}
         found |= ledger.drawn(draw, present.step) | {"rank": page.rank_options(present.ranks)} | nodes()
-        return Response(200, f"retry: {page.LOOK_EVERY}\ndata: {json.dumps(found)}\n\n".encode(), "text/event-stream")
+        return HttpResponse(
+            200, f"retry: {page.LOOK_EVERY}\ndata: {json.dumps(found)}\n\n".encode(), "text/event-stream"
+        )
 
     def nodes() -> dict[str, str]:
-        answer = roster.look() or Answer()
+        answer = roster.look() or LastStatus()
         now = time.monotonic()
         age = now - answer.at
         old = span(age) if answer.status is not None and (answer.problem or age > OLD) else ""
@@ -120,19 +122,19 @@ def node_pages(
         part = "" if chronicle.leads or not chronicle.rounds else page.part_section(config.node_id)
         return {**charts, **rounds, "summary": page.summary_section(host, found) + part}
 
-    def show_metrics(present: Present, query: str = "") -> Response:
+    def show_metrics(present: Present, query: str = "") -> HttpResponse:
         leads, goodput = ledger.goodput(present.step)
-        return Response(200, metrics.text(present, leads=leads, goodput=goodput), CONTENT_TYPE)
+        return HttpResponse(200, metrics.text(present, leads=leads, goodput=goodput), CONTENT_TYPE)
 
-    def show_log(present: Present, query: str) -> Response:
+    def show_log(present: Present, query: str) -> HttpResponse:
         wanted = re.fullmatch(r"rank=([0-9]{1,9})", query)
         if wanted is not None and int(wanted[1]) in present.ranks:
-            return Response.text(200, plain("\n".join(output(int(wanted[1])))))
+            return HttpResponse.text(200, plain("\n".join(output(int(wanted[1])))))
         own = ", ".join(map(str, present.ranks)) or "none"
         hint = "For another rank ask its node, or run elasticctl logs RANK on its host."
-        return Response.text(404, f"Write /log?rank=N. The ranks of this node are: {own}. {hint}")
+        return HttpResponse.text(404, f"Write /log?rank=N. The ranks of this node are: {own}. {hint}")
 
-    def show_status(present: Present, query: str = "") -> Response | None:
+    def show_status(present: Present, query: str = "") -> HttpResponse | None:
         answer = roster.look()
         if answer is None:
             return None
@@ -148,6 +150,6 @@ def node_pages(
                 "problem": answer.problem,
             },
         }
-        return Response(200, json.dumps(found | asdict(present)).encode() + b"\n", "application/json")
+        return HttpResponse(200, json.dumps(found | asdict(present)).encode() + b"\n", "application/json")
 
     return {"/": show_page, "/live": show_live, "/log": show_log, "/metrics": show_metrics, "/status": show_status}

@@ -37,7 +37,7 @@ CLOSE = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class LastStatus:
     """What the leader said last.
 
     Attributes:
@@ -61,18 +61,18 @@ class Roster:
     def __init__(self, config: LaunchConfig, leader: Callable[[], str]) -> None:
         self._config, self._leader = config, leader
         self._turn = threading.Condition()
-        self._answer = Answer()
+        self._answer = LastStatus()
         self._looked: float | None = None
         self._asked_since = 0.0
         self._closing = False
         self._thread: VitalThread | None = None
 
-    def look(self) -> Answer | None:
+    def look(self) -> LastStatus | None:
         """Return what the leader said last; None if its answer to this look may come in a moment."""
         now = time.monotonic()
         with self._turn:
             if self._looked is None or now - self._looked > LOOKED:
-                self._asked_since, self._answer = now, Answer(self._answer.status, self._answer.at)
+                self._asked_since, self._answer = now, LastStatus(self._answer.status, self._answer.at)
                 self._turn.notify()
             self._looked = now
             if self._thread is None and not self._closing:
@@ -81,7 +81,7 @@ class Roster:
                     thread.start()
                     self._thread = thread
                 except RuntimeError as error:  # no more threads: the next look tries again
-                    self._answer = Answer(self._answer.status, self._answer.at, str(error))
+                    self._answer = LastStatus(self._answer.status, self._answer.at, str(error))
             answered = self._answer.at >= self._asked_since or bool(self._answer.problem)
             return self._answer if answered or now - self._asked_since >= FRESH or self._closing else None
 
@@ -98,7 +98,7 @@ class Roster:
         """Called from the thread that ends: the next look starts another one."""
         _log.error("the leader is not asked for its nodes: %s", died.error)
         with self._turn:
-            self._answer = Answer(self._answer.status, self._answer.at, one_line(died.error))
+            self._answer = LastStatus(self._answer.status, self._answer.at, one_line(died.error))
             self._thread = None
 
     def _run(self) -> None:
@@ -107,7 +107,7 @@ class Roster:
                 self._ask_while_wanted()
             except ElasticLaunchError as error:
                 with self._turn:
-                    self._answer = Answer(self._answer.status, self._answer.at, one_line(error.message))
+                    self._answer = LastStatus(self._answer.status, self._answer.at, one_line(error.message))
                     self._turn.wait_for(lambda: self._closing, ASK_EVERY)
 
     def _ask_while_wanted(self) -> None:
@@ -127,7 +127,7 @@ class Roster:
                 status = client.status()
                 now = time.monotonic()
                 with self._turn:
-                    self._answer = Answer(status, now)
+                    self._answer = LastStatus(status, now)
                     pause = min(max(ASK_EVERY, SHARE * (now - began)), LONGEST)
                     self._turn.wait_for(lambda: self._closing, pause)
                     if self._closing or self._idle():

@@ -21,7 +21,7 @@ from typing import ClassVar
 
 from elastic_agents.helpers import helper_command, helper_environment
 from elastic_launch import codec
-from elastic_launch.contract import MAX_LINE, Commit, Copied, Copying, CopyJob, MayCommit, pack, unpack
+from elastic_launch.contract import MAX_LINE, CommitAnswer, Copied, Copying, CopyJob, MayCommit, pack, unpack
 from elastic_launch.errors import ProtocolError
 
 _log = logging.getLogger("elastic_launch.agent")
@@ -103,7 +103,7 @@ class Copier:
         self._given_up = True
         self._process.kill()
 
-    def hear_out(self, may_commit: Callable[[], Commit], progress: Callable[[], object]) -> Copied:
+    def hear_out(self, may_commit: Callable[[], CommitAnswer], progress: Callable[[], object]) -> Copied:
         """Wait until the process has copied, failed, or stopped making progress; it has then ended, or is left behind.
 
         Args:
@@ -121,7 +121,7 @@ class Copier:
             self._process.stdout.close()
             self._reap()
 
-    def _hear_out(self, may_commit: Callable[[], Commit], progress: Callable[[], object]) -> Copied:
+    def _hear_out(self, may_commit: Callable[[], CommitAnswer], progress: Callable[[], object]) -> Copied:
         while True:
             line = self._line()
             if line is None:
@@ -186,7 +186,7 @@ class Copier:
         line, end, self._pending = self._pending.partition(b"\n")
         return line + end
 
-    def _say(self, answer: Commit) -> None:
+    def _say(self, answer: CommitAnswer) -> None:
         assert self._process.stdin is not None
         try:
             # Bypass the buffer: data left in it would raise BrokenPipeError again on close.

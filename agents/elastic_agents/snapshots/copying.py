@@ -3,7 +3,7 @@ that hangs cannot block the agent. Needs no torch.
 
 Its arguments are a :class:`CopyJob` and the descriptors of the slot's tensors and head. It writes ``Copying`` when it
 begins, then about once a second while it makes progress. Before it commits, it writes ``MayCommit`` and waits for
-``Commit``. When the checkpoint is written, and again at the end, it writes ``Copied``.
+``CommitAnswer``. When the checkpoint is written, and again at the end, it writes ``Copied``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from elastic_launch import codec
-from elastic_launch.contract import Commit, Copied, Copying, CopyJob, MayCommit, Message, pack, unpack
+from elastic_launch.contract import CommitAnswer, Copied, Copying, CopyJob, MayCommit, Message, pack, unpack
 from elastic_launch.errors import UsageError
 from elastic_launch.snapshot.errors import CheckpointError, MalformedError, NotCommittedError, TakenError
 from elastic_launch.snapshot.format.manifest import parse_json
@@ -54,7 +54,7 @@ def copy(
     job: CopyJob,
     tensors: int,
     head: int,
-    may_commit: Callable[[], Commit],
+    may_commit: Callable[[], CommitAnswer],
     progress: Callable[[], None],
     written: Callable[[Copied], None],
 ) -> Copied:
@@ -66,7 +66,7 @@ def copy(
         progress: called now and then, from any thread.
         written: called with the result once the checkpoint is written, before old ones are removed.
     """
-    permit = Commit(0, allowed=False)
+    permit = CommitAnswer(0, allowed=False)
 
     def allowed() -> bool:
         nonlocal permit
@@ -167,11 +167,11 @@ def main() -> None:
             said = time.monotonic()
             say(Copying())
 
-    def may_commit() -> Commit:
+    def may_commit() -> CommitAnswer:
         say(MayCommit(0))
         line = b"" if gone else sys.stdin.buffer.readline()
         answer = unpack(line) if line else None
-        return answer if isinstance(answer, Commit) else Commit(0, allowed=False)
+        return answer if isinstance(answer, CommitAnswer) else CommitAnswer(0, allowed=False)
 
     job = codec.decode(CopyJob, codec.loads(sys.argv[1].encode()))
     progress()  # it has begun: from now on, silence is the storage's fault

@@ -12,7 +12,7 @@ from dataclasses import replace
 from elastic_agents.snapshots.copier import Copier
 from elastic_agents.snapshots.slots import HeldSlot, SlotTable
 from elastic_agents.snapshots.transfer import ENDING, TransferClient, TransferServer
-from elastic_launch.contract import SLOTS, Commit, Copied, Copying, CopyJob, Fetched, Save, Slots, Stored
+from elastic_launch.contract import SLOTS, CommitAnswer, Copied, Copying, CopyJob, Fetched, Save, SnapshotSlots, Stored
 from elastic_launch.rendezvous.wire.messages import SnapshotSource
 from elastic_launch.snapshot.location import Url, place
 from elastic_launch.snapshot.memory.slot import Header, Slot
@@ -99,13 +99,13 @@ class SnapshotStore:
             self._slots.append(Slot.make(f"elastic-launch-slot-{number}"))
         self._thread.start()
 
-    def offer(self) -> tuple[Slots, list[int]]:
+    def offer(self) -> tuple[SnapshotSlots, list[int]]:
         """Return the description of the slots for a worker, and their descriptors."""
         with self._changed:
             self._look()
             descriptors = [number for slot in self._slots for number in (slot.tensors, slot.head)]
             use = -1 if self._fetch is not None else self._book.use
-            offered = Slots(len(self._slots), use, self._book.sequence, self._fetch is not None)
+            offered = SnapshotSlots(len(self._slots), use, self._book.sequence, self._fetch is not None)
             slots = replace(offered, writes=self._writes, split=self._split)
             return slots, descriptors
 
@@ -447,9 +447,9 @@ class SnapshotStore:
             with self._changed:
                 self._copier = None
 
-    def _permit(self) -> Commit:
+    def _permit(self) -> CommitAnswer:
         member = self._may_commit()
-        return Commit(0, member or self._may_add(), adds=not member)
+        return CommitAnswer(0, member or self._may_add(), adds=not member)
 
     def _progress(self) -> None:
         """Inform the workers that a copy is in progress: at the end of the training they wait for it."""

@@ -30,7 +30,7 @@ FORKABLE = frozenset({"jemalloc_bg_thd"})
 """Threads that a forked process does without: jemalloc (part of pyarrow) frees memory in the child, too."""
 
 
-class Watch:
+class ImportWatch:
     """Detects what imports do between :meth:`begin` and :meth:`faults`.
 
     Attributes:

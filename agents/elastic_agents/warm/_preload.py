@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic_agents.warm._import_watch import Watch, watched
+from elastic_agents.warm._import_watch import ImportWatch, watched
 from elastic_agents.warm._script_imports import Import, Reading, entry_point, read
 
 TORCH = (
@@ -143,7 +143,7 @@ class Loading:
         self._asked, self._without = asked, without
         self._before = dict(os.environ)
         os.environ[NVML] = "1"  # otherwise querying devices would break CUDA in forks
-        self._watch, self._missed = Watch(), _Missed()
+        self._watch, self._missed = ImportWatch(), _Missed()
         sys.meta_path.append(self._missed)
         self._loaded = Loaded(missed=self._missed.names)
         gc.disable()  # saves a third of the time: what is imported is never freed

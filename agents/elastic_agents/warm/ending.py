@@ -67,7 +67,7 @@ def end(error: BaseException | None, env: Mapping[str, str]) -> NoReturn:
 
 def last_words(code: int) -> bytes:
     """Return the message that tells the agent that only destructors are left: elastic_launch.contract.Ended."""
-    return b'{"type":"ended","exit_code":%d}\n' % code
+    return b'{"type":"workerending","exit_code":%d}\n' % code
 
 
 def record(error: BaseException | None, path: str) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from elastic_agents.child import Child
 from elastic_agents.prctl import set_dumpable
-from elastic_agents.probes.http_server import HttpServer, Response
+from elastic_agents.probes.http_server import HttpResponse, HttpServer
 from elastic_agents.warm._preload import Loading, Plan, plan
 from elastic_agents.warm._script_imports import Import
 from elastic_agents.warm.run_script import BLOCKED, show
@@ -234,9 +234,9 @@ def answering(listener: socket.socket) -> Iterator[None]:
         listener: keeps listening after this ends.
     """
     routes = {
-        "/livez": lambda _: Response.text(200, "starting"),
-        "/healthz": lambda _: Response.text(200, "starting"),
-        "/readyz": lambda _: Response.text(503, "starting"),
+        "/livez": lambda _: HttpResponse.text(200, "starting"),
+        "/healthz": lambda _: HttpResponse.text(200, "starting"),
+        "/readyz": lambda _: HttpResponse.text(503, "starting"),
     }
     with contextlib.ExitStack() as served:
         with contextlib.suppress(OSError, RuntimeError):

@@ -30,7 +30,7 @@ from elastic_launch.clock import Clock
 from elastic_launch.codec import LineReader
 from elastic_launch.errors import ProtocolError
 from elastic_launch.events.types import EventSink, SnapshotsLeftOut
-from elastic_launch.rendezvous.wire.messages import Saved
+from elastic_launch.rendezvous.wire.messages import NodeSaved
 from elastic_launch.shared_progress import SharedProgress, WorkerProgress
 from elastic_launch.system.descriptors import PAUSE, reserve, scarce
 from elastic_launch.system.threads import VitalThread
@@ -41,7 +41,7 @@ _log = logging.getLogger("elastic_launch.agent")
 
 @dataclass(frozen=True, slots=True)
 class ScriptEnded:
-    """A process reported that its script has ended; see :class:`elastic_launch.contract.Ended`."""
+    """A process reported that its script has ended; see :class:`elastic_launch.contract.WorkerEnding`."""
 
     pid: int
     exit_code: int
@@ -74,7 +74,7 @@ class WhyFailing:
 
 
 @dataclass(frozen=True, slots=True)
-class Restored:
+class WorkerRestored:
     """A worker has restored a training, and writes no snapshots; see :class:`elastic_launch.contract.Restored`."""
 
     round: int
@@ -103,7 +103,7 @@ class _Peer:
     sock: socket.socket
     pid: int
     lines: LineReader = field(default_factory=lambda: LineReader(c.MAX_LINE))
-    hello: c.Hello | None = None
+    hello: c.WorkerHello | None = None
     begun: bool = False
     waits: bool = False
     deaf: bool = False
@@ -192,7 +192,7 @@ class Control:
         """
         with self._lock:  # the worker must not be informed of a fetch before this
             for peer in self._waiting([local_rank]):
-                peer.hello = c.Hello(place.round, place.placement.rank, local_rank)
+                peer.hello = c.WorkerHello(place.round, place.placement.rank, local_rank)
                 peer.waits = False
                 slots, _ = self._snapshot_store.offer()
                 place = replace(place, use=slots.use, sequence=slots.sequence, fetching=slots.fetching)
@@ -228,7 +228,7 @@ class Control:
                 self._send(peer, copied)
             return bool(told)
 
-    def _writes(self, hello: c.Hello) -> bool:
+    def _writes(self, hello: c.WorkerHello) -> bool:
         return bool(hello.round) and hello.local_rank == self.writer and hello.saves
 
     def tell_fetched(self, fetched: c.Fetched) -> None:
@@ -248,7 +248,7 @@ class Control:
                     self._save_asked = self.step_timer.done
                     self._send(peer, c.Save())
                 else:
-                    self._say(Saved(round_number, self.step_timer.done, SAVES_ITSELF, asked=True))
+                    self._say(NodeSaved(round_number, self.step_timer.done, SAVES_ITSELF, asked=True))
 
     def answers(self, step: int) -> bool:
         """Whether a checkpoint of this many steps includes all that were done when one was requested."""
@@ -385,25 +385,25 @@ class Control:
             self._step_events.hung_up(round_number)
 
     def _hear(self, peer: _Peer, message: c.Message) -> None:
-        if isinstance(message, c.Hello):
+        if isinstance(message, c.WorkerHello):
             if peer.hello is not None or message.local_rank >= self._workers:
-                raise ProtocolError(f"{message} is not the one Hello of one of {self._workers} workers.")
+                raise ProtocolError(f"{message} is not the one WorkerHello of one of {self._workers} workers.")
             self._offer(peer, message)
             return
-        if isinstance(message, c.Ended):
+        if isinstance(message, c.WorkerEnding):
             self._say(ScriptEnded(peer.pid, message.exit_code))
             return
         if isinstance(message, c.FaultDue):
             self._say(FaultReached(peer.pid, message, partial(self._order_fault, peer.sock)))
             return
         if peer.hello is None:
-            raise ProtocolError(f"{type(message).__name__} was sent before Hello.")
+            raise ProtocolError(f"{type(message).__name__} was sent before WorkerHello.")
         number, local_rank = peer.hello.round, peer.hello.local_rank
         if number == 0 or isinstance(message, c.Ahead):
             if number or peer.waits or not isinstance(message, c.Ahead):
                 raise ProtocolError(f"{type(message).__name__} was sent in round {number}.")
             peer.waits = True
-            self._say(v.WorkerAhead(local_rank, message.arguments))
+            self._say(v.AheadWaiting(local_rank, message.arguments))
             return
         match message:
             case c.Ready(step=step, live=live, restore_s=restore_s, drains=drains, rehearses=rehearses):
@@ -427,15 +427,15 @@ class Control:
                 self.step_timer.step(*reached[:3])
                 self._step_events.step(number, step, reached.at)
             case c.MayCommit(number=asked):
-                self._send(peer, c.Commit(asked, self._snapshot_store.may_commit()))
+                self._send(peer, c.CommitAnswer(asked, self._snapshot_store.may_commit()))
             case c.Stored():
                 self._send(peer, c.Use(self._snapshot_store.stored(message)))
             case c.NoSnapshots(cause=cause):
                 self._events.emit(SnapshotsLeftOut(number, cause))
             case c.Restored(training=training):
-                self._say(Restored(number, local_rank, training))
-            case c.Saved(step=step, error=error):
-                self._say(Saved(number, step, error, self.answers(step)))
+                self._say(WorkerRestored(number, local_rank, training))
+            case c.WorkerSaved(step=step, error=error):
+                self._say(NodeSaved(number, step, error, self.answers(step)))
             case c.Drained(step=step, seconds=seconds):
                 self.step_timer.saved(seconds)
                 self._say(v.WorkerDrained(number, local_rank, step))
@@ -462,7 +462,7 @@ class Control:
             if (peer := self._peers.get(sock)) is not None:
                 self._send(peer, c.FaultOrder(strikes))
 
-    def _offer(self, peer: _Peer, hello: c.Hello) -> None:
+    def _offer(self, peer: _Peer, hello: c.WorkerHello) -> None:
         with self._lock:  # the worker must not be informed of a fetch before this
             peer.hello, self.saves = hello, hello.saves
             slots, descriptors = self._snapshot_store.offer()

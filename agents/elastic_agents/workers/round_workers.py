@@ -90,7 +90,7 @@ class _Worker:
 class RoundWorkers:
     """Owns the processes of the current round, suspended ones included, their sessions and their output.
 
-    It owns newcomers, too, which have no place in a round yet. What is done to all workers spares these.
+    It owns workers ahead, too, which have no place in a round yet. What is done to all workers spares these.
 
     Args:
         files: reads and copies the files that workers leave, which may hang.
@@ -168,14 +168,14 @@ class RoundWorkers:
         return pid
 
     def keep(self, round_number: int, placement: Placement) -> int:
-        """Give the worker of the same local rank, suspended or a newcomer, a place in another round; return its pid."""
+        """Give the worker of the same local rank, suspended or ahead, a place in another round; return its pid."""
         worker = self._chosen({placement.local_rank})[-1]
         worker.round, worker.placement, worker.placed = round_number, placement, self._clock.now()
         worker.suspends, worker.alike, worker.restoring = None, (), False
         return worker.pid
 
     def logs(self) -> dict[int, WorkerLogs]:
-        """Return where the output goes of the workers that run, newcomers too, by local rank."""
+        """Return where the output goes of the workers that run, also ahead, by local rank."""
         return {worker.placement.local_rank: worker.logs for worker in self._alive.values()}
 
     def output(self, rank: int) -> list[str]:
@@ -199,7 +199,7 @@ class RoundWorkers:
             return (worker.pid, self._clock.now() - worker.started) if begun else None
         return None
 
-    def newcomer(self, pid: int) -> int | None:
+    def ahead_of(self, pid: int) -> int | None:
         """Return the local rank of a worker that has no place in a round yet; None if the process is none."""
         worker = self._alive.get(pid)
         return None if worker is None or worker.round else worker.placement.local_rank
@@ -228,7 +228,7 @@ class RoundWorkers:
         return WorkerEnded(worker.round, worker.placement.local_rank)
 
     def reap(self, pid: int, exit_code: int) -> Reaped | None:
-        """Record an exit; None if the process was not a worker of the current round, nor a newcomer.
+        """Record an exit; None if the process was not a worker of the current round, nor one ahead.
 
         If it was killed after its script had ended, the script's exit code counts.
 
@@ -429,7 +429,7 @@ class RoundWorkers:
         return stuck
 
     def close(self) -> None:
-        """Kill all workers, newcomers too, and everything that they left behind."""
+        """Kill all workers, those ahead too, and everything that they left behind."""
         for pid in self._alive:
             self._processes.signal(pid, signal.SIGKILL)
         self._end_sessions(set(self._sessions), AT_LAST)

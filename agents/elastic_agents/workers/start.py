@@ -256,7 +256,7 @@ class WorkerStarts:
 
     def _over(self, pid: int) -> AheadOver | None:
         """The time is over in which a worker had to come to its first use of the world."""
-        local_rank = self._workers.newcomer(pid)
+        local_rank = self._workers.ahead_of(pid)
         return None if local_rank is None else AheadOver(local_rank)
 
     # How long starts take.

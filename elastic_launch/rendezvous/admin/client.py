@@ -136,14 +136,14 @@ class AdminClient:
         self,
         request: a.AskDrain | a.AskSave | a.AskResize | a.AskStacks,
         told: Callable[[a.NodeStacks], object] = lambda told: None,
-    ) -> a.Answer:
+    ) -> a.AdminAnswer:
         """Send a request, and wait until it is done or can no longer be done; raises the errors of :meth:`status`.
 
         Args:
             told: called with each node's stacks as they come.
         """
         answer = self._ask(request, told)
-        assert isinstance(answer, a.Answer)
+        assert isinstance(answer, a.AdminAnswer)
         return answer
 
     def pause(self, seconds: float) -> None:
@@ -153,14 +153,14 @@ class AdminClient:
             self._check(order)
 
     def _ask(
-        self, request: a.Request, told: Callable[[a.NodeStacks], object] = lambda told: None
-    ) -> a.Answer | a.Status:
+        self, request: a.AdminRequest, told: Callable[[a.NodeStacks], object] = lambda told: None
+    ) -> a.AdminAnswer | a.Status:
         self._say(request)
         while True:
             order = self._next()
             if isinstance(order, a.NodeStacks):
                 told(order)
-            if isinstance(order, a.Answer | a.Status):
+            if isinstance(order, a.AdminAnswer | a.Status):
                 return order
 
     def _next(self) -> m.Order:
@@ -222,7 +222,7 @@ class AdminClient:
             ) from error
         self._orders += [order for order in orders if isinstance(order, m.Order)]
 
-    def _say(self, message: a.Caller | a.Request) -> None:
+    def _say(self, message: a.Caller | a.AdminRequest) -> None:
         self._channel.send(m.pack(message))
 
 

@@ -55,13 +55,13 @@ class AskStacks:
     """Have all nodes of the round tell where their workers stand: a :class:`NodeStacks` each, then the answer."""
 
 
-Request = AskStatus | AskDrain | AskSave | AskResize | AskStacks
+AdminRequest = AskStatus | AskDrain | AskSave | AskResize | AskStacks
 
 # Answers.
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class AdminAnswer:
     """The outcome of a request.
 
     Attributes:

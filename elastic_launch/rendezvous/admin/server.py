@@ -49,7 +49,7 @@ class _Waiting:
         asks_again: whether the next round is to save, because this one was drained before it had.
     """
 
-    request: a.Request
+    request: a.AdminRequest
     node: Node | None = None
     busy: bool = False
     until: float | None = None
@@ -67,7 +67,7 @@ class _Heard:
 
     round: int = 0
     step: int | None = None
-    progress: m.Progress | None = None  # the last report of the node that is ahead
+    progress: m.ProgressBeat | None = None  # the last report of the node that is ahead
     checkpoint: tuple[int, float] | None = None
     snapshot: tuple[int, float] | None = None
     steps: dict[str, int] = field(default_factory=dict)  # in this round, by node
@@ -117,7 +117,7 @@ class AdminRequests:
         """Handle a closed link; its request continues."""
         self._callers.pop(link, None)
 
-    def ask(self, link: int, request: a.Request, now: float) -> list[Instruction]:
+    def ask(self, link: int, request: a.AdminRequest, now: float) -> list[Instruction]:
         """Handle a caller's request, which gets one answer. Another request before the answer replaces it."""
         if link not in self._callers or self._machine.ended:
             return []
@@ -146,7 +146,7 @@ class AdminRequests:
         if node is None or not node.active:
             return
         match report:
-            case m.Progress(round=round_number, step=step, snapshot=snapshot) if round_number == number:
+            case m.ProgressBeat(round=round_number, step=step, snapshot=snapshot) if round_number == number:
                 self._reached(number, step)
                 self._heard.steps[node.hello.node_id] = step
                 if step == self._heard.step:
@@ -168,7 +168,7 @@ class AdminRequests:
                         asked.stacks_of.discard(name)
                         self._send(caller, a.NodeStacks(term, name, text))
                         self._told_stacks(caller, asked, now)
-            case m.Saved(round=round_number, step=step) if round_number == number:
+            case m.NodeSaved(round=round_number, step=step) if round_number == number:
                 if not report.error:
                     self._reached(number, step)  # this report may arrive before that of the step
                     self._heard.checkpoint = step, now
@@ -188,7 +188,7 @@ class AdminRequests:
         """Return the run's status."""
         machine, record, unsure = self._machine, self._machine.record, self._unsure_for()
         found = self._heard.progress if machine.running else None
-        progress = found if found is not None and found.round == record.round.number else m.Progress(0, 0)
+        progress = found if found is not None and found.round == record.round.number else m.ProgressBeat(0, 0)
         ends = [*accumulate(member.workers for member in record.round.members)]
         ranks = {x.node_id: (end - x.workers, end - 1) for x, end in zip(record.round.members, ends, strict=True)}
         return a.Status(
@@ -346,7 +346,7 @@ class AdminRequests:
         """Whether this leader leaves with the node, so that it sees only the node's own part."""
         return node.hello.incarnation == self._machine.record.leader.incarnation
 
-    def _wrote(self, report: m.Saved) -> None:
+    def _wrote(self, report: m.NodeSaved) -> None:
         if report.error:
             self._settle(a.AskSave, lambda _: (False, f"no checkpoint was written: {report.error}"))
         else:
@@ -365,7 +365,7 @@ class AdminRequests:
             self._send(link, self._machine.end_order())
 
     def _settle(
-        self, kind: type[a.Request], answer: Callable[[_Waiting], tuple[bool, str]], step: int | None = None
+        self, kind: type[a.AdminRequest], answer: Callable[[_Waiting], tuple[bool, str]], step: int | None = None
     ) -> None:
         for link, waiting in self._pending():
             if isinstance(waiting.request, kind):
@@ -396,7 +396,7 @@ class AdminRequests:
 
     def _answer(self, link: int, done: bool, text: str, step: int | None = None) -> None:
         self._callers[link] = None
-        self._send(link, a.Answer(self._machine.record.term, done, text, step))
+        self._send(link, a.AdminAnswer(self._machine.record.term, done, text, step))
 
     def _refuse(self, link: int, reason: str, hint: str) -> list[Instruction]:
         self._send(link, m.Refused(self._machine.record.term, reason, hint))

@@ -6,7 +6,7 @@ import shlex
 from difflib import SequenceMatcher
 
 from elastic_launch.rendezvous.record import ControlRecord
-from elastic_launch.rendezvous.wire.messages import PROTOCOL_VERSION, Hello
+from elastic_launch.rendezvous.wire.messages import PROTOCOL_VERSION, NodeHello
 from elastic_launch.system.plain_text import clipped, one_line
 
 LONGEST_COMMAND = 4096
@@ -22,7 +22,7 @@ COMPARED = 256
 """Most arguments that are compared: the time grows with their square."""
 
 
-def refusal(hello: Hello, record: ControlRecord, command: str) -> tuple[str, str] | None:
+def refusal(hello: NodeHello, record: ControlRecord, command: str) -> tuple[str, str] | None:
     """Return why the node cannot join and what to do about it, or None if it can."""
     if hello.version != PROTOCOL_VERSION:
         return (

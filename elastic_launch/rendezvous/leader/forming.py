@@ -9,8 +9,7 @@ from dataclasses import replace
 from operator import attrgetter
 
 from elastic_launch.errors import ExitCode
-from elastic_launch.events.types import Parked as ParkedEvent
-from elastic_launch.events.types import RoundFormed
+from elastic_launch.events.types import Parked, RoundFormed
 from elastic_launch.rendezvous.leader.leavers import is_needed, sources
 from elastic_launch.rendezvous.leader.phases import (
     Broken,
@@ -18,13 +17,13 @@ from elastic_launch.rendezvous.leader.phases import (
     Ended,
     Ending,
     Gathering,
-    Parked,
+    ParkedRun,
     Phase,
     Running,
     last_failure,
 )
 from elastic_launch.rendezvous.leader.ranks import choose
-from elastic_launch.rendezvous.leader.resizing import newcomers, prepared, waiting
+from elastic_launch.rendezvous.leader.resizing import joinable, prepared, waiting
 from elastic_launch.rendezvous.leader.state import LeaderState
 from elastic_launch.rendezvous.leader.types import Node
 from elastic_launch.rendezvous.leader.verdict import Kind
@@ -35,7 +34,7 @@ _LEAVING = attrgetter("leaving")
 """A generator takes several times as long, and this is asked for each node that joins."""
 
 
-def gather(state: LeaderState, phase: Gathering | Parked, now: float) -> Phase:
+def gather(state: LeaderState, phase: Gathering | ParkedRun, now: float) -> Phase:
     """Form the next round once all expected nodes are there; return the phase that follows."""
     if isinstance(phase, Gathering) and phase.ends:
         return _end(state, phase, ExitCode.TERMINATED, phase.ends, now)
@@ -50,7 +49,7 @@ def gather(state: LeaderState, phase: Gathering | Parked, now: float) -> Phase:
         return _form(state, phase.after, now)
     if len(there) >= least:
         return phase
-    if isinstance(phase, Parked):
+    if isinstance(phase, ParkedRun):
         if now - phase.at < state.timing.min_wait:
             return phase
         waited = f"--min-wait {state.timing.min_wait:g} s"
@@ -58,15 +57,15 @@ def gather(state: LeaderState, phase: Gathering | Parked, now: float) -> Phase:
         return _end(state, phase, ExitCode.TOO_FEW_NODES, cause, now)
     if not there and phase.after is None:
         return phase
-    event = ParkedEvent(len(there), least, state.timing.min_wait)
+    event = Parked(len(there), least, state.timing.min_wait)
     if state.nodes:
         state.emit(event)
     for node in there:
-        state.send(node.link, m.Notice(state.record.term, event.line()))
-    return Parked(phase.after, now)
+        state.send(node.link, m.UserMessage(state.record.term, event.line()))
+    return ParkedRun(phase.after, now)
 
 
-def _end(state: LeaderState, phase: Gathering | Parked, code: int, cause: str, now: float) -> Ended:
+def _end(state: LeaderState, phase: Gathering | ParkedRun, code: int, cause: str, now: float) -> Ended:
     failure = last_failure(phase)
     state.end(code, cause, failure, now)
     return Ended(failure)
@@ -119,7 +118,7 @@ def try_reach(state: LeaderState, node: Node) -> None:
 
 
 def start_ahead(state: LeaderState, phase: Running | Draining | Broken) -> None:
-    """Have newcomers start their workers while others train, in a run whose workers are live.
+    """Have nodes that could join start their workers while others train, in a run whose workers are live.
 
     Spares, too: a spare whose workers have started takes a lost member's place at once. A new leader repeats the order;
     a node whose workers have started says so again.
@@ -127,7 +126,7 @@ def start_ahead(state: LeaderState, phase: Running | Draining | Broken) -> None:
     over = not isinstance(phase, Running) and bool(phase.ends)
     if not state.live or over:
         return
-    found = newcomers(state.nodes, state.record.round)
+    found = joinable(state.nodes, state.record.round)
     if found and any(node.done for node in state.members()):
         return
     for node in found:

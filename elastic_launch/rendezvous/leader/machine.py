@@ -1,8 +1,8 @@
 """The leader's pure state machine, which decides which nodes train together.
 
 Its input is reports, closed links and clock ticks; its output is instructions, to be carried out in order. If a
-``Commit`` fails because the store holds another leader's record, the instructions after it must be dropped, and the
-leader must stop.
+``CommitRecord`` fails because the store holds another leader's record, the instructions after it must be dropped, and
+the leader must stop.
 
 Invariants, checked by the stateful tests after every event:
 
@@ -28,7 +28,7 @@ from elastic_launch.events.types import FaultLanded, JoinBlocked, NodeDiffers, N
 from elastic_launch.failure import Failure
 from elastic_launch.rendezvous.leader.admission import differences, refusal
 from elastic_launch.rendezvous.leader.forming import try_reach
-from elastic_launch.rendezvous.leader.phases import Draining, Ended, Parked, Running, last_failure, over, put_off
+from elastic_launch.rendezvous.leader.phases import Draining, Ended, ParkedRun, Running, last_failure, over, put_off
 from elastic_launch.rendezvous.leader.rounds import MOST_SECONDS, Rounds
 from elastic_launch.rendezvous.leader.state import LeaderState
 from elastic_launch.rendezvous.leader.types import Instruction, Node
@@ -40,7 +40,7 @@ TURN_CAP = 2.0
 """Most seconds of silence that a gap between the leader's own turns counts: a suspended leader evicts no node."""
 
 
-SAID_BY_ALL = (m.Joined, m.Ready, m.Stopped, m.Slots, m.Imported)
+SAID_BY_ALL = (m.Joined, m.NodeReady, m.Stopped, m.RankOffer, m.Imported)
 """Reports whose consequences wait for the turn after all that was received, since to find them all nodes are looked
 through: a round of N nodes would otherwise cost N * N looks."""
 
@@ -102,7 +102,7 @@ class LeaderMachine:
 
     @property
     def live(self) -> bool:
-        """Whether the run's workers can be suspended, as far as is known, and newcomers start ahead of a place."""
+        """Whether the run's workers can be suspended, as far as is known, and workers start ahead of a place."""
         return self._state.live
 
     @property
@@ -129,7 +129,7 @@ class LeaderMachine:
 
     # Input.
 
-    def hello(self, link: int, hello: m.Hello, now: float) -> list[Instruction]:
+    def hello(self, link: int, hello: m.NodeHello, now: float) -> list[Instruction]:
         """Handle a node's hello on a new link."""
         self._wake(now)
         reason = refusal(hello, self.record, self._command)
@@ -170,14 +170,14 @@ class LeaderMachine:
             return []
         node.silence, node.heard = 0.0, now
         current = self.record.round.number
-        if isinstance(report, m.Beat | m.Progress):
-            if isinstance(report, m.Progress) and node.active and report.round == current:
+        if isinstance(report, m.Beat | m.ProgressBeat):
+            if isinstance(report, m.ProgressBeat) and node.active and report.round == current:
                 self._rounds.progressed(node, report.step)
             return []  # timers are left to the next turn: every node sends a beat each second
         match report:
             case m.Joined(round=number) if node.active and number == current:
                 node.joined = True
-            case m.Ready(round=number) if node.active and number == current:
+            case m.NodeReady(round=number) if node.active and number == current:
                 node.joined = node.ready = True
                 node.live, node.apart = report.live, False
                 self._state.arguments = report.arguments or self._state.arguments
@@ -190,7 +190,7 @@ class LeaderMachine:
                         self._send(other.link, m.PeerDone(self.record.term, number))
             case m.Failed(round=number, failure=failure) if number == current:
                 self._rounds.failed(node, failure, now)
-            case m.FaultDue(round=number) if node.active and number == current:
+            case m.StrikeDue(round=number) if node.active and number == current:
                 self._fault_due(node, report)
             case m.Stalled(round=number) if node.active and number == current:
                 self._rounds.stalled(node, report, now)
@@ -207,7 +207,7 @@ class LeaderMachine:
                 self._rounds.unfit(node, failure, now)
             case m.Reached(round=number, error=error) if number == current and not (node.active and node.ready):
                 self._reached(node, error)
-            case m.Slots(slots=slots):
+            case m.RankOffer(slots=slots):
                 node.offer(slots)
             case m.Leaving(reason=reason, seconds=seconds):
                 self._rounds.leaves(node, reason, seconds, now)
@@ -320,7 +320,7 @@ class LeaderMachine:
 
     # Membership.
 
-    def _learn(self, hello: m.Hello, now: float) -> None:
+    def _learn(self, hello: m.NodeHello, now: float) -> None:
         """Take over what a member of an earlier term knows: the record may have been lost with its host."""
         self._state.budget.learn(hello.seen_restarts)
         self._state.floor = max(self._state.floor, hello.seen_round)
@@ -333,7 +333,7 @@ class LeaderMachine:
         if hello.round_seen is not None and member and hello.seen_round == formed.number:
             self._rounds.recall(hello.round_seen, now)
 
-    def _compare(self, link: int, hello: m.Hello) -> None:
+    def _compare(self, link: int, hello: m.NodeHello) -> None:
         """Tell a joining node how it differs from the run, and the user if no node has differed in that way before."""
         arguments, places = differences(self._command, hello.command)
         limits = ""
@@ -343,12 +343,12 @@ class LeaderMachine:
             return
         event = NodeDiffers(hello.node_id, arguments, limits)
         if hello.incarnation != self.record.leader.incarnation:
-            self._send(link, m.Notice(self.record.term, event.line()))
+            self._send(link, m.UserMessage(self.record.term, event.line()))
         if (places, limits) not in self._compared and len(self._compared) < MOST_COMPARED:
             self._compared.add((places, limits))
             self._emit(event)
 
-    def _is_replaced(self, hello: m.Hello) -> bool:
+    def _is_replaced(self, hello: m.NodeHello) -> bool:
         """Whether a newer incarnation of the node id has joined."""
         seen = self._incarnations.setdefault(hello.node_id, [])
         if hello.incarnation not in seen:
@@ -361,7 +361,7 @@ class LeaderMachine:
         self._close(link)
         return reason
 
-    def _fault_due(self, node: Node, report: m.FaultDue) -> None:
+    def _fault_due(self, node: Node, report: m.StrikeDue) -> None:
         """A worker has come to a fault of the drill: have it happen, unless it has happened before."""
         if not self._state.drill.lands(report.fault):
             self._send(node.link, m.Strike(self.record.term, report.fault, ""))
@@ -370,7 +370,7 @@ class LeaderMachine:
         for other in self.nodes.values():
             self._send(other.link, m.Strike(self.record.term, report.fault, node.hello.node_id))
 
-    def _admit(self, link: int, hello: m.Hello, now: float) -> None:
+    def _admit(self, link: int, hello: m.NodeHello, now: float) -> None:
         node = Node(hello, link, self._arrivals, hello.store_port, heard=now)
         node.importing, node.held, node.apart = hello.importing, hello.held, hello.apart
         node.trained = node.veteran = hello.trained
@@ -406,12 +406,12 @@ class LeaderMachine:
             self._rounds.leaves(node, hello.leaving, 0.0, now)
         self._consider(now)
         phase = self._rounds.phase
-        if not (self.running or self.ended or (isinstance(phase, Parked) and phase.at == now)):
-            self._send(link, m.Notice(self.record.term, self.outlook))
+        if not (self.running or self.ended or (isinstance(phase, ParkedRun) and phase.at == now)):
+            self._send(link, m.UserMessage(self.record.term, self.outlook))
         if (reason := self._state.waits_why(node, now)) and node.hello.node_id in self.nodes:
-            self._send(link, m.Notice(self.record.term, reason))
+            self._send(link, m.UserMessage(self.record.term, reason))
 
-    def _relink(self, node: Node, link: int, hello: m.Hello, now: float) -> None:
+    def _relink(self, node: Node, link: int, hello: m.NodeHello, now: float) -> None:
         """Handle a known node that returns before its old link was seen to close; only what it holds now counts."""
         node.link, node.silence, node.heard = link, 0.0, now
         self._owners[link] = hello.node_id
@@ -450,15 +450,15 @@ class LeaderMachine:
             first = self.record.round.members[0]
             event = JoinBlocked(node.hello.node_id, first.node_id, first.address, first.store_port, error)
             self._emit(event)
-            self._send(node.link, m.Notice(self.record.term, event.line()))
+            self._send(node.link, m.UserMessage(self.record.term, event.line()))
 
-    def _uncharged(self, hello: m.Hello) -> Failure | None:
+    def _uncharged(self, hello: m.NodeHello) -> Failure | None:
         """Return the failure that a member brings from the current round, unless the last leader charged for it."""
         failure, number = hello.failed, self.record.round.number
         charged = self.restarts > hello.seen_restarts
         return failure if failure is not None and failure.round == hello.seen_round == number and not charged else None
 
-    def _welcome(self, link: int, hello: m.Hello) -> None:
+    def _welcome(self, link: int, hello: m.NodeHello) -> None:
         beat = self.timing.beat_among(self.limits.max_nodes)
         record, most = self.record, self.limits.max_nodes
         leader, dead_after = record.leader.incarnation, self.timing.dead_after

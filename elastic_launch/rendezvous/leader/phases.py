@@ -4,9 +4,9 @@
 Phase       Moves when                                                            To
 ==========  ====================================================================  ==================================
 Gathering   enough nodes are there (after the first round: at once)               Running
-            fewer than ``min_nodes`` are there                                    Parked
+            fewer than ``min_nodes`` are there                                    ParkedRun
             the user stops the run                                                Ended (143)
-Parked      enough nodes are there                                                Running
+ParkedRun   enough nodes are there                                                Running
             ``min_wait`` is over                                                  Ended (too few nodes)
             the user stops the run                                                Ended (143)
 Running     a node leaves, a resize is due, the user stops the run, or a worker   Draining if all members can,
@@ -22,10 +22,10 @@ Ending      all members have stopped, or :data:`LATE` is over                   
 any         another run stands in the way, or the record cannot be written        Ended (rendezvous)
 ==========  ====================================================================  ==================================
 
-A final failure of the last round that is reported late also moves a run that is Gathering or Parked to Ending.
+A final failure of the last round that is reported late also moves a run that is Gathering or ParkedRun to Ending.
 The first phase is Running if the leader took over a round, else Gathering, or Ended if the record says so. Workers may
 be alive while a run is Running, Draining, Broken or Ending; a node without workers waits in any phase. ``rounds``
-implements the transitions, ``forming`` those out of Gathering and Parked.
+implements the transitions, ``forming`` those out of Gathering and ParkedRun.
 """
 
 # Every match on the phase is exhaustive: a new phase must be handled everywhere.
@@ -174,7 +174,7 @@ class Gathering:
 
 
 @dataclass(slots=True)
-class Parked:
+class ParkedRun:
     """Too few nodes were there for a round, since ``at``."""
 
     after: Broken | None
@@ -197,7 +197,7 @@ class Ended:
     failure: Failure | None = None
 
 
-Phase = Gathering | Parked | Running | Draining | Broken | Ending | Ended
+Phase = Gathering | ParkedRun | Running | Draining | Broken | Ending | Ended
 
 
 def broken_round(phase: Phase) -> Broken | None:
@@ -205,7 +205,7 @@ def broken_round(phase: Phase) -> Broken | None:
     match phase:
         case Broken():
             return phase
-        case Gathering() | Parked() | Ending():
+        case Gathering() | ParkedRun() | Ending():
             return phase.after
         case Running() | Draining() | Ended():
             return None
@@ -246,7 +246,7 @@ def put_off(phase: Phase, seconds: float) -> None:
             phase.formed_at += seconds
         case Draining():
             phase.running.formed_at += seconds
-        case Parked():
+        case ParkedRun():
             phase.at += seconds
         case Ending():
             phase.since += seconds

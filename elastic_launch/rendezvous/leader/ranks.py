@@ -11,12 +11,12 @@ from elastic_launch.rendezvous.record import Round
 def choose(nodes: Sequence[Node], last: Round, limit: int) -> list[Node]:
     """Return the members of the next round in rank order, at most ``limit`` of the nodes.
 
-    Survivors keep their order. Newcomers follow in order of arrival, so they are the first to be left out if there are
-    too many nodes. Then each node that asks for an existing rank gets it, earlier nodes in that order first, and the
-    others fill the gaps.
+    Survivors keep their order. Other nodes follow in order of arrival, so they are the first to be left out if there
+    are too many nodes. Then each node that asks for an existing rank gets it, earlier nodes in that order first, and
+    the others fill the gaps.
 
     Args:
-        last: the previous round; an agent that was restarted since then is a newcomer.
+        last: the previous round; an agent that was restarted since then counts as another.
     """
 
     def seniority(node: Node) -> tuple[bool, int, int]:

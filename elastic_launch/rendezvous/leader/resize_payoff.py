@@ -14,7 +14,7 @@ DEFAULT_COST = 5.0
 """Assumed cost of a resize in seconds before the first one: processes start, import torch, meet, and restore."""
 
 DEFAULT_LIVE_COST = 1.0
-"""The same if all workers are live: they keep their processes, and newcomers have started before."""
+"""The same if all workers are live: they keep their processes, and new ones have started before."""
 
 
 def saved(remaining: float, workers: int, larger: int) -> float:

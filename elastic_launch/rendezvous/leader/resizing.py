@@ -28,7 +28,7 @@ def prepared(nodes: Mapping[str, Node]) -> list[Node]:
     return [node for node in waiting(nodes) if not (node.importing or node.excluded) and node.apart is False]
 
 
-def newcomers(nodes: Mapping[str, Node], formed: Round) -> list[Node]:
+def joinable(nodes: Mapping[str, Node], formed: Round) -> list[Node]:
     """Return the waiting nodes that have no part in a round, could begin, and were not ordered to start ahead."""
     there = [node for node in prepared(nodes) if not node.ahead]
     return [node for node in there if formed.index(node.hello.node_id, node.hello.incarnation) is None]

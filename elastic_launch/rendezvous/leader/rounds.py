@@ -32,7 +32,7 @@ from elastic_launch.rendezvous.leader.phases import (
     Ended,
     Ending,
     Gathering,
-    Parked,
+    ParkedRun,
     Phase,
     Running,
     broken_round,
@@ -78,7 +78,7 @@ class Rounds:
 
     # Events of a round's members.
 
-    def ready(self, report: m.Ready, now: float) -> None:
+    def ready(self, report: m.NodeReady, now: float) -> None:
         """Handle that a member's workers train; they may not know yet that the round is over."""
         if (said := self._last()) is not None:
             self._begun(said, report.step)
@@ -116,7 +116,7 @@ class Rounds:
                 return last
             case Draining(running=last):
                 return last
-            case Gathering() | Parked() | Ending() | Ended():
+            case Gathering() | ParkedRun() | Ending() | Ended():
                 return None
 
     def _begun(self, said: Running | Broken, step: int) -> None:
@@ -134,7 +134,7 @@ class Rounds:
             case Running() | Draining():
                 if node.active:
                     self._break_by(failure, self.phase, now)
-            case Broken() | Gathering() | Parked() | Ending():
+            case Broken() | Gathering() | ParkedRun() | Ending():
                 if (last := broken_round(self.phase)) is not None:
                     self._also_failed(last, failure, now, brought=brought)
             case Ended():
@@ -246,7 +246,7 @@ class Rounds:
                 stopped = any(worker.state == "stopped" for worker in report.workers)
                 if late and (stopped or len(late) + finished == len(self._state.record.round.members)):
                     self._judge_stalled(self.phase, late, now)
-            case Draining() | Broken() | Gathering() | Parked() | Ending() | Ended():
+            case Draining() | Broken() | Gathering() | ParkedRun() | Ending() | Ended():
                 pass
 
     def _judge_stalled(self, running: Running, late: Mapping[str, m.Stalled], now: float) -> None:
@@ -269,7 +269,7 @@ class Rounds:
             case Running() | Draining():
                 if node.active:
                     self._stopped(self.phase, node, report, now)
-            case Broken() | Gathering() | Parked() | Ending() | Ended():
+            case Broken() | Gathering() | ParkedRun() | Ending() | Ended():
                 pass
         node.active = False
 
@@ -304,7 +304,7 @@ class Rounds:
                 if node.active:
                     # Other workers crashed because this node's workers ended before it could report that it leaves.
                     self._impose(self.phase, Kind.PREEMPTION, cause)
-            case Gathering() | Parked() | Ending() | Ended():
+            case Gathering() | ParkedRun() | Ending() | Ended():
                 pass
         self._state.emit(NodeLeft(node.hello.node_id, reason, broke, self.outlook))
 
@@ -322,7 +322,7 @@ class Rounds:
             case Broken():
                 if node.active:
                     self._impose(self.phase, Kind.NODE_LOSS, text)
-            case Gathering() | Parked() | Ending() | Ended():
+            case Gathering() | ParkedRun() | Ending() | Ended():
                 pass
         broke = self._state.record.round.number if trains else 0
         self._state.emit(NodeLost(node.hello.node_id, cause, silence, broke, self.outlook))
@@ -344,7 +344,7 @@ class Rounds:
                         self.phase.presumed = failure is None and node.hello.broken
                 else:
                     self._break_by(failure, self.phase, now)
-            case Broken() | Gathering() | Parked() | Ending():
+            case Broken() | Gathering() | ParkedRun() | Ending():
                 if failure is not None and (last := broken_round(self.phase)) is not None:
                     self._also_failed(last, failure, now, brought=True)
             case Ended():
@@ -362,7 +362,7 @@ class Rounds:
                 self._send_break(node, self.phase)
             case Ending(after=broken):
                 self._send_break(node, broken)
-            case Gathering() | Parked() | Ended():
+            case Gathering() | ParkedRun() | Ended():
                 pass
 
     # Users' requests.
@@ -381,7 +381,7 @@ class Rounds:
                 if self.phase.ends:
                     return
                 self.phase.ends = ends
-            case Parked(after=after):
+            case ParkedRun(after=after):
                 self.phase = Gathering(after, ends)
             case Ending() | Ended():
                 return
@@ -431,7 +431,7 @@ class Rounds:
     def _send_drain(self, node: Node, drain: Draining, now: float) -> None:
         seconds = None if drain.deadline is None else round(max(0.0, drain.deadline - now), 3)
         number = self._state.record.round.number
-        order = m.Drain(self._state.record.term, number, drain.kind.text, drain.cause, seconds, bool(drain.ends))
+        order = m.DrainRound(self._state.record.term, number, drain.kind.text, drain.cause, seconds, bool(drain.ends))
         self._state.send(node.link, order)
 
     def break_round(self, phase: Running | Draining, kind: Kind, cause: str, now: float, ends: str = "") -> None:
@@ -487,7 +487,7 @@ class Rounds:
             self._state.emit(event)
             for node in self._state.nodes.values():
                 if node.hello.incarnation != self._state.record.leader.incarnation:  # this node shows the event itself
-                    self._state.send(node.link, m.Notice(self._state.record.term, event.line()))
+                    self._state.send(node.link, m.UserMessage(self._state.record.term, event.line()))
 
     # Timers and pending transitions.
 
@@ -508,7 +508,7 @@ class Rounds:
             case Ending(after=broken, ruling=ruling):
                 if now - self.phase.since >= LATE or not self._state.members():
                     self.end(*self._state.budget.verdict(ruling, broken), now)
-            case Gathering() | Parked():
+            case Gathering() | ParkedRun():
                 if not self._state.owed:
                     self.phase = gather(self._state, self.phase, now)
                     if not self.running:
@@ -531,7 +531,7 @@ class Rounds:
                 return [broken.not_before, *(self._due_back(node, broken) for node in self._state.members())]
             case Gathering():
                 return [self._state.last_arrival + timing.join_settle]
-            case Parked(at=at):
+            case ParkedRun(at=at):
                 return [self._state.last_arrival + timing.join_settle, at + timing.min_wait]
             case Ending(since=since):
                 return [since + LATE]
@@ -602,7 +602,7 @@ class Rounds:
         if event is not None:
             self._state.emit(event)
             for node in skipped:
-                self._state.send(node.link, m.Notice(self._state.record.term, event.line()))
+                self._state.send(node.link, m.UserMessage(self._state.record.term, event.line()))
 
     def _consider_draining(self, drain: Draining, now: float) -> None:
         left = self._state.members()

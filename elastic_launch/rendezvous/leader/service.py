@@ -251,14 +251,14 @@ class LeaderService:
 
     def _handle(self, number: int, link: Link, report: m.Spoken) -> None:
         now = self._clock.now()
-        self._news = self._news or not isinstance(report, m.Beat | m.Progress)
-        if isinstance(report, m.Hello | asking.Caller):
+        self._news = self._news or not isinstance(report, m.Beat | m.ProgressBeat)
+        if isinstance(report, m.NodeHello | asking.Caller):
             self._links.greet(number, LONGEST_LINE)
-        if isinstance(report, m.Hello):
+        if isinstance(report, m.NodeHello):
             self._decided(self._machine.hello(number, report, now))
         elif isinstance(report, asking.Caller):
             self._carry_out(self._requests.call(number, report))
-        elif link.greeted and isinstance(report, asking.Request):
+        elif link.greeted and isinstance(report, asking.AdminRequest):
             self._carry_out(self._requests.ask(number, report, now))
         elif not link.greeted or not isinstance(report, m.Report):
             text = "a link from %s was closed: it sent %s before its hello"
@@ -286,7 +286,7 @@ class LeaderService:
 
     def _do(self, instruction: to_do.Instruction) -> None:
         match instruction:
-            case to_do.Commit(record=record):
+            case to_do.CommitRecord(record=record):
                 if not self._commit(record):
                     self._queue.clear()
                     self._deposed = True

@@ -14,7 +14,7 @@ from elastic_launch.rendezvous.leader.leavers import no_longer_needed, saver
 from elastic_launch.rendezvous.leader.newcomers import Refusals
 from elastic_launch.rendezvous.leader.resizing import Resizing
 from elastic_launch.rendezvous.leader.restart_budget import RestartBudget
-from elastic_launch.rendezvous.leader.types import Close, Commit, Emit, Instruction, Node, Send
+from elastic_launch.rendezvous.leader.types import Close, CommitRecord, Emit, Instruction, Node, Send
 from elastic_launch.rendezvous.record import ControlRecord, End
 from elastic_launch.rendezvous.wire import messages as m
 
@@ -22,7 +22,7 @@ GRACE = 0.5
 """Seconds that a node which was silent for dead_after before this term has to come: it may only have lost the store."""
 
 
-class Drill:
+class RunDrill:
     """The faults of a drill: each happens once in the run, as its leader remembers it.
 
     Attributes:
@@ -33,7 +33,7 @@ class Drill:
         self.planned = 0
         self._landed: set[int] = set()
 
-    def joined(self, hello: m.Hello) -> None:
+    def joined(self, hello: m.NodeHello) -> None:
         """Learn what a node knows, perhaps from another leader."""
         self.planned = max(self.planned, min(hello.planned, MOST))
         self._landed.update(hello.landed)
@@ -64,7 +64,7 @@ class LeaderState:
         departing: whether this leader's own node leaves.
         exclusion: which nodes are left out because of their faults.
         refusals: which hosts are left out because their nodes could not do what the others do.
-        arguments: those of the run's workers, as in :class:`elastic_launch.rendezvous.wire.messages.Ready`.
+        arguments: those of the run's workers, as in :class:`elastic_launch.rendezvous.wire.messages.NodeReady`.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class LeaderState:
         self.exclusion = Exclusion(record.faulty, now)
         self.refusals = Refusals(record.refused, record.closed, now)
         self.arguments = ""
-        self.drill = Drill()
+        self.drill = RunDrill()
         self._reviews = self.refusals.some  # whether nodes may be marked because of refusals
         self._out: list[Instruction] = []
 
@@ -184,13 +184,13 @@ class LeaderState:
             self.departing = self.departing or node.hello.incarnation == self.record.leader.incarnation
             self.send(node.link, m.LeftOut(self.record.term, code, cause, failure))
         else:
-            self.send(node.link, m.Notice(self.record.term, left_out.line()))
+            self.send(node.link, m.UserMessage(self.record.term, left_out.line()))
         if self.refusals.closed and not was_closed:
             event = AdmissionClosed(self.refusals.closed)
             self.emit(event)
             for other in self.nodes.values():
                 if not (other.trained or other.leaving):
-                    self.send(other.link, m.Notice(self.record.term, event.line()))
+                    self.send(other.link, m.UserMessage(self.record.term, event.line()))
         self.review(now)
 
     def end(self, code: int, cause: str, failure: Failure | None, now: float) -> None:
@@ -214,7 +214,7 @@ class LeaderState:
 
     def commit(self, record: ControlRecord) -> None:
         self.record = record.renewed()
-        self._out.append(Commit(self.record))
+        self._out.append(CommitRecord(self.record))
 
     def send(self, link: int, order: m.Order) -> None:
         self._out.append(Send(link, order))

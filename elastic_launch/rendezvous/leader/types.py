@@ -10,7 +10,7 @@ from elastic_launch.rendezvous.wire import messages as m
 
 
 @dataclass(frozen=True, slots=True)
-class Commit:
+class CommitRecord:
     """Write the record by compare-and-set."""
 
     record: ControlRecord
@@ -38,7 +38,7 @@ class Emit:
     event: Event
 
 
-Instruction = Commit | Send | Close | Emit
+Instruction = CommitRecord | Send | Close | Emit
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ class Node:
         barred: whether its host is left out of all rounds for now; see ``newcomers``.
     """
 
-    hello: m.Hello
+    hello: m.NodeHello
     link: int
     arrival: int
     store_port: int

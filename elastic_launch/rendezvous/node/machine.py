@@ -50,7 +50,7 @@ class NodeMachine:
     """What a node has to send to its leader and has learnt from it. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._hello: m.Hello | None = None
+        self._hello: m.NodeHello | None = None
         self._known: dict[str, Any] = {}
         self._unsaid: deque[m.Report] = deque()
         self._evicted = False
@@ -58,11 +58,11 @@ class NodeMachine:
         self._round: _LastRound | None = None
 
     @property
-    def hello(self) -> m.Hello:
+    def hello(self) -> m.NodeHello:
         assert self._hello is not None
         return self._hello
 
-    def begin(self, hello: m.Hello) -> None:
+    def begin(self, hello: m.NodeHello) -> None:
         """Set the node's first hello."""
         self._hello = replace(hello, **self._known)
 
@@ -78,11 +78,11 @@ class NodeMachine:
                 report = replace(report, importing=report.importing or self._loading, trained=trained)
                 self._learn(store_port=port, holding=0, joined=False, ready=False, done=False, live=False, held=held)
                 self._learn(importing=report.importing, slots=slots, trained=trained)
-            case m.Slots(slots=slots):
+            case m.RankOffer(slots=slots):
                 self._learn(slots=slots)
             case m.Joined():
                 self._learn(joined=True)
-            case m.Ready(round=number, step=step, live=live):
+            case m.NodeReady(round=number, step=step, live=live):
                 if seen is not None and seen.number == number:
                     seen.begun = max(seen.begun, step)
                 self._learn(joined=True, ready=True, live=live, apart=False)
@@ -104,9 +104,9 @@ class NodeMachine:
         self._loading = True
         self._learn(importing=True)
 
-    def beats(self, report: m.Beat | m.Progress) -> None:
+    def beats(self, report: m.Beat | m.ProgressBeat) -> None:
         """Note what a beat says, which is not queued."""
-        if isinstance(report, m.Progress) and self._round is not None and self._round.number == report.round:
+        if isinstance(report, m.ProgressBeat) and self._round is not None and self._round.number == report.round:
             self._round.reached = max(self._round.reached, report.step)
 
     def greet(self, now: float, term: int = 0) -> None:

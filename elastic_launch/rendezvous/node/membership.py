@@ -65,7 +65,7 @@ RETRY = 0.2
 
 Notify = Callable[[MembershipEvent], None]
 Reserve = Callable[[str], int]
-Beating = Callable[[], m.Beat | m.Progress]
+Beating = Callable[[], m.Beat | m.ProgressBeat]
 
 
 class Membership:
@@ -235,9 +235,9 @@ class Membership:
                 self._once.warn("unresolved", "%s; retrying for up to %g s", text, patience)
                 self._closing.wait(RETRY)
 
-    def _first_hello(self, place: NodeAddress) -> m.Hello:
+    def _first_hello(self, place: NodeAddress) -> m.NodeHello:
         config = self._config
-        return m.Hello(
+        return m.NodeHello(
             version=m.PROTOCOL_VERSION,
             run_id=config.run_id,
             digest=config.digest(),
@@ -481,7 +481,7 @@ class Membership:
                 self.outlook, self.max_restarts = outlook, most
                 if saved is not None:
                     self.checkpoint = saved.step, self._clock.now() - saved.ago
-            case asking.Answer() | asking.Status() | asking.NodeStacks():
+            case asking.AdminAnswer() | asking.Status() | asking.NodeStacks():
                 return  # to a caller
             case m.Welcome(leader=leader):
                 self._former.close()

@@ -14,9 +14,9 @@ from elastic_launch.clock import Clock
 from elastic_launch.config.endpoints import Endpoint
 from elastic_launch.errors import LeasedError, RecordTooLargeError, StoreError
 from elastic_launch.rendezvous.stores.control_store import ControlStore
-from elastic_launch.rendezvous.voters.messages import Answer, Request, group_of
+from elastic_launch.rendezvous.voters.messages import VoterAnswer, VoterRequest, group_of
 from elastic_launch.rendezvous.voters.peers import Peers
-from elastic_launch.rendezvous.voters.register import Outcome, Register
+from elastic_launch.rendezvous.voters.register import Register, RegisterOutcome
 from elastic_launch.rendezvous.voters.vote_file import VoteFile
 from elastic_launch.rendezvous.voters.voter import Voter
 from elastic_launch.system.threads import VitalThread
@@ -160,7 +160,7 @@ class MajorityStore(ControlStore):
         if self._founding.ident is not None:
             self._founding.join(1.0)
 
-    def vote(self, request: Request) -> Answer | None:
+    def vote(self, request: VoterRequest) -> VoterAnswer | None:
         """Return the own voter's answer to a request from outside; None if its state cannot be written."""
         own = self._own
         assert own is not None
@@ -188,7 +188,7 @@ class MajorityStore(ControlStore):
                 raise self._lost(outcome)
             self._closed.wait(random.uniform(0, RETRY))
 
-    def _operate(self, begin: Callable[[], None], timeout: float) -> Outcome | None:
+    def _operate(self, begin: Callable[[], None], timeout: float) -> RegisterOutcome | None:
         """Carry out an operation; return None if it did not end in time."""
         deadline = time.monotonic() + timeout
         register = self._register
@@ -227,7 +227,7 @@ class MajorityStore(ControlStore):
                 if answer is not None:
                     register.hear(answer)
 
-    def _heard(self, answer: Answer) -> None:
+    def _heard(self, answer: VoterAnswer) -> None:
         own = self._own
         with self._changed:
             if own is not None:
@@ -254,7 +254,7 @@ class MajorityStore(ControlStore):
 
     # What to tell.
 
-    def _lost(self, outcome: Outcome | None = None) -> StoreError:
+    def _lost(self, outcome: RegisterOutcome | None = None) -> StoreError:
         """Return why an operation has failed, and what is to be done."""
         own, answers = self._own, self._register.answers
         if own is not None and own.problem:

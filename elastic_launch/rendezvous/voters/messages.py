@@ -18,7 +18,7 @@ class Ballot:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Position:
+class ValuePosition:
     """The place of a value among all values: the ballot under which it was written, and its number among those."""
 
     ballot: Ballot
@@ -42,7 +42,7 @@ class Greeting:
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class ReadValue:
     """Ask for the accepted value.
 
     Attributes:
@@ -54,7 +54,7 @@ class Read:
 
     id: int
     group: str
-    known: Position | None = None
+    known: ValuePosition | None = None
     ballot: Ballot | None = None
     lease: float = 0.0
     life: str = ""
@@ -85,7 +85,7 @@ class Accept:
 
     id: int
     group: str
-    position: Position
+    position: ValuePosition
     value: str
     lease: float
     life: str
@@ -101,7 +101,7 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class AskState:
     """A voter that cannot vote yet asks for the other's state.
 
     Attributes:
@@ -114,11 +114,11 @@ class Report:
     life: str
 
 
-Request = Greeting | Read | Prepare | Accept | Release | Report
+VoterRequest = Greeting | ReadValue | Prepare | Accept | Release | AskState
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class VoterAnswer:
     """The state of a voter after a request.
 
     Attributes:
@@ -139,7 +139,7 @@ class Answer:
     born: bool = False
     founded: bool = False
     promised: Ballot = field(default_factory=Ballot)
-    position: Position | None = None
+    position: ValuePosition | None = None
     value: str | None = None
     known: tuple[Incarnations, ...] = ()
     asker: str = ""
@@ -152,4 +152,6 @@ def group_of(run_id: str, voters: Iterable[str]) -> str:
     return hashlib.sha256("\n".join([run_id, *sorted(voters)]).encode()).hexdigest()[:32]
 
 
-MESSAGES: Messages[Request | Answer] = Messages((Greeting, Read, Prepare, Accept, Release, Report, Answer))
+MESSAGES: Messages[VoterRequest | VoterAnswer] = Messages(
+    (Greeting, ReadValue, Prepare, Accept, Release, AskState, VoterAnswer)
+)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 from elastic_launch.config.endpoints import Endpoint
 from elastic_launch.errors import ProtocolError
-from elastic_launch.rendezvous.voters.messages import MESSAGES, Answer, Greeting, Request
+from elastic_launch.rendezvous.voters.messages import MESSAGES, Greeting, VoterAnswer, VoterRequest
 from elastic_launch.rendezvous.wire.authentication import Channel
 from elastic_launch.system.threads import VitalThread
 
@@ -35,13 +35,13 @@ class Peers:
     """
 
     def __init__(
-        self, voters: Mapping[str, Endpoint], key: bytes | None, group: str, heard: Callable[[Answer], None]
+        self, voters: Mapping[str, Endpoint], key: bytes | None, group: str, heard: Callable[[VoterAnswer], None]
     ) -> None:
         self._peers = {name: _Peer(name, where, key, group, heard) for name, where in voters.items()}
         for peer in self._peers.values():
             peer.thread.start()
 
-    def send(self, voter: str, request: Request) -> None:
+    def send(self, voter: str, request: VoterRequest) -> None:
         """Send a request, again if need be, until it is answered or there is another one."""
         self._peers[voter].send(request)
 
@@ -65,7 +65,7 @@ class Peers:
 
 class _Peer:
     def __init__(
-        self, name: str, where: Endpoint, key: bytes | None, group: str, heard: Callable[[Answer], None]
+        self, name: str, where: Endpoint, key: bytes | None, group: str, heard: Callable[[VoterAnswer], None]
     ) -> None:
         self.problem = ""
         self.again = False
@@ -75,14 +75,14 @@ class _Peer:
         self._group = group
         self._heard = heard
         self._changed = threading.Condition()
-        self._next: Request | None = None
+        self._next: VoterRequest | None = None
         self._closed = False
         self._sock: socket.socket | None = None
         self._channel = Channel.of_node(key)
         self._silent_since = 0.0
         self.thread = VitalThread(self._run, f"voter-{name}")
 
-    def send(self, request: Request) -> None:
+    def send(self, request: VoterRequest) -> None:
         with self._changed:
             self._next, self.again = request, True
             self._changed.notify()
@@ -106,13 +106,13 @@ class _Peer:
         finally:
             self._hang_up()
 
-    def _take(self) -> Request | None:
+    def _take(self) -> VoterRequest | None:
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._next is not None)
             request, self._next = self._next, None
             return None if self._closed else request
 
-    def _exchange(self, request: Request) -> None:
+    def _exchange(self, request: VoterRequest) -> None:
         """Send a request, and pass on answers until it is answered or there is another one."""
         sock = self._sock or self._connect()
         self._say(sock, request)
@@ -132,7 +132,7 @@ class _Peer:
             lines = self._channel.feed(data)
             self._flush(sock)  # the handshake's answer, and what waited for it
             for answer in map(MESSAGES.unpack, lines):
-                if not isinstance(answer, Answer) or answer.voter != self._name:
+                if not isinstance(answer, VoterAnswer) or answer.voter != self._name:
                     raise ProtocolError("It does not answer as this voter.")
                 self.problem = answer.refused
                 self._heard(answer)
@@ -148,7 +148,7 @@ class _Peer:
         self._say(sock, Greeting(0, self._group))
         return sock
 
-    def _say(self, sock: socket.socket, request: Request) -> None:
+    def _say(self, sock: socket.socket, request: VoterRequest) -> None:
         # A voter that does not answer is not sent more and more: what it has not read is in the kernel's buffer.
         self._silent_since = self._silent_since or time.monotonic()
         self._channel.send(MESSAGES.pack(request))

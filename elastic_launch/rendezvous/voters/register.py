@@ -29,13 +29,13 @@ from itertools import combinations
 
 from elastic_launch.rendezvous.voters.messages import (
     Accept,
-    Answer,
     Ballot,
-    Position,
     Prepare,
-    Read,
+    ReadValue,
     Release,
-    Request,
+    ValuePosition,
+    VoterAnswer,
+    VoterRequest,
 )
 
 
@@ -50,7 +50,7 @@ class _Phase(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RegisterOutcome:
     """How an operation ended.
 
     Attributes:
@@ -95,25 +95,25 @@ class Register:
         self._need = len(voters) // 2 + 1
         self._phase = _Phase.IDLE
         self._id = 0
-        self._outbox: list[tuple[str, Request]] = []
+        self._outbox: list[tuple[str, VoterRequest]] = []
         self._held: _Held | None = None
         self._renews = False
         self._ballot = Ballot()
         self._highest = 0
         self._life = ""
         self._swap: tuple[str | None, str] | None = None
-        self._base: Answer | None = None
+        self._base: VoterAnswer | None = None
         self._before: str | None = None
-        self.outcome: Outcome | None = None
-        self.answers: dict[str, Answer] = {}
-        self.read: tuple[Position | None, str | None] = (None, None)
+        self.outcome: RegisterOutcome | None = None
+        self.answers: dict[str, VoterAnswer] = {}
+        self.read: tuple[ValuePosition | None, str | None] = (None, None)
 
     @property
     def ballot(self) -> Ballot | None:
         """The ballot that this node holds, if it may write."""
         return self._held.ballot if self._held is not None else None
 
-    def take(self) -> list[tuple[str, Request]]:
+    def take(self) -> list[tuple[str, VoterRequest]]:
         """Return what is to be sent, and to which voter."""
         outbox, self._outbox = self._outbox, []
         return outbox
@@ -123,7 +123,7 @@ class Register:
         self._begin(_Phase.READ)
         self._renews = leading and self._held is not None
         ballot = self._held.ballot if self._renews and self._held is not None else None
-        self._ask(lambda id: Read(id, self._group, self.read[0], ballot, self._lease, self._life), self._voters)
+        self._ask(lambda id: ReadValue(id, self._group, self.read[0], ballot, self._lease, self._life), self._voters)
 
     def begin_swap(self, expected: str | None, value: str, life: str, promised: Ballot) -> None:
         """Begin to write a value if the present one is the expected one.
@@ -149,7 +149,7 @@ class Register:
         self._begin(_Phase.RELEASE)
         held, self._held = self._held, None
         if held is None:
-            self._end(Outcome(False))
+            self._end(RegisterOutcome(False))
             return
         self._ask(lambda id: Release(id, self._group, held.ballot), self._voters)
 
@@ -158,10 +158,10 @@ class Register:
         if self._phase not in (_Phase.IDLE, _Phase.READ):
             self._held = None
         if self.undecided:
-            self._end(Outcome(False, wait=max(x.wait for x in self.answers.values())))
+            self._end(RegisterOutcome(False, wait=max(x.wait for x in self.answers.values())))
         self._phase = _Phase.IDLE
 
-    def hear(self, answer: Answer) -> None:
+    def hear(self, answer: VoterAnswer) -> None:
         """Process an answer; it may be late, repeated, or of an operation that has ended."""
         if self._phase is _Phase.IDLE or answer.id != self._id or answer.voter not in self._voters or answer.refused:
             return
@@ -190,12 +190,12 @@ class Register:
                     self._written()
             case _Phase.RELEASE:
                 if self._granted():
-                    self._end(Outcome(False))
+                    self._end(RegisterOutcome(False))
         if self._phase in (_Phase.PREPARE, _Phase.SETTLE, _Phase.WRITE) and self._hopeless():
             self._held = None
-            self._end(Outcome(False, wait=max(x.wait for x in self.answers.values())))
+            self._end(RegisterOutcome(False, wait=max(x.wait for x in self.answers.values())))
 
-    def _has_value_of(self, position: Position) -> bool:
+    def _has_value_of(self, position: ValuePosition) -> bool:
         """Whether an answer in this phase may leave out the value at a position."""
         written = self._phase in (_Phase.SETTLE, _Phase.WRITE, _Phase.RELEASE)
         return written or (self._phase is _Phase.READ and position == self.read[0])
@@ -208,10 +208,10 @@ class Register:
     def _begin(self, phase: _Phase) -> None:
         self._phase, self.outcome = phase, None
 
-    def _end(self, outcome: Outcome) -> None:
+    def _end(self, outcome: RegisterOutcome) -> None:
         self._phase, self.outcome = _Phase.IDLE, outcome
 
-    def _ask(self, request: Callable[[int], Request], voters: Iterable[str]) -> None:
+    def _ask(self, request: Callable[[int], VoterRequest], voters: Iterable[str]) -> None:
         self._id += 1
         self.answers = {}
         asked = request(self._id)
@@ -227,7 +227,7 @@ class Register:
                 continue  # the lease is not renewed
             known = self.read[1] if answer.position == self.read[0] else answer.value
             self.read = (answer.position, known)
-            self._end(Outcome(True, known))
+            self._end(RegisterOutcome(True, known))
             return
 
     def _campaign(self, promised: Ballot) -> None:
@@ -237,15 +237,15 @@ class Register:
         self._ballot = Ballot(max(promised.number, self._highest) + 1, self._own)
         self._ask(lambda id: Prepare(id, self._group, self._ballot, self._life), [self._own])
 
-    def _heard_own(self, answer: Answer) -> None:
+    def _heard_own(self, answer: VoterAnswer) -> None:
         if not answer.granted:
-            self._end(Outcome(False, wait=answer.wait))
+            self._end(RegisterOutcome(False, wait=answer.wait))
             return
         self._phase = _Phase.PREPARE
         request = Prepare(self._id, self._group, self._ballot, self._life)
         self._outbox = [(voter, request) for voter in sorted(self._voters - {self._own})]
 
-    def _prepared(self, quorum: tuple[Answer, ...]) -> None:
+    def _prepared(self, quorum: tuple[VoterAnswer, ...]) -> None:
         base = max((x for x in quorum if x.position), key=lambda x: x.position or _NOWHERE, default=None)
         if base is None:
             self._known(None, 0)
@@ -259,31 +259,31 @@ class Register:
 
     def _known(self, value: str | None, version: int) -> None:
         """The present value is known, and this node holds the ballot."""
-        self.read = (Position(self._ballot, version) if version else None, value)
+        self.read = (ValuePosition(self._ballot, version) if version else None, value)
         if self._swap is None or self._swap[0] != value:
-            self._end(Outcome(True, value))
+            self._end(RegisterOutcome(True, value))
             return
         self._phase = _Phase.WRITE
         self._write(self._ballot, version + 1, value, self._swap[1], self._lease)
 
     def _write(self, ballot: Ballot, version: int, before: str | None, value: str, lease: float) -> None:
         self._held, self._before = _Held(ballot, version, value), before
-        position = Position(ballot, version)
+        position = ValuePosition(ballot, version)
         self._ask(lambda id: Accept(id, self._group, position, value, lease, self._life), self._voters)
 
     def _written(self) -> None:
         assert self._held is not None
-        self.read = (Position(self._held.ballot, self._held.version), self._held.value)
-        self._end(Outcome(True, self._held.value, written=True))
+        self.read = (ValuePosition(self._held.ballot, self._held.version), self._held.value)
+        self._end(RegisterOutcome(True, self._held.value, written=True))
 
-    def _granted(self) -> tuple[Answer, ...] | None:
+    def _granted(self) -> tuple[VoterAnswer, ...] | None:
         return self._agreeing(lambda answer: answer.granted)
 
     def _hopeless(self) -> bool:
         refused = sum(not x.granted for x in self.answers.values())
         return refused > len(self._voters) - self._need
 
-    def _agreeing(self, wanted: Callable[[Answer], bool]) -> tuple[Answer, ...] | None:
+    def _agreeing(self, wanted: Callable[[VoterAnswer], bool]) -> tuple[VoterAnswer, ...] | None:
         """Return a majority of wanted answers that agree on each other's lives, if there is one."""
         candidates = [x for x in self.answers.values() if x.founded and wanted(x)]
         for quorum in combinations(candidates, self._need):
@@ -293,9 +293,9 @@ class Register:
         return None
 
 
-_NOWHERE = Position(Ballot(), 0)
+_NOWHERE = ValuePosition(Ballot(), 0)
 
 
-def _rests_at(position: Position | None, answer: Answer) -> bool:
+def _rests_at(position: ValuePosition | None, answer: VoterAnswer) -> bool:
     """Whether the voter's value has this position, and it knows of no writer that is about to replace it."""
     return answer.position == position and (position is None or position.ballot == answer.promised)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from elastic_launch import codec
 from elastic_launch.errors import ProtocolError
-from elastic_launch.rendezvous.voters.messages import MESSAGES, Answer, Request
+from elastic_launch.rendezvous.voters.messages import MESSAGES, VoterAnswer, VoterRequest
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.rendezvous.wire.links import Link, Links
 from elastic_launch.rendezvous.wire.log_once import LogOnce
@@ -38,7 +38,11 @@ class VoterServer:
     """
 
     def __init__(
-        self, listener: socket.socket, key: bytes | None, vote: Callable[[Request], Answer | None], remedy: str
+        self,
+        listener: socket.socket,
+        key: bytes | None,
+        vote: Callable[[VoterRequest], VoterAnswer | None],
+        remedy: str,
     ) -> None:
         self._listener = listener
         self._vote = vote
@@ -104,13 +108,13 @@ class VoterServer:
         return self._links.flush(number)
 
     def _receive(self, number: int, link: Link, line: bytes) -> None:
-        if codec.loads(line).get("type") in ("hello", "caller"):
+        if codec.loads(line).get("type") in ("nodehello", "caller"):
             reason = "this endpoint is one of several that keep the record of a run, and was given alone."
             link.channel.send(m.pack(m.Refused(0, reason, self._remedy)))
             link.closing = True
             return
         request = MESSAGES.unpack(line)
-        if isinstance(request, Answer):
+        if isinstance(request, VoterAnswer):
             raise ProtocolError("An answer came instead of a request.")
         self._links.greet(number, codec.MAX_BYTES)
         answer = self._vote(request)

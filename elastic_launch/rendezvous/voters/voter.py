@@ -33,16 +33,16 @@ from dataclasses import dataclass, field, replace
 
 from elastic_launch.rendezvous.voters.messages import (
     Accept,
-    Answer,
+    AskState,
     Ballot,
     Greeting,
     Incarnations,
-    Position,
     Prepare,
-    Read,
+    ReadValue,
     Release,
-    Report,
-    Request,
+    ValuePosition,
+    VoterAnswer,
+    VoterRequest,
 )
 
 LONGEST_LEASE = 3600.0
@@ -51,13 +51,13 @@ LONGEST_LEASE = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class VoterState:
-    """What a voter has on disk; see :class:`Answer` for its fields."""
+    """What a voter has on disk; see :class:`VoterAnswer` for its fields."""
 
     group: str
     life: str
     founded: bool = False
     promised: Ballot = field(default_factory=Ballot)
-    position: Position | None = None
+    position: ValuePosition | None = None
     value: str | None = None
     known: tuple[Incarnations, ...] = ()
 
@@ -91,7 +91,7 @@ class Voter:
         self.others = others
         self.born = state is not None
         self.state = state or VoterState(group, life or secrets.token_hex(8))
-        self._reports: dict[str, Answer] = {}
+        self._reports: dict[str, VoterAnswer] = {}
         self._leader: tuple[str, str] | None = None  # name and life of the one that has the lease
         self._released: Ballot | None = None  # what its holder sent before may still arrive
         self._dead_after = dead_after
@@ -108,23 +108,23 @@ class Voter:
         """The other voters that have reported that they have no file."""
         return sorted(name for name, report in self._reports.items() if not report.born)
 
-    def handle(self, request: Request, now: float) -> Answer:
+    def handle(self, request: VoterRequest, now: float) -> VoterAnswer:
         """Carry out a request, and return the answer to send once the state is on disk."""
         state = self.state
         if request.group != state.group:
             text = "it was started for another run, or with other names of the hosts that keep the record"
-            return Answer(request.id, self.name, refused=text)
+            return VoterAnswer(request.id, self.name, refused=text)
         granted, asker = False, ""
-        known: Position | None = None
+        known: ValuePosition | None = None
         match request:
-            case Report(voter=voter, life=life):
+            case AskState(voter=voter, life=life):
                 self._learn(voter, life)
                 granted, asker = True, life
             case Greeting():
                 granted, known = True, state.position
             case _ if not (self.born and state.founded):
                 pass
-            case Read(ballot=ballot):
+            case ReadValue(ballot=ballot):
                 known = request.known
                 granted = ballot is None or (ballot == state.promised and ballot != self._released)
                 if granted and ballot is not None:
@@ -139,11 +139,11 @@ class Voter:
                 granted, self._released, self._leader, self._until = True, ballot, None, now
         return self._answer(request.id, granted, known, asker, now)
 
-    def report_to(self, voter: str, id: int) -> Report:
+    def report_to(self, voter: str, id: int) -> AskState:
         """Return the request by which this voter asks another one for its state."""
-        return Report(id, self.state.group, self.name, self.state.life)
+        return AskState(id, self.state.group, self.name, self.state.life)
 
-    def heard(self, answer: Answer, now: float) -> None:
+    def heard(self, answer: VoterAnswer, now: float) -> None:
         """Note another voter's answer, to a report or to anything else."""
         lives = _lives(answer.known, self.name)
         if lives and self.state.life in lives and self.state.life != lives[-1]:
@@ -167,7 +167,9 @@ class Voter:
 
     def _be_born(self, founded: bool) -> None:
         reports = self._reports.values()
-        last = max((x for x in reports if x.position), key=lambda x: x.position or Position(Ballot(), 0), default=None)
+        last = max(
+            (x for x in reports if x.position), key=lambda x: x.position or ValuePosition(Ballot(), 0), default=None
+        )
         promised = max(x.promised for x in reports)
         self.born = True
         self.state = replace(self.state, founded=founded, promised=promised)
@@ -182,7 +184,7 @@ class Voter:
         self.state = VoterState(self.state.group, secrets.token_hex(8), known=self.state.known)
         self._reports, self._leader = {}, None
 
-    def _accept(self, request: Accept, position: Position, value: str, now: float) -> bool:
+    def _accept(self, request: Accept, position: ValuePosition, value: str, now: float) -> bool:
         state = self.state
         if position.ballot < state.promised or (state.position is not None and position < state.position):
             return False
@@ -191,7 +193,7 @@ class Voter:
         self._lease(position.ballot, request, now)
         return True
 
-    def _lease(self, ballot: Ballot, request: Read | Accept, now: float) -> None:
+    def _lease(self, ballot: Ballot, request: ReadValue | Accept, now: float) -> None:
         if request.lease > 0 and ballot != self._released:
             self._leader = (ballot.voter, request.life)
             self._until = now + min(request.lease, LONGEST_LEASE)
@@ -203,9 +205,9 @@ class Voter:
             rest = tuple(x for x in self.state.known if x.voter != voter)
             self.state = replace(self.state, known=(*rest, Incarnations(voter, (*lives, life))))
 
-    def _answer(self, id: int, granted: bool, known: Position | None, asker: str, now: float) -> Answer:
+    def _answer(self, id: int, granted: bool, known: ValuePosition | None, asker: str, now: float) -> VoterAnswer:
         state = self.state
-        return Answer(
+        return VoterAnswer(
             id,
             self.name,
             state.life,

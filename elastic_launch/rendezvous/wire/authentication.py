@@ -149,7 +149,7 @@ def _read(line: bytes, kind: str, **sizes: int) -> dict[str, bytes]:
         value = codec.loads(line)
     except ProtocolError as error:
         raise AuthenticationError(f"A link received something other than a {kind}.") from error
-    if kind == "challenge" and value.get("type") in ("hello", "caller"):
+    if kind == "challenge" and value.get("type") in ("nodehello", "caller"):
         raise MissingTokenError("A node came without a token.")
     fields: dict[str, bytes] = {}
     for name, size in sizes.items():

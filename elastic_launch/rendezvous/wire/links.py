@@ -27,7 +27,7 @@ class Link:
 
     Attributes:
         opened: when it was opened, by its owner's clock.
-        greeted: whether what makes it part of the run has been received, such as a :class:`Hello`.
+        greeted: whether what makes it part of the run has been received, such as a ``NodeHello``.
         closing: further input is ignored, and the link is closed once all output is sent.
     """
 

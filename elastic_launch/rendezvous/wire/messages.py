@@ -46,7 +46,7 @@ class RoundSeen:
     Attributes:
         formed_ago: seconds since it was ordered to form the round.
         lasted: seconds from then until it was told to end the round or its workers had stopped, or else until now.
-        begun: see :class:`Ready`; -1 if unknown.
+        begun: see :class:`NodeReady`; -1 if unknown.
         reached: optimizer steps done; -1 if unknown.
     """
 
@@ -57,7 +57,7 @@ class RoundSeen:
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
+class NodeHello:
     """First message on a link.
 
     Attributes:
@@ -65,7 +65,7 @@ class Hello:
         wanted_rank: the rank that the node asks for, or None.
         holding: number of the round whose workers it still has, or 0.
         joined, ready, done: whether all of these workers are started; can be drained; have finished.
-        live: see :class:`Ready`.
+        live: see :class:`NodeReady`.
         importing: whether its workers could not begin at once, because their imports are not loaded yet, or because
             they are starting ahead of a place.
         slots: local ranks with which it could take part in a round from now on; empty for all.
@@ -127,7 +127,7 @@ class Beat:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class ProgressBeat:
     """Heartbeat with the number of optimizer steps that the round's workers have done. Sent instead of a beat.
 
     Attributes:
@@ -146,7 +146,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class NodeSaved:
     """A checkpoint of the round's training was written, or could not be.
 
     Attributes:
@@ -169,7 +169,7 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class NodeReady:
     """The workers of the round train with this project's library: they can be drained.
 
     The round's first member repeats it from time to time with a new estimate.
@@ -289,8 +289,8 @@ class Stopped:
         held: the newest snapshot in its memory.
         saved: whether this node has already committed the drained state to durable storage.
         unsaved: why not, if it waited for that; empty if that was not this node's task, or it did not wait.
-        importing: whether its workers could not begin at once, as in :class:`Hello`. A round that can do without the
-            node does not wait for it; one that cannot is formed with it at once.
+        importing: whether its workers could not begin at once, as in :class:`NodeHello`. A round that can do without
+            the node does not wait for it; one that cannot is formed with it at once.
         slots: local ranks with which it could take part in a round from now on; empty for all. The others are left
             out, such as a killed worker whose replacement is starting ahead.
         trained: whether the node has completed a step in this run, in this round or an earlier one. If its script
@@ -309,7 +309,7 @@ class Stopped:
 
 
 @dataclass(frozen=True, slots=True)
-class Slots:
+class RankOffer:
     """This node could take part in a round with these local ranks from now on; empty for all.
 
     If they are more than those of the running round, the round is drained at a step boundary for a larger one.
@@ -342,7 +342,7 @@ class Imported:
     """This node's workers can begin at once from now on: their imports are loaded, or they are started ahead.
 
     Attributes:
-        arguments: those of its workers that were started ahead, see :class:`Ready`.
+        arguments: those of its workers that were started ahead, see :class:`NodeReady`.
     """
 
     arguments: str = ""
@@ -373,7 +373,7 @@ class Reached:
 
 
 @dataclass(frozen=True, slots=True)
-class FaultDue:
+class StrikeDue:
     """A worker of the round has come to a fault of the drill, and waits for :class:`Strike`.
 
     Attributes:
@@ -387,23 +387,23 @@ class FaultDue:
 
 
 Report = (
-    Hello
+    NodeHello
     | Beat
-    | Progress
+    | ProgressBeat
     | Imported
     | Unfit
     | Reached
-    | Saved
+    | NodeSaved
     | Joined
-    | Ready
+    | NodeReady
     | Failed
     | Stalled
     | StacksTaken
     | Stopped
-    | Slots
+    | RankOffer
     | Done
     | Leaving
-    | FaultDue
+    | StrikeDue
 )
 
 
@@ -489,7 +489,7 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True)
-class Drain:
+class DrainRound:
     """Have the round's workers stop after the same step, save and exit; then report them as stopped.
 
     Attributes:
@@ -582,7 +582,7 @@ class Evicted:
 
 
 @dataclass(frozen=True, slots=True)
-class Notice:
+class UserMessage:
     """Information for the node's user, such as what the run waits for."""
 
     term: int
@@ -651,7 +651,7 @@ class RunEnd:
 
 ToNode = (
     Form
-    | Drain
+    | DrainRound
     | Break
     | StartAhead
     | Reach
@@ -661,14 +661,14 @@ ToNode = (
     | TakeStacks
     | PeerDone
     | Evicted
-    | Notice
+    | UserMessage
     | Strike
     | LeftOut
     | RunEnd
 )
-Order = Welcome | Refused | Pulse | ToNode | asking.Answer | asking.Status | asking.NodeStacks
+Order = Welcome | Refused | Pulse | ToNode | asking.AdminAnswer | asking.Status | asking.NodeStacks
 
-Spoken = Report | Order | asking.Caller | asking.Request
+Spoken = Report | Order | asking.Caller | asking.AdminRequest
 
 _MESSAGES: Messages[Spoken] = Messages(get_args(Spoken))
 pack, unpack = _MESSAGES.pack, _MESSAGES.unpack

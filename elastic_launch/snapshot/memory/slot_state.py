@@ -21,7 +21,7 @@ from elastic_launch.snapshot.format.manifest import encode_meta, parse_json
 from elastic_launch.snapshot.format.plain import Decoder
 from elastic_launch.snapshot.memory.slot import EVALUATED, Header, Slot
 from elastic_launch.snapshot.memory.staging import Staging, mark
-from elastic_launch.snapshot.memory.watch import Watched
+from elastic_launch.snapshot.memory.watched_tensor import WatchedTensor
 from elastic_launch.snapshot.storage.saving import state_json
 
 _log = logging.getLogger(__name__)
@@ -49,12 +49,12 @@ class SlotDraft:
         tensors, rest = tree.encode(state)
         later = {name for name, tensor in tensors.items() if stays(tensor)}
         if watch:
-            later = {name for name in later if Watched.possible(tensors[name])}
+            later = {name for name in later if WatchedTensor.possible(tensors[name])}
         self.tensors = {
             name: tensor.detach() if name in later else tensor.detach().clone() for name, tensor in tensors.items()
         }
         self.watched = {
-            name: Watched(tensors[name], by_sum=not name.startswith("optimizer/"))
+            name: WatchedTensor(tensors[name], by_sum=not name.startswith("optimizer/"))
             for name in sorted(later if watch else ())
         }
         self.marks = mark(self.tensors.values())

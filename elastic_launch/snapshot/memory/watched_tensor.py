@@ -17,7 +17,7 @@ _PIECE = 1 << 20
 """Bytes of a copy that are moved to aligned memory at a time, so that they stay in the cache."""
 
 
-class Watched:
+class WatchedTensor:
     """A tensor that is read later.
 
     Args:

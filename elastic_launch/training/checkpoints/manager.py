@@ -37,9 +37,9 @@ from elastic_launch.snapshot.storage.shares import OwnTensors, nonce_of
 from elastic_launch.system.threads import within
 from elastic_launch.training.checkpoints.branches import Branch, following
 from elastic_launch.training.checkpoints.checkpoint import Checkpoint
-from elastic_launch.training.checkpoints.node_reads import Read, read_on_node
+from elastic_launch.training.checkpoints.node_reads import DirectoryRead, read_on_node
 from elastic_launch.training.checkpoints.resumed import Resumed, check_identity
-from elastic_launch.training.checkpoints.sharded import Gathering
+from elastic_launch.training.checkpoints.sharded import StateGatherer
 from elastic_launch.training.checkpoints.shared_directory import Writers, behind_url, in_directory
 from elastic_launch.training.checkpoints.state import TrainingState
 from elastic_launch.training.checkpoints.urls import open_url
@@ -593,7 +593,7 @@ def _listed(directory: Place) -> list[tuple[int, int]]:
         time.sleep(LOOK_AGAIN)
 
 
-def _read(directory: Path, above: tuple[int, int] | None, taking: Taking, copies: Copies | None) -> Read:
+def _read(directory: Path, above: tuple[int, int] | None, taking: Taking, copies: Copies | None) -> DirectoryRead:
     """Return the newest intact checkpoint above a position, and the highest round in any checkpoint's name.
 
     Args:
@@ -616,7 +616,7 @@ def _read(directory: Path, above: tuple[int, int] | None, taking: Taking, copies
         if above is None:
             raise
         _log.warning("a checkpoint is skipped: %s", error)
-    return Read(loaded, known, damaged[0] if damaged else None, taken)
+    return DirectoryRead(loaded, known, damaged[0] if damaged else None, taken)
 
 
 def _of_another_run(where: Place) -> bool:
@@ -675,7 +675,7 @@ def weights_sha256(model: nn.Module) -> str:
     Raises:
         UnsupportedStateError: if a module's extra state is an object that cannot be pickled.
     """
-    state = Gathering(keep=True).state(model)
+    state = StateGatherer(keep=True).state(model)
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     others = {name: torch.tensor([*digest(value).encode()]) for name, value in state.items() if name not in tensors}
     return snapshot.state_sha256({**tensors, **others})

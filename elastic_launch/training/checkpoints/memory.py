@@ -303,7 +303,7 @@ class Newest:
     holders: Sequence[int]  # the ranks that have it, themselves or on their nodes
     everywhere: bool  # whether all ranks have it
     passes: int = 0  # updated passes of the next step that it includes, if it is live
-    parts: Mapping[int, split.Part] = field(default_factory=dict)  # what its holders have, if it is split
+    parts: Mapping[int, split.SnapshotPart] = field(default_factory=dict)  # what its holders have, if it is split
 
     @property
     def holder(self) -> int:
@@ -321,7 +321,7 @@ def newest(
             state is taken.
     """
     held = memory.held(training)
-    parts = [split.Part.of(*each) for each in held]
+    parts = [split.SnapshotPart.of(*each) for each in held]
     kept = (0, 0, 0, 0) if not held else (*held[0][1].position[:2], 0, held[0][1].phase)
     is_split = any(part.world_size for part in parts)
     # A process that has not done its evaluation yet does it with the others.
@@ -332,7 +332,7 @@ def newest(
     best = max([*in_slots, *in_processes])
     if best[:2] == (0, 0):
         return None
-    found: dict[int, split.Part] = {}
+    found: dict[int, split.SnapshotPart] = {}
     if any(entry[9] for entry in everybody) and best not in in_processes:
         everything = _parts_of_all(world, held, parts)
         position = _newest_complete(everything, warn=world.rank == 0)
@@ -353,20 +353,23 @@ def newest(
 
 
 def _parts_of_all(
-    world: World, held: Sequence[tuple[Slot, Header]], parts: Sequence[split.Part]
-) -> list[dict[tuple[int, int, int], split.Part]]:
+    world: World, held: Sequence[tuple[Slot, Header]], parts: Sequence[split.SnapshotPart]
+) -> list[dict[tuple[int, int, int], split.SnapshotPart]]:
     """Return, by rank, what its node has of which snapshot, by round, step and phase; called by all ranks."""
     mine = [[*h.position, part.world_size, part.ranks] for (_, h), part in zip(held, parts, strict=True)]
     told = [json.loads(each) for each in bytes_of_all(world, json.dumps(mine).encode())]
     # The newest first: it is the one that is taken, if there are two of one position.
     return [
-        {(number, step, phase): split.Part(tuple(ranks), size) for number, step, phase, size, ranks in reversed(each)}
+        {
+            (number, step, phase): split.SnapshotPart(tuple(ranks), size)
+            for number, step, phase, size, ranks in reversed(each)
+        }
         for each in told
     ]
 
 
 def _newest_complete(
-    everything: Sequence[Mapping[tuple[int, int, int], split.Part]], *, warn: bool
+    everything: Sequence[Mapping[tuple[int, int, int], split.SnapshotPart]], *, warn: bool
 ) -> tuple[int, int, int] | None:
     """Return the position of the newest snapshot that can be restored; None if there is none."""
     for position in sorted({position for each in everything for position in each}, reverse=True):

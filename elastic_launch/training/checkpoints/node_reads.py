@@ -28,7 +28,7 @@ PATIENCE = STALL + 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class DirectoryRead:
     """The result of reading a directory."""
 
     loaded: snapshot.LoadedCheckpoint | None  # the newest intact checkpoint, if any
@@ -37,7 +37,9 @@ class Read:
     taken: int = 0  # the directory's last epoch
 
 
-def read_on_node(world: World, directory: Path, read: Callable[[Copies | None], Read], taking: Taking) -> Read:
+def read_on_node(
+    world: World, directory: Path, read: Callable[[Copies | None], DirectoryRead], taking: Taking
+) -> DirectoryRead:
     """Read a directory, or get the result from another worker of this node that reads it; called by all ranks.
 
     Args:
@@ -70,7 +72,7 @@ def _on_node(world: World) -> list[int]:
     return next(ranks for ranks in nodes if world.rank in ranks) if consecutive else [world.rank]
 
 
-def _read_for(others: list[int], directory: Path, read: Callable[[Copies | None], Read]) -> Read:
+def _read_for(others: list[int], directory: Path, read: Callable[[Copies | None], DirectoryRead]) -> DirectoryRead:
     copies = Copies()
     try:
         try:
@@ -98,7 +100,9 @@ def _read_for(others: list[int], directory: Path, read: Callable[[Copies | None]
         copies.close()
 
 
-def _have_read(reader: int, rank: int, directory: Path, read: Callable[[Copies | None], Read], taking: Taking) -> Read:
+def _have_read(
+    reader: int, rank: int, directory: Path, read: Callable[[Copies | None], DirectoryRead], taking: Taking
+) -> DirectoryRead:
     try:
         while not (said := receive_bytes(reader, PATIENCE)):  # it is still reading
             pass
@@ -127,7 +131,7 @@ def _have_read(reader: int, rank: int, directory: Path, read: Callable[[Copies |
     send_bytes(b"", reader)
     if told["alone"]:
         return while_advancing(directory, lambda: read(None))
-    return Read(loaded, told["known"], damaged, told["taken"])
+    return DirectoryRead(loaded, told["known"], damaged, told["taken"])
 
 
 def _say(others: list[int], data: bytes) -> None:

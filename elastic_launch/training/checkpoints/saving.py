@@ -24,7 +24,7 @@ from elastic_launch.training.checkpoints.manager import FINAL_TIMEOUT, Checkpoin
 from elastic_launch.training.checkpoints.memory import MemorySnapshots, Newest, Route, newest, restore
 from elastic_launch.training.checkpoints.options import Difference, report
 from elastic_launch.training.checkpoints.resumed import Outcome, Resumed, check_identity, meta_of
-from elastic_launch.training.checkpoints.sharded import Gathering
+from elastic_launch.training.checkpoints.sharded import StateGatherer
 from elastic_launch.training.checkpoints.split import Layouts
 from elastic_launch.training.checkpoints.split_shares import own_tensors
 from elastic_launch.training.checkpoints.state import TrainingState
@@ -85,10 +85,10 @@ class _Taken:
 
     @staticmethod
     def split_among(
-        tree: dict[str, Any], gathering: Gathering, boxes: list[list[Box]], kept_by: list[list[int]], world: World
+        tree: dict[str, Any], gatherer: StateGatherer, boxes: list[list[Box]], kept_by: list[list[int]], world: World
     ) -> _Taken:
         """Exchange the shards, and return what this rank keeps; called by all ranks."""
-        state = split.taken(tree, gathering, boxes, kept_by, world.rank)
+        state = split.taken(tree, gatherer, boxes, kept_by, world.rank)
         pieces = state.get("pieces", {}).values()
         made = frozenset(piece.data_ptr() for each in pieces for piece in each.values())
         ranks = [rank for rank, writers in enumerate(kept_by) if world.rank in writers]
@@ -476,14 +476,14 @@ class Saver:
         divides = checkpoint is not None and checkpoint.divides(size) and (votes.split or not votes.kept)
         if not votes.split and not divides:
             return _Taken(state.captured(keep=keep), fits=whole and not votes.asked)
-        tree, gathering = state.captured_split(keep=self._memory.writes or first)
-        boxes = self._layouts.of_all(gathering, self._world)
+        tree, gatherer = state.captured_split(keep=self._memory.writes or first)
+        boxes = self._layouts.of_all(gatherer, self._world)
         taken = _Taken({})
         if votes.split:
-            taken = _Taken.split_among(tree, gathering, boxes, votes.keepers, self._world)
+            taken = _Taken.split_among(tree, gatherer, boxes, votes.keepers, self._world)
         if checkpoint is not None and divides:
             nonce = checkpoint.nonce(checkpoint.branch.round, step)
-            own = own_tensors(tree, gathering, boxes, votes.firsts, self._world.rank, nonce)
+            own = own_tensors(tree, gatherer, boxes, votes.firsts, self._world.rank, nonce)
             taken = replace(taken, own=own)
         if not votes.split and taken.own is None:
             return _Taken(state.captured(keep=keep))

@@ -36,7 +36,7 @@ def holds_shards(part: Any) -> bool:
     return is_zero(part) or any(is_sharded(p) for group in groups for p in group["params"])
 
 
-class Gathering:
+class StateGatherer:
     """Gathers states from all ranks.
 
     Args:

@@ -23,7 +23,7 @@ from torch import Tensor
 from elastic_launch.snapshot.format import tree
 from elastic_launch.snapshot.memory.slot import PART, Header, Slot
 from elastic_launch.snapshot.memory.slot_state import read_meta
-from elastic_launch.training.checkpoints.sharded import Gathering, box_of
+from elastic_launch.training.checkpoints.sharded import StateGatherer, box_of
 from elastic_launch.training.ranks.exchange import (
     bytes_of_all,
     described,
@@ -38,7 +38,7 @@ FEWEST = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SnapshotPart:
     """What a slot has of a snapshot.
 
     Attributes:
@@ -50,14 +50,14 @@ class Part:
     world_size: int = 0
 
     @staticmethod
-    def of(slot: Slot, header: Header) -> Part:
+    def of(slot: Slot, header: Header) -> SnapshotPart:
         """Return what a slot has."""
         # The meta of a large model may have long lists of names: of a whole snapshot it is not parsed.
         found = read_meta(slot, header).get(PART) if f'"{PART}"'.encode() in slot.meta(header) else None
-        return Part() if found is None else Part(tuple(found["ranks"]), int(found["world_size"]))
+        return SnapshotPart() if found is None else SnapshotPart(tuple(found["ranks"]), int(found["world_size"]))
 
 
-def complete(parts: Collection[Part]) -> bool:
+def complete(parts: Collection[SnapshotPart]) -> bool:
     """Whether a state can be restored from these parts of one snapshot."""
     if any(not part.world_size for part in parts):
         return True
@@ -105,9 +105,9 @@ class Layouts:
         self._mine = ""
         self._boxes: list[list[Box]] = []
 
-    def of_all(self, gathering: Gathering, world: World) -> list[list[Box]]:
+    def of_all(self, gatherer: StateGatherer, world: World) -> list[list[Box]]:
         """Return the part that each rank has of each tensor left where it is, by rank; called by all ranks."""
-        mine = json.dumps([box_of(sharded) for _, sharded in gathering.left])
+        mine = json.dumps([box_of(sharded) for _, sharded in gatherer.left])
         if not all(known for (known,) in numbers_of_all(world, [int(mine == self._mine)])):
             self._boxes = [json.loads(each) for each in bytes_of_all(world, mine.encode())]
             self._mine = mine
@@ -133,12 +133,16 @@ def owners(boxes: Sequence[Sequence[Box]]) -> list[list[int]]:
 
 
 def taken(
-    state: dict[str, Any], gathering: Gathering, boxes: Sequence[Sequence[Box]], kept_by: Sequence[list[int]], rank: int
+    state: dict[str, Any],
+    gatherer: StateGatherer,
+    boxes: Sequence[Sequence[Box]],
+    kept_by: Sequence[list[int]],
+    rank: int,
 ) -> dict[str, Any]:
     """Return the state of this rank's slot, with the shards that it keeps; called by all ranks.
 
     Args:
-        state: the training's state, with stand-ins for what ``gathering`` has left where it is.
+        state: the training's state, with stand-ins for what ``gatherer`` has left where it is.
         boxes: by rank, the part that it has of each of these tensors.
         kept_by: by rank, the ranks that write its shards.
 
@@ -148,7 +152,7 @@ def taken(
     keeps = [other for other, writers in enumerate(kept_by) if rank in writers]
     pieces: dict[str, dict[str, Tensor]] = {str(other): {} for other in keeps}
     of = owners(boxes)
-    for index, (_, sharded) in enumerate(gathering.left):
+    for index, (_, sharded) in enumerate(gatherer.left):
         mine = here(sharded) if rank in of[index] else None
         sends = [] if mine is None else [(mine, writer) for writer in kept_by[rank] if writer != rank]
         receives: list[tuple[Tensor, int]] = []
@@ -163,7 +167,7 @@ def taken(
         swap(sends, receives)
     if not keeps:
         return {}
-    tensors, rest, left = named(state, gathering)
+    tensors, rest, left = named(state, gatherer)
     where = [[[other, *chain(*boxes[other][index])] for other in of[index]] for index in range(len(left))]
     shapes = described({name: tensor for name, tensor in tensors.items() if tensor.is_meta})
     return {
@@ -179,8 +183,8 @@ def here(sharded: Any) -> Tensor:
     return mine.cpu()
 
 
-def named(state: dict[str, Any], gathering: Gathering) -> tuple[dict[str, Tensor], Any, list[str]]:
+def named(state: dict[str, Any], gatherer: StateGatherer) -> tuple[dict[str, Tensor], Any, list[str]]:
     """Return a state's tensors by name, the rest as JSON, and the names of the tensors that were left."""
     tensors, rest = tree.encode(state, stand_ins=True)
     names = {id(tensor): name for name, tensor in tensors.items()}
-    return tensors, rest, [names[id(stand_in)] for stand_in, _ in gathering.left]
+    return tensors, rest, [names[id(stand_in)] for stand_in, _ in gatherer.left]

@@ -20,7 +20,7 @@ from elastic_launch.snapshot.format.plain import Path
 from elastic_launch.snapshot.format.tensor_file import copied
 from elastic_launch.snapshot.memory.slot import Header, Slot
 from elastic_launch.snapshot.memory.slot_state import read_meta, read_state
-from elastic_launch.training.checkpoints.split import Part
+from elastic_launch.training.checkpoints.split import SnapshotPart
 from elastic_launch.training.ranks.exchange import broadcast_state, bytes_of_all, exchanging, swap
 from elastic_launch.training.ranks.spreading import Box, Cut, Cuts, narrowed, overlap, places, stand_ins_of, within
 from elastic_launch.training.ranks.world import World
@@ -46,7 +46,7 @@ class _Layout:
 
 
 def restored(
-    mine: tuple[Slot, Header] | None, parts: Mapping[int, Part], world: World, taking: Cuts
+    mine: tuple[Slot, Header] | None, parts: Mapping[int, SnapshotPart], world: World, taking: Cuts
 ) -> tuple[Any, dict[str, Any]]:
     """Return a split snapshot's state and meta: what this rank keeps of it; called by all ranks.
 
@@ -95,7 +95,9 @@ def _kept(cut: Cut | None, path: Path, whole: Tensor, part: Tensor) -> Tensor:
 class _Supply:
     """Makes the parts of tensors that ranks need of the shards in all nodes' slots."""
 
-    def __init__(self, layout: _Layout, pieces: Mapping[str, Any], parts: Mapping[int, Part], rank: int) -> None:
+    def __init__(
+        self, layout: _Layout, pieces: Mapping[str, Any], parts: Mapping[int, SnapshotPart], rank: int
+    ) -> None:
         self._layout = layout
         self._pieces = pieces
         self._rank = rank

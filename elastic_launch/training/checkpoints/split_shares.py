@@ -16,7 +16,7 @@ from torch import Tensor
 from elastic_launch.snapshot.format.manifest import MAX_SHARES
 from elastic_launch.snapshot.format.tensor_file import copied
 from elastic_launch.snapshot.storage.shares import OwnTensors, cuts
-from elastic_launch.training.checkpoints.sharded import Gathering, bytes_in
+from elastic_launch.training.checkpoints.sharded import StateGatherer, bytes_in
 from elastic_launch.training.checkpoints.split import here, named, owners
 from elastic_launch.training.ranks.exchange import swap
 from elastic_launch.training.ranks.spreading import Box, narrowed
@@ -24,7 +24,7 @@ from elastic_launch.training.ranks.spreading import Box, narrowed
 
 def own_tensors(
     state: dict[str, Any],
-    gathering: Gathering,
+    gatherer: StateGatherer,
     boxes: Sequence[Sequence[Box]],
     firsts: Sequence[int],
     rank: int,
@@ -33,21 +33,21 @@ def own_tensors(
     """Return the tensors that this rank's node writes to durable storage, each whole; called by all ranks.
 
     Args:
-        state, gathering, boxes: as for :func:`taken`.
+        state, gatherer, boxes: as for :func:`taken`.
         firsts: the first rank of each node.
         nonce: as for :class:`OwnTensors`.
 
     Returns:
         None if there is a single share.
     """
-    sizes = [bytes_in(stand_in) for stand_in, _ in gathering.left]
+    sizes = [bytes_in(stand_in) for stand_in, _ in gatherer.left]
     begins = cuts(sizes, min(len(firsts), MAX_SHARES))
     count = len(begins) - 1
     if count < 2:
         return None
     number = firsts.index(rank) if rank in firsts[:count] else -1
     of, whole = owners(boxes), {}
-    for index, (_, sharded) in enumerate(gathering.left):
+    for index, (_, sharded) in enumerate(gatherer.left):
         writer = firsts[bisect_right(begins, index) - 1]
         mine = here(sharded) if rank in of[index] else None
         receives: list[tuple[Tensor, int]] = []
@@ -60,7 +60,7 @@ def own_tensors(
         swap([(mine, writer)] if mine is not None and writer != rank else [], receives)
     if number < 0:
         return OwnTensors(number, count, nonce, {}, None)
-    tensors, rest, left = named(state, gathering)
+    tensors, rest, left = named(state, gatherer)
     found = {left[index]: tensor for index, tensor in whole.items()}
     if number == 0:
         found |= {name: copied(tensor.cpu()) for name, tensor in tensors.items() if not tensor.is_meta}

@@ -29,7 +29,7 @@ from elastic_launch.training.checkpoints.pruned import prune_alike
 from elastic_launch.training.checkpoints.resumed import Resumed
 from elastic_launch.training.checkpoints.sharded import (
     Cutting,
-    Gathering,
+    StateGatherer,
     bytes_in,
     holds_shards,
     local_state,
@@ -111,23 +111,23 @@ class TrainingState:
         """Return the states of all parts by name, on ranks that need them; called by all ranks."""
         self.gathered.clear()
         if self.sharded:
-            gathering = Gathering(keep=keep)
-            states = self._gathered_by(gathering)
-            self.gathered |= gathering.own
+            gatherer = StateGatherer(keep=keep)
+            states = self._gathered_by(gatherer)
+            self.gathered |= gatherer.own
             return states if keep else {}
         return self._states() if keep else {}
 
-    def captured_split(self, *, keep: bool) -> tuple[dict[str, Any], Gathering]:
+    def captured_split(self, *, keep: bool) -> tuple[dict[str, Any], StateGatherer]:
         """Return the states of all parts by name, and the shards, for which stand-ins are in it; called by all ranks.
 
         Args:
             keep: whether this rank needs the state.
         """
         self.gathered.clear()
-        gathering = Gathering(keep=keep, split=True)
-        state = self._gathered_by(gathering)
-        self.gathered |= gathering.own
-        return state, gathering
+        gatherer = StateGatherer(keep=keep, split=True)
+        state = self._gathered_by(gatherer)
+        self.gathered |= gatherer.own
+        return state, gatherer
 
     @property
     def divisible(self) -> bool:
@@ -138,8 +138,8 @@ class TrainingState:
         """Return the bytes of the tensors that :meth:`captured` returns on ranks that need them, without it."""
         return sum(bytes_in(self._frozen.left(name, ungathered_state(part))) for name, part in self._parts.items())
 
-    def _gathered_by(self, gathering: Gathering) -> dict[str, Any]:
-        return {name: gathering.state(part, partial(self._frozen.left, name)) for name, part in self._parts.items()}
+    def _gathered_by(self, gatherer: StateGatherer) -> dict[str, Any]:
+        return {name: gatherer.state(part, partial(self._frozen.left, name)) for name, part in self._parts.items()}
 
     def _states(self) -> dict[str, Any]:
         if self.sharded:

@@ -17,7 +17,7 @@ GetBatch = Callable[[int, MicroBatch], Any]
 """``(step, micro) -> data``: the collated data of one micro-batch of a step; steps count from 0 over all epochs."""
 
 
-class Request(NamedTuple):
+class MicroBatchRequest(NamedTuple):
     """A request for one micro-batch."""
 
     step: int  # the step that it belongs to, from 0
@@ -31,9 +31,9 @@ class Feed:
     """The sampler given to torch's DataLoader: yields the requests of the epoch that is being loaded."""
 
     def __init__(self) -> None:
-        self.requests: Iterator[Request] = iter(())
+        self.requests: Iterator[MicroBatchRequest] = iter(())
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[MicroBatchRequest]:
         return self.requests
 
 
@@ -49,7 +49,7 @@ class Batches(Dataset[Any]):
         self._collate = collate
         self._seed = seed
 
-    def __getitem__(self, request: Request) -> Any:
+    def __getitem__(self, request: MicroBatchRequest) -> Any:
         with _seeded(derive("batch", self._seed, request.epoch, request.start)):
             try:
                 samples = self._fetch(request.indices)
@@ -79,7 +79,7 @@ class Drawn(Dataset[Any]):
         self._get_batch = get_batch
         self._seed = seed
 
-    def __getitem__(self, request: Request) -> Any:
+    def __getitem__(self, request: MicroBatchRequest) -> Any:
         with _seeded(derive("get_batch", self._seed, request.step, request.micro.index)):
             made = self._get_batch(request.step, request.micro)
         # Only the script knows which dimension counts samples; a wrong size would change the mean of the global batch.

@@ -27,7 +27,7 @@ from elastic_launch.batch import BatchPlan, GlobalBatch
 from elastic_launch.contract import ENV_SOCKET
 from elastic_launch.errors import UsageError
 from elastic_launch.stack_dump import dump_stacks_on_signal
-from elastic_launch.training.data.batches import Batches, Drawn, Feed, GetBatch, Request, check_length
+from elastic_launch.training.data.batches import Batches, Drawn, Feed, GetBatch, MicroBatchRequest, check_length
 from elastic_launch.training.data.generators import own_generators
 from elastic_launch.training.data.samplers import SAMPLE_ORDER, InOrder, Sampler, Shuffled
 from elastic_launch.training.data.streams import ShardedStream, StreamOrder
@@ -219,7 +219,7 @@ class Loader(ABC):
         except (ValueError, TypeError) as error:
             raise UsageError(f"{type(self).__name__}: {error}", "These options go on to torch's DataLoader.") from None
 
-    def _requests(self, steps: range, world_size: int, rank: int) -> Iterator[Request]:
+    def _requests(self, steps: range, world_size: int, rank: int) -> Iterator[MicroBatchRequest]:
         """Yield a rank's requests for some steps of one epoch."""
         size, start = self.batch.size, steps.start
         first = self._position(start)
@@ -240,7 +240,7 @@ class Loader(ABC):
                 for step in range(start, start + count):
                     for micro in micros:
                         place = (within + step - start) * size + micro.start
-                        yield Request(step, first.epoch, place, micro, indices[done : done + len(micro)])
+                        yield MicroBatchRequest(step, first.epoch, place, micro, indices[done : done + len(micro)])
                         done += len(micro)
             start += count
 

@@ -27,7 +27,7 @@ class FlatSlice:
     def small(self) -> bool:
         return self.shape.numel() < SMALL
 
-    def new(self, part: Part) -> Tensor:
+    def new(self, part: FlatPart) -> Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=part.dtype, device=part.device)
 
 
@@ -48,7 +48,7 @@ class Flat:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FlatPart:
     """The tensors of one dtype and device."""
 
     dtype: torch.dtype
@@ -94,7 +94,7 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     return torch.empty_like(tensor, device="meta").stride()
 
 
-def layout(like: Sequence[Tensor]) -> list[Part]:
+def layout(like: Sequence[Tensor]) -> list[FlatPart]:
     """Return the parts into which tensors like these are divided, by dtype and device."""
     kinds: dict[tuple[torch.dtype, torch.device], list[FlatSlice]] = {}
     for which, tensor in enumerate(like):
@@ -102,4 +102,4 @@ def layout(like: Sequence[Tensor]) -> list[Part]:
             raise ValueError(f"tensor {which} is sparse; an exact reduction takes dense ones only")
         place = FlatSlice(which, tensor.shape, dense_stride(tensor))
         kinds.setdefault((tensor.dtype, tensor.device), []).append(place)
-    return [Part(dtype, device, tuple(places)) for (dtype, device), places in kinds.items()]
+    return [FlatPart(dtype, device, tuple(places)) for (dtype, device), places in kinds.items()]

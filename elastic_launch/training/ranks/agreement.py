@@ -19,14 +19,14 @@ import torch
 import torch.distributed as dist
 
 from elastic_launch.training.ranks.world import GROUP_TIMEOUT
-from elastic_launch.training.stopping import Stop
+from elastic_launch.training.stopping import StopSource
 
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
     """What one rank wants or, after an exchange, what any rank wants."""
 
-    stop: Stop = Stop.NO  # who requested a stop
+    stop: StopSource = StopSource.NO  # who requested a stop
     save: bool = False  # make a durable checkpoint
     keep: bool = False  # take a snapshot in memory
     evaluate: bool = False  # after the next step
@@ -57,10 +57,10 @@ class Wishes:
     def of_counts(counts: Sequence[float]) -> Wishes:
         """Return what any rank wants, from the sums over the ranks of :meth:`counts`."""
         *levels, save, keep, evaluate, compare = (count > 0 for count in counts)
-        return Wishes(Stop(sum(levels)), save, keep, evaluate, compare)
+        return Wishes(StopSource(sum(levels)), save, keep, evaluate, compare)
 
 
-_STOPS = [stop for stop in Stop if stop is not Stop.NO]
+_STOPS = [stop for stop in StopSource if stop is not StopSource.NO]
 _NO_COUNTS = Wishes().counts()
 
 NOTHING = Wishes()
@@ -167,4 +167,4 @@ class Agreement:
         stop, *flags, most, most_inverted = numbers.tolist()
         save, keep, evaluate, compare = map(bool, flags)
         # The maximum of the inverted checksums is the inverted minimum.
-        return agreed | Wishes(Stop(stop), save, keep, evaluate, compare, differs=most != ~most_inverted)
+        return agreed | Wishes(StopSource(stop), save, keep, evaluate, compare, differs=most != ~most_inverted)

@@ -52,7 +52,7 @@ _watch: Callable[[str], None] | None = None  # what is called with the name of a
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """Within this context, what is called within a :class:`MicroBatch` is noticed."""
+    """Within this context, what is called within a :class:`MicroBatchContext` is noticed."""
     holders: dict[Any, tuple[str, ...]] = {dist.ProcessGroup: _METHODS, functional: _FUNCTIONS}
     # As the class has them: what getattr() returns does not bind an instance when it is put back.
     found = ((holder, name) for holder, names in holders.items() for name in names if name in vars(holder))
@@ -86,7 +86,7 @@ def _called_by_script() -> str:
     return "" if frame is None or module.startswith(_OWN) else name or "a collective"
 
 
-class MicroBatch:
+class MicroBatchContext:
     """The context in which a micro-batch is computed.
 
     Args:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from elastic_launch.contract import ENV_AHEAD, ENV_LOCAL_RANK, Place, round_environment
 from elastic_launch.errors import ElasticLaunchError
 from elastic_launch.training.link import AgentLink
-from elastic_launch.training.stopping import Drained
+from elastic_launch.training.stopping import DrainedExit
 
 _joins: list[Callable[[], object]] = []
 _lock = threading.RLock()
@@ -97,7 +97,7 @@ def wait_for_place(arguments: str = "") -> AgentLink:
     place = link.wait_for_place(arguments)
     if place is None:
         link.close()
-        raise Drained(0)
+        raise DrainedExit(0)
     take(place)
     return link
 

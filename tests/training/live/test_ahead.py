@@ -19,7 +19,7 @@ import elastic_launch as el
 from elastic_launch import contract as c
 from elastic_launch import dist
 from elastic_launch.errors import ElasticLaunchError, UsageError
-from elastic_launch.training.stopping import Drained
+from elastic_launch.training.stopping import DrainedExit
 
 SCRIPT = SCRIPTS / "ahead.py"
 
@@ -69,7 +69,7 @@ def test_a_first_use_of_the_world_waits_for_a_place_and_joins_its_round(agent: P
         assert not agent.connected(0)
         USES[use](run)
         worker = agent.worker(0)
-        assert worker.said(c.Hello) == [c.Hello(0, 0, 0)]
+        assert worker.said(c.WorkerHello) == [c.WorkerHello(0, 0, 0)]
         assert (run.rank, run.world_size, run.world.round, run.worlds) == (0, 1, 7, [1])
         assert dist.is_initialized()
         assert (os.environ["RANK"], os.environ[c.ENV_ROUND], c.ENV_AHEAD in os.environ) == ("0", "7", False)
@@ -95,7 +95,7 @@ def test_a_script_without_a_session_waits_too(agent: PlayedAgent) -> None:
     wait_for("the end of the connection", lambda: agent.worker(0).gone)
     with el.session() as run:
         train(run)
-    assert agent.worker(0).said(c.Hello) == [c.Hello(7, 0, 0)]
+    assert agent.worker(0).said(c.WorkerHello) == [c.WorkerHello(7, 0, 0)]
 
 
 def test_the_first_step_of_each_round_is_reported_at_once(agent: PlayedAgent) -> None:
@@ -194,7 +194,7 @@ def test_a_process_that_gets_no_place_exits_as_after_a_drain(agent: PlayedAgent,
             finally:
                 stopped = run.stopped and run.draining
 
-    with pytest.raises(Drained) as caught:
+    with pytest.raises(DrainedExit) as caught:
         script()
     assert (caught.value.code, stopped) == (0, True)
     assert not agent.worker(0).said(c.Drained)
@@ -276,22 +276,22 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     ],
     ids=" ".join,
 )
-def test_a_newcomer_joins_a_running_training_with_its_state(
+def test_a_worker_ahead_joins_a_running_training_with_its_state(
     node: PlayedAgent, tmp_path: Path, undisturbed: str, flags: list[str]
 ) -> None:
     training = Training(tmp_path, node, *flags)
     survivor = training.start(node.environment(1, 0, 0, 1))
-    newcomer = training.start(node.ahead(1), "--seed", "9")
+    new = training.start(node.ahead(1), "--seed", "9")
     node.worker(1).wait(c.Ahead)
     training.limit(4)
     training.trains(1, 4)  # the others do not wait for it
     training.drain(0)
     node.place(2, 2, [0, 1])
     assert {node.worker(rank).wait(c.Ready, 2 - rank).step for rank in (0, 1)} == {training.steps(1)[-1]["step"]}
-    first, second = training.end(survivor, newcomer)
+    first, second = training.end(survivor, new)
     steps = [x["step"] for x in training.steps(1)]
     assert steps == [*range(1, len(steps) + 1)]
-    for rank, process in enumerate((survivor, newcomer)):
+    for rank, process in enumerate((survivor, new)):
         noted = [x for x in training.steps(2) if x["rank"] == rank]
         assert [x["step"] for x in noted] == [*range(len(steps) + 1, 21)]
         assert {(x["pid"], x["world"], x["RANK"]) for x in noted} == {(process.process.pid, 2, str(rank))}
@@ -303,13 +303,13 @@ def test_a_newcomer_joins_a_running_training_with_its_state(
 
 
 @pytest.mark.slow
-def test_a_newcomer_whose_round_breaks_as_it_joins_waits_for_another_place(
+def test_a_worker_ahead_whose_round_breaks_as_it_joins_waits_for_another_place(
     node: PlayedAgent, tmp_path: Path, undisturbed: str
 ) -> None:
     """First while it waits for the others; then, with them, for one that has joined and is killed before its loop."""
     training = Training(tmp_path, node)
     survivor = training.start(node.environment(1, 0, 0, 1))
-    newcomer = training.start(node.ahead(1), "--seed", "9")
+    new = training.start(node.ahead(1), "--seed", "9")
     late = training.start(node.ahead(2), "--early", "--pause")
     for local_rank in (1, 2):
         node.worker(local_rank).wait(c.Ahead)
@@ -318,7 +318,7 @@ def test_a_newcomer_whose_round_breaks_as_it_joins_waits_for_another_place(
     training.drain(0)
 
     node.place(2, 2, [1])  # alone in a world of two
-    wait_for("the newcomer at the store", lambda: node.stores[2].num_keys() > 1)
+    wait_for("the new worker at the store", lambda: node.stores[2].num_keys() > 1)
     node.worker(1).tell(c.Suspend(2, "membership"))
     node.worker(1).wait(c.Suspended)
 
@@ -331,21 +331,21 @@ def test_a_newcomer_whose_round_breaks_as_it_joins_waits_for_another_place(
     for local_rank, times in ((0, 2), (1, 2)):
         node.worker(local_rank).wait(c.Suspended, times)
     node.place(4, 2, [1, 0])
-    results = training.end(newcomer, survivor)
+    results = training.end(new, survivor)
     assert results[0] == results[1]
     assert results[0]["hash"] == undisturbed
     assert results[0]["resumed"] == training.steps(1)[-1]["step"]
-    assert {x["rank"] for x in training.steps(4) if x["pid"] == newcomer.process.pid} == {0}
+    assert {x["rank"] for x in training.steps(4) if x["pid"] == new.process.pid} == {0}
 
 
 @pytest.mark.slow
-def test_a_newcomer_that_has_got_the_state_is_a_source_of_it(
+def test_a_worker_ahead_that_has_got_the_state_is_a_source_of_it(
     node: PlayedAgent, tmp_path: Path, undisturbed: str
 ) -> None:
-    """The only process that had the state is killed once the newcomer has it."""
+    """The only process that had the state is killed once the new worker has it."""
     training = Training(tmp_path, node)
     survivor = training.start(node.environment(1, 0, 0, 1))
-    newcomer = training.start(node.ahead(1), "--seed", "9")
+    new = training.start(node.ahead(1), "--seed", "9")
     node.worker(1).wait(c.Ahead)
     training.limit(4)
     training.trains(1, 4)
@@ -358,7 +358,7 @@ def test_a_newcomer_that_has_got_the_state_is_a_source_of_it(
     node.worker(1).tell(c.Suspend(2, "crash"))
     node.worker(1).wait(c.Suspended)
     node.place(3, 1, [1])
-    (result,) = training.end(newcomer)
+    (result,) = training.end(new)
     assert result["hash"] == undisturbed
     assert node.worker(1).said(c.StepDone), "the first worker of a node reports steps, whatever its local rank"
 

@@ -1,4 +1,4 @@
-"""A trainer's newcomer does a pass before it waits for its place, and nothing remains that a script could notice."""
+"""A trainer's worker ahead does a pass before it waits for its place; nothing remains that a script could notice."""
 
 from __future__ import annotations
 
