@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Standstill:
+class StallPlace:
     """Where a worker stands still.
 
     Attributes:
@@ -34,9 +34,9 @@ class Hang:
 
     doing: str
     seconds: float
-    at: Standstill
+    at: StallPlace
     others: tuple[int, ...] = ()
-    there: Standstill | None = None
+    there: StallPlace | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from elastic_launch.events import types as ev
 from elastic_launch.events.types import counted, listed
-from elastic_launch.failure import Failure, Hang, Standstill
+from elastic_launch.failure import Failure, Hang, StallPlace
 
 _ORDERS = {
     "drain": "round {round} is to end after the same step on all ranks",
@@ -61,7 +61,7 @@ def how_failed(failure: Failure) -> str:
     return ": ".join(filter(None, (timer, how, failure.error)))
 
 
-def standing(worker: Standstill) -> str:
+def standing(worker: StallPlace) -> str:
     """Return where a worker stands still, such as ``waiting for its data loader at train.py:3 in load``."""
     at = f" at {worker.frame}" if worker.frame else ""
     match worker.state:

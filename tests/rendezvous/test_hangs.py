@@ -11,7 +11,7 @@ from leader_run import Run, running
 
 from elastic_launch.events.sentences import how_failed
 from elastic_launch.events.types import CauseFound, HangFound, RestartCharged, RoundBroken
-from elastic_launch.failure import Standstill
+from elastic_launch.failure import StallPlace
 from elastic_launch.rendezvous.leader.hangs import ALIKE, Verdict, judge_stalled
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.rendezvous.wire.messages import Collective, Stalled, StalledWorker
@@ -226,7 +226,7 @@ def test_in_a_first_step_a_rank_that_does_something_else_may_prepare_it() -> Non
 def test_in_a_first_step_a_rank_that_prepares_or_moves_excuses_all(what: tuple[Any, ...]) -> None:
     waits, left_out = (*EXCHANGE, begun(5)), (*EXCHANGE, begun(4, waits=False))
     assert judged(waits, left_out, waits, what, early=True) is None
-    assert judged(waits, left_out, waits, what, early=True, before={Standstill("exchange", "x")}) is None
+    assert judged(waits, left_out, waits, what, early=True, before={StallPlace("exchange", "x")}) is None
 
 
 def test_a_rank_that_hangs_where_one_has_hung_before_hangs_in_a_first_step_too() -> None:

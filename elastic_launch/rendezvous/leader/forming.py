@@ -148,7 +148,7 @@ def outlook(phase: Phase, state: LeaderState) -> str:
             first, ends = False, phase.ends
         case Gathering():
             first, ends = phase.after is None, phase.ends
-        case Parked():
+        case ParkedRun():
             first, ends = phase.after is None, ""
     # A node that is still stopping its workers after a broken round counts: it will join the next one.
     there = len(nodes) - sum(map(_LEAVING, nodes))

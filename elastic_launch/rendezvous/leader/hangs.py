@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from elastic_launch.events.sentences import ranks, standing, worker_failed
 from elastic_launch.events.types import HangFound
-from elastic_launch.failure import Failure, Hang, Standstill
+from elastic_launch.failure import Failure, Hang, StallPlace
 from elastic_launch.rendezvous.wire.messages import Collective, Stalled, StalledWorker
 
 ALIKE = 600.0
@@ -41,7 +41,7 @@ class Verdict:
     failures: tuple[Failure, ...] = ()
     places: tuple[str, ...] = ()
     collectives: str = ""
-    stood: frozenset[Standstill] = frozenset()
+    stood: frozenset[StallPlace] = frozenset()
 
     def event(self, round_number: int) -> HangFound:
         """Return what is recorded of it."""
@@ -62,11 +62,11 @@ class _Seen:
         return self.worker.state in _WAITS
 
     @property
-    def place(self) -> Standstill:
-        return Standstill(self.worker.state, "" if self.worker.state == "unknown" else self.worker.frame)
+    def place(self) -> StallPlace:
+        return StallPlace(self.worker.state, "" if self.worker.state == "unknown" else self.worker.frame)
 
     @property
-    def in_collective(self) -> Standstill:
+    def in_collective(self) -> StallPlace:
         """The place, and the collective that the rank waits in if that is known."""
         waits = (x.what for x in self.worker.collectives if x.waits and self.worker.state == "exchange")
         return replace(self.place, collective=next(waits, ""))
@@ -103,7 +103,7 @@ def judge_stalled(
     ran: float,
     *,
     finished: bool = False,
-    before: Collection[Standstill] = (),
+    before: Collection[StallPlace] = (),
 ) -> Verdict | None:
     """Return the verdict on a round all of whose nodes are stalled; None if it may still go on by itself.
 
@@ -197,15 +197,15 @@ def _apart(seen: Sequence[_Seen]) -> list[_Seen]:
     return [each for each in seen if most and each.place != most[0]]
 
 
-def _ranks_by_place(seen: Sequence[_Seen]) -> list[tuple[Standstill, list[int]]]:
+def _ranks_by_place(seen: Sequence[_Seen]) -> list[tuple[StallPlace, list[int]]]:
     """Return the places, with collectives, and the ranks that are there."""
-    found: dict[Standstill, list[int]] = {}
+    found: dict[StallPlace, list[int]] = {}
     for each in seen:
         found.setdefault(each.in_collective, []).append(each.worker.rank)
     return list(found.items())
 
 
-def _failure(round_number: int, hung: _Seen, others: Sequence[tuple[Standstill, list[int]]], ran: float) -> Failure:
+def _failure(round_number: int, hung: _Seen, others: Sequence[tuple[StallPlace, list[int]]], ran: float) -> Failure:
     worker, report = hung.worker, hung.report
     there, numbers = others[0] if hung.waits and others else (None, [])
     return Failure(

@@ -20,7 +20,7 @@ from elastic_launch.events.types import (
     RoundDraining,
     counted,
 )
-from elastic_launch.failure import Failure, Standstill
+from elastic_launch.failure import Failure, StallPlace
 from elastic_launch.rendezvous.leader.forming import gather, outlook, start_ahead
 from elastic_launch.rendezvous.leader.hangs import judge_stalled
 from elastic_launch.rendezvous.leader.newcomers import code_of, difference, is_own, newcomers_failures
@@ -60,7 +60,7 @@ class Rounds:
     def __init__(self, state: LeaderState) -> None:
         self._state = state
         self.phase: Phase = Gathering()
-        self._hung_at: set[Standstill] = set()  # the places at which workers have hung
+        self._hung_at: set[StallPlace] = set()  # the places at which workers have hung
         if state.record.end is not None:
             self.phase = Ended()
         elif state.record.round.members:
