@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_launch.observe.chronicle import Chronicle
-from elastic_launch.observe.ledger import Incident
+from elastic_launch.observe.ledger import RoundIncident
 from elastic_launch.observe.reading import event_files, read
 from elastic_launch.observe.report import joined
 
@@ -66,7 +66,7 @@ class Mark:
     text: str
 
 
-def told(incident: Incident) -> str:
+def told(incident: RoundIncident) -> str:
     what = {
         "membership": "node b joins",
         "crash": "kill -9 of a worker of node b",
@@ -77,7 +77,7 @@ def told(incident: Incident) -> str:
     return f"{what[incident.kind]}: training stood still for {incident.still_s:.2f} s, {lost}"
 
 
-def bars_and_marks(chronicle: Chronicle, incidents: Sequence[Incident]) -> tuple[list[Bar], list[Mark]]:
+def bars_and_marks(chronicle: Chronicle, incidents: Sequence[RoundIncident]) -> tuple[list[Bar], list[Mark]]:
     since = min(x.formed for x in chronicle.rounds.values() if x.formed is not None)
     bars, marks = [], []
     for number, x in sorted(chronicle.rounds.items()):
