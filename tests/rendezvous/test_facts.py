@@ -84,8 +84,8 @@ def newcomers_that_fail_alike() -> Run:
             run.advance(0.3)
             run.stop("a", node)
             run.close(node)
-        run.report("a", m.Ready(run.number, step=100 * run.number))
-        run.report("a", m.Progress(run.number, 100 * run.number + 5))
+        run.report("a", m.NodeReady(run.number, step=100 * run.number))
+        run.report("a", m.ProgressBeat(run.number, 100 * run.number + 5))
     assert run.record.closed
     return run
 
