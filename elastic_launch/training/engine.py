@@ -464,7 +464,7 @@ class Engine:
 
     def _start_again(self, why: str) -> None:
         """End this process, so that a new one takes its place; its agent expects it to end."""
-        _log.warning("this worker cannot continue in another round, and is started again: %s", why)
+        _log.warning("this worker cannot continue in another round, and ends: %s", why)
         with suppress(ValueError):  # not the main thread, where alone handlers are set
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)

@@ -140,11 +140,11 @@ class Positions:
         if not found:
             return
         refuse()
-        what = f"step {number}: between its micro-batches, the script changed {_some(found)}"
+        what = f"step {number}: between its micro-batches, the script or the model changed {_some(found)}"
         if self._exact:
             raise UsageError(
                 f"exact=True: {what}, so the result would depend on how many ranks share them.",
-                "Change it after step.update(), once for each step.",
+                "Change it after step.update(), once for each step, or give it a rule, such as buffers={name: 'last'}.",
             )
         if not self._warned and self._engine.world.rank == 0:
             self._warned = True
