@@ -71,7 +71,8 @@ def test_a_limit_with_room_for_one_snapshot_of_three_leaves_them_out_and_kills_n
 ) -> None:
     with memory_group.group() as group:
         agent = train(job, *group.prefix, checkpoints=tmp_path / "saved")
-        group.limit(2 * MIB * 2**20)  # the optimizer takes half of it
+        # The optimizer takes half of a state, a checkpoint's copy one; slow storage holds back what is written of it.
+        group.limit(5 * MIB // 2 * 2**20)
         job.tell("go")
         assert agent.wait(60) == 0, agent.output
         assert group.kills == 0
