@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -30,9 +31,13 @@ def test_one_two_four_nodes_and_one_cost_no_step(job: Job, undisturbed: str) -> 
     wait_for("two spares", lambda: len(job.events("node_joined")) == 4, 100)
     told(job, "resize", "1:4")
     four = changes.trains(4, after=two)
-    for name in "cd":
-        nodes[name].signal(signal.SIGTERM)
-    told(job, "drain", "b")
+    with ThreadPoolExecutor(1) as pool:
+        # In one drain: if a node left while the next round had not begun to train, that would be broken.
+        asked = pool.submit(told, job, "drain", "b")
+        wait_for("its drain", lambda: [x for x in job.events("round_draining") if x["round"] == four], 60)
+        for name in "cd":
+            nodes[name].signal(signal.SIGTERM)
+        asked.result()
     changes.trains(1, after=four)
     result = changes.finish(nodes["a"])
     assert [nodes[name].wait(60) for name in "bcd"] == [143] * 3, changes.outputs()
