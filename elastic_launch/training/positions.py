@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 FIRST = 3
 """Number of passes at the beginning in which all is looked at."""
 
-SHARE = 0.01
+SHARE = 0.002
 """Fraction of the time that it may cost to look what passes change, except in exact mode."""
 
 _SHOWN = 4
@@ -144,7 +144,8 @@ class Positions:
         if self._exact:
             raise UsageError(
                 f"exact=True: {what}, so the result would depend on how many ranks share them.",
-                "Change it after step.update(), once for each step, or give it a rule, such as buffers={name: 'last'}.",
+                "Change it after step.update(), once for each step. What a model changes by design and does not train "
+                "needs a rule, such as buffers={name: 'last'}.",
             )
         if not self._warned and self._engine.world.rank == 0:
             self._warned = True

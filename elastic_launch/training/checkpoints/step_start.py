@@ -122,8 +122,8 @@ class StepStart:
         self._large: dict[str, Stateful] = {}
         self._extra: list[tuple[str, str, nn.Module]] = []
         # The structure: the modules' dicts of members, the members, and the optimizers' parameters.
-        self._dicts: list[Mapping[str, Any]] = []
-        self._filled: list[Mapping[str, Any]] = []
+        self._dicts: list[dict[str, Any]] = []
+        self._filled: list[dict[str, Any]] = []
         self._count = -1
         self._members: list[Any] = []
         self._own: list[Tensor] = []
@@ -314,14 +314,14 @@ class StepStart:
     def _look(self) -> None:
         """Determine the modules' members and the optimizers' parameters again, if they have changed."""
         own = [p for x in self._optimizers.values() for group in x.param_groups for p in group["params"]]
-        members = [value for each in self._filled for value in each.values()]
+        members = [*chain.from_iterable(map(dict.values, self._filled))]
         count = sum(map(len, self._dicts))
         if count == self._count and _identical(members, self._members) and _identical(own, self._own):
             return
         modules = [(name, path, x) for name, part in self._modules.items() for path, x in part.named_modules()]
         self._dicts = [each for *_, x in modules for each in (x._parameters, x._buffers, x._modules)]
         self._filled = [each for each in self._dicts if each]
-        self._members = [value for each in self._filled for value in each.values()]
+        self._members = [*chain.from_iterable(map(dict.values, self._filled))]
         self._count, self._own = sum(map(len, self._dicts)), own
         parameters: dict[int, tuple[str, Tensor]] = {}
         buffers: dict[int, tuple[str, Tensor]] = {}
