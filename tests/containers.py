@@ -31,6 +31,9 @@ MADE = "localhost/elastic-launch-test-base"
 # runc, where crun fails (old cgroups), and limits that a container without all capabilities can have.
 SIMPLE = '[containers]\ndefault_ulimits = ["nofile=1024:4096", "nproc=4096:4096"]\n[engine]\nruntime = "runc"\n'
 
+ALONE = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
+"""The prefix of a command whose processes and mounts end with it."""
+
 HURRY = "/checkpoints/hurry"
 
 LENT = ("torch", "yaml", "etcd_client", "safetensors", "numpy", "sklearn")
@@ -153,8 +156,10 @@ class Podman:
             raise Impossible(f"needs mmdebstrap, since no image can be pulled ({reason})")
         archive = self._directory / "base.tar"
         packages = "--include=python3,python3-venv,ca-certificates,libstdc++6"
-        command = ["mmdebstrap", "--variant=essential", packages, "bookworm", str(archive)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+        # In namespaces of its own: when it is killed, its processes and its mounts of /proc and /sys go, too.
+        command = [*ALONE, "mmdebstrap", "--variant=essential", packages, "bookworm", str(archive)]
+        environment = {**os.environ, "TMPDIR": str(self._directory)}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
         if done.returncode:
             raise Impossible(f"mmdebstrap: {done.stderr.strip()[-1000:]}")
         self._made.append(MADE)
