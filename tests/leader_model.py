@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from elastic_launch.config.launch_config import Limits, Timing
 from elastic_launch.errors import ExitCode
+from elastic_launch.events.sentences import sentence
 from elastic_launch.events.types import Event, NodeLost, RestartCharged, RoundBroken
 from elastic_launch.rendezvous.leader.machine import LeaderMachine
 from elastic_launch.rendezvous.leader.restart_budget import FREE
@@ -391,7 +392,7 @@ class LeaderModel:
             node.unread.append(order)
 
     def _emitted(self, event: Event) -> None:
-        event.line()
+        sentence(event)
         match event:
             case RoundBroken(round=number, kind=kind):
                 if kind in ("membership", "node loss"):

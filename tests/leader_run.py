@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from elastic_launch.config.launch_config import Limits, Timing
+from elastic_launch.events.sentences import sentence
 from elastic_launch.events.types import (
     Event,
     RoundBroken,
@@ -161,7 +162,7 @@ class Run:
                 case Close(link=link):
                     self.links = {node_id: other for node_id, other in self.links.items() if other != link}
                 case Emit(event=event):
-                    event.line()
+                    sentence(event)
                     self.events.append(event)
         for node_id, number in asked if self.reaches else ():
             if node_id in self.links:

@@ -24,8 +24,7 @@ from elastic_launch.config.settings import CONF_KEYS
 from elastic_launch.config.torchrun_mode import DEFAULTS, EMPTY, ENV_TORCHRUN
 from elastic_launch.contract import ENV_AHEAD, Placement, worker_environment
 from elastic_launch.errors import ExitCode
-from elastic_launch.events import types as events
-from elastic_launch.events.types import Event, LeaderEvent, event_name
+from elastic_launch.events.types import KINDS, Event, event_name
 from elastic_launch.rendezvous.admin import messages as asking
 
 ROOT = Path(__file__).parent.parent
@@ -62,8 +61,7 @@ def commands() -> list[tuple[str, str]]:
 
 
 def kinds_of_events() -> list[type[Event]]:
-    kinds = [kind for kind in vars(events).values() if isinstance(kind, type) and issubclass(kind, Event)]
-    return [kind for kind in kinds if kind not in (Event, LeaderEvent)]
+    return [kind for kind in KINDS.values() if kind.__module__ == Event.__module__]
 
 
 def sections(page: Path, mark: str) -> dict[str, str]:

@@ -17,11 +17,7 @@ from elastic_launch.events.sinks import JsonLines
 from elastic_launch.observe.reading import parse
 from elastic_launch.testing import FakeClock
 
-KINDS: list[type[ev.Event]] = [
-    kind
-    for kind in vars(ev).values()
-    if isinstance(kind, type) and issubclass(kind, ev.Event) and kind not in (ev.Event, ev.LeaderEvent)
-]
+KINDS = [kind for kind in ev.KINDS.values() if kind.__module__ == ev.__name__]
 
 
 def example(kind: type[ev.Event]) -> ev.Event:
@@ -38,14 +34,20 @@ def example(kind: type[ev.Event]) -> ev.Event:
     return kind(**{item.name: samples[str(item.type)] for item in fields(kind)})
 
 
-def test_all_events_are_named_once() -> None:
-    assert len({ev.event_name(kind) for kind in KINDS}) == len(KINDS)
+def test_all_events_are_known_by_their_names() -> None:
+    defined = [
+        kind
+        for kind in vars(ev).values()
+        if isinstance(kind, type) and issubclass(kind, ev.Event) and kind not in (ev.Event, ev.LeaderEvent)
+    ]
+    assert [kind for kind in defined if ev.KINDS[ev.event_name(kind)] is not kind] == []
+    assert len(defined) == len(KINDS)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_any_event_is_one_line_for_people_at_most(kind: type[ev.Event]) -> None:
     assert is_dataclass(kind)
-    assert "\n" not in example(kind).line()
+    assert "\n" not in sentence(example(kind))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -169,7 +171,8 @@ def test_the_leaders_decisions_are_shown_to_people() -> None:
     ids=lambda value: type(value).__name__ if isinstance(value, ev.Event) else "",
 )
 def test_lines_for_people(event: ev.Event, line: str) -> None:
-    assert event.line() == line
+    assert event.printed
+    assert sentence(event) == line
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -230,11 +233,12 @@ def test_any_event_is_read_as_it_was_written(kind: type[ev.Event], tmp_path: Pat
     assert parse(sink.path.read_text()) == (0.0, example(kind))
 
 
-def test_what_is_reported_elsewhere_has_no_line() -> None:
+def test_what_is_reported_elsewhere_is_not_printed() -> None:
     """A loss that broke a round is reported by the break, the end by every agent's summary."""
-    assert ev.NodeLost("b", "its connection closed", 0.0, 3, "a new round forms").line() == ""
-    assert ev.NodeLeft("b", "SIGTERM", 3, "a new round forms").line() == ""
-    assert ev.RunEnded(91, "all 3 restarts spent", 3, 4, 99.0).line() == ""
+    assert not ev.NodeLost("b", "its connection closed", 0.0, 3, "a new round forms").printed
+    assert not ev.NodeLeft("b", "SIGTERM", 3, "a new round forms").printed
+    assert not ev.RunEnded(91, "all 3 restarts spent", 3, 4, 99.0).printed
+    assert not ev.LinkChanged(True, "hello accepted").printed, "it is not the leader's"
 
 
 @pytest.mark.parametrize(("number", "text"), [(0, "0 nodes"), (1, "1 node"), (2, "2 nodes")])
@@ -244,7 +248,7 @@ def test_counted(number: int, text: str) -> None:
 
 def test_a_round_of_many_nodes_does_not_fill_the_screen() -> None:
     nodes = tuple(f"node-{number}" for number in range(1000))
-    line = ev.RoundFormed(1, 1, nodes, 8000, 0, "first", 2.0).line()
+    line = sentence(ev.RoundFormed(1, 1, nodes, 8000, 0, "first", 2.0))
     assert "on 1000 nodes (node-0, " in line
     assert line.endswith(", ...)")
     assert len(line) < 200

@@ -43,6 +43,7 @@ from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.contract import Copied, Copying, Save, SlowRank
 from elastic_launch.errors import EndpointError, ExitCode
 from elastic_launch.events import types as ev
+from elastic_launch.events.sentences import sentence
 from elastic_launch.failure import Failure
 from elastic_launch.observe.present import Present
 from elastic_launch.rendezvous.backends.c10d import Backend
@@ -313,7 +314,7 @@ class NodeAgent(ElasticAgent):
             if self._workers.resume():
                 event = ev.WorkersHeld(self._view.round, round(now - self._held_since, 3))
                 self._events.emit(event)
-                _log.info("%s", event.line())
+                _log.info("%s", sentence(event))
 
     def _stopped(self, at: float, pids: Collection[int]) -> None:
         """The guard has stopped processes of the workers."""
@@ -450,7 +451,7 @@ class NodeAgent(ElasticAgent):
         if number == self._formed.number and (node := self._formed.node_of(slow.rank)):
             event = ev.StragglerFound(number, slow.rank, node, slow.phase, slow.ratio)
             self._events.emit(event)
-            _log.warning("%s", event.line())
+            _log.warning("%s", sentence(event))
 
     def _present(self) -> Present:
         view, saved = self._view, self._membership.checkpoint

@@ -32,6 +32,7 @@ from elastic_launch.config.torch_options import TorchOptions, untested_torch
 from elastic_launch.config.torchrun_mode import code_of, errors_told
 from elastic_launch.error_file import ENV_ERROR_FILE
 from elastic_launch.errors import ExitCode
+from elastic_launch.events.sentences import sentence
 from elastic_launch.events.sinks import JsonLines
 from elastic_launch.events.types import Event, EventSink
 from elastic_launch.observe.live import LiveLedger
@@ -94,8 +95,8 @@ class _Journal:
     def emit(self, event: Event) -> None:
         for follow in self.follow:
             follow(event)
-        if type(event).leader and (line := event.line()):
-            _log.info("%s", line)
+        if event.printed:
+            _log.info("%s", sentence(event))
         for incident in self.ledger.add(event):
             _log.info("%s", incident.line())
             for over in self.over:
@@ -202,7 +203,7 @@ def _run(config: LaunchConfig, begun: Bootstrap | None, consoles: Consoles, watc
         if config.node_check:
             checked = check_node(config)
             journal.emit(checked)
-            _log.info("%s", checked.line())
+            _log.info("%s", sentence(checked))
         # First, because it takes longest and depends on nothing below.
         env = shared_environment(config)
         processes = start_processes(config, env, begun.server if begun is not None else None, files)

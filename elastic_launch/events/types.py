@@ -9,23 +9,62 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from dataclasses import Field, dataclass
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, dataclass_transform
+
+Tone = Literal["", "good", "bad", "note"]
+"""How a mark on the page's time axis looks; an event without a tone has no mark."""
+
+KINDS: dict[str, type[Event]] = {}
+"""All events by their names."""
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """Base class of all events.
+class Counter(NamedTuple):
+    """A metric that counts events; see :mod:`elastic_launch.observe.metrics`.
 
-    An event whose ``line`` is empty is covered by another event, or is not an event of the leader;
-    :func:`elastic_launch.events.sentences.sentence` has a sentence for each.
+    Attributes:
+        name: without the prefix ``elastic_launch_``; events may share one.
+        labels: attributes of the event whose values are the metric's labels.
+        when: attribute of the event that must be true for it to count; empty if all count.
     """
 
-    leader: ClassVar[bool] = False
+    name: str
+    help: str
+    labels: tuple[str, ...] = ()
+    when: str = ""
 
-    def line(self) -> str:
-        """Return which node, why, and what happens next, in one line."""
-        return ""
+
+def event_name(kind: type[Any]) -> str:
+    """``RoundFormed`` -> ``round_formed``."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
+
+
+@dataclass_transform(frozen_default=True)
+class Event:
+    """Base class of all events. A subclass declares fields, and becomes a frozen dataclass and one of :data:`KINDS`.
+
+    Its sentence is in :data:`elastic_launch.events.sentences.SENTENCES`.
+
+    Attributes:
+        leader: whether it is a decision of the leader.
+        tone: of its mark on the time axis of page and report.
+        counter: the metric that counts these events.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    leader: ClassVar[bool] = False
+    tone: ClassVar[Tone] = ""
+    counter: ClassVar[Counter | None] = None
+
+    def __init_subclass__(cls, *, base: bool = False) -> None:
+        dataclass(frozen=True)(cls)
+        if not base:
+            KINDS[event_name(cls)] = cls
+
+    @property
+    def printed(self) -> bool:
+        """Whether the leader's agent prints it. It does not if another event, or the run's summary, says the same."""
+        return self.leader
 
 
 class EventSink(Protocol):
@@ -39,14 +78,12 @@ class EventSink(Protocol):
 # Decisions of the leader.
 
 
-@dataclass(frozen=True, slots=True)
-class LeaderEvent(Event):
-    """Base class of the leader's decisions about membership, which are shown to users, one line each."""
+class LeaderEvent(Event, base=True):
+    """Base class of the leader's decisions about membership."""
 
-    leader: ClassVar[bool] = True
+    leader = True
 
 
-@dataclass(frozen=True, slots=True)
 class NodeJoined(LeaderEvent):
     """A node's hello was accepted."""
 
@@ -55,11 +92,7 @@ class NodeJoined(LeaderEvent):
     address: str
     next: str
 
-    def line(self) -> str:
-        return f"node {self.node} joined from {self.address} with {counted(self.workers, 'worker')}; {self.next}"
 
-
-@dataclass(frozen=True, slots=True)
 class NodeLost(LeaderEvent):
     """A node is dead: its connection closed, or it was silent for too long.
 
@@ -68,17 +101,19 @@ class NodeLost(LeaderEvent):
         broke: number of the round that was broken because of it; 0 if none was.
     """
 
+    counter = Counter("nodes_lost_total", "Nodes that this leader declared dead.")
+
     node: str
     cause: str
     detect_s: float
     broke: int
     next: str
 
-    def line(self) -> str:
-        return "" if self.broke else f"node {self.node} lost ({self.cause}); {self.next}"
+    @property
+    def printed(self) -> bool:
+        return not self.broke  # the round's end says it
 
 
-@dataclass(frozen=True, slots=True)
 class NodeExcluded(LeaderEvent):
     """A node is left out of rounds for a while, as long as there are enough others.
 
@@ -87,18 +122,13 @@ class NodeExcluded(LeaderEvent):
         seconds: for how long it is left out.
     """
 
+    counter = Counter("nodes_excluded_total", "Nodes that this leader left out for a while.")
+
     node: str
     faults: int
     seconds: float
 
-    def line(self) -> str:
-        return (
-            f"node {self.node} is left out for {self.seconds:g} s, as long as there are enough others: "
-            f"its workers have caused the last {self.faults} faults"
-        )
 
-
-@dataclass(frozen=True, slots=True)
 class NewcomerLeftOut(LeaderEvent):
     """A node that has not trained in this run cannot do what the others do: the run goes on without it.
 
@@ -112,27 +142,13 @@ class NewcomerLeftOut(LeaderEvent):
     cause: str
     seconds: float
 
-    def line(self) -> str:
-        return (
-            f"node {self.node} is left out, at no cost to the run: {self.cause.rstrip('.')}; the others go on, and its "
-            f"host may join again after {self.seconds:g} s"
-        )
 
-
-@dataclass(frozen=True, slots=True)
 class AdmissionClosed(LeaderEvent):
     """No newcomers take part any more, as long as there are enough: a restart would probably fail as they do."""
 
     cause: str
 
-    def line(self) -> str:
-        return (
-            f"no further nodes take part, as long as there are enough: {self.cause}. A restart of the run is likely to "
-            "fail, too: mend the script or its environment before"
-        )
 
-
-@dataclass(frozen=True, slots=True)
 class FaultLanded(LeaderEvent):
     """A fault of the drill happens.
 
@@ -147,11 +163,7 @@ class FaultLanded(LeaderEvent):
     fault: int
     step: int
 
-    def line(self) -> str:
-        return f"drill: fault {self.fault} happens on node {self.node} at step {self.step}"
 
-
-@dataclass(frozen=True, slots=True)
 class DrillEnded(LeaderEvent):
     """The run ends, and with it its drill.
 
@@ -163,16 +175,7 @@ class DrillEnded(LeaderEvent):
     planned: int
     missing: tuple[int, ...]
 
-    def line(self) -> str:
-        if not self.missing:
-            return f"drill: {'all ' if self.planned > 1 else ''}{counted(self.planned, 'fault')} happened"
-        names = ", ".join(map(str, self.missing))
-        return (
-            f"drill: {self.planned - len(self.missing)} of {counted(self.planned, 'fault')} happened; not fault {names}"
-        )
 
-
-@dataclass(frozen=True, slots=True)
 class NodeLeft(LeaderEvent):
     """A node announced that it leaves.
 
@@ -185,22 +188,18 @@ class NodeLeft(LeaderEvent):
     broke: int
     next: str
 
-    def line(self) -> str:
-        return "" if self.broke else f"node {self.node} leaves ({self.cause}); {self.next}"
+    @property
+    def printed(self) -> bool:
+        return not self.broke  # the round's end says it
 
 
-@dataclass(frozen=True, slots=True)
 class NodeRefused(LeaderEvent):
     """A node that does not fit the run was refused."""
 
     node: str
     cause: str
 
-    def line(self) -> str:
-        return f"node {self.node} refused: {self.cause}"
 
-
-@dataclass(frozen=True, slots=True)
 class JoinBlocked(LeaderEvent):
     """A node cannot connect to where the running round's workers meet: one that waits takes no part until it can.
 
@@ -216,14 +215,7 @@ class JoinBlocked(LeaderEvent):
     port: int
     cause: str
 
-    def line(self) -> str:
-        return (
-            f"node {self.node} waits: it cannot connect to node {self.member} ({self.address}, port {self.port}: "
-            f"{self.cause}). Nodes must be able to connect to each other on all ports; it tries again every 10 s"
-        )
 
-
-@dataclass(frozen=True, slots=True)
 class NodeDiffers(LeaderEvent):
     """An accepted node has other arguments or limits than the run; emitted once for nodes with the same differences.
 
@@ -236,19 +228,20 @@ class NodeDiffers(LeaderEvent):
     arguments: str = ""
     limits: str = ""
 
-    def line(self) -> str:
-        parts = [f"other arguments: {self.arguments}"] if self.arguments else []
-        parts += [f"other limits: {self.limits}"] if self.limits else []
-        return f"node {self.node} came with {'; and with '.join(parts)}"
+
+_ROUNDS_ENDED = Counter(
+    "rounds_ended_total", "Rounds that were broken, or drained by plan, under this leader.", ("how", "kind")
+)
 
 
-@dataclass(frozen=True, slots=True)
 class RoundFormed(LeaderEvent):
     """A round was recorded and ordered.
 
     Attributes:
         form_s: seconds since the last round was broken, or since the leader's term began.
     """
+
+    counter = Counter("rounds_formed_total", "Rounds formed by this leader.")
 
     round: int
     term: int
@@ -258,14 +251,7 @@ class RoundFormed(LeaderEvent):
     cause: str
     form_s: float
 
-    def line(self) -> str:
-        return (
-            f"round {self.round} formed in {self.form_s:.2f} s: world size {self.world_size} on "
-            f"{counted(len(self.nodes), 'node')} ({listed(self.nodes)})"
-        )
 
-
-@dataclass(frozen=True, slots=True)
 class RoundBroken(LeaderEvent):
     """A round ended before its work was done.
 
@@ -276,19 +262,17 @@ class RoundBroken(LeaderEvent):
             follows is reported once the round is judged.
     """
 
+    counter = _ROUNDS_ENDED
+    tone = "bad"
+    how = "broken"
+
     round: int
     kind: str
     cause: str
     lasted_s: float | None
     next: str
 
-    def line(self) -> str:
-        following = f"; {self.next}" if self.next else ""
-        after = f" after {self.lasted_s:.1f} s" if self.lasted_s is not None else ""
-        return f"round {self.round} broken{after}: {self.cause}{following}"
 
-
-@dataclass(frozen=True, slots=True)
 class HangFound(LeaderEvent):
     """A round stands still and is broken for it: the line of the round's end has the same cause.
 
@@ -297,6 +281,12 @@ class HangFound(LeaderEvent):
         collectives: which ranks wait in a collective that others have not begun, by torch's flight recorder; empty if
             it knows of none.
     """
+
+    counter = Counter("hangs_total", "Rounds that stood still, and were broken for it by this leader.")
+
+    @property
+    def printed(self) -> bool:
+        return False  # the round's end says it
 
     round: int
     cause: str
@@ -307,7 +297,6 @@ class HangFound(LeaderEvent):
     collectives: str = ""
 
 
-@dataclass(frozen=True, slots=True)
 class CauseFound(LeaderEvent):
     """A later report gives the actual cause of a broken round, from which the first report had followed."""
 
@@ -315,11 +304,7 @@ class CauseFound(LeaderEvent):
     kind: str
     cause: str
 
-    def line(self) -> str:
-        return f"round {self.round} was broken by {self.cause}"
 
-
-@dataclass(frozen=True, slots=True)
 class RoundDraining(LeaderEvent):
     """A round was ordered to end after the same step on all ranks.
 
@@ -333,12 +318,7 @@ class RoundDraining(LeaderEvent):
     cause: str
     seconds: float | None
 
-    def line(self) -> str:
-        limit = "" if self.seconds is None else f", within {round(self.seconds, 1):g} s"
-        return f"round {self.round} drains: {self.cause}; its workers stop after the same step{limit}"
 
-
-@dataclass(frozen=True, slots=True)
 class RoundDrained(LeaderEvent):
     """A round has ended after the same step on all ranks.
 
@@ -347,6 +327,9 @@ class RoundDrained(LeaderEvent):
         drain_s: seconds since the drain was ordered.
     """
 
+    counter = _ROUNDS_ENDED
+    how = "drained"
+
     round: int
     step: int
     kind: str
@@ -354,11 +337,7 @@ class RoundDrained(LeaderEvent):
     drain_s: float
     next: str
 
-    def line(self) -> str:
-        return f"round {self.round} drained in {self.drain_s:.2f} s after step {self.step}; {self.next}"
 
-
-@dataclass(frozen=True, slots=True)
 class RestartCharged(LeaderEvent):
     """A broken round was charged to the restart budget.
 
@@ -367,6 +346,8 @@ class RestartCharged(LeaderEvent):
         delay_s: seconds for which the next round is delayed because workers again failed soon after their start.
         refilled: how many of ``max_restarts`` were given back.
     """
+
+    counter = Counter("restarts_charged_total", "Restarts charged by this leader.", ("kind",))
 
     round: int
     kind: str
@@ -377,18 +358,7 @@ class RestartCharged(LeaderEvent):
     delay_s: float = 0.0
     refilled: int = 0
 
-    def line(self) -> str:
-        back = f", {self.refilled} given back" if self.refilled else ""
-        flag = f"--max-restarts {self.max_restarts - self.refilled}"
-        budget = f"restart {self.restarts} of {self.max_restarts} ({flag}{back})"
-        why = f", since the training has not advanced in {self.idle} restarts" if self.idle else ""
-        delay = f" in {self.delay_s:g} s, as workers failed soon after their start again" if self.delay_s else ""
-        following = f"; {self.next}{delay}" if self.next else ""
-        kind = "lack of memory" if self.kind == "out of memory" else self.kind
-        return f"{budget}, charged for a {kind}{why}{following}"
 
-
-@dataclass(frozen=True, slots=True)
 class ResizeSkipped(LeaderEvent):
     """Nodes wait although the running round has room for them, since the run ends before a resize would pay off.
 
@@ -404,14 +374,7 @@ class ResizeSkipped(LeaderEvent):
     saved_s: float
     cost_s: float
 
-    def line(self) -> str:
-        return (
-            f"no resize for node {listed(self.nodes)}: of about {self.remaining_s:.0f} s left it would save "
-            f"{self.saved_s:.1f} s, and it costs {self.cost_s:.1f} s"
-        )
 
-
-@dataclass(frozen=True, slots=True)
 class LeaderElected(LeaderEvent):
     """A node became the leader; only emitted if no node hosts the run.
 
@@ -423,12 +386,7 @@ class LeaderElected(LeaderEvent):
     term: int
     cause: str
 
-    def line(self) -> str:
-        why = "" if self.cause == "first" else f": {self.cause}"
-        return f"node {self.node} leads the run (term {self.term}){why}"
 
-
-@dataclass(frozen=True, slots=True)
 class Parked(LeaderEvent):
     """The run waits for nodes."""
 
@@ -436,14 +394,7 @@ class Parked(LeaderEvent):
     min_nodes: int
     min_wait_s: float
 
-    def line(self) -> str:
-        return (
-            f"parked with {counted(self.nodes, 'node')}, {self.min_nodes} needed; "
-            f"goes on when they are there, ends in {self.min_wait_s:g} s otherwise"
-        )
 
-
-@dataclass(frozen=True, slots=True)
 class RunResized(LeaderEvent):
     """A user changed how many nodes the run may have."""
 
@@ -452,11 +403,7 @@ class RunResized(LeaderEvent):
     had_min: int
     had_max: int
 
-    def line(self) -> str:
-        return f"the run is resized to {self.min_nodes}:{self.max_nodes} nodes, from {self.had_min}:{self.had_max}"
 
-
-@dataclass(frozen=True, slots=True)
 class RunEnded(LeaderEvent):
     """The run is over, which every agent's summary shows."""
 
@@ -466,11 +413,14 @@ class RunEnded(LeaderEvent):
     rounds: int
     lasted_s: float
 
+    @property
+    def printed(self) -> bool:
+        return False  # every agent's summary says it
+
 
 # Of one node.
 
 
-@dataclass(frozen=True, slots=True)
 class OrderReceived(Event):
     """The node received an order from the leader.
 
@@ -489,7 +439,6 @@ class OrderReceived(Event):
     world_size: int = 0
 
 
-@dataclass(frozen=True, slots=True)
 class LinkChanged(Event):
     """The node's link to the leader came up or went down, or the node found itself frozen or cut off."""
 
@@ -497,7 +446,6 @@ class LinkChanged(Event):
     cause: str
 
 
-@dataclass(frozen=True, slots=True)
 class WorkersHeld(Event):
     """The guard had stopped the node's workers, since their agent did not run; they go on.
 
@@ -508,11 +456,7 @@ class WorkersHeld(Event):
     round: int
     seconds: float
 
-    def line(self) -> str:
-        return f"the leader has answered: the workers go on after {self.seconds:.1f} s"
 
-
-@dataclass(frozen=True, slots=True)
 class NoticeReceived(Event):
     """The node received a preemption or similar notice.
 
@@ -523,6 +467,8 @@ class NoticeReceived(Event):
         leaves: whether the node leaves the run because of it.
     """
 
+    counter = Counter("notices_total", "Notices that the node received.", ("source", "kind"))
+
     source: str
     kind: str
     cause: str
@@ -530,7 +476,6 @@ class NoticeReceived(Event):
     leaves: bool
 
 
-@dataclass(frozen=True, slots=True)
 class NodeChecked(Event):
     """The node has passed the test of ``--node-check``; each figure is that of its slowest device.
 
@@ -546,15 +491,7 @@ class NodeChecked(Event):
     compute_gflop_s: float
     disk_mb_s: float
 
-    def line(self) -> str:
-        what = f"CPU and {self.devices} GPUs" if self.devices > 1 else "CPU and GPU" if self.devices else "CPU"
-        return (
-            f"node check passed: {what}; {self.compute_gflop_s:g} GFLOP/s, memory {self.memory_gb_s:g} GB/s, "
-            f"disk {self.disk_mb_s:g} MB/s"
-        )
 
-
-@dataclass(frozen=True, slots=True)
 class StragglerFound(Event):
     """A rank of the round needs longer for its part of a step than the others, which wait for it.
 
@@ -564,21 +501,19 @@ class StragglerFound(Event):
         ratio: its time for a micro-batch divided by the median of the other ranks.
     """
 
+    counter = Counter("stragglers_total", "Ranks found to be slow, on the node of rank 0.", ("slow_node", "phase"))
+
+    @property
+    def slow_node(self) -> str:
+        return self.node
+
     round: int
     rank: int
     node: str
     phase: str
     ratio: float
 
-    def line(self) -> str:
-        what = "waits longer for data" if self.phase == "data" else "computes longer"
-        return (
-            f"rank {self.rank} on node {self.node} is slow: it {what}, and needs {self.ratio:.1f} times as long "
-            "for its part of a step as the other ranks, which wait for it"
-        )
 
-
-@dataclass(frozen=True, slots=True)
 class WorkerStarted(Event):
     """A worker process was started.
 
@@ -586,6 +521,8 @@ class WorkerStarted(Event):
         round, rank: its place; 0 and -1 if it was started ahead of one.
         start_s: seconds that the agent took to start it.
     """
+
+    counter = Counter("worker_starts_total", "Worker processes that the node started.")
 
     round: int
     rank: int
@@ -595,7 +532,6 @@ class WorkerStarted(Event):
     start_s: float
 
 
-@dataclass(frozen=True, slots=True)
 class WorkerKept(Event):
     """A worker of an earlier round, which was suspended, got its place in the next one; its process stays."""
 
@@ -605,7 +541,6 @@ class WorkerKept(Event):
     pid: int
 
 
-@dataclass(frozen=True, slots=True)
 class WorkerAhead(Event):
     """A worker that was started ahead has come to its first use of the world, and can take a place in a round.
 
@@ -618,7 +553,6 @@ class WorkerAhead(Event):
     took_s: float
 
 
-@dataclass(frozen=True, slots=True)
 class WorkerPlaced(Event):
     """A worker that was started ahead got its place in a round."""
 
@@ -628,7 +562,6 @@ class WorkerPlaced(Event):
     pid: int
 
 
-@dataclass(frozen=True, slots=True)
 class WorkerExited(Event):
     """A worker process was reaped.
 
@@ -639,6 +572,13 @@ class WorkerExited(Event):
         stopped: whether the agent had ordered it to stop.
     """
 
+    counter = Counter("worker_failures_total", "The node's workers that failed by themselves.", when="failed")
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended unsuccessfully by itself."""
+        return self.exit_code != 0 and not self.stopped
+
     round: int
     rank: int
     local_rank: int
@@ -648,7 +588,6 @@ class WorkerExited(Event):
     stopped: bool
 
 
-@dataclass(frozen=True, slots=True)
 class TrainingBegun(Event):
     """The first of this node's workers has reached the point where training begins or resumes.
 
@@ -669,7 +608,6 @@ class TrainingBegun(Event):
     uncompared: int = 0
 
 
-@dataclass(frozen=True, slots=True)
 class FirstStep(Event):
     """The round's first optimizer step is done; ``step`` counts those done so far."""
 
@@ -677,7 +615,6 @@ class FirstStep(Event):
     step: int
 
 
-@dataclass(frozen=True, slots=True)
 class RoundProgress(Event):
     """How far this node's workers have come in a round that goes on: after 4 s, then ever more rarely, up to a minute.
 
@@ -693,7 +630,6 @@ class RoundProgress(Event):
     trained_s: float
 
 
-@dataclass(frozen=True, slots=True)
 class RoundSteps(Event):
     """This node's workers have done their last step in a round.
 
@@ -708,7 +644,6 @@ class RoundSteps(Event):
     trained_s: float
 
 
-@dataclass(frozen=True, slots=True)
 class SnapshotsLeftOut(Event):
     """From now on a worker of this node writes no snapshots in memory.
 
@@ -720,7 +655,6 @@ class SnapshotsLeftOut(Event):
     cause: str
 
 
-@dataclass(frozen=True, slots=True)
 class CheckpointSaved(Event):
     """A checkpoint written by this node is committed to durable storage.
 
@@ -730,22 +664,19 @@ class CheckpointSaved(Event):
         path: directory or URL; empty if a worker wrote it, since workers do not report it.
     """
 
+    counter = Counter("checkpoints_total", "Durable checkpoints that the node has written.")
+    tone = "good"
+
     round: int
     step: int
     path: str
 
 
-@dataclass(frozen=True, slots=True)
 class NodeEnded(Event):
     """This node's part of the run is over."""
 
     code: int
     cause: str
-
-
-def event_name(kind: type[Any]) -> str:
-    """``RoundFormed`` -> ``round_formed``."""
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
 
 
 def counted(number: int, noun: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -70,54 +70,27 @@ METRICS = {
     "elastic_launch_snapshot_timestamp_seconds": _Kind("gauge", "When that was first seen there, in Unix time."),
     "elastic_launch_checkpoint_step": _Kind("gauge", "Steps in the last durable checkpoint that the node wrote."),
     "elastic_launch_checkpoint_timestamp_seconds": _Kind("gauge", "When that was committed, in Unix time."),
-    "elastic_launch_checkpoints_total": _Kind("counter", "Durable checkpoints that the node has written."),
     "elastic_launch_restarts": _Kind("gauge", "Restarts charged to the run's budget."),
     "elastic_launch_max_restarts": _Kind("gauge", "The budget: restarts that may be charged."),
-    "elastic_launch_restarts_charged_total": _Kind("counter", "Restarts charged by this leader.", ("kind",)),
-    "elastic_launch_rounds_formed_total": _Kind("counter", "Rounds formed by this leader."),
-    "elastic_launch_rounds_ended_total": _Kind(
-        "counter", "Rounds that were broken, or drained by plan, under this leader.", ("how", "kind")
-    ),
     "elastic_launch_incidents_total": _Kind("counter", "Incidents that are over, on the leader's node.", ("kind",)),
     "elastic_launch_incident_seconds_total": _Kind(
         "counter", "Time for which training stood still in them, by the ledger's parts.", ("phase",)
     ),
     "elastic_launch_lost_steps_total": _Kind("counter", "Steps that had to be repeated after incidents."),
     "elastic_launch_goodput_ratio": _Kind("gauge", "Share of the time in steps that were kept, on the leader's node."),
-    "elastic_launch_nodes_lost_total": _Kind("counter", "Nodes that this leader declared dead."),
-    "elastic_launch_nodes_excluded_total": _Kind("counter", "Nodes that this leader left out for a while."),
-    "elastic_launch_hangs_total": _Kind("counter", "Rounds that stood still, and were broken for it by this leader."),
-    "elastic_launch_stragglers_total": _Kind(
-        "counter", "Ranks found to be slow, on the node of rank 0.", ("slow_node", "phase")
-    ),
-    "elastic_launch_notices_total": _Kind("counter", "Notices that the node received.", ("source", "kind")),
-    "elastic_launch_worker_starts_total": _Kind("counter", "Worker processes that the node started."),
-    "elastic_launch_worker_failures_total": _Kind("counter", "The node's workers that failed by themselves."),
 }
-"""The metrics by name; each also has the labels ``run_id`` and ``node``."""
+"""The metrics that no single event counts, by name."""
+
+
+def all_metrics() -> dict[str, _Kind]:
+    """Return all metrics by name, those that events declare last; each also has the labels ``run_id`` and ``node``."""
+    counters = [kind.counter for kind in ev.KINDS.values() if kind.counter]
+    return METRICS | {f"elastic_launch_{x.name}": _Kind("counter", x.help, x.labels) for x in counters}
+
 
 _RUN = ("run_id", "node")
 
 _Values = dict[tuple[str, ...], float]
-
-
-@dataclass(slots=True)
-class _Counted:
-    """What has happened so far; by name, then by the values of the labels."""
-
-    checkpoint: tuple[int, float] | None = None
-    _counters: dict[str, _Values] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def count(self, name: str, *labels: str, by: float = 1.0) -> None:
-        with self._lock:
-            values = self._counters.setdefault(name, {})
-            values[labels] = values.get(labels, 0.0) + by
-
-    def of(self, name: str) -> _Values:
-        # A counter without labels is 0 from the beginning, so that its first rise is seen.
-        with self._lock:
-            return dict(self._counters.get(name, {} if METRICS[name].labels else {(): 0.0}))
 
 
 class NodeMetrics:
@@ -137,52 +110,39 @@ class NodeMetrics:
             ) from error
         self._run = (run_id, node)
         self._version = version
-        self._counted = _Counted()
+        self._metrics = all_metrics()
+        self._lock = threading.Lock()
+        # By name, then by the values of the labels. One without labels is 0 at first, so that its first rise is seen.
+        self._counters: dict[str, _Values] = {
+            name: {} if kind.labels else {(): 0.0} for name, kind in self._metrics.items() if kind.type == "counter"
+        }
+        self._checkpoint: tuple[int, float] | None = None
         self._present = Present("starting")
         self._snapshot = 0.0  # when the newest one was first seen
         self._leads = False
         self._goodput: float | None = None
-        self._written: dict[str, tuple[_Values, bytes]] = {}  # of what, and the text
-        self._due: tuple[str, _Values] | None = None
         self._registry: CollectorRegistry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
     def add(self, event: ev.Event) -> None:
-        count = self._counted.count
-        match event:
-            case ev.RoundFormed():
-                count("elastic_launch_rounds_formed_total")
-            case ev.RoundBroken(kind=kind):
-                count("elastic_launch_rounds_ended_total", "broken", kind)
-            case ev.RoundDrained(kind=kind):
-                count("elastic_launch_rounds_ended_total", "drained", kind)
-            case ev.RestartCharged(kind=kind):
-                count("elastic_launch_restarts_charged_total", kind)
-            case ev.NodeLost():
-                count("elastic_launch_nodes_lost_total")
-            case ev.NodeExcluded():
-                count("elastic_launch_nodes_excluded_total")
-            case ev.HangFound():
-                count("elastic_launch_hangs_total")
-            case ev.StragglerFound(node=node, phase=phase):
-                count("elastic_launch_stragglers_total", node, phase)
-            case ev.NoticeReceived(source=source, kind=kind):
-                count("elastic_launch_notices_total", source, kind)
-            case ev.WorkerStarted():
-                count("elastic_launch_worker_starts_total")
-            case ev.WorkerExited(exit_code=code, stopped=stopped) if code and not stopped:
-                count("elastic_launch_worker_failures_total")
-            case ev.CheckpointSaved(step=step):
-                count("elastic_launch_checkpoints_total")
-                self._counted.checkpoint = step, time.time()
+        counter = event.counter
+        if counter is not None and (not counter.when or getattr(event, counter.when)):
+            self._count(f"elastic_launch_{counter.name}", *(str(getattr(event, label)) for label in counter.labels))
+        if isinstance(event, ev.CheckpointSaved):
+            self._checkpoint = event.step, time.time()
 
     def over(self, incident: RoundIncident) -> None:
         """Count an incident that is over."""
-        count = self._counted.count
+        count = self._count
         count("elastic_launch_incidents_total", incident.kind)
         count("elastic_launch_lost_steps_total", by=incident.lost_steps or 0)
         for part in PARTS:
             count("elastic_launch_incident_seconds_total", part.removesuffix("_s"), by=getattr(incident, part) or 0.0)
+
+    def _count(self, name: str, *labels: str, by: float = 1.0) -> None:
+        with self._lock:
+            values = self._counters[name]
+            values[labels] = values.get(labels, 0.0) + by
 
     def see(self, present: Present) -> None:
         """Note how this node is; called about once a second, from any thread."""
@@ -202,36 +162,34 @@ class NodeMetrics:
 
         self.see(present)
         self._leads, self._goodput = leads, goodput
-        gauges = self._gauges()
-        # Most do not change from one reading to the next; writing takes longer than all else here.
-        for name, kind in METRICS.items():
-            values = self._counted.of(name) if kind.type == "counter" else gauges.get(name, {})
-            if name not in self._written or self._written[name][0] != values:
-                self._due = name, values
-                self._written[name] = values, generate_latest(self._registry)
-        return b"".join(text for _, text in self._written.values())
+        return generate_latest(self._registry)
 
     def collect(self) -> Iterable[Metric]:
-        """Yield the metric that is to be written; called by the registry."""
+        """Yield all metrics; called by the registry."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-        if self._due is None:
-            return
-        (name, values), kind = self._due, METRICS[self._due[0]]
-        labels = [*_RUN, *kind.labels]
-        if kind.type == "histogram":
-            histogram = HistogramMetricFamily(name, kind.help, labels=labels)
-            *counts, seconds = values.items()
-            histogram.add_metric(self._run, [(bound, count) for (bound,), count in counts], seconds[1])
-            yield histogram
-            return
-        family = (CounterMetricFamily if kind.type == "counter" else GaugeMetricFamily)(name, kind.help, labels=labels)
-        for found, value in values.items():
-            family.add_metric([*self._run, *found], value)
-        yield family
+        with self._lock:
+            found = self._gauges() | {name: dict(values) for name, values in self._counters.items()}
+        for name, kind in self._metrics.items():
+            labels = [*_RUN, *kind.labels]
+            if kind.type == "histogram":
+                histogram = HistogramMetricFamily(name, kind.help, labels=labels)
+                counts = zip(
+                    (*map(str, STEP_BOUNDS), "+Inf"),
+                    accumulate(self._present.durations or (0,) * (len(STEP_BOUNDS) + 1)),
+                    strict=True,
+                )
+                histogram.add_metric(self._run, list(counts), self._present.steps_s)
+                yield histogram
+                continue
+            made = CounterMetricFamily if kind.type == "counter" else GaugeMetricFamily
+            family = made(name, kind.help, labels=labels)
+            for more, value in found.get(name, {}).items():
+                family.add_metric([*self._run, *more], value)
+            yield family
 
     def _gauges(self) -> dict[str, _Values]:
-        present, checkpoint = self._present, self._counted.checkpoint
+        present, checkpoint = self._present, self._checkpoint
         trains = present.phase in ("running", "draining")
         known: dict[str, float | None] = {
             "leads": float(self._leads),
@@ -253,10 +211,4 @@ class NodeMetrics:
         found: dict[str, _Values] = {f"elastic_launch_{x}": {(): y} for x, y in known.items() if y is not None}
         found["elastic_launch_info"] = {(self._version,): 1.0}
         found["elastic_launch_phase"] = {(phase,): float(phase == present.phase) for phase in PHASES}
-        counts = accumulate(present.durations or (0,) * (len(STEP_BOUNDS) + 1))
-        bounds = (*map(str, STEP_BOUNDS), "+Inf")
-        found["elastic_launch_step_seconds"] = {
-            **{(bound,): float(count) for bound, count in zip(bounds, counts, strict=True)},
-            (): present.steps_s,
-        }
         return found

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from elastic_launch.clock import Clock
 from elastic_launch.events import types as ev
+from elastic_launch.events.sentences import sentence
 from elastic_launch.events.types import counted
 from elastic_launch.observe.ledger import PARTS, spoken
 from elastic_launch.observe.live import LiveLedger
@@ -69,7 +70,7 @@ class NodeWatch:
                 case ev.NodeJoined(next=following):
                     self._linked, self._next = True, following
                 case ev.Parked():
-                    self._next = event.line()
+                    self._next = sentence(event)
                 case ev.RoundDraining(cause=cause) | ev.RoundBroken(cause=cause):
                     self._next = cause
                 case ev.OrderReceived(order="form"):

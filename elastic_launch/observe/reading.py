@@ -21,10 +21,6 @@ LONGEST_LINE = 4 * 1024 * 1024
 CLOCK_SLACK = 1.0
 """Seconds by which the clock may fall: threads may write in a different order than they read it."""
 
-KINDS = {
-    ev.event_name(kind): kind for kind in vars(ev).values() if isinstance(kind, type) and issubclass(kind, ev.Event)
-}
-
 
 @dataclass(frozen=True, slots=True)
 class EventLine:
@@ -232,7 +228,7 @@ def _parsed(line: str) -> tuple[dict[str, Any], tuple[float, ev.Event] | None]:
         raise ValueError(f"no event: {line.strip()[:60]!r}")
     try:
         head = codec.decode(EventLine, value)
-        kind = KINDS.get(head.event)
+        kind = ev.KINDS.get(head.event)
         return value, None if kind is None else (head.clock, codec.decode(kind, value))
     except ProtocolError as error:
         raise ValueError(error.message.rstrip(".")) from None

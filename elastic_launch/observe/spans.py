@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from elastic_launch.clock import Clock
 from elastic_launch.events import types as ev
+from elastic_launch.events.sentences import sentence
 from elastic_launch.observe.ledger import PARTS, RoundIncident, spoken
 from elastic_launch.system.plain_text import one_line
 
@@ -105,9 +106,9 @@ class Spans:
         with self._lock:
             now = self._clock.now()
             newest = self._rounds[max(self._rounds)] if self._rounds else None
-            told = type(event).leader and not isinstance(event, ev.RoundFormed) and event.line()
+            told = event.printed and not isinstance(event, ev.RoundFormed)
             if told and newest is not None and newest.ended is None and len(newest.events) < MOST:
-                newest.events.append((now, ev.event_name(type(event)), {"text": told}))
+                newest.events.append((now, ev.event_name(type(event)), {"text": sentence(event)}))
             match event:
                 case ev.OrderReceived(order="form", round=number, cause=cause, workers=workers):
                     for other in list(self._rounds.values()):

@@ -11,13 +11,14 @@ from elastic_agents.probes import node_check
 from elastic_agents.probes.node_check import NodeCheckError, check_node, probe
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.errors import ExitCode
+from elastic_launch.events.sentences import sentence
 
 
 def test_a_healthy_node_passes_and_its_figures_are_known(tmp_path: Path) -> None:
     checked = check_node(LaunchConfig(log_dir=tmp_path))
     assert checked.devices == torch.cuda.device_count()
     assert min(checked.memory_gb_s, checked.compute_gflop_s, checked.disk_mb_s) > 0
-    assert checked.line().startswith("node check passed: CPU")
+    assert sentence(checked).startswith("node check passed: CPU")
     assert not list(tmp_path.iterdir())
 
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from leader_run import Run, running
 
+from elastic_launch.events.sentences import sentence
 from elastic_launch.events.types import NodeJoined, ResizeSkipped, RoundDrained
 from elastic_launch.rendezvous.leader.resize_payoff import DEFAULT_COST, DEFAULT_LIVE_COST, ResizePayoff, saved
 from elastic_launch.rendezvous.wire import messages as m
@@ -89,7 +90,7 @@ def test_a_node_that_comes_when_the_job_is_almost_done_waits_and_gets_one_notice
     assert (event.nodes, event.cost_s) == (("c",), DEFAULT_COST)
     assert event.remaining_s == pytest.approx(8.0), "a second has passed since the estimate"
     assert event.saved_s == pytest.approx(8.0 / 3, abs=0.01)
-    assert [order.text for order in run.orders("c", m.UserMessage)] == [event.line()]
+    assert [order.text for order in run.orders("c", m.UserMessage)] == [sentence(event)]
     assert run.told(NodeJoined)[-1].next == "the run ends before a resize pays"
     run.done("a", "b")
     assert run.code == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from leader_run import Run, failure, running
 
+from elastic_launch.events.sentences import sentence
 from elastic_launch.events.types import (
     CauseFound,
     DrillEnded,
@@ -138,7 +139,7 @@ def test_workers_that_are_preempted_again_and_again_without_progress_end_the_run
     assert run.code == 92
     (charged,) = run.told(RestartCharged)
     assert (charged.round, charged.kind, charged.idle) == (FREE + 1, "preemption", FREE + 1)
-    assert "since the training has not advanced in 5 restarts" in charged.line()
+    assert "since the training has not advanced in 5 restarts" in sentence(charged)
     (order,) = run.orders("a", m.RunEnd)
     assert order.failure is not None
     assert order.failure.exit_code == -15
@@ -288,13 +289,13 @@ def test_no_round_is_announced_before_it_is_known_that_one_forms() -> None:
     run = running("1:2", "ab", max_restarts=1)
     run.fail("a")
     run.stop("a", "b")
-    assert "forms" not in run.told(RoundBroken)[0].line()
-    assert run.told(RestartCharged)[0].line().endswith("charged for a crash; a round forms")
+    assert "forms" not in sentence(run.told(RoundBroken)[0])
+    assert sentence(run.told(RestartCharged)[0]).endswith("charged for a crash; a round forms")
     run.join("a", "b")
     run.fail("a")
     run.stop("a", "b")
     assert run.code == 91
-    assert "forms" not in run.told(RoundBroken)[1].line()
+    assert "forms" not in sentence(run.told(RoundBroken)[1])
 
 
 def test_a_node_that_stops_its_workers_unasked_costs_nothing() -> None:
@@ -316,7 +317,7 @@ def test_restarts_and_budget_are_announced() -> None:
     run = running("1:1", "a", max_restarts=2)
     run.fail("a")
     run.stop("a")
-    assert run.told(RestartCharged)[0].line() == (
+    assert sentence(run.told(RestartCharged)[0]) == (
         "restart 1 of 2 (--max-restarts 2), charged for a crash; a round forms"
     )
 
@@ -404,7 +405,7 @@ def test_other_failures_at_the_start_are_charged_and_tried_again_after_a_delay()
             charged = run.told(RestartCharged)[-1]
             assert charged.delay_s == pytest.approx(delay, rel=JITTER)
             delay = charged.delay_s
-            assert f"; a round forms in {delay:g} s, as workers failed soon" in charged.line()
+            assert f"; a round forms in {delay:g} s, as workers failed soon" in sentence(charged)
             run.advance(delay - 0.1)
             assert run.number == number
             run.advance(0.2)
@@ -462,7 +463,7 @@ def test_a_node_that_fails_again_and_again_is_left_out_for_a_while() -> None:
     fails_again_and_again(run, "b", "ac")
     assert (run.number, run.members) == (1 + FAULTS, "ac")
     (excluded,) = run.told(NodeExcluded)
-    assert excluded.line().startswith("node b is left out for 600 s")
+    assert sentence(excluded).startswith("node b is left out for 600 s")
     run.join("a", "c")
     run.advance(SECONDS - 5)
     assert run.members == "ac"

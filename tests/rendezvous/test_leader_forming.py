@@ -8,6 +8,7 @@ import pytest
 from leader_run import Run, running
 
 from elastic_launch.config.launch_config import Limits
+from elastic_launch.events.sentences import sentence
 from elastic_launch.events.types import (
     NodeDiffers,
     NodeJoined,
@@ -66,7 +67,7 @@ def test_a_turn_is_due_when_join_settle_is_over() -> None:
 def test_first_round_waits_below_min() -> None:
     run = Run("2:4")
     run.hello("a")
-    assert [event.line().partition(";")[0] for event in run.told(Parked)] == ["parked with 1 node, 2 needed"]
+    assert [sentence(event).partition(";")[0] for event in run.told(Parked)] == ["parked with 1 node, 2 needed"]
     run.advance(100)
     assert run.number == 0
     run.hello("b")

@@ -9,6 +9,7 @@ import pytest
 from leader_run import Run, failure
 
 from elastic_launch.config.launch_config import Limits
+from elastic_launch.events.sentences import sentence
 from elastic_launch.events.types import CauseFound, NodeExcluded, NodeJoined, RestartCharged, RoundBroken
 from elastic_launch.rendezvous.leader.restart_budget import JITTER
 from elastic_launch.rendezvous.record import ControlRecord, FaultyNode, Leader, Member, Round
@@ -39,7 +40,7 @@ def test_a_leader_that_takes_over_breaks_the_round_of_members_that_do_not_come()
     run.advance(6)
     broken = run.told(RoundBroken)[0]
     assert broken.cause == "node b did not come to the new leader"
-    assert broken.line().startswith("round 4 broken: node b did not come")
+    assert sentence(broken).startswith("round 4 broken: node b did not come")
     run.stop("a")
     assert (run.number, run.members, run.record.restarts) == (5, "a", 1)
     run.fail("a")

@@ -10,7 +10,7 @@ import pytest
 from leader_run import Run, failure, hello_of
 
 from elastic_launch.config.settings import default_node_id, host_of
-from elastic_launch.events.sentences import how_failed
+from elastic_launch.events.sentences import how_failed, sentence
 from elastic_launch.events.types import AdmissionClosed, NewcomerLeftOut, RestartCharged, RoundDraining
 from elastic_launch.failure import Failure
 from elastic_launch.rendezvous.leader.newcomers import LONGEST, SECONDS, Refusals, difference
@@ -93,7 +93,7 @@ def test_what_only_a_newcomer_cannot_do_costs_the_run_nothing(fields: dict[str, 
     assert (order.code, order.failure.node_id if order.failure else "") == (code, "b")
     (event,) = run.told(NewcomerLeftOut)
     cause = how_failed(failure("b", **fields))
-    assert event.line().startswith(f"node b is left out, at no cost to the run: rank 0 on node b: {cause}; ")
+    assert sentence(event).startswith(f"node b is left out, at no cost to the run: rank 0 on node b: {cause}; ")
     assert (event.round, event.seconds) == (2, SECONDS)
     assert run.record.refused[0].host == "b"
 
@@ -336,12 +336,12 @@ def test_the_same_failure_of_two_hosts_stops_admission_with_a_line(exited: bool)
         run.close(node_id)
         train(run, "a")
     (closed,) = run.told(AdmissionClosed)
-    assert closed.line().startswith(
+    assert sentence(closed).startswith(
         "no further nodes take part, as long as there are enough: a worker has failed in the"
     )
     assert run.record.closed == closed.cause
     run.hello("d")
-    assert run.orders("d", m.UserMessage)[-1].text == closed.line()
+    assert run.orders("d", m.UserMessage)[-1].text == sentence(closed)
     run.advance(60.0)
     assert (run.number, run.members) == (5, "a")
 

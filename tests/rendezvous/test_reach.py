@@ -10,6 +10,7 @@ from contextlib import closing
 import pytest
 from leader_run import Run, running
 
+from elastic_launch.events.sentences import sentence
 from elastic_launch.events.types import JoinBlocked
 from elastic_launch.rendezvous.node import reach
 from elastic_launch.rendezvous.node.machine import NodeMachine
@@ -54,7 +55,7 @@ def test_one_that_cannot_connect_is_named_and_takes_part_when_it_can() -> None:
     reached(run, "c", "timed out")
     (event,) = run.told(JoinBlocked)
     assert (event.node, event.member, event.address, event.port) == ("c", run.members[0], "host-a", 7000)
-    assert run.orders("c", m.UserMessage)[-1].text == event.line()
+    assert run.orders("c", m.UserMessage)[-1].text == sentence(event)
     run.advance(60.0)
     assert not drains(run)
     reached(run, "c")

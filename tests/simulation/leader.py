@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from elastic_launch.errors import StoreError
+from elastic_launch.events.sentences import sentence
 from elastic_launch.rendezvous.backends.c10d import ACK_TIMEOUT
 from elastic_launch.rendezvous.backends.election import WATCH
 from elastic_launch.rendezvous.backends.succession import Takeover
@@ -183,7 +184,7 @@ class SimLeader:
                     self.closed.add(self.greeted[number])
                     self.links.pop(number).close(1)
                 case to_do.Emit(event=event):
-                    event.line()
+                    sentence(event)
                     self.cluster.checks.emitted(self, event)
 
     def _commit(self, record: ControlRecord) -> Task:

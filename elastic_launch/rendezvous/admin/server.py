@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from elastic_launch.errors import UsageError
+from elastic_launch.events.sentences import sentence
 from elastic_launch.events.types import Event, Parked, RoundBroken, RoundDrained, RoundFormed, RunEnded
 from elastic_launch.rendezvous.admin import messages as a
 from elastic_launch.rendezvous.leader.machine import LeaderMachine
@@ -306,8 +307,8 @@ class AdminRequests:
         return machine.running and not machine.draining and first is not None and (first.ready or first.done)
 
     def _happened(self, event: Event, now: float) -> None:
-        if type(event).leader and (line := event.line()):
-            self._incidents.append((now, line))
+        if event.printed:
+            self._incidents.append((now, sentence(event)))
         match event:
             case RoundDrained(step=step):
                 for _, waiting in self._pending():
@@ -318,10 +319,10 @@ class AdminRequests:
                     waiting.broken = cause
                 self._settle(a.AskSave, lambda _: (False, f"the round broke before all was saved: {cause}"))
             case RoundFormed():
-                self._settle(a.AskResize, lambda waiting: (True, f"{_before(waiting)}{event.line()}"))
+                self._settle(a.AskResize, lambda waiting: (True, f"{_before(waiting)}{sentence(event)}"))
             case Parked():
-                self._settle(a.AskResize, lambda waiting: (True, f"{_before(waiting)}{event.line()}"))
-                self._settle(a.AskSave, lambda _: (False, f"nothing was saved; {event.line()}"))
+                self._settle(a.AskResize, lambda waiting: (True, f"{_before(waiting)}{sentence(event)}"))
+                self._settle(a.AskSave, lambda _: (False, f"nothing was saved; {sentence(event)}"))
             case RunEnded(code=code, cause=cause):
                 self._ended(code, cause)
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from operator import attrgetter
 
 from elastic_launch.errors import ExitCode
+from elastic_launch.events.sentences import sentence
 from elastic_launch.events.types import Parked, RoundFormed
 from elastic_launch.rendezvous.leader.leavers import is_needed, sources
 from elastic_launch.rendezvous.leader.phases import (
@@ -61,7 +62,7 @@ def gather(state: LeaderState, phase: Gathering | ParkedRun, now: float) -> Phas
     if state.nodes:
         state.emit(event)
     for node in there:
-        state.send(node.link, m.UserMessage(state.record.term, event.line()))
+        state.send(node.link, m.UserMessage(state.record.term, sentence(event)))
     return ParkedRun(phase.after, now)
 
 

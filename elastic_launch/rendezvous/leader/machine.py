@@ -24,6 +24,7 @@ from dataclasses import replace
 
 from elastic_launch.config.launch_config import Limits, Timing
 from elastic_launch.errors import ExitCode
+from elastic_launch.events.sentences import sentence
 from elastic_launch.events.types import FaultLanded, JoinBlocked, NodeDiffers, NodeJoined, NodeRefused, RunResized
 from elastic_launch.failure import Failure
 from elastic_launch.rendezvous.leader.admission import differences, refusal
@@ -343,7 +344,7 @@ class LeaderMachine:
             return
         event = NodeDiffers(hello.node_id, arguments, limits)
         if hello.incarnation != self.record.leader.incarnation:
-            self._send(link, m.UserMessage(self.record.term, event.line()))
+            self._send(link, m.UserMessage(self.record.term, sentence(event)))
         if (places, limits) not in self._compared and len(self._compared) < MOST_COMPARED:
             self._compared.add((places, limits))
             self._emit(event)
@@ -450,7 +451,7 @@ class LeaderMachine:
             first = self.record.round.members[0]
             event = JoinBlocked(node.hello.node_id, first.node_id, first.address, first.store_port, error)
             self._emit(event)
-            self._send(node.link, m.UserMessage(self.record.term, event.line()))
+            self._send(node.link, m.UserMessage(self.record.term, sentence(event)))
 
     def _uncharged(self, hello: m.NodeHello) -> Failure | None:
         """Return the failure that a member brings from the current round, unless the last leader charged for it."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from elastic_launch.config.launch_config import LONGEST_WAIT
 from elastic_launch.errors import ExitCode
-from elastic_launch.events.sentences import worker_failed
+from elastic_launch.events.sentences import sentence, worker_failed
 from elastic_launch.events.types import (
     CauseFound,
     NodeLeft,
@@ -487,7 +487,7 @@ class Rounds:
             self._state.emit(event)
             for node in self._state.nodes.values():
                 if node.hello.incarnation != self._state.record.leader.incarnation:  # this node shows the event itself
-                    self._state.send(node.link, m.UserMessage(self._state.record.term, event.line()))
+                    self._state.send(node.link, m.UserMessage(self._state.record.term, sentence(event)))
 
     # Timers and pending transitions.
 
@@ -602,7 +602,7 @@ class Rounds:
         if event is not None:
             self._state.emit(event)
             for node in skipped:
-                self._state.send(node.link, m.UserMessage(self._state.record.term, event.line()))
+                self._state.send(node.link, m.UserMessage(self._state.record.term, sentence(event)))
 
     def _consider_draining(self, drain: Draining, now: float) -> None:
         left = self._state.members()

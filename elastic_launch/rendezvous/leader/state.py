@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from elastic_launch.config.launch_config import Limits, Timing
+from elastic_launch.events.sentences import sentence
 from elastic_launch.events.types import AdmissionClosed, DrillEnded, Event, NewcomerLeftOut, NodeExcluded, RunEnded
 from elastic_launch.failure import Failure
 from elastic_launch.faults import MOST
@@ -159,7 +160,7 @@ class LeaderState:
         if node.barred:
             left = self.refusals.left(node.host, now)
             return f"nodes of this host could not do what the others do: the run leaves them out for {left:.0f} s more"
-        return AdmissionClosed(self.refusals.closed).line() if self.refusals.closed else ""
+        return sentence(AdmissionClosed(self.refusals.closed)) if self.refusals.closed else ""
 
     def refused(self, now: float) -> dict[str, Any]:
         """The fields of the record with the hosts that are left out."""
@@ -184,13 +185,13 @@ class LeaderState:
             self.departing = self.departing or node.hello.incarnation == self.record.leader.incarnation
             self.send(node.link, m.LeftOut(self.record.term, code, cause, failure))
         else:
-            self.send(node.link, m.UserMessage(self.record.term, left_out.line()))
+            self.send(node.link, m.UserMessage(self.record.term, sentence(left_out)))
         if self.refusals.closed and not was_closed:
             event = AdmissionClosed(self.refusals.closed)
             self.emit(event)
             for other in self.nodes.values():
                 if not (other.trained or other.leaving):
-                    self.send(other.link, m.UserMessage(self.record.term, event.line()))
+                    self.send(other.link, m.UserMessage(self.record.term, sentence(event)))
         self.review(now)
 
     def end(self, code: int, cause: str, failure: Failure | None, now: float) -> None:
