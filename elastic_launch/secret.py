@@ -10,6 +10,7 @@ import hashlib
 import hmac
 import logging
 import os
+import re
 import secrets
 import stat
 from collections.abc import Mapping
@@ -21,11 +22,8 @@ _log = logging.getLogger(__name__)
 
 ENV_TOKEN = "ELASTIC_LAUNCH_TOKEN"
 
-ENV_ETCD_USER = "ELASTIC_LAUNCH_ETCD_USER"
-ENV_ETCD_PASSWORD = "ELASTIC_LAUNCH_ETCD_PASSWORD"
-"""Never flags: all users of a host can read the command lines of its processes."""
-
-_SECRETS = frozenset({ENV_TOKEN, ENV_ETCD_USER, ENV_ETCD_PASSWORD})
+_SECRETS = re.compile("ELASTIC_LAUNCH_(TOKEN|[A-Z0-9_]+_(USER|PASSWORD))")
+"""The token, and the users and passwords of stores. They are never flags: see the module."""
 
 MIN_LENGTH = 16
 """Shortest token in characters. Network traffic allows offline guessing, so a token should be random, not invented."""
@@ -92,7 +90,7 @@ class Token:
 
 def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
     """Return an environment for a process outside of the rendezvous: a worker, or a helper of the agent."""
-    return {name: value for name, value in environ.items() if name not in _SECRETS}
+    return {name: value for name, value in environ.items() if not _SECRETS.fullmatch(name)}
 
 
 def keyed(key: bytes, *parts: bytes) -> bytes:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_launch.config.endpoints import Endpoint, parse_endpoint, parse_endpoints
+from elastic_launch.config.endpoints import Endpoint, parse_endpoint
 from elastic_launch.config.launch_config import (
     LONGEST_WAIT,
     ZERO_ALLOWED,
@@ -22,6 +22,7 @@ from elastic_launch.config.launch_config import (
     state_directory,
 )
 from elastic_launch.errors import ExitCode, UsageError
+from elastic_launch.rendezvous.stores.etcd_service import EtcdService
 
 COMMAND = Command(("/usr/bin/python3", "-u", "train.py", "--lr", "1"), ("train.py", "--lr", "1"))
 CONFIG = LaunchConfig(command=COMMAND, log_dir=Path("/logs"))
@@ -84,7 +85,7 @@ def test_endpoint(text: str, host: str, port: int) -> None:
 
 
 def test_endpoints_of_etcd_are_several_and_may_be_ipv6() -> None:
-    assert parse_endpoints("h1, h2:2380,[::1]:2381,http://h4:1/") == (
+    assert EtcdService().parse("h1, h2:2380,[::1]:2381,http://h4:1/") == (
         Endpoint("h1", 2379),
         Endpoint("h2", 2380),
         Endpoint("::1", 2381),
@@ -95,13 +96,13 @@ def test_endpoints_of_etcd_are_several_and_may_be_ipv6() -> None:
 @pytest.mark.parametrize("text", ["", "h1,", "h1:x", "[::1", "h1:0", "https://h1:2379", "h1/x", "http://"])
 def test_endpoints_of_etcd_that_cannot_work_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="--rdzv-endpoint") as caught:
-        parse_endpoints(text)
+        EtcdService().parse(text)
     assert caught.value.hint
 
 
 def test_a_request_for_tls_to_etcd_is_refused_with_a_hint() -> None:
     with pytest.raises(UsageError, match="asks for TLS") as caught:
-        parse_endpoints("https://h1:2379")
+        EtcdService().parse("https://h1:2379")
     assert "grpc-proxy" in caught.value.hint
 
 

@@ -6,7 +6,7 @@
 ``elasticctl``        status and control of a running job
 ``event_lines``       ``elasticctl events``; ``log_tail`` is ``elasticctl logs``, ``batch_table`` is ``elasticctl plan``
 ``doctor``            ``elasticctl doctor``: why this host cannot take part in a run
-``doctor_storage``    the same of logs and checkpoints; ``findings``: what it finds
+``doctor_storage``    the same of logs and checkpoints
 ``flags``             the table of flags and its parser; ``help`` and ``completion`` are generated from it
 ``options``           flags of torchrun that describe workers
 ``output_flags``      flags about output and log files

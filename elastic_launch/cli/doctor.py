@@ -17,24 +17,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator, Mapping
-from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from elastic_launch import __version__
 from elastic_launch.cli.doctor_storage import checkpoints, logs
-from elastic_launch.cli.findings import (
-    PATIENCE,
-    SLOW,
-    Finding,
-    Findings,
-    Level,
-    clock,
-    error,
-    good,
-    timed,
-    warning,
-)
+from elastic_launch.config.backends import StoreService
 from elastic_launch.config.endpoints import Endpoint
 from elastic_launch.config.torch_options import installed_torch, untested_torch
 from elastic_launch.errors import ElasticLaunchError, EndpointError, ExitCode
@@ -48,6 +36,18 @@ from elastic_launch.rendezvous.wire.addresses import (
     source_address,
     try_listen,
 )
+from elastic_launch.system.findings import (
+    PATIENCE,
+    SLOW,
+    Finding,
+    Findings,
+    Level,
+    clock,
+    error,
+    good,
+    timed,
+    warning,
+)
 from elastic_launch.system.plain_text import one_line, plain
 from elastic_launch.system.threads import within
 
@@ -55,9 +55,6 @@ T = TypeVar("T")
 
 FEW_FILES = 4096
 LITTLE_SHARED = 64 * 1024 * 1024
-
-LONGEST_ANSWER = 65536
-"""Bytes of an answer of etcd that are read."""
 
 IMPORT_PATIENCE = 60.0
 """Seconds that torch has to be imported."""
@@ -267,16 +264,16 @@ def _devices() -> Findings:
 
 def _run(address: Address) -> Findings:
     reached = []
-    etcd = address.kind.elected and not address.kind.voting
+    service = address.kind.service
     for endpoint in address.endpoints:
-        reached.append((yield from _endpoint(endpoint, elected=etcd)))
-        if etcd and reached[-1]:
-            yield from _etcd(endpoint)
+        reached.append((yield from _endpoint(endpoint, service)))
+        if service is not None and reached[-1]:
+            yield from service.probe(endpoint)
     if any(reached):
         yield from _leader(address)
 
 
-def _endpoint(endpoint: Endpoint, *, elected: bool) -> Generator[Finding, None, bool]:
+def _endpoint(endpoint: Endpoint, service: StoreService | None) -> Generator[Finding, None, bool]:
     """Return whether something accepts connections there."""
     try:
         addresses, took = timed(lambda: resolve(endpoint))
@@ -300,16 +297,17 @@ def _endpoint(endpoint: Endpoint, *, elected: bool) -> Generator[Finding, None, 
         remedy = f"Allow TCP to port {endpoint.port}, and between the nodes to all ports: workers choose theirs."
         yield error(f"{endpoint} ({where}) does not answer within {PATIENCE:g} s: a firewall may drop packets.", remedy)
     except OSError as problem:
-        yield _unreachable(endpoint, problem, elected=elected)
+        yield _unreachable(endpoint, problem, service)
     else:
         yield good(f"{endpoint} ({where}) accepts connections; this host's address on that route is {here}")
         return True
     return False
 
 
-def _unreachable(endpoint: Endpoint, problem: OSError, *, elected: bool) -> Finding:
-    if elected:
-        return error(f"nothing listens at {endpoint}: {problem.strerror}.", "Start etcd, or correct --rdzv-endpoint.")
+def _unreachable(endpoint: Endpoint, problem: OSError, service: StoreService | None) -> Finding:
+    if service is not None:
+        remedy = f"Start {service.name}, or correct --rdzv-endpoint."
+        return error(f"nothing listens at {endpoint}: {problem.strerror}.", remedy)
     try:
         listener, _ = try_listen(endpoint)
     except EndpointError as refused:
@@ -319,59 +317,6 @@ def _unreachable(endpoint: Endpoint, problem: OSError, *, elected: bool) -> Find
         return error(f"nothing listens at {endpoint}: {problem.strerror}.", remedy)
     listener.close()
     return good(f"{endpoint} is this host and the port is free: the agent that starts here hosts the run")
-
-
-def _etcd(endpoint: Endpoint) -> Findings:
-    """Ask a member for its health over HTTP, which it serves on the same port: the client has no call for it."""
-    try:
-        version = str(_answer(endpoint, "GET", "/version").get("etcdserver", "unknown"))
-        health = _answer(endpoint, "GET", "/health")
-        raised = _answer(endpoint, "POST", "/v3/maintenance/alarm", {"action": "GET"}).get("alarms", ())
-    except (OSError, ValueError) as problem:
-        yield warning(
-            f"etcd at {endpoint} does not tell its health: {one_line(str(problem)) or type(problem).__name__}.",
-            f"Check that it is etcd, without TLS: etcdctl --endpoints {endpoint} endpoint health.",
-        )
-        return
-    kinds = {str(alarm.get("alarm")) for alarm in raised if isinstance(alarm, dict)}
-    remedy = "Look at its log; most members must run and reach each other (etcdctl endpoint status --cluster)."
-    if "NOSPACE" in kinds:
-        remedy = "Compact and defragment it, then etcdctl alarm disarm; or raise --quota-backend-bytes."
-    elif "CORRUPT" in kinds:
-        remedy = "A member's data is damaged: replace that member, then etcdctl alarm disarm."
-    if kinds:
-        names = ", ".join(sorted(kinds))
-        yield error(f"etcd {version} at {endpoint} has raised the alarm {names}.", remedy)
-    elif str(health.get("health")) != "true":
-        reason = one_line(str(health.get("reason", ""))) or "it has no leader, or cannot reach it"
-        yield error(f"etcd {version} at {endpoint} is not healthy: {reason}.", remedy)
-    else:
-        yield good(f"etcd {version} at {endpoint} is healthy, without an alarm")
-
-
-def _answer(endpoint: Endpoint, method: str, path: str, body: object = None) -> dict[str, Any]:
-    """Return a member's JSON answer, whatever its HTTP status is.
-
-    Raises:
-        ValueError: if it is something else.
-    """
-
-    def ask() -> bytes:
-        link = HTTPConnection(endpoint.host, endpoint.port, timeout=PATIENCE)
-        with contextlib.closing(link):
-            try:
-                link.request(method, path, None if body is None else json.dumps(body))
-                return link.getresponse().read(LONGEST_ANSWER)
-            except HTTPException as problem:
-                raise OSError(f"{path} answers no HTTP ({type(problem).__name__})") from problem
-
-    try:
-        found = json.loads(within(PATIENCE, path, ask))
-    except ValueError:
-        raise ValueError(f"{path} answers something else than JSON") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} answers something else than an object")
-    return found
 
 
 def _leader(address: Address) -> Findings:

@@ -11,7 +11,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from elastic_launch.cli.findings import (
+from elastic_launch.errors import ElasticLaunchError
+from elastic_launch.events.types import counted
+from elastic_launch.snapshot.format.manifest import parse_name
+from elastic_launch.snapshot.location import Url, place
+from elastic_launch.snapshot.storage.urls import Tried, try_out
+from elastic_launch.system.findings import (
     PATIENCE,
     SLOW,
     Finding,
@@ -22,11 +27,6 @@ from elastic_launch.cli.findings import (
     timed,
     warning,
 )
-from elastic_launch.errors import ElasticLaunchError
-from elastic_launch.events.types import counted
-from elastic_launch.snapshot.format.manifest import parse_name
-from elastic_launch.snapshot.location import Url, place
-from elastic_launch.snapshot.storage.urls import Tried, try_out
 
 LITTLE_DISK = 1024 * 1024 * 1024
 

@@ -27,8 +27,8 @@ from elastic_launch.cli.doctor import examine
 from elastic_launch.cli.event_lines import show_events
 from elastic_launch.cli.flags import Values
 from elastic_launch.cli.log_tail import show_logs
-from elastic_launch.config.backends import BACKENDS, kind_of
-from elastic_launch.config.endpoints import parse_endpoint, parse_endpoints, parse_voters
+from elastic_launch.config.backends import kind_of, names_of_backends
+from elastic_launch.config.endpoints import parse_endpoint
 from elastic_launch.config.launch_config import LaunchConfig, parse_nnodes, state_directory
 from elastic_launch.config.settings import Setting
 from elastic_launch.errors import ElasticLaunchError, EndpointError, ExitCode, RendezvousError, StoreError, UsageError
@@ -198,13 +198,13 @@ def _address(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[A
         token = token or left.token()
     leader = parse_endpoint(found.leader) if found is not None and found.leader else None
     backend = LaunchConfig.backend if backend is None else backend
-    if backend not in BACKENDS:
-        raise UsageError(f"--rdzv-backend {backend} is not supported.", f"Supported: {', '.join(BACKENDS)}.")
-    if not kind_of(backend).elected:
-        return Address(run_id or LaunchConfig.run_id, backend, parse_voters(endpoint), token, leader), found
-    if not run_id:
+    kind = kind_of(backend)
+    if not kind.own:
+        hint = f"Supported: {', '.join(names_of_backends())}."
+        raise UsageError(f"--rdzv-backend {backend} is not supported.", hint)
+    if kind.service is not None and not run_id:
         raise UsageError(f"--rdzv-backend {backend} keeps many runs.", "Name one with --rdzv-id ID.")
-    return Address(run_id, backend, parse_endpoints(endpoint), token, leader), found
+    return Address(run_id or LaunchConfig.run_id, backend, kind.parse(endpoint), token, leader), found
 
 
 def _values(options: argparse.Namespace, environ: Mapping[str, str]) -> Values:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from elastic_launch.config.backends import SERVICES
 from elastic_launch.config.launch_config import LaunchConfig, Limits, Timing
 from elastic_launch.config.settings import Setting, nearest
 from elastic_launch.config.torchrun_mode import EMPTY
@@ -72,8 +73,8 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
     (
         "Where nodes meet",
         (
-            Flag(("--rdzv-backend",), "c10d, etcd, static, or torch's", "NAME", "c10d"),
-            Flag(("--rdzv-endpoint",), "host(s) of the run, or of etcd", "HOST:PORT", "this one"),
+            Flag(("--rdzv-backend",), f"c10d, {', '.join(SERVICES)}, static, or torch's", "NAME", "c10d"),
+            Flag(("--rdzv-endpoint",), "host(s) of the run or its store", "HOST:PORT", "this one"),
             Flag(("--rdzv-id",), "name of the run [none; random if no endpoint]", "ID"),
             Flag(("--rdzv-conf",), "rendezvous settings; repeated flags merge", "K=V,..."),
             Flag(("--node-rank",), "requested rank of this node", "N", "any"),

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from elastic_launch.cli.flags import Sourced, Values
 from elastic_launch.cli.rendezvous_flags import asked_backend
-from elastic_launch.config.backends import BACKENDS, kind_of
+from elastic_launch.config.backends import kind_of
 from elastic_launch.config.endpoints import PORT
 from elastic_launch.config.launch_config import parse_nnodes
 from elastic_launch.errors import UsageError
@@ -114,8 +114,8 @@ def _meets_by_itself(values: Values) -> bool:
     """Whether this is one of several nodes on one of this project's backends, without fixed ranks."""
     if values.switch("--standalone") or parse_nnodes(values.text("--nnodes") or "1:1")[1] < 2:
         return False
-    kind = BACKENDS.get(asked_backend(values))
-    return kind is not None and not kind.fixed_ranks
+    kind = kind_of(asked_backend(values))
+    return kind.own and not kind.fixed_ranks
 
 
 def sentence(values: Values) -> str:

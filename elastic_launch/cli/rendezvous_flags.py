@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic_launch.cli.flags import Values
-from elastic_launch.config.backends import BACKENDS, BackendKind, kind_of
-from elastic_launch.config.endpoints import Endpoint, parse_endpoint, parse_endpoints, parse_voters
+from elastic_launch.config.backends import SERVICES, BackendKind, kind_of, names_of_backends
+from elastic_launch.config.endpoints import Endpoint, parse_endpoint
 from elastic_launch.config.launch_config import LaunchConfig, Limits
 from elastic_launch.config.settings import conf_items
 from elastic_launch.config.torch_options import Foreign
@@ -22,7 +22,7 @@ from elastic_launch.errors import UsageError
 
 log = logging.getLogger("elastic_launch.cli.main")
 
-_ALIASES = {f"elastic-{name}": name for name, kind in BACKENDS.items() if not kind.fixed_ranks}
+_ALIASES = {f"elastic-{name}": name for name in ("c10d", *SERVICES)}
 """This project's backends by the names under which torchrun knows them."""
 
 _OF_TORCH = ("etcd-v2",)
@@ -69,7 +69,7 @@ def read_meeting(values: Values, limits: Limits) -> Meeting:
         log.warning("%s has no effect: only --rdzv-backend %s uses it.", values.origin(master[0]), alone)
     if asked is None and values.torchrun and backend == "c10d" and values.text("--rdzv-backend") != "static":
         asked = DEFAULT_ENDPOINT
-    if backend in BACKENDS:
+    if kind_of(backend).own:
         return Meeting(backend, _endpoints(asked, backend, values.text("--rdzv-id")), node_id, rank)
     return Meeting(backend, (), node_id, rank, _foreign(values, backend, asked or "", rank))
 
@@ -110,13 +110,13 @@ def _backend(values: Values, limits: Limits) -> str:
 
 def _known(text: str) -> str:
     backend = _ALIASES.get(text, text)
-    if backend in BACKENDS:
+    if kind_of(backend).own:
         return backend
     from importlib.metadata import entry_points  # slow to import
 
     others = sorted({*_OF_TORCH, *_registered(), *(found.name for found in entry_points(group="torchrun.handlers"))})
     if backend not in others:
-        names = ", ".join([*BACKENDS, *(name for name in others if name not in _ALIASES)])
+        names = ", ".join([*names_of_backends(), *(name for name in others if name not in _ALIASES)])
         raise UsageError(
             f"--rdzv-backend {text} is not supported.",
             f"Supported: {names}.",
@@ -128,13 +128,14 @@ def _registered() -> Mapping[str, Any]:
     """Return the handlers that this process has registered with torch; none if it has not imported torch."""
     module = sys.modules.get("torch.distributed.elastic.rendezvous.api")
     registry: Mapping[str, Any] = getattr(getattr(module, "rendezvous_handler_registry", None), "_registry", {})
-    return {name: creator for name, creator in registry.items() if name not in BACKENDS}
+    return {name: creator for name, creator in registry.items() if not kind_of(name).own}
 
 
 def _endpoints(asked: str | None, backend: str, run_id: str | None) -> tuple[Endpoint, ...]:
-    """Return where the record is: one address, or several of hosts or an etcd cluster; none if this node hosts it."""
-    if not kind_of(backend).elected:
-        found = () if asked is None else parse_voters(asked)
+    """Return where the record is: one address, or several of hosts or a service; none if this node hosts it."""
+    kind = kind_of(backend)
+    if kind.service is None:
+        found = () if asked is None else kind.parse(asked)
         if len(found) > 1 and not run_id:
             raise UsageError(
                 "--rdzv-endpoint with several hosts needs a name for the run: they keep its record in files.",
@@ -144,14 +145,14 @@ def _endpoints(asked: str | None, backend: str, run_id: str | None) -> tuple[End
     if asked is None:
         raise UsageError(
             f"--rdzv-backend {backend} needs the addresses of the cluster.",
-            "Give them with --rdzv-endpoint HOST:2379[,HOST:2379...].",
+            f"Give them with --rdzv-endpoint HOST:{kind.service.port}[,HOST:{kind.service.port}...].",
         )
     if not run_id:
         raise UsageError(
             f"--rdzv-backend {backend} needs a name for the run: its record outlives it.",
             "Give one that no earlier run had, the same on all nodes, with --rdzv-id ID.",
         )
-    return parse_endpoints(asked)
+    return kind.parse(asked)
 
 
 def _static(values: Values, limits: Limits, rank: int | None) -> Meeting:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from elastic_launch.cli.flags import Sourced, Values
 from elastic_launch.cli.rendezvous_flags import asked_backend
-from elastic_launch.config.backends import BACKENDS, kind_of
+from elastic_launch.config.backends import kind_of
 from elastic_launch.config.endpoints import parse_endpoint
 from elastic_launch.config.launch_config import parse_nnodes
 from elastic_launch.errors import UsageError
@@ -119,7 +119,7 @@ def found_out(values: Values) -> Mapping[str, Sourced]:
     endpoint, master = values.text("--rdzv-endpoint"), values.text("--master-addr")
     backend = asked_backend(values)
     kind = kind_of(backend, 1 + (endpoint or "").count(","))
-    if high < 2 or backend not in BACKENDS:  # alone, or with torch's own agent
+    if high < 2 or not kind.own:  # alone, or with torch's own agent
         return {}
     if not kind.elected and not _hosted_as_told(values):
         _check_place(step, values, low)

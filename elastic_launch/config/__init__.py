@@ -1,7 +1,8 @@
 """Validated configuration of a launch, independent of the source of its values.
 
 ``launch_config``   :class:`~elastic_launch.config.launch_config.LaunchConfig` and its parts
-``backends``        what distinguishes the rendezvous backends; ``endpoints``: addresses as the user writes them
+``backends``        the rendezvous backends, and the services that keep records
+``endpoints``       addresses as the user writes them
 ``settings``        numbers, durations and ``--rdzv-conf`` keys read from text
 ``output``          which streams go to the console and to files
 ``torch_options``   start method, NUMA binding and other options of torchrun

@@ -1,4 +1,4 @@
-"""Addresses of a run as the user writes them: of its leader, of etcd, of several hosts, and of what an agent serves.
+"""Addresses of a run as the user writes them: of its leader, of several hosts, and of what an agent serves.
 
 The functions that parse text raise a UsageError if it is not of the form that they name.
 """
@@ -17,9 +17,6 @@ PORT = 29400
 
 MOST_VOTERS = 7
 """Most hosts that keep a record together."""
-
-ETCD_PORT = 2379
-"""etcd's default client port."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,27 +56,6 @@ def parse_endpoint(text: str, default_port: int = PORT, asker: str = "--rdzv-end
     if not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
         raise UsageError(f"{asked} has the port {port!r}.", "A port is a number from 0 to 65535.")
     return Endpoint(host, int(port))
-
-
-def parse_endpoints(text: str) -> tuple[Endpoint, ...]:
-    """Parse the comma-separated client addresses of an etcd cluster, each as for :func:`parse_endpoint`.
-
-    ``http://`` before an address is accepted, as by etcdctl. The default port is 2379.
-    """
-    if "https://" in text:
-        raise UsageError(
-            f"--rdzv-endpoint {text!r} asks for TLS, which the etcd client cannot do.",
-            "Start etcd grpc-proxy on this host with the certificates, and give its address.",
-        )
-    found = tuple(
-        parse_endpoint(part.strip().removeprefix("http://").rstrip("/"), ETCD_PORT) for part in text.split(",")
-    )
-    if any(endpoint.port == 0 for endpoint in found):
-        raise UsageError(
-            f"--rdzv-endpoint {text!r} has port 0, where no etcd can be.",
-            "Write HOST:PORT, or several with commas, as in --rdzv-endpoint etcd0:2379,[::1]:2379.",
-        )
-    return found
 
 
 def parse_voters(text: str) -> tuple[Endpoint, ...]:

@@ -176,7 +176,7 @@ class LaunchConfig:
         command: what the workers execute; :mod:`elastic_launch.api` sets it from its call.
         nproc: workers on this node.
         endpoint: where the control store is; None if this node hosts it.
-        endpoints: all addresses of an etcd cluster, or of the hosts that keep the record together; the first is
+        endpoints: all addresses of the service that keeps the record, or of the hosts that do so together; the first is
             ``endpoint``. Empty on c10d with one endpoint.
         announce: whether to print how to join, since this node chose the endpoint itself and others may join.
         found_out: the defaults that this node derived by itself, as text.

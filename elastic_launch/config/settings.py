@@ -28,7 +28,7 @@ OF_TORCH = {
 IDLE = {
     "close_timeout": "no node waits for others to close the rendezvous",
     "heartbeat_timeout": "a node is judged by dead_after",
-    "store_type": "the control record is kept in the leader's memory or in etcd",
+    "store_type": "the control record is kept as --rdzv-backend says",
 }
 """torch's keys of --rdzv-conf that have no effect here, and why."""
 

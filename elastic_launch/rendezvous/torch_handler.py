@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from elastic_launch.clock import MonotonicClock
 from elastic_launch.config.backends import kind_of
-from elastic_launch.config.endpoints import Endpoint, parse_endpoint, parse_endpoints
+from elastic_launch.config.endpoints import Endpoint
 from elastic_launch.config.launch_config import Command, LaunchConfig, Limits
 from elastic_launch.config.settings import Setting, check_keys, default_node_id, read_timing
 from elastic_launch.errors import ExitCode, UsageError
@@ -94,7 +94,7 @@ class TorchrunHandler(_Handler):
 
     Args:
         params: as created by torchrun; their configuration takes the keys of ``--rdzv-conf``.
-        backend: ``c10d`` or ``etcd``.
+        backend: ``c10d``, or one with a service for the record.
 
     Attributes:
         config: where nodes meet, and how many; without what they run.
@@ -252,16 +252,18 @@ class TorchrunHandler(_Handler):
 
 
 def _endpoints(params: RendezvousParameters, backend: str) -> tuple[Endpoint, ...]:
-    if not kind_of(backend).elected:
+    kind = kind_of(backend)
+    if kind.service is None:
         if "," in params.endpoint:
             raise UsageError(
                 f"--rdzv-backend elastic-{backend} takes one endpoint, not {params.endpoint}.",
                 "Hosts that keep the record together are for elastic-launch only; torchrun can use elastic-etcd.",
             )
-        return (parse_endpoint(params.endpoint),) if params.endpoint else ()
+        return kind.parse(params.endpoint) if params.endpoint else ()
     if params.endpoint and params.run_id != "none":  # torchrun's default
-        return parse_endpoints(params.endpoint)
+        return kind.parse(params.endpoint)
     raise UsageError(
-        "--rdzv-backend elastic-etcd needs the addresses of the cluster and a name for the run.",
-        "Give them with --rdzv-endpoint HOST:2379[,HOST:2379...] and --rdzv-id ID, the same on all nodes.",
+        f"--rdzv-backend elastic-{backend} needs the addresses of the cluster and a name for the run.",
+        f"Give them with --rdzv-endpoint HOST:{kind.service.port}[,HOST:{kind.service.port}...] and --rdzv-id ID, the "
+        "same on all nodes.",
     )

@@ -12,6 +12,7 @@ import pytest
 
 from elastic_agents.helpers import helper_environment, helper_path
 from elastic_launch import secret
+from elastic_launch.rendezvous.stores import etcd_service
 
 NAMES = ("secrets", "json", "types", "fsspec_driver")
 HOSTILE = "import pathlib; pathlib.Path(__file__).with_suffix('.ran').touch()"
@@ -72,7 +73,7 @@ def test_the_directory_of_the_program_is_left_out(here: Path, monkeypatch: pytes
 
 
 def test_secrets_stay_with_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (secret.ENV_TOKEN, secret.ENV_ETCD_USER, secret.ENV_ETCD_PASSWORD, "AWS_ACCESS_KEY_ID"):
+    for name in (secret.ENV_TOKEN, etcd_service.ENV_USER, etcd_service.ENV_PASSWORD, "AWS_ACCESS_KEY_ID"):
         monkeypatch.setenv(name, "x")
     names = {name for name, value in helper_environment().items() if value == "x"}
     assert names == {"AWS_ACCESS_KEY_ID"}, "drivers of storage need their own"

@@ -12,9 +12,9 @@ import pytest
 from etcd_servers import Certificates, GrpcProxy, Member, cluster
 from harness import Job, wait_for
 
-from elastic_launch.config.endpoints import parse_endpoints
 from elastic_launch.errors import StoreError
 from elastic_launch.rendezvous.stores.etcd import EtcdStore
+from elastic_launch.rendezvous.stores.etcd_service import EtcdService
 
 TIMEOUT = 20.0
 
@@ -27,7 +27,7 @@ pytestmark = [
 @pytest.fixture(autouse=True, scope="module")
 def first_use() -> None:
     """The client's first use opens descriptors permanently: they must not count as a leak of the first test."""
-    EtcdStore(parse_endpoints("127.0.0.1:9"), "first").close()
+    EtcdStore(EtcdService().parse("127.0.0.1:9"), "first").close()
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def proxy(tmp_path: Path, trio: list[Member], certificates: Certificates) -> Ite
 
 
 def opened(address: str) -> contextlib.closing[EtcdStore]:
-    return contextlib.closing(EtcdStore(parse_endpoints(address), "run"))
+    return contextlib.closing(EtcdStore(EtcdService().parse(address), "run"))
 
 
 def test_writes_and_watches_pass_through_the_proxy(proxy: GrpcProxy) -> None:

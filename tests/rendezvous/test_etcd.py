@@ -15,9 +15,9 @@ import pytest
 from etcd_servers import DEBIAN, SERVERS, Member, Proxy, cluster, endpoints
 from harness import free_port, wait_for
 
-from elastic_launch.config.endpoints import parse_endpoints
 from elastic_launch.errors import DeniedError, EndpointError, StoreError
 from elastic_launch.rendezvous.stores.etcd import EtcdStore, EtcdUnreachableError
+from elastic_launch.rendezvous.stores.etcd_service import EtcdService
 
 TIMEOUT = 20.0
 SHORT = 1.5
@@ -31,7 +31,7 @@ READS = "etcd_mvcc_range_total"
 @pytest.fixture(autouse=True, scope="module")
 def first_use() -> None:
     """The client's first use opens descriptors permanently: they must not count as a leak of the first test."""
-    EtcdStore(parse_endpoints("127.0.0.1:9"), "first").close()
+    EtcdStore(EtcdService().parse("127.0.0.1:9"), "first").close()
 
 
 MOSTLY = [SERVERS[0], pytest.param(DEBIAN, id="debian", marks=pytest.mark.soak)]
@@ -70,7 +70,7 @@ def opened(
 ) -> Iterator[EtcdStore]:
     if not isinstance(where, str):
         where = endpoints(where if isinstance(where, list) else [where])
-    with contextlib.closing(EtcdStore(parse_endpoints(where), "run", user=user, password=password)) as store:
+    with contextlib.closing(EtcdStore(EtcdService().parse(where), "run", user=user, password=password)) as store:
         yield store
 
 

@@ -16,7 +16,7 @@ from etcd_servers import Member, cluster
 from harness import wait_for
 
 from elastic_launch.clock import MonotonicClock
-from elastic_launch.config.endpoints import parse_endpoint, parse_endpoints
+from elastic_launch.config.endpoints import parse_endpoint
 from elastic_launch.config.launch_config import Command, LaunchConfig, Limits, Timing
 from elastic_launch.events.types import Event
 from elastic_launch.rendezvous.backends.registry import backend_of
@@ -24,6 +24,7 @@ from elastic_launch.rendezvous.leader import service
 from elastic_launch.rendezvous.node.membership import Membership
 from elastic_launch.rendezvous.node.membership_events import MembershipEvent
 from elastic_launch.rendezvous.stores.etcd import EtcdStore
+from elastic_launch.rendezvous.stores.etcd_service import EtcdService
 from elastic_launch.rendezvous.wire import messages as m
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "rendezvous.py"
@@ -75,7 +76,7 @@ def close(nodes: list[Node]) -> None:
 @contextlib.contextmanager
 def etcd_of(directory: Path, *options: str) -> Iterator[Member]:
     with cluster(directory, options=options) as members:
-        EtcdStore(parse_endpoints(members[0].address), "first").close()
+        EtcdStore(EtcdService().parse(members[0].address), "first").close()
         yield members[0]
 
 

@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from etcd_servers import Member, cluster
 
-from elastic_launch.config.endpoints import parse_endpoints
 from elastic_launch.rendezvous.stores.control_store import ControlStore
 from elastic_launch.rendezvous.stores.etcd import EtcdStore
+from elastic_launch.rendezvous.stores.etcd_service import EtcdService
 from elastic_launch.testing import MemoryStore
 
 TIMEOUT = 10.0
@@ -25,7 +25,7 @@ Open = Callable[[], ControlStore]
 def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Member]:
     with cluster(tmp_path_factory.mktemp("etcd")) as members:
         EtcdStore(
-            parse_endpoints(members[0].address), "first"
+            EtcdService().parse(members[0].address), "first"
         ).close()  # the client's first use opens descriptors permanently
         yield members[0]
 
@@ -46,7 +46,7 @@ def _open_etcd(member: Member) -> Iterator[Open]:
     run, opened = f"run{next(_runs)}", []
 
     def another() -> ControlStore:
-        opened.append(EtcdStore(parse_endpoints(member.address), run))
+        opened.append(EtcdStore(EtcdService().parse(member.address), run))
         return opened[-1]
 
     yield another

@@ -19,11 +19,11 @@ from snapshot_helpers import refuse, same, start_threads_of_fsspec, state_of
 
 from elastic_launch import snapshot
 from elastic_launch.cli import doctor_storage
-from elastic_launch.cli.findings import Level
 from elastic_launch.errors import UsageError
 from elastic_launch.snapshot.location import Url, place
 from elastic_launch.snapshot.storage import owner, saving
 from elastic_launch.snapshot.storage import urls as remote
+from elastic_launch.system.findings import Level
 from elastic_launch.training.checkpoints.checkpoint import Checkpoint
 
 

@@ -24,7 +24,6 @@ from elastic_launch.errors import (
 from elastic_launch.rendezvous.admin import messages as a
 from elastic_launch.rendezvous.record import ControlRecord
 from elastic_launch.rendezvous.stores.majority import MajorityStore
-from elastic_launch.rendezvous.stores.registry import open_store
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.rendezvous.wire.authentication import Channel, link_key
 from elastic_launch.rendezvous.wire.seal import ValueSeal
@@ -53,7 +52,7 @@ class Address:
     """How to reach a run.
 
     Attributes:
-        endpoints: one endpoint; or several hosts that keep the record, or members of an etcd cluster.
+        endpoints: one endpoint; or several hosts that keep the record, or addresses of the service that does.
         leader: where the leader may be, if known.
     """
 
@@ -248,7 +247,8 @@ def _leader(address: Address, until: float) -> Endpoint:
         finally:
             voters.end()
     else:
-        with contextlib.closing(open_store(address.backend, address.endpoints, address.run_id)) as store:
+        assert kind.service is not None
+        with contextlib.closing(kind.service.open(address.endpoints, address.run_id)) as store:
             value = store.load(patience)
     if value is None:
         raise StoreError(f"There is no run {address.run_id!r} in {address}.", HINT_ENDPOINT)

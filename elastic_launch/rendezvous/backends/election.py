@@ -104,7 +104,8 @@ class ElectedBackend:
 
     def _removal(self) -> str:
         """Return how the user removes the record."""
-        return f"etcdctl del /elastic-launch/runs/{self._config.run_id}/record"
+        service = self._config.kind.service
+        return service.removal(self._config.run_id) if service is not None else ""
 
     def find_leader(self, timeout: float) -> FoundLeader:
         """Return where the leader is by the record; if there is no leader, write a record as the leader.

@@ -8,7 +8,6 @@ from elastic_launch.clock import Clock
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.events.types import EventSink
 from elastic_launch.rendezvous.backends.c10d import Backend, C10dBackend
-from elastic_launch.rendezvous.stores.registry import open_store
 
 
 def backend_of(config: LaunchConfig, clock: Clock, events: EventSink) -> Backend:
@@ -22,10 +21,8 @@ def backend_of(config: LaunchConfig, clock: Clock, events: EventSink) -> Backend
         from elastic_launch.rendezvous.backends.voting import VotingBackend
 
         return VotingBackend(config, clock, events)
-    if config.kind.elected:
+    if (service := config.kind.service) is not None:
         from elastic_launch.rendezvous.backends.election import ElectedBackend
 
-        return ElectedBackend(
-            config, clock, events, partial(open_store, config.backend, config.endpoints, config.run_id)
-        )
+        return ElectedBackend(config, clock, events, partial(service.open, config.endpoints, config.run_id))
     return C10dBackend(config, clock, events)

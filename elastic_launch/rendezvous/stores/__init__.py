@@ -1,8 +1,7 @@
 """Where the control record is kept.
 
 ``control_store``  the interface of a store, and the one in the leader's memory
-``registry``       stores by name
-``etcd``           the record in etcd
+``etcd``           the record in etcd; ``etcd_service`` describes etcd to the command line
 ``majority``       the record kept by hosts of the run; see ``voters``
 ``static_store``   the TCPStore at the master's address
 ``claimed_store``  repairs the record when other clients overwrite it
