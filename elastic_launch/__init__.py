@@ -77,8 +77,9 @@ if TYPE_CHECKING:
     from elastic_launch.training.ranks.world import World
     from elastic_launch.training.schedule import Schedule
     from elastic_launch.training.session import Run, session
-    from elastic_launch.training.steps import NonFiniteLossError, Step
+    from elastic_launch.training.steps import Step
     from elastic_launch.training.trainer import Trainer
+    from elastic_launch.training.transaction import NonFiniteLossError
 
 _HOMES = {
     name: module
@@ -107,7 +108,8 @@ _HOMES = {
         "elastic_launch.training.ranks.world": "World",
         "elastic_launch.training.schedule": "Schedule",
         "elastic_launch.training.session": "Run session",
-        "elastic_launch.training.steps": "NonFiniteLossError Step",
+        "elastic_launch.training.steps": "Step",
+        "elastic_launch.training.transaction": "NonFiniteLossError",
         "elastic_launch.training.trainer": "Trainer",
     }.items()
     for name in names.split()

@@ -20,7 +20,7 @@ from elastic_launch.training.gradients.means import MeanTable
 from elastic_launch.training.randomness import derive, seeded
 from elastic_launch.training.ranks.same_arguments import check_same
 from elastic_launch.training.ranks.world import World
-from elastic_launch.training.steps import RoundOverError
+from elastic_launch.training.transaction import RoundOverError
 from elastic_launch.training.wrapped import sharding_modules
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_launch import snapshot
-from elastic_launch.batch import BatchError, BatchPlan, GlobalBatch
+from elastic_launch.batch import BatchError, GlobalBatch
 from elastic_launch.errors import UsageError
 from elastic_launch.shared_progress import Activity
 from elastic_launch.system.threads import within
@@ -36,6 +36,8 @@ from elastic_launch.training.gradients.buffer_rules import buffers_of, ruled_nam
 from elastic_launch.training.gradients.means import cargo_size
 from elastic_launch.training.gradients.parameters import OwnParameters, Parameters
 from elastic_launch.training.live.rehearsal import graphs_fit_any_world, randomness_kept, unchanged
+from elastic_launch.training.optimizer_steps import OptimizerSteps
+from elastic_launch.training.passes import Share
 from elastic_launch.training.positions import Positions
 from elastic_launch.training.randomness import derive, seed_all
 from elastic_launch.training.ranks import collectives
@@ -44,9 +46,10 @@ from elastic_launch.training.ranks.pace import Pace
 from elastic_launch.training.ranks.replicas import replicated
 from elastic_launch.training.ranks.same_arguments import check_same, told
 from elastic_launch.training.ranks.world import World
-from elastic_launch.training.steps import Recovered, RehearsedStep, Step
+from elastic_launch.training.steps import Step
 from elastic_launch.training.stopping import DrainedExit
 from elastic_launch.training.together import as_model, as_optimizer
+from elastic_launch.training.transaction import Recovered, Rehearsal, StepRules, Transaction
 from elastic_launch.training.wrapped import check_elementwise, sharding_modules
 
 _log = logging.getLogger(__name__)
@@ -91,7 +94,7 @@ class Loop:
         checkpoint: Checkpoint | None,
         options: LoopOptions,
     ) -> None:
-        self._engine = engine
+        self.engine = engine
         self._loader = loader
         self._model = as_model(model)
         self._optimizer = as_optimizer(optimizer) if options.stepper is None else options.stepper
@@ -105,11 +108,14 @@ class Loop:
             self._parts[OWN] = own
         self._state: TrainingState = engine.state.extended(self._parts)
         unwatched = None if options.stepper is not None else {OWN, *options.unwatched}
-        self._positions = Positions(engine, self._state, exact=options.exact, unwatched=unwatched)
+        self.positions = Positions(engine, self._state, exact=options.exact, unwatched=unwatched)
         self._sharded = bool(sharding_modules(self._model))
         engine.sharded = self._sharded
         if self._sharded:
             self._check_sharded(model, optimizer)
+        self._rules = StepRules(
+            OptimizerSteps(self._optimizer, options.scaler), loader.seed, tuple(options.metrics), options.verify
+        )
         self._step = options.start
         self._last: tuple[float, dict[str, float]] = math.nan, {}
         self._live = False
@@ -152,73 +158,68 @@ class Loop:
             check_elementwise([*optimizer.values()] if isinstance(optimizer, Mapping) else [optimizer])
 
     def __iter__(self) -> Iterator[Step]:
-        with self._engine.trainings.looping(), collectives.watched():
+        with closing(self.transactions()) as transactions:
+            yield from map(Step, transactions)
+
+    def transactions(self) -> Generator[Transaction]:
+        """Yield the steps that remain."""
+        with self.engine.trainings.looping(), collectives.watched():
             if self._options.exact:
-                self._engine.be_exact()
+                self.engine.be_exact()
             # Again, since the script may have registered something since it made the loop.
-            self._follow(self._engine.state.extended(self._parts))
+            self._follow(self.engine.state.extended(self._parts))
             self._loader._check_lengths()
             yield from self._steps()
 
-    def _steps(self) -> Iterator[Step]:
-        if self._rehearses and self._engine.is_ahead:
+    def _steps(self) -> Iterator[Transaction]:
+        if self._rehearses and self.engine.is_ahead:
             self._rehearse()
         self._given = self._arguments()
-        self._engine.meet(told(self._given))
+        self.engine.meet(told(self._given))
         self._live = self._can_live()
         self._begin()
         try:
             self._complete()
-            while self._step < self._end and not self._engine.stopped:
+            while self._step < self._end and not self.engine.stopped:
                 step, pace, began = self._next_step(), self._pace, time.perf_counter()
-                self._positions.begin(self._trains())
+                self.positions.begin(self._trains())
                 yield step
-                self._positions.end()
+                self.positions.end()
                 if pace is not None:  # if the round has changed meanwhile, it is not used any more
-                    pace.add(time.perf_counter() - began, step._data_s, step._exchange_s, step.plan.grad_accum)
+                    pace.add(time.perf_counter() - began, step.data_s, step.exchange_s, step.share.plan.grad_accum)
                 self._watch_mode(step)
-                if step._too_large:
-                    if step._all_know:
+                if step.too_large:
+                    if step.all_know:
                         self._halve(step)
                     self._close_batches()
                     continue
-                if not step.updated:
-                    raise step._misuse(
-                        f"step {step.number} ended without step.update().",
-                        "Call it once for each step. After an error in a step that the script catches, it must "
-                        "not go on to the next one.",
-                    )
+                step.check_complete(more_passes=self._is_midway)
                 if self._received is not None:
-                    if self._is_midway:
-                        raise step._misuse(
-                            f"step {step.number} ended, and other ranks make another pass in it.",
-                            "Make the same passes on all ranks: they may depend on step.number, for example.",
-                        )
                     self._take(self._received)
                 else:
                     self._step += 1
                     self._last = step.loss, step.metrics
-                    if step.plan.grad_accum:  # a rank without samples compiles nothing
+                    if step.share.plan.grad_accum:  # a rank without samples compiles nothing
                         self._first = Activity.RESUMED_STEP
                     # Of the first group; a tensor may be on a GPU, and to read it would wait for the step.
                     groups = getattr(self._optimizer, "param_groups", None) or [{}]
                     lr = groups[0].get("lr")
                     lr = lr if isinstance(lr, int | float) else None
-                    self._engine.link.note(step.loss, self._loader.batch.size, step.plan.grad_accum, lr)
+                    self.engine.link.note(step.loss, self._loader.batch.size, step.share.plan.grad_accum, lr)
                     self._end_step()
                 self._complete()
         finally:
-            self._engine.link.watch(None)
-            self._engine.end_with_round()
+            self.engine.link.watch(None)
+            self.engine.end_with_round()
             self._leave()
-        self._engine.finish_training()
-        self._engine.leave_if_draining()
+        self.engine.finish_training()
+        self.engine.leave_if_draining()
         # Last: what the script draws next must not depend on which steps and evaluations this process has done itself.
         seed_all(derive("end", self._loader.seed, self._step), devices=True)
 
     def _follow(self, state: TrainingState) -> None:
         self._state = state
-        self._positions.follow(state)
+        self.positions.follow(state)
 
     def _rehearse(self) -> None:
         """Do a pass of which nothing remains, so that the others need not wait for all that is slow the first time."""
@@ -227,25 +228,19 @@ class Loop:
         try:
             loader = self._loader._apart()
             with (
-                self._engine.rehearsing(),
+                self.engine.rehearsing(),
                 graphs_fit_any_world(),
                 randomness_kept(),
                 closing(self._new_gradients(World())) as gradients,
                 unchanged(self._model, *gradients.parameters.all),
                 closing(loader._epoch_from(number, 1, 0)) as batches,
             ):
-                step = RehearsedStep(
-                    loader._position(number),
-                    loader._plan(number, 1, 0),
-                    batches,
-                    gradients,
-                    self._optimizer,
-                    seed=loader.seed,
-                    samples=loader._samples_in(number),
-                    scaler=copy.deepcopy(self._options.scaler),
-                )
+                optimizers = OptimizerSteps(self._optimizer, copy.deepcopy(self._options.scaler))
+                rules = StepRules(optimizers, loader.seed)
+                share = Share(loader._plan(number, 1, 0), batches, gradients)
+                step = Rehearsal(self, rules, loader._position(number), loader._samples_in(number), share)
                 try:
-                    rehearse(step)
+                    rehearse(Step(step))
                     self._first = Activity.REHEARSED_STEP
                 finally:
                     gradients.discard()
@@ -257,12 +252,12 @@ class Loop:
     def _begin(self) -> None:
         """Enter the round in which this process begins, or the one after it if that breaks and this process can."""
         if not self._live:
-            self._engine.end_with_round()
+            self.engine.end_with_round()
         try:
-            with self._engine.link.forming():
+            with self.engine.link.forming():
                 self._enter()
         except RuntimeError as error:
-            if not self._engine.caused(error):
+            if not self.engine.caused(error):
                 raise
             broken = error
         else:
@@ -273,7 +268,7 @@ class Loop:
 
     def _enter(self, live: Live | None = None) -> None:
         """Take part in the current round: restore the newest state, and exchange with its ranks from now on."""
-        engine, world = self._engine, self._engine.world
+        engine, world = self.engine, self.engine.world
         check_same(world, self._given, engine.link, goes_on=live is not None)
         resumed = self._resume(live)
         self._has_state = True
@@ -284,7 +279,7 @@ class Loop:
         elif resumed.state is not None:
             # At once: if this round breaks below, the state that this process has is that one.
             self._received = resumed
-            self._positions.end()
+            self.positions.end()
         self._train_the_same(resumed.starts[0]["trained"] if resumed.starts and resumed.passes else resumed.trained)
         _warn_of_idle_ranks(world, self._loader.batch)
         if self._options.prepare is not None and self._received is None:
@@ -293,7 +288,7 @@ class Loop:
         all_agreed = self._agree(resumed.step)
         self._gradients = gradients = self._new_gradients(world, same=resumed.everywhere and all_agreed)
         self._agreed = True
-        self._positions.allowed = ruled_names(self._model, self._options.buffers)
+        self.positions.allowed = ruled_names(self._model, self._options.buffers)
         if gradients.parameters.apart() and world.rank == 0:
             _log.warning("the optimizer has none of the model's parameters: none of these is trained")
         ranks_own = [x.name for x in buffers_of(self._model, self._options.buffers) if x.rule == "ignore"]
@@ -312,14 +307,14 @@ class Loop:
             Whether each of them has been in a round before with the values of its rank 0.
         """
         micro = len(self._loader.batch.micro_batches()[0])
-        aborts = self._engine.may_abort(live=self._live)
+        aborts = self.engine.may_abort(live=self._live)
         numbers = [self._lacks_evaluation(step), self._bounded == step, -micro, aborts, not self._agreed]
-        if self._engine.world.world_size > 1:
+        if self.engine.world.world_size > 1:
             found = torch.tensor(numbers, dtype=torch.int64, device="cpu")
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
             numbers = found.tolist()
         lacking, bounded, least = bool(numbers[0]), bool(numbers[1]), -numbers[2]
-        self._engine.confirms = self._engine.world.world_size > 1 and bool(numbers[3])
+        self.engine.confirms = self.engine.world.world_size > 1 and bool(numbers[3])
         self._owes_evaluation = lacking
         if self._options.evaluations is not None:
             self._options.evaluations.begin_round(step if lacking else -1)
@@ -336,11 +331,11 @@ class Loop:
         if self._gradients is not None:
             self._gradients.close()
             self._gradients = None
-        self._engine.compare_replicas(None)
+        self.engine.compare_replicas(None)
 
     def _can_live(self) -> bool:
         """Whether this training can continue in another round: a process that begins must meet it at the same place."""
-        alone = self._options.start == 0 and self._engine.untouched and not self._state.calls_functions
+        alone = self._options.start == 0 and self.engine.untouched and not self._state.calls_functions
         # What is sharded keeps the round's process groups, and no process has all of the state.
         return alone and not self._state.sharded
 
@@ -356,24 +351,24 @@ class Loop:
             if received is not None:
                 step, last, done = received.step, received.last or self._last, received.passes
             try:
-                self._engine.suspend(error, spoiled=self._positions.spoiled())
+                self.engine.suspend(error, spoiled=self.positions.spoiled())
             except DrainedExit:
                 if self._has_state and not done:  # else it is a state within a step
                     done_all = not self._owes_evaluation
-                    self._engine.keep_newer(step, self._loader._identity, self._state, evaluated=done_all)
+                    self.engine.keep_newer(step, self._loader._identity, self._state, evaluated=done_all)
                 raise
             try:
-                with self._engine.link.forming():
-                    self._engine.join_round()
-                    live = Live(step, self._engine.worlds, last, done, self._trained_there(), received)
+                with self.engine.link.forming():
+                    self.engine.join_round()
+                    live = Live(step, self.engine.worlds, last, done, self._trained_there(), received)
                     self._enter(live if self._has_state else None)
                 return
             except RuntimeError as again:
-                if not self._engine.caused(again):
+                if not self.engine.caused(again):
                     raise
                 error = again
 
-    def _recover(self, error: RuntimeError, passes: Sequence[Outcome]) -> Recovered:
+    def recover(self, error: RuntimeError, passes: Sequence[Outcome]) -> Recovered:
         """Take part in the next round, after an error that its end has caused in a step.
 
         Raises:
@@ -388,39 +383,38 @@ class Loop:
             try:
                 self._evaluate()
             except RuntimeError as again:
-                if not self._engine.caused(again):
+                if not self.engine.caused(again):
                     raise
                 error = again
             else:
                 break
             self._change_round(error)
-        self._engine.note_exchanges()
-        plan, batches, received = self._plan(self._step), self._open_batches(), self._received
-        recovered = Recovered(plan, batches, self._gradients, self._engine.agreement)
+        self.engine.note_exchanges()
+        received, recovered = self._received, Recovered(self._share())
         if received is None:
             # The ranks have agreed on the step's start; this process is behind the head, where it may have changed.
             self._train_the_same(trained)
-            self._positions.go_on()
+            self.positions.go_on()
             return recovered
         if self._is_midway:
             return replace(recovered, passes=received.passes)
         return replace(recovered, done=received.last or self._last)
 
-    def _pass_updated(self, passes: int) -> None:
+    def pass_updated(self, passes: int) -> None:
         """Note that so many passes of the current step are updated, here or by other ranks."""
         received = self._received
         if received is not None and not self._is_midway:
             return  # the whole step was done by other ranks
         if received is not None and passes < len(received.passes):
             # The script's code up to the next pass finds what the other ranks' did.
-            self._positions.load(received.starts[passes])
+            self.positions.load(received.starts[passes])
             self._train_the_same(received.starts[passes]["trained"])
             return
         if received is not None:
             self._state.load(received, again=False)
             self._received = None
             self._train_the_same(received.trained)
-        self._positions.begin(self._trains(), passes)
+        self.positions.begin(self._trains(), passes)
 
     @property
     def _is_midway(self) -> bool:
@@ -430,7 +424,7 @@ class Loop:
 
     def _take(self, received: Resumed) -> None:
         """Take a state over from another process, after a step that this one has not done itself."""
-        with self._engine.link.doing(Activity.RESTORE):
+        with self.engine.link.doing(Activity.RESTORE):
             # A second time, since the script may have changed its objects after the step, as it has there.
             self._state.load(received, again=bool(received.passes))
             self._step = received.step
@@ -448,7 +442,7 @@ class Loop:
     def _trained_there(self) -> dict[str, bool]:
         """Return whether each parameter needs a gradient in the state that this process would hand on."""
         received = self._received
-        return self._positions.trained or (self._trains() if received is None else dict(received.trained))
+        return self.positions.trained or (self._trains() if received is None else dict(received.trained))
 
     def _train_the_same(self, trained: Mapping[str, bool]) -> None:
         """Freeze and unfreeze parameters as in the process that the state came from, which the script has changed."""
@@ -457,58 +451,40 @@ class Loop:
             for name, parameter in zip(parameters.names, parameters.all, strict=True):
                 parameter.requires_grad_(trained.get(name, parameter.requires_grad))
 
-    def _next_step(self) -> Step:
+    def _next_step(self) -> Transaction:
         loader, number = self._loader, self._step
-        gradients = self._gradients
-        assert gradients is not None
         if loader._position(number).step_in_epoch == 0:
             loader._check_lengths()
             self._close_batches()
         if self._is_midway:
-            self._engine.note_exchanges()
+            self.engine.note_exchanges()
         seed_all(derive("step", loader.seed, number), devices=True)
-        return Step(
-            loader._position(number),
-            self._plan(number),
-            self._open_batches(),
-            gradients,
-            self._optimizer,
-            seed=loader.seed,
-            samples=loader._samples_in(number),
-            scaler=self._options.scaler,
-            metrics=self._options.metrics,
-            settle=self._engine.saver.settle,
-            origin=self._origin,
-            agreement=self._engine.agreement,
-            engine=self._engine,
-            recover=self._recover,
-            positions=self._positions,
-            pass_updated=self._pass_updated,
-            spare=lambda: loader._spare(number),
-            verify=self._options.verify,
-            done=self._received.passes if self._received is not None else (),
-        )
+        done = self._received.passes if self._received is not None else ()
+        position, samples = loader._position(number), loader._samples_in(number)
+        return Transaction(self, self._rules, position, samples, self._share(), done)
 
-    def _plan(self, number: int) -> BatchPlan:
-        return self._loader._plan(number, self._engine.world.world_size, self._engine.world.rank)
-
-    def _open_batches(self) -> Iterator[object]:
-        """Return this rank's micro-batches from the current step to the end of its epoch."""
+    def _share(self) -> Share:
+        """Return what this rank does of the current step; its micro-batches go on to the end of the epoch."""
+        assert self._gradients is not None
+        world, loader = self.engine.world, self._loader
         if self._batches is None:
-            world = self._engine.world
-            self._batches = self._loader._epoch_from(self._step, world.world_size, world.rank)
-        return self._batches
+            self._batches = loader._epoch_from(self._step, world.world_size, world.rank)
+        return Share(loader._plan(self._step, world.world_size, world.rank), self._batches, self._gradients)
 
     def _close_batches(self) -> None:
         batches, self._batches = self._batches, None
         if batches is not None:
             batches.close()
 
-    def _watch_mode(self, step: Step) -> None:
+    def spare(self, step: int) -> Any:
+        """See :class:`StepOwner`."""
+        return self._loader._spare(step)
+
+    def _watch_mode(self, step: Transaction) -> None:
         """Warn if the model was left in evaluation mode: after a restart it would be in training mode."""
         if self._began_in_training_mode is None:
-            self._began_in_training_mode = step._in_training_mode
-        if self._began_in_training_mode and step._in_training_mode is False and self._engine.world.rank == 0:
+            self._began_in_training_mode = step.in_training_mode
+        if self._began_in_training_mode and step.in_training_mode is False and self.engine.world.rank == 0:
             self._began_in_training_mode = False
             _log.warning(
                 "step %d trained the model in evaluation mode, and those before in training mode: if that was not "
@@ -517,8 +493,8 @@ class Loop:
                 step.number,
             )
 
-    def _origin(self, step: int, micro: int) -> str:
-        """Describe a micro-batch's samples and the newest checkpoint, for an error message."""
+    def origin(self, step: int, micro: int) -> str:
+        """See :class:`StepOwner`."""
         checkpoint, saved = self._checkpoint, "none: checkpoint= was not given"
         if checkpoint is not None:
             try:
@@ -535,8 +511,8 @@ class Loop:
             "micro-batch": self._loader.batch.micro,
             "until, in steps": self._end,
             "exact": options.exact,
-            "device": self._engine.device.type,
-            "session(live=)": self._engine.asked_live,
+            "device": self.engine.device.type,
+            "session(live=)": self.engine.asked_live,
             "buffers": options.buffers,
             "metrics": list(options.metrics),
             "evaluations every": None if options.evaluations is None else options.evaluations.every,
@@ -550,7 +526,7 @@ class Loop:
         if self._options.gradients is not None:
             return self._options.gradients(world_size, rank)
         # An exchange between GPUs that is aborted may go unnoticed, see Engine.confirm().
-        how: dict[str, Any] = {"buffers": self._options.buffers, "same": same, "by_host": self._engine.confirms}
+        how: dict[str, Any] = {"buffers": self._options.buffers, "same": same, "by_host": self.engine.confirms}
         if self._options.exact:
             return ExactGradients(self._model, self._optimizer, world_size, rank, **how)
         rows = len(self._loader.batch.micro_batches())
@@ -559,9 +535,9 @@ class Loop:
         return Gradients(self._model, self._optimizer, world_size, rank, overlap=overlap, room=room, **how)
 
     def _resume(self, live: Live | None) -> Resumed:
-        if live is None and self._step and self._engine.trainings.was_last(self._trained):
+        if live is None and self._step and self.engine.trainings.was_last(self._trained):
             return Resumed(self._step)
-        resumed = self._engine.restore(self._checkpoint, self._loader._identity, self._state, self._trained, live)
+        resumed = self.engine.restore(self._checkpoint, self._loader._identity, self._state, self._trained, live)
         if live is not None:
             return resumed
         if resumed.state is None:
@@ -572,18 +548,18 @@ class Loop:
 
     def _end_step(self) -> None:
         """Note what follows a step that was just done."""
-        self._engine.check_exchanges()
+        self.engine.check_exchanges()
         gradients = self._gradients
         assert gradients is not None
         if gradients.parameters.extra and OWN not in self._parts:
             # The optimizer had none when the loop began.
             self._parts[OWN] = OwnParameters(self._model, self._optimizer)
-            self._follow(self._engine.state.extended(self._parts))
+            self._follow(self.engine.state.extended(self._parts))
         self._owes_evaluation, self._owes_boundary = self._lacks_evaluation(self._step), True
         if self._owes_evaluation:
             # An evaluation may take longer than many steps: a fault within it must not cost those before.
             stays = settled(self._optimizer, self._model.parameters())
-            self._engine.step_done(self._step, self._loader._identity, self._state, stays)
+            self.engine.step_done(self._step, self._loader._identity, self._state, stays)
 
     def _complete(self) -> None:
         """Do what follows the last step, in the next round if this one ends meanwhile."""
@@ -597,7 +573,7 @@ class Loop:
                 if not self._owes_boundary or not self._boundary(keep=evaluated):
                     return
             except RuntimeError as broken:
-                if not self._engine.caused(broken):
+                if not self.engine.caused(broken):
                     raise
                 error = broken
             self._change_round(error)
@@ -611,9 +587,9 @@ class Loop:
     def _evaluate(self) -> None:
         assert self._options.evaluations is not None
         epoch = self._loader._position(self._step).epoch
-        with self._engine.link.doing(Activity.EVALUATION), evaluating(self._model):
-            self._options.evaluations.evaluate(self._step, epoch, self._engine.checkpoint)
-        self._engine.note_exchanges()
+        with self.engine.link.doing(Activity.EVALUATION), evaluating(self._model):
+            self._options.evaluations.evaluate(self._step, epoch, self.engine.checkpoint)
+        self.engine.note_exchanges()
         self._owes_evaluation = False
 
     def _boundary(self, *, keep: bool) -> bool:
@@ -628,7 +604,7 @@ class Loop:
         self._owes_boundary, self._bounded = False, self._step
         end = self._step == self._end
         stays = settled(self._optimizer, self._model.parameters())
-        evaluations, engine = self._options.evaluations, self._engine
+        evaluations, engine = self._options.evaluations, self.engine
         # The first rank's clock decides for all.
         wanted = evaluations is not None and engine.world.rank == 0 and evaluations.wanted()
         identity, state = self._loader._identity, self._state
@@ -638,12 +614,12 @@ class Loop:
         if evaluations is not None and engine.evaluates:
             engine.evaluates = False
             evaluations.agree(self._step + 1)
-        if self._pace is not None and not end and not self._engine.stopped:
+        if self._pace is not None and not end and not self.engine.stopped:
             self._pace.compare(self._step)
-            self._engine.note_exchanges()
-        return self._engine.drains_live()
+            self.engine.note_exchanges()
+        return self.engine.drains_live()
 
-    def _halve(self, step: Step) -> None:
+    def _halve(self, step: Transaction) -> None:
         before = self._loader.batch
         try:
             self._loader.batch = before._halved()
@@ -651,7 +627,7 @@ class Loop:
             raise MemoryError(f"step {step.number}: a rank has no memory even for a micro-batch of 1 sample") from None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        if self._engine.world.rank == 0:
+        if self.engine.world.rank == 0:
             _log.warning(
                 "step %d: a micro-batch of %s samples did not fit into memory; it is done again with %s",
                 step.number,

@@ -29,7 +29,8 @@ from elastic_launch.training.live.rehearsal import unchanged
 from elastic_launch.training.loop import Loop, LoopOptions
 from elastic_launch.training.schedule import Schedule, Schedules
 from elastic_launch.training.session import Run
-from elastic_launch.training.steps import RoundOverError, Step
+from elastic_launch.training.steps import Step
+from elastic_launch.training.transaction import RoundOverError, Transaction
 from elastic_launch.training.wrapped import sharding_modules
 
 _log = logging.getLogger(__name__)
@@ -196,16 +197,16 @@ class Trainer:
             self._fit(until)
 
     def _fit(self, until: int | str) -> None:
-        for step in self._loop(until):
+        for step in self._loop(until).transactions():
             started = time.monotonic()
             lrs = tuple(float(group["lr"]) for group in self._optimizer.param_groups if "lr" in group)
             self._work(step)
             engine = self._deepspeed
-            step.update(None if engine is not None and engine.clips else self._clip_norm)
+            step.update(None if engine is not None and engine.clips else self._clip_norm, None)
             if engine is not None:
                 step.skipped = engine.skipped
                 step.clipped_norm = engine.norm if engine.clips and self._clip_norm is not None else step.clipped_norm
-            if step._too_large:
+            if step.too_large:
                 self._tell_incident("out of memory", f"a micro-batch of {self.loader.batch.micro} samples")
                 continue
             self.step, self.loss, self.metrics = step.number, step.loss, step.metrics
@@ -313,10 +314,10 @@ class Trainer:
             self._tell_incident("restart", start.reason)
         self._begun = True
 
-    def _work(self, step: Step) -> None:
+    def _work(self, step: Transaction) -> None:
         """Run the forward and backward passes of this rank's micro-batches; give the step up if memory runs out."""
         try:
-            with closing(iter(step)) as samples:
+            with closing(step.micro_batches()) as samples:
                 for sample in samples:
                     if step.checking:
                         self._work_again(step, sample)
@@ -327,19 +328,19 @@ class Trainer:
                         raise UsageError(f"Trainer: what loss_fn returned is {found(loss)}.", "Return a tensor.")
                     step.backward(loss, weight, dict(zip(self._metrics, metrics, strict=True)))
         except (RuntimeError, MemoryError) as error:
-            if not self._finds_micro or step._exchanged or not _is_out_of_memory(error):
+            if not self._finds_micro or step.exchanged or not _is_out_of_memory(error):
                 raise
             _log.info("rank %d ran out of memory: %s", self.run.rank, error)
             # The traceback holds the tensors of the pass that failed.
             error.__traceback__ = None
-            step._give_up()
+            step.give_up()
 
-    def _work_again(self, step: Step, sample: Any) -> None:
+    def _work_again(self, step: Transaction, sample: Any) -> None:
         """Compute a micro-batch's loss and gradients once more; metrics may count their calls."""
         sample = _on_device(sample, self.run.device)
         weight = None if self._weight_fn is None else float(self._weight_fn(sample))
         with unchanged(*self._functions()):
-            step.backward(self._measure_loss(sample, step.model)[-1], weight)
+            step.backward(self._measure_loss(sample, step.model)[-1], weight, {})
 
     def _functions(self) -> list[Any]:
         return [getattr(each, "__self__", each) for each in (self._loss_fn, self._forward)]
@@ -379,7 +380,7 @@ class Trainer:
         for callback in self._callbacks:
             callback.on_evaluation(evaluation)
 
-    def _tell_step(self, step: Step, seconds: float, lrs: tuple[float, ...]) -> None:
+    def _tell_step(self, step: Transaction, seconds: float, lrs: tuple[float, ...]) -> None:
         epoch, norm = step.position.epoch, step.clipped_norm
         end = StepEnd(step.number, epoch, step.samples, step.loss, step.metrics, seconds, lrs, norm)
         for callback in self._callbacks:

@@ -34,7 +34,7 @@ from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.snapshot.errors import CheckpointWriteError, UnsupportedStateError
 from elastic_launch.system.memory_groups import memory_groups
 from elastic_launch.training.ranks.replicas import ReplicasDifferError
-from elastic_launch.training.steps import NonFiniteLossError
+from elastic_launch.training.transaction import NonFiniteLossError
 
 PLACEMENT = Placement(5, 1, 0, 8, 2, 4, "127.0.0.1", 29500, 5, 8, False)
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import elastic_launch as el
-from elastic_launch.training.steps import NonFiniteLossError
+from elastic_launch.training.transaction import NonFiniteLossError
 
 STEPS = 6
 SAVE_AT = 4

@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 
 import elastic_launch as el
 from elastic_launch.training.callbacks import Incident
-from elastic_launch.training.steps import Step
+from elastic_launch.training.transaction import Transaction
 
 # What is put in the place of the library's functions below counts as the library's own.
 __name__ = "elastic_launch.training.halving"
@@ -56,22 +56,21 @@ class Seen(el.Callback):
         self.incidents.append([incident.kind, incident.step])
 
 
-def given_up(step: Step) -> None:
+def given_up(step: Transaction) -> None:
     give_up(step)
     if run.world.round == 1:
         come(work, "gives-up", run.rank)
 
 
-def torn(step: Step) -> Any:
-    means = exchange(step)
+def torn(step: Transaction) -> None:
+    exchange(step)
     if when == "knows" and step.number == 6 and run.world.round == 1 and run.rank == 1:
         await_end(work)
         raise RuntimeError("Connection closed by peer, as far as this rank knows")
-    return means
 
 
-give_up, exchange = Step._give_up, Step._exchange
-Step._give_up, Step._exchange = given_up, torn  # type: ignore[method-assign]
+give_up, exchange = Transaction.give_up, Transaction.exchange
+Transaction.give_up, Transaction.exchange = given_up, torn  # type: ignore[method-assign]
 
 with el.session() as run:
     torch.manual_seed(0)

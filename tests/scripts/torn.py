@@ -23,30 +23,29 @@ from torch.utils.data import TensorDataset
 import elastic_launch as el
 from elastic_launch.training.loop import Loop
 from elastic_launch.training.ranks.world import World
-from elastic_launch.training.steps import Step
+from elastic_launch.training.transaction import Transaction
 
 # What is put in the place of the library's functions below counts as the library's own.
 __name__ = "elastic_launch.training.torn"
 
 work, behind = Path(sys.argv[1]), int(sys.argv[2])
-exchange = Step._exchange
+exchange = Transaction.exchange
 local_rank = int(os.environ["LOCAL_RANK"])
 first = os.environ["ELASTIC_LAUNCH_ROUND"] == "1"
 
 
-def torn(step: Step) -> Any:
+def torn(step: Transaction) -> None:
     global first
     if first and step.number == 11:
         come(work, "step-11", local_rank)
         if local_rank == 2:
             await_ranks(work, "step-11", [1 - behind])
             end(work)
-    means = exchange(step)
+    exchange(step)
     if first and step.number == 10 and local_rank == behind:
         first = False
         await_end(work)
         raise RuntimeError("Connection closed by peer, as far as this rank knows")
-    return means
 
 
 new_gradients = Loop._new_gradients
@@ -62,7 +61,7 @@ def lost_in_round_2(loop: Loop, world: World, *, same: bool = False) -> Any:
     return new_gradients(loop, world, same=same)
 
 
-Step._exchange = torn  # type: ignore[method-assign]
+Transaction.exchange = torn  # type: ignore[method-assign]
 Loop._new_gradients = lost_in_round_2  # type: ignore[method-assign]
 
 with el.session() as run:

@@ -28,7 +28,7 @@ agree = Loop._agree
 
 
 def end_before(loop: Loop, step: int) -> bool:
-    world = loop._engine.world
+    world = loop.engine.world
     if world.world_size == 3 and not (work / "ended").exists():
         come(work, "agreement", world.rank)
         if loop._agreed:

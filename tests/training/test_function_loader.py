@@ -12,7 +12,7 @@ from torch import Tensor
 
 import elastic_launch as el
 from elastic_launch.errors import UsageError
-from elastic_launch.training.steps import NonFiniteLossError
+from elastic_launch.training.transaction import NonFiniteLossError
 
 TOKENS = torch.arange(1000)
 

@@ -20,7 +20,7 @@ from elastic_launch.training.gradients.buckets import BucketedReduction
 from elastic_launch.training.gradients.reduction import ExactReduction
 from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
-from elastic_launch.training.steps import NonFiniteLossError
+from elastic_launch.training.transaction import NonFiniteLossError
 
 SCRIPT = str(SCRIPTS / "parameters.py")
 

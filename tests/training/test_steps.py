@@ -22,9 +22,12 @@ from elastic_launch.training.checkpoints.manager import weights_sha256
 from elastic_launch.training.data.loader import ElasticLoader
 from elastic_launch.training.engine import Engine
 from elastic_launch.training.gradients.accumulation import Gradients, check_model
+from elastic_launch.training.optimizer_steps import OptimizerSteps
+from elastic_launch.training.passes import Share
 from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
-from elastic_launch.training.steps import NonFiniteLossError, Step
+from elastic_launch.training.steps import Step
+from elastic_launch.training.transaction import NonFiniteLossError, StepRules, Transaction
 
 INPUTS = torch.randn(22, 3, generator=torch.Generator().manual_seed(1))
 TARGETS = torch.randn(22, 1, generator=torch.Generator().manual_seed(2))
@@ -400,6 +403,12 @@ def test_a_buffer_that_a_module_reassigns_is_part_of_the_step(exact: bool) -> No
     assert float(buffer) == pytest.approx((1.5 + 1.5 + 1) / 3)
 
 
+def _transaction(loader: ElasticLoader, optimizer: torch.optim.Optimizer, share: Share) -> Transaction:
+    """A step that no loop owns."""
+    owner: Any = None
+    return Transaction(owner, StepRules(OptimizerSteps(optimizer), 0), loader._position(0), 8, share)
+
+
 def test_giving_up_where_others_would_wait_is_refused() -> None:
     class Talking(Gradients):
         @property
@@ -408,17 +417,9 @@ def test_giving_up_where_others_would_wait_is_refused() -> None:
 
     model, loader = _model(), _loader(8)
     optimizer = torch.optim.SGD(model.parameters())
-    step = Step(
-        loader._position(0),
-        loader._plan(0, 1, 0),
-        iter([]),
-        Talking(model, optimizer, 1, 0),
-        optimizer,
-        seed=0,
-        samples=8,
-    )
+    share = Share(loader._plan(0, 1, 0), iter([]), Talking(model, optimizer, 1, 0))
     with pytest.raises(UsageError, match="backward passes have sent gradients"):
-        step._give_up()
+        _transaction(loader, optimizer, share).give_up()
 
 
 @pytest.mark.parametrize("rank", [0, 1], ids=["idle", "busy"])
@@ -426,9 +427,9 @@ def test_an_update_before_the_loop_over_the_step_comes_too_early(rank: int) -> N
     """Of two ranks the first has no micro-batch, so it has none left either."""
     model, loader = _model(), _loader(8)
     optimizer = torch.optim.SGD(model.parameters())
-    plan, gradients = loader._plan(0, 2, rank), Gradients(model, optimizer, 1, 0)
-    assert plan.grad_accum == rank
-    step = Step(loader._position(0), plan, iter([]), gradients, optimizer, seed=0, samples=8)
+    share = Share(loader._plan(0, 2, rank), iter([]), Gradients(model, optimizer, 1, 0))
+    assert share.plan.grad_accum == rank
+    step = Step(_transaction(loader, optimizer, share))
     with pytest.raises(UsageError, match=r"step\.update\(\) came before the loop over the step"):
         step.update()
     assert not step.updated

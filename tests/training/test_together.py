@@ -8,6 +8,7 @@ import random
 import re
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ from elastic_launch.training.gradients.accumulation import ExactGradients
 from elastic_launch.training.ranks.replicas import replicated
 from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
-from elastic_launch.training.steps import Recovered
 from elastic_launch.training.together import Optimizers
+from elastic_launch.training.transaction import Recovered
 
 ALTERNATING = str(SCRIPTS / "guards" / "alternating.py")
 REAL = torch.randn(32, 4, generator=torch.Generator().manual_seed(1)) + 2
@@ -316,9 +317,11 @@ class Elsewhere:
 
     def __init__(self, step: el.Step, passes: list[tuple[float, dict[str, float]]], loop: Any) -> None:
         self.updated: list[int] = []
-        self.recovered, self._step, self._passes, self._loop = 0, step, passes, loop
-        step._engine = self.groups = self  # type: ignore[assignment]
-        step._recover, step._pass_updated = self.recover, self.pass_updated
+        self.recovered, self._step, self._passes, self._loop = 0, step._transaction, passes, loop
+        owner = step._transaction._owner
+        self.engine = self.groups = self
+        self.saver, self.agreement, self.positions = owner.engine.saver, owner.engine.agreement, owner.positions
+        self._step._owner = self  # type: ignore[assignment]
 
     is_over = confirms = False
 
@@ -336,16 +339,17 @@ class Elsewhere:
 
     def recover(self, error: RuntimeError, passes: Any) -> Recovered:
         self.recovered += 1
-        step, loader = self._step, _loader()
-        batches = loader._epoch_from(0, 1, 0)
-        return Recovered(step.plan, batches, step._gradients, None, passes=self._passes[len(passes) :] and self._passes)
+        share = replace(self._step.share, batches=_loader()._epoch_from(0, 1, 0))
+        return Recovered(share, passes=self._passes[len(passes) :] and self._passes)
 
 
-def _broken(monkeypatch: pytest.MonkeyPatch, gan: Gan, passes: list[tuple[float, dict[str, float]]]) -> Any:
+def _broken(
+    monkeypatch: pytest.MonkeyPatch, gan: Gan, passes: list[tuple[float, dict[str, float]]]
+) -> tuple[el.Step, Elsewhere]:
     """A step whose next exchange fails, once; others have done these passes."""
     loop = _run().steps(_loader(), gan.models, gan.optimizers, until=1, exact=True)
     step = next(loop)
-    Elsewhere(step, passes, loop)
+    elsewhere = Elsewhere(step, passes, loop)
     wait, left = ExactGradients.wait, [1]
 
     def breaks(self: ExactGradients, table: Any) -> None:
@@ -355,19 +359,19 @@ def _broken(monkeypatch: pytest.MonkeyPatch, gan: Gan, passes: list[tuple[float,
         wait(self, table)
 
     monkeypatch.setattr(ExactGradients, "wait", breaks)
-    return step
+    return step, elsewhere
 
 
 def test_a_pass_that_others_have_done_is_left_out_and_its_result_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
     gan = Gan()
     before = gan.hashes
-    step = _broken(monkeypatch, gan, [(0.5, {})])
+    step, elsewhere = _broken(monkeypatch, gan, [(0.5, {})])
     for x in step:
         step.backward(gan.loss_d(x))
     assert step.gradients() == {}
     assert math.isnan(step.grad_norm("d"))
     step.update(optimizer="d")
-    assert (step.loss, gan.hashes, step._engine.updated) == (0.5, before, [1])
+    assert (step.loss, gan.hashes, elsewhere.updated) == (0.5, before, [1])
     for x in step:
         step.backward(gan.loss_g(x))
     step.update(optimizer="g")
@@ -377,7 +381,7 @@ def test_a_pass_that_others_have_done_is_left_out_and_its_result_taken_over(monk
 
 def test_a_step_that_has_moved_once_does_not_do_so_again_and_blames_no_script(monkeypatch: pytest.MonkeyPatch) -> None:
     gan = Gan()
-    step = _broken(monkeypatch, gan, [(0.5, {})])
+    step, elsewhere = _broken(monkeypatch, gan, [(0.5, {})])
     for x in step:
         step.backward(gan.loss_d(x))
     step.update(optimizer="d")
@@ -392,7 +396,7 @@ def test_a_step_that_has_moved_once_does_not_do_so_again_and_blames_no_script(mo
 
     with pytest.raises(RuntimeError, match="Connection closed"):
         second_pass()
-    assert step._engine.recovered == 1
+    assert elsewhere.recovered == 1
 
 
 @pytest.mark.parametrize("exact", [False, True])

@@ -1,0 +1,619 @@
+"""The step as a transaction: micro-batches in, one optimizer step out.
+
+Until :meth:`Transaction.update` succeeds, nothing has changed: parameters, buffers and optimizer are as they were when
+the step began. All communication takes place in the iteration over the micro-batches. If it fails because the round is
+over, the iteration begins again in the next round, with this rank's micro-batches there. With several optimizers, a
+step may make several passes over the same micro-batches, each with an update. A round that begins between two of them
+goes on with the later one: processes that have not made the earlier ones leave them out, and take over their results.
+Only whole steps are saved.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from elastic_launch.errors import REPEATS_NOTE, ElasticLaunchError, UsageError
+from elastic_launch.training.checkpoints.resumed import Outcome
+from elastic_launch.training.data.batches import versions
+from elastic_launch.training.data.loader import Position
+from elastic_launch.training.engine import Engine
+from elastic_launch.training.gradients.accumulation import ExactGradients
+from elastic_launch.training.gradients.bits import Bits
+from elastic_launch.training.live.rehearsal import unchanged
+from elastic_launch.training.optimizer_steps import OptimizerSteps
+from elastic_launch.training.passes import Pass, Share
+from elastic_launch.training.positions import Positions
+from elastic_launch.training.purity import Outputs, StepWatch, differs, due
+from elastic_launch.training.randomness import derive, drop_second_normal, kept, left_seeded, seed_all
+from elastic_launch.training.ranks import collectives
+from elastic_launch.training.ranks.checksum import checksums
+from elastic_launch.training.ranks.collectives import MicroBatchContext
+
+_PLAIN = nullcontext()
+
+
+class NonFiniteLossError(ElasticLaunchError):
+    """A loss is NaN or infinite.
+
+    The message names the step, the micro-batch, its samples, the rank, and the newest checkpoint.
+    """
+
+
+class RoundOverError(RuntimeError):
+    """The round that this process trained in is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """How a step continues in another round."""
+
+    share: Share
+    done: Outcome | None = None  # of the step if other ranks have done it, so that this rank only receives the result
+    passes: Sequence[Outcome] = ()  # that other ranks have done, if they are further in the same step than this one
+
+
+@dataclass(frozen=True, slots=True)
+class StepRules:
+    """What all steps of a loop have in common."""
+
+    optimizers: OptimizerSteps
+    seed: int  # the random state of each micro-batch derives from it
+    metrics: Sequence[str] = ()  # names of the values averaged besides the loss
+    verify: bool = False  # whether checked steps give a micro-batch twice
+
+
+class StepOwner(Protocol):
+    """What a step needs of the loop that has made it."""
+
+    engine: Engine
+    positions: Positions
+
+    def recover(self, error: RuntimeError, passes: Sequence[Outcome]) -> Recovered:
+        """Take part in the next round after an error, given the passes that are done; or raise the error."""
+
+    def pass_updated(self, passes: int) -> None:
+        """Note that so many passes are updated; called if a step may have several, or if other ranks have done it."""
+
+    def origin(self, step: int, micro: int) -> str:
+        """Describe the samples of a micro-batch, and the newest checkpoint, for errors."""
+
+    def spare(self, step: int) -> Any:
+        """Return a micro-batch for passes of a sharded model that count nothing, on a rank that has none."""
+
+
+class Transaction:
+    """One optimizer step of a loop. The script gets a :class:`elastic_launch.Step` of it.
+
+    Args:
+        samples: number of samples in the global batch.
+        done: loss and metrics of each pass that other ranks have done before this process joined them.
+
+    Attributes:
+        loss, metrics, updated, skipped, checking, clipped_norm: see :class:`elastic_launch.Step`.
+        too_large: whether the step is repeated, because a micro-batch did not fit into some rank's memory.
+        all_know: whether all ranks know that; otherwise it is repeated with micro-batches of the same size.
+        in_training_mode: whether the model was, in the last backward pass; None: there was none.
+        data_s, exchange_s: seconds of waiting for data, and in exchanges with other ranks.
+    """
+
+    def __init__(
+        self,
+        owner: StepOwner,
+        rules: StepRules,
+        position: Position,
+        samples: int,
+        share: Share,
+        done: Sequence[Outcome] = (),
+    ) -> None:
+        self.position = position
+        self.samples = samples
+        self.share = share
+        self.loss = math.nan
+        self.metrics: dict[str, float] = {}
+        self.skipped = self.checking = False
+        self.clipped_norm: Tensor | None = None
+        self.too_large = self.all_know = False
+        self.in_training_mode: bool | None = None
+        self.data_s = self.exchange_s = 0.0
+        self._owner = owner
+        self._rules = rules
+        self._pass = Pass(share, len(rules.metrics))
+        self._passes = 0
+        self._open = False  # a pass has begun and is not updated by
+        self._done = list(done)
+        self._done_elsewhere = False
+        self._moved = bool(done)  # a pass has begun in another round than one before it
+        self._error: Exception | None = None  # that ended the last backward pass, exchange or update
+        self._bits: Bits | None = None  # of the micro-batch that is given once more
+        self._empty = False  # whether the current pass counts nothing, and its backward() is to come
+        self._alone = MicroBatchContext(collectives.refuse if share.gradients.exact else collectives.warn)
+        self._drawn: list[tuple[Any, list[tuple[int, int]]]] = []  # micro-batches and versions, for a second pass
+
+    @property
+    def number(self) -> int:
+        """The step's number, from 1."""
+        return self.position.step + 1
+
+    @property
+    def model(self) -> Any:
+        """What the forward pass calls."""
+        return self.share.gradients.model
+
+    @property
+    def updated(self) -> bool:
+        """Whether an optimizer has stepped and no pass has begun since."""
+        return self._passes > 0 and not self._open
+
+    @property
+    def exchanged(self) -> bool:
+        """Whether all ranks have the losses and gradients of the current pass."""
+        return self._pass.exchanged
+
+    def micro_batches(self) -> Generator[Any, None, None]:
+        """Begin a pass, and yield this rank's collated micro-batches; see :meth:`elastic_launch.Step.__iter__`."""
+        self._begin_pass()
+        while not self._left_out:
+            try:
+                yield from self._go_through()
+            except RuntimeError as error:
+                if not self._goes_on(error):
+                    raise
+            else:
+                return
+
+    def _go_through(self) -> Generator[Any, None, None]:
+        gradients = self.share.gradients
+        if not gradients.passes(self.share.plan):
+            drop_second_normal()  # as the micro-batches do on the other ranks, so that all draw the same afterwards
+        else:
+            with kept(devices=True):
+                yield from self._samples_of_pass()
+            if not self.too_large:
+                self._owner.positions.pass_ends(self.number, gradients.refuse_changes)
+        self._pass.current = None
+        began = time.perf_counter()
+        with self._noting_errors():
+            self.exchange()
+        self.exchange_s += time.perf_counter() - began
+        self._owner.engine.note_exchanges()  # no other follows before the step's end
+
+    @property
+    def _left_out(self) -> bool:
+        """Whether other ranks have done the current pass, and this one only receives its result."""
+        return self._done_elsewhere or self._passes <= len(self._done)
+
+    def _may_go_on(self, error: RuntimeError) -> bool:
+        # Once within a step: a script whose later passes need something from its earlier ones fails in a process that
+        # has left these out, and trains on after a restart, from the step's start.
+        return not (self._passes > 1 and self._moved) and self._owner.engine.caused(error)
+
+    def _goes_on(self, error: RuntimeError) -> bool:
+        """Continue the pass in another round, from its first micro-batch; return whether that is possible."""
+        if not self._may_go_on(error):
+            return False
+        self._owner.engine.groups.disconnect()  # so that no exchange that is under way is waited for
+        self._pass.abandon()
+        recovered = self._owner.recover(error, self._done)
+        self._error = None
+        self._drawn.clear()
+        self._moved |= self._passes > 1 or bool(recovered.passes)
+        self.share = recovered.share
+        self._pass = Pass(self.share, len(self._rules.metrics))
+        if recovered.done is not None:
+            self._done_elsewhere = True
+            self.loss, self.metrics = recovered.done
+        elif recovered.passes:
+            self._done = list(recovered.passes)
+        else:
+            self._start_pass()
+        return True
+
+    def _samples_of_pass(self) -> Generator[Any, None, None]:
+        plan, gradients, watch = self.share.plan, self.share.gradients, self._new_watch()
+        sample: Any = None
+        for number, micro in enumerate(plan.micro_batches):
+            if self._owner.engine.is_over:
+                raise RoundOverError("the round is over")
+            began = time.perf_counter()
+            with self._noting_errors(), left_seeded():
+                try:
+                    sample = self._sample(number)
+                except Exception as error:
+                    where = f"micro-batch {micro.index} of step {self.number} was loaded"
+                    origin = self._owner.origin(self.position.step, micro.index)
+                    error.add_note(f"  It was raised when {where}. {origin}")
+                    raise
+            self.data_s += time.perf_counter() - began
+            with gradients.micro_batch(number):
+                self._seed("micro-batch", micro.index, *self._again)
+                self._pass.current = number
+                with self._alone, watch.first(sample) if watch is not None and number == 0 else _PLAIN:
+                    yield sample
+                if self._pass.broken is not None:
+                    raise self._pass.broken
+                if self._pass.done != number + 1:
+                    raise self._without_backward(f"micro-batch {micro.index}")
+        if watch is not None:
+            yield from self._checked_by(watch)
+        for number in range(plan.grad_accum, gradients.passes(plan)):
+            if plan.grad_accum == 0:
+                sample = self._owner.spare(self.position.step)
+            with gradients.empty_pass(number):
+                self._seed("empty pass", number)
+                self._empty = True
+                yield sample
+                if self._empty:
+                    raise self._without_backward("a micro-batch")
+
+    def _seed(self, what: str, *numbers: int) -> None:
+        seed_all(derive(what, self._rules.seed, self.position.step, *numbers), devices=True)
+
+    def _without_backward(self, which: str) -> Exception:
+        return self._misuse(
+            f"step {self.number}: {which} ended without step.backward(loss).", "Call it once for each micro-batch."
+        )
+
+    def _new_watch(self) -> StepWatch | None:
+        """Return what checks the micro-batches of this pass; None in most steps."""
+        gradients = self.share.gradients
+        if not isinstance(gradients, ExactGradients) or not self.share.plan.grad_accum:
+            return None
+        if not due(self._rules.seed, self.position.step):
+            return None
+        return StepWatch(gradients, f"step {self.number}", repeats=self._rules.verify)
+
+    def _checked_by(self, watch: StepWatch) -> Generator[Any, None, None]:
+        """Check what the micro-batches have left; if the script expects that, give it the first one once more."""
+        watch.check()
+        if not watch.repeats:
+            return
+        gradients = self.share.gradients
+        assert isinstance(gradients, ExactGradients)
+        watch.bits.loss = checksums([self._pass.first_loss])
+        self.checking = True
+        try:
+            with unchanged(self.model):
+                again = yield from self._given_again(watch, gradients)
+            gradients.restore_buffers()
+            if (which := watch.bits.differing(again)) is None:
+                return
+            one, two = Outputs(self.model), Outputs(self.model)
+            for outputs in (one, two):
+                with outputs.recorded():
+                    yield from self._given_again(watch, gradients)
+        finally:
+            self.checking, self._bits = False, None
+        what = "loss" if which < 0 else f"gradient of {gradients.parameters.reduced_names[which]}"
+        raise differs(f"step {self.number}", what, one.culprit(two))
+
+    def _given_again(self, watch: StepWatch, gradients: ExactGradients) -> Generator[Any, None, Bits]:
+        bits = self._bits = Bits()
+        with gradients.recording(bits, repeated=True):
+            self._seed("micro-batch", self.share.plan.micro_batches[0].index, *self._again)
+            with self._alone:
+                yield watch.sample()
+        if bits.loss is None:
+            raise self._misuse(
+                f"step {self.number}: a micro-batch that is computed again (step.checking) ended without "
+                "step.backward(loss).",
+                "Compute its loss as that of any other, and leave out only what counts or logs.",
+            )
+        return bits
+
+    def _begin_pass(self) -> None:
+        if self._open:
+            raise self._misuse(
+                f"step {self.number}: a second `for sample in step` began before step.update().",
+                "Each pass over the micro-batches ends with an update.",
+            )
+        if self._passes and not self._rules.optimizers.several:
+            raise UsageError(
+                f"step {self.number} was gone through already, and has one optimizer.",
+                "Give run.steps() a dict of optimizers to have a pass for each, by step.update(optimizer=name).",
+            )
+        self._passes += 1
+        self._open = True
+        if self._passes > 1:
+            self._owner.engine.check_exchanges()
+        if self._left_out:
+            drop_second_normal()  # as the micro-batches do on the other ranks
+            return
+        self._owner.positions.pass_begins()
+        self._start_pass()
+
+    def _start_pass(self) -> None:
+        self._pass = Pass(self.share, len(self._rules.metrics))
+        self._rules.optimizers.begin_pass()
+        self.share.gradients.begin(self.share.plan)
+
+    def _sample(self, number: int) -> Any:
+        """Return a micro-batch: a second pass has those of the first."""
+        if not self._rules.optimizers.several:
+            return next(self.share.batches)
+        if number == len(self._drawn):
+            drawn = next(self.share.batches)
+            self._drawn.append((drawn, versions(drawn)))
+        sample, before = self._drawn[number]
+        if versions(sample) != before:
+            index = self.share.plan.micro_batches[number].index
+            raise UsageError(
+                f"step {self.number}: the script changed micro-batch {index} in place in an earlier pass, and the next "
+                "pass would get it so.",
+                "Change a copy: x = x * 2, for example, and not x *= 2.",
+            )
+        return sample
+
+    @property
+    def _again(self) -> tuple[int, ...]:
+        """Further seed values that give a later pass other random numbers than the first."""
+        return (self._passes,) if self._passes > 1 else ()
+
+    def backward(self, loss: Tensor, weight: float | None, metrics: Mapping[str, Tensor | float]) -> None:
+        """Run the backward pass of the current micro-batch; see :meth:`elastic_launch.Step.backward`."""
+        this, plan, gradients = self._pass, self.share.plan, self.share.gradients
+        if self._empty:
+            self._empty = False
+            loss.backward()  # type: ignore[no-untyped-call]
+            return
+        if self._bits is not None:
+            self._bits.loss = checksums([loss.detach()])
+            gradients.differentiate(self._weighted(loss, weight, 0))
+            return
+        if this.current is None or this.done != this.current:
+            raise UsageError("step.backward() belongs once into each pass of `for sample in step`.")
+        if this.told:
+            raise self._misuse(
+                "step.backward() cannot be tried again: other ranks or the gradients have a part of what failed.",
+                "Let the error end this process.",
+            )
+        if not isinstance(loss, Tensor):
+            raise UsageError(f"step.backward() got a loss of type {type(loss).__name__}.", "Give a tensor.")
+        _check_scalar("loss", loss)
+        if not loss.requires_grad:
+            raise UsageError(
+                "step.backward(loss): no gradient leads from this loss to a parameter.",
+                "Compute it without detach(), item() and torch.no_grad(), from parameters that require gradients.",
+            )
+        self.in_training_mode = self.model.training
+        values = self._checked(metrics)
+        to_do = self._weighted(loss, weight, this.current)
+        this.add(loss, weight, values)
+        try:
+            if this.current == plan.grad_accum - 1 and gradients.talks_in_between and gradients.on_cpu:
+                # Overlaps with the backward pass, which talks to other ranks anyway. Reading a GPU's loss would delay
+                # it.
+                this.post(self._owner.engine)
+            with gradients.backward(this.current):
+                gradients.differentiate(to_do)
+        except BaseException as error:
+            # A script that catches this error has not done this micro-batch.
+            this.fail()
+            if isinstance(error, RuntimeError) and self._may_go_on(error):
+                this.broken = error  # the iteration goes on from here
+                return
+            if isinstance(error, Exception) and not isinstance(error, torch.OutOfMemoryError):
+                self._error = error  # its traceback keeps the graph in memory, which a second try may need
+            raise
+        self._error = None
+
+    def _weighted(self, loss: Tensor, weight: float | None, number: int) -> Tensor:
+        # A weight is scaled to about the size of a sample's; update() divides by what they sum up to.
+        share = self.share.plan.weights[number] if weight is None else weight / self.samples
+        # Each operation counts in a small step, and again in its backward pass.
+        scalar = loss if loss.dim() == 0 else loss.reshape(())
+        scaled = scalar if share == 1 else scalar * share
+        scaler = self._rules.optimizers.scaler
+        return scaled if scaler is None else scaler.scale(scaled)
+
+    def _misuse(self, message: str, hint: str) -> Exception:
+        """Return the error to raise if a step is not gone through as it must be.
+
+        If the script has caught an error of the step, it is that one: the step is incomplete because of it. A rank that
+        was killed, for example, breaks the others' exchange, and a restart helps.
+        """
+        if self._error is None and self._moved:
+            # Not a UsageError, by which the run would end: a restart does the whole step again.
+            why = "This step's passes were made in different rounds, which end and begin when the world changes."
+            rule = "A pass can use nothing from an earlier one but step.loss, step.metrics and what is saved."
+            return ElasticLaunchError(message, f"{hint} {why} {rule}")
+        if self._error is None:
+            return UsageError(message, hint)
+        self._error.add_note(f"  The script caught this error and went on: {message}")
+        return self._error
+
+    @contextmanager
+    def _noting_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._error = error
+            raise
+
+    def give_up(self) -> None:
+        """Report, after an out-of-memory error, that this rank has no memory for its micro-batch.
+
+        :meth:`update` then does nothing on any rank except to have the step repeated.
+
+        Raises:
+            UsageError: in default mode, where backward passes exchange gradients and the other ranks would wait for
+                ever; it needs ``exact=True``.
+        """
+        if self.share.gradients.talks_in_between:
+            raise UsageError(
+                "A step cannot be given up: backward passes have sent gradients to other ranks.", "It needs exact=True."
+            )
+        self._error = None
+        self._pass.clear()
+
+    def update(self, clip_norm: float | None, optimizer: str | None) -> None:
+        """Step the optimizers; see :meth:`elastic_launch.Step.update`."""
+        if isinstance(clip_norm, str):
+            raise UsageError(f"step.update({clip_norm!r}): clip_norm comes first.", "Write step.update(optimizer=...).")
+        chosen = self._rules.optimizers.chosen("update", optimizer)
+        if self._left_out and self._open:
+            if not self._done_elsewhere:
+                self.loss, self.metrics = self._done[self._passes - 1]
+            self._open = False
+            self._owner.pass_updated(self._passes)
+            return
+        came, accum = "", self.share.plan.grad_accum
+        if not self._open:
+            came = "a second time" if self.updated else "before the loop over the step"
+        elif self._pass.done != accum and not self._pass.out_of_memory:
+            came = f"after {self._pass.done} of {accum} micro-batches"
+        if came:
+            raise self._misuse(f"step.update() came {came}.", "Call it once, after the loop over the step.")
+        with self._noting_errors():
+            self._update(chosen, clip_norm)
+
+    def _update(self, chosen: list[torch.optim.Optimizer], clip_norm: float | None) -> None:
+        try:
+            self.exchange()
+        except RuntimeError as error:
+            # A step that was given up is exchanged only here, as its iteration has ended early.
+            if not self._pass.out_of_memory or not self._goes_on(error):
+                raise
+            self._open = not self._done_elsewhere
+            self.too_large = self._open
+            return
+        if self.too_large:
+            return
+        means, gradients, optimizers = self._pass.means, self.share.gradients, self._rules.optimizers
+        assert means is not None
+        self._check_losses()
+        gradients.finish_buffers()
+        optimizers.unscale(chosen, gradients, f"step {self.number}")
+        if clip_norm is not None:
+            self.clipped_norm = gradients.clip(optimizers.parameters(chosen, gradients), clip_norm)
+        if self.number == 1:
+            optimizers.warn_without_gradients(chosen, gradients, f"pass {self._passes} of the first step")
+        self._owner.engine.saver.settle()
+        gradients.waiting = False
+        self.skipped = optimizers.step(chosen)
+        self.loss, *metrics = means.values
+        self.metrics = dict(zip(self._rules.metrics, metrics, strict=True))
+        self._open = False
+        self._done.append((self.loss, self.metrics))
+        if optimizers.several:
+            self._owner.pass_updated(len(self._done))
+
+    def exchange(self) -> None:
+        """Exchange losses and gradients with all ranks, once per pass."""
+        this = self._pass
+        if this.means is not None or this.too_large:
+            return
+        if this.exchanged:
+            raise self._misuse(f"step {self.number}: the exchange of gradients failed.", "See the error before.")
+        this.exchange(self._owner.engine, self.samples, f"step {self.number}")
+        self.too_large = self.all_know = this.too_large
+
+    def _check_losses(self) -> None:
+        """Check that every loss is finite; raise a NonFiniteLossError on all ranks if one on any rank is not."""
+        if (found := self._pass.not_finite()) is None:
+            return
+        (index, loss, rank), gradients = found, self.share.gradients
+        gradients.discard()
+        reason = "Nothing was updated by it"
+        if (name := gradients.parameters.not_finite()) is not None:
+            reason += f", but {name} is not finite already: an earlier step's gradient was not"
+        where = f"The loss is {loss} in step {self.number}, micro-batch {index}"
+        error = NonFiniteLossError(
+            f"{where}, on rank {rank}.",
+            f"{reason}. {self._owner.origin(self.position.step, index)} If it diverges, a lower learning rate helps, "
+            "or clipping gradients: step.update(clip_norm=1.0) or Trainer(clip_norm=1.0); with fp16, bf16 instead.",
+        )
+        if gradients.exact:
+            error.add_note(f"{REPEATS_NOTE}{where}.")
+        raise error
+
+    def gradients(self, optimizer: str | None) -> dict[str, Tensor]:
+        """Return the gradients of the global batch by parameter name; see :meth:`elastic_launch.Step.gradients`."""
+        gradients, optimizers = self.share.gradients, self._rules.optimizers
+        chosen = optimizers.chosen("gradients", optimizer)
+        if not self._open or not (self._pass.exchanged or self._left_out or self.too_large):
+            raise self._misuse(
+                f"step {self.number}: step.gradients() or step.grad_norm() came too early or too late.",
+                "Call it between the loop over the step and step.update().",
+            )
+        if self._left_out or self.too_large:
+            return {}
+        if optimizers.scaler is not None and len(chosen) > 1:
+            raise UsageError(
+                "step.gradients() without a name: the scaler must know which optimizer steps next.",
+                'Name the one that step.update(optimizer="...") will name.',
+            )
+        optimizers.unscale(chosen, gradients, f"step {self.number}")
+        own, parameters = set(map(id, optimizers.parameters(chosen, gradients))), gradients.parameters
+        named = zip(parameters.trained_names, parameters.trained, strict=True)
+        return {name: p.grad for name, p in named if p.grad is not None and id(p) in own}
+
+    def grad_norm(self, optimizer: str | None) -> float:
+        """Return the 2-norm of all gradients together; see :meth:`elastic_launch.Step.grad_norm`."""
+        found = self.gradients(optimizer)
+        return math.nan if self._left_out else float(self.share.gradients.norm(list(found.values())))
+
+    def check_complete(self, *, more_passes: bool) -> None:
+        """Check that the script has gone through the step.
+
+        Args:
+            more_passes: whether other ranks make another pass in it.
+        """
+        if not self.updated:
+            raise self._misuse(
+                f"step {self.number} ended without step.update().",
+                "Call it once for each step. After an error in a step that the script catches, it must not go on to "
+                "the next one.",
+            )
+        if more_passes:
+            raise self._misuse(
+                f"step {self.number} ended, and other ranks make another pass in it.",
+                "Make the same passes on all ranks: they may depend on step.number, for example.",
+            )
+
+    def _checked(self, metrics: Mapping[str, Tensor | float]) -> list[float | Tensor]:
+        names = self._rules.metrics
+        if metrics.keys() != set(names):
+            raise UsageError(
+                f"step.backward() got the metrics {sorted(metrics)}; the steps were told {sorted(names)}.",
+                "Name them all in run.steps(metrics=...): a rank that has no micro-batch must know them, too.",
+            )
+        for name, value in metrics.items():
+            _check_scalar(f"metric {name!r}", value)
+        ordered = [metrics[name] for name in names]
+        return [value.detach() if isinstance(value, Tensor) else value for value in ordered]
+
+
+class Rehearsal(Transaction):
+    """A step before the process has a place in a round: each pass has one micro-batch, and an update does nothing."""
+
+    def micro_batches(self) -> Generator[Any, None, None]:
+        self._begin_pass()
+        with kept(devices=True), closing(self._samples_of_pass()) as samples:
+            yield next(samples)
+
+    def update(self, clip_norm: float | None, optimizer: str | None) -> None:
+        self._open = False
+
+    def _checked(self, metrics: Mapping[str, Tensor | float]) -> list[float | Tensor]:
+        return []
+
+    def gradients(self, optimizer: str | None) -> dict[str, Tensor]:
+        return {}
+
+    def grad_norm(self, optimizer: str | None) -> float:
+        return math.nan
+
+
+def _check_scalar(what: str, value: Tensor | float) -> None:
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise UsageError(
+            f"step.backward() got a {what} of shape {tuple(value.shape)}.", "Reduce it to one number, by its mean."
+        )
