@@ -69,7 +69,8 @@ if TYPE_CHECKING:
     from elastic_launch.training.checkpoints.manager import weights_sha256
     from elastic_launch.training.checkpoints.parts import Stateful
     from elastic_launch.training.data import samplers
-    from elastic_launch.training.data.loader import ElasticLoader, FunctionLoader, Loader, Position
+    from elastic_launch.training.data.epochs import Position
+    from elastic_launch.training.data.loader import ElasticLoader, FunctionLoader, Loader
     from elastic_launch.training.data.streams import ShardedStream, count_shards
     from elastic_launch.training.evaluations import Evaluator
     from elastic_launch.training.plain import report_step, should_stop
@@ -100,7 +101,8 @@ _HOMES = {
         "elastic_launch.training.checkpoints.manager": "weights_sha256",
         "elastic_launch.training.checkpoints.loading": "export load_checkpoint",
         "elastic_launch.training.checkpoints.parts": "Stateful",
-        "elastic_launch.training.data.loader": "ElasticLoader FunctionLoader Loader Position",
+        "elastic_launch.training.data.epochs": "Position",
+        "elastic_launch.training.data.loader": "ElasticLoader FunctionLoader Loader",
         "elastic_launch.training.data.streams": "ShardedStream count_shards",
         "elastic_launch.training.evaluations": "Evaluator",
         "elastic_launch.training.plain": "report_step should_stop",

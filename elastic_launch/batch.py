@@ -82,20 +82,6 @@ class GlobalBatch:
                 'or "auto".'
             )
 
-    def _settled(self, world_size: int) -> GlobalBatch:
-        """Return it with the initial micro-batches of ``"auto"``, one for each rank; itself if it has a size."""
-        return GlobalBatch(self.size, -(-self.size // world_size)) if self.micro == "auto" else self
-
-    def _halved(self) -> GlobalBatch:
-        """Return it with micro-batches of half the size, rounded up.
-
-        Raises:
-            BatchError: if they have only 1 sample.
-        """
-        if self._each == 1:
-            raise BatchError(f"GlobalBatch(size={self.size}, micro=1): a micro-batch of 1 sample cannot be halved.")
-        return GlobalBatch(self.size, -(-self._each // 2))
-
     @property
     def _each(self) -> int:
         """Return the number of samples in each micro-batch except the last."""
@@ -164,3 +150,19 @@ def slice_of(items: int, world_size: int, rank: int) -> tuple[int, int]:
     if not 0 <= rank < world_size:
         raise BatchError(f"rank={rank}: a world of {world_size} has the ranks 0 to {world_size - 1}.")
     return rank * items // world_size, (rank + 1) * items // world_size
+
+
+def settled(batch: GlobalBatch, world_size: int) -> GlobalBatch:
+    """Return a batch with the initial micro-batches of ``"auto"``, one for each rank; itself if it has a size."""
+    return GlobalBatch(batch.size, -(-batch.size // world_size)) if batch.micro == "auto" else batch
+
+
+def halved(batch: GlobalBatch) -> GlobalBatch:
+    """Return a batch with micro-batches of half the size, rounded up.
+
+    Raises:
+        BatchError: if they have only 1 sample.
+    """
+    if batch._each == 1:
+        raise BatchError(f"GlobalBatch(size={batch.size}, micro=1): a micro-batch of 1 sample cannot be halved.")
+    return GlobalBatch(batch.size, -(-batch._each // 2))

@@ -14,7 +14,7 @@ from elastic_launch.errors import UsageError
 from elastic_launch.training.callbacks import Evaluation
 from elastic_launch.training.checkpoints.checkpoint import Checkpoint
 from elastic_launch.training.checkpoints.manager import CheckpointManager
-from elastic_launch.training.data.loader import Loader, check_loader
+from elastic_launch.training.data.loader import Loader, check_loader, epochs_of
 from elastic_launch.training.durations import ENDLESS, Interval
 from elastic_launch.training.gradients.means import MeanTable
 from elastic_launch.training.randomness import derive, seeded
@@ -172,7 +172,7 @@ class Evaluator:
     ) -> Evaluations:
         """Return the evaluations of a training that begins."""
         if exact:
-            self.loader._check_exact()
+            epochs_of(self.loader).check_exact()
         best = None if checkpoint is None else checkpoint.keep_best
         if best is not None and best.metric not in self.metrics:
             has = ", ".join(self.metrics)
@@ -221,16 +221,17 @@ def evaluated(
         together: whether all ranks call ``measure`` equally often, since a sharded model needs all of them; the results
             of further calls are not used.
     """
-    loader._check_lengths()
-    check_same(world, {**loader._identity, "metrics": list(metrics)})
+    epochs = epochs_of(loader)
+    epochs.check_lengths()
+    check_same(world, {**epochs.identity, "metrics": list(metrics)})
     steps, world_size, rank = loader.steps_per_epoch, world.world_size, world.rank
     # All global batches but the last have as many micro-batches as the first.
-    each, last = (loader._plan(step, world_size, rank).total for step in (0, steps - 1))
+    each, last = (epochs.plan(step, world_size, rank).total for step in (0, steps - 1))
     measured: list[tuple[int, list[Tensor | float], float, float | None]] = []
     latest: list[Any] = []
-    with torch.no_grad(), closing(loader._epoch_from(0, world_size, rank)) as batches:
+    with torch.no_grad(), closing(epochs.epoch_from(0, world_size, rank)) as batches:
         for step in range(steps):
-            plan = loader._plan(step, world_size, rank)
+            plan = epochs.plan(step, world_size, rank)
             for micro in plan.micro_batches:
                 check()
                 latest = [next(batches)]
@@ -238,7 +239,7 @@ def evaluated(
                     values, weight = measure(latest[0])
                 measured.append((step * each + micro.index, values, float(len(micro)), weight))
             for _ in range(plan.grad_accum, -(-plan.total // world_size) if together else 0):
-                latest = latest or [loader._spare(step)]
+                latest = latest or [epochs.spare(step)]
                 with seeded(0, devices=True):
                     measure(latest[0])
     table = MeanTable((steps - 1) * each + last, len(metrics))

@@ -15,19 +15,19 @@ import torch
 import torch.distributed as dist
 
 from elastic_launch import snapshot
-from elastic_launch.batch import BatchError, GlobalBatch
+from elastic_launch.batch import BatchError, GlobalBatch, halved, settled
 from elastic_launch.errors import UsageError
 from elastic_launch.shared_progress import Activity
 from elastic_launch.system.threads import within
 from elastic_launch.training.checkpoints.checkpoint import Checkpoint
 from elastic_launch.training.checkpoints.manager import described_newest
-from elastic_launch.training.checkpoints.memory import settled
+from elastic_launch.training.checkpoints.memory import settled as stays_of
 from elastic_launch.training.checkpoints.parts import Stateful
 from elastic_launch.training.checkpoints.resumed import Outcome, Resumed
 from elastic_launch.training.checkpoints.saving import Live
 from elastic_launch.training.checkpoints.state import TrainingState
+from elastic_launch.training.data.epochs import Epochs
 from elastic_launch.training.data.generators import generators_of_modules
-from elastic_launch.training.data.loader import Loader
 from elastic_launch.training.durations import total_steps
 from elastic_launch.training.engine import Engine
 from elastic_launch.training.evaluations import Evaluations, evaluating
@@ -86,7 +86,7 @@ class Loop:
     def __init__(
         self,
         engine: Engine,
-        loader: Loader,
+        epochs: Epochs,
         model: torch.nn.Module | Mapping[str, torch.nn.Module],
         optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
         *,
@@ -95,13 +95,13 @@ class Loop:
         options: LoopOptions,
     ) -> None:
         self.engine = engine
-        self._loader = loader
+        self._epochs = epochs
         self._model = as_model(model)
         self._optimizer = as_optimizer(optimizer) if options.stepper is None else options.stepper
         self._trained = tuple(model.values()) if isinstance(model, Mapping) else (model,)
         self._checkpoint = checkpoint
         self._options = options
-        self._end = total_steps(until, loader.steps_per_epoch)
+        self._end = total_steps(until, epochs.steps_per_epoch)
         self._parts: dict[str, Stateful] = {"model": self._model, "optimizer": self._optimizer, **options.parts}
         own = OwnParameters(self._model, self._optimizer)
         if own.state_dict():
@@ -114,13 +114,13 @@ class Loop:
         if self._sharded:
             self._check_sharded(model, optimizer)
         self._rules = StepRules(
-            OptimizerSteps(self._optimizer, options.scaler), loader.seed, tuple(options.metrics), options.verify
+            OptimizerSteps(self._optimizer, options.scaler), epochs.seed, tuple(options.metrics), options.verify
         )
         self._step = options.start
         self._last: tuple[float, dict[str, float]] = math.nan, {}
         self._live = False
         # Before there is a place, micro="auto" has no size.
-        self._rehearses = options.rehearse is not None and loader.batch.micro != "auto"
+        self._rehearses = options.rehearse is not None and epochs.batch.micro != "auto"
         self._first = Activity.FIRST_STEP  # what the first step of a round is to this process
         self._has_state = False  # whether this process has the state of a step, restored or initial
         self._agreed = False  # whether it has once got what is not in the state, such as unsaved buffers, from rank 0
@@ -135,7 +135,7 @@ class Loop:
         self._pace: Pace | None = None
         self._began_in_training_mode: bool | None = None
         if options.exact:
-            loader._check_exact()
+            epochs.check_exact()
             if found := generators_of_modules(self._model):
                 raise UsageError(
                     f"exact=True: the model has a generator of its own, which is not restored: {', '.join(found)}.",
@@ -168,7 +168,7 @@ class Loop:
                 self.engine.be_exact()
             # Again, since the script may have registered something since it made the loop.
             self._follow(self.engine.state.extended(self._parts))
-            self._loader._check_lengths()
+            self._epochs.check_lengths()
             yield from self._steps()
 
     def _steps(self) -> Iterator[Transaction]:
@@ -205,7 +205,7 @@ class Loop:
                     groups = getattr(self._optimizer, "param_groups", None) or [{}]
                     lr = groups[0].get("lr")
                     lr = lr if isinstance(lr, int | float) else None
-                    self.engine.link.note(step.loss, self._loader.batch.size, step.share.plan.grad_accum, lr)
+                    self.engine.link.note(step.loss, self._epochs.batch.size, step.share.plan.grad_accum, lr)
                     self._end_step()
                 self._complete()
         finally:
@@ -215,7 +215,7 @@ class Loop:
         self.engine.finish_training()
         self.engine.leave_if_draining()
         # Last: what the script draws next must not depend on which steps and evaluations this process has done itself.
-        seed_all(derive("end", self._loader.seed, self._step), devices=True)
+        seed_all(derive("end", self._epochs.seed, self._step), devices=True)
 
     def _follow(self, state: TrainingState) -> None:
         self._state = state
@@ -226,19 +226,19 @@ class Loop:
         rehearse, number = self._options.rehearse, self._step
         assert rehearse is not None
         try:
-            loader = self._loader._apart()
+            epochs = self._epochs.apart()
             with (
                 self.engine.rehearsing(),
                 graphs_fit_any_world(),
                 randomness_kept(),
                 closing(self._new_gradients(World())) as gradients,
                 unchanged(self._model, *gradients.parameters.all),
-                closing(loader._epoch_from(number, 1, 0)) as batches,
+                closing(epochs.epoch_from(number, 1, 0)) as batches,
             ):
                 optimizers = OptimizerSteps(self._optimizer, copy.deepcopy(self._options.scaler))
-                rules = StepRules(optimizers, loader.seed)
-                share = Share(loader._plan(number, 1, 0), batches, gradients)
-                step = Rehearsal(self, rules, loader._position(number), loader._samples_in(number), share)
+                rules = StepRules(optimizers, epochs.seed)
+                share = Share(epochs.plan(number, 1, 0), batches, gradients)
+                step = Rehearsal(self, rules, epochs.position(number), epochs.samples_in(number), share)
                 try:
                     rehearse(Step(step))
                     self._first = Activity.REHEARSED_STEP
@@ -275,13 +275,13 @@ class Loop:
         if live is None:
             self._step, self._last = resumed.step, resumed.last or self._last
             self._received = resumed if resumed.passes else None
-            self._loader.batch = self._loader.batch._settled(world.world_size)
+            self._epochs.batch = settled(self._epochs.batch, world.world_size)
         elif resumed.state is not None:
             # At once: if this round breaks below, the state that this process has is that one.
             self._received = resumed
             self.positions.end()
         self._train_the_same(resumed.starts[0]["trained"] if resumed.starts and resumed.passes else resumed.trained)
-        _warn_of_idle_ranks(world, self._loader.batch)
+        _warn_of_idle_ranks(world, self._epochs.batch)
         if self._options.prepare is not None and self._received is None:
             with engine.link.doing(Activity.RESTORE):
                 self._options.prepare(self._step)
@@ -306,7 +306,7 @@ class Loop:
         Returns:
             Whether each of them has been in a round before with the values of its rank 0.
         """
-        micro = len(self._loader.batch.micro_batches()[0])
+        micro = len(self._epochs.batch.micro_batches()[0])
         aborts = self.engine.may_abort(live=self._live)
         numbers = [self._lacks_evaluation(step), self._bounded == step, -micro, aborts, not self._agreed]
         if self.engine.world.world_size > 1:
@@ -320,9 +320,9 @@ class Loop:
             self._options.evaluations.begin_round(step if lacking else -1)
         # With evaluations done, the ranks do not know whether the others have begun the boundary: it is left out.
         self._owes_boundary = lacking and not bounded
-        while len(self._loader.batch.micro_batches()[0]) > least:
+        while len(self._epochs.batch.micro_batches()[0]) > least:
             # The others had the last exchange before the round broke, and have halved it.
-            self._loader.batch = self._loader.batch._halved()
+            self._epochs.batch = halved(self._epochs.batch)
         return not numbers[4]
 
     def _leave(self) -> None:
@@ -355,7 +355,7 @@ class Loop:
             except DrainedExit:
                 if self._has_state and not done:  # else it is a state within a step
                     done_all = not self._owes_evaluation
-                    self.engine.keep_newer(step, self._loader._identity, self._state, evaluated=done_all)
+                    self.engine.keep_newer(step, self._epochs.identity, self._state, evaluated=done_all)
                 raise
             try:
                 with self.engine.link.forming():
@@ -452,24 +452,24 @@ class Loop:
                 parameter.requires_grad_(trained.get(name, parameter.requires_grad))
 
     def _next_step(self) -> Transaction:
-        loader, number = self._loader, self._step
-        if loader._position(number).step_in_epoch == 0:
-            loader._check_lengths()
+        epochs, number = self._epochs, self._step
+        if epochs.position(number).step_in_epoch == 0:
+            epochs.check_lengths()
             self._close_batches()
         if self._is_midway:
             self.engine.note_exchanges()
-        seed_all(derive("step", loader.seed, number), devices=True)
+        seed_all(derive("step", epochs.seed, number), devices=True)
         done = self._received.passes if self._received is not None else ()
-        position, samples = loader._position(number), loader._samples_in(number)
+        position, samples = epochs.position(number), epochs.samples_in(number)
         return Transaction(self, self._rules, position, samples, self._share(), done)
 
     def _share(self) -> Share:
         """Return what this rank does of the current step; its micro-batches go on to the end of the epoch."""
         assert self._gradients is not None
-        world, loader = self.engine.world, self._loader
+        world, epochs = self.engine.world, self._epochs
         if self._batches is None:
-            self._batches = loader._epoch_from(self._step, world.world_size, world.rank)
-        return Share(loader._plan(self._step, world.world_size, world.rank), self._batches, self._gradients)
+            self._batches = epochs.epoch_from(self._step, world.world_size, world.rank)
+        return Share(epochs.plan(self._step, world.world_size, world.rank), self._batches, self._gradients)
 
     def _close_batches(self) -> None:
         batches, self._batches = self._batches, None
@@ -478,7 +478,7 @@ class Loop:
 
     def spare(self, step: int) -> Any:
         """See :class:`StepOwner`."""
-        return self._loader._spare(step)
+        return self._epochs.spare(step)
 
     def _watch_mode(self, step: Transaction) -> None:
         """Warn if the model was left in evaluation mode: after a restart it would be in training mode."""
@@ -501,14 +501,14 @@ class Loop:
                 saved = within(5.0, "listing them", lambda: described_newest(checkpoint.directory))
             except (OSError, snapshot.CheckpointError) as error:
                 saved = f"unknown: {error}"
-        return f"The micro-batch has {self._loader._contents(step, micro)}. Newest checkpoint: {saved}."
+        return f"The micro-batch has {self._epochs.contents(step, micro)}. Newest checkpoint: {saved}."
 
     def _arguments(self) -> dict[str, object]:
         """Return what must be the same on all ranks, by the names used in errors."""
         options = self._options
         return {
-            **self._loader._identity,
-            "micro-batch": self._loader.batch.micro,
+            **self._epochs.identity,
+            "micro-batch": self._epochs.batch.micro,
             "until, in steps": self._end,
             "exact": options.exact,
             "device": self.engine.device.type,
@@ -529,7 +529,7 @@ class Loop:
         how: dict[str, Any] = {"buffers": self._options.buffers, "same": same, "by_host": self.engine.confirms}
         if self._options.exact:
             return ExactGradients(self._model, self._optimizer, world_size, rank, **how)
-        rows = len(self._loader.batch.micro_batches())
+        rows = len(self._epochs.batch.micro_batches())
         room = cargo_size(rows, 1 + len(self._options.metrics), len(NOTHING.counts()))
         overlap = not self._options.redo
         return Gradients(self._model, self._optimizer, world_size, rank, overlap=overlap, room=room, **how)
@@ -537,13 +537,13 @@ class Loop:
     def _resume(self, live: Live | None) -> Resumed:
         if live is None and self._step and self.engine.trainings.was_last(self._trained):
             return Resumed(self._step)
-        resumed = self.engine.restore(self._checkpoint, self._loader._identity, self._state, self._trained, live)
+        resumed = self.engine.restore(self._checkpoint, self._epochs.identity, self._state, self._trained, live)
         if live is not None:
             return resumed
         if resumed.state is None:
             resumed = replace(resumed, step=self._step)
         else:
-            self._loader._go_on(resumed.identity)
+            self._epochs.go_on(resumed.identity)
         return resumed
 
     def _end_step(self) -> None:
@@ -558,8 +558,8 @@ class Loop:
         self._owes_evaluation, self._owes_boundary = self._lacks_evaluation(self._step), True
         if self._owes_evaluation:
             # An evaluation may take longer than many steps: a fault within it must not cost those before.
-            stays = settled(self._optimizer, self._model.parameters())
-            self.engine.step_done(self._step, self._loader._identity, self._state, stays)
+            stays = stays_of(self._optimizer, self._model.parameters())
+            self.engine.step_done(self._step, self._epochs.identity, self._state, stays)
 
     def _complete(self) -> None:
         """Do what follows the last step, in the next round if this one ends meanwhile."""
@@ -586,7 +586,7 @@ class Loop:
 
     def _evaluate(self) -> None:
         assert self._options.evaluations is not None
-        epoch = self._loader._position(self._step).epoch
+        epoch = self._epochs.position(self._step).epoch
         with self.engine.link.doing(Activity.EVALUATION), evaluating(self._model):
             self._options.evaluations.evaluate(self._step, epoch, self.engine.checkpoint)
         self.engine.note_exchanges()
@@ -603,11 +603,11 @@ class Loop:
         """
         self._owes_boundary, self._bounded = False, self._step
         end = self._step == self._end
-        stays = settled(self._optimizer, self._model.parameters())
+        stays = stays_of(self._optimizer, self._model.parameters())
         evaluations, engine = self._options.evaluations, self.engine
         # The first rank's clock decides for all.
         wanted = evaluations is not None and engine.world.rank == 0 and evaluations.wanted()
-        identity, state = self._loader._identity, self._state
+        identity, state = self._epochs.identity, self._state
         engine.step_boundary(
             self._step, identity, state, end=end, stays=stays, by_step=True, keep=keep, evaluate=wanted
         )
@@ -620,9 +620,9 @@ class Loop:
         return self.engine.drains_live()
 
     def _halve(self, step: Transaction) -> None:
-        before = self._loader.batch
+        before = self._epochs.batch
         try:
-            self._loader.batch = before._halved()
+            self._epochs.batch = halved(before)
         except BatchError:
             raise MemoryError(f"step {step.number}: a rank has no memory even for a micro-batch of 1 sample") from None
         if torch.cuda.is_available():
@@ -632,7 +632,7 @@ class Loop:
                 "step %d: a micro-batch of %s samples did not fit into memory; it is done again with %s",
                 step.number,
                 before.micro,
-                self._loader.batch.micro,
+                self._epochs.batch.micro,
             )
 
 

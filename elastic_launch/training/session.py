@@ -18,7 +18,7 @@ from elastic_launch.errors import UsageError
 from elastic_launch.shared_progress import Activity
 from elastic_launch.training.checkpoints.checkpoint import Checkpoint, check_checkpoint
 from elastic_launch.training.checkpoints.parts import Stateful
-from elastic_launch.training.data.loader import Loader, check_loader
+from elastic_launch.training.data.loader import Loader, check_loader, epochs_of
 from elastic_launch.training.durations import seconds_of
 from elastic_launch.training.engine import Engine
 from elastic_launch.training.evaluations import Evaluator
@@ -260,7 +260,9 @@ class Run:
             unwatched=["evaluations"],
             rehearse=rehearse,
         )
-        return iter(Loop(self._engine, loader, model, optimizer, until=until, checkpoint=checkpoint, options=options))
+        return iter(
+            Loop(self._engine, epochs_of(loader), model, optimizer, until=until, checkpoint=checkpoint, options=options)
+        )
 
     def resume(self, checkpoint: Checkpoint, unchanging: Mapping[str, int] | None = None) -> int:
         """Restore all registered objects from the newest checkpoint, for a script with its own training loop.

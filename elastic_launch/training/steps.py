@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from elastic_launch.batch import BatchPlan
-from elastic_launch.training.data.loader import Position
+from elastic_launch.training.data.epochs import Position
 from elastic_launch.training.transaction import Transaction
 
 

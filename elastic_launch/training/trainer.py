@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from elastic_launch import snapshot
-from elastic_launch.batch import GlobalBatch
+from elastic_launch.batch import GlobalBatch, settled
 from elastic_launch.errors import UsageError
 from elastic_launch.training.callbacks import Callback, CheckpointEnd, Evaluation, Incident, RoundStart, StepEnd
 from elastic_launch.training.checkpoints.checkpoint import Checkpoint, check_checkpoint
 from elastic_launch.training.checkpoints.parts import Stateful
-from elastic_launch.training.data.loader import Loader, check_loader
+from elastic_launch.training.data.loader import Loader, check_loader, epochs_of
 from elastic_launch.training.deepspeed import DeepSpeed
 from elastic_launch.training.deepspeed_config import checked, clip_norm_of, completed, precision_of
 from elastic_launch.training.durations import Interval
@@ -148,7 +148,7 @@ class Trainer:
         where = "Trainer(eval_loader=...)"
         self._eval_loader = checked_eval_loader(where, eval_loader) if eval_loader is not None else None
         if exact and self._eval_loader is not None:
-            self._eval_loader._check_exact()
+            epochs_of(self._eval_loader).check_exact()
         if metrics is not None:
             check_kind("Trainer(metrics=...)", metrics, Mapping, 'Give functions by name: {"accuracy": accuracy}.')
         self._metrics = dict(metrics or {})
@@ -230,7 +230,7 @@ class Trainer:
             raise UsageError("Trainer.evaluate() has no data.", "Give it a loader, or the trainer an eval_loader.")
         given = loader.batch
         if given.micro == "auto":
-            micro = self.loader.batch._settled(self.run.world_size).micro_batches()[0]
+            micro = settled(self.loader.batch, self.run.world_size).micro_batches()[0]
             loader.batch = GlobalBatch(given.size, min(given.size, len(micro)))
         try:
             with evaluating(self.model):
@@ -275,7 +275,7 @@ class Trainer:
         )
         return Loop(
             self.run._engine,
-            self.loader,
+            epochs_of(self.loader),
             self.model,
             self._optimizer,
             until=until,
@@ -290,7 +290,7 @@ class Trainer:
     def _spare_loss(self, model: Callable[..., Any]) -> Tensor:
         """Return the loss of a micro-batch that this rank has, or of one that it loads: its value does not count."""
         if self._spare is None:
-            self._spare = _on_device(self.loader._spare(self.step), self.run.device)
+            self._spare = _on_device(epochs_of(self.loader).spare(self.step), self.run.device)
         return self._measure_loss(self._spare, model)[-1]
 
     def _begin(self, step: int) -> None:

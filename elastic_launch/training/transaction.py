@@ -23,7 +23,7 @@ from torch import Tensor
 from elastic_launch.errors import REPEATS_NOTE, ElasticLaunchError, UsageError
 from elastic_launch.training.checkpoints.resumed import Outcome
 from elastic_launch.training.data.batches import versions
-from elastic_launch.training.data.loader import Position
+from elastic_launch.training.data.epochs import Position
 from elastic_launch.training.engine import Engine
 from elastic_launch.training.gradients.accumulation import ExactGradients
 from elastic_launch.training.gradients.bits import Bits

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import elastic_launch as el
 from elastic_launch.errors import UsageError
+from elastic_launch.training.data.loader import epochs_of
 from elastic_launch.training.transaction import NonFiniteLossError
 
 TOKENS = torch.arange(1000)
@@ -29,8 +30,8 @@ def test_a_step_is_the_same_at_every_world_size(workers: int) -> None:
         found = []
         for rank in range(world):
             loader = el.FunctionLoader(get_batch, el.GlobalBatch(10, micro=3), seed=2, num_workers=workers)
-            batches = loader._epoch_from(number, world, rank)
-            found += [next(batches).tolist() for _ in range(loader._plan(number, world, rank).grad_accum)]
+            batches = epochs_of(loader).epoch_from(number, world, rank)
+            found += [next(batches).tolist() for _ in range(epochs_of(loader).plan(number, world, rank).grad_accum)]
             batches.close()
         return found
 
@@ -45,17 +46,20 @@ def test_a_step_is_the_same_at_every_world_size(workers: int) -> None:
     assert len({tuple(micro[0][4:6]) for micro in one}) == 4
     assert step(10**6, 3) == one
     loader = el.FunctionLoader(get_batch, el.GlobalBatch(10, micro=3), seed=2)
-    batches = loader._epoch_from(10**6 - 30, 1, 0)
+    batches = epochs_of(loader).epoch_from(10**6 - 30, 1, 0)
     assert [next(batches).tolist() for _ in range(4 * 31)][-4:] == one
     assert step(10**6 + 1, 1) != one
 
 
 def test_there_are_epochs_if_they_are_given() -> None:
     loader = el.FunctionLoader(get_batch, el.GlobalBatch(4, 2), steps_per_epoch=5)
-    assert (loader.steps_per_epoch, loader.length, loader._position(12).epoch) == (5, 20, 2)
-    assert len(list(loader._epoch_from(7, 1, 0))) == 6
-    assert "dataset length" not in loader._identity
-    assert loader._identity != el.FunctionLoader(get_batch, el.GlobalBatch(4, 2), steps_per_epoch=6)._identity
+    assert (loader.steps_per_epoch, loader.length, epochs_of(loader).position(12).epoch) == (5, 20, 2)
+    assert len(list(epochs_of(loader).epoch_from(7, 1, 0))) == 6
+    assert "dataset length" not in epochs_of(loader).identity
+    assert (
+        epochs_of(loader).identity
+        != epochs_of(el.FunctionLoader(get_batch, el.GlobalBatch(4, 2), steps_per_epoch=6)).identity
+    )
 
 
 def test_lengths_in_epochs_need_them() -> None:

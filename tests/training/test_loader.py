@@ -22,7 +22,7 @@ from elastic_launch.batch import GlobalBatch
 from elastic_launch.contract import ENV_SOCKET
 from elastic_launch.errors import UsageError
 from elastic_launch.stack_dump import SIGNAL
-from elastic_launch.training.data.loader import ElasticLoader, FunctionLoader
+from elastic_launch.training.data.loader import ElasticLoader, FunctionLoader, epochs_of
 from elastic_launch.training.randomness import drop_second_normal, seeded
 
 
@@ -81,7 +81,7 @@ def test_the_loaded_samples_are_those_planned_from_any_step_on(
 ) -> None:
     step = data.draw(st.integers(0, loader.steps_per_epoch - 1))
     for rank in range(world):
-        loaded = [micro.tolist() for micro in loader._epoch_from(step, world, rank)]
+        loaded = [micro.tolist() for micro in epochs_of(loader).epoch_from(step, world, rank)]
         planned = [m for s in range(step, loader.steps_per_epoch) for m in loader.indices(s, world, rank)]
         assert loaded == planned
 
@@ -90,7 +90,7 @@ def test_the_loaded_samples_are_those_planned_from_any_step_on(
 def test_what_samples_draw_is_the_same_at_every_world_size(workers: int) -> None:
     def load(world: int, workers: int) -> torch.Tensor:
         loader = ElasticLoader(Noisy(20), GlobalBatch(8, 2), seed=5, num_workers=workers)
-        batches = [batch for rank in range(world) for batch in loader._epoch_from(0, world, rank)]
+        batches = [batch for rank in range(world) for batch in epochs_of(loader).epoch_from(0, world, rank)]
         together = torch.cat(batches)
         return together[together[:, 0].argsort()]
 
@@ -112,7 +112,7 @@ def test_loading_leaves_the_random_state_alone() -> None:
     expected = torch.rand(3), random.random()
     torch.manual_seed(1)
     random.seed(1)
-    list(loader._epoch_from(0, 1, 0))
+    list(epochs_of(loader).epoch_from(0, 1, 0))
     assert torch.equal(torch.rand(3), expected[0])
     assert random.random() == expected[1]
 
@@ -121,7 +121,7 @@ def test_a_short_last_batch_is_kept_or_dropped() -> None:
     kept = ElasticLoader(Numbers(10), GlobalBatch(4, 2))
     dropped = ElasticLoader(Numbers(10), GlobalBatch(4, 2), drop_last=True)
     assert (kept.steps_per_epoch, dropped.steps_per_epoch) == (3, 2)
-    assert (kept._samples_in(2), kept._samples_in(3)) == (2, 4)
+    assert (epochs_of(kept).samples_in(2), epochs_of(kept).samples_in(3)) == (2, 4)
 
 
 def test_an_iterable_dataset_is_refused() -> None:
@@ -153,7 +153,12 @@ def test_what_any_other_world_loads_on_resuming_is_the_rest_of_the_epoch(data: s
     epoch = data.draw(st.integers(0, 2), label="epoch")
     for step in range(epoch * loader.steps_per_epoch, (epoch + 1) * loader.steps_per_epoch):
         world = data.draw(st.integers(1, 9), label="world")
-        found = [int(i) for rank in range(world) for (micro,) in loader._epoch_from(step, world, rank) for i in micro]
+        found = [
+            int(i)
+            for rank in range(world)
+            for (micro,) in epochs_of(loader).epoch_from(step, world, rank)
+            for i in micro
+        ]
         done = (step - epoch * loader.steps_per_epoch) * size
         assert sorted(found) == sorted(loader.order(epoch)[done:])
 
@@ -165,8 +170,8 @@ def test_what_collating_draws_is_the_same_at_every_world_size(workers: int) -> N
 
     def drawn(world: int) -> list[list[float]]:
         loader = ElasticLoader(Numbers(10), GlobalBatch(8, 2), collate_fn=collate, num_workers=workers)
-        per_rank = [list(loader._epoch_from(0, world, rank)) for rank in range(world)]
-        counts = [[loader._plan(step, world, rank).grad_accum for rank in range(world)] for step in (0, 1)]
+        per_rank = [list(epochs_of(loader).epoch_from(0, world, rank)) for rank in range(world)]
+        counts = [[epochs_of(loader).plan(step, world, rank).grad_accum for rank in range(world)] for step in (0, 1)]
         return [per_rank[rank].pop(0) for row in counts for rank in range(world) for _ in range(row[rank])]
 
     one = drawn(1)
@@ -195,8 +200,8 @@ def test_a_thousand_million_samples_start_at_once() -> None:
     dataset = Numbers(10**9)
     began = time.process_time()
     loader = ElasticLoader(dataset, GlobalBatch(64, 8), seed=1)
-    batches = [next(loader._epoch_from(loader.steps_per_epoch // 2, 4, rank)) for rank in (0, 2)]
-    assert loader._identity
+    batches = [next(epochs_of(loader).epoch_from(loader.steps_per_epoch // 2, 4, rank)) for rank in (0, 2)]
+    assert epochs_of(loader).identity
     assert time.process_time() - began < 1
     assert len({int(index) for batch in batches for index in batch}) == 16
 
@@ -213,7 +218,9 @@ class Tens(Numbers):
 def test_a_dataset_that_gives_many_samples_at_once_is_asked_so(options: Any) -> None:
     def load(world: int, **options: Any) -> list[list[float]]:
         loader = ElasticLoader(Tens(10), GlobalBatch(6, 2), **options)
-        batches = [list(loader._epoch_from(2 * epoch, world, rank)) for epoch in range(2) for rank in range(world)]
+        batches = [
+            list(epochs_of(loader).epoch_from(2 * epoch, world, rank)) for epoch in range(2) for rank in range(world)
+        ]
         return sorted(torch.cat([row for batch in batches for row in batch]).tolist())
 
     one = load(1)
@@ -228,7 +235,7 @@ def test_too_few_samples_at_once_are_noticed() -> None:
             return indices[1:]
 
     with pytest.raises(UsageError, match=r"Few.__getitems__\(\) returned 3 samples, 4 were asked for"):
-        next(ElasticLoader(Few(8), GlobalBatch(8, 4))._epoch_from(0, 1, 0))
+        next(epochs_of(ElasticLoader(Few(8), GlobalBatch(8, 4))).epoch_from(0, 1, 0))
 
 
 class Pids(Numbers):
@@ -248,11 +255,11 @@ def test_workers_are_initialised_and_may_outlive_an_epoch(persistent: bool) -> N
     loader = ElasticLoader(
         Pids(8), GlobalBatch(4, 2), num_workers=2, worker_init_fn=_mark, persistent_workers=persistent, timeout=100
     )
-    first = {int(pid) for micro in loader._epoch_from(0, 1, 0) for pid in micro}
+    first = {int(pid) for micro in epochs_of(loader).epoch_from(0, 1, 0) for pid in micro}
     # An epoch that is left in the middle, and the next: nothing of the former may come in the latter.
-    with closing(loader._epoch_from(2, 1, 0)) as batches:
+    with closing(epochs_of(loader).epoch_from(2, 1, 0)) as batches:
         next(batches)
-    then = [int(pid) for micro in loader._epoch_from(4, 1, 0) for pid in micro]
+    then = [int(pid) for micro in epochs_of(loader).epoch_from(4, 1, 0) for pid in micro]
     assert (len(first), len(then)) == (2, 8)
     assert (set(then) == first) is persistent
 
@@ -269,15 +276,15 @@ def test_workers_write_their_stacks_for_an_agent(
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     monkeypatch.setenv(ENV_SOCKET, "/socket" if watched else "")
     loader = ElasticLoader(Signals(8), GlobalBatch(4, 2), num_workers=1, timeout=100)
-    assert {bool(found) for micro in loader._epoch_from(0, 1, 0) for found in micro} == {watched}
+    assert {bool(found) for micro in epochs_of(loader).epoch_from(0, 1, 0) for found in micro} == {watched}
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_two_epochs_at_once_are_kept_apart_or_refused(workers: int) -> None:
     loader = ElasticLoader(Numbers(8), GlobalBatch(4, 2), num_workers=workers, persistent_workers=bool(workers))
-    batches = loader._epoch_from(0, 1, 0)
+    batches = epochs_of(loader).epoch_from(0, 1, 0)
     first = next(batches).tolist()
-    assert next(loader._epoch_from(2, 1, 0)).tolist() == loader.order(1)[:2]
+    assert next(epochs_of(loader).epoch_from(2, 1, 0)).tolist() == loader.order(1)[:2]
     if workers:
         with pytest.raises(UsageError, match=r"persistent_workers=True\) was asked for an epoch in the middle"):
             next(batches)

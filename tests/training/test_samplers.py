@@ -12,6 +12,7 @@ from torch.utils.data import Dataset, RandomSampler, SubsetRandomSampler
 
 import elastic_launch as el
 from elastic_launch.errors import UsageError
+from elastic_launch.training.data.loader import epochs_of
 
 
 class Numbers(Dataset[int]):
@@ -56,17 +57,17 @@ def test_every_world_that_resumes_anywhere_loads_the_same(name: str) -> None:
     loader = el.ElasticLoader(Numbers(203), BATCH, sampler=sampler, seed=3)
     assert loader.length == len(sampler)
     steps = loader.steps_per_epoch
-    whole = [[micro.tolist() for micro in loader._epoch_from(epoch * steps, 1, 0)] for epoch in range(2)]
+    whole = [[micro.tolist() for micro in epochs_of(loader).epoch_from(epoch * steps, 1, 0)] for epoch in range(2)]
     assert whole[0] != whole[1]
     for epoch, step, world in ((0, 0, 3), (1, steps + 2, 2), (1, 2 * steps - 1, 5), (0, 7, 4)):
-        ranks = [[micro.tolist() for micro in loader._epoch_from(step, world, rank)] for rank in range(world)]
+        ranks = [[micro.tolist() for micro in epochs_of(loader).epoch_from(step, world, rank)] for rank in range(world)]
         together = []
         for number in range(step, (epoch + 1) * steps):
             for rank in range(world):
-                count = loader._plan(number, world, rank).grad_accum
+                count = epochs_of(loader).plan(number, world, rank).grad_accum
                 together += ranks[rank][:count]
                 del ranks[rank][:count]
-        done = sum(loader._plan(number, 1, 0).grad_accum for number in range(epoch * steps, step))
+        done = sum(epochs_of(loader).plan(number, 1, 0).grad_accum for number in range(epoch * steps, step))
         assert together == whole[epoch][done:]
 
 
@@ -126,7 +127,7 @@ class Wrong:
 def test_indices_that_cannot_be_are_refused(result: Any, said: str) -> None:
     loader = el.ElasticLoader(Numbers(16), el.GlobalBatch(16, 4), sampler=Wrong(result))
     with pytest.raises(UsageError, match=said):
-        list(loader._epoch_from(0, 1, 0))
+        list(epochs_of(loader).epoch_from(0, 1, 0))
 
 
 @pytest.mark.parametrize("sampler", [SubsetRandomSampler([1, 2]), RandomSampler(range(3)), range(3)])
@@ -143,5 +144,5 @@ def test_a_sampler_and_shuffle_are_too_much() -> None:
 
 def test_a_list_of_integers_will_do() -> None:
     loader = el.ElasticLoader(Numbers(16), el.GlobalBatch(16, 16), sampler=Wrong(lambda p: [15 - int(x) for x in p]))
-    assert [micro.tolist() for micro in loader._epoch_from(0, 1, 0)] == [list(range(15, -1, -1))]
+    assert [micro.tolist() for micro in epochs_of(loader).epoch_from(0, 1, 0)] == [list(range(15, -1, -1))]
     assert Counter(loader.order(0)) == Counter(range(16))

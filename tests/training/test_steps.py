@@ -19,7 +19,7 @@ from elastic_launch.batch import GlobalBatch
 from elastic_launch.errors import REPEATS_NOTE, UsageError
 from elastic_launch.training.checkpoints.checkpoint import Checkpoint
 from elastic_launch.training.checkpoints.manager import weights_sha256
-from elastic_launch.training.data.loader import ElasticLoader
+from elastic_launch.training.data.loader import ElasticLoader, epochs_of
 from elastic_launch.training.engine import Engine
 from elastic_launch.training.gradients.accumulation import Gradients, check_model
 from elastic_launch.training.optimizer_steps import OptimizerSteps
@@ -406,7 +406,7 @@ def test_a_buffer_that_a_module_reassigns_is_part_of_the_step(exact: bool) -> No
 def _transaction(loader: ElasticLoader, optimizer: torch.optim.Optimizer, share: Share) -> Transaction:
     """A step that no loop owns."""
     owner: Any = None
-    return Transaction(owner, StepRules(OptimizerSteps(optimizer), 0), loader._position(0), 8, share)
+    return Transaction(owner, StepRules(OptimizerSteps(optimizer), 0), epochs_of(loader).position(0), 8, share)
 
 
 def test_giving_up_where_others_would_wait_is_refused() -> None:
@@ -417,7 +417,7 @@ def test_giving_up_where_others_would_wait_is_refused() -> None:
 
     model, loader = _model(), _loader(8)
     optimizer = torch.optim.SGD(model.parameters())
-    share = Share(loader._plan(0, 1, 0), iter([]), Talking(model, optimizer, 1, 0))
+    share = Share(epochs_of(loader).plan(0, 1, 0), iter([]), Talking(model, optimizer, 1, 0))
     with pytest.raises(UsageError, match="backward passes have sent gradients"):
         _transaction(loader, optimizer, share).give_up()
 
@@ -427,7 +427,7 @@ def test_an_update_before_the_loop_over_the_step_comes_too_early(rank: int) -> N
     """Of two ranks the first has no micro-batch, so it has none left either."""
     model, loader = _model(), _loader(8)
     optimizer = torch.optim.SGD(model.parameters())
-    share = Share(loader._plan(0, 2, rank), iter([]), Gradients(model, optimizer, 1, 0))
+    share = Share(epochs_of(loader).plan(0, 2, rank), iter([]), Gradients(model, optimizer, 1, 0))
     assert share.plan.grad_accum == rank
     step = Step(_transaction(loader, optimizer, share))
     with pytest.raises(UsageError, match=r"step\.update\(\) came before the loop over the step"):

@@ -25,7 +25,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 import elastic_launch as el
 from elastic_launch.errors import UsageError
 from elastic_launch.training.data import streams
-from elastic_launch.training.data.loader import LIST_OF_SHARDS
+from elastic_launch.training.data.epochs import LIST_OF_SHARDS
+from elastic_launch.training.data.loader import epochs_of
 from elastic_launch.training.engine import Engine
 from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
@@ -98,7 +99,7 @@ def test_any_world_reads_on_from_any_step(loader: el.ElasticLoader, data: st.Dat
         step = data.draw(st.integers(0, 2 * loader.steps_per_epoch - 1))
         end = (step // loader.steps_per_epoch + 1) * loader.steps_per_epoch
         for rank in range(world):
-            loaded = [micro.tolist() for micro in loader._epoch_from(step, world, rank)]
+            loaded = [micro.tolist() for micro in epochs_of(loader).epoch_from(step, world, rank)]
             assert loaded == [micro for s in range(step, end) for micro in loader.indices(s, world, rank)]
 
 
@@ -125,7 +126,7 @@ def test_a_rank_reads_only_the_shards_in_its_lanes() -> None:
         opener = Opener(lengths)
         mine = el.ShardedStream([*"01234567"], open=opener, lengths=lengths, buffer=5, lanes=4)
         other = el.ElasticLoader(mine, el.GlobalBatch(8, 2), seed=1)
-        seen += [int(number) for micro in other._epoch_from(0, 4, rank) for number in micro]
+        seen += [int(number) for micro in epochs_of(other).epoch_from(0, 4, rank) for number in micro]
         assert sum(opener.opened.values()) == 2, "two of eight shards"
         assert set(opener.read.values()) == {1}
     assert sorted(seen) == list(range(80))
@@ -142,7 +143,7 @@ def test_a_process_reads_each_sample_once_and_keeps_few_shards_open(lengths: lis
     names = [str(place) for place in range(len(lengths))]
     given = el.ShardedStream(names, open=opener, lengths=lengths, buffer=20, lanes=lanes)
     loader = el.ElasticLoader(given, el.GlobalBatch(20, 5), seed=2)
-    for _ in loader._epoch_from(0, 1, 0):
+    for _ in epochs_of(loader).epoch_from(0, 1, 0):
         assert sum(reader.is_open for reader in given._readers.values()) <= 4 * lanes
         assert sum(reader.kept for reader in given._readers.values()) <= 4 * 20 * lanes
     assert sum(opener.opened.values()) <= len(lengths) + lanes - 1, "a shard in which a lane ends is read by two"
@@ -160,7 +161,7 @@ def test_shards_that_seek_are_read_by_place_and_few_are_open() -> None:
     assert given.__getitems__([5, 3, 5]) == [5, 3, 5]
     assert [given[number] for number in range(200)] == list(range(200))
     assert (len(given._readers), Numbers.closed) == (streams.OPEN, 200 - streams.OPEN)
-    assert given._describe(7) == "7[0]"
+    assert streams.described(given, 7) == "7[0]"
 
 
 @pytest.mark.parametrize("options", [{}, {"persistent_workers": True}])
@@ -168,14 +169,14 @@ def test_processes_of_a_loader_read_the_same(options: dict[str, Any]) -> None:
     lengths = [20, 0, 31, 9]
     given = stream(lengths, buffer=8, decode=_noisy)
     alone = el.ElasticLoader(given, el.GlobalBatch(12, 4), seed=3)
-    expected = [torch.stack(micro).tolist() for micro in alone._epoch_from(1, 1, 0)]
+    expected = [torch.stack(micro).tolist() for micro in epochs_of(alone).epoch_from(1, 1, 0)]
     assert given._readers, "this process has open shards"
     sent = pickle.loads(pickle.dumps(given))
     assert not sent._readers, "open files cannot be pickled"
     assert len(sent[25]) == 3
     loader = el.ElasticLoader(given, el.GlobalBatch(12, 4), seed=3, num_workers=2, **options)
     for _ in range(2):
-        assert [torch.stack(micro).tolist() for micro in loader._epoch_from(1, 1, 0)] == expected
+        assert [torch.stack(micro).tolist() for micro in epochs_of(loader).epoch_from(1, 1, 0)] == expected
 
 
 def _noisy(number: int) -> tuple[float, float, float]:
@@ -194,7 +195,7 @@ def test_a_forked_process_opens_files_of_its_own(tmp_path: Path) -> None:
     given = el.ShardedStream([tmp_path / "a", tmp_path / "b"], open=lines, lengths=[3000, 3000], buffer=10)
     loader = el.ElasticLoader(given, el.GlobalBatch(10, 5), shuffle=False, num_workers=2, collate_fn=list)
     given[5]
-    loaded = [line for micro in loader._epoch_from(0, 1, 0) for line in micro]
+    loaded = [line for micro in epochs_of(loader).epoch_from(0, 1, 0) for line in micro]
     assert loaded == [f"{name}{line}" for name in "ab" for line in range(3000)]
     assert given[2999] == "a2999"
     del loader, given
@@ -204,7 +205,7 @@ def test_a_forked_process_opens_files_of_its_own(tmp_path: Path) -> None:
 def _failure(loader: el.ElasticLoader) -> Exception:
     """The error of an epoch, without its traceback, which would keep the loader's processes."""
     try:
-        list(loader._epoch_from(0, 1, 0))
+        list(epochs_of(loader).epoch_from(0, 1, 0))
     except Exception as error:  # noqa: BLE001 - the tests compare it
         found = error.with_traceback(None)
         found.__context__ = None
@@ -277,7 +278,7 @@ def test_samples_that_cannot_be_sent_are_an_error_and_no_hang() -> None:
     assert isinstance(error, UsageError)
     assert re.search(r"cannot be sent from the loader's process .*lock", str(error)), error
     loader = el.ElasticLoader(given, el.GlobalBatch(4, 2), collate_fn=list)
-    assert len(list(loader._epoch_from(0, 1, 0))) == 4
+    assert len(list(epochs_of(loader).epoch_from(0, 1, 0))) == 4
 
 
 def test_a_killed_process_of_a_loader_is_an_error() -> None:
@@ -354,14 +355,14 @@ def test_a_stream_without_samples_is_refused_and_one_with_few_is_not() -> None:
     with pytest.raises(UsageError, match="a dataset of 0 samples holds no global batch of 4"):
         el.ElasticLoader(stream([0, 0]), el.GlobalBatch(4, 2))
     loader = el.ElasticLoader(stream([3], lanes=2), el.GlobalBatch(8, 2))
-    seen = [int(number) for rank in range(3) for micro in loader._epoch_from(5, 3, rank) for number in micro]
+    seen = [int(number) for rank in range(3) for micro in epochs_of(loader).epoch_from(5, 3, rank) for number in micro]
     assert sorted(seen) == [0, 1, 2]
 
 
 def test_the_fingerprint_has_names_order_and_lengths_but_no_directory() -> None:
     def identity(shards: list[str], lengths: list[int]) -> int:
         given = el.ShardedStream(shards, open=list, lengths=lengths)
-        return el.ElasticLoader(given, el.GlobalBatch(1, 1))._identity[LIST_OF_SHARDS]
+        return epochs_of(el.ElasticLoader(given, el.GlobalBatch(1, 1))).identity[LIST_OF_SHARDS]
 
     one = identity(["/data/a/0", "/data/b/0"], [5, 5])
     assert identity(["s3://bucket/a/0", "s3://bucket/b/0"], [5, 5]) == one

@@ -20,6 +20,7 @@ from torch.nn.functional import softplus
 
 import elastic_launch as el
 from elastic_launch.errors import ElasticLaunchError, UsageError
+from elastic_launch.training.data.loader import epochs_of
 from elastic_launch.training.engine import Engine
 from elastic_launch.training.gradients.accumulation import ExactGradients
 from elastic_launch.training.ranks.replicas import replicated
@@ -339,7 +340,7 @@ class Elsewhere:
 
     def recover(self, error: RuntimeError, passes: Any) -> Recovered:
         self.recovered += 1
-        share = replace(self._step.share, batches=_loader()._epoch_from(0, 1, 0))
+        share = replace(self._step.share, batches=epochs_of(_loader()).epoch_from(0, 1, 0))
         return Recovered(share, passes=self._passes[len(passes) :] and self._passes)
 
 

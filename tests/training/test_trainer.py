@@ -16,6 +16,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import Dataset, TensorDataset
 
 import elastic_launch as el
+from elastic_launch.batch import halved
 from elastic_launch.errors import UsageError
 from elastic_launch.training.callbacks import CheckpointEnd, Evaluation, Incident, RoundStart, StepEnd
 from elastic_launch.training.engine import Engine
@@ -136,7 +137,7 @@ def test_an_evaluation_follows_the_trainings_micro_batches_as_they_become_smalle
 
     case.trainer._forward = forward
     case.trainer.evaluate()
-    case.loader.batch = case.loader.batch._halved()
+    case.loader.batch = halved(case.loader.batch)
     # A process that has just begun knows only the training's present micro-batches.
     case.trainer.evaluate()
     assert sizes == [4, 4, 4, 2, 2, 2, 2, 2, 2]

@@ -1,6 +1,7 @@
 """The same samples in the same micro-batches at every world size.
 
 ``loader``       the loaders
+``epochs``       what the library needs of them: the samples of each step, and their micro-batches
 ``samplers``     the sample at each position of an epoch
 ``streams``      shards as one dataset
 ``permutation``  random order in constant memory

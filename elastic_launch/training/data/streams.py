@@ -15,7 +15,6 @@ import sys
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
 from itertools import accumulate, takewhile
 from operator import index as as_int
 from pathlib import Path
@@ -115,16 +114,6 @@ class ShardedStream(Dataset[Any]):
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_readers": OrderedDict()}
 
-    @cached_property
-    def _fingerprint(self) -> int:
-        """A hash of the names and lengths of the shards, in their order."""
-        return derive("shards", json.dumps([*zip(self.names, self.lengths, strict=True)])) >> 16
-
-    def _describe(self, index: int) -> str:
-        """Return the place of a sample, for errors."""
-        shard, offset = self._locate(index)
-        return f"{self.names[shard]}[{offset}]"
-
     def _locate(self, index: int) -> tuple[int, int]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of a stream of {len(self)}")
@@ -175,6 +164,17 @@ class ShardedStream(Dataset[Any]):
             or sum(reader.kept for reader in readers.values()) > 4 * self.buffer * self.lanes
         ):
             readers.popitem(last=False)[1].close()
+
+
+def shards_hash(stream: ShardedStream) -> int:
+    """Return a hash of the names and lengths of the shards, in their order."""
+    return derive("shards", json.dumps([*zip(stream.names, stream.lengths, strict=True)])) >> 16
+
+
+def described(stream: ShardedStream, index: int) -> str:
+    """Return the place of a sample, for errors."""
+    shard, offset = stream._locate(index)
+    return f"{stream.names[shard]}[{offset}]"
 
 
 class StreamOrder:
