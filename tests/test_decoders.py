@@ -26,6 +26,7 @@ import numpy as np
 import pytest
 import torch
 from harness import SLOWNESS
+from http_heads import understood
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -34,7 +35,6 @@ from elastic_agents.hangs.stacks import parse_py_spy
 from elastic_agents.notices.aws import instance_action, scheduled
 from elastic_agents.notices.azure import events as azure_events
 from elastic_agents.notices.types import Trouble
-from elastic_agents.probes.http_server import HttpRequest, _parse
 from elastic_agents.workers.watchdog import TimerRequest
 from elastic_launch import codec
 from elastic_launch import contract as c
@@ -288,8 +288,8 @@ def error_file(data: bytes) -> ErrorFile | None:
 
 
 def request(data: bytes) -> Any:
-    found = _parse(data)
-    return (found.path, found.query, found.bare) if isinstance(found, HttpRequest) else found.status
+    said, found = understood(data[:4096])
+    return [(request.path, request.query) for request in found] or said[:12]
 
 
 MANIFEST = Manifest(3, 1, {TENSORS: FileSum(10, "a" * 64)}, FileSum(5, "b" * 64), {"note": ["x", 1]}).dumps()[0]

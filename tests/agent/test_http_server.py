@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from http import HTTPStatus
 
 import pytest
-from harness import SLOWNESS, asked
+from harness import SLOWNESS, asked, wait_for
+from http_heads import understood
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -33,13 +34,13 @@ LARGE = random.Random(1).randbytes(4_000_000)
 
 
 class Server:
-    """A server with a page, a large page, and a page that has no response until it is set."""
+    """A server with a page, a large page, and a page that has no response until it may go on."""
 
     def __init__(self) -> None:
         self.listener = listen("127.0.0.1")
         self.address = ("127.0.0.1", int(self.listener.getsockname()[1]))
         self.late: list[HttpRequest] = []
-        self.told = ""
+        self.go_on = threading.Event()
         routes = {
             "/": lambda request: HttpResponse.text(200, f"page {request.query}".strip()),
             "/large": lambda _: HttpResponse(200, LARGE, "application/octet-stream"),
@@ -47,9 +48,10 @@ class Server:
         }
         self.http = HttpServer(self.listener, routes)
 
-    def _late(self, request: HttpRequest) -> HttpResponse | None:
+    def _late(self, request: HttpRequest) -> HttpResponse:
         self.late.append(request)
-        return HttpResponse.text(200, self.told) if self.told else None
+        assert self.go_on.wait(60)
+        return HttpResponse.text(200, "now")
 
     def connect(self) -> socket.socket:
         return socket.create_connection(self.address, timeout=20)
@@ -71,6 +73,7 @@ def server() -> Iterator[Server]:
     try:
         yield made
     finally:
+        made.go_on.set()
         made.http.close()
         made.listener.close()
 
@@ -167,15 +170,14 @@ def test_a_responder_may_have_its_response_later(server: Server) -> None:
         first.shutdown(socket.SHUT_WR)  # as netcat does
         assert asked(f"http://127.0.0.1:{server.address[1]}/") == (200, "page")
         second.sendall(get("/late"))
-        server.told = "now"
-        server.http.wake()
+        server.go_on.set()
         for connection in (first, second):
             assert connection.makefile("rb").read().endswith(b"\r\n\r\nnow\n")
     assert all(request.path == "/late" for request in server.late)
 
 
-def test_thousands_of_idle_connections_cost_one_thread_and_keep_no_probe_out(server: Server) -> None:
-    """With idle clients everywhere, a client with a request is served, and the server never exceeds its bound."""
+def test_thousands_of_idle_connections_cost_few_threads_and_keep_no_probe_out(server: Server) -> None:
+    """With idle clients everywhere, a client with a request is served, and the server never exceeds its bounds."""
     threads, idle = threading.active_count(), []
     with contextlib.ExitStack() as stack:
         for number in range(600):
@@ -185,7 +187,7 @@ def test_thousands_of_idle_connections_cost_one_thread_and_keep_no_probe_out(ser
                 assert asked(f"http://127.0.0.1:{server.address[1]}/") == (200, "page")
                 assert time.monotonic() - began < 5 * SLOWNESS
                 assert server.connections <= MAX_CONNECTIONS + 1  # one more while a connection is being chosen
-        assert threading.active_count() == threads
+        wait_for("ended threads", lambda: threading.active_count() <= threads + MAX_CONNECTIONS)
         # The oldest ones are closed.
         idle[0].settimeout(20)
         assert idle[0].recv(1) == b""
@@ -199,9 +201,8 @@ def test_a_client_that_waits_for_its_response_is_not_ended_for_idle_ones(server:
         patient.sendall(get("/late"))
         for _ in range(5 * MAX_CONNECTIONS):
             stack.enter_context(server.connect())
-        server.told = "still here"
-        server.http.wake()
-        assert patient.makefile("rb").read().endswith(b"still here\n")
+        server.go_on.set()
+        assert patient.makefile("rb").read().endswith(b"now\n")
 
 
 def test_a_connection_has_a_deadline_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,13 +232,16 @@ def test_a_connection_has_a_deadline_as_a_whole(monkeypatch: pytest.MonkeyPatch)
 def test_it_is_closed_with_all_that_it_holds_and_leaves_its_listener() -> None:
     before = threading.active_count(), len(os.listdir("/proc/self/fd"))
     made = Server()
-    with made.connect() as idle, made.connect() as waits:
+    with made.connect() as idle, made.connect() as waits, made.connect() as deaf:
         waits.sendall(get("/late"))
+        deaf.sendall(get("/large"))
+        timer = threading.Timer(0.3, made.go_on.set)
+        timer.start()
         made.http.close()
+        timer.join()
         assert idle.recv(1) == b""
         assert made.listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
         assert made.listener.gettimeout() is None
-    made.http.wake()  # as an agent's loop may do that answers late
     made.listener.close()
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
 
@@ -250,23 +254,20 @@ def test_it_is_closed_with_all_that_it_holds_and_leaves_its_listener() -> None:
 @example(b"HEAD http://x/a?b HTTP/1.0")
 @settings(max_examples=300, deadline=None)
 def test_any_input_is_a_request_or_gets_an_error_status(head: bytes) -> None:
-    found = module._parse(head)
-    if isinstance(found, HttpRequest):
-        assert head.startswith(b"HEAD " if found.bare else b"GET ")
-        assert found.path.isascii()
-    else:
-        assert found.status in (400, 405, 505)
+    said, requests = understood(head)
+    for request in requests:
+        assert head.lstrip(b"\r\n").startswith((b"GET ", b"HEAD "))
+        assert request.path.isascii()
+    assert not said or int(said.split()[1]) in ((200,) if requests else (400, 404, 405, 505))
 
 
 def _respond(server: Server, path: str, respond: Responder) -> None:
-    server.http._routes = {**server.http._routes, path: respond}
+    server.http.routes = {**server.http.routes, path: respond}
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_responder_that_fails_is_logged_and_the_server_answers_again(
-    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_responder_that_fails_is_logged_and_the_server_answers_others(
+    server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "RESTART", 0.1)
 
     def fail(request: HttpRequest) -> HttpResponse:
         raise KeyError("loss")
@@ -275,9 +276,10 @@ def test_a_responder_that_fails_is_logged_and_the_server_answers_again(
     for _ in range(2):
         with server.connect() as other:
             assert server.says(get("/fails")) == b""
-            assert other.recv(1) == b""
+            other.sendall(get())
+            assert other.makefile("rb").read().endswith(b"page\n")
         assert server.says(get()).endswith(b"page\n")
-    assert caplog.text.count("the HTTP server has failed, and starts again: KeyError: 'loss'") == 2
+    assert caplog.text.count("an HTTP request has failed: KeyError: 'loss'") == 2
 
 
 def test_closing_waits_for_a_blocked_response_only_so_long(

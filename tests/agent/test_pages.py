@@ -12,7 +12,7 @@ import pytest
 from elastic_agents.probes import pages
 from elastic_agents.probes.http_server import HttpResponse
 from elastic_agents.probes.pages import STILL, node_pages
-from elastic_agents.probes.roster import LastStatus, Roster
+from elastic_agents.probes.roster import FRESH, LastStatus, Roster
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.events import types as ev
 from elastic_launch.observe.history import MOST as SAMPLES
@@ -32,9 +32,11 @@ class Told(Roster):
 
     def __init__(self) -> None:
         super().__init__(LaunchConfig(), lambda: "")
-        self.answer: LastStatus | None = LastStatus()
+        self.answer = LastStatus()
+        self.waited: list[float] = []
 
-    def look(self) -> LastStatus | None:
+    def look(self, wait: float = 0.0) -> LastStatus:
+        self.waited.append(wait)
         return self.answer
 
 
@@ -295,9 +297,9 @@ def test_of_many_nodes_those_are_shown_first_that_do_not_train() -> None:
 
 def test_the_status_waits_a_moment_for_the_leader() -> None:
     served = Served()
-    served.roster.answer = None
-    assert served.pages["/status"](Present("running"), "") is None
-    assert served.live(Present("running"))["nodes"], "the page does not wait"
+    shown(served, "/status")
+    served.live(Present("running"))
+    assert served.roster.waited == [FRESH, 0.0], "the page does not wait"
 
 
 def shown(served: Served, path: str, query: str = "") -> HttpResponse:

@@ -11,23 +11,24 @@ The kubelet treats status 200 to 399 as success and everything else, or silence,
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 
 from elastic_agents.inbox import HowAreYou, Inbox
-from elastic_agents.probes.http_server import HttpRequest, HttpResponse, HttpServer, Responder
+from elastic_agents.probes.http_server import HttpRequest, HttpResponse, HttpServer
 from elastic_launch.config.endpoints import Endpoint
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.errors import EndpointError
 from elastic_launch.observe.present import Present
 from elastic_launch.rendezvous.wire.addresses import early_address, full_host_name, listen, listen_anywhere, try_listen
 
-Page = Callable[[Present, str], HttpResponse | None]
+Page = Callable[[Present, str], HttpResponse]
 """Shows how this node's part of the run is, given what follows the question mark in the address.
 
-Called in the server's thread, so it must not block. It returns None while it has no response; it is called again.
+Called in the connection's thread, so by several at the same time.
 """
 
 PATIENCE = 5.0
@@ -107,12 +108,14 @@ class Health:
     ) -> None:
         self._inbox: Inbox[object] | None = None
         self._listener = listener
+        self._turn = threading.Condition()
         self._asked_at = 0.0
         self._asking = False
         self._said: tuple[Present, float] | None = None  # the agent's last answer, and when it was given
-        shown = {path: partial(self._show, page, FRESH) for path, page in (pages or {}).items()}
-        alive: dict[str, Responder] = {"/livez": self._livez, "/healthz": self._livez, "/readyz": self._readyz}
-        self._server = HttpServer(listener, alive | shown, name="http" if pages else "health", hosts=hosts)
+        probes: dict[str, Page] = {"/livez": _livez, "/healthz": _livez, "/readyz": _readyz}
+        routes = {path: partial(self._show, page, 0.0) for path, page in probes.items()}
+        routes |= {path: partial(self._show, page, FRESH) for path, page in (pages or {}).items()}
+        self._server = HttpServer(listener, routes, name="http" if pages else "health", hosts=hosts)
 
     @property
     def endpoint(self) -> Endpoint:
@@ -126,45 +129,53 @@ class Health:
 
     def heard(self, present: Present) -> None:
         """Take note of what the agent has said; called from its loop."""
-        self._said = present, time.monotonic()
+        with self._turn:
+            self._said = present, time.monotonic()
+            self._turn.notify_all()
 
     def close(self) -> None:
         """Stop answering."""
         self._server.close()
         self._listener.close()
 
-    def _livez(self, request: HttpRequest) -> HttpResponse | None:
-        return self._show(lambda present, _: HttpResponse.text(200, present.phase), 0.0, request)
-
-    def _readyz(self, request: HttpRequest) -> HttpResponse | None:
-        return self._show(
-            lambda present, _: HttpResponse.text(200 if present.phase == "running" else 503, present.phase),
-            0.0,
-            request,
-        )
-
-    def _show(self, page: Page, fresh: float, request: HttpRequest) -> HttpResponse | None:
-        """Respond with a page; with 503 if the agent has not answered; with None while it may still answer.
+    def _show(self, page: Page, fresh: float, request: HttpRequest) -> HttpResponse:
+        """Respond with a page, or with 503 if the agent does not answer.
 
         Args:
             fresh: seconds before the request in which the agent may have said what is shown.
         """
-        inbox = self._inbox
-        if inbox is None:
-            return page(Present("starting"), request.query)
-        if inbox.closed:
-            # What takes long after the loop is saving what must not be lost.
-            present = replace(self._said[0], phase="leaving") if self._said else Present("leaving")
-            return page(present, request.query)
-        if self._said is not None and self._said[1] >= request.at - fresh:
-            return page(self._said[0], request.query)
-        now = time.monotonic()
-        if not self._asking and now - self._asked_at >= ASK_EVERY:
-            self._asking, self._asked_at = True, now
-            inbox.put(HowAreYou(self._answered))
-        return HttpResponse.text(503, f"no answer within {PATIENCE:g} s") if now - request.at >= PATIENCE else None
+        present = self._present(request.at - fresh, request.at + PATIENCE)
+        if present is None:
+            return HttpResponse.text(503, f"no answer within {PATIENCE:g} s")
+        return page(present, request.query)
+
+    def _present(self, since: float, until: float) -> Present | None:
+        """Return what the agent says of its node, not before ``since``; None if it says nothing until ``until``."""
+        with self._turn:
+            while True:
+                if self._inbox is None:
+                    return Present("starting")
+                if self._inbox.closed:
+                    # What takes long after the loop is saving what must not be lost.
+                    return replace(self._said[0], phase="leaving") if self._said else Present("leaving")
+                if self._said is not None and self._said[1] >= since:
+                    return self._said[0]
+                now = time.monotonic()
+                if now >= until:
+                    return None
+                if not self._asking and now - self._asked_at >= ASK_EVERY:
+                    self._asking, self._asked_at = True, now
+                    self._inbox.put(HowAreYou(self._answered))
+                self._turn.wait(min(ASK_EVERY, until - now))
 
     def _answered(self, present: Present) -> None:
-        self.heard(present)
         self._asking = False
-        self._server.wake()
+        self.heard(present)
+
+
+def _livez(present: Present, query: str) -> HttpResponse:
+    return HttpResponse.text(200, present.phase)
+
+
+def _readyz(present: Present, query: str) -> HttpResponse:
+    return HttpResponse.text(200 if present.phase == "running" else 503, present.phase)

@@ -1,27 +1,28 @@
-"""A small HTTP/1.1 server for probes, metrics and pages: one thread, a bounded number of connections.
+"""The HTTP server of probes, metrics and pages: the standard library's, with bounds that no client can exceed.
 
-A connection carries one request and is closed after the response. The whole connection has one deadline, so a client
-that sends or reads one byte at a time holds it no longer than a silent client. If all connections are in use, a new one
-replaces the oldest one that has not sent its request yet, so a flood of idle connections blocks no probe.
-
-It imports little, as it also runs during the import of torch, in a process that forks workers.
+A connection has a thread, carries one request and is closed after the response. As a whole it has one deadline, so a
+client that sends or reads one byte at a time holds it no longer than a silent client. If all connections are in use, a
+new one replaces the oldest one that has not sent its request yet, so a flood of idle connections blocks no probe.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import re
-import selectors
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from http import HTTPStatus
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BytesIO
+from typing import Any
 
 from elastic_launch.system.threads import ThreadDied, VitalThread
-from elastic_launch.system.wake import Waker
 
 _log = logging.getLogger("elastic_launch.http")
 
@@ -33,26 +34,20 @@ DEADLINE = 10.0
 LINGER = 1.0
 """Seconds in which the client may still send after the response: on an earlier close the kernel might discard it."""
 
+LOOK_EVERY = 0.1
+"""Seconds after which the server looks for connections that are past their deadline, and whether it is to end."""
+
 OPEN = ("/metrics", "/livez", "/healthz", "/readyz")
 """Paths that are answered for any Host header: monitoring systems ask by a service's name. They show no output."""
 
 MAX_HEAD = 8192
 """Bytes of a request's line and headers."""
 
-ACCEPTS, ACCEPT_EVERY = 32, 0.005
-"""At most so many connections are accepted at once, then none for so many seconds: a flood cannot starve the agent."""
-
-RESTART = 1.0
-"""Seconds after which the server listens again if its thread has failed."""
+ACCEPTS, ACCEPT_PAUSE = 32, 0.02
+"""After so many connections none is accepted for so many seconds: a flood cannot starve the agent."""
 
 CLOSING = 5.0
-"""Seconds in which its thread must end."""
-
-ASK_AGAIN = 0.05
-"""Seconds after which a responder that had no response is called again, unless it wakes the server before."""
-
-_DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
-_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
+"""Seconds in which all threads must end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +56,12 @@ class HttpRequest:
 
     Attributes:
         query: the part after the question mark.
-        host: the name by which the client asks for this server, without a port; empty if it gives none.
         at: when it was complete, by ``time.monotonic``.
-        bare: whether it is a HEAD request: the response is sent without its body.
     """
 
     path: str
     query: str
     at: float
-    bare: bool = False
-    host: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +78,24 @@ class HttpResponse:
         return cls(status, f"{text}\n".encode())
 
 
-Responder = Callable[[HttpRequest], HttpResponse | None]
-"""Called in the server's thread, so it must not block. It returns None while it has no response; it is called again."""
+Responder = Callable[[HttpRequest], HttpResponse]
+"""Called in the connection's thread, which it may hold for a few seconds; several may be called at the same time."""
 
 
-class HttpServer:
+@dataclass(slots=True)
+class _Connection:
+    """An open connection; that of the least ``worth`` is closed first: the oldest that waits for its client to hang up,
+    else the oldest without a request."""
+
+    thread: threading.Thread
+    deadline: float
+    worth: int = 1
+
+
+class HttpServer(ThreadingHTTPServer):
     """Serves until it is closed.
 
-    An error in a responder ends all connections, is logged, and the server starts again: a probe that is never answered
-    again would end a healthy pod.
+    An error of a responder ends its connection, and is logged.
 
     Args:
         listener: keeps listening after the server is closed: its owner closes it.
@@ -116,273 +116,187 @@ class HttpServer:
         name: str = "http",
         hosts: Collection[str] | None = None,
     ) -> None:
-        self._listener, self._routes, self._hosts = listener, routes, hosts
-        self._connections: dict[int, _Connection] = {}  # by number, oldest first
-        self._next_number = 0
-        self._accept_at = 0.0
-        self._listening = False
+        super().__init__(listener.getsockname()[:2], _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener
+        self.routes, self._hosts = routes, hosts
+        self._connections: dict[socket.socket, _Connection] = {}  # the oldest first
+        self._lock = threading.Lock()  # a socket is used by other threads than its own only with it
+        self._accepted = 0
         self._closing = False
-        self._lock = threading.Lock()  # while a thread that failed is replaced
-        with contextlib.ExitStack() as undo:
-            undo.callback(listener.setblocking, True)
-            listener.setblocking(False)
-            self._waker = Waker()
-            undo.callback(self._waker.close)
-            self._selector = selectors.DefaultSelector()
-            undo.callback(lambda: self._selector.close())
-            self._thread = self._started(name)
-            self._held = undo.pop_all()
-
-    def wake(self) -> None:
-        """Call responders that had no response again now; may be called from any thread."""
-        self._waker.wake()
+        self._name = name
+        listener.setblocking(False)
+        self._thread = VitalThread(self.serve_forever, name, (LOOK_EVERY,), owner=self._failed)
+        try:
+            self._thread.start()
+        except RuntimeError:
+            listener.setblocking(True)
+            raise
 
     def close(self) -> None:
-        """Close all connections and end the thread; one that a responder blocks is left behind with what it uses."""
+        """End all connections and threads; one that a responder blocks is left behind."""
+        until = time.monotonic() + CLOSING
+        self._closing = True
+        self.shutdown()
         with self._lock:
-            self._closing = True
-        self.wake()
-        self._thread.join(CLOSING)
-        if self._thread.is_alive():
+            threads = [self._thread, *(connection.thread for connection in self._connections.values())]
+            for request in list(self._connections):
+                self._end(request)
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        if any(thread.is_alive() for thread in threads):
             _log.error("the HTTP server does not end: a response takes more than %g s", CLOSING)
-        else:
-            self._held.close()
+        self.socket.setblocking(True)
 
-    def _started(self, name: str) -> VitalThread:
-        self._selector.register(self._waker, selectors.EVENT_READ)
-        thread = VitalThread(self._run, name, owner=self._failed)
+    def asked_for(self, host: str) -> bool:
+        """Whether a client that asks for this host means this server: a website's page can only ask for a name."""
+        host = host.lower().rstrip(".")
+        if self._hosts is None or host in ("", "localhost", *self._hosts) or host.endswith(".localhost"):
+            return True
+        with contextlib.suppress(ValueError):
+            return bool(ipaddress.ip_address(host.removeprefix("[").removesuffix("]")))
+        return False
+
+    def note(self, request: socket.socket, worth: int, seconds: float = DEADLINE) -> None:
+        """Set what a connection is worth, and the seconds in which it has to end, if those are fewer than before."""
+        with self._lock:
+            if (connection := self._connections.get(request)) is not None:
+                connection.worth = worth
+                connection.deadline = min(connection.deadline, time.monotonic() + seconds)
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        self._accepted += 1
+        if self._accepted % ACCEPTS == 0:
+            time.sleep(ACCEPT_PAUSE)
+        try:
+            return super().get_request()
+        except (BlockingIOError, ConnectionError):
+            raise
+        except OSError:  # no descriptor is left: closing another connection may help
+            self._make_room(0)
+            time.sleep(ACCEPT_PAUSE)
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        thread = VitalThread(self.process_request_thread, self._name, (request, client_address), owner=self._failed)
+        with self._lock:
+            self._connections[request] = _Connection(thread, time.monotonic() + DEADLINE)
         thread.start()
-        return thread
+        self._make_room(MAX_CONNECTIONS)
+
+    def service_actions(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            for request in [request for request, known in self._connections.items() if known.deadline <= now]:
+                self._end(request)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._connections.pop(request, None)
+        self.close_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        error = sys.exception()
+        if not isinstance(error, ConnectionError):  # the client has hung up, or was too slow
+            _log.error("an HTTP request has failed: %s: %s", type(error).__name__, error)
+
+    def _make_room(self, most: int) -> None:
+        with self._lock:
+            if len(self._connections) > most:
+                self._end(min(self._connections, key=lambda request: self._connections[request].worth))
+
+    def _end(self, request: socket.socket) -> None:
+        """Have the connection's thread end, which closes the socket."""
+        del self._connections[request]
+        with contextlib.suppress(OSError):
+            request.shutdown(socket.SHUT_RDWR)
 
     def _failed(self, died: ThreadDied) -> None:
         """Called from the thread that ends."""
-        with self._lock:
-            if self._closing:
-                return
-            _log.error("the HTTP server has failed, and starts again: %s", died.error)
-            self._selector.close()
-            try:
-                self._selector = selectors.DefaultSelector()
-                self._thread = self._started(died.name)
-            except (OSError, RuntimeError) as error:  # no descriptor or thread is left
-                _log.error("its port is not answered any more: %s", error)
+        if not self._closing:
+            _log.error("the HTTP server has failed, its port is not answered any more: %s", died.error)
 
-    def _run(self) -> None:
+
+class _Handler(BaseHTTPRequestHandler):
+    """Reads a request, and sends the response."""
+
+    server: HttpServer
+    protocol_version = "HTTP/1.1"
+    default_request_version = "HTTP/1.0"  # that of responses to what is no request
+
+    def handle(self) -> None:
+        head = b""
+        while not (whole := head.lstrip(b"\r\n")).endswith(b"\r\n\r\n"):
+            line = self.rfile.readline(MAX_HEAD + 1 - len(head))
+            head += line
+            if len(head) > MAX_HEAD:
+                self.command, self.request_version = "", self.default_request_version
+                self.send_error(431, "The request is too long.")
+                return
+            if not line:  # the client has hung up, or was too slow
+                return
+        connection, self.rfile = self.rfile, BytesIO(whole)
         try:
-            while not self._closing:
-                self._turn()
+            self.handle_one_request()
         finally:
-            for connection in self._connections.values():
-                connection.sock.close()
-            self._connections.clear()
-            self._listening, self._accept_at = False, time.monotonic() + RESTART
+            self.rfile = connection
 
-    def _turn(self) -> None:
-        now = time.monotonic()
-        if not self._listening and now >= self._accept_at:
-            self._listen(True)
-        ready = self._selector.select(max(0.0, self._due() - now))
-        for key, _ in ready:
-            if key.fileobj is self._waker:
-                self._waker.clear()
-            elif key.fileobj is not self._listener:
-                self._go_on(key.data)
-        # After existing connections are served: those may have sent their requests, and then do not count as idle.
-        if any(key.fileobj is self._listener for key, _ in ready):
-            self._accept()
-        now = time.monotonic()
-        for connection in list(self._connections.values()):
-            if now >= connection.deadline:
-                self._end(connection)
-            elif connection.request is not None and not connection.answered:
-                self._ask(connection)
-
-    def _due(self) -> float:
-        """When there is something to do even if no data arrives."""
-        due = [connection.deadline for connection in self._connections.values()]
-        if any(connection.waiting for connection in self._connections.values()):
-            due.append(time.monotonic() + ASK_AGAIN)
-        if not self._listening:
-            due.append(self._accept_at)
-        return min(due, default=time.monotonic() + 60.0)
-
-    def _listen(self, wanted: bool) -> None:
-        if wanted:
-            self._selector.register(self._listener, selectors.EVENT_READ)
+    def parse_request(self) -> bool:
+        """Read the request's head; refuse what the standard library lets pass (RFC 9112)."""
+        if not super().parse_request():
+            return False
+        hosts = self.headers.get_all("Host", [])
+        if not re.fullmatch(r"\S+ [!-~]+ HTTP/1\.[0-9]", self.requestline):
+            self.send_error(400, "The request line is malformed.")
+        elif self.headers.defects or any("\n" in value for value in self.headers.values()):
+            self.send_error(400, "A header is malformed.")
+        elif len(hosts) > 1 or (self.request_version != "HTTP/1.0" and not hosts):
+            self.send_error(400, "There must be one Host header.")
         else:
-            self._selector.unregister(self._listener)
-        self._listening = wanted
-
-    def _accept(self) -> None:
-        for _ in range(ACCEPTS):
-            try:
-                sock, _ = self._listener.accept()
-            except (BlockingIOError, ConnectionError):
-                return
-            except OSError:  # no descriptor is left: closing another connection may help
-                if self._connections:
-                    self._end(min(self._connections.values(), key=_Connection.worth))
-                break
-            sock.setblocking(False)
-            connection = _Connection(sock, self._next_number, time.monotonic() + DEADLINE)
-            self._next_number += 1
-            self._connections[connection.number] = connection
-            self._selector.register(sock, selectors.EVENT_READ, connection)
-            self._go_on(connection)
-            if len(self._connections) > MAX_CONNECTIONS:
-                self._end(min(self._connections.values(), key=_Connection.worth))
-        self._accept_at = time.monotonic() + ACCEPT_EVERY
-        self._listen(False)
-
-    def _go_on(self, connection: _Connection) -> None:
-        """Read or write what is possible without blocking."""
-        try:
-            if connection.answered and connection.unsent:
-                self._send(connection)
-                return
-            data = connection.sock.recv(4096)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
-            self._end(connection)
-        elif not connection.answered:
-            connection.head += data
-            self._read(connection)
-
-    def _read(self, connection: _Connection) -> None:
-        head, end, _ = connection.head.lstrip(b"\r\n").partition(b"\r\n\r\n")
-        if not end and len(connection.head) <= MAX_HEAD:
-            return
-        fits = end and len(head) <= MAX_HEAD
-        found = _parse(bytes(head)) if fits else HttpResponse.text(431, "The request is too long.")
-        if isinstance(found, HttpRequest) and not self._is_asked(found):
-            hint = "Ask by its address or its host's name, or start the agent with --http-host and this name."
-            found = HttpResponse.text(421, f"This server is not {found.host}. {hint}")
-        if isinstance(found, HttpResponse):
-            self._answer(connection, found)
-            return
-        connection.request = found
-        # Until there is a response, incoming data is ignored, and the client may already have closed its side.
-        self._selector.unregister(connection.sock)
-        self._ask(connection)
-
-    def _is_asked(self, request: HttpRequest) -> bool:
-        return self._hosts is None or request.path in OPEN or _meant(request.host, self._hosts)
-
-    def _ask(self, connection: _Connection) -> None:
-        assert connection.request is not None
-        responder = self._routes.get(connection.request.path)
-        if responder is not None:
-            response = responder(connection.request)
-        else:
-            response = HttpResponse.text(404, f"There is {', '.join(self._routes)}.")
-        if response is not None:
-            self._selector.register(connection.sock, selectors.EVENT_READ, connection)
-            self._answer(connection, response)
-
-    def _answer(self, connection: _Connection, response: HttpResponse) -> None:
-        connection.answered = True
-        bare = connection.request is not None and connection.request.bare
-        connection.unsent += _head(response) + (b"" if bare else response.body)
-        self._selector.modify(connection.sock, selectors.EVENT_WRITE, connection)
-        self._send(connection)
-
-    def _send(self, connection: _Connection) -> None:
-        try:
-            while connection.unsent:
-                del connection.unsent[: connection.sock.send(connection.unsent)]
-            connection.sock.shutdown(socket.SHUT_WR)
-        except BlockingIOError:
-            return
-        except OSError:
-            self._end(connection)
-            return
-        self._selector.modify(connection.sock, selectors.EVENT_READ, connection)
-        connection.deadline = min(connection.deadline, time.monotonic() + LINGER)
-
-    def _end(self, connection: _Connection) -> None:
-        del self._connections[connection.number]
-        if not connection.waiting:
-            self._selector.unregister(connection.sock)
-        connection.sock.close()
-
-
-class _Connection:
-    """A client's connection: receives the request, waits for the response, sends it, and is closed.
-
-    Attributes:
-        request: once it is complete.
-        answered: whether there is a response; ``unsent`` is the rest of it.
-    """
-
-    __slots__ = ("answered", "deadline", "head", "number", "request", "sock", "unsent")
-
-    def __init__(self, sock: socket.socket, number: int, deadline: float) -> None:
-        self.sock, self.number, self.deadline = sock, number, deadline
-        self.head, self.unsent = bytearray(), bytearray()
-        self.request: HttpRequest | None = None
-        self.answered = False
-
-    @property
-    def waiting(self) -> bool:
-        return self.request is not None and not self.answered
-
-    def worth(self) -> tuple[bool, bool, int]:
-        """The least is closed first: an answered connection, then one without a request; among these the oldest."""
-        return not self.answered or bool(self.unsent), self.answered or self.waiting, self.number
-
-
-def _parse(head: bytes) -> HttpRequest | HttpResponse:
-    """Return the request, or the response that says what is wrong with it (RFC 9112)."""
-    line, *fields = head.split(b"\r\n")
-    asked = re.fullmatch(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+) ([!-~]+) HTTP/([0-9])\.([0-9])", line)
-    if asked is None:
-        return HttpResponse.text(400, "The request line is malformed.")
-    method, target, major, minor = asked.groups()
-    if major != b"1":
-        return HttpResponse.text(505, "This is a server for HTTP/1.1.")
-    hosts = []
-    for field in fields:
-        found = re.fullmatch(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([^\x00\r\n]*)", field)
-        if found is None:
-            return HttpResponse.text(400, "A header is malformed.")
-        if found[1].lower() == b"host":
-            hosts.append(found[2].strip(b" \t"))
-    if len(hosts) > 1 or (minor != b"0" and not hosts):
-        return HttpResponse.text(400, "There must be one Host header.")
-    if method not in (b"GET", b"HEAD"):
-        return HttpResponse.text(405, "Use GET or HEAD.")
-    path, _, query = re.sub(rb"^https?://[^/?]*", b"", target, flags=re.IGNORECASE).decode("ascii").partition("?")
-    host = re.sub(rb":[0-9]*$", b"", hosts[0]).decode("ascii", "replace") if hosts else ""
-    return HttpRequest(path or "/", query, time.monotonic(), method == b"HEAD", host)
-
-
-def _meant(host: str, names: Collection[str]) -> bool:
-    """Whether a client that asks for this host means this server: a website's page can only ask for a name."""
-    import ipaddress
-
-    host = host.lower().rstrip(".")
-    if host in ("", "localhost") or host.endswith(".localhost") or host in names:
-        return True
-    try:
-        ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
-    except ValueError:
+            return True
         return False
-    return True
 
+    def do_GET(self) -> None:
+        path, _, query = re.sub(r"^https?://[^/?]*", "", self.path, flags=re.IGNORECASE).partition("?")
+        host = re.sub(r":[0-9]*$", "", self.headers.get("Host", "").strip())
+        responder = self.server.routes.get(path or "/")
+        if path not in OPEN and not self.server.asked_for(host):
+            hint = "Ask by its address or its host's name, or start the agent with --http-host and this name."
+            response = HttpResponse.text(421, f"This server is not {host}. {hint}")
+        elif responder is None:
+            response = HttpResponse.text(404, f"There is {', '.join(self.server.routes)}.")
+        else:
+            self.server.note(self.request, worth=2)
+            response = responder(HttpRequest(path or "/", query, time.monotonic()))
+        self._send(response)
 
-def _head(response: HttpResponse) -> bytes:
-    at = time.gmtime()
-    lines = [
-        f"HTTP/1.1 {response.status} {HTTPStatus(response.status).phrase}",
-        f"Date: {_DAYS[at.tm_wday]}, {at.tm_mday:02} {_MONTHS[at.tm_mon - 1]} {at.tm_year} "
-        f"{at.tm_hour:02}:{at.tm_min:02}:{at.tm_sec:02} GMT",
-        f"Content-Type: {response.content_type}",
-        f"Content-Length: {len(response.body)}",
-        "Cache-Control: no-store",
-        "Connection: close",
-        *(["Allow: GET, HEAD"] if response.status == 405 else []),
-    ]
-    return "".join(f"{line}\r\n" for line in [*lines, ""]).encode("ascii")
+    do_HEAD = do_GET
+
+    def finish(self) -> None:
+        super().finish()
+        self.server.note(self.request, worth=0, seconds=LINGER)
+        with contextlib.suppress(OSError):
+            self.request.shutdown(socket.SHUT_WR)
+            for _ in iter(partial(self.request.recv, 4096), b""):
+                pass
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        if code == 501:  # no method of this class has its name
+            code, message = 405, "Use GET or HEAD."
+        self._send(HttpResponse.text(code, message or "Bad request."))
+
+    def _send(self, response: HttpResponse) -> None:
+        self.send_response_only(response.status)
+        self.send_header("Date", self.date_time_string())
+        self.send_header("Content-Type", response.content_type)
+        self.send_header("Content-Length", str(len(response.body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("Connection", "close")
+        if response.status == 405:
+            self.send_header("Allow", "GET, HEAD")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(response.body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing: requests are not logged."""

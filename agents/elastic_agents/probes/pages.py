@@ -6,13 +6,14 @@ import copy
 import json
 import math
 import re
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 
 from elastic_agents.probes.health import Page
 from elastic_agents.probes.http_server import HttpResponse
-from elastic_agents.probes.roster import LastStatus, Roster
+from elastic_agents.probes.roster import FRESH, Roster
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.events.types import Event
 from elastic_launch.observe import page
@@ -63,12 +64,14 @@ def node_pages(
     def show_page(present: Present, query: str = "") -> HttpResponse:
         return HttpResponse(200, page.live_page(config.run_id, config.node_id).encode(), "text/html; charset=utf-8")
 
+    lock = threading.Lock()
     drawn: list[tuple[float, HttpResponse]] = []  # the last one, and when
 
     def show_live(present: Present, query: str = "") -> HttpResponse:
-        if not drawn or time.monotonic() - drawn[0][0] >= REDRAW:
-            drawn[:] = [(time.monotonic(), redrawn(present))]
-        return drawn[0][1]
+        with lock:
+            if not drawn or time.monotonic() - drawn[0][0] >= REDRAW:
+                drawn[:] = [(time.monotonic(), redrawn(present))]
+            return drawn[0][1]
 
     kept: dict[str, tuple[object, float, dict[str, str]]] = {}  # what was drawn, of what, and when
 
@@ -87,7 +90,7 @@ def node_pages(
         )
 
     def nodes() -> dict[str, str]:
-        answer = roster.look() or LastStatus()
+        answer = roster.look()
         now = time.monotonic()
         age = now - answer.at
         old = span(age) if answer.status is not None and (answer.problem or age > OLD) else ""
@@ -124,7 +127,8 @@ def node_pages(
 
     def show_metrics(present: Present, query: str = "") -> HttpResponse:
         leads, goodput = ledger.goodput(present.step)
-        return HttpResponse(200, metrics.text(present, leads=leads, goodput=goodput), CONTENT_TYPE)
+        with lock:
+            return HttpResponse(200, metrics.text(present, leads=leads, goodput=goodput), CONTENT_TYPE)
 
     def show_log(present: Present, query: str) -> HttpResponse:
         wanted = re.fullmatch(r"rank=([0-9]{1,9})", query)
@@ -134,10 +138,8 @@ def node_pages(
         hint = "For another rank ask its node, or run elasticctl logs RANK on its host."
         return HttpResponse.text(404, f"Write /log?rank=N. The ranks of this node are: {own}. {hint}")
 
-    def show_status(present: Present, query: str = "") -> HttpResponse | None:
-        answer = roster.look()
-        if answer is None:
-            return None
+    def show_status(present: Present, query: str = "") -> HttpResponse:
+        answer = roster.look(FRESH)
         leads, goodput = ledger.goodput(present.step)
         found = {
             "run_id": config.run_id,

@@ -30,7 +30,7 @@ LOOKED = 10.0
 """Seconds since the last look after which the leader is not asked any more, and its link is closed."""
 
 FRESH = 1.0
-"""Seconds for which the first answer is waited for; then what is known is shown."""
+"""Seconds for which `/status` waits for the first answer; then it shows what is known."""
 
 CLOSE = 1.0
 """Seconds that the thread gets to end, which may be connecting to a host that does not answer."""
@@ -67,13 +67,17 @@ class Roster:
         self._closing = False
         self._thread: VitalThread | None = None
 
-    def look(self) -> LastStatus | None:
-        """Return what the leader said last; None if its answer to this look may come in a moment."""
+    def look(self, wait: float = 0.0) -> LastStatus:
+        """Return what the leader said last.
+
+        Args:
+            wait: seconds to wait for its answer, if it was not being asked.
+        """
         now = time.monotonic()
         with self._turn:
             if self._looked is None or now - self._looked > LOOKED:
                 self._asked_since, self._answer = now, LastStatus(self._answer.status, self._answer.at)
-                self._turn.notify()
+                self._turn.notify_all()
             self._looked = now
             if self._thread is None and not self._closing:
                 thread = VitalThread(self._run, "roster", owner=self._failed)
@@ -82,14 +86,17 @@ class Roster:
                     self._thread = thread
                 except RuntimeError as error:  # no more threads: the next look tries again
                     self._answer = LastStatus(self._answer.status, self._answer.at, str(error))
-            answered = self._answer.at >= self._asked_since or bool(self._answer.problem)
-            return self._answer if answered or now - self._asked_since >= FRESH or self._closing else None
+            self._turn.wait_for(self._answered, wait)
+            return self._answer
+
+    def _answered(self) -> bool:
+        return self._answer.at >= self._asked_since or bool(self._answer.problem) or self._closing
 
     def close(self) -> None:
         """End the thread."""
         with self._turn:
             self._closing = True
-            self._turn.notify()
+            self._turn.notify_all()
             thread = self._thread
         if thread is not None:
             thread.join(CLOSE)
@@ -100,6 +107,7 @@ class Roster:
         with self._turn:
             self._answer = LastStatus(self._answer.status, self._answer.at, one_line(died.error))
             self._thread = None
+            self._turn.notify_all()
 
     def _run(self) -> None:
         while self._wanted():
@@ -108,6 +116,7 @@ class Roster:
             except ElasticLaunchError as error:
                 with self._turn:
                     self._answer = LastStatus(self._answer.status, self._answer.at, one_line(error.message))
+                    self._turn.notify_all()
                     self._turn.wait_for(lambda: self._closing, ASK_EVERY)
 
     def _ask_while_wanted(self) -> None:
@@ -128,6 +137,7 @@ class Roster:
                 now = time.monotonic()
                 with self._turn:
                     self._answer = LastStatus(status, now)
+                    self._turn.notify_all()
                     pause = min(max(ASK_EVERY, SHARE * (now - began)), LONGEST)
                     self._turn.wait_for(lambda: self._closing, pause)
                     if self._closing or self._idle():

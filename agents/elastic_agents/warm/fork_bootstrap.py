@@ -23,7 +23,6 @@ from pathlib import Path
 
 from elastic_agents.child import Child
 from elastic_agents.prctl import set_dumpable
-from elastic_agents.probes.http_server import HttpResponse, HttpServer
 from elastic_agents.warm._preload import Loading, Plan, plan
 from elastic_agents.warm._script_imports import Import
 from elastic_agents.warm.run_script import BLOCKED, show
@@ -233,6 +232,8 @@ def answering(listener: socket.socket) -> Iterator[None]:
     Args:
         listener: keeps listening after this ends.
     """
+    from elastic_agents.probes.http_server import HttpResponse, HttpServer
+
     routes = {
         "/livez": lambda _: HttpResponse.text(200, "starting"),
         "/healthz": lambda _: HttpResponse.text(200, "starting"),
