@@ -43,8 +43,8 @@ help:
 	@echo 'make chaos      random plans of faults against real runs, outside CI: SEED=1 PLANS=100'
 	@echo 'make matrix     the tests of single parts, one node, exactness and torch'\''s launcher with each Python and torch that'
 	@echo '                pyproject.toml declares, or with MATRIX="3.11:2.13 3.12:2.14"; KEEP=1 keeps the environments (gigabytes)'
-	@echo 'make check      linter, formatter, types, who may import whom, and that no class name is there twice'
-	@echo 'make check      linter, formatter, types, who may import whom, and the length of lines in the pages'
+	@echo 'make check      linter, formatter, types, who may import whom, that no class name is there twice, that no module uses'
+	@echo '                what another one keeps for itself, and the length of lines in the pages'
 	@echo 'make docs       build the documentation as a site in build/site; a warning is an error'
 	@echo 'make dist       build the source distribution and the wheel in dist, with REPOSITORY=https://HOST/OWNER/NAME in their links'
 	@echo 'make env        make the environment, or bring it up to date'
@@ -86,6 +86,7 @@ check: env
 	"$(BIN)/mypy"
 	"$(BIN)/lint-imports" --no-logo
 	"$(BIN)/python" scripts/check_names.py
+	"$(BIN)/python" scripts/check_seams.py
 	"$(BIN)/python" scripts/check_pages.py
 
 docs: env

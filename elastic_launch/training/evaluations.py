@@ -167,31 +167,6 @@ class Evaluator:
         self._weight_fn = weight_fn
         self._on_result = on_result
 
-    def _begin(
-        self, engine: Engine, steps_per_epoch: int, checkpoint: Checkpoint | None, *, exact: bool
-    ) -> Evaluations:
-        """Return the evaluations of a training that begins."""
-        if exact:
-            epochs_of(self.loader).check_exact()
-        best = None if checkpoint is None else checkpoint.keep_best
-        if best is not None and best.metric not in self.metrics:
-            has = ", ".join(self.metrics)
-            raise UsageError(
-                f"Checkpoint(keep_best={best}): the evaluator has no such metric, it has {has}.", "Add it."
-            )
-
-        def check() -> None:
-            if engine.is_over:
-                raise RoundOverError("the round is over")
-
-        def measure() -> dict[str, float]:
-            world, together = engine.world, engine.sharded
-            return evaluated(world, self.loader, self.metrics, self._values, check, together=together)
-
-        evaluations = Evaluations(Interval.in_training(self._every, steps_per_epoch), measure, self._on_result)
-        self.history = evaluations.history
-        return evaluations
-
     def _values(self, sample: Any) -> tuple[list[Tensor | float], float | None]:
         means = self._measure(sample)
         if not isinstance(means, Mapping) or means.keys() != set(self.metrics):
@@ -201,6 +176,30 @@ class Evaluator:
                 "Name them all in Evaluator(metrics=...): a rank that has no micro-batch must know them, too.",
             )
         return [means[name] for name in self.metrics], None if self._weight_fn is None else self._weight_fn(sample)
+
+
+def evaluations_of(
+    evaluator: Evaluator, engine: Engine, steps_per_epoch: int, checkpoint: Checkpoint | None, *, exact: bool
+) -> Evaluations:
+    """Return the evaluations of a training that begins."""
+    loader, metrics = evaluator.loader, evaluator.metrics
+    if exact:
+        epochs_of(loader).check_exact()
+    best = None if checkpoint is None else checkpoint.keep_best
+    if best is not None and best.metric not in metrics:
+        has = ", ".join(metrics)
+        raise UsageError(f"Checkpoint(keep_best={best}): the evaluator has no such metric, it has {has}.", "Add it.")
+
+    def check() -> None:
+        if engine.is_over:
+            raise RoundOverError("the round is over")
+
+    def measure() -> dict[str, float]:
+        return evaluated(engine.world, loader, metrics, evaluator._values, check, together=engine.sharded)
+
+    evaluations = Evaluations(Interval.in_training(evaluator._every, steps_per_epoch), measure, evaluator._on_result)
+    evaluator.history = evaluations.history
+    return evaluations
 
 
 def evaluated(

@@ -21,7 +21,7 @@ from elastic_launch.training.checkpoints.parts import Stateful
 from elastic_launch.training.data.loader import Loader, check_loader, epochs_of
 from elastic_launch.training.durations import seconds_of
 from elastic_launch.training.engine import Engine
-from elastic_launch.training.evaluations import Evaluator
+from elastic_launch.training.evaluations import Evaluator, evaluations_of
 from elastic_launch.training.gradients.buffer_rules import checked_rules
 from elastic_launch.training.kinds import check_kind, found
 from elastic_launch.training.link import AgentLink
@@ -245,7 +245,7 @@ class Run:
         evaluations = None
         if evaluator is not None:
             check_kind("run.steps(evaluator=...)", evaluator, Evaluator, "Give an el.Evaluator of its data.")
-            evaluations = evaluator._begin(self._engine, loader.steps_per_epoch, checkpoint, exact=exact)
+            evaluations = evaluations_of(evaluator, self._engine, loader.steps_per_epoch, checkpoint, exact=exact)
             parts["evaluations"] = evaluations
         if verify and not exact:
             raise UsageError("run.steps(verify=True) checks what only exact=True promises.", "Give both, or neither.")
@@ -326,6 +326,11 @@ class Run:
         if step is None:
             return engine.ask_whether_to_stop()
         return engine.step_boundary(step, self._unchanging, engine.state, end=end)
+
+
+def engine_of(run: Run) -> Engine:
+    """Return what the library needs of a run."""
+    return run._engine
 
 
 @contextmanager

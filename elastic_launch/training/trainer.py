@@ -28,7 +28,7 @@ from elastic_launch.training.kinds import check_function, check_kind, found
 from elastic_launch.training.live.rehearsal import unchanged
 from elastic_launch.training.loop import Loop, LoopOptions
 from elastic_launch.training.schedule import Schedule, Schedules
-from elastic_launch.training.session import Run
+from elastic_launch.training.session import Run, engine_of
 from elastic_launch.training.steps import Step
 from elastic_launch.training.transaction import RoundOverError, Transaction
 from elastic_launch.training.wrapped import sharding_modules
@@ -193,7 +193,7 @@ class Trainer:
             world_size = self.run.world_size
             full = completed(self._config, self.loader.batch, world_size, self._number_format, self._clip_norm)
             self._deepspeed = DeepSpeed(self.model, self._optimizer, full, world_size)
-        with self.run._engine.saver.telling(self._on_checkpoint):
+        with engine_of(self.run).saver.telling(self._on_checkpoint):
             self._fit(until)
 
     def _fit(self, until: int | str) -> None:
@@ -274,7 +274,7 @@ class Trainer:
             unwatched=["trainer"],
         )
         return Loop(
-            self.run._engine,
+            engine_of(self.run),
             epochs_of(self.loader),
             self.model,
             self._optimizer,
@@ -372,7 +372,7 @@ class Trainer:
                 step.backward(self._measure_loss(_on_device(sample, self.run.device), step.model)[-1])
 
     def _check_round(self) -> None:
-        if self._evaluations.running and self.run._engine.is_over:
+        if self._evaluations.running and engine_of(self.run).is_over:
             raise RoundOverError("the round is over")
 
     def _tell_evaluation(self, evaluation: Evaluation) -> None:
