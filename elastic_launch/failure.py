@@ -22,6 +22,40 @@ class StallPlace:
 
 
 @dataclass(frozen=True, slots=True)
+class BegunInstead:
+    """Another collective than that in which ranks wait, and the ranks that have begun it."""
+
+    what: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SplitCollective:
+    """Some ranks of a process group wait in a collective that others have not begun, or began as another one.
+
+    Attributes:
+        what: such as ``all_reduce of Float[1024]``.
+        number: it is the group's collective of this number.
+        group: the name of the process group.
+        there: the ranks that wait in it.
+        behind: those that have not begun it.
+        instead: those that have begun another one in its place.
+    """
+
+    what: str
+    number: int
+    group: str
+    there: tuple[int, ...]
+    behind: tuple[int, ...] = ()
+    instead: tuple[BegunInstead, ...] = ()
+
+    @property
+    def awaited(self) -> set[int]:
+        """The ranks that the others wait for."""
+        return {*self.behind, *(rank for other in self.instead for rank in other.ranks)}
+
+
+@dataclass(frozen=True, slots=True)
 class Hang:
     """How a worker hangs.
 
@@ -45,7 +79,7 @@ class Failure:
 
     Attributes:
         kind: ``crash``, ``hang``, ``out of memory``, ``preemption``, ``startup`` or ``fatal``.
-        rank: -1 if it was started ahead of a round, and had no place in one.
+        rank: None if it was started ahead of a round, and had no place in one.
         exit_code: as in ``subprocess``: -N for signal N.
         error: the first line of its exception, ``Type: text``, or what else it said last; empty if unknown.
         detail: the traceback, or the last lines of stderr.
@@ -71,7 +105,7 @@ class Failure:
 
     node_id: str
     kind: str
-    rank: int
+    rank: int | None
     local_rank: int
     pid: int
     exit_code: int

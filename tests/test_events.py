@@ -14,6 +14,7 @@ import pytest
 from elastic_launch.events import types as ev
 from elastic_launch.events.sentences import sentence
 from elastic_launch.events.sinks import JsonLines
+from elastic_launch.failure import BegunInstead, SplitCollective, StallPlace
 from elastic_launch.observe.reading import parse
 from elastic_launch.testing import FakeClock
 
@@ -30,6 +31,8 @@ def example(kind: type[ev.Event]) -> ev.Event:
         "bool": True,
         "tuple[str, ...]": ("a", "b"),
         "tuple[int, ...]": (0, 2),
+        "tuple[StallPlace, ...]": (StallPlace("code", "x:1 in f"),),
+        "tuple[SplitCollective, ...]": (SplitCollective("x", 7, "g", (0,), (), (BegunInstead("y", (1,)),)),),
     }
     return kind(**{item.name: samples[str(item.type)] for item in fields(kind)})
 
@@ -206,12 +209,14 @@ def test_any_event_is_a_sentence_without_names_of_fields(kind: type[ev.Event]) -
             "the run ended with exit code 91: all spent (4 rounds, 3 restarts, 99.0 s)",
         ),
         (
-            ev.HangFound(1, "rank 1 hangs", collectives="rank 0 waits in x, rank 1 has not begun it"),
-            "round 1 stands still: rank 1 hangs; rank 0 waits in x, rank 1 has not begun it",
+            ev.HangFound(1, "rank 1 hangs", (1,), collectives=(SplitCollective("x", 7, "g", (0,), (1,)),)),
+            "round 1 stands still: rank 1 hangs; rank 0 waits in x, number 7 of group g, rank 1 has not begun it",
         ),
         (
-            ev.HangFound(1, "no rank stands out; rank 0 waits in x", collectives="rank 0 waits in x"),
-            "round 1 stands still: no rank stands out; rank 0 waits in x",
+            ev.HangFound(
+                1, "no rank stands out; rank 0 waits", collectives=(SplitCollective("x", 7, "g", (0,), (1,)),)
+            ),
+            "round 1 stands still: no rank stands out; rank 0 waits",
         ),
     ],
 )

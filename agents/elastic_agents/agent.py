@@ -464,7 +464,9 @@ class NodeAgent(ElasticAgent):
             snapshot=self._newest_snapshot,
             # What the leader has said; until then others may have used up what this node's own flags allow.
             # Since the round formed, restarts may have been given back.
-            budget=(self.restarts, max(self.max_restarts, self._membership.max_restarts)) if view.round > 0 else None,
+            budget=(self.restarts, max(self.max_restarts, self._membership.max_restarts or 0))
+            if view.round > 0
+            else None,
             outlook=self._membership.outlook if self._member else "",
             checkpoint=(saved[0], self._clock.now() - saved[1]) if saved else None,
             unconfirmed=self._membership.unconfirmed,
@@ -657,7 +659,7 @@ class NodeAgent(ElasticAgent):
         port = self._serve(self._store.address) if end.serve else 0
         newest = self._snapshot_store.newest
         held = m.HeldSnapshot(newest.round, newest.step, port) if newest is not None else None
-        saved = drained >= 0 and self._saves.has(drained)
+        saved = drained is not None and self._saves.has(drained)
         unsaved = self._saves.why_not(writes=self._rank == 0) if end.secured and not saved else ""
         store_port = while_scarce(self._store.reserve, self._clock)
         trained = self._control.step_timer.trained[0] > 0

@@ -84,7 +84,7 @@ class Exits:
         """A stopped worker may have raised before: the leader learns of it before it forms the next round."""
         if failure := self.failure_of(reaped.placement.local_rank, view):
             if not failure.supposed:
-                self.failed[failure.rank] = reaped
+                self.failed[reaped.placement.rank] = reaped
             reporting.late(failure)
             self._report(failure)
 

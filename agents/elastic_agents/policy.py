@@ -313,23 +313,23 @@ def _kill(view: v.View) -> Decision:
     return _settle(view)
 
 
-def _settle(view: v.View, drained: int = -1) -> Decision:
+def _settle(view: v.View, drained: int | None = None) -> Decision:
     """All workers are reaped or suspended."""
     if view.suspended and _ends(view):
         reports: list[v.Action] = []
-        if view.leaving is not None and not view.final and drained >= 0 and (view.nodes > 1 or view.keeps):
+        if view.leaving is not None and not view.final and drained is not None and (view.nodes > 1 or view.keeps):
             # The others need not wait until these workers have exited: what they have to save is in memory.
             view = replace(view, told=True)
             reports.append(v.ReportStopped(view.round, drained, view.keeps))
         view, actions = _dismiss(view)
         return view, [*reports, *actions]
-    if view.leaving is None and (not view.final or drained < 0):
+    if view.leaving is None and (not view.final or drained is None):
         phase = v.Phase.SUSPENDED if view.suspended else v.Phase.WAITING
         reports = [] if view.told else [v.ReportStopped(view.round, drained)]
         return replace(view, phase=phase, held=frozenset(), told=True), reports
     if view.leaving is None:
         return replace(view, phase=v.Phase.SAVING), [v.AwaitCopies()]
-    if drained < 0:
+    if drained is None:
         told = view.told
         view, actions = _over(view, view.leaving, view.cause)
         # The others must not wait for what this node saves as it leaves.
@@ -454,7 +454,7 @@ def _drained(view: v.View) -> Decision:
         return view, []
     if view.drained:
         # If only some were drained, the script has ended without honouring the stop.
-        return _settle(view, view.step if view.drained == view.slots else -1)
+        return _settle(view, view.step if view.drained == view.slots else None)
     return replace(view, phase=v.Phase.FINISHED), [m.Done(view.round)]
 
 

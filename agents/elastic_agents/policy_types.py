@@ -489,7 +489,7 @@ class ReportStopped:
     """Report that the round's workers are reaped or suspended.
 
     Attributes:
-        drained: optimizer steps done, if all have stopped by agreement, else -1.
+        drained: optimizer steps done, if all have stopped by agreement, else None.
         serve: whether to serve the snapshot to others from now on.
         secured: whether the node has waited for copies to durable storage.
         slots: local ranks with which the node could take part in the next round; empty for all, or if it is importing.
@@ -497,7 +497,7 @@ class ReportStopped:
     """
 
     round: int
-    drained: int = -1
+    drained: int | None = None
     serve: bool = False
     secured: bool = False
     slots: tuple[int, ...] = ()

@@ -103,7 +103,7 @@ def _who(failure: Failure) -> str:
     host = f"host {failure.host}, " if failure.host else ""
     what = "first failure, of which the cause is not known" if failure.symptom else "root cause"
     who, where = f"rank {failure.rank}", f"round {failure.round}"
-    if failure.rank < 0:
+    if failure.rank is None:
         who, where = f"local rank {failure.local_rank}", "started ahead of a round"
     return (
         f"{what}: {who} on node {failure.node_id} ({host}pid {failure.pid}, {where}) "

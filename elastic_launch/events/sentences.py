@@ -8,7 +8,10 @@ from typing import Any
 
 from elastic_launch.events import types as ev
 from elastic_launch.events.types import counted, listed
-from elastic_launch.failure import Failure, Hang, StallPlace
+from elastic_launch.failure import Failure, Hang, SplitCollective, StallPlace
+
+MOST_PLACES = 4
+"""Places of the code, and collectives, that a sentence names."""
 
 
 def sentence(event: ev.Event) -> str:
@@ -28,7 +31,7 @@ def ending(exit_code: int) -> str:
 
 def worker_failed(failure: Failure) -> str:
     """Return which worker failed, and how, in one line."""
-    if failure.rank < 0:
+    if failure.rank is None:
         who = f"local rank {failure.local_rank} on node {failure.node_id}, started ahead of a round"
     else:
         who = f"rank {failure.rank} on node {failure.node_id}"
@@ -75,6 +78,26 @@ def ranks(numbers: Sequence[int]) -> str:
     return f"rank{'s' if len(numbers) > 1 else ''} {listed(sorted(numbers))}"
 
 
+def all_hang(
+    doing: str, places: Sequence[tuple[StallPlace, Sequence[int]]], collectives: Sequence[SplitCollective]
+) -> str:
+    """Return where the ranks of a round stand of which none stands out."""
+    where = [f"{ranks(there)} {standing(place)}" for place, there in places]
+    shown = where[:MOST_PLACES] + ["..."] * (len(where) > MOST_PLACES)
+    found = "; ".join([*shown, *map(divided, collectives[:MOST_PLACES])])
+    return f"the round hangs in {doing}, and no rank stands out: {found}"
+
+
+def divided(found: SplitCollective) -> str:
+    """Return which ranks wait in a collective, and what the others have begun."""
+    others = [f"{ranks(other.ranks)} began {other.what} instead" for other in found.instead]
+    if found.behind:
+        others.append(f"{ranks(found.behind)} {'has' if len(found.behind) == 1 else 'have'} not begun it")
+    wait = "waits" if len(found.there) == 1 else "wait"
+    which = f"{found.what}, number {found.number} of group {found.group}"
+    return f"{ranks(found.there)} {wait} in {which}, {', '.join(others)}"
+
+
 def _hung(hang: Hang, host: str) -> str:
     apart = f", {ranks(hang.others)} {standing(hang.there)}" if hang.there is not None else ""
     return f"hangs in {hang.doing} on host {host}, {standing(hang.at)}{apart}; no progress for {hang.seconds:.0f} s"
@@ -117,9 +140,9 @@ def _broken(event: ev.RoundBroken) -> str:
 
 
 def _hang_found(event: ev.HangFound) -> str:
-    # If no rank stands out, the cause has them.
-    more = f"; {event.collectives}" if event.collectives and event.collectives not in event.cause else ""
-    return f"round {event.round} stands still: {event.cause}{more}"
+    # If no rank stands out, the cause has the collectives.
+    more = map(divided, event.collectives[:MOST_PLACES] if event.ranks else ())
+    return f"round {event.round} stands still: {'; '.join([event.cause, *more])}"
 
 
 def _draining(event: ev.RoundDraining) -> str:

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import Field, dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, dataclass_transform
 
+from elastic_launch.failure import SplitCollective, StallPlace
+
 Tone = Literal["", "good", "bad", "note"]
 """How a mark on the page's time axis looks; an event without a tone has no mark."""
 
@@ -278,8 +280,7 @@ class HangFound(LeaderEvent):
 
     Attributes:
         ranks, nodes, hosts, places: those of the workers that hang, in the same order; empty if no rank stands out.
-        collectives: which ranks wait in a collective that others have not begun, by torch's flight recorder; empty if
-            it knows of none.
+        collectives: those in which ranks wait that others have not begun, by torch's flight recorder.
     """
 
     counter = Counter("hangs_total", "Rounds that stood still, and were broken for it by this leader.")
@@ -293,8 +294,8 @@ class HangFound(LeaderEvent):
     ranks: tuple[int, ...] = ()
     nodes: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
-    places: tuple[str, ...] = ()
-    collectives: str = ""
+    places: tuple[StallPlace, ...] = ()
+    collectives: tuple[SplitCollective, ...] = ()
 
 
 class CauseFound(LeaderEvent):

@@ -207,7 +207,7 @@ class ControlRecord:
     refilled: int = 0
     soon: int = 0
     vain: int = 0
-    best: int = -1
+    best: int | None = None
     healthy: Seconds = 0.0
     repeats: str = ""
     repeats_step: int = 0

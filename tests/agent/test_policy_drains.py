@@ -55,7 +55,7 @@ def test_scripts_that_save_by_themselves_are_drained_once_they_have_exited_with_
 def test_a_script_that_exits_without_having_agreed_to_stop_has_finished() -> None:
     saving, _ = decide(DRAINING, v.WorkerStopping(1, 0, 9), 2)
     saving, _ = decide(saving, gone(1, 0), 2)
-    assert after(saving, gone(0, 0)) == (Phase.WAITING, [v.ReportStopped(1, -1)])
+    assert after(saving, gone(0, 0)) == (Phase.WAITING, [v.ReportStopped(1)])
 
 
 def test_ready_is_reported_once_all_workers_are() -> None:
@@ -128,7 +128,7 @@ def test_workers_that_finish_while_asked_to_stop_are_done() -> None:
 
 
 def test_if_some_workers_drain_and_some_finish_the_node_does_not_count_as_drained() -> None:
-    assert after(view(DRAIN, drained(0), gone(0, 0)), gone(1, 0)) == (Phase.WAITING, [v.ReportStopped(1, -1)])
+    assert after(view(DRAIN, drained(0), gone(0, 0)), gone(1, 0)) == (Phase.WAITING, [v.ReportStopped(1)])
 
 
 def test_a_worker_that_fails_during_a_drain_is_reported() -> None:

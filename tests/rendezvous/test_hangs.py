@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from leader_run import Run, running
 
-from elastic_launch.events.sentences import how_failed
+from elastic_launch.events.sentences import divided, how_failed
 from elastic_launch.events.types import CauseFound, HangFound, RestartCharged, RoundBroken
 from elastic_launch.failure import StallPlace
 from elastic_launch.rendezvous.leader.hangs import ALIKE, Verdict, judge_stalled
@@ -47,6 +47,10 @@ def ranks(verdict: Verdict | None) -> list[int]:
     return [failure.rank for failure in verdict.failures]
 
 
+def told(verdict: Verdict) -> str:
+    return "; ".join(map(divided, verdict.collectives))
+
+
 EXCHANGE = ("exchange", "train.py:9 in main")
 
 
@@ -61,7 +65,7 @@ def test_the_rank_that_is_not_in_an_exchange_hangs() -> None:
     assert (failure.round, failure.ran, failure.log, failure.detail) == (3, 99.0, "logs", ("x",))
     event = verdict.event(3)
     assert (event.ranks, event.nodes, event.hosts) == ((1,), ("a",), ("host-a",))
-    assert event.places == ("at train.py:41 in forward",)
+    assert event.places == (StallPlace("code", "train.py:41 in forward"),)
 
 
 def test_whether_the_others_move_in_their_exchange_does_not_matter() -> None:
@@ -120,7 +124,7 @@ def test_the_rank_that_most_wait_for_in_a_collective_hangs() -> None:
     verdict = judged((*EXCHANGE, begun(5)), behind, (*EXCHANGE, begun(5)))
     assert ranks(verdict) == [1]
     assert verdict is not None
-    assert verdict.collectives == (
+    assert told(verdict) == (
         "ranks 0, 2 wait in all_reduce of Float[9], number 5 of group default_pg, rank 1 has not begun it"
     )
     assert verdict.event(3).collectives == verdict.collectives
@@ -135,7 +139,7 @@ def test_a_rank_that_began_another_collective_than_most_hangs() -> None:
     verdict = judged(odd, (*EXCHANGE, begun(5)), (*EXCHANGE, begun(5)))
     assert ranks(verdict) == [0]
     assert verdict is not None
-    assert verdict.collectives == (
+    assert told(verdict) == (
         "ranks 1, 2 wait in all_reduce of Float[9], number 5 of group default_pg, "
         "rank 0 began all_reduce of Float[8] instead"
     )
@@ -159,7 +163,7 @@ def test_a_rank_that_has_finished_a_collective_or_has_gone_on_is_not_waited_for(
     verdict = judged(source, ahead, (*EXCHANGE, begun(5)))
     assert ranks(verdict) == []
     assert verdict is not None
-    assert verdict.collectives == ""
+    assert verdict.collectives == ()
 
 
 @pytest.mark.parametrize("odd", ["scatter of Float[2, 3]", "scatter"])
@@ -169,7 +173,7 @@ def test_sizes_that_may_differ_between_ranks_are_not_another_collective(odd: str
     verdict = judged((*EXCHANGE, begun(7, odd)), some, some)
     assert ranks(verdict) == []
     assert verdict is not None
-    assert verdict.collectives == ""
+    assert verdict.collectives == ()
     behind = judged((*EXCHANGE, begun(7, odd)), some, (*EXCHANGE, begun(6, waits=False)))
     assert ranks(behind) == [2]
 
@@ -185,7 +189,7 @@ def test_what_a_rank_that_hangs_in_its_code_keeps_others_from_is_recorded() -> N
     verdict = judged((*EXCHANGE, begun(5)), ("code", "train.py:41 in forward", begun(4, waits=False)))
     assert ranks(verdict) == [1]
     assert verdict is not None
-    assert "rank 1 has not begun it" in verdict.collectives
+    assert "rank 1 has not begun it" in told(verdict)
 
 
 def test_all_at_the_same_place_of_their_code_may_wait_for_something_there() -> None:

@@ -389,7 +389,7 @@ def test_a_newcomer_that_fails_ahead_of_a_place_does_not_disturb_the_round() -> 
     run.hello("b")
     run.advance(0.1)
     assert run.orders("b", m.StartAhead)
-    found = Failure("b", "startup", -1, 0, 42, 1, "ModuleNotFoundError: No module named x")
+    found = Failure("b", "startup", None, 0, 42, 1, "ModuleNotFoundError: No module named x")
     run.report("b", m.Unfit(found))
     run.advance(5.0)
     assert run.number == 1

@@ -148,7 +148,7 @@ def _ended(config: LaunchConfig, agent: NodeAgent, result: RunResult) -> dict[st
     }
     if failure is not None:
         told["root"] = {
-            "rank": failure.rank,
+            "rank": -1 if failure.rank is None else failure.rank,
             "local_rank": failure.local_rank,
             "pid": failure.pid,
             "exitcode": failure.exit_code,

@@ -108,7 +108,7 @@ def about(
     return Failure(
         node_id=node_id,
         kind="crash",
-        rank=placement.rank,
+        rank=placement.rank if placement.rank >= 0 else None,
         local_rank=placement.local_rank,
         pid=pid,
         exit_code=ExitCode.TRAINING_FAILED,  # the interpreter's, if an exception ends it

@@ -154,7 +154,7 @@ class AdminRequests:
                     self._heard.progress = report
                 if snapshot is not None and (self._heard.snapshot is None or snapshot > self._heard.snapshot[0]):
                     self._heard.snapshot = snapshot, now
-            case m.Stopped(round=round_number, drained=step) if round_number == number and step >= 0:
+            case m.Stopped(round=round_number, drained=step) if round_number == number and step is not None:
                 self._reached(number, step)
                 for _, waiting in self._pending():
                     waiting.step = max(step, waiting.step or 0)

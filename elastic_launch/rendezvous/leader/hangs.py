@@ -6,16 +6,13 @@ import signal
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from elastic_launch.events.sentences import ranks, standing, worker_failed
+from elastic_launch.events.sentences import all_hang, worker_failed
 from elastic_launch.events.types import HangFound
-from elastic_launch.failure import Failure, Hang, StallPlace
+from elastic_launch.failure import BegunInstead, Failure, Hang, SplitCollective, StallPlace
 from elastic_launch.rendezvous.wire.messages import Collective, Stalled, StalledWorker
 
 ALIKE = 600.0
 """Seconds for which all ranks may stand at the same place of the user's code: they may wait for something there."""
-
-MOST = 4
-"""Places of the code, and collectives, that a cause names."""
 
 _SAME_SIZES = ("all_reduce", "broadcast", "reduce")
 """Torch's names of collectives whose inputs have the same sizes on all ranks."""
@@ -31,24 +28,31 @@ class Verdict:
     """A round hangs.
 
     Attributes:
-        cause: in one line.
-        failures, places: of the workers that hang; none if no rank stands out.
-        collectives: in which collectives ranks wait that others have not begun; empty if this is not known.
+        doing: what the round is late with.
+        failures: of the workers that hang; none if no rank stands out.
+        places: where the ranks stand, if none stands out.
+        collectives: those in which ranks wait that others have not begun.
         stood: the places of the workers that hang; of all if no rank stands out.
     """
 
-    cause: str
+    doing: str
     failures: tuple[Failure, ...] = ()
-    places: tuple[str, ...] = ()
-    collectives: str = ""
+    places: tuple[tuple[StallPlace, list[int]], ...] = ()
+    collectives: tuple[SplitCollective, ...] = ()
     stood: frozenset[StallPlace] = frozenset()
+
+    @property
+    def cause(self) -> str:
+        """The verdict in one line."""
+        if self.failures:
+            return worker_failed(self.failures[0])
+        return all_hang(self.doing, self.places, self.collectives)
 
     def event(self, round_number: int) -> HangFound:
         """Return what is recorded of it."""
-        ranks = tuple(failure.rank for failure in self.failures)
-        nodes = tuple(failure.node_id for failure in self.failures)
-        hosts = tuple(failure.host for failure in self.failures)
-        return HangFound(round_number, self.cause, ranks, nodes, hosts, self.places, self.collectives)
+        hung = [(x.rank, x.node_id, x.host, x.hang.at) for x in self.failures if x.rank is not None and x.hang]
+        ranks, nodes, hosts, places = zip(*hung, strict=True) if hung else ((), (), (), ())
+        return HangFound(round_number, self.cause, ranks, nodes, hosts, places, self.collectives)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,31 +74,6 @@ class _Seen:
         """The place, and the collective that the rank waits in if that is known."""
         waits = (x.what for x in self.worker.collectives if x.waits and self.worker.state == "exchange")
         return replace(self.place, collective=next(waits, ""))
-
-
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """Some ranks of a process group wait in a collective that others have not begun, or began as another one.
-
-    Attributes:
-        there: the ranks that wait in it.
-        others: the group's other ranks, with the last collective of each.
-    """
-
-    collective: Collective
-    there: list[int]
-    others: list[tuple[int, Collective]]
-
-    def __str__(self) -> str:
-        number = self.collective.number
-        texts = []
-        for what in sorted({x.what for _, x in self.others if x.number == number}):
-            began = ranks([rank for rank, x in self.others if (x.number, x.what) == (number, what)])
-            texts.append(f"{began} began {what} instead")
-        if behind := [rank for rank, x in self.others if x.number < number]:
-            texts.append(f"{ranks(behind)} {'has' if len(behind) == 1 else 'have'} not begun it")
-        wait = "waits" if len(self.there) == 1 else "wait"
-        return f"{ranks(self.there)} {wait} in {self.collective} {', '.join(texts)}"
 
 
 def judge_stalled(
@@ -124,7 +103,6 @@ def judge_stalled(
     """
     seen = [_Seen(node, report, worker) for node, report in reports.items() for worker in report.workers]
     splits = _splits(seen)
-    collectives = "; ".join(map(str, splits[:MOST]))
     hung = [each for each in seen if each.worker.state == "stopped"]
     if not hung:
         busy = [each for each in seen if not each.waits]
@@ -145,18 +123,14 @@ def judge_stalled(
             return None
     stood = frozenset(each.place for each in hung or seen)
     if not hung:
-        places = _ranks_by_place(seen)
-        where = "; ".join(f"{ranks(there)} {standing(place)}" for place, there in places[:MOST])
-        more = "; ..." if len(places) > MOST else ""
-        found = f"; {collectives}" if collectives else ""
-        cause = f"the round hangs in {seen[0].report.doing}, and no rank stands out: {where}{more}{found}"
-        return Verdict(cause, collectives=collectives, stood=stood)
+        places = tuple(_ranks_by_place(seen))
+        return Verdict(seen[0].report.doing, places=places, collectives=splits, stood=stood)
     others = _ranks_by_place([each for each in seen if each not in hung])
     failures = tuple(_failure(round_number, each, others, ran) for each in hung)
-    return Verdict(worker_failed(failures[0]), failures, tuple(standing(x.place) for x in hung), collectives, stood)
+    return Verdict(hung[0].report.doing, failures, collectives=splits, stood=stood)
 
 
-def _splits(seen: Sequence[_Seen]) -> list[_Split]:
+def _splits(seen: Sequence[_Seen]) -> tuple[SplitCollective, ...]:
     """Return the collectives in which some ranks wait and that others have not begun, or began as another one."""
     members: dict[tuple[str, str], list[tuple[int, Collective]]] = {}
     for each in seen:
@@ -171,10 +145,18 @@ def _splits(seen: Sequence[_Seen]) -> list[_Split]:
             number = last[0]
             there = [(rank, x) for rank, x in begun if x.waits and _meant(x) == last]
             # A rank that has gone on from it, such as the source of a broadcast, is not one of these.
-            others = [(rank, x) for rank, x in begun if x.number < number or (x.number == number and _meant(x) != last)]
-            if others:
-                found.append(_Split(there[0][1], [rank for rank, _ in there], others))
-    return found
+            behind = tuple(rank for rank, x in begun if x.number < number)
+            others: dict[str, list[int]] = {}
+            for rank, x in begun:
+                if x.number == number and _meant(x) != last:
+                    others.setdefault(x.what, []).append(rank)
+            if behind or others:
+                one = there[0][1]
+                instead = tuple(BegunInstead(what, tuple(others[what])) for what in sorted(others))
+                group = one.description or one.group
+                waiting = tuple(rank for rank, _ in there)
+                found.append(SplitCollective(one.what, number, group, waiting, behind, instead))
+    return tuple(found)
 
 
 def _meant(collective: Collective) -> tuple[int, str]:
@@ -183,11 +165,11 @@ def _meant(collective: Collective) -> tuple[int, str]:
     return collective.number, collective.what if operation in _SAME_SIZES else operation
 
 
-def _awaited(seen: Sequence[_Seen], splits: Sequence[_Split]) -> list[_Seen]:
+def _awaited(seen: Sequence[_Seen], splits: Sequence[SplitCollective]) -> list[_Seen]:
     """Return those that more than half of all ranks wait for in a collective; none if there are no such."""
     for split in splits:
         if 2 * len(split.there) > len(seen):
-            return [each for each in seen if each.worker.rank in dict(split.others)]
+            return [each for each in seen if each.worker.rank in split.awaited]
     return []
 
 

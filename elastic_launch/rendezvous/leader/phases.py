@@ -78,7 +78,7 @@ class Running:
         earlier: seconds that it had lasted by then.
         fetching: members may still need a snapshot that leaving nodes serve.
         begun: the step at which it began to train; None if not reported.
-        reached: optimizer steps done, as last reported; -1 if never.
+        reached: optimizer steps done, as last reported; None if never.
     """
 
     formed_at: float
@@ -86,7 +86,7 @@ class Running:
     earlier: float = 0.0
     fetching: bool = False
     begun: int | None = None
-    reached: int = -1
+    reached: int | None = None
 
 
 @dataclass(slots=True)
@@ -132,7 +132,7 @@ class Broken:
         lasted: seconds from its forming to its end.
         taken_over: another leader formed it.
         begun: the step at which it began to train; None if not reported.
-        reached: optimizer steps done, as last reported; -1 if never.
+        reached: optimizer steps done, as last reported; None if never.
         ends: why the run ends when all have stopped, at the user's request; empty if another round follows.
         judged_at: when its cost was decided; None if not yet.
         not_before: when the next round may form.
@@ -145,7 +145,7 @@ class Broken:
     failures: list[tuple[float, Failure]] = field(default_factory=list)
     lasted: float = 0.0
     begun: int | None = None
-    reached: int = -1
+    reached: int | None = None
     ends: str = ""
     judged_at: float | None = None
     not_before: float = 0.0
@@ -198,6 +198,11 @@ class Ended:
 
 
 Phase = Gathering | ParkedRun | Running | Draining | Broken | Ending | Ended
+
+
+def highest(*steps: int | None) -> int | None:
+    """Return the highest of the steps that are known; None if none is."""
+    return max((step for step in steps if step is not None), default=None)
 
 
 def broken_round(phase: Phase) -> Broken | None:

@@ -9,7 +9,7 @@ from typing import Any
 from elastic_launch.errors import ExitCode
 from elastic_launch.events.types import counted
 from elastic_launch.failure import Failure
-from elastic_launch.rendezvous.leader.phases import Broken, BudgetDecision
+from elastic_launch.rendezvous.leader.phases import Broken, BudgetDecision, highest
 from elastic_launch.rendezvous.leader.verdict import Kind, exit_code, judge, killed, root_cause
 from elastic_launch.rendezvous.record import ControlRecord
 
@@ -42,7 +42,7 @@ class RestartBudget:
         mark: the highest step at which a round began to train; None if unknown.
         soon: consecutive failures soon after the start.
         vain: consecutive restarts since the last new step.
-        best: the highest step that was reached; -1 if unknown.
+        best: the highest step that was reached; None if unknown.
     """
 
     def __init__(self, record: ControlRecord) -> None:
@@ -52,7 +52,7 @@ class RestartBudget:
         self.mark = record.last_step
         self.soon = record.soon
         self.vain = record.vain
-        self.best = max(record.best, -1 if record.last_step is None else record.last_step)
+        self.best = highest(record.best, record.last_step)
         self._limits = record.limits
         self._run = record.run  # whose delays differ from those of others
         self._healthy = record.healthy  # seconds of rounds with new steps since a restart was last given back
@@ -82,8 +82,7 @@ class RestartBudget:
 
     def allowed_after(self, broken: Broken) -> int:
         """What :attr:`allowed` would be if the round that trains ended in this way."""
-        reached = max(-1 if broken.begun is None else broken.begun, broken.reached)
-        advanced = self._advanced(reached, broken.lasted)
+        advanced = self._advanced(highest(broken.begun, broken.reached), broken.lasted)
         return self.allowed + (self._due(self._healthy + broken.lasted) if advanced else 0)
 
     def learn(self, spent: int) -> None:
@@ -145,10 +144,10 @@ class RestartBudget:
         Args:
             restarted: whether the next round is a restart, and not a resize.
         """
-        begun = -1 if broken.begun is None else broken.begun
-        reached = max(begun, broken.reached, begun + (failure.trained or 0) if failure is not None else -1)
+        failed_at = (broken.begun or 0) + failure.trained if failure is not None and failure.trained else None
+        reached = highest(broken.begun, broken.reached, failed_at)
         advanced = self._advanced(reached, broken.lasted)
-        self.best = max(self.best, reached)
+        self.best = highest(self.best, reached)
         self.vain = (0 if advanced else self.vain) + restarted
         every = self._limits.restart_refill
         if not every or not advanced:
@@ -158,9 +157,11 @@ class RestartBudget:
         self.refilled += back
         self._healthy = self._healthy - back * every if self.spent > self.refilled else 0.0
 
-    def _advanced(self, reached: int, lasted: float) -> bool:
+    def _advanced(self, reached: int | None, lasted: float) -> bool:
         """Whether a round has reached a new step; a script that reports none is believed to if it runs for long."""
-        return reached > self.best if reached >= 0 else self.best < 0 and lasted >= LONG
+        if reached is None:
+            return self.best is None and lasted >= LONG
+        return self.best is None or reached > self.best
 
     def _due(self, healthy: float) -> int:
         """How many restarts are given back for seconds of rounds with new steps; no more than were charged."""

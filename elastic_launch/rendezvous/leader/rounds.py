@@ -36,6 +36,7 @@ from elastic_launch.rendezvous.leader.phases import (
     Phase,
     Running,
     broken_round,
+    highest,
     last_failure,
     over,
 )
@@ -81,13 +82,13 @@ class Rounds:
     def ready(self, report: m.NodeReady, now: float) -> None:
         """Handle that a member's workers train; they may not know yet that the round is over."""
         if (said := self._last()) is not None:
-            self._begun(said, report.step)
+            said.begun = highest(said.begun, report.step if report.step >= 0 else None)
         self._state.resizing.prices.told(report.remaining_s, now)
 
     def progressed(self, node: Node, step: int) -> None:
         """Handle that a member's workers in the current round have done so many steps."""
         if (said := self._last()) is not None:
-            said.reached = max(said.reached, step)
+            said.reached = highest(said.reached, step)
             if said.begun is not None and step > said.begun:
                 if said.taken_over:
                     node.trained = True  # as its last leader knew
@@ -105,8 +106,7 @@ class Rounds:
             said.lasted = max(said.lasted, lasted - (now - said.at))
         else:
             return
-        self._begun(said, known.begun)
-        said.reached = max(said.reached, known.reached)
+        said.begun, said.reached = highest(said.begun, known.begun), highest(said.reached, known.reached)
         self._state.exclusion.stood(known.formed_ago - (now - self._state.began))
 
     def _last(self) -> Running | Broken | None:
@@ -118,10 +118,6 @@ class Rounds:
                 return last
             case Gathering() | ParkedRun() | Ending() | Ended():
                 return None
-
-    def _begun(self, said: Running | Broken, step: int) -> None:
-        if step >= 0:
-            said.begun = max(step, -1 if said.begun is None else said.begun)
 
     def failed(self, node: Node, failure: Failure, now: float, *, brought: bool = False) -> None:
         """Handle the failure of a worker of the current round.
@@ -165,7 +161,7 @@ class Rounds:
         """If only newcomers have failed in a round, leave them out, at no cost to the run; return whether."""
         if broken.imposed is not None:
             return False
-        state, counts = self._state, broken.begun is not None or self._state.budget.best >= 0
+        state, counts = self._state, broken.begun is not None or self._state.budget.best is not None
         found = newcomers_failures(state.record.round, state.nodes, broken.failures, counts=counts)
         if not found:
             return self._leave_out_ended(broken, now)
@@ -274,7 +270,7 @@ class Rounds:
         node.active = False
 
     def _stopped(self, phase: Running | Draining, node: Node, report: m.Stopped, now: float) -> None:
-        if report.drained < 0:
+        if report.drained is None:
             self.break_round(phase, Kind.NODE_LOSS, f"node {node.hello.node_id} stopped its workers", now)
             return
         if isinstance(phase, Running):
@@ -450,7 +446,9 @@ class Rounds:
     def _send_break(self, node: Node, broken: Broken, kind: Kind | None = None) -> None:
         number = self._state.record.round.number
         kind = judge(broken.imposed, broken.failures) if kind is None else kind
-        hung = tuple(failure.rank for _, failure in broken.failures if kind_of(failure) is Kind.HANG)
+        hung = tuple(
+            failure.rank for _, failure in broken.failures if failure.rank is not None and kind_of(failure) is Kind.HANG
+        )
         self._state.send(node.link, m.Break(self._state.record.term, number, kind.text, broken.cause, hung))
 
     # Findings about a round that is over.

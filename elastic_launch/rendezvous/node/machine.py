@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic_launch.config.launch_config import Timing
+from elastic_launch.rendezvous.leader.phases import highest
 from elastic_launch.rendezvous.leader.restart_budget import EARLY
 from elastic_launch.rendezvous.leader.verdict import first_of
 from elastic_launch.rendezvous.node.failure_detector import FailureDetector
@@ -29,8 +30,8 @@ class _LastRound:
     number: int
     formed_at: float
     over_at: float | None = None
-    begun: int = -1
-    reached: int = -1
+    begun: int | None = None
+    reached: int | None = None
 
     def end(self, now: float) -> None:
         self.over_at = now if self.over_at is None else self.over_at
@@ -38,7 +39,9 @@ class _LastRound:
     def trained(self, now: float) -> bool:
         """Whether a step was completed; a script that reports none is believed to train after its start."""
         over_at = now if self.over_at is None else self.over_at
-        return self.reached > self.begun if self.begun >= 0 else over_at - self.formed_at >= EARLY
+        if self.begun is None:
+            return over_at - self.formed_at >= EARLY
+        return self.reached is not None and self.reached > self.begun
 
     def seen(self, now: float) -> m.RoundSeen:
         over_at = now if self.over_at is None else self.over_at
@@ -84,7 +87,7 @@ class NodeMachine:
                 self._learn(joined=True)
             case m.NodeReady(round=number, step=step, live=live):
                 if seen is not None and seen.number == number:
-                    seen.begun = max(seen.begun, step)
+                    seen.begun = highest(seen.begun, step if step >= 0 else None)
                 self._learn(joined=True, ready=True, live=live, apart=False)
             case m.Done():
                 self._learn(done=True)
@@ -107,7 +110,7 @@ class NodeMachine:
     def beats(self, report: m.Beat | m.ProgressBeat) -> None:
         """Note what a beat says, which is not queued."""
         if isinstance(report, m.ProgressBeat) and self._round is not None and self._round.number == report.round:
-            self._round.reached = max(self._round.reached, report.step)
+            self._round.reached = highest(self._round.reached, report.step)
 
     def greet(self, now: float, term: int = 0) -> None:
         """Begin a new link: the hello is sent first, and contains the current state.

@@ -79,7 +79,7 @@ class Membership:
     Attributes:
         round: number of the run's last round, as the leader last said; 0 until it has.
         outlook: what the leader last said happens next; empty until it has.
-        max_restarts: the budget, with restarts given back so far, as the leader last said; -1 until it has.
+        max_restarts: the budget, with restarts given back so far, as the leader last said; None until it has.
         checkpoint: steps in the newest checkpoint on storage that a leader has told of, and when it was reported, by
             the node's clock; None until then.
     """
@@ -114,7 +114,7 @@ class Membership:
         self._led_by = ""  # incarnation of the node whose orders came last
         self.round = 0
         self.outlook = ""
-        self.max_restarts = -1
+        self.max_restarts: int | None = None
         self.checkpoint: tuple[int, float] | None = None
         timing = config.timing
         self._detector = FailureDetector(timing.dead_after, timing.beat_among(config.limits.max_nodes))

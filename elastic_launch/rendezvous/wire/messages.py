@@ -46,14 +46,14 @@ class RoundSeen:
     Attributes:
         formed_ago: seconds since it was ordered to form the round.
         lasted: seconds from then until it was told to end the round or its workers had stopped, or else until now.
-        begun: see :class:`NodeReady`; -1 if unknown.
-        reached: optimizer steps done; -1 if unknown.
+        begun: optimizer steps done when its workers began; None if unknown.
+        reached: optimizer steps done; None if unknown.
     """
 
     formed_ago: Seconds
     lasted: Seconds
-    begun: int = -1
-    reached: int = -1
+    begun: int | None = None
+    reached: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +285,7 @@ class Stopped:
 
     Attributes:
         store_port: where its next worker store listens.
-        drained: optimizer steps done, if they stopped together with all others after the same step, else -1.
+        drained: optimizer steps done, if they stopped together with all others after the same step, else None.
         held: the newest snapshot in its memory.
         saved: whether this node has already committed the drained state to durable storage.
         unsaved: why not, if it waited for that; empty if that was not this node's task, or it did not wait.
@@ -299,7 +299,7 @@ class Stopped:
 
     round: int
     store_port: int
-    drained: int = -1
+    drained: int | None = None
     held: HeldSnapshot | None = None
     saved: bool = False
     unsaved: str = ""
@@ -446,7 +446,7 @@ class Pulse:
     Attributes:
         round, restarts: the last round's number, and the restarts charged.
         max_nodes: see :class:`Welcome`.
-        max_restarts: restarts that may be charged in all, with those given back so far; -1 if not told.
+        max_restarts: restarts that may be charged in all, with those given back so far; None if not told.
         outlook: what happens next, as text for users.
         checkpoint: the newest on storage; None until one was reported to this leader.
     """
@@ -455,7 +455,7 @@ class Pulse:
     round: int = 0
     restarts: int = 0
     max_nodes: int = 0
-    max_restarts: int = -1
+    max_restarts: int | None = None
     outlook: str = ""
     checkpoint: asking.LastSave | None = None
 
