@@ -1,15 +1,13 @@
-"""The table of flags, and the parser that splits an argument vector by it.
-
-argparse would suit the values, but not the names: it reports two spellings of one flag as ambiguous, rejects a
-script's argument that resembles several flags, and drops a ``--`` in front of the script's arguments.
-"""
+"""The table of flags, the argparse parser that is made of it, and the values that result."""
 
 from __future__ import annotations
 
+import argparse
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from elastic_launch.config.backends import SERVICES
 from elastic_launch.config.launch_config import LaunchConfig, Limits, Timing
@@ -234,6 +232,136 @@ class CommandLine:
     defaults: Mapping[str, Sourced] = field(default_factory=dict)
 
 
+class _InformationAskedError(Exception):
+    """A flag asks for information: what follows it does not matter."""
+
+
+class _Information(argparse.Action):
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: object, option: object = None
+    ) -> None:
+        if isinstance(values, str):
+            setattr(namespace, self.dest, [values])
+        raise _InformationAskedError(self.dest)
+
+
+class FlagParser(argparse.ArgumentParser):
+    """argparse for a command line of torchrun's kind: flags, a script, and the script's own arguments.
+
+    argparse gets each token with the full name of its flag, so it has neither spellings nor abbreviations to resolve.
+    A token that starts with a dash and is not a flag gets a mark, with which argparse takes it for a value or for the
+    script. The script and all that follows are one argument of argparse, and are returned as they were given.
+    """
+
+    _NO_FLAG = "\0"  # not possible in an argument vector
+
+    def __init__(self, flags: Sequence[Flag]) -> None:
+        super().__init__(
+            add_help=False,
+            allow_abbrev=False,
+            argument_default=argparse.SUPPRESS,
+            conflict_handler="resolve",
+            exit_on_error=False,
+        )
+        self.table = {name: flag for flag in flags for name in flag.names}
+        for flag in flags:
+            informs = flag.name in ("--help", "--version", "--print-completion")
+            if flag.metavar:
+                action: Any = _Information if informs else "append"
+                self.add_argument(*flag.names, dest=flag.name, action=action, type=self._value)
+            elif informs:
+                self.add_argument(*flag.names, dest=flag.name, action=_Information, nargs=0)
+            else:
+                self.add_argument(*flag.names, dest=flag.name, action="append_const", const="")
+        self.add_argument("rest", nargs=argparse.REMAINDER)
+
+    def split(self, argv: Sequence[str]) -> CommandLine:
+        """Split an argument vector; see :func:`split`."""
+        tokens = [self._full(token) for token in argv]
+        found, wants = argparse.Namespace(), None
+        try:
+            self.parse_args(tokens, found)
+        except _InformationAskedError as asked:
+            wants = str(asked)
+        except argparse.ArgumentError as error:
+            raise self._lacks_value(argv, tokens, str(error.argument_name).split("/")) from None
+        given: dict[str, Any] = vars(found)
+        count = len(given.pop("rest", ()))
+        rest = list(argv[len(argv) - count :])
+        if count and tokens[-count].startswith(self._NO_FLAG):
+            try:
+                self._resolve(rest[0])
+            except CommandLineError as error:
+                if "--config" in given:
+                    error.hint += " If the job file names it, they go after --."
+                raise
+        if rest[:1] == ["--"]:
+            del rest[0]
+        return CommandLine(given, rest[0] if rest else None, tuple(rest[1:]), wants)
+
+    def _full(self, token: str) -> str:
+        if not token.startswith("-") or token in ("-", "--"):
+            return token
+        try:
+            name, value = self._resolve(token)
+        except CommandLineError:
+            return self._NO_FLAG + token
+        return name if value is None else f"{name}={value}"
+
+    def _value(self, token: str) -> str:
+        value = token.removeprefix(self._NO_FLAG)
+        if value is not token and value.startswith("--"):
+            raise argparse.ArgumentTypeError
+        return value
+
+    def _resolve(self, token: str) -> tuple[str, str | None]:
+        """Return the full name of the flag that ``token`` spells, and the value after its equals sign."""
+        spelled, equals, text = token.partition("=")
+        name, value = spelled.replace("_", "-"), text if equals else None
+        if not name.startswith("--") and re.fullmatch("-n[0-9]+|-[rt][0-9][0-9:,]*", token) and name[:2] in self.table:
+            # As in getopt. Nothing else may follow a letter directly: -nnodes is a typo of --nnodes.
+            return name[:2], name[2:]
+        if name not in self.table:
+            name = self._completed(spelled, name)
+        if value is not None and not self.table[name].metavar:
+            raise CommandLineError(f"{token} gives a value to a switch.", f"Write {self.table[name].name} alone.")
+        return name, value
+
+    def _completed(self, spelled: str, name: str) -> str:
+        """Return the full name of an abbreviated flag."""
+        if name == "--token":
+            raise CommandLineError(
+                "--token is not a flag: every user of the host can read the command lines of its processes.",
+                "Put the token into ELASTIC_LAUNCH_TOKEN, or into a file that --token-file names.",
+            )
+        # An abbreviation that torchrun accepts must work, whatever other flags there are.
+        for names in (TORCHRUN, TORCHRUN_2_14, self.table) if name.startswith("--") else ():
+            candidates = dict.fromkeys(self.table[known].name for known in names if known.startswith(name))
+            if len(candidates) == 1:
+                return next(iter(candidates))
+            if candidates and names is self.table:
+                *others, last = candidates
+                raise CommandLineError(f"{spelled} could be {', '.join(others)} or {last}.", "Write more of its name.")
+        meant = nearest("--" + name.lstrip("-"), (known for known in self.table if known.startswith("--")))
+        raise CommandLineError(
+            f"unknown flag {spelled}.",
+            f"{f'Did you mean {meant}? ' if meant else ''}{PROGRAM} --help lists the flags; those of the script go "
+            "after the script.",
+        )
+
+    def _lacks_value(self, argv: Sequence[str], tokens: Sequence[str], names: Sequence[str]) -> CommandLineError:
+        """Return the error for the first of these flags that no value follows."""
+        ends = (*tokens[1:], "--")
+        at = next(
+            at
+            for at, (token, following) in enumerate(zip(tokens, ends, strict=True))
+            if token in names and following.removeprefix(self._NO_FLAG).startswith("-")
+        )
+        flag = self.table[tokens[at]]
+        found = f"found {argv[at + 1]}" if at + 1 < len(argv) else "the command ends there"
+        return CommandLineError(f"{argv[at]} needs a value, {found}.", f"Write {flag.name} {flag.metavar}.")
+
+
 def split(argv: Sequence[str], also: Sequence[Flag] = ()) -> CommandLine:
     """Split an argument vector into the launcher's flags, the script, and the script's arguments.
 
@@ -241,36 +369,9 @@ def split(argv: Sequence[str], also: Sequence[Flag] = ()) -> CommandLine:
         also: additional flags of another front end.
 
     Raises:
-        UsageError: on an unknown or ambiguous flag, and on a missing or superfluous value.
+        CommandLineError: on an unknown or ambiguous flag, and on a missing or superfluous value.
     """
-    given: dict[str, list[str]] = {}
-    table = BY_NAME | {name: flag for flag in also for name in flag.names}
-    rest = list(argv)
-    while rest:
-        token = rest.pop(0)
-        if token == "--":
-            return CommandLine(given, rest[0] if rest else None, tuple(rest[1:]))
-        if not token.startswith("-") or token == "-":
-            return CommandLine(given, token, tuple(rest))
-        try:
-            flag, value = _resolve(token, table)
-        except CommandLineError as error:
-            hint = " If the job file names it, they go after --." if "--config" in given else ""
-            raise CommandLineError(error.message, error.hint + hint) from None
-        if not flag.metavar:
-            if value is not None:
-                raise CommandLineError(f"{token} gives a value to a switch.", f"Write {flag.name} alone.")
-            if flag.name in ("--help", "--version"):
-                return CommandLine(given, wants=flag.name)
-        elif value is None:
-            if not rest or _is_flag(rest[0], table):
-                found = f"found {rest[0]}" if rest else "the command ends there"
-                raise CommandLineError(f"{token} needs a value, {found}.", f"Write {flag.name} {flag.metavar}.")
-            value = rest.pop(0)
-        given.setdefault(flag.name, []).append(value or "")
-        if flag.name == "--print-completion":
-            return CommandLine(given, wants=flag.name)
-    return CommandLine(given)
+    return FlagParser((*FLAGS, *also)).split(argv)
 
 
 class Values:
@@ -360,51 +461,3 @@ class Values:
     def _place(self, name: str) -> str | None:
         variable = self.variable(name)
         return f"{variable}={self.environ[variable]} in the environment" if variable else self.origin(name)
-
-
-def _resolve(token: str, table: Mapping[str, Flag]) -> tuple[Flag, str | None]:
-    """Find the flag that ``token`` spells, and the value after its equals sign."""
-    spelled, equals, text = token.partition("=")
-    name, value = spelled.replace("_", "-"), text if equals else None
-    if flag := table.get(name):
-        return flag, value
-    if name == "--token":
-        raise CommandLineError(
-            "--token is not a flag: every user of the host can read the command lines of its processes.",
-            "Put the token into ELASTIC_LAUNCH_TOKEN, or into a file that --token-file names.",
-        )
-    if not name.startswith("--"):
-        # -n4 and -t0:1, as in getopt. Nothing else may follow a letter directly: -nnodes is a typo of --nnodes.
-        if re.fullmatch("-n[0-9]+|-[rt][0-9][0-9:,]*", name) and not equals and name[:2] in table:
-            return table[name[:2]], name[2:]
-        raise _unknown(spelled, table)
-    candidates = {flag.name: flag for known, flag in table.items() if known.startswith(name)}
-    if not candidates:
-        raise _unknown(spelled, table)
-    for names in (TORCHRUN, TORCHRUN_2_14):
-        of_torchrun = {table[known].name for known in names if known.startswith(name)}
-        if len(of_torchrun) == 1:
-            # An abbreviation that torchrun accepts must work, whatever other flags there are.
-            return table[of_torchrun.pop()], value
-    if len(candidates) > 1:
-        raise CommandLineError(f"{spelled} could be {_either(candidates)}.", "Write more of its name.")
-    return next(iter(candidates.values())), value
-
-
-def _is_flag(token: str, table: Mapping[str, Flag]) -> bool:
-    """Whether ``token``, found in the place of a value, is the next flag instead."""
-    return token.startswith("--") or token in table
-
-
-def _unknown(spelled: str, table: Mapping[str, Flag]) -> CommandLineError:
-    meant = nearest("--" + spelled.lstrip("-").replace("_", "-"), (n for n in table if n.startswith("--")))
-    first = f"Did you mean {meant}? " if meant else ""
-    return CommandLineError(
-        f"unknown flag {spelled}.",
-        f"{first}{PROGRAM} --help lists the flags; those of the script go after the script.",
-    )
-
-
-def _either(names: Iterable[str]) -> str:
-    *others, last = names
-    return f"{', '.join(others)} or {last}" if others else last

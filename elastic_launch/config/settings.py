@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import re
 import secrets
@@ -193,5 +192,7 @@ def check_keys(asked: str, keys: Iterable[str]) -> None:
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """Return the known word that the user may have meant, if any is similar."""
+    import difflib  # slow to import, and only errors need it
+
     found = difflib.get_close_matches(word, list(known), n=1)
     return found[0] if found else None
