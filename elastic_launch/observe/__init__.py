@@ -4,7 +4,8 @@
 ``chronicle``  the events of one host, round by round
 ``ledger``     incidents and goodput
 ``live``       the ledger of a run in progress
-``report``     the ledger as text and as JSON; ``page`` shows it as one HTML file
+``report``     the ledger as text and as JSON
+``document``   what the page shows; ``page`` has its HTML, style and script
 ``advice``     what to change after a run
 ``history``    how its figures went over time
 ``present``    how a node's part of a run is at a moment

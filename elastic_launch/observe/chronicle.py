@@ -13,7 +13,7 @@ class RoundTold:
 
     Attributes:
         formed: when it was recorded, or its order received; ``led`` is whether this host decided it.
-        nodes: number of nodes in it; 0 if unknown.
+        nodes, world: number of nodes and workers in it; 0 if unknown.
         mine: whether this host has workers in it.
         started: when the last of this host's workers was started, or got its place.
         kept, anew, ahead: how many of them kept their processes, were started, and had started ahead of the round.
@@ -34,6 +34,7 @@ class RoundTold:
     formed: float | None = None
     led: bool = False
     nodes: int = 0
+    world: int = 0
     mine: bool = False
     started: float | None = None
     kept: int = 0
@@ -186,8 +187,9 @@ class Chronicle:
     ) -> None:
         told = self._of(event.round)
         match event:
-            case ev.RoundFormed(term=term, restarts=restarts, nodes=nodes):
+            case ev.RoundFormed(term=term, restarts=restarts, nodes=nodes, world_size=world):
                 told.formed, told.led, told.nodes, told.members = clock, True, len(nodes), nodes
+                told.world = world
                 self.restarts, self._led_term = max(self.restarts, restarts), max(term, self._led_term)
             case ev.RoundDraining(kind=kind, cause=cause):
                 told.draining, told.kind, told.cause = clock, kind, cause
@@ -206,7 +208,7 @@ class Chronicle:
         told = self._of(event.round)
         match event.order:
             case "form":
-                told.mine = True
+                told.mine, told.world = True, event.world_size or told.world
                 told.formed = clock if told.formed is None else told.formed
             case "drain" if told.draining is None:
                 told.draining, told.kind, told.cause = clock, event.kind, event.cause

@@ -8,32 +8,25 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from elastic_launch.clock import Clock
-from elastic_launch.events.types import CheckpointSaved, Event, FirstStep, OrderReceived, RoundBroken, RoundFormed
+from elastic_launch.events.types import Event, FirstStep
 from elastic_launch.observe.chronicle import Chronicle, RoundTold
 from elastic_launch.observe.ledger import Ledger, RoundIncident, build
 
 MOST = 1000
-"""Events that are kept to be drawn: the last ones."""
-
-DRAWN = (CheckpointSaved, OrderReceived, RoundBroken, RoundFormed)
+"""Events with a mark on the time axis that are kept: the last ones."""
 
 T = TypeVar("T")
 
 
 class LiveLedger:
-    """Follows one host's events as they happen. Thread-safe.
-
-    Attributes:
-        events: how many there were.
-    """
+    """Follows one host's events as they happen. Thread-safe."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._chronicle = Chronicle()
-        self.events = 0
         self._told = 0
-        self._drawn: deque[tuple[float, Event]] = deque(maxlen=MOST)
+        self._marked: deque[tuple[float, Event]] = deque(maxlen=MOST)
         self._last: tuple[RoundIncident, ...] | None = None  # since the last event
 
     def add(self, event: Event) -> list[RoundIncident]:
@@ -44,9 +37,8 @@ class LiveLedger:
         with self._lock:
             now = self._clock.now()
             self._chronicle.add(now, event)
-            self.events += 1
-            if isinstance(event, DRAWN):
-                self._drawn.append((now, event))
+            if event.tone:
+                self._marked.append((now, event))
             self._last = None
             if not isinstance(event, FirstStep) or not self._chronicle.leads:
                 return []
@@ -71,9 +63,9 @@ class LiveLedger:
     def drawn(
         self, draw: Callable[[Chronicle, Sequence[tuple[float, Event]], Ledger], T], step: int | None = None
     ) -> T:
-        """Return what a function makes of the run until now: chronicle, last events that are drawn, ledger."""
+        """Return what a function makes of the run until now: chronicle, last events with a mark, ledger."""
         with self._lock:
-            return self._until_now(lambda ledger: draw(self._chronicle, tuple(self._drawn), ledger), step)
+            return self._until_now(lambda ledger: draw(self._chronicle, tuple(self._marked), ledger), step)
 
     def goodput(self, step: int | None = None) -> tuple[bool, float | None]:
         """Return whether this host leads the run, and the goodput; None if it is not known.

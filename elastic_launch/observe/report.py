@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from elastic_launch.errors import UsageError
+from elastic_launch.events import types as ev
 from elastic_launch.events.types import counted
+from elastic_launch.observe.document import NodeTable, document, page
 from elastic_launch.observe.ledger import PARTS, Ledger, RoundIncident, build
-from elastic_launch.observe.page import as_page, when
 from elastic_launch.observe.reading import Host, event_files, of_last_run, read
 from elastic_launch.system.plain_text import one_line, plain
 
@@ -138,6 +139,35 @@ def standing(host: Host, hosts: Sequence[Host], *, alive: bool | None) -> list[s
     return [one_line(line) for line in lines]
 
 
+def when(host: Host, moment: float) -> str:
+    """Return a moment of a host's clock as date and time; in seconds from its first event, if that is not known."""
+    time = host.time(moment)
+    return f"{moment - (host.chronicle.since or 0.0):.1f} s" if time is None else f"{time:%Y-%m-%d %H:%M:%S} UTC"
+
+
+def _nodes(hosts: Sequence[Host]) -> NodeTable:
+    """Return the nodes whose files there are, with the workers of their last rounds and how their parts ended."""
+    addresses = {x.node: x.address for host in hosts for _, x in host.told if isinstance(x, ev.NodeJoined)}
+    rows: list[list[str | int | None]] = []
+    for host in hosts:
+        ranks: dict[int, tuple[int, int]] = {}
+        failed = 0
+        for _, event in host.told:
+            match event:
+                case ev.WorkerStarted() | ev.WorkerKept() | ev.WorkerPlaced() if event.round:
+                    newest = max((number for number, _ in ranks.values()), default=0)
+                    ranks = ranks if event.round <= newest else {}
+                    ranks[event.rank] = event.round, event.pid
+                case ev.WorkerExited():
+                    failed += event.failed
+        workers = ", ".join(f"rank {rank} (pid {pid})" for rank, (_, pid) in sorted(ranks.items())) or "none"
+        told = host.chronicle
+        end = "the events end without an end" if told.code is None else f"exit code {told.code}: {told.why}"
+        rows.append([host.node, addresses.get(host.node), workers, failed, f"{when(host, told.until)}: {end}"])
+    heads = ["node", "address", "workers of its last round", "failed", "end"]
+    return {"about": [], "heads": heads, "rows": rows}
+
+
 def show_report(directory: Path, *, as_object: bool, html: Path | None, alive: bool | None = None) -> None:
     """Print the ledger of a run's directory, or write it to a file.
 
@@ -171,7 +201,9 @@ def show_report(directory: Path, *, as_object: bool, html: Path | None, alive: b
     name = event_files(directory)[0].resolve().parent.name
     if html is not None:
         try:
-            html.write_bytes(as_page(name, host, ledger, stands, hosts).encode(errors="replace"))
+            lines = [f"From {when(host, host.chronicle.since or 0.0)} to {when(host, host.chronicle.until)}.", *stands]
+            shown = document(host, ledger, lines=lines, nodes=_nodes(hosts))
+            html.write_bytes(page(name, shown).encode(errors="replace"))
         except OSError as error:
             raise UsageError(f"--html {html} cannot be written: {error.strerror}.") from error
     elif as_object:

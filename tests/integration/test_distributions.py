@@ -74,6 +74,13 @@ def test_the_metadata_are_valid_and_their_links_absolute(built: Built) -> None:
     assert not [target for target in targets if not target.startswith("https://")]
 
 
+def test_the_wheel_has_the_files_of_the_page(built: Built) -> None:
+    directory = ROOT / "elastic_launch" / "observe" / "page"
+    assert {path.name for path in directory.iterdir()} == {"index.html", "style.css", "page.js"}
+    for path in directory.iterdir():
+        assert built.read(f"elastic_launch/observe/page/{path.name}") == path.read_text()
+
+
 def test_the_man_pages_have_every_flag(built: Built) -> None:
     page = built.read("/elastic-launch.1").replace("\\-", "-")
     assert not [flag.name for flag in FLAGS if flag.name not in page]

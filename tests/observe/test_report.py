@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
+import time
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from html.parser import HTMLParser
@@ -304,9 +307,6 @@ class _Tags(HTMLParser):
         if tag not in self.VOID:
             self.open.append(tag)
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.attributes += attrs
-
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
 
@@ -314,42 +314,59 @@ class _Tags(HTMLParser):
         self.texts.append(data)
 
 
-def page(directory: Path) -> tuple[_Tags, str]:
+def page(directory: Path) -> tuple[dict[str, Any], str]:
+    """The document in a report, and the report, which is whole."""
     assert main([str(directory), "--html", str(directory / "report.html")]) == 0
     text = (directory / "report.html").read_text()
     tags = _Tags()
     tags.feed(text)
     tags.close()
     assert tags.open == []
-    return tags, text
+    assert not {"src", "href"} & {name for name, _ in tags.attributes}
+    (found,) = (part for part in tags.texts if part.startswith("{"))
+    return dict(json.loads(found)), text
 
 
 def test_the_page_shows_rounds_and_incidents(tmp_path: Path) -> None:
     write(tmp_path, "a", LEADER + WORKERS)
-    tags, text = page(tmp_path)
-    shown = " ".join(tags.texts)
-    assert "round 1: world size 2, steps 0 to 18; node loss node b lost: its connection closed" in shown
-    assert "round 2: world size 2, steps 15 to 41" in shown
-    assert "4.00 s" in shown
-    assert "form, 1.0 s (25%): --join-settle" in shown
-    assert text.count("<rect class='round'") == 2
-    assert "<script" not in text
-    assert "http" not in text, "it needs no other host"
+    shown, text = page(tmp_path)
+    assert [bar["text"] for bar in shown["rounds"]] == [
+        "round 1: world size 2, steps 0 to 18; node loss node b lost: its connection closed",
+        "round 2: world size 2, steps 15 to 41; trains ",
+    ]
+    (incident,) = shown["incidents"]
+    assert (incident["still_s"], incident["since"], incident["until"]) == (4.0, 20.0, 24.0)
+    assert any("form, 1.0 s (25%): --join-settle" in line for line in shown["advice"])
+    assert [(mark["at"], mark["tone"]) for mark in shown["marks"]] == [(20.0, "bad")]
+    assert shown["now"] is None
+    assert "http:" not in text, "it needs no other host"
+    assert "https:" not in text
+
+
+def test_scripts_and_styles_of_the_page_are_those_of_its_policy(tmp_path: Path) -> None:
+    write(tmp_path, "a", LEADER + WORKERS)
+    _, text = page(tmp_path)
+    allowed = re.findall(r"'(sha256-.*?)'", text)
+    parts = re.findall(r"<(?:style|script)>(.*?)</(?:style|script)>", text, re.DOTALL)
+    sums = [base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for part in parts]
+    assert allowed == [f"sha256-{found}" for found in sums]
+    assert "default-src 'none'" in text
 
 
 def test_the_page_shows_texts_as_texts(tmp_path: Path) -> None:
-    bad = "</title><script>alert('1')</script>&"
+    bad = "</title></script><script>alert('1')</script><!--&"
     told = [(at, replace(event, cause=bad) if isinstance(event, ev.RoundBroken) else event) for at, event in LEADER]
     write(tmp_path, "a", told + WORKERS)
-    tags, text = page(tmp_path)
-    assert "<script" not in text
-    assert any(bad in part for part in tags.texts)
+    shown, text = page(tmp_path)
+    assert text.count("<script") == 2
+    assert "<!--" not in text
+    assert bad in json.dumps(shown, ensure_ascii=False)
 
 
 def test_the_page_of_a_run_that_did_nothing_is_whole(tmp_path: Path) -> None:
     write(tmp_path, "a", [(1.0, ev.NodeEnded(95, "refused"))])
-    tags, _ = page(tmp_path)
-    assert "None." in tags.texts
+    shown, _ = page(tmp_path)
+    assert (shown["rounds"], shown["incidents"], shown["marks"], shown["charts"]) == ([], [], [], [])
 
 
 def test_a_page_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -408,16 +425,17 @@ def test_advice_follows_causes_and_costs() -> None:
     ]
 
 
-def test_the_page_has_dates_ticks_a_legend_and_the_nodes(tmp_path: Path) -> None:
+def test_the_page_has_dates_names_of_parts_and_the_nodes(tmp_path: Path) -> None:
     write(tmp_path, "a", [*LEADER, *WORKERS, (10.5, ev.WorkerStarted(1, 0, 0, 4711, "first", 0.1))])
-    tags, text = page(tmp_path)
-    shown = " ".join(tags.texts)
-    assert len(re.findall(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", shown)) >= 4, "first, last, the end, the node's end"
-    assert len(re.findall(r"<span>\d\d:\d\d:\d\d</span>", text)) == 5
-    assert "with exit code 0: all workers finished" in shown
-    assert "rank 0 (pid 4711)" in shown
-    assert text.count("class='swatch'") == len(PARTS)
-    assert re.search(r"<td class='number'>1</td><td>\d\d:\d\d:\d\d</td>", text)
+    shown, _ = page(tmp_path)
+    moment = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC"
+    assert re.fullmatch(rf"From {moment} to {moment}\.", shown["lines"][0])
+    assert re.fullmatch(rf"ended at {moment} with exit code 0: all workers finished", shown["lines"][1])
+    assert len(shown["parts"]) == len(PARTS) == len(shown["incidents"][0]["parts"])
+    assert abs(shown["zero"] - time.time()) < 300
+    ((node, address, workers, failed, end),) = shown["nodes"]["rows"]
+    assert (node, address, workers, failed) == ("a", None, "rank 0 (pid 4711)", 0)
+    assert re.fullmatch(rf"{moment}: exit code 0: all workers finished", end)
 
 
 def test_a_page_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

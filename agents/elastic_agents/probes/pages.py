@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import json
-import math
 import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from elastic_agents.probes.health import Page
 from elastic_agents.probes.http_server import HttpResponse
-from elastic_agents.probes.roster import FRESH, Roster
+from elastic_agents.probes.roster import FRESH, LastStatus, Roster
 from elastic_launch.config.launch_config import LaunchConfig
-from elastic_launch.events.types import Event
-from elastic_launch.observe import page
-from elastic_launch.observe.chronicle import Chronicle
+from elastic_launch.observe.document import MOST, Document, NodeTable, Now, document, page
 from elastic_launch.observe.history import History
-from elastic_launch.observe.ledger import Ledger
 from elastic_launch.observe.live import LiveLedger
 from elastic_launch.observe.metrics import CONTENT_TYPE, NodeMetrics
 from elastic_launch.observe.node_watch import NodeWatch, span
@@ -33,15 +28,14 @@ SAMPLE_EVERY = 1.0
 REDRAW = 0.5
 """Seconds for which what was drawn is shown, also to others: more readers do not cause more work."""
 
-SEEN, STILL = 0.01, 3.0
-"""By how much the pictures of a run may be old if nothing has happened since: those of its rounds a share of its time,
-which is how far they grow, and at least so many seconds; charts so many seconds."""
-
 OLD = 5.0
 """Seconds after which the page says how old its table of nodes is."""
 
 NOTED = 3.0
 """Heartbeats without a message after which a node is shown as silent."""
+
+_DOING = {"start": "start", "run": "run", "train": "train", "late": "make no step", "done": "have finished"}
+"""What the workers of a node do, by the words of :class:`elastic_launch.rendezvous.admin.messages.NodeStatus`."""
 
 
 def node_pages(
@@ -61,69 +55,33 @@ def node_pages(
     """
     silent = NOTED * config.timing.beat_among(config.limits.max_nodes)
 
-    def show_page(present: Present, query: str = "") -> HttpResponse:
-        return HttpResponse(200, page.live_page(config.run_id, config.node_id).encode(), "text/html; charset=utf-8")
-
     lock = threading.Lock()
-    drawn: list[tuple[float, HttpResponse]] = []  # the last one, and when
+    drawn: list[tuple[float, Document]] = []  # the last one, and when it was made
 
-    def show_live(present: Present, query: str = "") -> HttpResponse:
+    def shown(present: Present) -> Document:
         with lock:
             if not drawn or time.monotonic() - drawn[0][0] >= REDRAW:
-                drawn[:] = [(time.monotonic(), redrawn(present))]
+                now: Now = {
+                    "node": config.node_id,
+                    "doing": watch.doing(present),
+                    "figures": watch.figures(present),
+                    "ranks": list(present.ranks),
+                }
+                nodes, samples = node_table(roster.look(), silent), history.samples()
+                made = ledger.drawn(
+                    lambda chronicle, told, found: document(
+                        Host(config.node_id, chronicle, (), tuple(told)), found, samples=samples, nodes=nodes, now=now
+                    ),
+                    present.step,
+                )
+                drawn[:] = [(time.monotonic(), made)]
             return drawn[0][1]
 
-    kept: dict[str, tuple[object, float, dict[str, str]]] = {}  # what was drawn, of what, and when
+    def show_page(present: Present, query: str = "") -> HttpResponse:
+        return HttpResponse(200, page(config.run_id, shown(present)).encode(), "text/html; charset=utf-8")
 
-    def again(name: str, of: object, now: float, most: float, make: Callable[[], dict[str, str]]) -> dict[str, str]:
-        """Draw only if that of which it is drawn has changed, or if it is older than ``most``."""
-        if name not in kept or kept[name][0] != of or now - kept[name][1] > most:
-            kept[name] = of, now, make()
-        return kept[name][2]
-
-    def redrawn(present: Present) -> HttpResponse:
-        # One event, after which the browser asks again: so a reader that is slow, or stays, holds nothing here.
-        found = {"now": page.now_section(watch.figures(present), watch.doing(present))}
-        found |= ledger.drawn(draw, present.step) | {"rank": page.rank_options(present.ranks)} | nodes()
-        return HttpResponse(
-            200, f"retry: {page.LOOK_EVERY}\ndata: {json.dumps(found)}\n\n".encode(), "text/event-stream"
-        )
-
-    def nodes() -> dict[str, str]:
-        answer = roster.look()
-        now = time.monotonic()
-        age = now - answer.at
-        old = span(age) if answer.status is not None and (answer.problem or age > OLD) else ""
-        of = answer.at, answer.problem, old
-        return again(
-            "nodes",
-            of,
-            now,
-            math.inf,
-            lambda: {"nodes": page.roster_section(answer.status, old, answer.problem, silent)},
-        )
-
-    def draw(chronicle: Chronicle, told: Sequence[tuple[float, Event]], found: Ledger) -> dict[str, str]:
-        if len(chronicle.rounds) > page.MOST:
-            chronicle = copy.copy(chronicle)
-            chronicle.rounds = dict(sorted(chronicle.rounds.items())[-page.MOST :])
-            chronicle.since = next((x.formed for x in chronicle.rounds.values() if x.formed is not None), None)
-        host = Host(config.node_id, chronicle, (), tuple(told))
-        found = replace(found, incidents=found.incidents[-page.MOST :])
-        samples, until = history.samples(), chronicle.until
-        charts = again(
-            "charts",
-            ledger.events,
-            until,
-            STILL,
-            lambda: {"charts": page.charts_section(samples, host, found.incidents)},
-        )
-        # An incident that lasts grows; a round does too, but slowly beside what is drawn already.
-        lasts = bool(found.incidents) and not found.incidents[-1].recovered
-        most = 0.0 if lasts else max(STILL, SEEN * (until - (chronicle.since or 0.0)))
-        rounds = again("rounds", ledger.events, until, most, lambda: page.sections(host, found))
-        part = "" if chronicle.leads or not chronicle.rounds else page.part_section(config.node_id)
-        return {**charts, **rounds, "summary": page.summary_section(host, found) + part}
+    def show_live(present: Present, query: str = "") -> HttpResponse:
+        return HttpResponse(200, json.dumps(shown(present)).encode(), "application/json")
 
     def show_metrics(present: Present, query: str = "") -> HttpResponse:
         leads, goodput = ledger.goodput(present.step)
@@ -155,3 +113,30 @@ def node_pages(
         return HttpResponse(200, json.dumps(found | asdict(present)).encode() + b"\n", "application/json")
 
     return {"/": show_page, "/live": show_live, "/log": show_log, "/metrics": show_metrics, "/status": show_status}
+
+
+def node_table(answer: LastStatus, silent: float) -> NodeTable:
+    """Return the run's nodes as the leader sees them.
+
+    Args:
+        silent: seconds without a message after which a node is silent.
+    """
+    status, age = answer.status, time.monotonic() - answer.at
+    about = [f"This is how it was {span(age)} ago."] if status is not None and (answer.problem or age > OLD) else []
+    if answer.problem:
+        about.append(f"The leader does not answer: {answer.problem.rstrip('.')}.")
+    elif status is None:
+        about.append("The leader is asked.")
+    nodes = list(status.nodes) if status is not None else []
+    if len(nodes) > MOST:
+        about.append(f"{MOST} of {len(nodes)} nodes: first those that are silent, or do not train.")
+        nodes.sort(key=lambda node: (node.silence <= silent, node.state == "training", node.ranks))
+    rows: list[list[str | int | None]] = []
+    for node in sorted(nodes[:MOST], key=lambda node: (not node.ranks, node.ranks, node.node_id)):
+        name = node.node_id + (" (leads)" if status is not None and node.node_id == status.leader else "")
+        state = node.state + (f", silent for {node.silence:.0f} s" if node.silence > silent else "")
+        ranks = "-".join(map(str, dict.fromkeys(node.ranks))) or None
+        rows.append(
+            [name, node.address, state, ranks, f"{node.workers} {_DOING.get(node.doing, '')}".strip(), node.step]
+        )
+    return {"about": about, "heads": ["node", "address", "state", "ranks", "workers", "step"], "rows": rows}
