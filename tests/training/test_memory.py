@@ -10,7 +10,7 @@ import elastic_launch as el
 from elastic_launch.contract import CopyJob
 from elastic_launch.training.checkpoints.manager import CheckpointManager
 from elastic_launch.training.checkpoints.memory import settled
-from elastic_launch.training.checkpoints.shared_directory import Writers
+from elastic_launch.training.checkpoints.shared_location import Writers
 from elastic_launch.training.ranks.world import World
 
 

@@ -5,7 +5,6 @@
 ``reading``      loads them
 ``background``   writes them in a thread
 ``draft``        a directory that a rename turns into a checkpoint
-``shared_copies``  checkpoint files read once for all workers of a host
 ``shares``       one checkpoint written by several nodes
 ``urls``         writing, listing and pruning behind a URL
 ``url_storage``  wraps fsspec

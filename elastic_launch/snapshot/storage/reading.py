@@ -6,7 +6,7 @@ import hashlib
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,13 +30,15 @@ from elastic_launch.snapshot.storage.listing import (
     manifest_of,
     order_of,
 )
-from elastic_launch.snapshot.storage.shared_copies import Copies, Taking
 from elastic_launch.snapshot.storage.url_storage import Storage
 
 _log = logging.getLogger(__name__)
 
 Parts = Callable[[CheckpointInfo], Collection[str]]
 """Returns the keys of a checkpoint's state that are wanted; the tensors of others take no memory."""
+
+Taking = Callable[[Mapping[str, Any]], tree.Take | None]
+"""Returns, for a checkpoint's meta, what is kept of each tensor, which is in mapped memory; None: all of each."""
 
 _Read = Callable[[int, Collection[str] | None], dict[str, torch.Tensor]]
 
@@ -68,14 +70,11 @@ class LoadedCheckpoint:
         return self.info.meta
 
 
-def load(
-    info: CheckpointInfo, copies: Copies | None = None, parts: Parts | None = None, taking: Taking | None = None
-) -> LoadedCheckpoint:
+def load(info: CheckpointInfo, parts: Parts | None = None, taking: Taking | None = None) -> LoadedCheckpoint:
     """Read a checkpoint; sizes and checksums are verified before its content is parsed.
 
     Args:
         info: the checkpoint, from :func:`find` or :func:`inspect`.
-        copies: keeps the files read from a directory for other processes, if there is room.
         parts: selects what to return of the state; None: all of it.
         taking: returns what is kept of each tensor.
 
@@ -98,14 +97,9 @@ def load(
             return LoadedCheckpoint(info, tree.decode(state, tensors, take))
     with faults(path):
         manifest = _same(info, *manifest_of(path))
-        if copies is not None:
-            copies.begin(info)
-        data = read_small(path / STATE, MAX_STATE_BYTES)
-        state = _parse_state(data, manifest.state)
-        if copies is not None:
-            copies.keep_state(data)
+        state = _parse_state(read_small(path / STATE, MAX_STATE_BYTES), manifest.state)
         state, only = _selected(state, info, parts)
-        tensors = _all_of(manifest, lambda name, sum: _load_tensors(path / name, sum, copies, only, read))
+        tensors = _all_of(manifest, lambda name, sum: _load_tensors(path / name, sum, only, read))
         return LoadedCheckpoint(info, tree.decode(state, tensors, take))
 
 
@@ -116,7 +110,6 @@ def newest(
     above: tuple[int, int] | None = None,
     epoch: int | None = None,
     step: int | None = None,
-    copies: Copies | None = None,
     parts: Parts | None = None,
     taking: Taking | None = None,
 ) -> LoadedCheckpoint | None:
@@ -128,7 +121,7 @@ def newest(
         above: consider only checkpoints newer than this (round, step).
         epoch: consider only checkpoints of the training that took the location as this one; see ``lineage``.
         step: consider only checkpoints of this step.
-        copies, parts, taking: as for :func:`load`.
+        parts, taking: as for :func:`load`.
     """
     told: set[Place] = set()
 
@@ -146,7 +139,7 @@ def newest(
             found = [x for x in found if above is None or (x.round, x.step) > above]
             found = [x for x in found if epoch in (None, order_of(x)[0])]
             wanted = [x for x in found if step in (None, x.step)]
-            return _first_sound(wanted, skip, lambda info: load(info, copies, parts, taking))
+            return _first_sound(wanted, skip, lambda info: load(info, parts, taking))
         except CheckpointGoneError as error:
             # The process that removed it has a newer one.
             gone = error
@@ -199,15 +192,9 @@ def _all_of(manifest: Manifest, one: Callable[[str, FileSum], dict[str, torch.Te
     return tensors
 
 
-def _load_tensors(
-    path: Path, expected: FileSum, copies: Copies | None, only: set[str] | None, read: _Read
-) -> dict[str, torch.Tensor]:
+def _load_tensors(path: Path, expected: FileSum, only: set[str] | None, read: _Read) -> dict[str, torch.Tensor]:
     with open_regular(path) as descriptor:
         check_size(path.name, os.fstat(descriptor).st_size, expected)
-        if copies is not None and (taken := copies.take(descriptor)) is not None:
-            copy, found = taken
-            _check_hash(path.name, found.sha256, expected)
-            return read(copy, only)
         _check_hash(path.name, sum_of(read_chunks(descriptor)).sha256, expected)
         return read(descriptor, only)
 

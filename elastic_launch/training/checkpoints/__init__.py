@@ -21,7 +21,5 @@
 ``matching``           whether a saved state fits the objects that load it
 ``options``            options of optimizers and schedulers: the script's, and a saved state's
 ``schedules``          detects schedulers that are missing in a checkpoint
-``urls``               checkpoints behind a URL
-``node_reads``         reads a checkpoint once per node
-``shared_directory``   whether all nodes see one directory
+``shared_location``    which ranks use a location, and what all ranks read there
 """

@@ -20,8 +20,7 @@ from elastic_launch.snapshot.format.files import create, sync_directory, write_a
 from elastic_launch.snapshot.format.manifest import MANIFEST, new_nonce, parse_name
 from elastic_launch.snapshot.location import Place, place
 from elastic_launch.snapshot.stall import while_advancing
-from elastic_launch.snapshot.storage.reading import Parts
-from elastic_launch.snapshot.storage.shared_copies import Taking
+from elastic_launch.snapshot.storage.reading import Parts, Taking
 
 
 def load_checkpoint(
@@ -44,8 +43,7 @@ def load_checkpoint(
         CheckpointReadError: if there is no such checkpoint, or it cannot be read; DamagedCheckpointError if it was
             altered, ForeignCheckpointError if it has another format, CheckpointGoneError if it was removed meanwhile.
     """
-    loaded = read_checkpoint(place(directory), step, weights_in if weights_only else None)
-    return dict(loaded.state)
+    return dict(_read(place(directory), step, weights_in if weights_only else None))
 
 
 def export(
@@ -74,7 +72,7 @@ def export(
             raise UsageError(f"export(part={part!r}): {info.path} has {has}.", "Give the name of a model.")
         return [part]
 
-    state = read_checkpoint(place(directory), step, wanted).state[part]
+    state = _read(place(directory), step, wanted)[part]
     target = Path(file)
     draft = target.with_name(f".{target.name}.{new_nonce()}")
     if target.suffix == ".safetensors":
@@ -97,7 +95,16 @@ def export(
         sync_directory(target.parent)
 
 
-def read_checkpoint(
+def weights_in(info: snapshot.CheckpointInfo) -> list[str]:
+    """Return the names of a checkpoint's parts that hold weights."""
+    return [str(name) for name in info.meta.get("weights", ["model"])]
+
+
+def _read(where: Place, step: int | None, parts: Parts | None) -> Any:
+    return while_advancing(where, lambda: find_and_load(where, step, parts)).state
+
+
+def find_and_load(
     where: Place, step: int | None = None, parts: Parts | None = None, taking: Taking | None = None
 ) -> snapshot.LoadedCheckpoint:
     """Return one checkpoint.
@@ -110,15 +117,6 @@ def read_checkpoint(
     Raises:
         CheckpointReadError: if there is none, or it cannot be read.
     """
-    return while_advancing(where, lambda: _read(where, step, parts, taking))
-
-
-def weights_in(info: snapshot.CheckpointInfo) -> list[str]:
-    """Return the names of a checkpoint's parts that hold weights."""
-    return [str(name) for name in info.meta.get("weights", ["model"])]
-
-
-def _read(where: Place, step: int | None, parts: Parts | None, taking: Taking | None) -> snapshot.LoadedCheckpoint:
     if parse_name(where.name) is not None or (isinstance(where, Path) and (where / MANIFEST).exists()):
         info = snapshot.inspect(where)
         if step in (None, info.step):

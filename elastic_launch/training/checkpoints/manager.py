@@ -1,8 +1,8 @@
 """Durable checkpoints: which one all ranks resume from, and when to save the next.
 
-The nodes may share a directory, or each have their own. The ranks exchange which checkpoints they have and choose the
-newest complete one by (round, step); a rank that has it sends it to those that do not. A URL is always shared: rank 0
-reads and writes there, see ``urls``. In a shared location, all nodes write large states together.
+One rank reads and writes in each location, see ``shared_location``. The ranks choose the newest complete checkpoint by
+(epoch, round, step); those that have it send it to the others. In a shared location, all nodes write large states
+together.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,24 +28,22 @@ from elastic_launch.snapshot.format.arrays import is_array
 from elastic_launch.snapshot.location import Place, Url, place
 from elastic_launch.snapshot.room import MORE_MEMORY, below_peak, room
 from elastic_launch.snapshot.stall import while_advancing
-from elastic_launch.snapshot.storage.lineage import epoch_of, order, same_run
+from elastic_launch.snapshot.storage.lineage import epoch_of, same_run
 from elastic_launch.snapshot.storage.listing import positions
 from elastic_launch.snapshot.storage.owner import claim, epoch_in, other_owner, owned_by
-from elastic_launch.snapshot.storage.shared_copies import Copies, Taking
+from elastic_launch.snapshot.storage.reading import Taking
 from elastic_launch.snapshot.storage.shares import OwnTensors, nonce_of
+from elastic_launch.snapshot.storage.urls import probe
 from elastic_launch.system.threads import within
 from elastic_launch.training.checkpoints.branches import Branch, following
 from elastic_launch.training.checkpoints.checkpoint import Checkpoint
-from elastic_launch.training.checkpoints.node_reads import DirectoryRead, read_on_node
 from elastic_launch.training.checkpoints.resumed import Resumed, check_identity
 from elastic_launch.training.checkpoints.sharded import StateGatherer
-from elastic_launch.training.checkpoints.shared_directory import Writers, behind_url, in_directory
+from elastic_launch.training.checkpoints.shared_location import LocationRead, Writers, read_together, writers
 from elastic_launch.training.checkpoints.state import TrainingState
-from elastic_launch.training.checkpoints.urls import open_url
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.ranks.digest import digest
-from elastic_launch.training.ranks.exchange import broadcast_state, numbers_of_all
-from elastic_launch.training.ranks.spreading import in_place, spread_state
+from elastic_launch.training.ranks.exchange import numbers_of_all
 from elastic_launch.training.ranks.world import World
 
 _log = logging.getLogger(__name__)
@@ -132,43 +129,38 @@ class CheckpointManager:
             UsageError: if the checkpoint belongs to another training; the message names what differs.
             CheckpointError: if the directory cannot be read or does not respond, or the URL cannot be used.
         """
-        parts = parts or TrainingState()
-        if isinstance(self.directory, Url):
-            return self._open_url(self.directory, world, identity, above, parts)
-        self._writers = in_directory(self.directory, world)
+        parts, where = parts or TrainingState(), self.directory
+        if isinstance(where, Url) and where.scheme == "memory" and world.round:
+            raise UsageError(
+                f"Checkpoints cannot be saved to {where} under elastic-launch: that is the memory of one process.",
+                "Leave the checkpoint out: snapshots in the node's memory are taken anyway. Or give a directory.",
+            )
+        self._writers = writers(where, world)
         # A read that is merely slow must not make the training resume from an older state.
-        read = read_on_node(world, self.directory, partial(_read, self.directory, above, parts.taking), parts.taking)
-        loaded, known, damaged = read.loaded, read.known, read.damaged
-        newest, holder, complete = _agree(world, loaded)
-        everywhere = numbers_of_all(world, [known, read.taken])
-        self._highest = max(self._highest, newest[0], *(entry[0] for entry in everywhere), *(above or (0,))[:1])
-        taken = max(entry[1] for entry in everywhere)
-        if holder is None and above is not None:
+        read = partial(_read, where, above)
+        found = read_together(world, where, read, parts.taking, reads=self._writers.reads)
+        self._highest = max(self._highest, found.known, found.round, *(above or (0,))[:1])
+        if found.state is None and above is not None:
             return None
-        if holder is None and damaged:
+        if found.damaged:
             # Starting from scratch would eventually overwrite checkpoints that may be repairable.
-            raise damaged
-        if holder is None:
-            first = self._first(world, identity, parts)
-            self._begin(world, {}, taken=taken)
-            self._take(self.directory, world)
-            return first
-        state, meta = (None, {}) if loaded is None else (loaded.state, loaded.meta)
-        if not complete:
-            if loaded is not None and world.rank == holder and parts.taking(meta) is not None:
-                # It has only its shards.
-                again = partial(snapshot.load, loaded.info, taking=in_place(parts.taking))
-                state = while_advancing(self.directory, again).state
-            meta = dict(broadcast_state(meta, holder, world.rank))
-            state = spread_state(state, [holder], world, parts.taking(meta))
-        assert state is not None
-        where = loaded.info.path if loaded is not None and (complete or world.rank == holder) else self.directory
-        origin = f"The checkpoint of step {newest[1]} in {where}"
-        check_identity(identity, meta, origin)
-        self._begin(world, meta, newest, base=(newest[1], str(where)), taken=taken)
-        # Last: a training that does not belong here must not take the directory from one that does.
-        self._take(self.directory, world)
-        return self._resumed(newest[1], state, meta, origin)
+            raise found.damaged
+        if found.state is None:
+            resumed = Resumed()
+            if self.settings.start_from is not None:
+                resumed = self.settings.start_from.begin(world, identity, parts)
+                self._last_step = resumed.step
+            self._begin(world, {}, taken=found.taken)
+        else:
+            origin = f"The checkpoint of step {found.step} in {found.path}"
+            check_identity(identity, found.meta, origin)
+            base = found.step, found.path
+            self._begin(world, found.meta, (found.round, found.step), base=base, taken=found.taken)
+            self._last_step = found.step
+            resumed = Resumed.of(found.step, found.state, found.meta, origin)
+        # Last: a training that does not belong here must not take the location from one that does.
+        self._take(world)
+        return resumed
 
     @property
     def opened_before(self) -> bool:
@@ -190,8 +182,7 @@ class CheckpointManager:
         """
         # This run took the directory when it began. Taking it again would hide that another run has taken it since.
         self._owner = owned_by(run_id())
-        url = isinstance(self.directory, Url)
-        self._writers = behind_url(world) if url else in_directory(Path(self.directory), world)
+        self._writers = writers(self.directory, world)
         self._begin(world, meta, position)
         self._last_step = min(step for (step,) in numbers_of_all(world, [standing[0]]))
         self._last_time = time.monotonic() - standing[1]
@@ -492,49 +483,13 @@ class CheckpointManager:
         mine = {"branch": self.branch.meta(run_id())}
         return max((info.step for info in found if same_run(info.meta, mine)), default=-1)
 
-    def _first(self, world: World, identity: dict[str, int], parts: TrainingState) -> Resumed:
-        """Return what a training without a checkpoint of its own begins with."""
-        if self.settings.start_from is None:
-            return Resumed()
-        resumed = self.settings.start_from.begin(world, identity, parts)
-        self._last_step = resumed.step
-        return resumed
-
-    def _open_url(
-        self,
-        url: Url,
-        world: World,
-        identity: dict[str, int],
-        above: tuple[int, int] | None,
-        parts: TrainingState,
-    ) -> Resumed | None:
-        self._writers = behind_url(world)
-
-        def origin(step: int) -> str:
-            return f"The checkpoint of step {step} in {url}"
-
-        def check(meta: dict[str, Any], step: int) -> None:
-            check_identity(identity, meta, origin(step))
-
-        found = open_url(url, world, run_id(), check, parts.taking, above)
-        self._owner = found.owner
-        self._highest = max(self._highest, found.highest, above[0] if above else 0)
-        if found.state is None and above is not None:
-            return None
-        if found.state is None:
-            first = self._first(world, identity, parts)
-            self._begin(world, {}, taken=found.taken)
-            return first
-        parent, base = (found.round, found.step), (found.step, found.path)
-        self._begin(world, found.meta, parent, base=base, taken=found.taken)
-        return self._resumed(found.step, found.state, found.meta, origin(found.step))
-
-    def _take(self, directory: Path, world: World) -> None:
-        """Take the directory that this rank writes to, so that a run that wrote there before stops writing."""
+    def _take(self, world: World) -> None:
+        """Take the location that this rank writes to, so that a run that wrote there before stops writing."""
         if not self.writes:
             return
+        take = partial(claim, self.directory, run_id(), again=world.round > 1, epoch=self.branch.epoch)
         try:
-            self._owner = claim(directory, run_id(), again=world.round > 1, epoch=self.branch.epoch)
+            self._owner = while_advancing(self.directory, take)
         except snapshot.CheckpointError:
             # The first save reports the error, unless there is room again by then.
             self._owner = owned_by(run_id()) if world.round else ""
@@ -554,10 +509,6 @@ class CheckpointManager:
         self._workers = world.local_world_size
         if not world.first_on_node:
             self._awaited = 0  # the agent tells the first worker of a node alone, which was this one before
-
-    def _resumed(self, step: int, state: dict[str, Any], meta: dict[str, Any], origin: str) -> Resumed:
-        self._last_step = step
-        return Resumed.of(step, state, meta, origin)
 
     def _outcome(self, copied: Copied) -> snapshot.WriteOutcome:
         if copied.step >= self._awaited:
@@ -593,30 +544,33 @@ def _listed(directory: Place) -> list[tuple[int, int]]:
         time.sleep(LOOK_AGAIN)
 
 
-def _read(directory: Path, above: tuple[int, int] | None, taking: Taking, copies: Copies | None) -> DirectoryRead:
+def _read(where: Place, above: tuple[int, int] | None, taking: Taking) -> LocationRead:
     """Return the newest intact checkpoint above a position, and the highest round in any checkpoint's name.
 
     Args:
         above: round and step; None: consider all checkpoints.
 
     Raises:
-        CheckpointError: if the directory cannot be read and ``above`` is None.
+        UsageError: if there is no driver for a URL.
+        CheckpointError: if the location cannot be read, or a URL not written to, and ``above`` is None.
     """
     damaged: list[snapshot.CheckpointReadError] = []
     loaded = None
     known = taken = 0
     try:
-        taken = epoch_in(directory)
-        if above is None or not _of_another_run(directory):
+        if isinstance(where, Url) and above is None:
+            probe(where)
+        taken = epoch_in(where)
+        if above is None or not _of_another_run(where):
             epoch = None if above is None else taken
-            loaded = snapshot.newest(directory, damaged.append, above=above, epoch=epoch, copies=copies, taking=taking)
-        taken = max(taken, (epoch_of(loaded.meta) or 0) if loaded is not None else 0)
-        known = max((number for number, _ in positions(directory)), default=0)
+            loaded = snapshot.newest(where, damaged.append, above=above, epoch=epoch, taking=taking)
+        taken = max(taken, (epoch_of(loaded.info.meta) or 0) if loaded is not None else 0)
+        known = max((number for number, _ in positions(where)), default=0)
     except snapshot.CheckpointError as error:
         if above is None:
             raise
         _log.warning("a checkpoint is skipped: %s", error)
-    return DirectoryRead(loaded, known, damaged[0] if damaged else None, taken)
+    return LocationRead(loaded, known, taken, damaged[0] if damaged else None)
 
 
 def _of_another_run(where: Place) -> bool:
@@ -629,20 +583,6 @@ def _of_another_run(where: Place) -> bool:
 
 def run_id() -> str:
     return os.environ.get("TORCHELASTIC_RUN_ID", "")
-
-
-def _agree(world: World, loaded: snapshot.LoadedCheckpoint | None) -> tuple[tuple[int, int], int | None, bool]:
-    """Return the newest (round, step) on any rank, the first rank that has it, and whether all have the same one."""
-    mine = [0, 0, 0, 0]
-    if loaded is not None:
-        mine = [*order(loaded.meta, loaded.round, loaded.step), int(loaded.info.digest[:15], 16)]
-    if world.world_size == 1:
-        return (mine[1], mine[2]), None if loaded is None else 0, True
-    found = [tuple(entry) for entry in numbers_of_all(world, mine)]
-    best = max(found)
-    if not any(best):
-        return (0, 0), None, True
-    return (best[1], best[2]), found.index(best), all(entry == best for entry in found)
 
 
 def _copied(value: Any, own: frozenset[int] = frozenset()) -> Any:

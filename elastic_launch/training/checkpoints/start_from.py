@@ -6,17 +6,16 @@ import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from elastic_launch.errors import UsageError
 from elastic_launch.snapshot.location import Place, Url, place
-from elastic_launch.snapshot.storage.shared_copies import Taking
+from elastic_launch.snapshot.storage.reading import Taking
 from elastic_launch.snapshot.storage.url_storage import check_driver
-from elastic_launch.training.checkpoints.loading import read_checkpoint, weights_in
+from elastic_launch.training.checkpoints.loading import find_and_load, weights_in
 from elastic_launch.training.checkpoints.resumed import Resumed
+from elastic_launch.training.checkpoints.shared_location import LocationRead, read_together
 from elastic_launch.training.checkpoints.state import TrainingState
 from elastic_launch.training.data.samplers import SAMPLE_ORDER
-from elastic_launch.training.ranks.spreading import state_from_first
 from elastic_launch.training.ranks.world import World
 
 _log = logging.getLogger(__name__)
@@ -61,11 +60,11 @@ class StartFrom:
             UsageError: if the checkpoint differs from this training in more than what is allowed.
             CheckpointError: if there is no checkpoint, or it cannot be read.
         """
-        told = state_from_first(world, self._read, state.taking)
-        step, parts, meta = int(told["step"]), told["state"], told["meta"]
-        origin = f"The checkpoint of step {step} in {told['path']}"
+        found = read_together(world, self.place, self._read, state.taking, reads=world.rank == 0)
+        step, parts, meta = found.step, found.state or {}, found.meta
+        origin = f"The checkpoint of step {step} in {found.path}"
         done = 0 if self.weights_only else step
-        here, there = set(state.names), {*parts, *told["others"]}
+        here, there = set(state.names), {*parts, *meta.get("parts", [])}
         _check_names(self.allow, [*map(_short, identity), *sorted(here | there)])
         anew = (here | there) & set(self.allow)
         if self.weights_only:
@@ -80,18 +79,15 @@ class StartFrom:
                 done,
                 ", ".join(name for name in state.names if name not in anew) or "nothing",
                 step,
-                told["path"],
+                found.path,
                 ", ".join([*sorted(anew), *(["the number of steps"] if self.weights_only else [])]) or "nothing",
                 ", ".join(changed) or ("not compared" if self.weights_only else "nothing"),
             )
         resumed = Resumed.of(done, parts, {"worlds": []} | meta | {"identity": identity}, origin)
         return replace(resumed, worlds=resumed.worlds if done else [], anew=frozenset(anew))
 
-    def _read(self, taking: Taking) -> dict[str, Any]:
-        loaded = read_checkpoint(self.place, None, weights_in if self.weights_only else None, taking)
-        others = set(loaded.meta.get("parts", [])) - loaded.state.keys()
-        told = {"state": loaded.state, "meta": loaded.meta, "others": sorted(others)}
-        return {"step": loaded.step, "path": str(loaded.info.path), **told}
+    def _read(self, taking: Taking) -> LocationRead:
+        return LocationRead(find_and_load(self.place, None, weights_in if self.weights_only else None, taking))
 
     def _changed(self, identity: Mapping[str, int], saved: Mapping[str, int], origin: str) -> list[str]:
         """Return the allowed differences, as text; refuse others."""

@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from elastic_launch import snapshot
-from elastic_launch.errors import UsageError
 from elastic_launch.shared_progress import Activity
 from elastic_launch.snapshot.format import tree
 from elastic_launch.snapshot.format.dtypes import bytes_of, flat_bytes
@@ -227,33 +225,6 @@ def bytes_of_all(world: World, mine: bytes) -> list[bytes]:
     with exchanging():
         dist.all_gather(gathered, padded)
     return [bytes(bytes_of(entry[:size])) for entry, size in zip(gathered, sizes, strict=True)]
-
-
-def from_first(world: World, read: Callable[[], Any]) -> Any:
-    """Return on all ranks what the first one reads; called by all ranks.
-
-    Args:
-        read: returns a state that a checkpoint can hold.
-
-    Raises:
-        UsageError, CheckpointError: as raised by ``read``, on all ranks; a subclass only on the first.
-    """
-    told: dict[str, Any] = {}
-    error: UsageError | snapshot.CheckpointError | None = None
-    if world.rank == 0:
-        try:
-            told = {"value": read()}
-        except (UsageError, snapshot.CheckpointError) as failure:
-            error = failure
-            told = {"error": [isinstance(error, UsageError), error.message, error.hint]}
-    if world.world_size > 1:
-        told = broadcast_state(told, 0, world.rank)
-    if error is not None:
-        raise error
-    if "error" in told:
-        usage, message, hint = told["error"]
-        raise UsageError(message, hint) if usage else snapshot.CheckpointError(message, hint)
-    return told["value"]
 
 
 def _broadcast_bytes(data: bytes, source: int, rank: int) -> bytes:

@@ -18,12 +18,11 @@ from torch import Tensor
 
 from elastic_launch.snapshot.format import tree
 from elastic_launch.snapshot.format.plain import Path
-from elastic_launch.snapshot.storage.shared_copies import Taking
+from elastic_launch.snapshot.storage.reading import Taking
 from elastic_launch.training.ranks.exchange import (
     broadcast_state,
     described,
     exchanging,
-    from_first,
     in_chunks,
     receive_bytes,
     send_bytes,
@@ -98,28 +97,6 @@ def spread_state(state: Any, holders: Sequence[int], world: World, cut: Cut | No
         with exchanging():
             dist.all_reduce(torch.zeros(1, device="cpu"))
     return found
-
-
-def state_from_first(world: World, read: Callable[[Taking], dict[str, Any]], taking: Cuts) -> dict[str, Any]:
-    """Return on all ranks what the first one reads: a dict with a checkpoint's ``state``, or None, and ``meta``.
-
-    Args:
-        read: gets what is kept of each tensor as it is read.
-    """
-    if world.world_size == 1:
-        return read(taking)
-    state: Any = None
-
-    def rest() -> dict[str, Any]:
-        nonlocal state
-        found = read(in_place(taking))
-        state = found["state"]
-        return found | {"state": state is not None}
-
-    found = from_first(world, rest)
-    if found["state"]:
-        state = spread_state(state, [0], world, taking(found["meta"]))
-    return {**found, "state": state}
 
 
 def in_place(taking: Cuts) -> Taking:
