@@ -15,7 +15,7 @@ from elastic_launch.errors import ElasticLaunchError
 from elastic_launch.events.types import counted
 from elastic_launch.snapshot.format.manifest import parse_name
 from elastic_launch.snapshot.location import Url, place
-from elastic_launch.snapshot.storage.urls import Tried, try_out
+from elastic_launch.snapshot.storage.url_storage import Tried, try_out
 from elastic_launch.system.findings import (
     PATIENCE,
     SLOW,

@@ -18,12 +18,11 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from elastic_launch.errors import ElasticLaunchError
-from elastic_launch.snapshot.location import Place
+from elastic_launch.snapshot.location import Place, Url
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NOT_ALLOWED = {errno.EROFS, errno.EACCES, errno.EPERM}
@@ -112,33 +111,43 @@ class CheckpointGoneError(CheckpointReadError):
 
 
 @contextmanager
-def writing(path: Path, what: str) -> Iterator[None]:
-    """Turn an OSError into an error that says what could not be done, where and why.
+def writing(where: Place, what: str) -> Iterator[None]:
+    """Turn an error of the file system, or of a URL's driver, into one that says what could not be done and why.
 
     Args:
         what: completes "Could not ...", for example "write a checkpoint in".
 
     Raises:
-        CheckpointWriteError: for an OSError.
+        CheckpointWriteError: for an OSError; behind a URL for any error, since each driver has its own.
     """
-    try:
+    with _explained(where, what, lambda message, hint: CheckpointWriteError(message, hint)):
         yield
-    except OSError as error:
-        raise CheckpointWriteError(f"Could not {what} {path}: {_cause(error)}.", _hint(error)) from error
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Turn an OSError into a CheckpointReadError, like :func:`writing`."""
+def reading(where: Place, what: str = "read") -> Iterator[None]:
+    """Turn an error into a CheckpointReadError, like :func:`writing`."""
+    with _explained(where, what, lambda message, hint: CheckpointReadError(where, message, hint)):
+        yield
+
+
+@contextmanager
+def _explained(where: Place, what: str, explained: Callable[[str, str], CheckpointError]) -> Iterator[None]:
     try:
         yield
-    except OSError as error:
-        raise CheckpointReadError(path, f"Could not read {path}: {_cause(error)}.", _hint(error)) from error
-
-
-def _cause(error: OSError) -> str:
-    cause = os.strerror(error.errno) if error.errno else str(error)
-    return f"{cause} ({error.filename})" if error.filename else cause
+    except (ElasticLaunchError, MalformedError):
+        raise
+    except Exception as error:
+        if isinstance(where, Url):
+            text = " ".join(str(error).split()).rstrip(".") or "no further word"
+            cause, hint = f"{type(error).__name__}: {text}", _hint_of_driver(error)
+        elif isinstance(error, OSError):
+            cause = os.strerror(error.errno) if error.errno else str(error)
+            cause += f" ({error.filename})" if error.filename else ""
+            hint = _hint(error)
+        else:
+            raise
+        raise explained(f"Could not {what} {where}: {cause}.", hint) from error
 
 
 def _hint(error: OSError) -> str:
@@ -149,3 +158,13 @@ def _hint(error: OSError) -> str:
     if error.errno in _NO_DIRECTORY:
         return "Choose a path that is a directory, or that can become one."
     return "Check the file system that holds it."
+
+
+def _hint_of_driver(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return "Free space there, or where temporary files are: TMPDIR names another place for these."
+    if isinstance(error, PermissionError) or "Credential" in type(error).__name__:
+        return "Check the credentials, and what they allow: to list, read, write and delete."
+    if isinstance(error, FileNotFoundError):
+        return "Check the URL: the bucket must exist, since none is ever created."
+    return "Check that this host reaches the storage."

@@ -20,7 +20,7 @@ from elastic_launch.snapshot import CheckpointReadError
 from elastic_launch.snapshot.format import tensor_file as tensorfile
 from elastic_launch.snapshot.format import tree
 from elastic_launch.snapshot.storage.saving import state_json, write_parts, write_share
-from elastic_launch.snapshot.storage.shares import Division, Split
+from elastic_launch.snapshot.storage.shares import Division
 
 NONCE = "0123456789abcdef"
 
@@ -107,7 +107,7 @@ def division_of(state: Any, count: int) -> tuple[Division, bytes]:
 def commit(place: Any, state: Any, count: int, *, step: int, round: int = 0, nonce: str = NONCE, **options: Any) -> Any:
     """Write a checkpoint as the first of several nodes does."""
     division, rest = division_of(state, count)
-    return write_parts(place, Split(division, nonce), rest, {}, step=step, round=round, **options)
+    return write_parts(place, division, rest, {}, step=step, round=round, nonce=nonce, **options)
 
 
 def share(place: Any, state: Any, count: int, index: int, *, step: int, round: int = 0, nonce: str = NONCE) -> None:

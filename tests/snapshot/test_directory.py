@@ -19,9 +19,9 @@ from elastic_launch.contract import Best
 from elastic_launch.errors import UsageError
 from elastic_launch.snapshot import CheckpointGoneError, CheckpointInfo, find, inspect, load, newest, prune, write
 from elastic_launch.snapshot.format.manifest import directory_name, parse_name
-from elastic_launch.snapshot.storage import draft as drafts
+from elastic_launch.snapshot.storage import directory as drafts
 from elastic_launch.snapshot.storage import listing, saving
-from elastic_launch.snapshot.storage.draft import draft
+from elastic_launch.snapshot.storage.directory import Directory
 
 
 def numbers(infos: list[CheckpointInfo]) -> list[tuple[int, int]]:
@@ -194,7 +194,7 @@ def test_prune_follows_no_links(tmp_path: Path) -> None:
 
 
 def test_a_draft_is_left_alone_while_its_writer_lives(tmp_path: Path) -> None:
-    with draft(tmp_path) as alive:
+    with Directory(tmp_path).draft(1, 1) as alive:
         prune(tmp_path, 1, 9)
         assert alive.path.is_dir()
         left = shutil.copytree(alive.path, tmp_path / ".writing-0123456789abcdef")

@@ -38,8 +38,8 @@ from elastic_launch import snapshot
 from elastic_launch.snapshot.format import tree
 from elastic_launch.snapshot.format.manifest import MAX_SHARES, share_directory
 from elastic_launch.snapshot.storage import saving, shares
-from elastic_launch.snapshot.storage import urls as remote
-from elastic_launch.snapshot.storage.shares import OwnTensors, cuts
+from elastic_launch.snapshot.storage.shares import OwnShare, cuts
+from elastic_launch.snapshot.storage.url_storage import UrlStorage
 
 NAME = f"step-3.r1.{NONCE}"
 NUMBERS = {"step": 3, "round": 1}
@@ -195,17 +195,17 @@ def test_a_sum_that_is_being_written_is_waited_for(tmp_path: Path, monkeypatch: 
     """A storage may show an object before it has its content."""
     place = f"file://{tmp_path}/checkpoints"
     looked, twice = threading.Event(), threading.Event()
-    names_of = remote._names
+    sizes_of = UrlStorage.sizes
 
-    def look(*given: Any) -> dict[str, int]:
+    def look(*given: Any, **more: Any) -> dict[str, int]:
         if looked.is_set():
             twice.set()
-        found = names_of(*given)
+        found = sizes_of(*given, **more)
         if any(name.endswith(".sum") for name in found):
             looked.set()
         return found
 
-    monkeypatch.setattr(remote, "_names", look)
+    monkeypatch.setattr(UrlStorage, "sizes", look)
     monkeypatch.setattr(shares.Division, "patience", 60.0)
     share(place, STATE, 2, 1, **NUMBERS)
     (complete,) = tmp_path.glob("checkpoints/*/*.sum")
@@ -314,11 +314,11 @@ def test_a_damaged_or_missing_share_is_a_damaged_checkpoint(place: str, name: st
     assert loaded.step == 2
 
 
-def own(index: int) -> OwnTensors:
+def own(index: int) -> OwnShare:
     """Return what a node of three writes of STATE, if each has some of its tensors."""
     tensors, rest = tree.encode(STATE)
     mine = {name: tensor for number, (name, tensor) in enumerate(sorted(tensors.items())) if number % 3 == index}
-    return OwnTensors(index, 3, NONCE, mine, rest if index == 0 else None)
+    return OwnShare(index, 3, NONCE, mine, rest if index == 0 else None)
 
 
 def write_own(place: str, index: int, **more: Any) -> snapshot.CheckpointInfo | None:

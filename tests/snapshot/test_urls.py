@@ -22,7 +22,7 @@ from elastic_launch.cli import doctor_storage
 from elastic_launch.errors import UsageError
 from elastic_launch.snapshot.location import Url, place
 from elastic_launch.snapshot.storage import owner, saving
-from elastic_launch.snapshot.storage import urls as remote
+from elastic_launch.snapshot.storage.url_storage import try_out
 from elastic_launch.system.findings import Level
 from elastic_launch.training.checkpoints.checkpoint import Checkpoint
 
@@ -222,12 +222,12 @@ def test_a_bucket_that_is_not_there_is_an_error_and_is_never_made(s3: S3Server) 
     where = place(f"s3://{BUCKET}/runs/a")
     assert isinstance(where, Url)
     with pytest.raises(snapshot.CheckpointWriteError, match=f"Could not write to {where}.*bucket does not exist"):
-        remote.probe(where)
+        try_out(where)
     with pytest.raises(snapshot.CheckpointWriteError, match=f"Could not write a checkpoint in {where}"):
         snapshot.write(where, state_of(1), step=1, round=0)
     s3.make_bucket()
     assert s3.objects() == []
-    remote.probe(where)
+    try_out(where)
     assert s3.objects() == [], "nor does a probe leave anything"
 
 
@@ -236,7 +236,7 @@ def test_credentials_that_are_missing_are_named(s3: S3Server, monkeypatch: pytes
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
     with pytest.raises(snapshot.CheckpointReadError, match=r"s3://bucket/a: NoCredentialsError.*") as caught:
-        remote.probe(Url("s3://bucket/a"))
+        try_out(Url("s3://bucket/a"))
     assert "credentials" in caught.value.hint
 
 

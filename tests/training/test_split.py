@@ -19,7 +19,7 @@ from elastic_launch.snapshot import room
 from elastic_launch.snapshot.format import tree
 from elastic_launch.snapshot.memory.slot import EVALUATED, PART, STEPPED, Header, Slot
 from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter
-from elastic_launch.snapshot.storage.shares import OwnTensors
+from elastic_launch.snapshot.storage.shares import OwnShare
 from elastic_launch.training.checkpoints import split, split_restore
 from elastic_launch.training.checkpoints.memory import MemorySnapshots, Newest, newest
 from elastic_launch.training.checkpoints.sharded import StateGatherer
@@ -325,7 +325,7 @@ def test_the_shares_of_all_nodes_are_the_state_and_no_tensor_is_in_two(
     sharded = [index for index, like in enumerate(likes) if like.dimension is not None]
     boxes = [[mesh.box(likes[index], rank) for index in sharded] for rank in range(mesh.ranks)]
 
-    def share(rank: int) -> OwnTensors | None:
+    def share(rank: int) -> OwnShare | None:
         state, gatherer = _gathered(wholes, dict(zip(sharded, boxes[rank], strict=True)), keep=rank in firsts)
         return own_tensors(state, gatherer, boxes, firsts, rank)
 
@@ -335,7 +335,7 @@ def test_the_shares_of_all_nodes_are_the_state_and_no_tensor_is_in_two(
         assert {*found} == {None}
         assert len(firsts) == 1 or sum(wholes[index].nbytes > 0 for index in sharded) <= 1
         return
-    shares = [own for own in found if own.index >= 0]
+    shares = [own for own in found if own.index is not None]
     assert [own.index for own in shares] == list(range(found[0].count))
     assert {own.count for own in found} == {len(shares)}
     names = [name for own in shares for name in own.tensors]

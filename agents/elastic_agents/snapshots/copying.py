@@ -29,7 +29,7 @@ from elastic_launch.snapshot.storage import owner as owners
 from elastic_launch.snapshot.storage.lineage import epoch_of, nonce_in, order, same_run
 from elastic_launch.snapshot.storage.listing import CheckpointInfo, find, order_of
 from elastic_launch.snapshot.storage.saving import prune, write_parts, write_share
-from elastic_launch.snapshot.storage.shares import Division, Split
+from elastic_launch.snapshot.storage.shares import Division
 
 _log = logging.getLogger(__name__)
 
@@ -79,28 +79,28 @@ def copy(
     header = slot.header()
     if header is None or (header.sequence, header.step, header.round) != (job.sequence, job.step, job.round):
         return replace(done, error="The snapshot is not in its slot any more.")
-    numbers = {"step": header.step, "round": header.round}
+    numbers, position = {"step": header.step, "round": header.round}, (header.round, header.step)
     try:
         meta = parse_json(slot.meta(header))
         if isinstance(meta, dict) and PART in meta:  # snapshots are split since the one that was to be copied
             return replace(done, error="This node has only a part of the newest snapshot.", final=True)
-        split = _split(job, slot, header, progress)
+        division = _divided(job, slot, header, progress)
         newest = _newest_of_run(job, Decoder().decode(meta)) if job.last and not job.share else None
         if job.share:
-            if split is not None and job.share < len(split.division):
-                write_share(job.directory, split.division, job.share, **numbers, nonce=split.nonce)
+            if division is not None and job.share < len(division):
+                write_share(job.directory, division, job.share, **numbers, nonce=job.nonce)
         elif newest is not None and order_of(newest) >= order(newest.meta, header.round, header.step):
             done = replace(done, step=newest.step, round=newest.round, path=str(newest.path), digest=newest.digest)
             done = replace(done, bytes=newest.bytes)
         else:
             info = write_parts(
                 job.directory,
-                split or slot.tensor_parts(header),
+                slot.tensor_parts(header) if division is None else division,
                 slot.state(header),
                 meta,
                 **numbers,
                 may_commit=allowed,
-                nonce=nonce_in(meta, header.round, header.step) if job.last else "",
+                nonce=job.nonce if division is not None else nonce_in(meta, *position) if job.last else "",
                 owner=job.owner,
                 take=job.take,
             )
@@ -131,15 +131,15 @@ def _newest_of_run(job: CopyJob, meta: dict[str, Any]) -> CheckpointInfo | None:
     return next((info for info in find(job.directory) if same_run(info.meta, meta)), None)
 
 
-def _split(job: CopyJob, slot: Slot, header: Header, progress: Callable[[], None]) -> Split | None:
-    """Return the split among several nodes; None if it cannot be divided: one tensor may be most of the snapshot."""
+def _divided(job: CopyJob, slot: Slot, header: Header, progress: Callable[[], None]) -> Division | None:
+    """Return the division among several nodes; None if it cannot be divided: one tensor may be most of the snapshot."""
     if job.shares == 1:
         return None
     try:
         division = Division(slot.tensor_bytes, header.tensors, job.shares, progress)
     except MalformedError as error:
         raise CheckpointError(f"What is in memory cannot be divided: {error}.") from error
-    return Split(division, job.nonce) if len(division) > 1 else None
+    return division if len(division) > 1 else None
 
 
 def main() -> None:

@@ -82,6 +82,19 @@ def sum_of(parts: Iterable[bytes | memoryview]) -> FileSum:
     return FileSum(size, digest.hexdigest())
 
 
+def check_size(name: str, size: int, expected: FileSum) -> None:
+    """Refuse a file whose size differs from its manifest."""
+    if size != expected.bytes:
+        raise MalformedError(f"{name} has {size} bytes instead of {expected.bytes}")
+
+
+def check_sum(name: str, found: FileSum, expected: FileSum) -> None:
+    """Refuse a file whose size or checksum differs from its manifest."""
+    check_size(name, found.bytes, expected)
+    if found.sha256 != expected.sha256:
+        raise MalformedError(f"{name} does not have its checksum")
+
+
 def safetensors_header(entries: Mapping[str, Any]) -> bytes:
     """Return the first bytes of a safetensors file: the entries, and spaces by which the first tensor is aligned."""
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()

@@ -16,7 +16,7 @@ from elastic_launch.snapshot.errors import CheckpointError, CheckpointWriteError
 from elastic_launch.snapshot.format.manifest import check_numbers
 from elastic_launch.snapshot.storage.listing import CheckpointInfo
 from elastic_launch.snapshot.storage.saving import check_keep, prune, write, write_own
-from elastic_launch.snapshot.storage.shares import OwnTensors
+from elastic_launch.snapshot.storage.shares import OwnShare
 
 _log = logging.getLogger(__name__)
 
@@ -169,9 +169,9 @@ class BackgroundWriter:
         started = time.monotonic()
         info: CheckpointInfo | None = None
         failure: CheckpointError | None = None
-        shared = isinstance(state, OwnTensors)
+        own = isinstance(state, OwnShare)
         try:
-            info = (write_own if shared else write)(
+            info = (write_own if own else write)(
                 self._directory, state, step=step, round=round, meta=meta, **self._commits
             )
             if info is not None and self._prune is not None:
@@ -182,7 +182,7 @@ class BackgroundWriter:
             # From torch, for example if a device is lost or out of memory.
             failure = CheckpointError(f"A checkpoint of step {step} could not be written: {error}.")
             failure.__cause__ = error
-        if shared and state.index:
+        if own and state.index:
             if failure is not None:
                 _log.warning("a share of the checkpoint of step %d: %s", step, failure)
             return None

@@ -18,11 +18,13 @@ from elastic_launch.snapshot.errors import (
     UnknownFormatError,
     reading,
 )
-from elastic_launch.snapshot.format.files import FileSum, open_regular, read_small
+from elastic_launch.snapshot.format.files import check_size
 from elastic_launch.snapshot.format.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, parse_name
-from elastic_launch.snapshot.location import Place, Url, place
-from elastic_launch.snapshot.storage import urls as remote
+from elastic_launch.snapshot.location import Place, place
+from elastic_launch.snapshot.storage.directory import Directory
 from elastic_launch.snapshot.storage.lineage import Order, order
+from elastic_launch.snapshot.storage.places import storage_at
+from elastic_launch.snapshot.storage.url_storage import UrlStorage
 
 SCANS = 10
 """Maximum number of scans. A scan is repeated only if a checkpoint was written or removed during it."""
@@ -88,7 +90,8 @@ def find(directory: str | os.PathLike[str], on_damaged: OnDamaged | None = None)
 def positions(directory: str | os.PathLike[str]) -> list[tuple[int, int]]:
     """Return (round, step) of every entry with a checkpoint's name, complete or not, with one listing."""
     where = place(directory)
-    names = remote.names(where) if isinstance(where, Url) else _names(where)
+    with reading(where):
+        names = storage_at(where).names()
     return [(numbers[1], numbers[0]) for name in names if (numbers := parse_name(name)) is not None]
 
 
@@ -105,26 +108,15 @@ def inspect(path: str | os.PathLike[str]) -> CheckpointInfo:
         CheckpointReadError: if it cannot be read.
     """
     where = place(path)
-    if isinstance(where, Url):
-        with remote.faults(where):
-            manifest, digest = _named(where, *remote.manifest_of(where))
-            sizes = remote.sizes(where)
-            for name, expected in manifest.files.items():
-                check_size(name, sizes.get(name, 0), expected)
-    else:
-        with faults(where):
-            manifest, digest = _named(where, *manifest_of(where))
-            for name, expected in manifest.files.items():
-                with open_regular(where / name) as descriptor:
-                    check_size(name, os.fstat(descriptor).st_size, expected)
+    with faults(where) as storage:
+        manifest, digest = manifest_of(storage)
+        numbers = parse_name(where.name)
+        if numbers is not None and numbers != (manifest.step, manifest.round):
+            raise MalformedError(f"its manifest is of step {manifest.step}, round {manifest.round}")
+        sizes = storage.sizes(manifest.files)
+        for name, expected in manifest.files.items():
+            check_size(name, sizes.get(name, 0), expected)
     return CheckpointInfo(where, manifest.step, manifest.round, digest, manifest.size, manifest.meta)
-
-
-def _named(path: Place, manifest: Manifest, digest: str) -> tuple[Manifest, str]:
-    numbers = parse_name(path.name)
-    if numbers is not None and numbers != (manifest.step, manifest.round):
-        raise MalformedError(f"its manifest is of step {manifest.step}, round {manifest.round}")
-    return manifest, digest
 
 
 def _inspect_all(
@@ -146,50 +138,34 @@ def _inspect_all(
 
 
 def _is_link(path: Place) -> bool:
-    if isinstance(path, Url):
-        return False
     with reading(path):
-        return path.is_symlink()
+        return isinstance(path, Path) and path.is_symlink()
 
 
-def _candidates(directory: Place) -> Sequence[Place]:
-    if isinstance(directory, Url):
-        return sorted(remote.candidates(directory))
-    return [directory / name for name in sorted(_names(directory)) if parse_name(name) is not None]
-
-
-def _names(directory: Path) -> list[str]:
-    with reading(directory):
-        try:
-            return os.listdir(directory)
-        except FileNotFoundError:
-            return []
+def _candidates(where: Place) -> Sequence[Place]:
+    with reading(where):
+        return [where / name for name in sorted(storage_at(where).candidates())]
 
 
 @contextmanager
-def faults(path: Path) -> Iterator[None]:
-    """Turn errors into errors that name the checkpoint."""
-    try:
-        with reading(path):
-            try:
-                yield
-            except (FileNotFoundError, NotADirectoryError) as error:
-                if not os.path.lexists(path):
-                    raise CheckpointGoneError(path) from error
-                name = os.path.basename(error.filename or "")
-                raise MalformedError(f"there is no {name} in it") from error
-    except UnknownFormatError as error:
-        raise ForeignCheckpointError(path, str(error)) from error
-    except MalformedError as error:
-        raise DamagedCheckpointError(path, str(error)) from error
+def faults(where: Place) -> Iterator[Directory | UrlStorage]:
+    """Yield the storage of a checkpoint, and turn errors into errors that name the checkpoint."""
+    with reading(where):
+        storage = storage_at(where)
+        try:
+            yield storage
+        except UnknownFormatError as error:
+            raise ForeignCheckpointError(where, str(error)) from error
+        except (MalformedError, FileNotFoundError, NotADirectoryError) as error:
+            if storage.is_gone():
+                raise CheckpointGoneError(where) from error
+            found = str(error)
+            if isinstance(error, OSError):
+                missing = os.path.basename(error.filename or "")
+                found = f"there is no {missing} in it" if missing else "a file of it is missing"
+            raise DamagedCheckpointError(where, found) from error
 
 
-def manifest_of(path: Path) -> tuple[Manifest, str]:
+def manifest_of(storage: Directory | UrlStorage) -> tuple[Manifest, str]:
     """Return a checkpoint's manifest and its digest."""
-    return Manifest.parse(read_small(path / MANIFEST, MAX_MANIFEST_BYTES))
-
-
-def check_size(name: str, size: int, expected: FileSum) -> None:
-    """Refuse a file whose size differs from its manifest."""
-    if size != expected.bytes:
-        raise MalformedError(f"{name} has {size} bytes instead of {expected.bytes}")
+    return Manifest.parse(storage.read(MANIFEST, MAX_MANIFEST_BYTES))

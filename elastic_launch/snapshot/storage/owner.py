@@ -8,15 +8,13 @@ stores do not have: of two active runs, the later one continues to save, and the
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import socket
 from typing import Any
 
 from elastic_launch.snapshot.errors import MalformedError, TakenError, writing
-from elastic_launch.snapshot.format.files import create, read_small
-from elastic_launch.snapshot.location import Place, Url
-from elastic_launch.snapshot.storage.url_storage import Storage, saving
+from elastic_launch.snapshot.location import Place
+from elastic_launch.snapshot.storage.places import storage_at
 
 OWNER = "owner.json"
 _FORMAT = "elastic-launch owner"
@@ -97,38 +95,16 @@ def _ask(where: Place, owner: str, *, take: bool, epoch: int | None) -> bool:
 
 def _put(where: Place, run: str, token: str, epoch: int) -> None:
     marker = {"format": _FORMAT, "run": run, "token": token, "host": socket.gethostname(), "epoch": epoch}
-    data = json.dumps(marker, indent=1).encode() + b"\n"
-    if isinstance(where, Url):
-        with saving(where, "write to"):
-            Storage(where).put(where / OWNER, data)
-        return
     with writing(where, "write to"):
-        where.mkdir(parents=True, exist_ok=True)
-        new = where / f".{OWNER}.{secrets.token_hex(8)}"
-        try:
-            with open(create(new), "wb") as file:
-                file.write(data)
-            os.rename(new, where / OWNER)
-        finally:
-            new.unlink(missing_ok=True)
+        storage_at(where).put(OWNER, json.dumps(marker, indent=1).encode() + b"\n")
 
 
 def _read(where: Place) -> dict[str, Any] | None:
     """Return the mark; None if there is no valid one."""
-    what = "read the owner of"
-    with saving(where, what) if isinstance(where, Url) else writing(where, what):
+    with writing(where, "read the owner of"):
         try:
-            if isinstance(where, Url):
-                return _parse(Storage(where).read(where / OWNER, _LIMIT))
-            return _parse(read_small(where / OWNER, _LIMIT))
-        except (FileNotFoundError, NotADirectoryError, MalformedError):
+            value = json.loads(storage_at(where).read(OWNER, _LIMIT))
+        except (FileNotFoundError, NotADirectoryError, MalformedError, ValueError, RecursionError):
             return None
-
-
-def _parse(data: bytes) -> dict[str, Any] | None:
-    try:
-        value = json.loads(data)
-    except (ValueError, RecursionError):
-        return None
     known = isinstance(value, dict) and value.get("format") == _FORMAT and isinstance(value.get("epoch"), int)
     return value if known else None

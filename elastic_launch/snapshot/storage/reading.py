@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,21 +13,18 @@ import torch
 from elastic_launch.snapshot.errors import CheckpointGoneError, CheckpointReadError, MalformedError
 from elastic_launch.snapshot.format import tensor_file as tensorfile
 from elastic_launch.snapshot.format import tree
-from elastic_launch.snapshot.format.files import FileSum, open_regular, read_chunks, read_small, sum_of
-from elastic_launch.snapshot.format.manifest import MAX_STATE_BYTES, STATE, Manifest, parse_json, parse_name
-from elastic_launch.snapshot.location import Place, Url
-from elastic_launch.snapshot.storage import urls as remote
+from elastic_launch.snapshot.format.files import check_sum, sum_of
+from elastic_launch.snapshot.format.manifest import MAX_STATE_BYTES, STATE, parse_json, parse_name
+from elastic_launch.snapshot.location import Place
 from elastic_launch.snapshot.storage.listing import (
     SCANS,
     CheckpointInfo,
     OnDamaged,
-    check_size,
     faults,
     find,
     manifest_of,
     order_of,
 )
-from elastic_launch.snapshot.storage.url_storage import Storage
 
 _log = logging.getLogger(__name__)
 
@@ -84,22 +78,22 @@ def load(info: CheckpointInfo, parts: Parts | None = None, taking: Taking | None
         CheckpointGoneError: if it was removed in the meantime.
         CheckpointReadError: if it cannot be read.
     """
-    path = info.path
     take = taking(info.meta) if taking is not None else None
     read = tensorfile.read if take is None else tensorfile.mapped
-    if isinstance(path, Url):
-        with remote.faults(path):
-            manifest = _same(info, *remote.manifest_of(path))
-            storage = Storage(path)
-            state = _parse_state(storage.read(path / STATE, MAX_STATE_BYTES), manifest.state)
-            state, only = _selected(state, info, parts)
-            tensors = _all_of(manifest, lambda name, sum: _fetch_tensors(storage, path / name, sum, only, read))
-            return LoadedCheckpoint(info, tree.decode(state, tensors, take))
-    with faults(path):
-        manifest = _same(info, *manifest_of(path))
-        state = _parse_state(read_small(path / STATE, MAX_STATE_BYTES), manifest.state)
-        state, only = _selected(state, info, parts)
-        tensors = _all_of(manifest, lambda name, sum: _load_tensors(path / name, sum, only, read))
+    with faults(info.path) as storage:
+        manifest, digest = manifest_of(storage)
+        if digest != info.digest:
+            raise MalformedError("it is not the one that was found before")
+        data = storage.read(STATE, MAX_STATE_BYTES)
+        check_sum(STATE, sum_of([data]), manifest.state)
+        state, only = _selected(parse_json(data), info, parts)
+        tensors: dict[str, torch.Tensor] = {}
+        for name, expected in manifest.tensors.items():
+            with storage.verified(name, expected) as descriptor:
+                more = read(descriptor, only)
+            if both := tensors.keys() & more.keys():
+                raise MalformedError(f"two files have a tensor {min(both)!r}")
+            tensors.update(more)
         return LoadedCheckpoint(info, tree.decode(state, tensors, take))
 
 
@@ -160,18 +154,6 @@ def _first_sound(
     return None
 
 
-def _same(info: CheckpointInfo, manifest: Manifest, digest: str) -> Manifest:
-    if digest != info.digest:
-        raise MalformedError("it is not the one that was found before")
-    return manifest
-
-
-def _parse_state(data: bytes, expected: FileSum) -> Any:
-    check_size(STATE, len(data), expected)
-    _check_hash(STATE, hashlib.sha256(data).hexdigest(), expected)
-    return parse_json(data)
-
-
 def _selected(state: Any, info: CheckpointInfo, parts: Parts | None) -> tuple[Any, set[str] | None]:
     """Return the wanted parts of a state's JSON, and the names of their tensors; None: all tensors."""
     if parts is None or not isinstance(state, dict) or any(key.startswith("$") for key in state):
@@ -179,44 +161,3 @@ def _selected(state: Any, info: CheckpointInfo, parts: Parts | None) -> tuple[An
     wanted = parts(info)
     state = {name: part for name, part in state.items() if name in wanted}
     return state, tree.tensor_names(state)
-
-
-def _all_of(manifest: Manifest, one: Callable[[str, FileSum], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Read the tensor files one by one."""
-    tensors: dict[str, torch.Tensor] = {}
-    for name, expected in manifest.tensors.items():
-        more = one(name, expected)
-        if both := tensors.keys() & more.keys():
-            raise MalformedError(f"two files have a tensor {min(both)!r}")
-        tensors.update(more)
-    return tensors
-
-
-def _load_tensors(path: Path, expected: FileSum, only: set[str] | None, read: _Read) -> dict[str, torch.Tensor]:
-    with open_regular(path) as descriptor:
-        check_size(path.name, os.fstat(descriptor).st_size, expected)
-        _check_hash(path.name, sum_of(read_chunks(descriptor)).sha256, expected)
-        return read(descriptor, only)
-
-
-def _fetch_tensors(
-    storage: Storage, url: Url, expected: FileSum, only: set[str] | None, read: _Read
-) -> dict[str, torch.Tensor]:
-    """Read tensors through an unnamed file: the data parsed must be the data verified, and may be large."""
-    digest, size = hashlib.sha256(), 0
-    with tempfile.TemporaryFile() as file:
-        for chunk in storage.chunks(url):
-            digest.update(chunk)
-            size += len(chunk)
-            if size > expected.bytes:
-                break
-            file.write(chunk)
-        file.flush()
-        check_size(url.name, size, expected)
-        _check_hash(url.name, digest.hexdigest(), expected)
-        return read(file.fileno(), only)
-
-
-def _check_hash(name: str, sha256: str, expected: FileSum) -> None:
-    if sha256 != expected.sha256:
-        raise MalformedError(f"{name} does not have its checksum")

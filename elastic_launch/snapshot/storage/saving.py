@@ -6,26 +6,15 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from elastic_launch.contract import Best
 from elastic_launch.errors import UsageError
-from elastic_launch.snapshot.errors import (
-    CheckpointReadError,
-    MalformedError,
-    NotCommittedError,
-    UnsupportedStateError,
-    writing,
-)
-from elastic_launch.snapshot.format.files import FileSum, create, open_regular, read_small, sync_directory, write_all
+from elastic_launch.snapshot.errors import CheckpointReadError, NotCommittedError, UnsupportedStateError, writing
+from elastic_launch.snapshot.format.files import FileSum
 from elastic_launch.snapshot.format.manifest import (
-    MANIFEST,
     MAX_STATE_BYTES,
-    REMOVING,
     STATE,
     TENSORS,
     assemble,
@@ -33,29 +22,20 @@ from elastic_launch.snapshot.format.manifest import (
     directory_name,
     encode_meta,
     new_nonce,
-    share_directory,
     share_file,
 )
 from elastic_launch.snapshot.format.plain import Decoder
 from elastic_launch.snapshot.location import Url, place
 from elastic_launch.snapshot.storage import owner as owners
-from elastic_launch.snapshot.storage import urls as remote
-from elastic_launch.snapshot.storage.draft import Draft, bury, draft, remove_abandoned, remove_shares
+from elastic_launch.snapshot.storage.directory import DirectoryDraft
 from elastic_launch.snapshot.storage.lineage import epoch_of, leads_to
 from elastic_launch.snapshot.storage.listing import CheckpointInfo, find, inspect, order_of
-from elastic_launch.snapshot.storage.shares import (
-    MAX_SUM_BYTES,
-    Division,
-    OwnShare,
-    OwnTensors,
-    Split,
-    gather,
-    pack_sum,
-    parse_sum,
-)
+from elastic_launch.snapshot.storage.places import storage_at
+from elastic_launch.snapshot.storage.shares import Division, OwnShare
+from elastic_launch.snapshot.storage.url_storage import UrlDraft
 
-_SUM = "sum.json"
-"""Name of the file with the size and checksum of a share that waits to be committed."""
+_PAUSES = (0.05, 1.0)
+"""Seconds between polls for the shares of other nodes: first and longest."""
 
 
 def write(
@@ -94,16 +74,13 @@ def write(
 
     tensors, rest = tree.encode(state)
     meta_json = encode_meta({} if meta is None else meta)
-    parts = tensorfile.parts(tensors)
-    state_data = state_json(rest)
-    return write_parts(
-        directory, parts, state_data, meta_json, step=step, round=round, may_commit=may_commit, owner=owner
-    )
+    files = tensorfile.parts(tensors), state_json(rest)
+    return write_parts(directory, *files, meta_json, step=step, round=round, may_commit=may_commit, owner=owner)
 
 
 def write_own(
     directory: str | os.PathLike[str],
-    own: OwnTensors,
+    own: OwnShare,
     *,
     step: int,
     round: int,
@@ -113,30 +90,23 @@ def write_own(
 ) -> CheckpointInfo | None:
     """Write a checkpoint together with other nodes, each of which calls this with its own tensors.
 
-    The first node commits it, when all shares are there.
-
-    Returns:
-        None on nodes other than the first.
+    The first node commits it, when all shares are there; others return None.
 
     Raises:
         CheckpointWriteError: as for ``write``, and on the first node if the share of another one does not come.
         NotCommittedError, UnsupportedStateError: as for ``write``.
     """
-    from elastic_launch.snapshot.format import tensor_file as tensorfile  # needs torch
-
-    share = OwnShare(own.index, own.count, partial(tensorfile.parts, own.tensors))
+    numbers: dict[str, Any] = {"step": step, "round": round, "nonce": own.nonce}
     if own.index:
-        write_share(directory, share, own.index, step=step, round=round, nonce=own.nonce)
+        write_share(directory, own, own.index, **numbers)
         return None
-    tensors, meta_json = Split(share, own.nonce), encode_meta({} if meta is None else meta)
-    return write_parts(
-        directory, tensors, state_json(own.rest), meta_json, step=step, round=round, may_commit=may_commit, owner=owner
-    )
+    meta_json = encode_meta({} if meta is None else meta)
+    return write_parts(directory, own, state_json(own.rest), meta_json, **numbers, may_commit=may_commit, owner=owner)
 
 
 def write_parts(
     directory: str | os.PathLike[str],
-    tensors: Iterable[bytes | memoryview] | Split,
+    tensors: Iterable[bytes | memoryview] | Division | OwnShare,
     state: bytes,
     meta: Any,
     *,
@@ -155,51 +125,34 @@ def write_parts(
         may_commit: as for ``write``.
         owner: as for ``write``; checked after ``may_commit``.
         take: as for ``owner.check``.
-        nonce: of its name in a directory, if it is not split; empty for a random one. If another process has written
-            that checkpoint, its description is returned, and this one's is dropped.
+        nonce: of its name; empty for a random one. If it is one file in a directory, and another process has written
+            that checkpoint, its description is returned, and this one's is dropped. Behind a URL such a file gets a
+            random one.
     """
     check_numbers(step, round)
-    where = place(directory)
-    decoded = Decoder().decode(meta)
-
-    def allowed() -> bool:
-        if not may_commit():
-            return False
-        owners.check(where, owner, take=take, epoch=epoch_of(decoded))
-        return True
-
-    if isinstance(where, Url):
-        path, digest, size = remote.write(where, tensors, state, meta, step=step, round=round, may_commit=allowed)
-        return CheckpointInfo(path, step, round, digest, size, decoded)
+    where, decoded = place(directory), Decoder().decode(meta)
     with writing(where, "write a checkpoint in"):
-        _make_directory(where)
-        with draft(where) as new:
-            if isinstance(tensors, Split):
-                name = directory_name(step, round, tensors.nonce)
-                state_sum = _write_file(new.path / STATE, state)
-                tensor_sums = _write_split(where, name, new, tensors.division)
+        storage = storage_at(where)
+        alone = not isinstance(tensors, Division | OwnShare)
+        with storage.draft(step, round, "" if alone and isinstance(where, Url) else nonce) as draft:
+            if isinstance(tensors, Division | OwnShare):
+                sums = _write_shares(draft, tensors)
             else:
-                name = directory_name(step, round, nonce or new.nonce)
-                tensor_sums = {TENSORS: write_all(new.tensors, tensors)}
-                state_sum = _write_file(new.path / STATE, state)
-            data, digest = assemble(step, round, tensor_sums, state_sum, meta)
-            _write_file(new.path / MANIFEST, data)
-            # The rename must not reach the disk before the file names in the directory.
-            sync_directory(new.path)
-            if not allowed():
+                sums = {TENSORS: draft.write(TENSORS, tensors)}
+            state_sum = draft.write(STATE, [state])
+            data, digest = assemble(step, round, sums, state_sum, meta)
+            draft.finish(data)
+            if not may_commit():
                 raise NotCommittedError(step)
-            final = where / name
-            if nonce and final.exists():
+            owners.check(where, owner, take=take, epoch=epoch_of(decoded))
+            if nonce and alone and isinstance(draft, DirectoryDraft) and (same := draft.final).exists():
                 try:
-                    found = inspect(final)
-                    bury(new.path)
-                    return found
+                    return inspect(same)
                 except CheckpointReadError:
-                    final = where / directory_name(step, round, new.nonce)
-            os.rename(new.path, final)
-            sync_directory(where)
-    size = sum(file.bytes for file in tensor_sums.values()) + state_sum.bytes
-    return CheckpointInfo(final, step, round, digest, size, decoded)
+                    draft.name = directory_name(step, round, new_nonce())
+            path = draft.publish()
+    size = sum(file.bytes for file in sums.values()) + state_sum.bytes
+    return CheckpointInfo(path, step, round, digest, size, decoded)
 
 
 def write_share(
@@ -213,78 +166,42 @@ def write_share(
     """
     check_numbers(step, round)
     where = place(directory)
-    if isinstance(where, Url):
-        remote.write_share(where, division, index, step=step, round=round, nonce=nonce)
-        return
-    name = directory_name(step, round, nonce)
     with writing(where, "write a share of a checkpoint in"):
-        _make_directory(where)
-        with draft(where) as new:
-            _write_file(new.path / _SUM, pack_sum(write_all(new.tensors, division.parts(index))))
-            sync_directory(new.path)
-            if (where / name).exists():
-                bury(new.path)  # the committer has not waited
-            else:
-                os.rename(new.path, where / share_directory(name, index, len(division)))
+        storage_at(where).write_share(step, round, nonce, (index, len(division)), division.parts(index))
 
 
-def _write_split(where: Path, name: str, new: Draft, division: Division | OwnShare) -> dict[str, FileSum]:
+def _write_shares(draft: DirectoryDraft | UrlDraft, division: Division | OwnShare) -> dict[str, FileSum]:
     """Fill a draft with shares: write the first, take those of other nodes, and write those that are missing."""
     count, began = len(division), time.monotonic()
-    files = [new.path / share_file(index, count) for index in range(count)]
+    names = [share_file(index, count) for index in range(count)]
+    sums: dict[int, FileSum] = {}
+
+    def replace(index: int, why: str) -> None:
+        division.lost(index, why)
+        names[index] = draft.replacement(index, count)
+        sums[index] = draft.write(names[index], division.parts(index))
+
     with division.sums() as expected:
-        sums = {0: write_all(new.tensors, division.parts(0))}
-        os.rename(new.path / TENSORS, files[0])
-
-        def place_of(index: int) -> Path:
-            return where / share_directory(name, index, count)
-
-        def look(indices: Collection[int]) -> dict[int, FileSum | None]:
-            # A network file system's client may cache for long that a name was absent, unless it has changed the
-            # directory itself in the meantime.
-            mark = where / f"{REMOVING}{new_nonce()}"  # prune removes it if this process dies here
-            with suppress(OSError):
-                mark.mkdir()
-                mark.rmdir()
-            return {x: _said(place_of(x)) for x in indices if place_of(x).exists()}
-
-        def take(index: int, found: FileSum) -> bool:
-            sums[index] = found
-            return _take(place_of(index), files[index], found.bytes)
-
-        def write(index: int) -> None:
-            descriptor = create(files[index])
-            try:
-                sums[index] = write_all(descriptor, division.parts(index))
-            finally:
-                os.close(descriptor)
-
-        gather(division, expected, look, take, write, division.patience + time.monotonic() - began)
-    return {files[index].name: sums[index] for index in range(count)}
-
-
-def _take(share: Path, file: Path, size: int) -> bool:
-    """Move a share into a draft, if it exists with its size."""
-    try:
-        os.rename(share / TENSORS, file)
-    except OSError:
-        return False  # it was removed, or belongs to another user
-    try:
-        with open_regular(file) as descriptor:
-            whole = os.fstat(descriptor).st_size == size
-    except MalformedError:
-        whole = False
-    if not whole:
-        os.unlink(file)
-    bury(share)
-    return whole
-
-
-def _said(share: Path) -> FileSum | None:
-    try:
-        return parse_sum(read_small(share / _SUM, MAX_SUM_BYTES))
-    except (OSError, MalformedError):
-        return None
+        sums[0] = draft.write(names[0], division.parts(0))
+        now = time.monotonic()
+        # Others may take as long as this node did. Each share is looked for once more before it is written here.
+        deadline, pause = now + division.patience + now - began, _PAUSES[0]
+        waiting = list(range(1, count))
+        while waiting:
+            division.waits()
+            for index, found in draft.look(waiting, count).items():
+                waiting.remove(index)
+                must = expected(index)
+                if found is None or must not in (None, found) or not draft.take(index, count, found.bytes):
+                    replace(index, "is not what it must be")
+                else:
+                    sums[index] = found
+            if waiting and time.monotonic() >= deadline:
+                replace(waiting.pop(0), "did not come")
+            elif waiting:
+                time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
+                pause = min(2 * pause, _PAUSES[1])
+    return {names[index]: sums[index] for index in range(count)}
 
 
 def prune(
@@ -322,16 +239,11 @@ def prune(
     # The oldest first, so that a process that dies in between leaves the newest ones.
     paths = [info.path for info in reversed(old)]
     newest = min((found[0].round, found[0].step), (up_to_round + 1, 0)) if found else (0, 0)
-    if isinstance(where, Url):
-        remote.remove(path for path in paths if isinstance(path, Url))
-        remote.remove_abandoned(where, newest)
-        return old
     with writing(where, "remove old checkpoints in"):
+        storage = storage_at(where)
         for path in paths:
-            bury(Path(path))
-        if where.is_dir():
-            remove_abandoned(where)
-            remove_shares(where, newest)
+            storage.remove(path.name)
+        storage.remove_remains(newest)
     return old
 
 
@@ -389,19 +301,3 @@ def state_json(rest: Any) -> bytes:
             "Put long lists of numbers into tensors.",
         )
     return text
-
-
-def _make_directory(directory: Path) -> None:
-    missing = [path for path in (directory, *directory.parents) if not path.exists()]
-    if missing:
-        os.makedirs(directory, exist_ok=True)
-    for path in missing:
-        sync_directory(path.parent)
-
-
-def _write_file(path: Path, data: bytes) -> FileSum:
-    descriptor = create(path)
-    try:
-        return write_all(descriptor, [data])
-    finally:
-        os.close(descriptor)

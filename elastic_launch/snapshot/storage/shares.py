@@ -33,13 +33,12 @@ import hashlib
 import json
 import logging
 import os
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 from elastic_launch.snapshot.errors import CheckpointWriteError, MalformedError
 from elastic_launch.snapshot.format.files import MAX_HEADER, FileSum, safetensors_header, sum_of
@@ -48,9 +47,6 @@ from elastic_launch.snapshot.format.manifest import MAX_SHARES, file_sum, parse_
 _log = logging.getLogger(__name__)
 
 MAX_SUM_BYTES = 1024
-
-_PAUSES = (0.05, 1.0)
-"""Seconds between polls: first and longest."""
 
 _THREADS = 4
 """Threads that compute checksums; a core does one to two GiB/s."""
@@ -153,30 +149,38 @@ class Division:
         _log.warning("share %d of the checkpoint %s: the first node writes it", index + 1, why)
 
 
+@dataclass(frozen=True, slots=True)
 class OwnShare:
-    """Tensors of which each node has some, and writes these: a checkpoint needs the shares of all nodes.
+    """The tensors that this node writes of a checkpoint for which it needs the shares of all nodes.
 
-    Args:
-        index, count: number of this node's share, from 0, and of all shares.
-        parts: yields the content of this node's share.
+    Attributes:
+        index, count: number of this node's share, from 0, and of all shares; None in a process that writes none.
+        nonce: nonce in the checkpoint's name, the same on all nodes.
+        tensors: by name, as in ``tree``; not changed any more.
+        rest: the rest of the state as JSON, see ``tree``; used only with the first share.
     """
 
-    patience = 60.0
+    patience: ClassVar[float] = 60.0
     """Seconds as for :class:`Division`."""
 
-    def __init__(self, index: int, count: int, parts: Callable[[], Iterator[bytes | memoryview]]) -> None:
-        self._index, self._count, self._parts = index, count, parts
+    index: int | None
+    count: int
+    nonce: str
+    tensors: Mapping[str, Any]
+    rest: Any
 
     def __len__(self) -> int:
-        return self._count
+        return self.count
 
     def waits(self) -> None:
         """Do nothing while waiting for the shares of other nodes."""
 
     def parts(self, index: int) -> Iterator[bytes | memoryview]:
         """Yield the content of this node's share, a few MiB at a time."""
-        assert index == self._index
-        return self._parts()
+        from elastic_launch.snapshot.format import tensor_file  # needs torch, unlike the rest of this module
+
+        assert index == self.index
+        return tensor_file.parts(self.tensors)
 
     @contextmanager
     def sums(self) -> Iterator[Callable[[int], FileSum | None]]:
@@ -186,73 +190,9 @@ class OwnShare:
     def lost(self, index: int, why: str) -> None:
         """Raise a CheckpointWriteError: no other node has a share that cannot be used."""
         raise CheckpointWriteError(
-            f"Share {index + 1} of {self._count} {why}, and only its node has it.",
+            f"Share {index + 1} of {self.count} {why}, and only its node has it.",
             "See what that node says about it.",
         )
-
-
-@dataclass(frozen=True, slots=True)
-class OwnTensors:
-    """The tensors that this node writes of a checkpoint whose tensors are divided among the nodes.
-
-    Attributes:
-        index, count: number of this node's share, from 0, and of all shares; -1 in a process that writes none.
-        nonce: nonce in the checkpoint's name, the same on all nodes.
-        tensors: by name, as in ``tree``; not changed any more.
-        rest: the rest of the state as JSON, see ``tree``; used only with the first share.
-    """
-
-    index: int
-    count: int
-    nonce: str
-    tensors: Mapping[str, Any]
-    rest: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """Tensors to be written by several nodes in two or more shares; the nonce is that in the checkpoint's name."""
-
-    division: Division | OwnShare
-    nonce: str
-
-
-def gather(
-    division: Division | OwnShare,
-    expected: Callable[[int], FileSum | None],
-    look: Callable[[Collection[int]], dict[int, FileSum | None]],
-    take: Callable[[int, FileSum], bool],
-    write: Callable[[int], None],
-    seconds: float,
-) -> None:
-    """Wait for all shares but the first, and write those that do not arrive.
-
-    Args:
-        expected: returns the size and checksum that a share must have; None if that is not known here.
-        look: of the given shares, returns those that exist, with the size and checksum that their nodes report; None if
-            a report is invalid.
-        take: moves a share into the checkpoint; returns False if that is not possible.
-        write: writes a share in this process.
-        seconds: maximum time to wait before the first missing share is written; each is looked for once more before it
-            is written.
-    """
-    deadline, pause = time.monotonic() + seconds, _PAUSES[0]
-    waiting = list(range(1, len(division)))
-    while waiting:
-        division.waits()
-        for index, found in look(waiting).items():
-            waiting.remove(index)
-            must = expected(index)
-            if found is None or must not in (None, found) or not take(index, found):
-                division.lost(index, "is not what it must be")
-                write(index)
-        if waiting and time.monotonic() >= deadline:
-            index = waiting.pop(0)
-            division.lost(index, "did not come")
-            write(index)
-        elif waiting:
-            time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
-            pause = min(2 * pause, _PAUSES[1])
 
 
 def pack_sum(file: FileSum) -> bytes:

@@ -32,8 +32,8 @@ from elastic_launch.snapshot.storage.lineage import epoch_of, same_run
 from elastic_launch.snapshot.storage.listing import positions
 from elastic_launch.snapshot.storage.owner import claim, epoch_in, other_owner, owned_by
 from elastic_launch.snapshot.storage.reading import Taking
-from elastic_launch.snapshot.storage.shares import OwnTensors, nonce_of
-from elastic_launch.snapshot.storage.urls import probe
+from elastic_launch.snapshot.storage.shares import OwnShare, nonce_of
+from elastic_launch.snapshot.storage.url_storage import try_out
 from elastic_launch.system.threads import within
 from elastic_launch.training.checkpoints.branches import Branch, following
 from elastic_launch.training.checkpoints.checkpoint import Checkpoint
@@ -323,14 +323,14 @@ class CheckpointManager:
         if self.writes:
             self._submit(self._background(may_commit), state, step, meta, frozenset(own))
 
-    def save_own(self, own: OwnTensors, step: int, meta: dict[str, Any], may_commit: Callable[[], bool]) -> None:
+    def save_own(self, own: OwnShare, step: int, meta: dict[str, Any], may_commit: Callable[[], bool]) -> None:
         """Write this node's tensors of a state in the background, in a checkpoint of all nodes; called by all ranks.
 
         Args:
             meta, may_commit: as for :meth:`save`.
         """
         self._begin_save(step)
-        if own.index >= 0:
+        if own.index is not None:
             self._background(may_commit).submit(own, step=step, round=self.branch.round, meta=meta)
 
     def _begin_save(self, step: int) -> None:
@@ -559,7 +559,7 @@ def _read(where: Place, above: tuple[int, int] | None, taking: Taking) -> Locati
     known = taken = 0
     try:
         if isinstance(where, Url) and above is None:
-            probe(where)
+            try_out(where, size=16)
         taken = epoch_in(where)
         if above is None or not _of_another_run(where):
             epoch = None if above is None else taken

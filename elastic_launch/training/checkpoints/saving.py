@@ -17,7 +17,7 @@ from elastic_launch.contract import CopyJob
 from elastic_launch.shared_progress import Activity
 from elastic_launch.snapshot.memory.slot import EVALUATED, PART, STEPPED
 from elastic_launch.snapshot.room import forget_peak, remedy_of
-from elastic_launch.snapshot.storage.shares import OwnTensors
+from elastic_launch.snapshot.storage.shares import OwnShare
 from elastic_launch.training.checkpoints import split
 from elastic_launch.training.checkpoints.branches import Branch, following
 from elastic_launch.training.checkpoints.manager import FINAL_TIMEOUT, CheckpointManager, run_id
@@ -81,7 +81,7 @@ class _Taken:
     parts: dict[str, Any] = field(default_factory=dict)  # what is in it, for the slot's meta, if it is split
     made: frozenset[int] = frozenset()  # addresses of the tensors that were made for it then
     fits: bool = False  # whether there is known to be room for it
-    own: OwnTensors | None = None  # what is written to durable storage, if the nodes divide that
+    own: OwnShare | None = None  # what is written to durable storage, if the nodes divide that
 
     @staticmethod
     def split_among(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from elastic_launch.snapshot.format.manifest import MAX_SHARES
 from elastic_launch.snapshot.format.tensor_file import copied
-from elastic_launch.snapshot.storage.shares import OwnTensors, cuts
+from elastic_launch.snapshot.storage.shares import OwnShare, cuts
 from elastic_launch.training.checkpoints.sharded import StateGatherer, bytes_in
 from elastic_launch.training.checkpoints.split import here, named, owners
 from elastic_launch.training.ranks.exchange import swap
@@ -29,13 +29,13 @@ def own_tensors(
     firsts: Sequence[int],
     rank: int,
     nonce: str = "",
-) -> OwnTensors | None:
+) -> OwnShare | None:
     """Return the tensors that this rank's node writes to durable storage, each whole; called by all ranks.
 
     Args:
         state, gatherer, boxes: as for :func:`taken`.
         firsts: the first rank of each node.
-        nonce: as for :class:`OwnTensors`.
+        nonce: as for :class:`OwnShare`.
 
     Returns:
         None if there is a single share.
@@ -45,7 +45,7 @@ def own_tensors(
     count = len(begins) - 1
     if count < 2:
         return None
-    number = firsts.index(rank) if rank in firsts[:count] else -1
+    number = firsts.index(rank) if rank in firsts[:count] else None
     of, whole = owners(boxes), {}
     for index, (_, sharded) in enumerate(gatherer.left):
         writer = firsts[bisect_right(begins, index) - 1]
@@ -58,10 +58,10 @@ def own_tensors(
                 parts.pop(rank).copy_(mine)
             receives = [(part, other) for other, part in parts.items()]
         swap([(mine, writer)] if mine is not None and writer != rank else [], receives)
-    if number < 0:
-        return OwnTensors(number, count, nonce, {}, None)
+    if number is None:
+        return OwnShare(number, count, nonce, {}, None)
     tensors, rest, left = named(state, gatherer)
     found = {left[index]: tensor for index, tensor in whole.items()}
     if number == 0:
         found |= {name: copied(tensor.cpu()) for name, tensor in tensors.items() if not tensor.is_meta}
-    return OwnTensors(number, count, nonce, found, rest)
+    return OwnShare(number, count, nonce, found, rest)
