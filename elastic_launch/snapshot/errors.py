@@ -70,11 +70,7 @@ class TakenError(CheckpointWriteError):
 
 
 class CheckpointReadError(CheckpointError):
-    """A checkpoint, or the directory of checkpoints, exists but cannot be read.
-
-    Attributes:
-        path: the directory or URL.
-    """
+    """A checkpoint, or the location of checkpoints, in ``path`` exists but cannot be read."""
 
     def __init__(self, path: Place, message: str, hint: str) -> None:
         super().__init__(message, hint)

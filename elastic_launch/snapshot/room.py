@@ -21,11 +21,6 @@ LEFT_OUT = "no snapshots in memory from now on: %s. A fault costs the steps sinc
 _UNLIMITED = 1 << 60
 
 
-def free_memory(proc: Path = Path("/proc"), cgroups: Path = CGROUPS) -> int:
-    """Return the bytes of memory that this process can still allocate before an out-of-memory kill."""
-    return room(proc, cgroups)[0]
-
-
 def room(proc: Path = Path("/proc"), cgroups: Path = CGROUPS) -> tuple[int, str]:
     """Return the bytes that this process can still allocate, and in words what limits them.
 
@@ -40,8 +35,7 @@ def room(proc: Path = Path("/proc"), cgroups: Path = CGROUPS) -> tuple[int, str]
 def lacking(size: int, what: str) -> str:
     """Return why so many further bytes of snapshots have no room; empty if they have.
 
-    Args:
-        what: how the sentence begins, up to and with "need".
+    ``what`` is how the sentence begins, up to and with "need".
     """
     free, where = room() if size else (0, "")
     if size <= (1 - RESERVE) * free:

@@ -36,12 +36,9 @@ def advanced() -> None:
 
 
 def while_advancing(where: Place, function: Callable[[], T], waiting: Callable[[], object] = lambda: None) -> T:
-    """Run a function that reads from storage and calls :func:`advanced`, and return its result.
+    """Run a function in a thread that reads from storage and calls :func:`advanced`, and return its result.
 
-    Args:
-        where: the location that it reads, for the error.
-        function: runs in a thread.
-        waiting: called every few seconds meanwhile.
+    ``waiting`` is called every few seconds meanwhile.
 
     Raises:
         CheckpointReadError: if the function makes no progress; its thread remains until the storage responds.

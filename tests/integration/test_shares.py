@@ -64,7 +64,7 @@ def test_the_first_node_writes_the_share_of_one_that_is_killed_while_it_does(job
     gate.unlink()
     wait_for("the copier's end", lambda: not alive(copier), 60)
     assert tensor_files(path) == ["tensors-00001-of-00002.safetensors", "tensors-00002-of-00002.again.safetensors"]
-    assert snapshot.load(snapshot.inspect(path)).step == 100
+    assert snapshot.load(snapshot.inspect(path)).info.step == 100
     result = changes.finish(host)
     assert changes.kinds() == [("broken", 1, "node loss")]
     assert changes.durable()[-1] == STEPS

@@ -15,10 +15,10 @@ from torch import nn
 
 import elastic_launch as el
 from elastic_launch.snapshot import stall
-from elastic_launch.snapshot.storage import reading
+from elastic_launch.snapshot.storage import directory
 
 asked = 0
-read_chunks = reading.read_chunks
+read_chunks = directory.read_chunks
 
 
 def followed(descriptor: int) -> Iterator[memoryview]:
@@ -39,7 +39,7 @@ befalls = sys.argv[3] if len(sys.argv) > 3 and not int(os.environ["TORCHELASTIC_
 with el.session(timeout=5.0 if befalls == "slow" else None) as run:
     stall.STALL = 3.0 if befalls == "hang" else stall.STALL
     stall.WARN = 1.0 if befalls == "slow" else stall.WARN
-    reading.read_chunks = followed
+    directory.read_chunks = followed
     torch.manual_seed(run.rank)
     model = nn.Linear(1000, int(sys.argv[2]))
     run.register("model", model)

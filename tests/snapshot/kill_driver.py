@@ -60,13 +60,15 @@ def check_all(directory: Path, at_least: tuple[int, int]) -> tuple[int, int]:
     best = newest(directory, refuse)
     assert best is not None, "nothing is left"
     for loaded in (best, *(load(info) for info in find(directory, refuse))):
-        expected = state_of(loaded.step, loaded.round)
+        expected = state_of(loaded.info.step, loaded.info.round)
         assert loaded.state["seen"] == expected["seen"]
         assert all(torch.equal(loaded.state["model"][name], expected["model"][name]) for name in "wb")
         for name, tensor in expected["optimizer"]["state"][0].items():
             assert torch.equal(loaded.state["optimizer"]["state"][0][name], tensor)
-    assert (best.round, best.step) >= at_least, f"{(best.round, best.step)} is older than {at_least}"
-    return best.round, best.step
+    assert (best.info.round, best.info.step) >= at_least, (
+        f"{(best.info.round, best.info.step)} is older than {at_least}"
+    )
+    return best.info.round, best.info.step
 
 
 def check_no_litter(directory: Path) -> None:

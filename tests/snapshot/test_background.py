@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 import weakref
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
 
 
 def test_states_are_written_and_old_ones_pruned(tmp_path: Path) -> None:
-    with BackgroundWriter(tmp_path / "a", keep=2) as writer:
+    with closing(BackgroundWriter(tmp_path / "a", keep=2)) as writer:
         for step in range(1, 6):
             writer.submit(state_of(step, 3), step=step, round=3, meta={"G": step})
             assert writer.flush(30)
@@ -59,11 +60,11 @@ def test_states_are_written_and_old_ones_pruned(tmp_path: Path) -> None:
     loaded = newest(tmp_path / "a")
     assert loaded is not None
     assert same(loaded.state, state_of(5, 3))
-    assert loaded.meta == {"G": 5}
+    assert loaded.info.meta == {"G": 5}
 
 
 def test_the_newest_replaces_what_waits(gate: Gate, tmp_path: Path) -> None:
-    with BackgroundWriter(tmp_path) as writer:
+    with closing(BackgroundWriter(tmp_path)) as writer:
         writer.submit(state_of(1), step=1, round=0)
         assert gate.begun.acquire(timeout=30)
         started = time.monotonic()
@@ -92,7 +93,7 @@ def test_close_writes_what_waits(gate: Gate, tmp_path: Path) -> None:
 
 def test_an_error_is_returned_by_poll_and_ends_nothing(tmp_path: Path) -> None:
     (tmp_path / "a").touch()
-    with BackgroundWriter(tmp_path / "a", keep=1) as writer:
+    with closing(BackgroundWriter(tmp_path / "a", keep=1)) as writer:
         writer.submit(state_of(1), step=1, round=0)
         assert writer.flush(30)
         (outcome,) = writer.poll()
@@ -121,7 +122,7 @@ def test_a_failure_to_remove_old_ones_is_reported_with_the_checkpoint(
         raise CheckpointWriteError("stuck")
 
     monkeypatch.setattr(background, "prune", stuck)
-    with BackgroundWriter(tmp_path, keep=1) as writer:
+    with closing(BackgroundWriter(tmp_path, keep=1)) as writer:
         writer.submit(state_of(1), step=1, round=0)
         assert writer.flush(30)
         (outcome,) = writer.poll()
@@ -167,7 +168,7 @@ def test_close_gives_up_on_a_write_that_hangs(gate: Gate, tmp_path: Path) -> Non
 
 
 def test_a_state_that_is_written_is_released(tmp_path: Path) -> None:
-    with BackgroundWriter(tmp_path) as writer:
+    with closing(BackgroundWriter(tmp_path)) as writer:
         tensor = torch.ones(1000)
         kept = weakref.ref(tensor)
         writer.submit({"w": tensor}, step=1, round=0)
@@ -180,5 +181,5 @@ def test_a_state_that_is_written_is_released(tmp_path: Path) -> None:
 def test_invalid_arguments_are_refused_at_the_call(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="keep=0"):
         BackgroundWriter(tmp_path, keep=0)
-    with BackgroundWriter(tmp_path) as writer, pytest.raises(UsageError, match="step=-1"):
+    with closing(BackgroundWriter(tmp_path)) as writer, pytest.raises(UsageError, match="step=-1"):
         writer.submit({}, step=-1, round=0)

@@ -41,9 +41,9 @@ def test_what_is_written_is_found_and_loaded(tmp_path: Path) -> None:
     assert find(str(directory), refuse) == [info] == [inspect(info.path)]
     loaded = newest(directory, refuse)
     assert loaded is not None
-    assert (loaded.step, loaded.round, loaded.info) == (7, 2, info)
+    assert (loaded.info.step, loaded.info.round, loaded.info) == (7, 2, info)
     assert same(loaded.state, state_of(7))
-    assert same(loaded.meta, meta)
+    assert same(loaded.info.meta, meta)
     assert sorted(os.listdir(info.path)) == ["manifest.json", "state.json", "tensors.safetensors"]
     assert info.bytes == sum((info.path / name).stat().st_size for name in ("state.json", "tensors.safetensors"))
 
@@ -353,9 +353,9 @@ def test_concurrent_readers_and_writers_that_prune(tmp_path: Path) -> None:
         while not ended.is_set() or reads < 20:
             loaded = newest(tmp_path, refuse)
             assert loaded is not None
-            assert same(loaded.state, state_of(loaded.step, loaded.round))
-            assert last <= (loaded.round, loaded.step)
-            last, reads = (loaded.round, loaded.step), reads + 1
+            assert same(loaded.state, state_of(loaded.info.step, loaded.info.round))
+            assert last <= (loaded.info.round, loaded.info.step)
+            last, reads = (loaded.info.round, loaded.info.step), reads + 1
 
     in_threads(writers, reader, reader)
     assert len(os.listdir(tmp_path)) <= 2

@@ -148,7 +148,7 @@ def test_any_call_that_fails_at_any_time(call: str, tmp_path: Path, monkeypatch:
             assert all(name.startswith("step-") for name in names), names
             loaded = newest(tmp_path, refuse)
             assert loaded is not None
-            assert same(loaded.state, state_of(loaded.step))
+            assert same(loaded.state, state_of(loaded.info.step))
         else:
             monkeypatch.undo()
             assert not failed

@@ -311,7 +311,7 @@ def test_a_damaged_or_missing_share_is_a_damaged_checkpoint(place: str, name: st
     assert loaded is not None
     assert same(loaded.state, STATE)
     assert [type(error) for error in told] == [snapshot.DamagedCheckpointError] * 3
-    assert loaded.step == 2
+    assert loaded.info.step == 2
 
 
 def own(index: int) -> OwnShare:
@@ -333,7 +333,7 @@ def test_nodes_that_each_have_some_tensors_write_one_checkpoint(place: str) -> N
     assert first is not None
     loaded = snapshot.newest(place)
     assert loaded is not None
-    assert (loaded.info.digest, loaded.meta) == (first.digest, {"a": 1})
+    assert (loaded.info.digest, loaded.info.meta) == (first.digest, {"a": 1})
     assert same(loaded.state, STATE)
     assert [name for name in files(place) if not name.endswith(".sum")] == names(*usual(3))
 

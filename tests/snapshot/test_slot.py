@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from elastic_launch.snapshot.errors import TornSnapshotError, UnsupportedStateError
 from elastic_launch.snapshot.memory.slot import Header, Slot
 from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter, read_meta, read_state
-from elastic_launch.snapshot.room import below_peak, forget_peak, free_memory, room
+from elastic_launch.snapshot.room import below_peak, forget_peak, room
 
 
 @pytest.fixture
@@ -186,21 +186,21 @@ def _group(path: Path, **values: str) -> None:
 
 
 def test_without_groups_the_host_counts(tmp_path: Path) -> None:
-    assert free_memory(_proc(tmp_path, 1 << 30, "0::/\n"), tmp_path / "none") == 1 << 30
+    assert room(_proc(tmp_path, 1 << 30, "0::/\n"), tmp_path / "none")[0] == 1 << 30
 
 
 def test_the_tightest_group_above_counts_in_version_2(tmp_path: Path) -> None:
     proc = _proc(tmp_path, 1 << 40, "0::/pods/a\n")
     _group(tmp_path / "cg" / "pods", memory_dot_max="1000000", memory_dot_current="400000")
     _group(tmp_path / "cg" / "pods" / "a", memory_dot_max="max", memory_dot_current="300000")
-    assert free_memory(proc, tmp_path / "cg") == 600000
+    assert room(proc, tmp_path / "cg")[0] == 600000
 
 
 def test_version_1_counts(tmp_path: Path) -> None:
     proc = _proc(tmp_path, 1 << 40, "4:memory:/pods/a\n2:cpu,cpuacct:/\n")
     limits = {"memory_dot_limit_in_bytes": "5000", "memory_dot_usage_in_bytes": "6000"}
     _group(tmp_path / "cg" / "memory" / "pods" / "a", **limits)
-    assert free_memory(proc, tmp_path / "cg") == 0, "more used than allowed leaves nothing"
+    assert room(proc, tmp_path / "cg")[0] == 0, "more used than allowed leaves nothing"
 
 
 def test_memory_and_swap_together_count_in_version_1(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_memory_and_swap_together_count_in_version_1(tmp_path: Path) -> None:
     limits = {"memory_dot_limit_in_bytes": "1000", "memory_dot_usage_in_bytes": "800"}
     both = {"memory_dot_memsw_dot_limit_in_bytes": "1000", "memory_dot_memsw_dot_usage_in_bytes": "950"}
     _group(tmp_path / "cg" / "memory" / "a", **limits, **both)
-    assert free_memory(proc, tmp_path / "cg") == 50
+    assert room(proc, tmp_path / "cg")[0] == 50
 
 
 @pytest.mark.parametrize(("version", "name"), [(1, "total_inactive_file"), (2, "inactive_file")])
@@ -227,7 +227,7 @@ def test_a_dataset_that_was_read_takes_no_memory_from_snapshots(tmp_path: Path, 
 def test_beyond_the_mark_at_which_processes_are_throttled_nothing_is_left(tmp_path: Path) -> None:
     proc = _proc(tmp_path, 1 << 40, "0::/a\n")
     _group(tmp_path / "cg" / "a", memory_dot_max="1000", memory_dot_high="600", memory_dot_current="500")
-    assert free_memory(proc, tmp_path / "cg") == 100
+    assert room(proc, tmp_path / "cg")[0] == 100
 
 
 def test_memory_that_others_take_during_the_allocation_is_an_error_and_all_of_it_is_given_back(
@@ -250,7 +250,7 @@ def test_memory_that_others_take_during_the_allocation_is_an_error_and_all_of_it
 
 
 def test_of_this_process_something_is_left() -> None:
-    assert 0 < free_memory() < 1 << 50
+    assert 0 < room()[0] < 1 << 50
 
 
 def test_a_process_knows_what_it_has_used_beyond_what_it_uses() -> None:

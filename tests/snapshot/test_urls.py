@@ -89,7 +89,7 @@ def test_what_was_written_is_found_and_loaded_to_the_bit(url: str) -> None:
     loaded = snapshot.newest(url, refuse)
     assert loaded is not None
     assert same(loaded.state, state_of(3, 1))
-    assert (loaded.step, loaded.round, loaded.meta) == (3, 1, {"a": [1, 2]})
+    assert (loaded.info.step, loaded.info.round, loaded.info.meta) == (3, 1, {"a": [1, 2]})
 
 
 def test_a_checkpoint_is_the_same_in_a_directory_and_behind_a_url(url: str, tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_one_without_its_manifest_does_not_count_and_causes_no_warning(url: str)
     assert steps(url) == [1]
     loaded = snapshot.newest(url, refuse)
     assert loaded is not None
-    assert loaded.step == 1
+    assert loaded.info.step == 1
 
 
 def test_a_half_written_one_stays_until_a_newer_one_is_complete(url: str) -> None:
@@ -140,7 +140,7 @@ def test_a_damaged_one_is_skipped_and_reported(url: str, name: str) -> None:
     told: list[snapshot.CheckpointReadError] = []
     loaded = snapshot.newest(url, told.append)
     assert loaded is not None
-    assert loaded.step == 1
+    assert loaded.info.step == 1
     assert [error.path for error in told] == [damaged.path]
     assert str(damaged.path) in str(told[0])
 

@@ -163,7 +163,7 @@ def test_a_snapshot_that_is_lost_while_it_is_written_does_not_become_a_checkpoin
     assert time.monotonic() - began < 60  # of the ten minutes that a copy is waited for
     loaded = newest(tmp_path)
     assert loaded is not None
-    assert loaded.step == 2
+    assert loaded.info.step == 2
     assert [record.levelno for record in caplog.records].count(logging.ERROR) == 2
     run._engine.release()
 
@@ -326,7 +326,7 @@ def test_what_a_worker_writes_itself_appears_only_if_the_agent_allows_it(
     monkeypatch.setattr("elastic_launch.training.link.COMMIT_TIMEOUT", 1.0 if allowed is None else 60.0)
     agent, _ = ends
     run, checkpoint = saver
-    run._engine.saver._give_up_memory("there is none.")
+    run._engine.saver._give_up_memory(OSError(12, "there is none"))
     _save(run, checkpoint, 1)
     asked = _asked(agent)
     assert newest(checkpoint.directory) is None

@@ -21,10 +21,10 @@ class Copies:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, free: int, step: int = 0) -> None:
         self.most = self.now = self.made = 0
-        copied = checkpoint_module._copied
+        copied = checkpoint_module.copied
 
-        def copy(value: Any, own: frozenset[int] = frozenset()) -> Any:
-            found = copied(value, own)
+        def copy(value: Any, tensor: Any) -> Any:
+            found = copied(value, tensor)
             if isinstance(value, dict) and "model" in value:
                 self.made += 1
                 self.now += 1
@@ -32,7 +32,7 @@ class Copies:
                 weakref.finalize(found["model"]["weight"], self._gone)
             return found
 
-        monkeypatch.setattr(checkpoint_module, "_copied", copy)
+        monkeypatch.setattr(checkpoint_module, "copied", copy)
         monkeypatch.setattr(checkpoint_module, "room", lambda: (free - self.now * 80, "in this test"))
         # The peak was when there was a copy beside a step, if any was made.
         monkeypatch.setattr(checkpoint_module, "below_peak", lambda: step + 80 * bool(self.made))

@@ -33,6 +33,7 @@ from elastic_launch.system.threads import within
 from elastic_launch.training.checkpoints import manager as checkpoints
 from elastic_launch.training.checkpoints.branches import Branch, following
 from elastic_launch.training.checkpoints.manager import CheckpointManager
+from elastic_launch.training.checkpoints.state import TrainingState
 from elastic_launch.training.engine import Engine
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.ranks.world import World
@@ -330,7 +331,7 @@ def test_a_checkpoint_counts_as_saved_if_only_removing_old_ones_failed(
 
     monkeypatch.setattr("elastic_launch.snapshot.storage.background.prune", refused)
     saving = CheckpointManager(el.Checkpoint(tmp_path, every=1))
-    saving.open(World(), {})
+    saving.open(World(), {}, parts=TrainingState())
     saving.save({}, 1, {})
     saving.finish()
     assert saving.failed() is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.nn.utils import parametrizations, prune
 
 from elastic_launch.errors import UsageError
 from elastic_launch.faults import FaultPlan
+from elastic_launch.training.checkpoints.resumed import Resumed
 from elastic_launch.training.checkpoints.state import TrainingState
 
 
@@ -21,6 +23,10 @@ def _state(model: nn.Module) -> TrainingState:
     state.register("model", model)
     state.register("optimizer", torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     return state
+
+
+def _resumed(state: TrainingState, **more: Any) -> Resumed:
+    return Resumed(3, copy.deepcopy(state.capture()), origin="the state of step 3", **more)
 
 
 def _model() -> nn.Module:
@@ -34,7 +40,7 @@ def test_a_pruned_state_is_restored_by_a_model_that_is_not(caplog: pytest.LogCap
     saved = _state(there)
     prune.l1_unstructured(there[0], "weight", 0.5)
     prune.ln_structured(there[2], "weight", 0.5, n=2, dim=0)
-    before.restore(copy.deepcopy(saved.capture()), "the state of step 3", orders=saved.orders())
+    before.load(_resumed(saved, orders=saved.orders()), again=False)
     x = torch.randn(3, 4)
     assert torch.equal(there(x), here(x))
     assert {id(p) for p in here.parameters()} == parameters  # the optimizer's
@@ -51,7 +57,7 @@ def test_pruning_that_was_made_permanent_is_ended() -> None:
     for model in (there, here):
         prune.l1_unstructured(model[0], "weight", 0.5)
     prune.remove(there[0], "weight")
-    before.restore(copy.deepcopy(saved.capture()), "the state of step 3")
+    before.load(_resumed(saved), again=False)
     assert not prune.is_pruned(here)
     assert torch.equal(there[0].weight, here[0].weight)
 
@@ -61,7 +67,7 @@ def test_what_cannot_be_done_again_is_refused_by_name() -> None:
     before = _state(here)
     parametrizations.weight_norm(there[0], "weight")
     with pytest.raises(UsageError, match=r"'0\.parametrizations\.weight\.original0'(.|\n)*before the loop"):
-        before.restore(copy.deepcopy(_state(there).capture()), "the state of step 3")
+        before.load(_resumed(_state(there)), again=False)
 
 
 @pytest.mark.parametrize("how", [[], ["--no-live"]])

@@ -17,6 +17,7 @@ from elastic_launch import snapshot
 from elastic_launch.errors import UsageError
 from elastic_launch.snapshot.format.small_values import UnknownMember
 from elastic_launch.training.checkpoints.matching import differences
+from elastic_launch.training.checkpoints.resumed import Resumed
 from elastic_launch.training.checkpoints.state import TrainingState
 from elastic_launch.training.data.samplers import SAMPLE_ORDER
 from elastic_launch.training.engine import Engine
@@ -183,8 +184,8 @@ def test_names_of_several_models_and_optimizers_are_compared(tmp_path: Path) -> 
 def test_a_checkpoint_without_an_order_of_samples_is_refused(saved: Path, tmp_path: Path) -> None:
     made = snapshot.newest(saved / "plain")
     assert made is not None
-    del made.meta["identity"][SAMPLE_ORDER]
-    snapshot.write(tmp_path, made.state, step=3, round=1, meta=made.meta)
+    del made.info.meta["identity"][SAMPLE_ORDER]
+    snapshot.write(tmp_path, made.state, step=3, round=1, meta=made.info.meta)
     with pytest.raises(
         UsageError, match=r"step 3 in .* was made without order of samples \(as a hash\), this training"
     ):
@@ -229,7 +230,7 @@ def test_a_member_of_an_enum_that_the_script_has_not_is_refused_with_its_place()
     member = UnknownMember("train:Phase", "WARM", 1)
     message = r"has train.Phase.WARM with the value 1 at state\['extra'\]\['phases'\]\[1\], and this script has no such"
     with pytest.raises(UsageError, match=message):
-        state.restore({"extra": {"phases": [0, member]}}, "The checkpoint of step 3")
+        state.load(Resumed(state={"extra": {"phases": [0, member]}}, origin="The checkpoint of step 3"), again=False)
 
 
 def _square(directory: Path, until: str, order: Callable[[list[Any]], list[Any]]) -> str:

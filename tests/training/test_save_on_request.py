@@ -70,7 +70,7 @@ def asking() -> Iterator[Asking]:
 
 def step_of(directory: Path) -> int:
     loaded = newest(directory)
-    return -1 if loaded is None else loaded.step
+    return -1 if loaded is None else loaded.info.step
 
 
 def test_everything_is_saved_at_the_next_step_at_any_interval_and_reported_to_the_agent(

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, LinearLR, Red
 from torch.optim.swa_utils import AveragedModel
 
 import elastic_launch as el
-from elastic_launch.training.checkpoints.parts import Group
+from elastic_launch.training.checkpoints.parts import Group, flat
 from elastic_launch.training.checkpoints.schedules import forgotten, has_forgotten_average
 from elastic_launch.training.engine import Engine
 from elastic_launch.training.ranks.world import World
@@ -65,7 +65,8 @@ def test_a_scheduler_is_forgotten_unless_it_or_its_holder_is_saved(make: Any) ->
     scheduler = make(optimizer)
     assert forgotten([optimizer, other]) == [optimizer]
     assert forgotten([optimizer, scheduler]) == []
-    assert forgotten([Group({"a": optimizer, "b": other}), Group({"a": scheduler})]) == []
+    groups = {"optimizer": Group({"a": optimizer, "b": other}), "scheduler": Group({"a": scheduler})}
+    assert forgotten([part for _, part in flat(groups)]) == []
     assert forgotten([optimizer, Holder(scheduler)]) == []
     assert forgotten([optimizer, Holder([scheduler])]) == []
     forgotten_one = make(other)
@@ -80,7 +81,7 @@ def test_an_average_of_a_model_is_forgotten_unless_it_or_its_holder_is_saved() -
     averaged = AveragedModel(model)
     assert has_forgotten_average([model])
     for saved in (averaged, Holder(averaged), Group({"a": averaged}), nn.ModuleList([averaged])):
-        assert not has_forgotten_average([model, saved])
+        assert not has_forgotten_average([part for _, part in flat({"model": model, "saved": saved})])
 
 
 def test_an_average_that_is_not_saved_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -25,7 +25,6 @@ from elastic_launch.training.checkpoints.memory import MemorySnapshots, Newest, 
 from elastic_launch.training.checkpoints.sharded import StateGatherer
 from elastic_launch.training.checkpoints.split import Layouts, SnapshotPart, Votes, complete, owners, taken
 from elastic_launch.training.checkpoints.split_restore import restored
-from elastic_launch.training.checkpoints.split_shares import own_tensors
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.ranks import exchange
 from elastic_launch.training.ranks.spreading import Box, narrowed, overlap, within
@@ -327,7 +326,7 @@ def test_the_shares_of_all_nodes_are_the_state_and_no_tensor_is_in_two(
 
     def share(rank: int) -> OwnShare | None:
         state, gatherer = _gathered(wholes, dict(zip(sharded, boxes[rank], strict=True)), keep=rank in firsts)
-        return own_tensors(state, gatherer, boxes, firsts, rank)
+        return split.own_tensors(state, gatherer, boxes, firsts, rank)
 
     found = messages.run(mesh.ranks, share)
     assert messages.unread == 0

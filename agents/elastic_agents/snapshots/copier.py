@@ -104,11 +104,10 @@ class Copier:
         self._process.kill()
 
     def hear_out(self, may_commit: Callable[[], CommitAnswer], progress: Callable[[], object]) -> Copied:
-        """Wait until the process has copied, failed, or stopped making progress; it has then ended, or is left behind.
+        """Wait until the process has copied, failed, or stopped making progress; it has then ended, or is left
+        behind.
 
-        Args:
-            may_commit: called before the copy becomes visible.
-            progress: called now and then while the copy makes progress.
+        ``may_commit`` is called before the copy becomes visible, and ``progress`` now and then while it makes progress.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None

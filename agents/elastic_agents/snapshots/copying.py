@@ -60,11 +60,8 @@ def copy(
 ) -> Copied:
     """Copy a snapshot, and prune if it may; return the final result.
 
-    The last copy has a name that follows from the state: of several nodes that save it, one adds it.
-
-    Args:
-        progress: called now and then, from any thread.
-        written: called with the result once the checkpoint is written, before old ones are removed.
+    The last copy has a name that follows from the state: of several nodes that save it, one adds it. ``progress`` is
+    called now and then, from any thread; ``written`` once the checkpoint is written, before old ones are removed.
     """
     permit = CommitAnswer(0, allowed=False)
 
@@ -85,7 +82,12 @@ def copy(
         if isinstance(meta, dict) and PART in meta:  # snapshots are split since the one that was to be copied
             return replace(done, error="This node has only a part of the newest snapshot.", final=True)
         division = _divided(job, slot, header, progress)
-        newest = _newest_of_run(job, Decoder().decode(meta)) if job.last and not job.share else None
+        newest: CheckpointInfo | None = None
+        if job.last and not job.share:
+            decoded = Decoder().decode(meta)
+            # If another run has taken the location, what is there may be that run's.
+            owners.check(place(job.directory), job.owner, take=job.take, epoch=epoch_of(decoded), claims=False)
+            newest = next((info for info in find(job.directory) if same_run(info.meta, decoded)), None)
         if job.share:
             if division is not None and job.share < len(division):
                 write_share(job.directory, division, job.share, **numbers, nonce=job.nonce)
@@ -119,16 +121,6 @@ def copy(
     except MalformedError as error:
         done = replace(done, error=f"What is in memory is damaged: {error}.")
     return replace(done, seconds=time.monotonic() - began)
-
-
-def _newest_of_run(job: CopyJob, meta: dict[str, Any]) -> CheckpointInfo | None:
-    """Return the newest checkpoint that this run has saved; None if there is none.
-
-    Raises:
-        TakenError: if another run has taken the location: what is there may be that run's.
-    """
-    owners.ask(place(job.directory), job.owner, take=job.take, epoch=epoch_of(meta))
-    return next((info for info in find(job.directory) if same_run(info.meta, meta)), None)
 
 
 def _divided(job: CopyJob, slot: Slot, header: Header, progress: Callable[[], None]) -> Division | None:

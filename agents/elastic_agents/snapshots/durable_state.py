@@ -64,8 +64,7 @@ class DurableState:
     def why_not(self, *, writes: bool) -> str:
         """Return why this node's state is not saved; empty if nothing went wrong.
 
-        Args:
-            writes: whether this node has the round's first worker, the one that saves if any does.
+        ``writes``: whether this node has the round's first worker, the one that saves if any does.
         """
         if not self._library_saves():
             return SAVES_ITSELF
@@ -77,10 +76,10 @@ class DurableState:
         return "the script saves no checkpoints" if writes and not saves else ""
 
     def where(self, *, others: bool) -> str:
-        """Return where the final state is saved, on the node of the round's first worker; empty if that is not known.
+        """Return where the final state is saved, on the node of the round's first worker; empty if that is not
+        known.
 
-        Args:
-            others: whether other nodes continue, and may save.
+        ``others``: whether other nodes continue, and may save.
         """
         number, step = self._step_timer.reached
         if not number or not self._library_saves():

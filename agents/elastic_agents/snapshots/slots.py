@@ -10,11 +10,7 @@ from elastic_launch.contract import SLOTS
 
 @dataclass(frozen=True, slots=True)
 class HeldSlot:
-    """A snapshot in a slot.
-
-    Attributes:
-        sequence: increases with every snapshot of the node.
-    """
+    """A snapshot in a slot; its sequence number increases with every snapshot of the node."""
 
     slot: int
     sequence: int

@@ -90,11 +90,7 @@ class SnapshotStore:
         """Why the last copy failed, and how to fix it; empty if it did not."""
 
     def start(self) -> None:
-        """Create the slots; empty ones use no memory.
-
-        Raises:
-            OSError: if there are no descriptors left.
-        """
+        """Create the slots, which use no memory while they are empty."""
         for number in range(SLOTS):
             self._slots.append(Slot.make(f"elastic-launch-slot-{number}"))
         self._thread.start()
@@ -127,10 +123,10 @@ class SnapshotStore:
             return self._book.use
 
     def leave_out(self) -> int:
-        """Have workers of later rounds write no snapshots, and copy the newest to durable storage before it is freed.
+        """Have workers of later rounds write no snapshots, and copy the newest to durable storage before it is
+        freed.
 
-        Returns:
-            The bytes that are freed thereby, if this is new.
+        Return the bytes that are freed thereby, if this is new.
         """
         with self._changed:
             used = sum(slot.allocated for slot in self._slots) if self._writes else 0
@@ -160,9 +156,8 @@ class SnapshotStore:
         if self._restored is None or self._fetch is not None or self._server is not None:
             return
         self._look()
-        found = [(header, number) for number, slot in enumerate(self._slots) if (header := slot.header()) is not None]
-        found.sort(key=lambda pair: (pair[0].round, pair[0].step, pair[0].sequence))
-        needed = {header.training: number for header, number in found if header.training > self._restored}
+        found = sorted(self._headers(), key=lambda pair: (pair[1].round, pair[1].step, pair[1].sequence))
+        needed = {header.training: number for number, header in found if header.training > self._restored}
         pinned = self._book.pinned
         newest = None if self._at_rest or (pinned is not None and self._job is None) else self._book.newest
         kept = {*needed.values(), *(held.slot for held in (pinned, newest) if held is not None)}
@@ -189,8 +184,7 @@ class SnapshotStore:
     def secure(self, *, stands_in: bool = False) -> None:
         """Queue a copy of the newest snapshot if there is none: its memory is lost or needed.
 
-        Args:
-            stands_in: do so even if saving is another node's task, or a copy was refused before: no other node can.
+        ``stands_in``: do so even if saving is another node's task, or a copy was refused before: no other node can.
         """
         with self._changed:
             self._look()
@@ -239,20 +233,17 @@ class SnapshotStore:
     def serve(self, listener: socket.socket, key: bytes | None) -> int:
         """Serve the newest snapshot to other nodes from now on; workers no longer write. Return the port.
 
-        Args:
-            listener: taken over.
-            key: of the connections; None without a token.
+        The listener is taken over; the key is that of the connections, None without a token.
         """
         newest = self.newest
         assert newest is not None
-        self._server = TransferServer(listener, self._slots[newest.slot], key, self._rests)
+        self._server = TransferServer(listener, self._slots[newest.slot], key, lambda: self._tell(None))
         return self._server.port
 
     def fetch(self, sources: Sequence[SnapshotSource], key: bytes | None, tell: Callable[[Fetched], None]) -> None:
         """Begin to fetch a snapshot that no member of the round has; without sources, end a fetch in progress.
 
-        Args:
-            tell: called from a thread with the result for the workers: the snapshot has arrived, or is unavailable.
+        ``tell`` is called from a thread with the result for the workers: the snapshot has arrived, or is unavailable.
         """
         with self._changed:
             before, newest = self._fetch, self._book.newest
@@ -315,39 +306,34 @@ class SnapshotStore:
             if free:
                 slot.close()
 
-    def _rests(self) -> None:
-        self._tell(None)
-
     def _look(self) -> None:
         """Record changes that workers have not reported.
 
         A snapshot is complete well before it is reported. Workers drop one silently if the ranks differ.
         """
-        found = [(header, number) for number, slot in enumerate(self._slots) if (header := slot.header()) is not None]
-        self._book.seen(HeldSlot(number, header.sequence, header.step, header.round) for header, number in found)
+        self._book.seen(HeldSlot(number, x.sequence, x.step, x.round) for number, x in self._headers())
+
+    def _headers(self) -> list[tuple[int, Header]]:
+        return [(number, header) for number, slot in enumerate(self._slots) if (header := slot.header()) is not None]
 
     def _run(self) -> None:
         try:
-            self._copy_all()
+            while (job := self._next()) is not None:
+                copied = self._copy(self._caught_up(job))
+                with self._changed:
+                    self._let_go()
+                    self._busy = False
+                    self._free()
+                    closing = self._closing
+                    if copied is not None and not closing:
+                        self.failed = "" if copied.path else f"{copied.error} {copied.hint}".strip()
+                    self._changed.notify_all()
+                if not closing:
+                    self._tell(copied)
         finally:
             with self._changed:
                 self._ended = True
                 self._changed.notify_all()
-
-    def _copy_all(self) -> None:
-        while (job := self._next()) is not None:
-            job = self._caught_up(job)
-            copied = self._copy(job)
-            with self._changed:
-                self._let_go()
-                self._busy = False
-                self._free()
-                closing = self._closing
-                if copied is not None and not closing:
-                    self.failed = "" if copied.path else f"{copied.error} {copied.hint}".strip()
-                self._changed.notify_all()
-            if not closing:
-                self._tell(copied)
 
     def _next(self) -> CopyJob | None:
         with self._changed:
@@ -388,23 +374,18 @@ class SnapshotStore:
         if pinned is not None and (self._job is None or pinned.sequence != self._job.sequence):
             self._book.unpin()
 
-    def _copy_share(self, job: CopyJob) -> None:
-        """Copy this node's share, once: the first node writes any share that is missing."""
-        held = self._take(job)
-        if held is None or held.sequence != job.sequence:
-            return
-        if error := self._ask(job, held).error:
-            _log.warning("a share of the checkpoint of step %d: %s", held.step, error)
-
     def _copy(self, job: CopyJob) -> Copied | None:
         """Try until a copy succeeds, or the attempts are used up; each copies the newest snapshot."""
         pause = PAUSE
         for attempt in range(1, ATTEMPTS + 1):
             job = self._caught_up(job) if attempt > 1 else job
-            if job.share:
-                self._copy_share(job)
-                return None
             held = self._take(job)
+            if job.share:
+                # Once: the first node writes any share that is missing.
+                late = held is None or held.sequence != job.sequence
+                if held is not None and not late and (error := self._ask(job, held).error):
+                    _log.warning("a share of the checkpoint of step %d: %s", held.step, error)
+                return None
             if held is None:
                 return None
             together = job.shares > 1 and attempt == 1 and held.sequence == job.sequence

@@ -162,13 +162,11 @@ class _Peer:
 class TransferServer:
     """Serves one snapshot, which must not change, until it is closed.
 
-    Args:
-        listener: taken over.
-        key: of the connections, derived from the run's token; None without one.
-        rests: called from one of this object's threads when no node is fetching any more.
+    The listener is taken over; the key of the connections is derived from the run's token, None without one. ``rests``
+    is called from one of this object's threads when no node is fetching any more.
     """
 
-    def __init__(self, listener: socket.socket, slot: Slot, key: bytes | None, rests: Callable[[], None]) -> None:
+    def __init__(self, listener: socket.socket, slot: Slot, key: bytes | None, rests: Callable[[], object]) -> None:
         self.port = int(listener.getsockname()[1])
         self._listener = listener
         self._slot = slot

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+from contextlib import suppress
 from typing import Any
 
 from elastic_launch.snapshot.errors import MalformedError
@@ -45,13 +46,11 @@ def restored(text: Any, shape: tuple[int, ...], data: bytes | memoryview) -> Any
         import numpy
     except ImportError as error:
         raise MalformedError("it has an array, and NumPy is not installed") from error
-    if not isinstance(text, str) or not _DTYPE.fullmatch(text):
-        raise MalformedError(f"an unknown dtype {text!r:.40} of an array")
-    try:
-        dtype = numpy.dtype(text)
-    except (TypeError, ValueError) as error:
-        raise MalformedError(f"an unknown dtype {text!r:.40} of an array") from error
-    if dtype.str != text or dtype.itemsize > _WIDEST.get(dtype.kind, sys.maxsize):
+    dtype = None
+    if isinstance(text, str) and _DTYPE.fullmatch(text):
+        with suppress(TypeError, ValueError):
+            dtype = numpy.dtype(text)
+    if dtype is None or dtype.str != text or dtype.itemsize > _WIDEST.get(dtype.kind, sys.maxsize):
         raise MalformedError(f"an unknown dtype {text!r:.40} of an array")
     if math.prod(shape) * dtype.itemsize != len(data):
         raise MalformedError(f"{len(data)} bytes for an array of {text}{list(shape)}")

@@ -7,7 +7,7 @@ import json
 import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,11 +57,7 @@ def write_all(descriptor: int, parts: Iterable[bytes | memoryview]) -> FileSum:
 
 @contextmanager
 def open_regular(path: Path) -> Iterator[int]:
-    """Open a regular file for reading. Links could lead anywhere, and pipes would block, so they are refused.
-
-    Raises:
-        MalformedError: if it is not a regular file.
-    """
+    """Open a file for reading. Links could lead anywhere, and pipes would block: they are a MalformedError."""
     if stat.S_ISLNK(os.lstat(path).st_mode):
         raise MalformedError(f"{path.name} is not a regular file")
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -112,11 +108,7 @@ def read_chunks(descriptor: int) -> Iterator[memoryview]:
 
 
 def read_small(path: Path, limit: int) -> bytes:
-    """Return the content of a file.
-
-    Raises:
-        MalformedError: if it is larger than ``limit`` bytes, or not a regular file.
-    """
+    """Return a file's content; a MalformedError if it is larger than ``limit`` bytes, or not a regular file."""
     with open_regular(path) as descriptor:
         data = bytearray()
         while part := os.read(descriptor, min(_CHUNK, limit + 1 - len(data))):
@@ -138,21 +130,13 @@ def sync_directory(path: Path) -> None:
 
 def remove_tree(path: Path) -> None:
     """Remove a directory and everything in it, without following links; another process may do so at the same time."""
-    try:
+    with suppress(FileNotFoundError):
         with os.scandir(path) as entries:
             found = list(entries)
         for entry in found:
             if entry.is_dir(follow_symlinks=False):
                 remove_tree(Path(entry.path))
             else:
-                _unlink(entry.path)
+                with suppress(FileNotFoundError):
+                    os.unlink(entry.path)
         os.rmdir(path)
-    except FileNotFoundError:
-        return
-
-
-def _unlink(path: str) -> None:
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        return

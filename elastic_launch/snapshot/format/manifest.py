@@ -63,11 +63,9 @@ def parse_name(name: str) -> tuple[int, int] | None:
 
 
 def share_file(index: int, count: int, *, again: bool = False) -> str:
-    """Return the name of a share's file.
+    """Return the name of a share's file, whose index counts from 0; names count from 1.
 
-    Args:
-        index: index of the share, from 0; names count from 1.
-        again: whether the first node writes it in place of another node, which may still be writing its own file.
+    ``again``: the first node writes it in place of another node, which may still be writing its own file.
     """
     return f"tensors-{index + 1:05}-of-{count:05}{'.again' if again else ''}.safetensors"
 
@@ -198,19 +196,16 @@ def _files(value: Any) -> tuple[dict[str, FileSum], FileSum]:
     # Names are made here and never taken from the manifest, so that it cannot point elsewhere.
     if not isinstance(value, dict):
         raise MalformedError("the manifest does not name exactly its files")
-    names = [TENSORS] if TENSORS in value else _shares_among(value)
+    names, count = [TENSORS], len(value) - 1
+    if TENSORS not in value:
+        if not 2 <= count <= MAX_SHARES:
+            raise MalformedError(f"the manifest names {count} tensor files")
+        # Of each share, the variant that is listed.
+        both = [(share_file(index, count), share_file(index, count, again=True)) for index in range(count)]
+        names = [again if again in value else usual for usual, again in both]
     if value.keys() != {*names, STATE}:
         raise MalformedError(f"the manifest does not name exactly its tensor files and {STATE}")
     return {name: file_sum(name, value[name]) for name in names}, file_sum(STATE, value[STATE])
-
-
-def _shares_among(value: dict[str, Any]) -> list[str]:
-    """Return the names of all shares that a split checkpoint must have, each in the variant that is listed."""
-    count = len(value) - 1
-    if not 2 <= count <= MAX_SHARES:
-        raise MalformedError(f"the manifest names {count} tensor files")
-    both = [(share_file(index, count), share_file(index, count, again=True)) for index in range(count)]
-    return [again if again in value else usual for usual, again in both]
 
 
 def file_sum(name: str, item: Any) -> FileSum:

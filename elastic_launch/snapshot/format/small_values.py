@@ -46,8 +46,12 @@ class UnknownMember:
         return f"{self.type.replace(':', '.')}.{self.name} with the value {self.value!r}"
 
 
-def _iso(kind: Any) -> Callable[[Any], Any]:
-    return lambda text: kind.fromisoformat(_text(text))
+def _iso(kind: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    return lambda value: value.isoformat(), lambda text: kind.fromisoformat(_text(text))
+
+
+def _parts(value: Any) -> list[Any]:
+    return [value.start, value.stop, value.step]
 
 
 def _text(value: Any) -> str:
@@ -63,30 +67,24 @@ def _integers(value: Any, count: int, *, none: bool = False) -> list[Any]:
     return value
 
 
-_WRITERS: dict[type, tuple[str, Callable[[Any], Any]]] = {
-    type(Path()): ("$path", str),
-    datetime.datetime: ("$datetime", lambda value: value.isoformat()),
-    datetime.date: ("$date", lambda value: value.isoformat()),
-    datetime.time: ("$time", lambda value: value.isoformat()),
-    datetime.timedelta: ("$timedelta", lambda value: [value.days, value.seconds, value.microseconds]),
-    Decimal: ("$decimal", str),
-    Fraction: ("$fraction", lambda value: [value.numerator, value.denominator]),
-    range: ("$range", lambda value: [value.start, value.stop, value.step]),
-    slice: ("$slice", lambda value: [value.start, value.stop, value.step]),
+_KINDS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    type(Path()): ("$path", str, lambda value: Path(_text(value))),
+    datetime.datetime: ("$datetime", *_iso(datetime.datetime)),
+    datetime.date: ("$date", *_iso(datetime.date)),
+    datetime.time: ("$time", *_iso(datetime.time)),
+    datetime.timedelta: (
+        "$timedelta",
+        lambda value: [value.days, value.seconds, value.microseconds],
+        lambda value: datetime.timedelta(*_integers(value, 3)),
+    ),
+    Decimal: ("$decimal", str, lambda value: Decimal(_text(value))),
+    Fraction: ("$fraction", lambda x: [x.numerator, x.denominator], lambda value: Fraction(*_integers(value, 2))),
+    range: ("$range", _parts, lambda value: range(*_integers(value, 3))),
+    slice: ("$slice", _parts, lambda value: slice(*_integers(value, 3, none=True))),
 }
+"""The tag of each type, and what makes its JSON of a value, and a value of its JSON."""
 
-READERS: dict[str, Callable[[Any], Any]] = {
-    "$path": lambda value: Path(_text(value)),
-    "$datetime": _iso(datetime.datetime),
-    "$date": _iso(datetime.date),
-    "$time": _iso(datetime.time),
-    "$timedelta": lambda value: datetime.timedelta(*_integers(value, 3)),
-    "$decimal": lambda value: Decimal(_text(value)),
-    "$fraction": lambda value: Fraction(*_integers(value, 2)),
-    "$range": lambda value: range(*_integers(value, 3)),
-    "$slice": lambda value: slice(*_integers(value, 3, none=True)),
-}
-"""Functions that make a value from its JSON, by tag."""
+READERS = {tag: read for tag, _, read in _KINDS.values()}
 
 ERRORS = (ValueError, OverflowError, ZeroDivisionError, InvalidOperation)
 """Errors that these functions raise for JSON that this package has not written."""
@@ -94,12 +92,12 @@ ERRORS = (ValueError, OverflowError, ZeroDivisionError, InvalidOperation)
 
 def written(value: Any) -> tuple[str, Any] | None:
     """Return a value's tag and its JSON; None if it would not be restored exactly."""
-    if type(value) not in _WRITERS:
+    if type(value) not in _KINDS:
         return None
-    tag, write = _WRITERS[type(value)]
+    tag, write, read = _KINDS[type(value)]
     try:
         text = write(value)
-        same = repr(READERS[tag](text)) == repr(value)
+        same = repr(read(text)) == repr(value)
     except ERRORS:
         return None
     return (tag, text) if same else None

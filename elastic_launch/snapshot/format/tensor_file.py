@@ -80,12 +80,9 @@ def read(descriptor: int, only: Collection[str] | None = None) -> dict[str, torc
 
 
 def mapped(descriptor: int, only: Collection[str] | None = None) -> dict[str, torch.Tensor]:
-    """Return the tensors of an open file in mapped memory: it changes with the file, and the end of the file ends it.
+    """Return the tensors of an open file, or some, in mapped memory, which changes with the file and ends with it.
 
     What is kept must therefore be copied at once. Tensors take memory only where they are read.
-
-    Args:
-        only: names of the tensors to return, if the file has them; None: all.
 
     Raises:
         MalformedError: if it is not a safetensors file, or has element types that this format does not use.

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Mapping
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 
@@ -104,15 +104,18 @@ class _Encoder(Encoder):
             return {"$dtype": name_of(value)}
         if isinstance(value, torch.device):
             return {"$device": str(value)}
-        if (arrays.is_array(value) or arrays.is_scalar(value)) and (dtype := arrays.dtype_of(value)) is not None:
-            if arrays.is_scalar(value):
-                data = value.tobytes()[: value.dtype.itemsize]  # an empty string has more bytes
-                return {"$scalar": base64.b64encode(data).decode("ascii"), "dtype": dtype}
-            tensor = _as_tensor(bytearray(value.tobytes()), dtype)
-            return {"$array": self._tensor(tensor, path), "dtype": dtype, "shape": list(value.shape)}
-        if arrays.is_array(value) or arrays.is_scalar(value):
+        is_scalar = arrays.is_scalar(value)
+        if not is_scalar and not arrays.is_array(value):
+            return super().other(value, path)
+        if (dtype := arrays.dtype_of(value)) is None:
             self.refuse(f"{type_name(value)} of dtype {value.dtype}", path)
-        return super().other(value, path)
+        data = bytearray(value.tobytes())
+        if is_scalar:  # an empty string has more bytes than its type
+            return {"$scalar": base64.b64encode(data[: value.dtype.itemsize]).decode("ascii"), "dtype": dtype}
+        # A flat tensor that owns the bytes, with the same element type if torch has it.
+        kind = _ELEMENTS.get(dtype, torch.uint8)
+        tensor = torch.frombuffer(data, dtype=kind) if data else torch.empty(0, dtype=kind)
+        return {"$array": self._tensor(tensor, path), "dtype": dtype, "shape": list(value.shape)}
 
     def _tensor(self, tensor: torch.Tensor, path: Path) -> dict[str, Any]:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
@@ -153,7 +156,7 @@ class _Decoder(Decoder):
             "$tensor": self._tensor,
             "$array": self._array,
             "$scalar": self._scalar,
-            "$dtype": lambda tree, path: _named(DTYPES, tree["$dtype"], path),
+            "$dtype": lambda tree, path: _dtype(tree["$dtype"], path),
             "$size": lambda tree, path: torch.Size(_shape(tree["$size"], path)),
             "$device": lambda tree, path: _device(tree["$device"], path),
         }
@@ -175,13 +178,11 @@ class _Decoder(Decoder):
         name, dtype, shape = tree["$tensor"], tree.get("dtype"), tree.get("shape")
         if not isinstance(name, str) or name not in self._tensors:
             raise MalformedError(f"no tensor {name!r} for {show(path)}")
-        if not isinstance(dtype, str) or dtype not in DTYPES or not _is_shape(shape):
-            raise MalformedError(f"an unknown dtype or shape at {show(path)}")
+        kind, sizes = _dtype(dtype, path), _shape(shape, path)
         made = self.made.get(name)
         if made is None:
-            made = self._take(path, _restore(self._tensors[name], DTYPES[dtype], tuple(shape), path))
-            self.made[name] = made
-        if made.dtype is not DTYPES[dtype] or list(made.shape) != shape:
+            made = self.made[name] = self._take(path, _restore(self._tensors[name], kind, sizes, path))
+        if made.dtype is not kind or tuple(made.shape) != sizes:
             raise MalformedError(f"another dtype or shape of the tensor {name!r} at {show(path)}")
         return made
 
@@ -193,12 +194,6 @@ def _restore(stored: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], p
     if same_type and tuple(stored.shape) == stored_shape(dtype, shape):
         return stored if stored.dtype is dtype else stored.view(dtype).reshape(shape)
     raise MalformedError(f"a tensor of {name_of(stored.dtype)}{list(stored.shape)} for {show(path)}")
-
-
-def _as_tensor(data: bytearray, dtype: str) -> torch.Tensor:
-    """Return an array's bytes as a flat tensor that owns them, with the same element type if torch has it."""
-    kind = _ELEMENTS.get(dtype, torch.uint8)
-    return torch.frombuffer(data, dtype=kind) if data else torch.empty(0, dtype=kind)
 
 
 _ELEMENTS = {
@@ -214,14 +209,15 @@ _ELEMENTS = {
 }
 
 
-def _named(known: Mapping[str, Any], name: Any, path: Path) -> Any:
-    if not isinstance(name, str) or name not in known:
-        raise MalformedError(f"an unknown name at {show(path)}")
-    return known[name]
+def _dtype(name: Any, path: Path) -> torch.dtype:
+    if not isinstance(name, str) or name not in DTYPES:
+        raise MalformedError(f"an unknown dtype at {show(path)}")
+    return DTYPES[name]
 
 
 def _shape(value: Any, path: Path) -> tuple[int, ...]:
-    if not _is_shape(value):
+    known = isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
+    if not known or not is_possible(value):
         raise MalformedError(f"an unknown shape at {show(path)}")
     return tuple(value)
 
@@ -231,7 +227,3 @@ def _device(value: Any, path: Path) -> torch.device:
         return torch.device(value if isinstance(value, str) else "")
     except RuntimeError as error:
         raise MalformedError(f"an unknown device at {show(path)}") from error
-
-
-def _is_shape(value: Any) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value) and is_possible(value)

@@ -3,5 +3,4 @@
 ``slot``           shared memory that holds one snapshot and outlives its writer
 ``slot_state``     a state written to a slot, and read back
 ``staging``        copies from a GPU while it computes
-``watched_tensor`` whether a tensor changed while it was copied
 """

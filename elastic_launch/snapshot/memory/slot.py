@@ -61,11 +61,7 @@ class Header:
 
 
 class Slot:
-    """One slot.
-
-    Args:
-        tensors, head: descriptors; closed by :meth:`close`.
-    """
+    """One slot, with its two descriptors, which :meth:`close` closes."""
 
     def __init__(self, tensors: int, head: int) -> None:
         self.tensors = tensors

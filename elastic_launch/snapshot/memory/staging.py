@@ -44,12 +44,7 @@ class Staging:
             self._stream.wait_event(event)
 
     def copy(self, tensor: Tensor, target: Tensor) -> None:
-        """Start a copy; the target has the values after :meth:`finish`.
-
-        Args:
-            tensor: a GPU tensor of any shape, dtype and strides.
-            target: a tensor of bytes in host memory, as many as the tensor has.
-        """
+        """Start a copy of a GPU tensor to bytes in host memory, which have the values after :meth:`finish`."""
         with torch.cuda.stream(self._stream):
             source = flat_bytes(tensor)
             for start in range(0, source.numel(), PIECE):

@@ -79,10 +79,7 @@ class BackgroundWriter:
     def submit(self, state: Any, *, step: int, round: int, meta: dict[str, Any] | None = None) -> None:
         """Queue a state for writing, and return at once.
 
-        Args:
-            state: as for ``write``, or as for ``write_own``; a copy that is not changed any more, since it is read
-                later in another thread.
-            step, round, meta: as for ``write``.
+        It is as for ``write`` or ``write_own``, and is not changed any more, since it is read later in another thread.
         """
         check_numbers(step, round)
         with self._changed:
@@ -110,13 +107,8 @@ class BackgroundWriter:
     def close(self, timeout: float = 600.0) -> None:
         """Write the waiting state, end the thread, and raise the last error that ``poll`` has not returned.
 
-        Only the first call has an effect.
-
-        Args:
-            timeout: seconds; a checkpoint still being written then appears only if the process lives long enough.
-
-        Raises:
-            CheckpointError: the last error not returned by ``poll``, or on timeout.
+        Only the first call has an effect. It also raises an error if the thread has not ended after so many seconds; a
+        checkpoint still being written then appears only if the process lives long enough.
         """
         with self._changed:
             self._closing = True
@@ -133,18 +125,18 @@ class BackgroundWriter:
         if errors:
             raise errors[-1]
 
-    def __enter__(self) -> BackgroundWriter:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     def _idle(self) -> bool:
         return self._waiting is None and not self._busy
 
     def _run(self) -> None:
         try:
-            while (request := self._next()) is not None:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._waiting is not None or self._closing)
+                    request, self._waiting = self._waiting, None
+                    if request is None:
+                        return
+                    self._busy = True
                 outcome = self._outcome(**request)
                 # Free it before waiting for the next one: a state may be as large as the model.
                 del request
@@ -156,13 +148,6 @@ class BackgroundWriter:
             with self._changed:
                 self._ended = True
                 self._changed.notify_all()
-
-    def _next(self) -> dict[str, Any] | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting is not None or self._closing)
-            request, self._waiting = self._waiting, None
-            self._busy = request is not None
-            return request
 
     def _outcome(self, *, state: Any, step: int, round: int, meta: dict[str, Any] | None) -> WriteOutcome | None:
         """Write a state; return None if another node commits it."""

@@ -107,10 +107,8 @@ class Directory:
 
     @contextmanager
     def draft(self, step: int, round: int, nonce: str = "") -> Iterator[DirectoryDraft]:
-        """Make a draft of a checkpoint; it is removed if it is not published.
-
-        Args:
-            nonce: that of its name; empty: a random one.
+        """Make a draft of a checkpoint, with a random nonce unless one is given; it is removed if it is not
+        published.
         """
         missing = [path for path in (self.path, *self.path.parents) if not path.exists()]
         if missing:
@@ -131,11 +129,7 @@ class Directory:
     def write_share(
         self, step: int, round: int, nonce: str, share: tuple[int, int], parts: Iterable[bytes | memoryview]
     ) -> None:
-        """Write a share of a checkpoint that another node commits.
-
-        Args:
-            share: its index, and the number of shares.
-        """
+        """Write a share of a checkpoint that another node commits; ``share`` is its index, and their number."""
         with self.draft(step, round, nonce) as draft:
             draft.write(_SUM, [pack_sum(draft.write(TENSORS, parts))])
             sync_directory(draft.path)
@@ -149,9 +143,8 @@ class Directory:
     def remove_remains(self, newest: tuple[int, int]) -> None:
         """Remove the remains of dead writers and sweepers, and shares that are not needed any more.
 
-        Args:
-            newest: round and step of the newest complete checkpoint. If the committer of an older one does need a
-                share, it only has to write that itself.
+        These are of checkpoints up to ``newest``, the round and step of the newest complete one. If a committer does
+        need a share, it only has to write that itself.
         """
         if not self.path.is_dir():
             return
@@ -163,11 +156,7 @@ class Directory:
 
 
 class DirectoryDraft:
-    """A checkpoint that is being written.
-
-    Attributes:
-        name: the checkpoint's.
-    """
+    """A checkpoint that is being written; ``name`` is the checkpoint's."""
 
     def __init__(self, path: Path, tensors: int, name: str) -> None:
         self.path = path
@@ -177,8 +166,9 @@ class DirectoryDraft:
 
     def write(self, name: str, parts: Iterable[bytes | memoryview]) -> FileSum:
         """Write a file."""
-        if name == TENSORS or name.startswith(_FIRST_SHARE):
+        if name.startswith(_FIRST_SHARE):
             os.rename(self.path / TENSORS, self.path / name)
+        if name == TENSORS or name.startswith(_FIRST_SHARE):
             return write_all(self._tensors, parts)
         descriptor = create(self.path / name)
         try:

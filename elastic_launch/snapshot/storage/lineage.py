@@ -17,11 +17,7 @@ Order = tuple[int, int, int]
 
 
 def order(meta: Mapping[str, Any], round: int, step: int) -> Order:
-    """Return the key by which checkpoints are compared; the highest is the newest.
-
-    Args:
-        round, step: numbers in the checkpoint's name.
-    """
+    """Return the key by which checkpoints are compared, by meta and name; the highest is the newest."""
     return epoch_of(meta) or 0, round, step
 
 
@@ -50,12 +46,7 @@ def nonce_in(meta: Mapping[str, Any], round: int, step: int) -> str:
 
 
 def leads_to(round: int, step: int, meta: Mapping[str, Any], to_round: int) -> bool:
-    """Whether the training went through a state to come to another one, as far as that is recorded.
-
-    Args:
-        round, step: of the first state.
-        meta, to_round: of the second one.
-    """
+    """Whether the training went through a state to come to another one, of ``to_round``, as far as is recorded."""
     cuts = dict(_line(meta))
     if round == to_round or not cuts or round < min(cuts):
         return True

@@ -75,15 +75,27 @@ def find(directory: str | os.PathLike[str], on_damaged: OnDamaged | None = None)
     where = place(directory)
     for _ in range(SCANS):
         listed = _candidates(where)
-        found, damaged, gone = _inspect_all(listed)
+        found: list[CheckpointInfo] = []
+        damaged: list[CheckpointReadError] = []
+        gone: CheckpointGoneError | None = None
+        for path in listed:
+            try:
+                with reading(path):
+                    if isinstance(path, Path) and path.is_symlink():
+                        raise DamagedCheckpointError(path, "it is a symbolic link")
+                found.append(inspect(path))
+            except CheckpointGoneError as error:
+                gone = error
+            except CheckpointReadError as error:
+                damaged.append(error)
         # If a writer added one and removed another during the listing, the listing may have neither.
         if gone is None and _candidates(where) == listed:
             break
     if gone is not None and not found:
         raise gone
     if on_damaged is not None:
-        for error in damaged:
-            on_damaged(error)
+        for problem in damaged:
+            on_damaged(problem)
     return sorted(found, key=lambda info: (order_of(info), info.path.name), reverse=True)
 
 
@@ -117,29 +129,6 @@ def inspect(path: str | os.PathLike[str]) -> CheckpointInfo:
         for name, expected in manifest.files.items():
             check_size(name, sizes.get(name, 0), expected)
     return CheckpointInfo(where, manifest.step, manifest.round, digest, manifest.size, manifest.meta)
-
-
-def _inspect_all(
-    paths: Sequence[Place],
-) -> tuple[list[CheckpointInfo], list[CheckpointReadError], CheckpointGoneError | None]:
-    found: list[CheckpointInfo] = []
-    damaged: list[CheckpointReadError] = []
-    gone: CheckpointGoneError | None = None
-    for path in paths:
-        try:
-            if _is_link(path):
-                raise DamagedCheckpointError(path, "it is a symbolic link")
-            found.append(inspect(path))
-        except CheckpointGoneError as error:
-            gone = error
-        except CheckpointReadError as error:
-            damaged.append(error)
-    return found, damaged, gone
-
-
-def _is_link(path: Place) -> bool:
-    with reading(path):
-        return isinstance(path, Path) and path.is_symlink()
 
 
 def _candidates(where: Place) -> Sequence[Place]:

@@ -22,12 +22,10 @@ _LIMIT = 16 * 1024
 
 
 def claim(where: Place, run: str, *, again: bool = False, epoch: int = 0) -> str:
-    """Take a directory or URL; return the ``owner`` to pass to :func:`check`.
+    """Take a directory or URL as the run's training with that epoch; return the ``owner`` to pass to :func:`check`.
 
-    Args:
-        again: the id is unique, and earlier processes of the run may have taken the location: then their mark stays,
-            since copies that they have requested may be under way.
-        epoch: how many trainings have taken the location, with this one.
+    ``again``: the id is unique, and earlier processes of the run may have taken the location: then their mark stays,
+    since copies that they have requested may be under way.
     """
     if again and (found := _read(where)) is not None and found.get("run") == run:
         return owned_by(run)
@@ -53,7 +51,7 @@ def other_owner(where: Place, run: str) -> str:
     return "" if found is None or found.get("run") == run else f"{found.get('run')!r:.80}"
 
 
-def check(where: Place, owner: str, *, take: bool = False, epoch: int | None = None) -> None:
+def check(where: Place, owner: str, *, take: bool = False, epoch: int | None = None, claims: bool = True) -> None:
     """Check that no other run has taken a location; if no run has, take it.
 
     Args:
@@ -61,36 +59,26 @@ def check(where: Place, owner: str, *, take: bool = False, epoch: int | None = N
         take: take the location from another run, unless ``owner`` is from :func:`claim`.
         epoch: that of the state to be saved. If a later training has taken the location, this one has been resumed
             or begun anew since, maybe under the same id.
+        claims: whether to take it; else it is only checked.
 
     Raises:
         TakenError: if another run has taken it; the message names that run.
         CheckpointWriteError: if the mark cannot be read or written.
     """
-    if owner and _ask(where, owner, take=take, epoch=epoch):
-        token, _, run = owner.partition(" ")
-        _put(where, run, token or secrets.token_hex(8), epoch or 0)
-
-
-def ask(where: Place, owner: str, *, take: bool = False, epoch: int | None = None) -> None:
-    """Check the same without taking anything; for the arguments and errors, see :func:`check`."""
-    if owner:
-        _ask(where, owner, take=take, epoch=epoch)
-
-
-def _ask(where: Place, owner: str, *, take: bool, epoch: int | None) -> bool:
-    """Return whether the run is to take the location; raise TakenError if it may not have it."""
+    if not owner:
+        return
     token, _, run = owner.partition(" ")
     found = _read(where)
     others = found is not None and (found.get("token") != token if token else found.get("run") != run)
     if found is None or (others and take and not token):
-        return True
-    if others or (epoch is not None and found["epoch"] > epoch):
+        if claims:
+            _put(where, run, token or secrets.token_hex(8), epoch or 0)
+    elif others or (epoch is not None and found["epoch"] > epoch):
         raise TakenError(
             f"Two runs write to one directory: {where} was taken since by run {found.get('run')!r:.80} "
             f"on {found.get('host')!r:.80}; this is run {run!r}.",
             "Give each run a directory of its own, or end one of them.",
         )
-    return False
 
 
 def _put(where: Place, run: str, token: str, epoch: int) -> None:
@@ -103,8 +91,16 @@ def _read(where: Place) -> dict[str, Any] | None:
     """Return the mark; None if there is no valid one."""
     with writing(where, "read the owner of"):
         try:
-            value = json.loads(storage_at(where).read(OWNER, _LIMIT))
-        except (FileNotFoundError, NotADirectoryError, MalformedError, ValueError, RecursionError):
+            return parse_mark(storage_at(where).read(OWNER, _LIMIT))
+        except (FileNotFoundError, NotADirectoryError, MalformedError):
             return None
+
+
+def parse_mark(data: bytes) -> dict[str, Any] | None:
+    """Return the content of a mark; None if it is not valid."""
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
     known = isinstance(value, dict) and value.get("format") == _FORMAT and isinstance(value.get("epoch"), int)
     return value if known else None

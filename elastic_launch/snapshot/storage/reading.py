@@ -39,29 +39,10 @@ _Read = Callable[[int, Collection[str] | None], dict[str, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class LoadedCheckpoint:
-    """A checkpoint whose checksums were verified.
-
-    Attributes:
-        state: the state as it was written; tensors are in host memory, each in its own memory.
-    """
+    """A checkpoint whose checksums were verified, and its state, each tensor in its own host memory."""
 
     info: CheckpointInfo
     state: Any
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps done when the state was taken."""
-        return self.info.step
-
-    @property
-    def round(self) -> int:
-        """Number of the round that saved it."""
-        return self.info.round
-
-    @property
-    def meta(self) -> dict[str, Any]:
-        """The writer's metadata."""
-        return self.info.meta
 
 
 def load(info: CheckpointInfo, parts: Parts | None = None, taking: Taking | None = None) -> LoadedCheckpoint:
@@ -132,26 +113,19 @@ def newest(
             found = find(directory, skip)
             found = [x for x in found if above is None or (x.round, x.step) > above]
             found = [x for x in found if epoch in (None, order_of(x)[0])]
-            wanted = [x for x in found if step in (None, x.step)]
-            return _first_sound(wanted, skip, lambda info: load(info, parts, taking))
+            for info in [x for x in found if step in (None, x.step)]:
+                try:
+                    return load(info, parts, taking)
+                except CheckpointGoneError:
+                    raise
+                except CheckpointReadError as error:
+                    skip(error)
+            return None
         except CheckpointGoneError as error:
             # The process that removed it has a newer one.
             gone = error
     assert gone is not None
     raise gone
-
-
-def _first_sound(
-    infos: list[CheckpointInfo], skip: OnDamaged, load: Callable[[CheckpointInfo], LoadedCheckpoint]
-) -> LoadedCheckpoint | None:
-    for info in infos:
-        try:
-            return load(info)
-        except CheckpointGoneError:
-            raise
-        except CheckpointReadError as error:
-            skip(error)
-    return None
 
 
 def _selected(state: Any, info: CheckpointInfo, parts: Parts | None) -> tuple[Any, set[str] | None]:

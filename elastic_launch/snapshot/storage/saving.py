@@ -158,12 +158,7 @@ def write_parts(
 def write_share(
     directory: str | os.PathLike[str], division: Division | OwnShare, index: int, *, step: int, round: int, nonce: str
 ) -> None:
-    """Write a share of a checkpoint that another node commits; see ``shares``.
-
-    Args:
-        index: index of the share, from 1, as the first share is the committer's.
-        nonce: nonce in the checkpoint's name.
-    """
+    """Write a share, from the second on, of a checkpoint that another node commits under that nonce; see ``shares``."""
     check_numbers(step, round)
     where = place(directory)
     with writing(where, "write a share of a checkpoint in"):

@@ -57,17 +57,15 @@ Read = Callable[[int, int], Iterator[bytes]]
 def nonce_of(drawn: int, round: int, step: int) -> str:
     """Return the nonce of a checkpoint that all nodes of a round write together.
 
-    Args:
-        drawn: a random number, the same on all ranks, drawn anew whenever they begin to save in a location.
+    ``drawn`` is a random number, the same on all ranks, drawn anew whenever they begin to save in a location.
     """
     return hashlib.sha256(f"{drawn} {round} {step}".encode()).hexdigest()[:16]
 
 
 def cuts(sizes: Sequence[int], count: int) -> list[int]:
-    """Cut a sequence of sizes into runs, minimizing the largest; return the start of each run, then the end.
+    """Cut a sequence of sizes into at most ``count`` runs, minimizing the largest; return each start, then the end.
 
-    Args:
-        count: maximum number of runs; no run is without bytes.
+    No run is without bytes.
     """
     if sum(sizes) == 0:
         return [0, len(sizes)]
@@ -92,13 +90,8 @@ def _fill(sizes: Sequence[int], capacity: int) -> list[int]:
     return [*begins, len(sizes)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """A share: its header, and the range of bytes in the undivided file that follow it."""
-
-    header: bytes
-    begin: int
-    end: int
+_Run = tuple[bytes, int, int]
+"""A share: its header, and the range of bytes in the undivided file that follow it."""
 
 
 class Division:
@@ -125,9 +118,9 @@ class Division:
 
     def parts(self, index: int) -> Iterator[bytes]:
         """Yield the content of a share, a few MiB at a time."""
-        run = self._runs[index]
-        yield run.header
-        yield from self._read(run.begin, run.end)
+        header, begin, end = self._runs[index]
+        yield header
+        yield from self._read(begin, end)
 
     def sum(self, index: int) -> FileSum:
         """Return the size and checksum that a share must have."""
@@ -151,23 +144,16 @@ class Division:
 
 @dataclass(frozen=True, slots=True)
 class OwnShare:
-    """The tensors that this node writes of a checkpoint for which it needs the shares of all nodes.
+    """The tensors that this node writes of a checkpoint for which it needs the shares of all nodes."""
 
-    Attributes:
-        index, count: number of this node's share, from 0, and of all shares; None in a process that writes none.
-        nonce: nonce in the checkpoint's name, the same on all nodes.
-        tensors: by name, as in ``tree``; not changed any more.
-        rest: the rest of the state as JSON, see ``tree``; used only with the first share.
-    """
+    index: int | None  # number of this node's share, from 0; None in a process that writes none
+    count: int  # number of all shares
+    nonce: str  # in the checkpoint's name, the same on all nodes
+    tensors: Mapping[str, Any]  # by name, as in ``tree``; not changed any more
+    rest: Any  # the rest of the state as JSON, see ``tree``; used only with the first share
 
     patience: ClassVar[float] = 60.0
     """Seconds as for :class:`Division`."""
-
-    index: int | None
-    count: int
-    nonce: str
-    tensors: Mapping[str, Any]
-    rest: Any
 
     def __len__(self) -> int:
         return self.count
@@ -222,7 +208,7 @@ def _run(entries: list[tuple[str, Any]], begin: int, end: int) -> _Run:
         header[name] = {**entry, "data_offsets": [offset, offset + last - first]}
         offset += last - first
     try:
-        return _Run(safetensors_header(header), begin, end)
+        return safetensors_header(header), begin, end
     except UnicodeEncodeError as error:
         raise MalformedError("the name of a tensor is not text") from error
 

@@ -15,7 +15,6 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any
 
 from elastic_launch.errors import UsageError
 from elastic_launch.snapshot.errors import CheckpointWriteError, MalformedError, reading, writing
@@ -32,15 +31,6 @@ _DRIVERS = threading.Lock()  # fsspec's table of instances is not thread-safe
 
 _SUM = ".sum"
 """Suffix to the name of a share's file: the size and checksum that its node reports."""
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A file or a directory; ``bytes`` is the size of a file."""
-
-    name: str
-    bytes: int
-    is_directory: bool
 
 
 class UrlStorage:
@@ -60,7 +50,7 @@ class UrlStorage:
 
     def names(self) -> list[str]:
         """Return the names of the directories in it, with one request."""
-        return [entry.name for entry in self.entries() if entry.is_directory]
+        return [name for name, size in self._listed().items() if size is None]
 
     def candidates(self) -> list[str]:
         """Return the names that are those of checkpoints, and have a manifest."""
@@ -70,8 +60,8 @@ class UrlStorage:
         """Whether this checkpoint was removed: its manifest is removed first."""
         return MANIFEST not in self.sizes()
 
-    def entries(self, name: str = "") -> list[Entry]:
-        """Return the entries of a directory; empty if it does not exist."""
+    def _listed(self, name: str = "") -> dict[str, int | None]:
+        """Return the size of each file in a directory, and None for directories; empty if it does not exist."""
         self._fs.invalidate_cache()
         path = self._path(name)
         try:
@@ -79,12 +69,17 @@ class UrlStorage:
         except FileNotFoundError:
             found = []
         advanced()
-        # A store may list the directory itself, as an empty object.
-        return [_entry(info) for info in found if info["name"].strip("/") != path.strip("/")]
+        listed: dict[str, int | None] = {}
+        for info in found:
+            where = info["name"].strip("/")
+            if where != path.strip("/"):  # a store may list the directory itself, as an empty object
+                size = None if info["type"] == "directory" else int(info.get("size") or 0)
+                listed.setdefault(where.rpartition("/")[2], size)
+        return listed
 
     def sizes(self, names: Iterable[str] = (), *, directory: str = "") -> dict[str, int]:
         """Return the sizes of the files in it, whatever their names, or of those in a directory there."""
-        return {entry.name: entry.bytes for entry in self.entries(directory) if not entry.is_directory}
+        return {name: size for name, size in self._listed(directory).items() if size is not None}
 
     def read(self, name: str, limit: int) -> bytes:
         """Return the content of a small file; raise a MalformedError if it is larger than ``limit``."""
@@ -140,12 +135,9 @@ class UrlStorage:
 
     @contextmanager
     def draft(self, step: int, round: int, nonce: str = "") -> Iterator[UrlDraft]:
-        """Begin a checkpoint; it is removed if an exception is raised.
+        """Begin a checkpoint, with a random nonce unless one is given; it is removed if an exception is raised.
 
         A process that dies before the end leaves a directory without a manifest, and perhaps parts of an upload.
-
-        Args:
-            nonce: that of its name; empty: a random one.
         """
         name = directory_name(step, round, nonce or new_nonce())
         try:
@@ -158,11 +150,7 @@ class UrlStorage:
     def write_share(
         self, step: int, round: int, nonce: str, share: tuple[int, int], parts: Iterable[bytes | memoryview]
     ) -> None:
-        """Write a share of a checkpoint that another node commits.
-
-        Args:
-            share: its index, and the number of shares.
-        """
+        """Write a share of a checkpoint that another node commits; ``share`` is its index, and their number."""
         name = directory_name(step, round, nonce)
         file = f"{name}/{share_file(*share)}"
         found = self.write(file, parts)
@@ -180,11 +168,8 @@ class UrlStorage:
     def remove_remains(self, newest: tuple[int, int]) -> None:
         """Remove the remains of dead writers.
 
-        A run writes its checkpoints one by one, so a directory without a manifest that is older than a complete
-        checkpoint will never get one.
-
-        Args:
-            newest: round and step of the newest complete checkpoint.
+        A run writes its checkpoints one by one, so a directory without a manifest that is older than ``newest``, the
+        round and step of a complete checkpoint, will never get one.
         """
         for name, is_complete in self._directories():
             step, round = parse_name(name) or (0, 0)
@@ -330,11 +315,3 @@ def try_out(url: Url, size: int = 1024 * 1024) -> Tried:
         with writing(url, "remove what was written to"):
             storage.remove_file(file)
     return Tried(found, wrote - began, read - wrote, same, modified)
-
-
-def _entry(info: dict[str, Any]) -> Entry:
-    return Entry(
-        name=info["name"].rstrip("/").rpartition("/")[2],
-        bytes=int(info.get("size") or 0),
-        is_directory=info["type"] == "directory",
-    )

@@ -13,7 +13,6 @@
 ``memory``             snapshots in the node's memory
 ``split``              snapshots of sharded states that are split among the nodes
 ``split_restore``      puts a state together from one
-``split_shares``       what each node writes to durable storage then
 ``snapshot_interval``  when the next snapshot is due
 ``branches``           which state is the newest after restarts
 ``frozen``             frozen weights that are not saved

@@ -65,16 +65,10 @@ def following(
         number,
         number - world_round,
         int(known["since"]) if same else number,
-        epoch_after(world_round, run, meta, taken),
+        int(known["epoch"]) if same else taken + 1,
         tuple(line[-LONGEST_LINE:]),
         base,
     )
-
-
-def epoch_after(world_round: int, run: str, meta: dict[str, Any], taken: int) -> int:
-    """Return the epoch of a start of the training; for the arguments, see :func:`following`."""
-    known = meta.get("branch", {})
-    return int(known["epoch"]) if _same(world_round, run, known) else taken + 1
 
 
 def _same(world_round: int, run: str, known: dict[str, Any]) -> bool:

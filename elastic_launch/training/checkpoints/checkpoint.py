@@ -104,9 +104,5 @@ class Checkpoint:
 
 
 def check_checkpoint(where: str, checkpoint: object) -> None:
-    """Check that an argument is a :class:`Checkpoint` and not, for example, its directory.
-
-    Raises:
-        UsageError: naming the argument.
-    """
+    """Raise a UsageError unless an argument is a :class:`Checkpoint` and not, for example, its directory."""
     check_kind(where, checkpoint, Checkpoint, "Give el.Checkpoint(directory, every=...).")

@@ -76,10 +76,7 @@ class Frozen:
     def filled(self, name: str, part: object, saved: Any, origin: str, digest: int | None) -> Any:
         """Return a part's saved state with the frozen weights that it lacks, from the part itself.
 
-        Called by all ranks if some are sharded.
-
-        Args:
-            digest: digest of the weights that were left out; None: none were.
+        Called by all ranks if some are sharded. The digest is that of the weights that were left out; None: none were.
         """
         skips = bool(self._skipped.get(name))
         if not isinstance(part, nn.Module) or not isinstance(saved, Mapping) or (digest is None and not skips):

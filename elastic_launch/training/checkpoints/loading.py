@@ -76,7 +76,13 @@ def export(
     target = Path(file)
     draft = target.with_name(f".{target.name}.{new_nonce()}")
     if target.suffix == ".safetensors":
-        _check_tensors(state, target)
+        for name, value in state.items() if isinstance(state, Mapping) else [("state", state)]:
+            if not isinstance(value, Tensor) or value.dtype not in NATIVE:
+                kind = value.dtype if isinstance(value, Tensor) else f"a {type(value).__name__}"
+                raise snapshot.UnsupportedStateError(
+                    f"{target} cannot hold {name!r}: it is {kind}.",
+                    "Export to a file with another suffix, such as .pt.",
+                )
     with writing(target, "write"):
         try:
             with open(create(draft), "wb") as out:
@@ -135,12 +141,3 @@ def find_and_load(
     raise snapshot.CheckpointReadError(
         where, f"There is {what} in {where}.", f"It has those of the steps {steps}." if steps else "Check the path."
     )
-
-
-def _check_tensors(state: Any, target: Path) -> None:
-    for name, value in state.items() if isinstance(state, Mapping) else [("state", state)]:
-        if not isinstance(value, Tensor) or value.dtype not in NATIVE:
-            kind = value.dtype if isinstance(value, Tensor) else f"a {type(value).__name__}"
-            raise snapshot.UnsupportedStateError(
-                f"{target} cannot hold {name!r}: it is {kind}.", "Export to a file with another suffix, such as .pt."
-            )

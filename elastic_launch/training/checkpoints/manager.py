@@ -10,10 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,7 +22,6 @@ from torch import Tensor, nn
 from elastic_launch import snapshot
 from elastic_launch.contract import Copied, CopyJob
 from elastic_launch.errors import UsageError
-from elastic_launch.snapshot.format.arrays import is_array
 from elastic_launch.snapshot.location import Place, Url, place
 from elastic_launch.snapshot.room import MORE_MEMORY, below_peak, room
 from elastic_launch.snapshot.stall import while_advancing
@@ -38,9 +35,10 @@ from elastic_launch.system.threads import within
 from elastic_launch.training.checkpoints.branches import Branch, following
 from elastic_launch.training.checkpoints.checkpoint import Checkpoint
 from elastic_launch.training.checkpoints.resumed import Resumed, check_identity
-from elastic_launch.training.checkpoints.sharded import StateGatherer
+from elastic_launch.training.checkpoints.sharded import StateGatherer, bytes_in
 from elastic_launch.training.checkpoints.shared_location import LocationRead, Writers, read_together, writers
 from elastic_launch.training.checkpoints.state import TrainingState
+from elastic_launch.training.checkpoints.step_start import copied
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.ranks.digest import digest
 from elastic_launch.training.ranks.exchange import numbers_of_all
@@ -74,7 +72,7 @@ class CheckpointManager:
         self.directory = settings.directory
         self.metrics: dict[str, float] = {}
         """Results of the last evaluation since the last save, if checkpoints are kept by them."""
-        self._evaluated = -1  # step at whose boundary all ranks have them
+        self._evaluated: int | None = None  # step at whose boundary all ranks have them
         self.branch = Branch()
         """The branch of the training that checkpoints are saved under."""
         self._owner = ""
@@ -88,8 +86,11 @@ class CheckpointManager:
         self._waits = False  # whether it was reported that training waits for checkpoints
         self._last_step = 0
         self._last_time = 0.0
+        self.doubted = False
+        """Whether the current state counts as not saved, even if a save has begun."""
         self._writer: snapshot.BackgroundWriter | None = None
-        self._saved = self._unsaved = -1  # step of the newest state that is, or could not be, saved
+        self._saved: int | None = None  # step of the newest state that is saved, if any
+        self._unsaved = 0  # step of the newest that could not be saved
         self._error: snapshot.CheckpointError | None = None
         self._writers = Writers(True)
         self._workers = 1  # of this node
@@ -113,8 +114,8 @@ class CheckpointManager:
         world: World,
         identity: dict[str, int],
         *,
+        parts: TrainingState,
         above: tuple[int, int] | None = None,
-        parts: TrainingState | None = None,
     ) -> Resumed | None:
         """Agree with all ranks on the checkpoint to resume from, and read it.
 
@@ -129,7 +130,7 @@ class CheckpointManager:
             UsageError: if the checkpoint belongs to another training; the message names what differs.
             CheckpointError: if the directory cannot be read or does not respond, or the URL cannot be used.
         """
-        parts, where = parts or TrainingState(), self.directory
+        where = self.directory
         if isinstance(where, Url) and where.scheme == "memory" and world.round:
             raise UsageError(
                 f"Checkpoints cannot be saved to {where} under elastic-launch: that is the memory of one process.",
@@ -200,11 +201,11 @@ class CheckpointManager:
         """Whether this rank writes: rank 0, and the first rank of each node that has its own directory."""
         return self._writers.me
 
-    def record(self, metrics: Mapping[str, float], step: int = -1) -> None:
+    def record(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Note the results of an evaluation for the next checkpoint.
 
         Args:
-            step: all ranks note them after this step, and save then; -1: some may not.
+            step: all ranks note them after this step, and save then; None: some may not.
 
         Raises:
             UsageError: if the metric is missing by which the best checkpoints are kept.
@@ -255,15 +256,11 @@ class CheckpointManager:
 
     def needs(self, step: int) -> bool:
         """Whether the state after a step is not saved yet."""
-        return step != self._last_step
-
-    def doubt(self) -> None:
-        """Treat the current state as not saved."""
-        self._last_step = -1
+        return self.doubted or step != self._last_step
 
     def requested(self, step: int, link: AgentLink) -> None:
         """Record that the agent copies the state after a step once it is in memory."""
-        self._last_step, self._last_time = step, time.monotonic()
+        self._restart_interval(step)
         self._link, self._awaited, self._owed = link, step, 0
 
     @property
@@ -283,11 +280,7 @@ class CheckpointManager:
         return self._writer is None or self._writer.flush(timeout)
 
     def busy(self, step: int, *, last: bool) -> None:
-        """Record that the state after a step is not saved, as a node still writes an older one; called by all ranks.
-
-        Args:
-            last: whether it is the last one.
-        """
+        """Record that a state is not saved, as a node still writes an older one; called by all ranks."""
         if not last:
             self._owed = step
         elif self.writes:
@@ -301,12 +294,12 @@ class CheckpointManager:
 
     def put_off(self, step: int) -> None:
         """Save a later state instead of the one after this step; the interval restarts, as on the other ranks."""
-        self._last_step, self._last_time = step, time.monotonic()
+        self._restart_interval(step)
         self._owed = step
 
     def save(
         self,
-        state: dict[str, Any],
+        state: dict[str, Any] | OwnShare,
         step: int,
         meta: dict[str, Any],
         may_commit: Callable[[], bool] = lambda: True,
@@ -315,29 +308,14 @@ class CheckpointManager:
         """Copy a state and write it in the background. Call it on all ranks, since each of them counts the interval.
 
         Args:
-            state, meta: used only on ranks that write.
+            state: used only on ranks that write; or this node's tensors of it, if all nodes write one checkpoint.
             may_commit: called from another thread before a checkpoint is committed; only the first call's is used.
             own: addresses of tensors that do not change, and need not be copied.
         """
-        self._begin_save(step)
-        if self.writes:
-            self._submit(self._background(may_commit), state, step, meta, frozenset(own))
-
-    def save_own(self, own: OwnShare, step: int, meta: dict[str, Any], may_commit: Callable[[], bool]) -> None:
-        """Write this node's tensors of a state in the background, in a checkpoint of all nodes; called by all ranks.
-
-        Args:
-            meta, may_commit: as for :meth:`save`.
-        """
-        self._begin_save(step)
-        if own.index is not None:
-            self._background(may_commit).submit(own, step=step, round=self.branch.round, meta=meta)
-
-    def _begin_save(self, step: int) -> None:
-        self._last_step, self._last_time = step, time.monotonic()
+        self._restart_interval(step)
         self._awaited = self._owed = 0  # an older state
-
-    def _background(self, may_commit: Callable[[], bool]) -> snapshot.BackgroundWriter:
+        if not (self.writes if isinstance(state, dict) else state.index is not None):
+            return
         if self._writer is None:
             self._writer = snapshot.BackgroundWriter(
                 self.directory,
@@ -347,7 +325,13 @@ class CheckpointManager:
                 owner=self._owner,
                 may_commit=may_commit,
             )
-        return self._writer
+        if isinstance(state, dict):
+            self._submit(self._writer, state, step, meta, frozenset(own))
+        else:
+            self._writer.submit(state, step=step, round=self.branch.round, meta=meta)
+
+    def _restart_interval(self, step: int) -> None:
+        self._last_step, self._last_time, self.doubted = step, time.monotonic(), False
 
     def _submit(
         self,
@@ -363,7 +347,7 @@ class CheckpointManager:
         the node as in this one.
         """
         writer.drop_waiting()  # the copies would add up
-        size, (free, where) = _bytes_to_copy(state, own), room()
+        size, (free, where) = bytes_in(state, own), room()
         # The peak includes a copy that has been written and dropped since.
         self._step_bytes = max(self._step_bytes, below_peak() - self._copy_bytes)
         step_needs = self._workers * self._step_bytes
@@ -374,7 +358,8 @@ class CheckpointManager:
                 return
             free, where = room()
         if fits := size + step_needs <= MOST_OF_FREE * free:
-            state = _copied(state, own)
+            # A device may have no room for a copy.
+            state = copied(state, lambda x: x.detach() if x.data_ptr() in own else x.detach().to("cpu", copy=True))
             self._copy_bytes = max(self._copy_bytes, size)
         elif not self._waits:
             self._waits = True
@@ -400,37 +385,31 @@ class CheckpointManager:
     def outcomes(self, report: Report = lambda outcome: None) -> list[snapshot.WriteOutcome]:
         """Return the writes that ended since the last call; does not wait.
 
-        Args:
-            report: called with each that is not the agent's: the agent reports its own, and logs their errors.
+        ``report`` is called with each that is not the agent's: the agent reports its own, and logs their errors.
         """
         own, self._lost = self._lost, []
         own += self._writer.poll() if self._writer is not None else []
         for outcome in own:
+            if isinstance(outcome.error, snapshot.UnsupportedStateError):
+                # Every later checkpoint would fail likewise, and at the end everything would be lost.
+                raise outcome.error
             if outcome.error is not None:
-                self._failed(outcome.step, outcome.error, saved=outcome.info is not None)
+                what = " is saved, but removing old ones failed" if outcome.info is not None else ""
+                _log.error("checkpoint of step %d%s: %s Training goes on.", outcome.step, what, outcome.error)
             report(outcome)
         # Copies that an earlier process has requested may go to the directory of another training of the script.
         copied = [self._outcome(each) for each in self._link.copies() if each.directory == str(self.directory)]
         for outcome in [*own, *copied]:
             if outcome.info is not None:
-                self._saved = max(self._saved, outcome.step)  # also if old ones could not be removed
+                self._saved = max(self._saved or 0, outcome.step)  # also if old ones could not be removed
             else:
                 self._error, self._unsaved = outcome.error or self._error, max(self._unsaved, outcome.step)
         return own + copied
 
-    def _failed(self, step: int, error: snapshot.CheckpointError, *, saved: bool) -> None:
-        if isinstance(error, snapshot.UnsupportedStateError):
-            # Every later checkpoint would fail likewise, and at the end everything would be lost.
-            raise error
-        what = " is saved, but removing old ones failed" if saved else ""
-        _log.error("checkpoint of step %d%s: %s Training goes on.", step, what, error)
-
     def finish(self, report: Report = lambda outcome: None, *, wait: bool = True) -> list[snapshot.WriteOutcome]:
         """Wait until the saved state is written, and return the outcomes not yet returned.
 
-        Args:
-            report: as for :meth:`outcomes`.
-            wait: whether to wait for the agent's copies too.
+        ``report`` is as for :meth:`outcomes`; ``wait``: wait for the agent's copies, too.
         """
         if self._writer is not None:
             self._writer.flush(FINAL_TIMEOUT)
@@ -457,31 +436,30 @@ class CheckpointManager:
         """Return why the newest state could not be saved, else None; called at the end, when a save was due."""
         if self._error is None:
             return None
-        saved: int | None = self._saved
-        if self._saved < self._unsaved:
-            saved = self._saved_before()
+        saved, is_known = self._saved, True
+        if saved is None or saved < self._unsaved:
+            saved, is_known = self._saved_before()
         if saved is not None and saved >= self._unsaved:
             _log.error("not all checkpoints could be saved; the last error: %s", self._error)
             return None
         what = f"The last checkpoint, of step {self._unsaved}, could not be saved"
-        if saved == self._saved == -1:
+        if saved is None and self._saved is None and is_known:
             what = "No checkpoint of this run could be saved"
         return snapshot.CheckpointError(f"{what} in {self.directory}: {self._error.message}", self._error.hint)
 
-    def _saved_before(self) -> int | None:
-        """Return the step of the newest checkpoint that workers of this run have saved; -1 if there is none.
+    def _saved_before(self) -> tuple[int | None, bool]:
+        """Return the step of the newest checkpoint that this run has saved, if any, and whether that is known.
 
-        Returns:
-            None if that is unknown: another run has taken the directory and may have saved there, or it cannot be read.
+        It is not if another run has taken the directory and may have saved there, or the directory cannot be read.
         """
         try:
             if within(LOOK_TIMEOUT, f"to read {self.directory}", lambda: other_owner(self.directory, run_id())):
-                return None
+                return None, False
             found = within(LOOK_TIMEOUT, f"to list {self.directory}", lambda: snapshot.find(self.directory))
         except (snapshot.CheckpointError, TimeoutError):
-            return None
+            return None, False
         mine = {"branch": self.branch.meta(run_id())}
-        return max((info.step for info in found if same_run(info.meta, mine)), default=-1)
+        return max((info.step for info in found if same_run(info.meta, mine)), default=None), True
 
     def _take(self, world: World) -> None:
         """Take the location that this rank writes to, so that a run that wrote there before stops writing."""
@@ -561,7 +539,9 @@ def _read(where: Place, above: tuple[int, int] | None, taking: Taking) -> Locati
         if isinstance(where, Url) and above is None:
             try_out(where, size=16)
         taken = epoch_in(where)
-        if above is None or not _of_another_run(where):
+        if above is not None and (other := other_owner(where, run_id())):
+            _log.warning("training goes on from memory: %s was taken by run %s", where, other)
+        else:
             epoch = None if above is None else taken
             loaded = snapshot.newest(where, damaged.append, above=above, epoch=epoch, taking=taking)
         taken = max(taken, (epoch_of(loaded.info.meta) or 0) if loaded is not None else 0)
@@ -573,47 +553,15 @@ def _read(where: Place, above: tuple[int, int] | None, taking: Taking) -> Locati
     return LocationRead(loaded, known, taken, damaged[0] if damaged else None)
 
 
-def _of_another_run(where: Place) -> bool:
-    """Whether another run has taken the place, so that newer checkpoints there are not this run's."""
-    other = other_owner(where, run_id())
-    if other:
-        _log.warning("training goes on from memory: %s was taken by run %s", where, other)
-    return bool(other)
-
-
 def run_id() -> str:
     return os.environ.get("TORCHELASTIC_RUN_ID", "")
-
-
-def _copied(value: Any, own: frozenset[int] = frozenset()) -> Any:
-    """Copy a state so that training may continue; tensors are copied to the CPU, except for those in ``own``."""
-    if isinstance(value, Tensor):
-        return value.detach() if value.data_ptr() in own else value.detach().to("cpu", copy=True)
-    if isinstance(value, dict | list | deque):
-        copied: Any = copy(value)  # keeps attributes that a state_dict has besides its items
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            copied[key] = _copied(item, own)
-        return copied
-    if isinstance(value, tuple):
-        items = [_copied(item, own) for item in value]
-        return getattr(type(value), "_make", type(value))(items)
-    return copy(value) if isinstance(value, set) or is_array(value) else value
-
-
-def _bytes_to_copy(value: Any, own: frozenset[int]) -> int:
-    if isinstance(value, Tensor):
-        return 0 if value.data_ptr() in own else value.numel() * value.element_size()
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | deque) else ()
-    return sum(_bytes_to_copy(item, own) for item in items)
 
 
 def weights_sha256(model: nn.Module) -> str:
     """Return the SHA-256 of all tensors in a model's ``state_dict``, over their names, dtypes, shapes and bytes.
 
-    Call it on all ranks if the model is sharded. What ``get_extra_state`` of a module returns counts, too.
-
-    Raises:
-        UnsupportedStateError: if a module's extra state is an object that cannot be pickled.
+    Call it on all ranks if the model is sharded. What ``get_extra_state`` of a module returns counts, too; an
+    UnsupportedStateError names an object in it that cannot be pickled.
     """
     state = StateGatherer(keep=True).state(model)
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}

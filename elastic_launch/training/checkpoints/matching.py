@@ -30,10 +30,9 @@ def class_of(part: object) -> str:
 
 
 def differences(part: object, saved: Any, kind: str) -> str:
-    """Describe how an optimizer or scheduler differs from the one whose state was saved; "" if it can load the state.
+    """Describe how an optimizer or scheduler differs from the one whose state was saved; "" if it fits.
 
-    Args:
-        kind: class that saved it; "": not known.
+    ``kind`` is the class that saved it; "": not known.
     """
     mine = class_of(part)
     if mine and kind and mine != kind:
@@ -60,12 +59,10 @@ def differences(part: object, saved: Any, kind: str) -> str:
 
 
 def reordered(saved: Any, there: list[list[str]], here: list[list[str]]) -> tuple[Any, str]:
-    """Return an optimizer's state with its parameters in this process' order, and a description of differences or "".
+    """Return an optimizer's state with its parameters in this process' order, and differences or "".
 
     Torch matches parameters only by their order, which differs between processes if a script takes them from a set.
-
-    Args:
-        there, here: names of the parameters by group, when it was saved and now.
+    ``there`` and ``here`` are their names by group, when it was saved and now.
     """
     groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
     alike = [list(map(len, names)) for names in (there, here)]

@@ -124,11 +124,8 @@ class MemorySnapshots:
     def vote(self, size: int, *, whole: bool = False) -> split.Votes:
         """Agree with all ranks whether the next snapshot is split among the nodes; called with none under way.
 
-        So it is once a node has no room for whole ones, or is told to, if at least three nodes write any.
-
-        Args:
-            size: bytes of the tensors of a whole one.
-            whole: whether this one is better whole, if there is room for it alone.
+        So it is once a node has no room for whole ones, whose tensors have that size, or is told to, if at least three
+        nodes write any. ``whole``: this one is better whole, if there is room for it alone.
         """
         why = self._split
         if self.writes and not why:
@@ -211,8 +208,7 @@ class MemorySnapshots:
         Raises:
             OSError: if there is no memory for it after all.
             UnsupportedStateError: if it is too large for the format.
-            TornSnapshotError: if the script changed tensors while they were copied. From then on, the script continues
-                only after each snapshot is complete.
+            TornSnapshotError: if the script changed tensors meanwhile. From then on it waits for each snapshot.
         """
         if self._writing is None:
             return
@@ -265,8 +261,7 @@ class MemorySnapshots:
     def _lack(self, size: int, beside: int = 0) -> str:
         """Return why the slots cannot all grow to snapshots of a size; empty if they can.
 
-        Args:
-            beside: bytes that are needed besides while the first ones are taken.
+        ``beside`` are bytes that are needed besides while the first ones are taken.
         """
         grows = max(0, size * len(self._slots) - sum(slot.allocated for slot in self._slots))
         return lacking(grows + beside if grows else 0, f"{len(self._slots)} of {size / 2**30:.2f} GiB each need")
@@ -300,15 +295,10 @@ class Newest:
     phase: int  # see Header
     live: bool  # whether it is the state of a process that was suspended, and not a snapshot
     mine: tuple[Slot, Header] | None  # this node's snapshot of it, if any; None if it is live
-    holders: Sequence[int]  # the ranks that have it, themselves or on their nodes
+    holders: Sequence[int]  # the ranks that have it, themselves or on their nodes; the first sends it
     everywhere: bool  # whether all ranks have it
     passes: int = 0  # updated passes of the next step that it includes, if it is live
     parts: Mapping[int, split.SnapshotPart] = field(default_factory=dict)  # what its holders have, if it is split
-
-    @property
-    def holder(self) -> int:
-        """The first rank that has it."""
-        return self.holders[0]
 
 
 def newest(
@@ -322,61 +312,43 @@ def newest(
     """
     held = memory.held(training)
     parts = [split.SnapshotPart.of(*each) for each in held]
-    kept = (0, 0, 0, 0) if not held else (*held[0][1].position[:2], 0, held[0][1].phase)
-    is_split = any(part.world_size for part in parts)
-    # A process that has not done its evaluation yet does it with the others.
-    process = (0, 0, 0, 0) if live is None else (*live, EVALUATED)
-    everybody = numbers_of_all(world, [*kept, *process, int(memory.writes), int(is_split)])
-    memory.decides = memory.writes and not any(entry[8] for entry in everybody[: world.rank])
-    in_slots, in_processes = [tuple(entry[:4]) for entry in everybody], [tuple(entry[4:8]) for entry in everybody]
-    best = max([*in_slots, *in_processes])
-    if best[:2] == (0, 0):
-        return None
-    found: dict[int, split.SnapshotPart] = {}
-    if any(entry[9] for entry in everybody) and best not in in_processes:
-        everything = _parts_of_all(world, held, parts)
-        position = _newest_complete(everything, warn=world.rank == 0)
-        if position is None:
-            return None
-        best = (*position[:2], 0, position[2])
-        found = {rank: parts[position] for rank, parts in enumerate(everything) if position in parts}
-        if whole := {rank for rank, part in found.items() if not part.world_size}:
-            found = {}
-        in_slots = [best if rank in (whole or found) else (0, 0, 0, 0) for rank in range(world.world_size)]
-    number, step, passes, phase = best
-    is_live = best in in_processes
-    have = in_processes if is_live else in_slots
-    holders = [rank for rank, position in enumerate(have) if position == best]
-    own = next((each for each in held if each[1].position == (number, step, phase)), None)
-    slot = own if world.rank in holders and not is_live else None
-    return Newest((number, step), phase, is_live, slot, holders, len(holders) == len(have), passes, found)
-
-
-def _parts_of_all(
-    world: World, held: Sequence[tuple[Slot, Header]], parts: Sequence[split.SnapshotPart]
-) -> list[dict[tuple[int, int, int], split.SnapshotPart]]:
-    """Return, by rank, what its node has of which snapshot, by round, step and phase; called by all ranks."""
-    mine = [[*h.position, part.world_size, part.ranks] for (_, h), part in zip(held, parts, strict=True)]
-    told = [json.loads(each) for each in bytes_of_all(world, json.dumps(mine).encode())]
-    # The newest first: it is the one that is taken, if there are two of one position.
-    return [
-        {
-            (number, step, phase): split.SnapshotPart(tuple(ranks), size)
-            for number, step, phase, size, ranks in reversed(each)
-        }
-        for each in told
-    ]
+    mine = {
+        "writes": memory.writes,
+        "live": [0, 0, 0] if live is None else live,
+        "held": [[*h.position, part.world_size, part.ranks] for (_, h), part in zip(held, parts, strict=True)],
+    }
+    everybody = [json.loads(each) for each in bytes_of_all(world, json.dumps(mine).encode())]
+    memory.decides = memory.writes and not any(each["writes"] for each in everybody[: world.rank])
+    lives = [tuple(each["live"]) for each in everybody]
+    # By rank, what its node has of which snapshot. The newest comes last, as it is taken, if two have one position.
+    kept = [{(a, b, c): split.SnapshotPart(tuple(x), n) for a, b, c, n, x in each["held"][::-1]} for each in everybody]
+    position = _newest_complete(kept, (*max(lives), EVALUATED), warn=world.rank == 0)
+    if position is None:
+        number, step, passes = max(lives)
+        holders = [rank for rank, each in enumerate(lives) if each == max(lives)]
+        is_everywhere = len(holders) == len(lives)
+        # A process that has not done its evaluation yet does it with the others.
+        return Newest((number, step), EVALUATED, True, None, holders, is_everywhere, passes) if number or step else None
+    found = {rank: each[position] for rank, each in enumerate(kept) if position in each}
+    whole = [rank for rank, part in found.items() if not part.world_size]
+    holders = whole or list(found)
+    own = next((each for each in held if each[1].position == position), None) if world.rank in holders else None
+    number, step, phase = position
+    return Newest((number, step), phase, False, own, holders, len(holders) == len(kept), 0, {} if whole else found)
 
 
 def _newest_complete(
-    everything: Sequence[Mapping[tuple[int, int, int], split.SnapshotPart]], *, warn: bool
+    kept: Sequence[Mapping[tuple[int, int, int], split.SnapshotPart]], live: tuple[int, ...], *, warn: bool
 ) -> tuple[int, int, int] | None:
-    """Return the position of the newest snapshot that can be restored; None if there is none."""
-    for position in sorted({position for each in everything for position in each}, reverse=True):
-        if split.complete([each[position] for each in everything if position in each]):
+    """Return the position of the newest snapshot that can be restored; None if the live state is as new, or newer."""
+    for position in sorted({position for each in kept for position in each}, reverse=True):
+        number, step, phase = position
+        if (number, step, 0, phase) <= live:
+            return None
+        if split.complete([each[position] for each in kept if position in each]):
             return position
         if warn:
-            _log.warning("the nodes do not have all shards of the snapshot of step %d", position[1])
+            _log.warning("the nodes do not have all shards of the snapshot of step %d", step)
     return None
 
 
@@ -389,8 +361,8 @@ def restore(newest: Newest, world: World, taking: Cuts) -> tuple[Any, dict[str, 
     if newest.everywhere:
         assert newest.mine is not None
         return read_state(*newest.mine, taking(meta)), meta
-    meta = dict(broadcast_state(meta, newest.holder, world.rank))
+    meta = dict(broadcast_state(meta, newest.holders[0], world.rank))
     cut = taking(meta)
-    sends = newest.mine is not None and (cut is not None or world.rank == newest.holder)
+    sends = newest.mine is not None and (cut is not None or world.rank == newest.holders[0])
     state = read_state(*newest.mine, in_place(taking)(meta)) if newest.mine is not None and sends else None
     return spread_state(state, newest.holders, world, cut), meta

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from elastic_launch.errors import UsageError
-from elastic_launch.training.checkpoints.parts import Gathered, Group, Stateful
+from elastic_launch.training.checkpoints.parts import Gathered, Stateful
 
 _log = logging.getLogger(__name__)
 
@@ -67,12 +67,8 @@ class Given:
     def begin(self, members: Iterable[tuple[str, Stateful]], override: Sequence[str]) -> None:
         """Note what the script gives now, before a saved state is loaded.
 
-        Args:
-            members: the parts by name, and those of groups as ``part/member``.
-            override: names of options and of parts whose values the script may want to replace those of the state.
-
-        Raises:
-            UsageError: if neither an option nor a part has one of these names.
+        ``members`` are the parts by name, without groups. The script may want to replace the options and parts of a
+        state that ``override`` names; a UsageError says which of the names nothing has.
         """
         self._members = {name: part for name, part in members if _has_options(name, part)}
         states = {name: _state_of(part) for name, part in self._members.items()}
@@ -109,12 +105,9 @@ class Given:
     ) -> tuple[list[Difference], list[Difference]]:
         """Return what differs from a state that is to be loaded: what it keeps, and what the script is to replace.
 
-        Args:
-            state: the state by part; of parts that are missing nothing differs.
-            before: :attr:`in_effect` when it was saved.
-            override: names of options and of parts whose values the script is to replace.
-            first: whether this run loads a state for the first time. Only then options of optimizers are replaced that
-                have changed in the training alone, and not in the script.
+        ``state`` lacks parts that are not compared; ``before`` is :attr:`in_effect` when it was saved; ``override``
+        names what the script is to replace. Only if this run loads a state for the ``first`` time, options of
+        optimizers are replaced that have changed in the training alone, and not in the script.
         """
         keeps, replaces = [], []
         for part, now in self._now.items():
@@ -143,10 +136,8 @@ class Given:
     def loaded(self, before: Mapping[str, Options], replaced: Collection[Difference], anew: Collection[str]) -> None:
         """Record which options are in effect after a state was loaded.
 
-        Args:
-            before: :attr:`in_effect` when it was saved.
-            replaced: those in which the script's values replace the state's.
-            anew: names of the parts that begin anew.
+        ``before`` are those when it was saved; ``replaced`` are those in which the script's values replace the state's;
+        the parts in ``anew`` begin anew.
         """
         for part, now in self._now.items():
             if part not in anew and part.partition("/")[0] not in anew:
@@ -198,11 +189,8 @@ class Given:
         """Set an optimizer's rates to what its only scheduler gives after as many steps as it has made.
 
         Most schedulers compute a rate from the one before: a new option would otherwise have effect only on what is
-        left of the schedule, which may be nothing.
-
-        Args:
-            fresh: the optimizer's groups, as the script gave them.
-            keeps: options of both whose saved values are to be used.
+        left of the schedule, which may be nothing. ``fresh`` are the optimizer's groups as the script gave them; of the
+        options in ``keeps`` the saved values are used.
         """
         scheduler: Any = self._members[name]
         loaded, start = scheduler.state_dict(), self._fresh[name]
@@ -227,11 +215,7 @@ class Given:
 
 
 def report(origin: str, keeps: Sequence[Difference], replaces: Sequence[Difference]) -> None:
-    """Log which options a saved state replaces, and which of its own are replaced.
-
-    Args:
-        origin: names the saved state.
-    """
+    """Log which options a saved state, named by ``origin``, replaces, and which of its own are replaced."""
     if keeps:
         _log.warning(
             "%s replaces options that the script gives: %s. To use the script's: Checkpoint(override=%s)",
@@ -262,7 +246,7 @@ def _some(texts: Sequence[str], between: str) -> str:
 
 
 def _has_options(name: str, part: object) -> bool:
-    if isinstance(part, Group | Gathered):
+    if isinstance(part, Gathered):
         return False
     kinds = (torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler)
     return isinstance(part, kinds) or name.partition("/")[0] == "scheduler"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 
@@ -19,16 +19,21 @@ class Gathered(Protocol):
     """A part of which each rank has a piece."""
 
     def gather(self, *, keep: bool) -> None:
-        """Put the pieces together, before ``state_dict``; called by all ranks.
-
-        Args:
-            keep: whether this rank needs them.
-        """
+        """Put the pieces together on ranks that keep them, before ``state_dict``; called by all ranks."""
 
 
 def is_stateful(part: object) -> bool:
     """Return whether ``part`` is an object, not a class, with ``state_dict`` and ``load_state_dict``."""
     return not isinstance(part, type) and hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
+
+
+def flat(parts: Mapping[str, Stateful]) -> Iterator[tuple[str, Stateful]]:
+    """Yield all parts by name; instead of a group its members, as ``part/member``."""
+    for name, part in parts.items():
+        if isinstance(part, Group):
+            yield from ((f"{name}/{key}", member) for key, member in part.members.items())
+        else:
+            yield name, part
 
 
 class Group:

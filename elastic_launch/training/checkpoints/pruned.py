@@ -19,10 +19,9 @@ _MASK, _ORIGINAL = "_mask", "_orig"
 
 
 def prune_alike(model: nn.Module, saved: Any, origin: str) -> None:
-    """Prune those parameters of a model that are pruned in its saved state, and end the pruning of those that are not.
+    """Prune those parameters of a model that are pruned in its saved state, and end the pruning of others.
 
-    Args:
-        origin: names the state in the log.
+    The log names the state by ``origin``.
     """
     if not isinstance(saved, Mapping):
         return

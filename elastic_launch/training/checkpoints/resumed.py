@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -50,13 +50,21 @@ class Resumed:
     @staticmethod
     def of(step: int, state: dict[str, Any] | None, meta: dict[str, Any], origin: str) -> Resumed:
         """Make a ``Resumed`` from a state and its meta."""
-        worlds, classes = [int(size) for size in meta["worlds"]], meta.get("classes", {})
-        compared, (_, equal) = meta.get("compared", True) is not False, meta.get("equal", (0, 0))
-        identity, orders = dict(meta["identity"]), dict(meta.get("orders", {}))
-        last, passes = (_outcome(meta["last"]) if "last" in meta else None), map(_outcome, meta.get("passes", ()))
-        resumed = Resumed(step, state, identity, worlds, origin, dict(classes), compared, int(equal), orders, last)
-        resumed = replace(resumed, passes=tuple(passes), trained=dict(meta.get("trained", {})))
-        return replace(resumed, frozen=dict(meta.get("frozen", {})), given=dict(meta.get("given", {})))
+        named: dict[str, Any] = {
+            name: dict(meta.get(name, {})) for name in ("classes", "orders", "trained", "frozen", "given")
+        }
+        return Resumed(
+            step,
+            state,
+            dict(meta["identity"]),
+            [int(size) for size in meta["worlds"]],
+            origin,
+            compared=meta.get("compared", True) is not False,
+            equal=int(meta.get("equal", (0, 0))[1]),
+            last=_outcome(meta["last"]) if "last" in meta else None,
+            passes=tuple(map(_outcome, meta.get("passes", ()))),
+            **named,
+        )
 
 
 def _outcome(value: Any) -> Outcome:

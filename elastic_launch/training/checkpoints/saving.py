@@ -21,12 +21,11 @@ from elastic_launch.snapshot.storage.shares import OwnShare
 from elastic_launch.training.checkpoints import split
 from elastic_launch.training.checkpoints.branches import Branch, following
 from elastic_launch.training.checkpoints.manager import FINAL_TIMEOUT, CheckpointManager, run_id
-from elastic_launch.training.checkpoints.memory import MemorySnapshots, Newest, Route, newest, restore
+from elastic_launch.training.checkpoints.memory import MemorySnapshots, Newest, newest, restore
 from elastic_launch.training.checkpoints.options import Difference, report
 from elastic_launch.training.checkpoints.resumed import Outcome, Resumed, check_identity, meta_of
 from elastic_launch.training.checkpoints.sharded import StateGatherer
 from elastic_launch.training.checkpoints.split import Layouts
-from elastic_launch.training.checkpoints.split_shares import own_tensors
 from elastic_launch.training.checkpoints.state import TrainingState
 from elastic_launch.training.checkpoints.step_start import Start
 from elastic_launch.training.link import AgentLink
@@ -98,9 +97,8 @@ class _Taken:
 class Saver:
     """Restores and saves the training of this process.
 
-    Args:
-        link: connection to the agent, which keeps snapshots in memory and copies them. Without one, there are only
-            durable checkpoints, written by a thread of this process.
+    The link's agent keeps snapshots in memory and copies them. Without one, there are only durable checkpoints, written
+    by a thread of this process.
     """
 
     def __init__(self, world: World, link: AgentLink) -> None:
@@ -243,14 +241,11 @@ class Saver:
         starts: Sequence[Start] = ()
         self.joins_live = self.joins_live or (kept.live and live is None)
         if kept.live:
-            origin = f"The state of step {step} in the memory of rank {kept.holder}"
+            origin = f"The state of step {step} in the memory of rank {kept.holders[0]}"
             own: dict[str, Any] | None = None
             if live is not None:
-                own = self._meta(identity, live.worlds, state) | {
-                    "last": live.last,
-                    "passes": list(live.passes),
-                    "trained": live.trained,
-                }
+                own = self._meta(identity, live.worlds, state)
+                own |= {"last": live.last, "passes": list(live.passes), "trained": live.trained}
                 if checkpoint is not None:
                     own["saved"] = checkpoint.standing(live.step, now=False)
             parts, meta, starts = self._from_process(kept, state, own, live)
@@ -290,30 +285,26 @@ class Saver:
     ) -> tuple[dict[str, Any] | None, dict[str, Any], Sequence[Start]]:
         """Return the state of a process that was suspended with the newest one, its meta, and its step's starts.
 
-        Called by all ranks.
-
-        Args:
-            own: this process' meta if it is such a one; no state is returned then.
-            live: this process' training in that case.
+        Called by all ranks. ``own`` is this process' meta if it is such a one, and ``live`` its training; no state is
+        returned then.
         """
         if own is None:
             faults.reached("restore", kept.position[1])
         sent: dict[str, Any] = {}
         if not kept.everywhere:
-            mine = None
-            if self._world.rank == kept.holder:
-                received = None if live is None else live.received
-                starts: Sequence[Start] = []
-                if received is not None and received.passes:
+            mine: dict[str, Any] | None = None
+            if self._world.rank == kept.holders[0]:
+                assert live is not None
+                assert own is not None
+                if live.received is not None and live.received.passes:
                     # The parts are as at the step's start, see TrainingState.load.
-                    states, starts = received.state, received.starts
-                    own = {**(own or {}), "classes": received.classes, "orders": received.orders}
+                    states, starts = live.received.state, live.received.starts
+                    own |= {"classes": live.received.classes, "orders": live.received.orders}
                 else:
                     states = state.capture()
-                    if state.start is not None and live is not None and live.passes:
-                        starts = state.start.starts
+                    starts = state.start.starts if state.start is not None and live.passes else []
                 mine = {"state": states, "meta": own, "starts": list(starts)}
-            sent = broadcast_state(mine, kept.holder, self._world.rank)
+            sent = broadcast_state(mine, kept.holders[0], self._world.rank)
         return (sent["state"], dict(sent["meta"]), sent["starts"]) if own is None else (None, own, ())
 
     def _meta(self, identity: Mapping[str, int], worlds: list[int], state: TrainingState) -> dict[str, Any]:
@@ -340,21 +331,15 @@ class Saver:
         save = self._asked(step, checkpoint) or (checkpoint is not None and checkpoint.wanted(step))
         keep = self._memory.writes and self._memory.decides and self._memory.rhythm.due(step)
         first = self._world.rank == 0
-        save = (first and save and not self._posted.save) or self._owes(checkpoint)
+        # One that was postponed can be made when the agent answers again.
+        owes = checkpoint is not None and checkpoint.owes and not self._posted.save and not self._link.silent
+        save = (first and save and not self._posted.save) or owes
         keep = keep and not self._posted.keep
         if not save and not keep:
             return NOTHING
         wishes = Wishes(save=save, keep=keep)
         self._posted = Wishes(save=self._posted.save or wishes.save, keep=self._posted.keep or wishes.keep)
         return wishes
-
-    def _owes(self, checkpoint: CheckpointManager | None) -> bool:
-        """Whether a postponed checkpoint can be made now."""
-        return checkpoint is not None and checkpoint.owes and not self._posted.save and not self._link.silent
-
-    def _agent_is_there(self) -> bool:
-        """Whether the agent is connected and takes snapshots; if it does not answer then, it is slow."""
-        return self._memory.writes and self._link.alive
 
     def agree(self, agreed: Wishes) -> None:
         """Record what all ranks agreed on; it is done at the next boundary with a step."""
@@ -428,21 +413,13 @@ class Saver:
         in_memory = self._memory.writes
         meta = self._meta_after(after, now=durable)
         if in_memory:
-            route = partial(checkpoint.route, self._world, durable) if checkpoint is not None else _nowhere
-            spent = time.monotonic() - began
-            own = None if stays is None else _or_gathered(stays, state.gathered | taken.made)
-            route = _nowhere if taken.parts else route
-            told = meta | taken.parts
-            fits = taken.fits
-            self._kept = self._keep(taken.state, told, after, own, route, last=last, spent=spent, fits=fits)
-        if durable and checkpoint is not None and taken.own is not None:
-            checkpoint.save_own(taken.own, step, meta, self._link.may_commit)
-        elif durable and checkpoint is not None and taken.parts:
-            everything = state.captured(keep=durably is not None)
+            self._kept = self._keep(taken, meta, after, stays, began, durable=durable, last=last)
+        if durable and checkpoint is not None and (taken.own is not None or taken.parts):
+            everything = state.captured(keep=durably is not None) if taken.own is None else taken.own
             checkpoint.save(everything, step, meta, self._link.may_commit, state.gathered)
         elif durable and self._kept and durably:
             durably.requested(step, self._link)
-        elif durable and durably and in_memory and self._agent_is_there() and not last:
+        elif durable and durably and in_memory and self._memory.writes and self._link.alive and not last:
             # Memory must not fall behind durable storage: all ranks save again once the agent answers.
             if not durably.owes:
                 _log.warning("checkpoint of step %d: the agent does not answer; it is put off until it does", step)
@@ -456,9 +433,8 @@ class Saver:
     ) -> _Taken:
         """Return what this rank keeps of the state after a step, or saves of it; called by all ranks.
 
-        Args:
-            checkpoint: where all ranks save it durably now; None: nowhere.
-            whole: as for :meth:`MemorySnapshots.vote`.
+        ``checkpoint`` is where all ranks save it durably now, if at all; ``whole`` is as for
+        :meth:`MemorySnapshots.vote`.
         """
         divisible = self._divisible(state)
         if divisible:
@@ -483,7 +459,7 @@ class Saver:
             taken = _Taken.split_among(tree, gatherer, boxes, votes.keepers, self._world)
         if checkpoint is not None and divides:
             nonce = checkpoint.nonce(checkpoint.branch.round, step)
-            own = own_tensors(tree, gatherer, boxes, votes.firsts, self._world.rank, nonce)
+            own = split.own_tensors(tree, gatherer, boxes, votes.firsts, self._world.rank, nonce)
             taken = replace(taken, own=own)
         if not votes.split and taken.own is None:
             return _Taken(state.captured(keep=keep))
@@ -499,10 +475,9 @@ class Saver:
         began = time.monotonic()
         with self._link.doing(Activity.CHECKPOINT):
             taken = self._take(after.state, after.step, None)
-            meta = self._meta_after(after, now=False) | taken.parts
+            meta = self._meta_after(after, now=False)
             if self._memory.writes:
-                own = _or_gathered(stays, after.state.gathered | taken.made)
-                self._keep(taken.state, meta, after, own, _nowhere, last=False, spent=time.monotonic() - began)
+                self._keep(taken, meta, replace(after, checkpoint=None), stays, began)
 
     def keep_newer(self, after: Trained) -> None:
         """Take a snapshot of the state after a step in memory, unless there is one; called by one rank alone."""
@@ -512,18 +487,12 @@ class Saver:
         found = self._memory.newest(self._training)
         if found is not None and found[1].position >= (self._branch.round, after.step, after.phase):
             return
-        captured = after.state.capture()
-        meta = self._meta_after(after, now=False)
-        route = _nowhere if after.checkpoint is None else partial(after.checkpoint.route, self._world, False)
-        self._kept = self._keep(captured, meta, after, None, route, last=False, spent=time.monotonic() - began)
+        taken = _Taken(after.state.capture())
+        self._kept = self._keep(taken, self._meta_after(after, now=False), after, None, began)
         self.seconds = time.monotonic() - began
 
     def _meta_after(self, after: Trained, *, now: bool) -> dict[str, Any]:
-        """Return the meta of the state after a step.
-
-        Args:
-            now: whether it is also saved durably.
-        """
+        """Return the meta of the state after a step; ``now``: it is also saved durably."""
         step, checkpoint = after.step, after.checkpoint
         if self._world.world_size == 1:
             self.equal_after(step)
@@ -557,29 +526,21 @@ class Saver:
             self._memory.writes = False
             raise
         except snapshot.TornSnapshotError as error:
-            self._take_again(error)
-        except snapshot.CheckpointError as error:
-            self._lose_snapshot(error.message)
-        except OSError as error:
-            self._lose_snapshot(f"not enough memory: {error.strerror or error}", remedy_of(error))
-
-    def _take_again(self, error: snapshot.TornSnapshotError) -> None:
-        """Report that a snapshot is given up, and make its checkpoint from a later one."""
-        _log.warning(
-            "%s. That snapshot is given up. From now on the next step begins only when a snapshot is copied; to avoid "
-            "the wait, change parameters right after step.update()",
-            error.message,
-        )
-        self._kept = False
-        if self._checkpoint is not None:
-            self._checkpoint.torn(self._keeping)
+            _log.warning(
+                "%s. That snapshot is given up. From now on the next step begins only when a snapshot is copied; to "
+                "avoid the wait, change parameters right after step.update()",
+                error.message,
+            )
+            self._kept = False
+            if self._checkpoint is not None:
+                self._checkpoint.torn(self._keeping)
+        except (snapshot.CheckpointError, OSError) as error:
+            reason = self._give_up_memory(error)
+            if self._checkpoint is not None:  # it was told that the snapshot is on its way to the agent
+                self._checkpoint.lost(self._memory.rhythm.last, reason)
 
     def finish(self, *, wait: bool) -> None:
-        """End a training.
-
-        Args:
-            wait: whether to wait for copies to durable storage; otherwise the agent completes them.
-        """
+        """End a training; ``wait`` for copies to durable storage, or let the agent complete them."""
         self.settle()
         checkpoint, self._checkpoint = self._checkpoint, None
         if checkpoint is None:
@@ -587,7 +548,7 @@ class Saver:
         uncertain, self._uncertain = self._uncertain, None
         if wait and uncertain is not None:
             # The previous processes may have been waiting for its copy when a fault ended their round.
-            checkpoint.doubt()
+            checkpoint.doubted = True
             self.save(uncertain, last=True, draining=False, stays=None)
         began = time.monotonic()
         for outcome in checkpoint.finish(self._report, wait=wait or not self._kept):
@@ -609,50 +570,51 @@ class Saver:
 
     def _keep(
         self,
-        captured: dict[str, Any],
+        taken: _Taken,
         meta: dict[str, Any],
         after: Trained,
         stays: Stays | None,
-        route: Route,
+        began: float,
         *,
-        last: bool,
-        spent: float,
-        fits: bool = False,
+        durable: bool = False,
+        last: bool = False,
     ) -> bool:
+        """Have a snapshot taken of what was captured since ``began``, and copied if ``durable``; whether it is."""
         self._memory.rhythm.taken(after.step)
         self._keeping = after.step
+        own, route = after.state.gathered | taken.made, _nowhere
+        if after.checkpoint is not None and not taken.parts:
+            route = partial(after.checkpoint.route, self._world, durable)
         try:
             return self._memory.store(
-                captured,
-                meta,
+                taken.state,
+                meta | taken.parts,
                 step=after.step,
                 round=self._branch.round,
                 phase=after.phase,
                 training=self._training,
-                stays=stays or (lambda tensor: True),
+                stays=lambda tensor: stays is None or tensor.data_ptr() in own or stays(tensor),
                 route=route,
                 wait=last or stays is None,
                 patient=last,
-                spent=spent,
-                fits=fits,
+                spent=time.monotonic() - began,
+                fits=taken.fits,
             )
         except snapshot.UnsupportedStateError:
             raise
-        except snapshot.CheckpointError as error:
-            self._give_up_memory(error.message)
-        except OSError as error:
-            self._give_up_memory(f"not enough memory: {error.strerror or error}", remedy_of(error))
+        except (snapshot.CheckpointError, OSError) as error:
+            self._give_up_memory(error)
         return False
 
-    def _lose_snapshot(self, reason: str, remedy: str = "") -> None:
-        """Give up a snapshot that was reported as on its way to the agent."""
-        self._give_up_memory(reason, remedy)
-        if self._checkpoint is not None:
-            self._checkpoint.lost(self._memory.rhythm.last, reason)
-
-    def _give_up_memory(self, reason: str, remedy: str = "") -> None:
+    def _give_up_memory(self, error: snapshot.CheckpointError | OSError) -> str:
+        """Take no more snapshots; return why."""
+        if isinstance(error, OSError):
+            reason, remedy = f"not enough memory: {error.strerror or error}", remedy_of(error)
+        else:
+            reason, remedy = error.message, ""
         self._memory.give_up(reason.removesuffix("."), remedy)
         self._kept = False
+        return reason
 
     def _asked(self, step: int, checkpoint: CheckpointManager | None) -> bool:
         """Whether the agent requests a checkpoint; reports an error to it if the script saves none."""
@@ -668,11 +630,6 @@ class Saver:
     def _tell(self, outcome: snapshot.WriteOutcome) -> None:
         for listener in self._listeners:
             listener(outcome)
-
-
-def _or_gathered(stays: Stays, gathered: set[int]) -> Stays:
-    known = frozenset(gathered)
-    return lambda tensor: tensor.data_ptr() in known or stays(tensor)
 
 
 def _nowhere(job: CopyJob, size: int) -> CopyJob:

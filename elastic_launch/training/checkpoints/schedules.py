@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,21 +11,20 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 
-from elastic_launch.training.checkpoints.parts import Group, Stateful
+from elastic_launch.training.checkpoints.parts import Stateful
 
 _PLATEAU = {"optimizer", "num_bad_epochs", "cooldown_counter"}
 """Attributes of a ReduceLROnPlateau."""
 
 
-def forgotten(parts: Iterable[Stateful]) -> list[torch.optim.Optimizer]:
+def forgotten(parts: Sequence[Stateful]) -> list[torch.optim.Optimizer]:
     """Return those optimizers among ``parts`` that have a scheduler which is not in ``parts``.
 
     Torch's schedulers mark their optimizer's ``step``, except ReduceLROnPlateau. That one is found as an object that
     refers to the optimizer, and is looked for only if no part refers to it.
     """
-    flat = list(_members(parts))
-    saved = {id(found) for part in flat for found in _scheduled(part)}
-    optimizers = [part for part in flat if isinstance(part, torch.optim.Optimizer)]
+    saved = {id(found) for part in parts for found in _scheduled(part)}
+    optimizers = [part for part in parts if isinstance(part, torch.optim.Optimizer)]
     return [
         each
         for each in optimizers
@@ -33,10 +32,10 @@ def forgotten(parts: Iterable[Stateful]) -> list[torch.optim.Optimizer]:
     ]
 
 
-def has_forgotten_average(parts: Iterable[Stateful]) -> bool:
+def has_forgotten_average(parts: Sequence[Stateful]) -> bool:
     """Whether the process has an AveragedModel that is neither in ``parts`` nor belongs to one of them."""
     saved: set[int] = set()
-    for part in _members(parts):
+    for part in parts:
         for holder in (part, *getattr(part, "__dict__", {}).values()):
             saved |= set(map(id, holder.modules())) if isinstance(holder, nn.Module) else {id(holder)}
     # The garbage collector finds objects through their class, too.
@@ -49,14 +48,6 @@ def _has_plateau(optimizer: torch.optim.Optimizer) -> bool:
         isinstance(found, ReduceLROnPlateau) or (type(found) is dict and found.keys() >= _PLATEAU)
         for found in gc.get_referrers(optimizer)
     )
-
-
-def _members(parts: Iterable[Stateful]) -> Iterator[Stateful]:
-    for part in parts:
-        if isinstance(part, Group):
-            yield from part.members.values()
-        else:
-            yield part
 
 
 def _scheduled(part: object) -> Iterator[Any]:

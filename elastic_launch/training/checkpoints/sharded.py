@@ -6,7 +6,8 @@ by one, so that a device has room for them; a rank that writes keeps all of them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -37,11 +38,9 @@ def holds_shards(part: Any) -> bool:
 
 
 class StateGatherer:
-    """Gathers states from all ranks.
+    """Gathers states from all ranks, on those that ``keep`` them.
 
-    Args:
-        keep: whether this rank needs the states.
-        split: whether shards that are boxes are left where they are: meta tensors of the whole shapes stand for them.
+    With ``split``, shards that are boxes are left where they are: meta tensors of the whole shapes stand for them.
     """
 
     def __init__(self, *, keep: bool, split: bool = False) -> None:
@@ -53,8 +52,7 @@ class StateGatherer:
     def state(self, part: Any, chosen: Callable[[Any], Any] = lambda state: state) -> Any:
         """Return a part's state on the ranks that need it, else None; called by all ranks.
 
-        Args:
-            chosen: returns what is wanted of the state that each rank has, before it is gathered.
+        ``chosen`` returns what is wanted of the state that each rank has, before it is gathered.
         """
         if isinstance(part, Group):
             states = {name: self.state(member) for name, member in part.members.items()}
@@ -131,8 +129,7 @@ def _local(value: Any) -> Any:
 class Cutting:
     """Cuts this rank's shards out of whole tensors, one by one as they are read or sent; without communication.
 
-    Args:
-        here, there: names of each optimizer's parameters by group, now and when the state was saved, if known.
+    ``here`` and ``there`` are the names of each optimizer's parameters by group, now and when the state was saved.
     """
 
     def __init__(
@@ -200,12 +197,12 @@ class Cutting:
         return like if like is None or (is_sharded(like) and list(like.shape) == list(shape)) else _WHOLE
 
 
-def bytes_in(value: Any) -> int:
-    """Return the bytes of a state's tensors, of a DTensor those of the whole."""
+def bytes_in(value: Any, without: Collection[int] = ()) -> int:
+    """Return the bytes of a state's tensors, but for those at some addresses; of a DTensor those of the whole."""
     if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return sum(map(bytes_in, items))
+        return 0 if without and value.data_ptr() in without else value.numel() * value.element_size()
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | deque) else ()
+    return sum(bytes_in(item, without) for item in items)
 
 
 def box_of(sharded: Any) -> Box:

@@ -109,12 +109,9 @@ class Found:
 def read_together(
     world: World, where: Place, read: Callable[[Taking], LocationRead], taking: Cuts, *, reads: bool
 ) -> Found:
-    """Read a location on some ranks, and return what all keep of the newest checkpoint; called by all ranks.
+    """Read a location on the ranks that are to, and return what all keep of the newest checkpoint; called by all.
 
-    Args:
-        read: reads the location, and gets what is kept of each tensor.
-        taking: returns what this rank keeps of each tensor.
-        reads: whether this rank reads.
+    ``read`` gets what is kept of each tensor.
 
     Raises:
         UsageError, CheckpointError: as raised by ``read``, on all ranks; a subclass only on the rank that reads.

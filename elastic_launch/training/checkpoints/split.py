@@ -12,7 +12,8 @@ way now: from its own node's memory, else from a rank of a node that has it, eac
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -21,16 +22,14 @@ import torch
 from torch import Tensor
 
 from elastic_launch.snapshot.format import tree
+from elastic_launch.snapshot.format.manifest import MAX_SHARES
+from elastic_launch.snapshot.format.tensor_file import copied
 from elastic_launch.snapshot.memory.slot import PART, Header, Slot
 from elastic_launch.snapshot.memory.slot_state import read_meta
-from elastic_launch.training.checkpoints.sharded import StateGatherer, box_of
-from elastic_launch.training.ranks.exchange import (
-    bytes_of_all,
-    described,
-    numbers_of_all,
-    swap,
-)
-from elastic_launch.training.ranks.spreading import Box
+from elastic_launch.snapshot.storage.shares import OwnShare, cuts
+from elastic_launch.training.checkpoints.sharded import StateGatherer, box_of, bytes_in
+from elastic_launch.training.ranks.exchange import bytes_of_all, described, numbers_of_all, swap
+from elastic_launch.training.ranks.spreading import Box, narrowed
 from elastic_launch.training.ranks.world import World
 
 FEWEST = 3
@@ -39,12 +38,7 @@ FEWEST = 3
 
 @dataclass(frozen=True, slots=True)
 class SnapshotPart:
-    """What a slot has of a snapshot.
-
-    Attributes:
-        ranks: the ranks, of the world that took it, whose shards it has.
-        world_size: their number; 0 if the slot has the whole state.
-    """
+    """What a slot has of a snapshot: the shards of some ranks of a world; if its size is 0, the whole state."""
 
     ranks: tuple[int, ...] = ()
     world_size: int = 0
@@ -66,21 +60,13 @@ def complete(parts: Collection[SnapshotPart]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Votes:
-    """What the ranks told each other before a state is kept.
+    """What the ranks told each other before a state is kept."""
 
-    Attributes:
-        split: whether it is split among the nodes.
-        asked: whether a node asked for that.
-        kept: whether any node keeps it in memory.
-        keepers: by rank, the ranks that write its shards to memory, if it is split.
-        firsts: the first rank of each node.
-    """
-
-    split: bool
-    asked: bool
-    kept: bool
-    keepers: list[list[int]]
-    firsts: list[int]
+    split: bool  # whether it is split among the nodes
+    asked: bool  # whether a node asked for that
+    kept: bool  # whether any node keeps it in memory
+    keepers: list[list[int]]  # by rank, the ranks that write its shards to memory, if it is split
+    firsts: list[int]  # the first rank of each node
 
     @staticmethod
     def of(votes: Sequence[Sequence[int]]) -> Votes:
@@ -89,13 +75,12 @@ class Votes:
         firsts = sorted((node, rank) for rank, (node, first, *_) in enumerate(votes) if first)
         asked = any(asks for *_, asks in votes)
         split = asked and len(writers) >= FEWEST
-        keepers = [_keepers(node, writers) for node, *_ in votes] if split else []
+        keepers: list[list[int]] = []
+        for node, *_ in votes if split else ():
+            # Its shards are kept by it and the one before, of the nodes that write.
+            nearest = sorted(writers, key=lambda other: (other > node, -other))[:2]
+            keepers.append([writers[each] for each in nearest])
         return Votes(split, asked, bool(writers), keepers, [rank for _, rank in firsts])
-
-
-def _keepers(node: int, writers: Mapping[int, int]) -> list[int]:
-    """Return the ranks that write a node's shards: those of it and of the one before, of the nodes that write."""
-    return [writers[each] for each in sorted(writers, key=lambda other: (other > node, -other))[:2]]
 
 
 class Layouts:
@@ -117,10 +102,8 @@ class Layouts:
 def owners(boxes: Sequence[Sequence[Box]]) -> list[list[int]]:
     """Return, by tensor, the ranks whose shards together are the tensor, each element once.
 
-    Several ranks have the same shard if a mesh has a dimension that replicates; each has its turn to keep it.
-
-    Args:
-        boxes: by rank, the part that it has of each tensor.
+    ``boxes`` are, by rank, the parts that it has of each tensor. Several ranks have the same shard if a mesh has a
+    dimension that replicates; each has its turn to keep it.
     """
     found = []
     for index in range(len(boxes[0])):
@@ -141,19 +124,18 @@ def taken(
 ) -> dict[str, Any]:
     """Return the state of this rank's slot, with the shards that it keeps; called by all ranks.
 
+    It is empty on ranks that write none. The tensors in it are not used for anything else.
+
     Args:
         state: the training's state, with stand-ins for what ``gatherer`` has left where it is.
         boxes: by rank, the part that it has of each of these tensors.
         kept_by: by rank, the ranks that write its shards.
-
-    Returns:
-        An empty one on ranks that write none. The tensors in it are not used for anything else.
     """
     keeps = [other for other, writers in enumerate(kept_by) if rank in writers]
     pieces: dict[str, dict[str, Tensor]] = {str(other): {} for other in keeps}
     of = owners(boxes)
     for index, (_, sharded) in enumerate(gatherer.left):
-        mine = here(sharded) if rank in of[index] else None
+        mine = _here(sharded) if rank in of[index] else None
         sends = [] if mine is None else [(mine, writer) for writer in kept_by[rank] if writer != rank]
         receives: list[tuple[Tensor, int]] = []
         for other in of[index]:
@@ -167,7 +149,7 @@ def taken(
         swap(sends, receives)
     if not keeps:
         return {}
-    tensors, rest, left = named(state, gatherer)
+    tensors, rest, left = _named(state, gatherer)
     where = [[[other, *chain(*boxes[other][index])] for other in of[index]] for index in range(len(left))]
     shapes = described({name: tensor for name, tensor in tensors.items() if tensor.is_meta})
     return {
@@ -177,13 +159,54 @@ def taken(
     }
 
 
-def here(sharded: Any) -> Tensor:
+def own_tensors(
+    state: dict[str, Any],
+    gatherer: StateGatherer,
+    boxes: Sequence[Sequence[Box]],
+    firsts: Sequence[int],
+    rank: int,
+    nonce: str = "",
+) -> OwnShare | None:
+    """Return the tensors that this rank's node writes to durable storage, if no node has the whole of a state.
+
+    Each node, of which ``firsts`` are the first ranks, writes a run of whole tensors, in nearly equal parts by bytes.
+    None is returned if that is a single share. Called by all ranks, with ``state``, ``gatherer`` and ``boxes`` as for
+    :func:`taken`.
+    """
+    sizes = [bytes_in(stand_in) for stand_in, _ in gatherer.left]
+    begins = cuts(sizes, min(len(firsts), MAX_SHARES))
+    count = len(begins) - 1
+    if count < 2:
+        return None
+    number = firsts.index(rank) if rank in firsts[:count] else None
+    of, whole = owners(boxes), {}
+    for index, (_, sharded) in enumerate(gatherer.left):
+        writer = firsts[bisect_right(begins, index) - 1]
+        mine = _here(sharded) if rank in of[index] else None
+        receives: list[tuple[Tensor, int]] = []
+        if writer == rank:
+            tensor = whole[index] = torch.empty(sharded.shape, dtype=sharded.dtype, device="cpu")
+            parts = {other: narrowed(tensor, boxes[other][index]) for other in of[index]}
+            if mine is not None:
+                parts.pop(rank).copy_(mine)
+            receives = [(part, other) for other, part in parts.items()]
+        swap([(mine, writer)] if mine is not None and writer != rank else [], receives)
+    if number is None:
+        return OwnShare(number, count, nonce, {}, None)
+    tensors, rest, left = _named(state, gatherer)
+    found = {left[index]: tensor for index, tensor in whole.items()}
+    if number == 0:
+        found |= {name: copied(tensor.cpu()) for name, tensor in tensors.items() if not tensor.is_meta}
+    return OwnShare(number, count, nonce, found, rest)
+
+
+def _here(sharded: Any) -> Tensor:
     """Return this rank's shard in host memory, in its own place if that is there."""
     mine: Tensor = sharded.to_local().detach()
     return mine.cpu()
 
 
-def named(state: dict[str, Any], gatherer: StateGatherer) -> tuple[dict[str, Tensor], Any, list[str]]:
+def _named(state: dict[str, Any], gatherer: StateGatherer) -> tuple[dict[str, Tensor], Any, list[str]]:
     """Return a state's tensors by name, the rest as JSON, and the names of the tensors that were left."""
     tensors, rest = tree.encode(state, stand_ins=True)
     names = {id(tensor): name for name, tensor in tensors.items()}

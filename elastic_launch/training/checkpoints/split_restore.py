@@ -50,9 +50,7 @@ def restored(
 ) -> tuple[Any, dict[str, Any]]:
     """Return a split snapshot's state and meta: what this rank keeps of it; called by all ranks.
 
-    Args:
-        mine: this node's slot with a part of it, if any.
-        parts: what each rank's node has; together it is complete.
+    ``mine`` is this node's slot with a part of it, if any; ``parts`` are what all nodes have, which is complete.
     """
     slot: dict[str, Any] = {} if mine is None else read_state(*mine, lambda path, tensor: tensor)
     meta = {} if mine is None else read_meta(*mine)
@@ -110,8 +108,7 @@ class _Supply:
     def part(self, name: str, boxes: Sequence[Box | None], dtype: torch.dtype) -> Tensor | None:
         """Return the part of a tensor that this rank needs, None if it needs none; called by all ranks.
 
-        Args:
-            boxes: what each rank needs.
+        ``boxes`` are what each rank needs.
         """
         mine, index = boxes[self._rank], self._layout.index[name]
         part = None if mine is None else torch.empty([length for _, length in mine], dtype=dtype, device="cpu")

@@ -53,11 +53,8 @@ class StartFrom:
     def begin(self, world: World, identity: dict[str, int], state: TrainingState) -> Resumed:
         """Return what a training begins with; called by all ranks, of which the first one reads the checkpoint.
 
-        Args:
-            identity: what must be equal in the checkpoint and in this training, unless it is allowed to differ.
-
         Raises:
-            UsageError: if the checkpoint differs from this training in more than what is allowed.
+            UsageError: if the checkpoint differs from this training in what must be equal and is not allowed to differ.
             CheckpointError: if there is no checkpoint, or it cannot be read.
         """
         found = read_together(world, self.place, self._read, state.taking, reads=world.rank == 0)

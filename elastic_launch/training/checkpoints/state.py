@@ -24,7 +24,7 @@ from elastic_launch.training.checkpoints.matching import (
     reordered,
 )
 from elastic_launch.training.checkpoints.options import Given
-from elastic_launch.training.checkpoints.parts import Gathered, Group, Stateful, is_stateful
+from elastic_launch.training.checkpoints.parts import Gathered, Group, Stateful, flat, is_stateful
 from elastic_launch.training.checkpoints.pruned import prune_alike
 from elastic_launch.training.checkpoints.resumed import Resumed
 from elastic_launch.training.checkpoints.sharded import (
@@ -94,11 +94,7 @@ class TrainingState:
         return self.captured(keep=True)
 
     def begin_capture(self, *, keep: bool) -> None:
-        """Do what comes before the states are taken, once: call the ``on_save`` functions; called by all ranks.
-
-        Args:
-            keep: whether this rank needs the state.
-        """
+        """Do what comes before the states are taken, once: call the ``on_save`` functions; called by all ranks."""
         for function in self._on_save:
             function()
         for part in self._parts.values():
@@ -118,11 +114,7 @@ class TrainingState:
         return self._states() if keep else {}
 
     def captured_split(self, *, keep: bool) -> tuple[dict[str, Any], StateGatherer]:
-        """Return the states of all parts by name, and the shards, for which stand-ins are in it; called by all ranks.
-
-        Args:
-            keep: whether this rank needs the state.
-        """
+        """Return the states of all parts by name, and the shards, for which stand-ins are in it; by all ranks."""
         self.gathered.clear()
         gatherer = StateGatherer(keep=keep, split=True)
         state = self._gathered_by(gatherer)
@@ -148,11 +140,7 @@ class TrainingState:
         return self.start.put_back(states) if self.start is not None and self.start.open else states
 
     def follow_steps(self, unwatched: Collection[str] = ()) -> StepStart:
-        """From now on, know what each step began with.
-
-        Args:
-            unwatched: see :class:`StepStart`.
-        """
+        """From now on, know what each step began with; ``unwatched`` is as for :class:`StepStart`."""
         self.start = StepStart(self._parts, unwatched)
         return self.start
 
@@ -175,7 +163,8 @@ class TrainingState:
 
     @property
     def parts(self) -> list[Stateful]:
-        return list(self._parts.values())
+        """The parts; instead of a group its members."""
+        return [part for _, part in self.members()]
 
     @property
     def names(self) -> list[str]:
@@ -214,11 +203,8 @@ class TrainingState:
         return {name: order(part) for name, part in self.members() if isinstance(part, torch.optim.Optimizer)}
 
     def members(self) -> Iterator[tuple[str, Stateful]]:
-        """Yield all parts, and the members of groups as ``part/member``."""
-        for name, part in self._parts.items():
-            yield name, part
-            if isinstance(part, Group):
-                yield from ((f"{name}/{key}", member) for key, member in part.members.items())
+        """Yield all parts by name; instead of a group its members, as ``part/member``."""
+        return flat(self._parts)
 
     def described(self) -> str:
         """Return the names of all parts, with the class of those whose state fits no other class."""
@@ -231,44 +217,25 @@ class TrainingState:
         return {name: kind for name, part in self.members() if (kind := class_of(part))}
 
     def load(self, resumed: Resumed, *, again: bool) -> None:
-        """Load the parts' states from one that was received or read.
+        """Load the parts' states from one that was received or read, then call the ``on_restore`` functions.
 
         Args:
             again: whether it will be loaded once more. The parts then get a copy, and if it follows some passes of a
                 step, what is small as it was at the step's start, which the script goes through.
         """
         assert resumed.state is not None
-        states = resumed.state
+        state, origin, anew = resumed.state, resumed.origin, resumed.anew
         if again:
-            states = copied(states)
+            state = copied(state)
             if resumed.starts and resumed.passes:
-                overlay(states, copied(resumed.starts[0]))
-        self.restore(states, resumed.origin, resumed.classes, resumed.orders, resumed.anew, resumed.frozen)
-
-    def restore(
-        self,
-        state: dict[str, Any],
-        origin: str,
-        classes: Mapping[str, str] | None = None,
-        orders: Mapping[str, list[list[str]]] | None = None,
-        anew: Collection[str] = (),
-        frozen: Mapping[str, int] | None = None,
-    ) -> None:
-        """Load the parts' states, then call the ``on_restore`` functions.
-
-        Args:
-            classes, orders: results of :meth:`classes` and :meth:`orders` when the state was saved; missing entries are
-                unknown.
-            anew: names of parts that begin anew, and of states that are not used.
-            frozen: result of :meth:`frozen` when the state was saved.
-        """
-        if lacking := sorted(self._parts.keys() - state.keys() - set(anew)):
+                overlay(state, copied(resumed.starts[0]))
+        if lacking := sorted(self._parts.keys() - state.keys() - anew):
             names = ", ".join(lacking)
             raise UsageError(
                 f"{origin} has no {names}, which this script has.",
                 f"Leave out {names} to go on from it, or start in another directory: {_elsewhere(lacking)}.",
             )
-        if surplus := sorted(state.keys() - self._parts.keys() - set(anew)):
+        if surplus := sorted(state.keys() - self._parts.keys() - anew):
             names = ", ".join(surplus)
             raise UsageError(
                 f"{origin} has {names}, which this script has not.",
@@ -280,12 +247,12 @@ class TrainingState:
         for name, part in self._parts.items():
             if isinstance(part, nn.Module) and name in state:
                 prune_alike(part, state[name], origin)
-        here, there = self.orders(), orders or {}
+        here, there = self.orders(), resumed.orders
         known = {name: (there[name], here[name]) for name in here.keys() & there.keys()}
         for name in [name for name in self._parts if name not in anew]:
             part = self._parts[name]
-            saved = self._frozen.filled(name, part, state[name], origin, (frozen or {}).get(name))
-            _load(name, part, saved, origin, classes or {}, known)
+            saved = self._frozen.filled(name, part, state[name], origin, resumed.frozen.get(name))
+            _load(name, part, saved, origin, resumed.classes, known)
         for function in self._on_restore:
             function()
 
@@ -313,11 +280,7 @@ def _load(
     classes: Mapping[str, str],
     orders: Mapping[str, tuple[list[list[str]], list[list[str]]]],
 ) -> None:
-    """Load a part's state.
-
-    Args:
-        orders: names of an optimizer's parameters: when it was saved, and now.
-    """
+    """Load a part's state; ``orders`` are names of an optimizer's parameters, when it was saved and now."""
     if isinstance(part, Group):
         there = list(saved) if isinstance(saved, Mapping) and "param_groups" not in saved else []
         if set(there) != part.members.keys():

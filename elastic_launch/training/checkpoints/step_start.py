@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections import OrderedDict, deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, repeat
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_launch.snapshot.format.dtypes import flat_bytes
-from elastic_launch.training.checkpoints.parts import Gathered, Group, Stateful
+from elastic_launch.training.checkpoints.parts import Gathered, Stateful, flat
 from elastic_launch.training.ranks.checksum import checksums
 from elastic_launch.training.wrapped import is_sharded, is_zero
 
@@ -52,24 +52,25 @@ Start = dict[str, Any]
 _version = attrgetter("_version")
 
 
-def copied(value: Any) -> Any:
-    """Return a copy of a state that shares no tensor and no container with it."""
+def copied(value: Any, tensor: Callable[[Tensor], Tensor] = lambda tensor: tensor.detach().clone()) -> Any:
+    """Return a copy of a state that shares no container with it, and what ``tensor`` returns of each tensor."""
     kind = type(value)
     if kind in _PLAIN:
         return value
     if isinstance(value, Tensor):
-        return value.detach().clone()
+        return tensor(value)
     if kind is dict:
-        return {key: item if type(item) in _PLAIN else copied(item) for key, item in value.items()}
-    if kind is OrderedDict:
+        return {key: item if type(item) in _PLAIN else copied(item, tensor) for key, item in value.items()}
+    if isinstance(value, dict | deque):
         # A module's state_dict has attributes besides its items.
         found = copy.copy(value)
-        found.update((key, copied(item)) for key, item in value.items())
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            found[key] = copied(item, tensor)
         return found
     if kind is list:
-        return [item if type(item) in _PLAIN else copied(item) for item in value]
-    if kind is tuple:
-        return tuple(copied(item) for item in value)
+        return [item if type(item) in _PLAIN else copied(item, tensor) for item in value]
+    if isinstance(value, tuple):
+        return getattr(kind, "_make", kind)([copied(item, tensor) for item in value])
     return copy.deepcopy(value)
 
 
@@ -103,9 +104,7 @@ class _Mark:
 class StepStart:
     """The start of the current step, or of a later pass in it.
 
-    Args:
-        parts: the parts of the training's state.
-        unwatched: names of parts that the library alone changes, between steps.
+    The library alone changes the parts named in ``unwatched``, between steps.
     """
 
     def __init__(self, parts: Mapping[str, Stateful], unwatched: Collection[str] = ()) -> None:
@@ -141,7 +140,7 @@ class StepStart:
         self._sums_at = -float("inf")
         self._cost = 0.0
         self._sums_now = False
-        self._parts = {name: part for name, part in _members(parts) if name.partition("/")[0] not in unwatched}
+        self._parts = {name: part for name, part in flat(parts) if name.partition("/")[0] not in unwatched}
         self._since = 0  # starts since the parts were divided
         self._divide_all()
 
@@ -181,11 +180,7 @@ class StepStart:
         return dict(self.starts[-1]["trained"])
 
     def take(self, trained: Mapping[str, bool], passes: int = 0) -> None:
-        """Begin a step, or the pass that follows so many updated ones.
-
-        Args:
-            trained: whether each parameter needs a gradient, by name.
-        """
+        """Begin a step, or the pass that follows so many updated ones; ``trained``: which parameters are."""
         self._look()
         began, self._since = time.perf_counter(), self._since + 1
         start: Start = {"trained": dict(trained), "states": {}, "groups": {}, "extra": {}}
@@ -221,9 +216,8 @@ class StepStart:
     def pass_begins(self, *, look: bool = True) -> list[str]:
         """Note that the head has ended; return the names of what it has changed and is not copied.
 
-        Args:
-            look: whether to look at all of it, as :meth:`changed_in_pass` needs. If not, only changed buffers are
-                seen: passes change them, too, so :meth:`spoiled` cannot see them later, as it does all else.
+        Unless told to ``look`` at all of it, as :meth:`changed_in_pass` needs, only changed buffers are seen: passes
+        change them, too, so :meth:`spoiled` cannot see them later, as it does all else.
         """
         if not (look or self._sums_now) and self._at is not None and not self._buffers_changed(self._at):
             return []
@@ -391,15 +385,6 @@ class StepStart:
         self._sums_at = time.monotonic()
         self._cost = 3 * (self._sums_at - began)  # at the start, behind the head, and behind the pass
         return found
-
-
-def _members(parts: Mapping[str, Stateful]) -> Iterator[tuple[str, Stateful]]:
-    """Yield all parts, members of groups as ``part/member``."""
-    for name, part in parts.items():
-        if isinstance(part, Group):
-            yield from ((f"{name}/{key}", member) for key, member in part.members.items())
-        else:
-            yield name, part
 
 
 def _holder(states: dict[str, Any], name: str) -> tuple[dict[str, Any], str]:
