@@ -13,6 +13,7 @@ from elastic_launch.config.launch_config import Limits, Timing
 from elastic_launch.errors import ExitCode
 from elastic_launch.events.sentences import sentence
 from elastic_launch.events.types import Event, NodeLost, RestartCharged, RoundBroken
+from elastic_launch.failure import Failure
 from elastic_launch.rendezvous.leader.machine import LeaderMachine
 from elastic_launch.rendezvous.leader.restart_budget import FREE
 from elastic_launch.rendezvous.leader.types import Close, CommitRecord, Emit, Instruction, Send
@@ -148,10 +149,10 @@ class LeaderModel:
                 node.told = report.slots
             if isinstance(report, m.Leaving) and node.holding == current:
                 self.free.add(current)
-            if isinstance(report, m.Failed) and report.round == current:
-                if report.failure.kind == "preemption":
+            if isinstance(report, Failure) and report.round == current:
+                if report.kind == "preemption":
                     self.preempted.add(current)
-                elif not report.failure.symptom:
+                elif not report.symptom:
                     self.failed.add(current)
         self._apply(self.machine.report(node.link, report, self.now))
 

@@ -103,7 +103,7 @@ class Run:
 
     def fail(self, node_id: str, **fields: Any) -> None:
         """A worker of the node fails; by default with a crash after a minute."""
-        self.report(node_id, m.Failed(self.number, failure(node_id, **fields)))
+        self.report(node_id, failure(node_id, **{"round": self.number, **fields}))
 
     def leave(self, node_id: str) -> None:
         self.report(node_id, m.Leaving("SIGTERM"))
@@ -207,6 +207,7 @@ def failure(node_id: str, **fields: Any) -> Failure:
         "exit_code": 1,
         "error": "ValueError: boom",
         "ran": 60.0,
+        "round": 1,
     }
     return Failure(node_id=node_id, **{**values, **fields})
 

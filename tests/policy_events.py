@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from signal import SIGINT, SIGTERM, Signals
+from typing import Any
 
+from elastic_agents import policy
 from elastic_agents import policy_types as v
 from elastic_launch.errors import RefusedError
 from elastic_launch.rendezvous.node.failure_detector import CutOff
@@ -17,6 +19,15 @@ SILENT, GONE = LinkDown("the leader was silent for 5 s", gone=False), LinkDown("
 CUT_OFF = CutOff("no sign of the leader for 4 s", leader="i1")
 OUT = CutOff("this node was frozen for 9 s", certain=True, leader="i1")
 LOST = RendezvousLost(RefusedError("the run refuses this node"))
+
+
+def decide(view: v.View, event: v.Event, nproc: int, node_id: str = "", **facts: Any) -> tuple[v.View, list[v.Action]]:
+    """Return the policy's response on a node with nproc workers.
+
+    Args:
+        facts: of :class:`elastic_agents.policy_types.NodeFacts`.
+    """
+    return policy.decide(view, event, v.NodeFacts(nproc, node_id, **facts))
 
 
 def form(number: int, nodes: int = 2, slots: tuple[int, ...] = ()) -> m.Form:
@@ -35,8 +46,8 @@ def brk(number: int) -> m.Break:
     return m.Break(1, number, "crash", "rank 0 crashed")
 
 
-def gone(local_rank: int, exit_code: int, number: int = 1) -> v.WorkerGone:
-    return v.WorkerGone(number, local_rank, exit_code)
+def gone(local_rank: int, exit_code: int, number: int = 1) -> v.WorkerExit:
+    return v.WorkerExit(number, local_rank, exit_code)
 
 
 def leave(number: int, seconds: float = 0.0) -> v.Leave:

@@ -133,8 +133,8 @@ def test_a_missing_field_without_default_is_named() -> None:
         ('{"type":"joined","round":[3]}', r"Joined\.round: int was expected, found list"),
         ('{"type":"leaving","reason":3}', r"Leaving\.reason: str was expected, found int"),
         ('{"type":"evicted","term":1,"reason":"x","final":1}', r"Evicted\.final: bool was expected, found int"),
-        ('{"type":"failed","round":1,"failure":"x"}', r"Failure: an object was expected, found str"),
-        ('{"type":"failed","round":1,"failure":{}}', r"Failure\.node_id is missing"),
+        ('{"type":"unfit","failure":"x"}', r"Failure: an object was expected, found str"),
+        ('{"type":"unfit","failure":{}}', r"Failure\.node_id is missing"),
         (
             '{"type":"form","term":1,"restarts":0,"cause":"first","round":{"number":1,"members":{}}}',
             r"Round\.members: a list was expected, found dict",
@@ -266,7 +266,7 @@ def test_any_json_is_understood_or_refused(name: str, value: dict[str, Any]) -> 
 
 
 @STEADY
-@given(data=st.data(), kind=st.sampled_from([m.NodeHello, m.Failed, m.Form, m.Welcome, m.RunEnd]))
+@given(data=st.data(), kind=st.sampled_from([m.NodeHello, Failure, m.Form, m.Welcome, m.RunEnd]))
 def test_a_message_with_one_field_changed_is_understood_or_refused(data: st.DataObject, kind: type[Any]) -> None:
     value = json.loads(m.pack(data.draw(instances(kind))))
     value[data.draw(st.sampled_from(sorted(value)))] = data.draw(JSON)

@@ -3,7 +3,11 @@
 ``main``          runs one node's part of a run
 ``agent``         NodeAgent: takes events, asks ``policy``, carries out its actions
 ``policy``        pure decisions, ``policy_ahead`` those about workers ahead; ``policy_types`` has events and actions
+``parts``         what the agent works with
+``node_state``    what the node knows of itself and its run
 ``exits``         what the ends of workers mean
+``final_save``    what the node saves when it or the run ends
+``lease_keeper``  renews the guard's lease, and has stopped workers go on
 ``status``        what the node says about itself
 ``inbox``         one queue for all events
 ``departure``     leaving the run before its end

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from elastic_agents import policy_types as v
 from elastic_agents.inbox import REPEAT
+from elastic_agents.node_state import NodeState
 from elastic_agents.notices import Notice
 from elastic_agents.step_timer import StepTimer
 from elastic_launch.clock import Clock
@@ -36,12 +37,14 @@ class Departure:
     def __init__(
         self,
         config: LaunchConfig,
+        state: NodeState,
         clock: Clock,
         step_timer: StepTimer,
         events: EventSink,
         later: Callable[[float, object], None],
     ) -> None:
         self._config = config
+        self._state = state
         self._clock = clock
         self._step_timer = step_timer
         self._events = events
@@ -66,13 +69,13 @@ class Departure:
         """Seconds between a worker's termination signal and SIGKILL."""
         return min(self._config.shutdown_timeout, self.left)
 
-    def by_signal(self, number: int, view: v.View, at: float | None = None) -> v.Leave | None:
+    def by_signal(self, number: int, at: float | None = None) -> v.Leave | None:
         """Handle a signal that is not forwarded to the workers.
 
         Args:
             at: when it was received, by this clock; None: now.
         """
-        name = signal.Signals(number).name
+        name, view = signal.Signals(number).name, self._state.view
         now = self._clock.now() if at is None else at
         if self._signalled is not None and now - self._signalled < REPEAT:
             _log.debug("%s received again", name)
@@ -80,7 +83,7 @@ class Departure:
         self._signalled = now
         source = self._signals.get(signal.Signals(number))
         if source is not None:
-            return self.by_notice(Notice("signal", "request", name, source.seconds), view, now)
+            return self.by_notice(Notice("signal", "request", name, source.seconds), now)
         if self.notice is not None and view.leaving is not None and not self._forgiven:
             # On a machine that is being taken away, the init system sends SIGTERM at about the time of the notice.
             self._forgiven = True
@@ -89,24 +92,26 @@ class Departure:
         _log.info("%s received", name)
         if self._until is None:
             self._until = now + self._config.shutdown_timeout
-        return v.Leave(name, 128 + number, self._to_drain(min(self._config.shutdown_timeout, self.left), view), number)
+        return v.Leave(name, 128 + number, self._to_drain(min(self._config.shutdown_timeout, self.left)), number)
 
-    def by_order(self, order: m.Depart, view: v.View) -> v.Leave | None:
+    def by_order(self, order: m.Depart) -> v.Leave | None:
         """The leader wants this node to leave."""
+        view = self._state.view
         self._events.emit(OrderReceived("depart", view.round, order.term, order.reason))
         if view.leaving is not None:
             return None  # it already leaves; a second Leave would skip the drain
         _log.info("%s: this node leaves the run", order.reason)
         if order.seconds < MOST_SECONDS:
             self._until = self._clock.now() + order.seconds
-        return v.Leave(order.reason, int(ExitCode.TERMINATED), self._to_drain(order.seconds, view))
+        return v.Leave(order.reason, int(ExitCode.TERMINATED), self._to_drain(order.seconds))
 
-    def by_notice(self, notice: Notice, view: v.View, at: float | None = None) -> v.Leave | None:
+    def by_notice(self, notice: Notice, at: float | None = None) -> v.Leave | None:
         """This machine, or this node's part of it, will be taken away.
 
         Args:
             at: from when its seconds count, by this clock; None: from now.
         """
+        view = self._state.view
         if view.leaving is not None and notice == self.notice:
             return None  # schedulers send a signal twice, to the group and to the process
         known = None if notice.seconds is None else round(notice.seconds, 1)
@@ -128,14 +133,14 @@ class Departure:
             return None
         _log.warning("%s%s; this node leaves the run", notice.reason, within)
         self.notice = notice
-        return v.Leave(notice.reason, int(ExitCode.TERMINATED), self._to_drain(seconds, view))
+        return v.Leave(notice.reason, int(ExitCode.TERMINATED), self._to_drain(seconds))
 
-    def _to_drain(self, left: float, view: v.View) -> float:
+    def _to_drain(self, left: float) -> float:
         """Return the seconds left, or 0 if a drain certainly takes longer."""
         needed = self._step_timer.drain_seconds()
         if left >= needed:
             return left
-        if view.phase is v.Phase.RUNNING:
+        if self._state.view.phase is v.Phase.RUNNING:
             _log.warning(
                 "no time to stop after a step: %.1f s are left, steps and saving take %.1f s; "
                 "the last snapshot in memory is saved instead",

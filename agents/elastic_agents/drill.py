@@ -11,9 +11,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from elastic_agents.inbox import SignalCaught
+from elastic_agents.node_state import NodeState
+from elastic_agents.snapshots.snapshot_store import SnapshotStore
+from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.contract import FaultDue
-from elastic_launch.faults import WAYS, FaultPlan
-from elastic_launch.rendezvous.wire.messages import Strike
+from elastic_launch.faults import WAYS
+from elastic_launch.rendezvous.node.membership import Membership
+from elastic_launch.rendezvous.wire.messages import Strike, StrikeDue
 
 _log = logging.getLogger("elastic_launch.agent")
 
@@ -36,27 +40,26 @@ class NodeDrill:
 
     Args:
         later: puts an item into the agent's inbox after a number of seconds.
-        cut_link: cuts the link to the leader for some seconds; returns False if this node leads.
-        fail_copies: has copies to storage fail for some seconds; returns False if this node makes none to a directory.
     """
 
     def __init__(
         self,
-        plan: FaultPlan,
-        node_id: str,
+        config: LaunchConfig,
+        state: NodeState,
         later: Callable[[float, object], None],
-        cut_link: Callable[[float], bool],
-        fail_copies: Callable[[float], bool],
+        membership: Membership,
+        snapshot_store: SnapshotStore,
     ) -> None:
-        self._plan = plan
-        self._node_id = node_id
+        self._plan = config.drill
+        self._node_id = config.node_id
+        self._state = state
         self._later = later
-        self._cut_link = cut_link
-        self._fail_copies = fail_copies
+        self._membership = membership
+        self._snapshot_store = snapshot_store
         self._waiting: dict[int, FaultReached] = {}
 
-    def reached(self, reached: FaultReached) -> bool:
-        """Note that a worker waits; return whether the fault is in this node's plan, and possible."""
+    def reached(self, reached: FaultReached) -> None:
+        """Note that a worker waits, and ask the leader, if the fault is in this node's plan, and possible."""
         number = reached.due.fault
         possible = number < len(self._plan.faults)
         if possible and (reason := self._impossible(self._plan.faults[number].do)):
@@ -64,14 +67,14 @@ class NodeDrill:
             possible = False
         if possible:
             self._waiting[number] = reached
+            self._membership.report(StrikeDue(self._state.view.round, number, reached.due.step))
         else:
             reached.answer(False)
-        return possible
 
     def _impossible(self, do: str) -> str:
-        if do == "cut_link" and not self._cut_link(0.0):
+        if do == "cut_link" and not self._membership.cut_link(0.0):
             return "this node leads the run, so its link stays within it"
-        if do == "fail_copies" and not self._fail_copies(0.0):
+        if do == "fail_copies" and not self._snapshot_store.fail_copies(0.0):
             return "so far, this node saves no checkpoints in a directory"
         return ""
 
@@ -95,9 +98,9 @@ class NodeDrill:
             case "sigterm":
                 self._later(0.0, SignalCaught(signal.SIGTERM))
             case "cut_link":
-                self._cut_link(fault.seconds)
+                self._membership.cut_link(fault.seconds)
             case "fail_copies":
-                self._fail_copies(fault.seconds)
+                self._snapshot_store.fail_copies(fault.seconds)
             case "lose":
                 os.kill(os.getpid(), signal.SIGKILL)  # the guard kills the workers
         reached.answer(fault.do in WAYS)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable
+from dataclasses import replace
 
 from elastic_agents import policy_types as v
 from elastic_agents import reporting
+from elastic_agents.node_state import NodeState
+from elastic_agents.policy_types import WorkerExit
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
 from elastic_agents.step_timer import StepTimer
-from elastic_agents.workers.round_workers import Reaped, RoundWorkers
+from elastic_agents.workers.round_workers import RoundWorkers
 from elastic_launch.events import types as ev
 from elastic_launch.events.sentences import ending, how_failed
 from elastic_launch.failure import Failure
 from elastic_launch.rendezvous.leader.verdict import kind_of
+from elastic_launch.rendezvous.node.membership import Membership
+from elastic_launch.rendezvous.wire.messages import Unfit
 from elastic_launch.snapshot.room import LEFT_OUT, MORE_MEMORY
 
 _log = logging.getLogger("elastic_launch.agent")
@@ -23,74 +27,95 @@ _log = logging.getLogger("elastic_launch.agent")
 class Exits:
     """Records how workers end.
 
-    Args:
-        report: sends the leader a failure.
-
     Attributes:
         failed: by rank, the workers of this node that failed in its last round.
     """
 
     def __init__(
         self,
+        state: NodeState,
         workers: RoundWorkers,
         step_timer: StepTimer,
         snapshot_store: SnapshotStore,
         events: ev.EventSink,
-        report: Callable[[Failure], None],
+        membership: Membership,
     ) -> None:
+        self._state = state
         self._workers = workers
         self._step_timer = step_timer
         self._snapshot_store = snapshot_store
         self._events = events
-        self._report = report
-        self.failed: dict[int, Reaped] = {}
+        self._membership = membership
+        self.failed: dict[int, WorkerExit] = {}
 
-    def ended(self, reaped: Reaped, view: v.View) -> v.WorkerGone:
-        """A worker of a round has ended."""
-        where, pid, exit_code = reaped.placement, reaped.pid, reaped.exit_code
-        takes_part = reaped.round == view.round and where.local_rank in view.alive
-        drained = where.local_rank in view.drained
+    def reaped(self, pid: int, exit_code: int) -> WorkerExit | None:
+        """A process was reaped; return the end of the worker that it was, None if it was none."""
+        exited = self._workers.reap(pid, exit_code)
+        if exited is None:
+            return None
+        return self._ended(exited) if exited.round else self._ended_ahead(exited)
+
+    def _ended(self, exited: WorkerExit) -> WorkerExit:
+        view, rank, local_rank = self._state.view, exited.rank, exited.local_rank
+        assert rank is not None
+        takes_part = exited.round == view.round and local_rank in view.alive
+        drained = local_rank in view.drained
         stopped = view.phase in (v.Phase.STOPPING, v.Phase.DRAINING) or drained or not takes_part
-        self._events.emit(
-            ev.WorkerExited(reaped.round, where.rank, where.local_rank, pid, exit_code, round(reaped.ran, 3), stopped)
-        )
+        self._emit(exited, rank, stopped=stopped)
         if not takes_part:
-            if where.local_rank in view.suspended:
-                killed = exit_code == -signal.SIGKILL
-                failure = self.failure_of(where.local_rank, view) if killed else None
-                how = ending(exit_code) if failure is None else how_failed(failure)
-                _log.warning("rank %d (pid %d), which was suspended, ended with %s", where.rank, pid, how)
-        elif exit_code != 0 and not drained:
+            if local_rank in view.suspended:
+                failure = self.failure_of(local_rank) if exited.exit_code == -signal.SIGKILL else None
+                how = ending(exited.exit_code) if failure is None else how_failed(failure)
+                _log.warning("rank %d (pid %d), which was suspended, ended with %s", rank, exited.pid, how)
+        elif exited.exit_code != 0 and not drained:
             if view.phase is not v.Phase.STOPPING:
-                self.failed[where.rank] = reaped
+                self.failed[rank] = exited
                 text = "rank %d (pid %d) ended with %s in round %d"
-                _log.warning(text, where.rank, pid, ending(exit_code), reaped.round)
-            elif view.leaving is None:
-                self._had_failed(reaped, view)
-        return v.WorkerGone(reaped.round, where.local_rank, exit_code)
+                _log.warning(text, rank, exited.pid, ending(exited.exit_code), exited.round)
+            elif view.leaving is None and (failure := self.failure_of(local_rank)):
+                # It may have raised before it was stopped: the leader learns of it before it forms the next round.
+                if not failure.supposed:
+                    self.failed[rank] = exited
+                reporting.late(failure)
+                self._membership.report(failure)
+        return exited
 
-    def ended_ahead(self, reaped: Reaped, view: v.View) -> v.AheadGone:
-        """A worker that was started ahead of a round has ended without a place in one."""
-        local_rank, code = reaped.placement.local_rank, reaped.exit_code
-        stopped = local_rank not in view.ahead.coming | view.ahead.waiting
-        self._events.emit(ev.WorkerExited(0, -1, local_rank, reaped.pid, code, round(reaped.ran, 3), stopped))
+    def _ended_ahead(self, exited: WorkerExit) -> WorkerExit:
+        ahead = self._state.view.ahead
+        stopped = exited.local_rank not in ahead.coming | ahead.waiting
+        self._emit(exited, -1, stopped=stopped)
         unfit = False
-        if code > 0 and not stopped and not self._step_timer.trained[0]:
-            failure = self.failure_of(local_rank, view)
+        if exited.exit_code > 0 and not stopped and not self._step_timer.trained[0]:
+            failure = self.failure_of(exited.local_rank)
             unfit = failure is not None and kind_of(failure).is_final
-        return v.AheadGone(local_rank, code, unfit)
+        return replace(exited, unfit=unfit)
 
-    def _had_failed(self, reaped: Reaped, view: v.View) -> None:
-        """A stopped worker may have raised before: the leader learns of it before it forms the next round."""
-        if failure := self.failure_of(reaped.placement.local_rank, view):
-            if not failure.supposed:
-                self.failed[reaped.placement.rank] = reaped
-            reporting.late(failure)
-            self._report(failure)
+    def _emit(self, exited: WorkerExit, rank: int, *, stopped: bool) -> None:
+        where, ran = (exited.round, rank, exited.local_rank, exited.pid), round(exited.ran, 3)
+        self._events.emit(ev.WorkerExited(*where, exited.exit_code, ran, stopped))
 
-    def failure_of(self, local_rank: int, view: v.View) -> Failure | None:
+    def report(self, local_rank: int) -> None:
+        """Report to the leader how a worker has failed."""
+        if failure := self.failure_of(local_rank):
+            self._membership.report(failure)
+
+    def report_unfit(self, local_rank: int) -> None:
+        """Report to the leader that a worker that was started ahead has ended, and that others would, too."""
+        if failure := self.failure_of(local_rank):
+            self._membership.report(Unfit(failure))
+
+    def report_disconnected(self, local_rank: int, error: str) -> None:
+        """Report to the leader that a worker's connection to another rank broke."""
+        self._membership.report(self._workers.disconnected(local_rank, error, self._step_timer))
+
+    def print_ahead(self, local_rank: int, following: str) -> None:
+        """Print that a worker that was started ahead has ended before it had a place, and what follows."""
+        if exited := self._workers.reaped(local_rank):
+            reporting.lost_ahead(exited, self.failure_of(local_rank), following)
+
+    def failure_of(self, local_rank: int) -> Failure | None:
         """Return the report on a reaped worker. If the node's snapshots took its memory, leave them out from now on."""
-        failure = self._workers.failure(local_rank, self._step_timer)
+        view, failure = self._state.view, self._workers.failure(local_rank, self._step_timer)
         if failure is not None and failure.kind == "out of memory" and (used := self._snapshot_store.leave_out()):
             killed = "a worker" if failure.exit_code == -signal.SIGKILL else "a child of a worker"
             # A suspended worker may write a last snapshot, if no round follows.

@@ -36,14 +36,6 @@ class SignalCaught:
 
 
 @dataclass(frozen=True, slots=True)
-class Exited:
-    """A worker process was reaped."""
-
-    pid: int
-    exit_code: int
-
-
-@dataclass(frozen=True, slots=True)
 class HowAreYou:
     """Asks how this node's part of the run is, for an HTTP request or for the charts of the page.
 

@@ -209,6 +209,7 @@ def _run(config: LaunchConfig, begun: Bootstrap | None, consoles: Consoles, watc
         processes = start_processes(config, env, begun.server if begun is not None else None, files)
         with _quiet_torch():
             from elastic_agents.agent import NodeAgent
+            from elastic_agents.parts import make_parts
             from elastic_agents.torch_events import TorchEvents
             from elastic_agents.workers.logs import link_latest
             from elastic_launch.rendezvous.backends.registry import backend_of
@@ -216,15 +217,16 @@ def _run(config: LaunchConfig, begun: Bootstrap | None, consoles: Consoles, watc
         files.put(lambda data: link_latest(config))
         events = served.enter_context(closing(TorchEvents(config, journal, clock, consoles)))
         backend = backend_of(config, clock, events)
-        agent = NodeAgent(
+        parts = make_parts(
             config, backend, events, files, consoles, clock=clock, inbox=inbox, processes=processes, env=env
         )
+        agent = NodeAgent(parts)
         events.group = agent.get_worker_group()
         journal.over.append(events.over)
         if watcher is not None:
             watcher.begun(agent)
         journal.output = agent.output
-        journal.leader = lambda: agent.leader
+        journal.leader = lambda: agent.state.leader
         for asking in (health, pages):
             if asking is not None:
                 asking.ask(inbox)
@@ -237,7 +239,7 @@ def _run(config: LaunchConfig, begun: Bootstrap | None, consoles: Consoles, watc
             watcher.ended(agent, result)
         shown.close()
         events.ended(agent.outcome.code, agent.outcome.cause, agent.outcome.restarts)
-        if line := journal.ledger.summary(agent.max_restarts):
+        if line := journal.ledger.summary(agent.state.max_restarts):
             _log.info("%s", line)
         if agent.outcome.code != ExitCode.DONE and (path := os.environ.get(ENV_ERROR_FILE)):
             with suppress(TimeoutError):

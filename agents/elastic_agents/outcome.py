@@ -9,7 +9,7 @@ from pathlib import Path
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from elastic_agents.workers.round_workers import Reaped
+from elastic_agents.policy_types import WorkerExit
 from elastic_launch.error_file import read_error_file
 from elastic_launch.errors import ExitCode
 from elastic_launch.failure import Failure
@@ -34,7 +34,7 @@ class NodeOutcome:
     where: str = ""
 
 
-def result_of(code: int, failed: Mapping[int, Reaped], error_files: Mapping[int, Path]) -> RunResult:
+def result_of(code: int, failed: Mapping[int, WorkerExit], error_files: Mapping[int, Path]) -> RunResult:
     """Return torch's result for an exit code of the run.
 
     Args:
@@ -45,14 +45,12 @@ def result_of(code: int, failed: Mapping[int, Reaped], error_files: Mapping[int,
         return RunResult(WorkerState.SUCCEEDED)
     if code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED):
         return RunResult(WorkerState.STOPPED)
-    failures = {
-        rank: _failure(reaped, str(error_files[reaped.placement.local_rank])) for rank, reaped in failed.items()
-    }
+    failures = {rank: _failure(exited, str(error_files[exited.local_rank])) for rank, exited in failed.items()}
     return RunResult(WorkerState.FAILED, failures=failures)
 
 
-def _failure(reaped: Reaped, error_file: str) -> ProcessFailure:
-    local_rank, pid, code = reaped.placement.local_rank, reaped.pid, reaped.exit_code
+def _failure(exited: WorkerExit, error_file: str) -> ProcessFailure:
+    local_rank, pid, code = exited.local_rank, exited.pid, exited.exit_code
     if read_error_file(Path(error_file)) is None:
         error_file = ""  # torch would read whatever the worker has written there
     try:

@@ -31,6 +31,7 @@ from dataclasses import replace
 
 from elastic_agents import policy_ahead
 from elastic_agents import policy_types as v
+from elastic_launch import contract as c
 from elastic_launch.errors import ExitCode
 from elastic_launch.rendezvous.node.failure_detector import CutOff
 from elastic_launch.rendezvous.node.membership_events import LinkDown, RendezvousLost
@@ -43,22 +44,26 @@ UNKNOWN = "the workers of this node have finished; it is not known whether all o
 _STOPPED = (-signal.SIGTERM, -signal.SIGINT)
 
 
-def decide(view: v.View, event: v.Event, nproc: int, node_id: str = "") -> Decision:
-    """Return the response to an event on a node with nproc workers."""
+def decide(view: v.View, event: v.Event, node: v.NodeFacts) -> Decision:
+    """Return the response to an event on a node."""
     if view.phase is v.Phase.OVER:
         return view, []
-    after, actions = _decide(view, event, nproc, node_id)
-    return policy_ahead.settled(view, after, actions, nproc)
+    after, actions = _decide(view, event, node)
+    return policy_ahead.settled(view, after, actions, node.nproc)
 
 
-def _decide(view: v.View, event: v.Event, nproc: int, node_id: str) -> Decision:
-    if isinstance(event, m.DrainRound | m.Break | v.OfRound) and event.round != view.round:
+def _decide(view: v.View, event: v.Event, node: v.NodeFacts) -> Decision:
+    if isinstance(event, v.WorkerExit | v.Reported | v.HungUp) and event.round == 0:
+        return _ahead(view, event, node)
+    if isinstance(event, m.DrainRound | m.Break | v.OfRound | v.WorkerExit | v.Reported | v.HungUp) and (
+        event.round != view.round
+    ):
         return view, []
     match event:
         case m.Form():
-            return _form(view, event, policy_ahead.slots_of(event, node_id, nproc))
+            return _form(view, event, policy_ahead.slots_of(event, node.node_id, node.nproc))
         case m.StartAhead():
-            return policy_ahead.ordered(view, nproc)
+            return policy_ahead.ordered(view, node.nproc)
         case m.DrainRound():
             return _drain(view, event)
         case m.Break(cause=cause):
@@ -76,21 +81,17 @@ def _decide(view: v.View, event: v.Event, nproc: int, node_id: str) -> Decision:
         case m.LeftOut(code=code, cause=cause):
             return _left_out(view, code, cause)
         case LinkDown():
-            return _link_down(view, event)
+            return _link_down(view, event, held=node.held)
         case CutOff():
             return _cut_off(view, event)
         case RendezvousLost(error=error):
             if view.phase is v.Phase.FINISHED:
                 return _over(view, error.exit_code, f"{UNKNOWN}: {error.message} {error.hint}".strip())
             return _end(view, error.exit_code, f"{error.message} {error.hint}".strip())
-        case v.WorkerGone():
-            return _gone(view, event)
-        case v.AheadWaiting(local_rank=local_rank) if local_rank in view.alive:
-            return _placed(view, local_rank) if view.phase is v.Phase.RUNNING else (view, [])
-        case v.AheadWaiting():
-            return policy_ahead.waits(view, event)
-        case v.AheadGone():
-            return policy_ahead.gone(view, event, nproc)
+        case v.WorkerExit():
+            return _exited(view, event)
+        case v.HungUp(local_rank=local_rank):
+            return view, [v.Kill(frozenset({local_rank}), ending=True)] if local_rank in view.suspended else []
         case v.AheadOver(local_rank=local_rank):
             return policy_ahead.over(view, local_rank)
         case v.StartsTake(slow=slow):
@@ -98,33 +99,20 @@ def _decide(view: v.View, event: v.Event, nproc: int, node_id: str) -> Decision:
         case v.HoldOver(local_rank=local_rank):
             if local_rank not in view.held:
                 return view, []
-            return _fail(replace(view, held=view.held - {local_rank}), [v.ReportFailed(local_rank)])
+            return _fail(replace(view, held=view.held - {local_rank}), [v.ReportFailure(local_rank)])
         case v.StartFailed(cause=cause, started=started, code=code):
             view, actions = _end(replace(view, alive=started, live=view.live & started), code, cause)
             return view, [m.Leaving(cause), *actions]
-        case v.WorkerReady():
-            return _ready(view, event)
-        case v.WorkerDrained(number, local_rank, step, keeps):
-            if local_rank not in view.alive:
-                return view, []
-            view = replace(view, drained=view.drained | {local_rank}, step=max(view.step, step), keeps=keeps)
-            return view, [v.Later(v.TEARDOWN, v.TeardownOver(number, local_rank))]
-        case v.WorkerStopping(number, local_rank, step):
-            if local_rank not in view.alive:
-                return view, []
-            view = replace(view, stopping=view.stopping | {local_rank}, step=max(view.step, step))
-            return view, [v.Later(v.SAVING, v.TeardownOver(number, local_rank))]
-        case v.WorkerDisconnected():
-            return _disconnected(view, event)
-        case v.WorkerSuspended(local_rank=local_rank):
-            return _suspended(view, local_rank)
-        case v.WorkerEnded(number, local_rank):
-            ends = local_rank in view.alive
-            return view, [v.Later(v.ENDING, v.TeardownOver(number, local_rank))] if ends else []
+        case v.DisconnectedOver(local_rank=local_rank, error=error):
+            return _disconnected(view, local_rank, error)
+        case v.Reported(report=report, local_rank=local_rank):
+            return _reported(view, report, local_rank, node)
         case v.Leave():
             return _leave(view, event)
-        case v.CopiesDone():
-            return _saved(view) if view.phase is v.Phase.SAVING and not view.serving else (view, [])
+        case v.CopiesDone(given_up=given_up):
+            # If something is being copied, the event belongs to an earlier copy.
+            done = (given_up or node.idle) and view.phase is v.Phase.SAVING and not view.serving
+            return _saved(view) if done else (view, [])
         case v.DrainOver():
             return _drain_over(view)
         case v.TeardownOver(local_rank=local_rank):
@@ -138,6 +126,48 @@ def _decide(view: v.View, event: v.Event, nproc: int, node_id: str) -> Decision:
             if view.phase is not v.Phase.STOPPING or not overdue:
                 return view, []
             return view, [v.Kill(_all_or(view, overdue))]
+
+
+def _ahead(view: v.View, event: v.WorkerExit | v.Reported | v.HungUp, node: v.NodeFacts) -> Decision:
+    """Respond to an event of a worker that was started ahead of a place; the node may have one for it meanwhile."""
+    local_rank = event.local_rank
+    match event:
+        case v.WorkerExit():
+            return policy_ahead.exited(view, event, node.nproc)
+        case v.HungUp():
+            return view, [v.Kill(frozenset({local_rank}), ending=True)] if local_rank in view.ahead.waiting else []
+        case v.Reported(report=c.Ahead()) if local_rank in view.alive:
+            return _placed(view, local_rank) if view.phase is v.Phase.RUNNING else (view, [])
+        case v.Reported(report=c.Ahead(arguments=arguments)):
+            return policy_ahead.waits(view, local_rank, arguments)
+        case _:
+            return view, []
+
+
+def _reported(view: v.View, report: c.Message, local_rank: int, node: v.NodeFacts) -> Decision:
+    """Respond to what a worker of the round has reported."""
+    if isinstance(report, c.Suspended):
+        return _suspended(view, local_rank)
+    if local_rank not in view.alive:
+        return view, []
+    over = v.TeardownOver(view.round, local_rank)
+    match report:
+        case c.Ready():
+            return _ready(view, report, local_rank)
+        case c.Drained(step=step):
+            # The host of a c10d run serves no snapshot: the other nodes cannot continue without it.
+            keeps = not node.hosts and node.snapshot == step
+            view = replace(view, drained=view.drained | {local_rank}, step=max(view.step, step), keeps=keeps)
+            return view, [v.Later(v.TEARDOWN, over)]
+        case c.Stopping(step=step):
+            view = replace(view, stopping=view.stopping | {local_rank}, step=max(view.step, step))
+            return view, [v.Later(v.SAVING, over)]
+        case c.Disconnected(error=error):
+            return view, [v.Later(v.DISCONNECTED, v.DisconnectedOver(view.round, local_rank, error))]
+        case c.WorkerEnding():
+            return view, [v.Later(v.ENDING, over)]
+        case _:
+            return view, []
 
 
 def _form(view: v.View, form: m.Form, slots: frozenset[int]) -> Decision:
@@ -167,24 +197,24 @@ def _placed(view: v.View, local_rank: int) -> Decision:
     return replace(view, live=view.live | {local_rank}), [v.GivePlace(local_rank)]
 
 
-def _ready(view: v.View, event: v.WorkerReady) -> Decision:
-    local_rank = event.local_rank
-    if view.phase is not v.Phase.RUNNING or local_rank not in view.alive:
+def _ready(view: v.View, report: c.Ready, local_rank: int) -> Decision:
+    """A worker has begun to train, or can be drained from now on."""
+    if view.phase is not v.Phase.RUNNING or not report.drains:
         return view, []
-    live = view.live | {local_rank} if event.live else view.live - {local_rank}
+    live = view.live | {local_rank} if report.live else view.live - {local_rank}
     first = local_rank not in view.ready
     view = replace(view, ready=view.ready | {local_rank}, live=live)
     all_train = view.alive <= view.ready
-    view = replace(view, lives=event.live and (view.lives or (all_train and view.alive <= live)))
+    view = replace(view, lives=report.live and (view.lives or (all_train and view.alive <= live)))
     return view, [v.ReportReady(view.round)] if first and all_train else []
 
 
-def _disconnected(view: v.View, event: v.WorkerDisconnected) -> Decision:
+def _disconnected(view: v.View, local_rank: int, error: str) -> Decision:
     """Have the worker leave the round: another rank is gone, and may be known to this node only by this."""
-    waits = event.local_rank in view.live - view.drained
+    waits = local_rank in view.live - view.drained
     if view.phase not in (v.Phase.RUNNING, v.Phase.DRAINING) or not waits:
         return view, []
-    return _fail(view, [v.ReportDisconnected(event.local_rank, event.error)])
+    return _fail(view, [v.ReportDisconnected(local_rank, error)])
 
 
 def _suspended(view: v.View, local_rank: int) -> Decision:
@@ -255,7 +285,7 @@ def _stop(view: v.View, cause: str, number: int = signal.SIGTERM) -> Decision:
     grace, and waiting for others that may be dead would only cost time.
     """
     # Without these reports the leader would charge the crashes that these workers caused elsewhere.
-    held: list[v.Action] = [v.ReportFailed(local_rank) for local_rank in sorted(view.held)]
+    held: list[v.Action] = [v.ReportFailure(local_rank) for local_rank in sorted(view.held)]
     cut_short = view.phase is v.Phase.DRAINING and view.leaving is not None
     view = replace(view, held=frozenset(), parked=view.parked or cut_short)
     match view.phase:
@@ -390,7 +420,7 @@ def _left_out(view: v.View, code: int, cause: str) -> Decision:
     return _stop(view, cause) if view.alive or view.suspended else _over(view, code, cause)
 
 
-def _link_down(view: v.View, event: LinkDown) -> Decision:
+def _link_down(view: v.View, event: LinkDown, *, held: bool) -> Decision:
     if view.phase is v.Phase.FINISHED:
         waits = f"waits until {event.until}" if event.gone else "waits"
         gone = "is gone" if event.gone else "cannot be reached"
@@ -408,7 +438,7 @@ def _link_down(view: v.View, event: LinkDown) -> Decision:
         view, actions = _stop(view, event.reason)
         text = f"parking: the leader is gone ({event.reason}); this node goes on when {event.until}"
         return view, [v.Warn(text), *actions]
-    return view, [v.Warn(f"{event.reason}; the workers {'stay stopped' if event.held else 'train on'}")]
+    return view, [v.Warn(f"{event.reason}; the workers {'stay stopped' if held else 'train on'}")]
 
 
 def _cut_off(view: v.View, event: CutOff) -> Decision:
@@ -427,7 +457,7 @@ def _cut_off(view: v.View, event: CutOff) -> Decision:
     return view, [v.Warn(f"{event.reason}: the others may train without this node; its workers are killed"), *actions]
 
 
-def _gone(view: v.View, event: v.WorkerGone) -> Decision:
+def _exited(view: v.View, event: v.WorkerExit) -> Decision:
     one = frozenset({event.local_rank})
     if one <= view.suspended:
         view = replace(view, suspended=view.suspended - one)
@@ -444,7 +474,7 @@ def _gone(view: v.View, event: v.WorkerGone) -> Decision:
     if event.exit_code != 0 and event.local_rank not in view.drained:
         if event.exit_code in _STOPPED:
             return replace(view, held=view.held | one), [v.Later(v.HOLD, v.HoldOver(event.round, event.local_rank))]
-        return _fail(view, [v.ReportFailed(event.local_rank)])
+        return _fail(view, [v.ReportFailure(event.local_rank)])
     return _drained(view)
 
 
@@ -463,8 +493,8 @@ def _fail(view: v.View, reports: list[v.Action]) -> Decision:
     view, actions = _stop(view, "a worker of this node has failed")
     # First: the report on a failure reads what the worker has left behind.
     suspends = [action for action in actions if isinstance(action, v.SuspendWorkers)]
-    held = [action for action in actions if isinstance(action, v.ReportFailed)]
-    others = [action for action in actions if not isinstance(action, v.SuspendWorkers | v.ReportFailed)]
+    held = [action for action in actions if isinstance(action, v.ReportFailure)]
+    others = [action for action in actions if not isinstance(action, v.SuspendWorkers | v.ReportFailure)]
     return view, [*suspends, *held, *reports, *others]
 
 

@@ -76,17 +76,17 @@ def ordered(view: v.View, nproc: int) -> Decision:
     return view, actions if view.ahead.coming else [*actions, m.Imported(view.ahead.arguments)]
 
 
-def waits(view: v.View, event: v.AheadWaiting) -> Decision:
+def waits(view: v.View, local_rank: int, arguments: str) -> Decision:
     """A worker ahead waits for its place."""
-    one, ahead = frozenset({event.local_rank}), view.ahead
+    one, ahead = frozenset({local_rank}), view.ahead
     if not one <= ahead.coming:
         return view, []
-    arguments = event.arguments or ahead.arguments
+    arguments = arguments or ahead.arguments
     view = _with(view, coming=ahead.coming - one, waiting=ahead.waiting | one, fails=0, arguments=arguments)
     return view, _complete(view)
 
 
-def gone(view: v.View, event: v.AheadGone, nproc: int) -> Decision:
+def exited(view: v.View, event: v.WorkerExit, nproc: int) -> Decision:
     """A worker ahead has ended: start another one, or start its local rank with the next round."""
     one, ahead = frozenset({event.local_rank}), view.ahead
     if not one <= ahead.coming | ahead.waiting:
@@ -97,21 +97,21 @@ def gone(view: v.View, event: v.AheadGone, nproc: int) -> Decision:
     view = _with(view, coming=ahead.coming - one, waiting=ahead.waiting - one, lost=lost, fails=fails)
     if not failed and lost < MOST_LOST:
         view, starts = _start(view, one)
-        actions = [v.ReportAheadGone(event.local_rank, "another one starts"), *starts]
+        actions = [v.ReportAheadExit(event.local_rank, "another one starts"), *starts]
         left = _offered(view, nproc)
         withdraws = one <= ahead.waiting and left and view.phase is not v.Phase.STOPPING
         return view, [*actions, m.RankOffer(left)] if withdraws else actions
     view = _with(view, in_round=view.ahead.in_round | one, lost=0)
     if event.unfit and view.phase is v.Phase.WAITING:
         how = "the leader decides whether this node takes part"
-        return view, [v.ReportAheadGone(event.local_rank, how), v.ReportUnfit(event.local_rank)]
+        return view, [v.ReportAheadExit(event.local_rank, how), v.ReportUnfit(event.local_rank)]
     if event.exit_code == 0 and view.phase is v.Phase.WAITING and not late:
         # A round with such a worker would end at once, or wait for it: the node is not offered to a run that trains.
         how = "this node takes part only if the run lacks nodes"
-        return _with(view, ended=True), [v.ReportAheadGone(event.local_rank, how)]
+        return _with(view, ended=True), [v.ReportAheadExit(event.local_rank, how)]
     never = fails >= MOST_FAILED
     how = "workers of this node no longer start ahead" if never else "another one starts with its next round"
-    return view, [v.ReportAheadGone(event.local_rank, how), *([] if view.ahead.coming else _complete(view))]
+    return view, [v.ReportAheadExit(event.local_rank, how), *([] if view.ahead.coming else _complete(view))]
 
 
 def over(view: v.View, local_rank: int) -> Decision:

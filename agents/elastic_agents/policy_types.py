@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
+from elastic_launch.contract import Message
 from elastic_launch.errors import ExitCode
 from elastic_launch.rendezvous.node.failure_detector import CutOff
 from elastic_launch.rendezvous.node.membership_events import LinkDown, RendezvousLost
@@ -25,6 +26,12 @@ TEARDOWN = 5.0
 
 SAVING = 600.0
 """Seconds that a script has to save its state and exit after its ranks have agreed to stop; it may hang meanwhile."""
+
+DISCONNECTED = 0.1
+"""Seconds for which a worker's report on a broken connection waits for its cause.
+
+The exit of the worker that it has lost, or the leader's order, says more.
+"""
 
 ENDING = 30.0
 """Seconds that a worker has to exit once its script, threads and exit functions have ended: its data may be large."""
@@ -125,6 +132,26 @@ class View:
         return len(self.members)
 
 
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """What the policy knows of its node besides the view.
+
+    Attributes:
+        nproc: workers of the node.
+        hosts: whether the run's leader is on this node, and no other could take its place.
+        snapshot: step of the newest snapshot in the node's memory; None without one.
+        idle: whether nothing is being copied to durable storage, nor served to another node.
+        held: whether the guard has stopped the workers, since the agent did not run.
+    """
+
+    nproc: int
+    node_id: str = ""
+    hosts: bool = False
+    snapshot: int | None = None
+    idle: bool = True
+    held: bool = False
+
+
 # Events other than the leader's orders and the membership's (LinkDown, CutOff, RendezvousLost).
 
 
@@ -136,70 +163,55 @@ class OfRound:
 
 
 @dataclass(frozen=True, slots=True)
-class OfWorker(OfRound):
-    """Likewise, of a worker of this node."""
+class WorkerExit:
+    """The process of a worker was reaped.
 
+    Attributes:
+        round: of its present place; 0 if it was started ahead of one.
+        exit_code: -N for signal N.
+        unfit: whether it was started ahead, another one would end so, too, and this node has not completed a step.
+        rank: None if it had no place.
+        ran: seconds from its start.
+        ended: when it was reaped, by the agent's clock.
+    """
+
+    round: int
     local_rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerGone(OfWorker):
-    """A worker was reaped; -N for signal N."""
-
     exit_code: int
+    unfit: bool = False
+    rank: int | None = None
+    pid: int = 0
+    ran: float = 0.0
+    ended: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerReady(OfWorker):
-    """A worker reported that it has begun to train and can be drained.
+class Reported:
+    """What a worker of this node has reported.
 
     Attributes:
-        live: whether it can be suspended.
-        restore_s: seconds that restoring the state took.
-        rehearses: whether a worker that is started ahead does all that its first step needs before it waits.
+        round: of the worker's present place; 0 if it was started ahead of one.
+        report: one of the messages that workers send, see :mod:`elastic_launch.contract`.
+        pid: of the process that sends :class:`elastic_launch.contract.WorkerEnding`, which need not say which worker it
+            is: :class:`elastic_agents.workers.round_workers.RoundWorkers` knows.
     """
 
-    live: bool = False
-    restore_s: float = field(default=0.0, compare=False)
-    rehearses: bool = field(default=False, compare=False)
+    round: int
+    local_rank: int
+    report: Message
+    pid: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerDrained(OfWorker):
-    """A worker reported that it has stopped by agreement of all ranks, with its state in memory.
-
-    It then ends or, if it can, is suspended.
+class HungUp:
+    """A worker that waits for a place has closed its connection.
 
     Attributes:
-        keeps: whether the node now has a snapshot of that step, and can serve it to others.
+        round: the last one that it had a place in; 0 if it was started ahead of one.
     """
 
-    step: int
-    keeps: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerStopping(OfWorker):
-    """A worker reported that all ranks stop after the same step, and that its script saves the state and exits."""
-
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerDisconnected(OfWorker):
-    """A worker that can be suspended reported that an exchange with other ranks failed; it waits for orders."""
-
-    error: str
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSuspended(OfWorker):
-    """A worker reported that it has left the round's process groups, and waits for its place in another round."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerEnded(OfWorker):
-    """A worker reported that its script has ended, and that only its objects remain to be destroyed."""
+    round: int
+    local_rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,31 +219,6 @@ class StartsTake:
     """It was learned whether a start is expected to take longer than other workers should wait for it."""
 
     slow: bool
-
-
-@dataclass(frozen=True, slots=True)
-class AheadWaiting:
-    """A worker that was started ahead has come to its first use of the world, and waits for its place.
-
-    Attributes:
-        arguments: see :class:`elastic_launch.contract.Ahead`.
-    """
-
-    local_rank: int
-    arguments: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class AheadGone:
-    """A worker that was started ahead, and has no place yet, was reaped; -N for signal N.
-
-    Attributes:
-        unfit: whether another one would end so, too, and this node has not completed a step in this run.
-    """
-
-    local_rank: int
-    exit_code: int
-    unfit: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,8 +261,10 @@ class DrainOver(OfRound):
 
 
 @dataclass(frozen=True, slots=True)
-class TeardownOver(OfWorker):
+class TeardownOver(OfRound):
     """The time is over in which a worker had to exit that is drained, or whose script has ended."""
+
+    local_rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,8 +291,18 @@ class StartFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class HoldOver(OfWorker):
+class HoldOver(OfRound):
     """The wait for the agent's own signal is over."""
+
+    local_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class DisconnectedOver(OfRound):
+    """The wait for the cause of a broken connection is over."""
+
+    local_rank: int
+    error: str
 
 
 Event = (
@@ -318,16 +317,10 @@ Event = (
     | LinkDown
     | CutOff
     | RendezvousLost
-    | WorkerGone
-    | WorkerReady
-    | WorkerDrained
-    | WorkerStopping
-    | WorkerDisconnected
-    | WorkerSuspended
-    | WorkerEnded
+    | WorkerExit
+    | Reported
+    | HungUp
     | StartsTake
-    | AheadWaiting
-    | AheadGone
     | AheadOver
     | Leave
     | CopiesDone
@@ -337,6 +330,7 @@ Event = (
     | StartFailed
     | GraceOver
     | HoldOver
+    | DisconnectedOver
 )
 
 # Actions.
@@ -385,7 +379,7 @@ class KillAhead:
 
 
 @dataclass(frozen=True, slots=True)
-class ReportAheadGone:
+class ReportAheadExit:
     """Print that a worker that was started ahead has ended before it had a place."""
 
     local_rank: int
@@ -419,9 +413,14 @@ class Terminate:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """Kill workers (None: all that are left of the round, suspended ones too), with their entire sessions."""
+    """Kill workers (None: all that are left of the round, suspended ones too), with their entire sessions.
+
+    Attributes:
+        ending: whether they seem to end by themselves, for a reason that is to be found.
+    """
 
     local_ranks: frozenset[int] | None = None
+    ending: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,11 +451,11 @@ class Later:
     """Raise the event after the seconds."""
 
     seconds: float
-    event: TeardownOver | HoldOver
+    event: TeardownOver | HoldOver | DisconnectedOver
 
 
 @dataclass(frozen=True, slots=True)
-class ReportFailed:
+class ReportFailure:
     """Report a worker's failure to the leader."""
 
     local_rank: int
@@ -526,14 +525,14 @@ Action = (
     | GivePlace
     | StartWorkersAhead
     | KillAhead
-    | ReportAheadGone
+    | ReportAheadExit
     | AskStop
     | AwaitCopies
     | Later
     | Terminate
     | Kill
     | ReportReady
-    | ReportFailed
+    | ReportFailure
     | ReportUnfit
     | ReportDisconnected
     | ReportStopped

@@ -6,8 +6,8 @@ import logging
 import shlex
 import signal
 
-from elastic_agents.policy_types import StartWorkers
-from elastic_agents.workers.round_workers import Reaped
+from elastic_agents.node_state import MemberOrder
+from elastic_agents.policy_types import StartWorkers, WorkerExit
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.events.sentences import ending, how_failed
 from elastic_launch.events.types import OrderReceived, counted
@@ -15,9 +15,6 @@ from elastic_launch.failure import Failure
 from elastic_launch.rendezvous.wire import messages as m
 
 _log = logging.getLogger("elastic_launch.agent")
-
-MemberOrder = m.Form | m.DrainRound | m.Break | m.Evicted | m.LeftOut | m.RunEnd
-"""Orders to a member about its rounds."""
 
 _spared: set[int] = set()
 """Signals already reported as not forwarded to some workers."""
@@ -71,13 +68,13 @@ def ahead(local_ranks: frozenset[int], seconds: float | None) -> None:
     _log.info("%s (local rank %s) started ahead of a round%s: the others do not wait", workers, ranks, about)
 
 
-def lost_ahead(reaped: Reaped, failure: Failure | None, following: str) -> None:
+def lost_ahead(exited: WorkerExit, failure: Failure | None, following: str) -> None:
     """Print that a worker that was started ahead has ended before it had a place in a round."""
-    why = ending(reaped.exit_code) if failure is None else how_failed(failure)
+    why = ending(exited.exit_code) if failure is None else how_failed(failure)
     _log.warning(
         "local rank %d (pid %d), started ahead of a round, ended with %s; %s",
-        reaped.placement.local_rank,
-        reaped.pid,
+        exited.local_rank,
+        exited.pid,
         why,
         following,
     )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_agents.console import Consoles, configure_logging
-from elastic_agents.inbox import REPEAT, Exited, Inbox, SignalCaught, dropping, signals_to
+from elastic_agents.inbox import REPEAT, Inbox, SignalCaught, dropping, signals_to
 from elastic_agents.workers.guard import Guard
 from elastic_agents.workers.processes import ExecProcesses, StartRequest
 from elastic_agents.workers.sessions import kill_sessions
@@ -106,6 +106,14 @@ def expanded(text: str, env: Mapping[str, str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class _Exited:
+    """A worker process was reaped."""
+
+    pid: int
+    exit_code: int
+
+
+@dataclass(frozen=True, slots=True)
 class _GraceOver:
     pass
 
@@ -171,7 +179,7 @@ class _Agent:
             outputs = list(self._outputs(stack))
             self._guard = Guard()
             stack.callback(self._guard.close)
-            self._processes = ExecProcesses(lambda pid, code: self._inbox.put(Exited(pid, code)))
+            self._processes = ExecProcesses(lambda pid, code: self._inbox.put(_Exited(pid, code)))
             stack.callback(self._processes.close)
             stack.callback(self._end_sessions)
             self._start(outputs)
@@ -220,7 +228,7 @@ class _Agent:
 
     def _handle(self, item: object) -> None:
         match item:
-            case Exited(pid=pid, exit_code=code) if pid in self._workers:
+            case _Exited(pid=pid, exit_code=code) if pid in self._workers:
                 self._reap(self._workers[pid], code)
             case SignalCaught(at=float(at)) if self._signalled is not None and at - self._signalled < REPEAT:
                 return

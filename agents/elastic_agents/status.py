@@ -4,46 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from elastic_agents.policy_types import View
+from elastic_agents.node_state import NodeState
+from elastic_agents.snapshots.snapshot_store import SnapshotStore
 from elastic_agents.workers.control import Control
+from elastic_agents.workers.round_workers import RoundWorkers
 from elastic_launch.observe.present import Present
-from elastic_launch.rendezvous.record import Round
+from elastic_launch.rendezvous.node.membership import Membership
 from elastic_launch.rendezvous.wire.messages import Beat, ProgressBeat
 from elastic_launch.shared_progress import WorkerProgress
 
 
 def present(
-    view: View,
-    formed: Round,
-    rank: int,
+    state: NodeState,
     control: Control,
-    *,
-    held: bool,
-    snapshot: int | None,
-    budget: tuple[int, int] | None,
-    outlook: str,
-    checkpoint: tuple[int, float] | None,
-    unconfirmed: float | None,
+    membership: Membership,
+    snapshot_store: SnapshotStore,
+    workers: RoundWorkers,
 ) -> Present:
-    """Return how this node's part of the run is.
-
-    Args:
-        formed: the current or last round.
-        rank: this node's, among the members of that round.
-        held: whether the guard has stopped the workers.
-        snapshot: steps in the newest snapshot in this node's memory.
-        budget: restarts charged, and their limit; None until the leader has said so.
-        checkpoint: steps in the run's newest durable checkpoint, and its age in seconds.
-        unconfirmed: see :class:`Present`.
-    """
-    timer = control.step_timer
+    """Return how this node's part of the run is."""
+    view, formed, timer, saved = state.view, state.formed, control.step_timer, membership.checkpoint
     number, step = timer.reached
     trained, trained_s = timer.trained
     remaining = timer.remaining()
     reports = control.reports(number)
     steps_s, durations = control.steps()
+    told = view.round > 0  # until then others may have used up what this node's own flags allow
     return Present(
-        phase="held" if held and view.alive else view.phase.value,
+        phase="held" if workers.held and view.alive else view.phase.value,
         round=view.round,
         nodes=view.nodes,
         world_size=formed.world_size,
@@ -53,21 +40,22 @@ def present(
         remaining=remaining if remaining >= 0 else None,
         trained=trained,
         trained_s=trained_s,
-        snapshot=snapshot,
-        restarts=budget[0] if budget else None,
-        max_restarts=budget[1] if budget else None,
+        snapshot=snapshot_store.newest_step,
+        restarts=state.restarts if told else None,
+        # Since the round formed, restarts may have been given back.
+        max_restarts=max(state.max_restarts, membership.max_restarts or 0) if told else None,
         members=tuple((member.node_id, member.workers) for member in formed.members),
         loss=_loss_in(reports),
         batch=max((report.batch for report in reports), default=0),
         passes=max((report.passes for report in reports), default=0),
         lr=next((report.lr for report in reports if report.lr is not None), None),
-        ranks=tuple(mine.rank for mine in formed.ranks_of(rank)) if formed.members else (),
-        outlook=outlook,
-        checkpoint=checkpoint[0] if checkpoint else None,
-        checkpoint_age=checkpoint[1] if checkpoint else None,
+        ranks=tuple(mine.rank for mine in formed.ranks_of(state.rank)) if formed.members else (),
+        outlook=membership.outlook if state.member else "",
+        checkpoint=None if saved is None else saved[0],
+        checkpoint_age=None if saved is None else control.clock.now() - saved[1],
         steps_s=steps_s,
         durations=durations,
-        unconfirmed=unconfirmed,
+        unconfirmed=membership.unconfirmed,
     )
 
 

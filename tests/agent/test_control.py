@@ -16,20 +16,14 @@ from collections.abc import Callable, Iterator
 import pytest
 from harness import SLOWNESS, wait_for
 
+from elastic_agents import policy_types as v
 from elastic_agents import step_events
-from elastic_agents.policy_types import (
-    AheadWaiting,
-    WorkerDisconnected,
-    WorkerReady,
-    WorkerStopping,
-    WorkerSuspended,
-)
-from elastic_agents.snapshots.durable_state import SAVES_ITSELF
+from elastic_agents.snapshots.durable_state import SAVES_ITSELF, DurableState
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
 from elastic_agents.warm.ending import SOCKET, last_words
-from elastic_agents.workers.control import Control, HungUp, ScriptEnded, WorkerRestored
+from elastic_agents.workers.control import Control
 from elastic_launch import contract as c
-from elastic_launch.clock import MonotonicClock
+from elastic_launch.clock import Clock, MonotonicClock
 from elastic_launch.events.types import Event, FirstStep, RoundProgress, RoundSteps, SnapshotsLeftOut, TrainingBegun
 from elastic_launch.rendezvous.wire.messages import NodeSaved
 from elastic_launch.shared_progress import SharedProgress
@@ -62,6 +56,17 @@ def no_descriptors() -> Iterator[Callable[[], None]]:
     descriptors.release()
 
 
+def control_of(
+    store: SnapshotStore,
+    say: Callable[[object], None],
+    events: Events,
+    workers: int,
+    patience_s: float = 0.0,
+    clock: Clock | None = None,
+) -> Control:
+    return Control(clock or FakeClock(), store, DurableState(store), say, events, workers, patience_s)
+
+
 @pytest.fixture
 def said() -> Said:
     return queue.SimpleQueue()
@@ -78,7 +83,7 @@ def control(said: Said, events: Events) -> Iterator[Control]:
     snapshot_store.start()
     with (
         contextlib.closing(snapshot_store),
-        contextlib.closing(Control(FakeClock(), snapshot_store, said.put, events, 2, 7.0)) as control,
+        contextlib.closing(control_of(snapshot_store, said.put, events, 2, 7.0)) as control,
     ):
         yield control
 
@@ -93,7 +98,7 @@ def worker(control: Control, said: Said, rank: int, round_number: int = 1) -> so
     for descriptor in descriptors:
         os.close(descriptor)
     assert isinstance(c.unpack(slots.strip()), c.SnapshotSlots)
-    assert said.get(timeout=WAIT) == WorkerReady(round_number, rank)
+    assert said.get(timeout=WAIT) == v.Reported(round_number, rank, c.Ready(5))
     return sock
 
 
@@ -116,7 +121,7 @@ def test_why_no_snapshots_are_taken_is_an_event(control: Control, said: Said, ev
 def test_the_agent_learns_what_a_worker_has_restored(control: Control, said: Said) -> None:
     with worker(control, said, 1, round_number=3) as sock:
         sock.sendall(c.pack(c.Restored(2)))
-        assert said.get(timeout=WAIT) == WorkerRestored(3, 1, 2)
+        assert said.get(timeout=WAIT) == v.Reported(3, 1, c.Restored(2))
 
 
 def test_a_checkpoint_answers_a_request_if_it_has_all_steps_that_were_done_then(control: Control, said: Said) -> None:
@@ -139,11 +144,13 @@ def test_a_script_that_saves_by_itself_is_not_asked_to_save(control: Control, sa
         _, descriptors, _, _ = socket.recv_fds(sock, 4096, 16)
         for descriptor in descriptors:
             os.close(descriptor)
-        assert [said.get(timeout=WAIT) for _ in range(2)] == [WorkerReady(1, 0), WorkerStopping(1, 0, 7)]
+        assert [said.get(timeout=WAIT) for _ in range(3)] == [
+            v.Reported(1, 0, message) for message in (begins, c.Ready(6), c.Stopping(7))
+        ]
         control.ask_save(1)
         assert said.get(timeout=WAIT) == NodeSaved(1, 5, SAVES_ITSELF, asked=True)
         assert not control.tell_copied(c.Save())
-        assert (control.saves, control.checkpoints) == (False, False)
+        assert (control.durable.library_saves, control.durable.checkpoints) == (False, False)
 
 
 def test_steps_are_read_from_shared_memory_and_the_last_one_after_the_worker_hung_up(
@@ -181,7 +188,7 @@ def test_progress_of_a_round_that_goes_on_is_recorded_without_a_word_of_the_work
     with contextlib.ExitStack() as owned:
         store.start()
         owned.callback(store.close)
-        control = owned.enter_context(contextlib.closing(Control(MonotonicClock(), store, said.put, events, 2, 7.0)))
+        control = owned.enter_context(contextlib.closing(control_of(store, said.put, events, 2, 7.0, MonotonicClock())))
         sock = owned.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         sock.settimeout(5)
         sock.connect("\0" + control.address[1:])
@@ -216,8 +223,8 @@ def test_a_suspended_workers_connection_belongs_to_its_new_place(control: Contro
         assert heard(sock) == c.Suspend(1, "rank 0 crashed")
         assert not control.place(1, place(3, 2)), "it has not left the round yet"
         sock.sendall(c.pack(c.StepDone(6)) + c.pack(c.Disconnected(6, "closed")) + c.pack(c.Suspended(6)))
-        assert said.get(timeout=WAIT) == WorkerDisconnected(1, 1, "closed")
-        assert said.get(timeout=WAIT) == WorkerSuspended(1, 1)
+        assert said.get(timeout=WAIT) == v.Reported(1, 1, c.Disconnected(6, "closed"))
+        assert said.get(timeout=WAIT) == v.Reported(1, 1, c.Suspended(6))
         other.close()
         wait_for("the end of the round's steps", lambda: isinstance(events[-1], RoundSteps))
         assert control.place(1, place(3, 2))
@@ -226,7 +233,7 @@ def test_a_suspended_workers_connection_belongs_to_its_new_place(control: Contro
         assert isinstance(placed, c.Place)
         assert (placed.round, placed.placement.rank, placed.use) == (3, 2, slots.use)
         sock.sendall(c.pack(c.Ready(6, live=True)) + c.pack(c.StepDone(7)))
-        assert said.get(timeout=WAIT) == WorkerReady(3, 1, live=True)
+        assert said.get(timeout=WAIT) == v.Reported(3, 1, c.Ready(6, live=True))
         wait_for("a step of the new round", lambda: control.step_timer.reached == (3, 7))
         control.ask_stop(1, {0, 1}, "an old round")
         control.ask_stop(3, {0}, "another worker")
@@ -242,13 +249,13 @@ def test_a_suspended_workers_connection_belongs_to_its_new_place(control: Contro
 def test_a_suspended_worker_is_told_to_exit_and_missed_if_it_hangs_up(control: Control, said: Said) -> None:
     with worker(control, said, 0) as running, worker(control, said, 1) as sock:
         sock.sendall(c.pack(c.Suspended(5)))
-        assert said.get(timeout=WAIT) == WorkerSuspended(1, 1)
+        assert said.get(timeout=WAIT) == v.Reported(1, 1, c.Suspended(5))
         control.dismiss({0, 1})
         assert heard(sock) == c.Exit()
         running.setblocking(False)
         with pytest.raises(BlockingIOError):
             running.recv(4096)
-    assert said.get(timeout=WAIT) == HungUp(1, 1)
+    assert said.get(timeout=WAIT) == v.HungUp(1, 1)
     assert not control.place(1, place(2, 1))
 
 
@@ -268,7 +275,7 @@ def test_a_worker_that_was_started_ahead_says_when_it_has_come_and_gets_its_plac
         control.writer = 1
         assert not control.tell_copied(c.Copying()), "it writes nothing yet"
         sock.sendall(c.pack(c.Ahead()))
-        assert said.get(timeout=WAIT) == AheadWaiting(1)
+        assert said.get(timeout=WAIT) == v.Reported(0, 1, c.Ahead())
         assert control.place(1, place(2, 1))
         placed = heard(sock)
         assert isinstance(placed, c.Place)
@@ -276,7 +283,7 @@ def test_a_worker_that_was_started_ahead_says_when_it_has_come_and_gets_its_plac
         assert control.tell_copied(c.Copying())
         assert heard(sock) == c.Copying()
         sock.sendall(c.pack(c.Ready(5, live=True)))
-        assert said.get(timeout=WAIT) == WorkerReady(2, 1, live=True)
+        assert said.get(timeout=WAIT) == v.Reported(2, 1, c.Ready(5, live=True))
 
 
 @pytest.mark.parametrize("message", [c.Ready(5), c.StepDone(1), c.Suspended(1)], ids=lambda m: type(m).__name__)
@@ -285,8 +292,8 @@ def test_a_worker_without_a_place_says_nothing_about_a_round(control: Control, s
         sock.settimeout(5)
         sock.connect("\0" + control.address[1:])
         sock.sendall(c.pack(c.WorkerHello(0, 0, 1)) + c.pack(c.Ahead()) + c.pack(message))
-        assert said.get(timeout=WAIT) == AheadWaiting(1)
-        assert said.get(timeout=WAIT) == HungUp(0, 1)
+        assert said.get(timeout=WAIT) == v.Reported(0, 1, c.Ahead())
+        assert said.get(timeout=WAIT) == v.HungUp(0, 1)
 
 
 def test_a_worker_of_a_round_is_not_ahead_of_one(control: Control, said: Said) -> None:
@@ -302,7 +309,7 @@ def test_workers_learn_whether_they_may_be_suspended(said: Said, events: Events,
     snapshot_store.start()
     with (
         contextlib.closing(snapshot_store),
-        contextlib.closing(Control(FakeClock(), snapshot_store, said.put, events, 2, patience)) as control,
+        contextlib.closing(control_of(snapshot_store, said.put, events, 2, patience)) as control,
         socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock,
     ):
         sock.connect("\0" + control.address[1:])
@@ -313,7 +320,7 @@ def test_workers_learn_whether_they_may_be_suspended(said: Said, events: Events,
         slots = c.unpack(line.strip())
         assert isinstance(slots, c.SnapshotSlots)
         assert slots.patience_s == patience
-        assert said.get(timeout=WAIT) == WorkerReady(1, 0, live=patience > 0)
+        assert said.get(timeout=WAIT) == v.Reported(1, 0, c.Ready(5, live=patience > 0))
 
 
 @pytest.mark.parametrize("member", [True, False])
@@ -370,7 +377,7 @@ def test_a_thread_that_is_busy_for_longer_than_its_end_is_waited_for_ends_afterw
     snapshot_store = SnapshotStore(lambda: True, lambda copied: True)
     snapshot_store.start()
     with contextlib.closing(snapshot_store), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        control = Control(FakeClock(), snapshot_store, say, events, 1)
+        control = control_of(snapshot_store, say, events, 1)
         thread = control._thread
         sock.connect("\0" + control.address[1:])
         sock.sendall(c.pack(c.WorkerEnding(0)))
@@ -405,7 +412,7 @@ def test_the_agent_receives_the_exit_code_of_a_script(code: int, control: Contro
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.connect("\0" + control.address[1:])
         sock.sendall(last_words(code))
-    assert said.get(timeout=30) == ScriptEnded(os.getpid(), code)
+    assert said.get(timeout=30) == v.Reported(0, 0, c.WorkerEnding(code), os.getpid())
 
 
 def test_workers_wait_while_there_are_no_descriptors(
@@ -420,6 +427,6 @@ def test_workers_wait_while_there_are_no_descriptors(
     time.sleep(3 * descriptors.PAUSE)  # more than one retry
     assert said.empty()
     go_on()
-    assert said.get(timeout=60) == WorkerReady(1, 0)
+    assert said.get(timeout=60) == v.Reported(1, 0, c.Ready(5))
     assert caplog.text.count("Too many open files") == 1
     sock.close()

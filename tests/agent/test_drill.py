@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from harness import wait_for
 
 from elastic_agents.drill import FaultReached, NodeDrill
 from elastic_agents.inbox import SignalCaught
+from elastic_agents.node_state import NodeState
+from elastic_launch.config.launch_config import Command, LaunchConfig
 from elastic_launch.contract import FaultDue
 from elastic_launch.faults import Fault, FaultPlan
 from elastic_launch.rendezvous.wire.messages import Strike
@@ -34,7 +37,11 @@ class Node:
         self.cuts: list[float] = []
         self.fails: list[float] = []
         self.leads = self.copies = False
-        self.drill = NodeDrill(PLAN, "b", self._later, self._cut, self._fail)
+        self.asked: list[int] = []  # faults that the leader is asked about
+        config = LaunchConfig(Command(("true",), ("true",)), node_id="b", drill=PLAN)
+        membership: Any = SimpleNamespace(cut_link=self._cut, report=lambda due: self.asked.append(due.fault))
+        snapshot_store: Any = SimpleNamespace(fail_copies=self._fail)
+        self.drill = NodeDrill(config, NodeState(config), self._later, membership, snapshot_store)
 
     def _later(self, seconds: float, item: object) -> None:
         self.put.append((seconds, item))
@@ -48,7 +55,8 @@ class Node:
         return self.copies
 
     def reach(self, fault: int, pid: int = 0) -> bool:
-        return self.drill.reached(FaultReached(pid, FaultDue(fault, 20, 1), self.answers.append))
+        self.drill.reached(FaultReached(pid, FaultDue(fault, 20, 1), self.answers.append))
+        return self.asked[-1:] == [fault]
 
 
 @pytest.fixture

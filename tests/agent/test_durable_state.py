@@ -6,64 +6,60 @@ import pytest
 
 from elastic_agents.snapshots.durable_state import DurableState
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
-from elastic_agents.step_timer import StepTimer
 from elastic_launch.contract import Copied, CopyJob, Stored
 
 
 @pytest.fixture
-def reached_step_8() -> DurableState:
-    timer = StepTimer()
-    timer.begin(2, 6, 100.0)
-    timer.step(2, 8, 101.0)
-    return DurableState(SnapshotStore(lambda: True, lambda told: True), timer)
+def durable() -> DurableState:
+    return DurableState(SnapshotStore(lambda: True, lambda told: True))
 
 
-def test_a_checkpoint_that_a_worker_of_an_earlier_round_wrote_is_not_forgotten(reached_step_8: DurableState) -> None:
-    reached_step_8.begin()
-    reached_step_8.reported(6, "")
-    reached_step_8.begin()
-    assert not reached_step_8.has(6), "not in this round"
-    assert reached_step_8.where(others=False) == "step 6 is saved; 2 steps since then lost"
+def test_a_checkpoint_that_a_worker_of_an_earlier_round_wrote_is_not_forgotten(durable: DurableState) -> None:
+    durable.begin()
+    durable.reported(6, "")
+    durable.begin()
+    assert not durable.has(6), "not in this round"
+    assert durable.where((2, 8), others=False) == "step 6 is saved; 2 steps since then lost"
 
 
-def test_a_copy_of_an_earlier_round_is_named(reached_step_8: DurableState) -> None:
-    reached_step_8.copied(Copied(8, 1, path="saved/step-8"))
-    reached_step_8.begin()
-    assert reached_step_8.where(others=False) == "step 8 is saved in saved/step-8"
+def test_a_copy_of_an_earlier_round_is_named(durable: DurableState) -> None:
+    durable.copied(Copied(8, 1, path="saved/step-8"))
+    durable.begin()
+    assert durable.where((2, 8), others=False) == "step 8 is saved in saved/step-8"
 
 
-def test_without_a_checkpoint_the_reason_is_never_empty(reached_step_8: DurableState) -> None:
-    assert reached_step_8.where(others=False) == "nothing is saved, 8 steps lost: the script saves no checkpoints"
+def test_without_a_checkpoint_the_reason_is_never_empty(durable: DurableState) -> None:
+    assert durable.where((2, 8), others=False) == "nothing is saved, 8 steps lost: the script saves no checkpoints"
     job = CopyJob(1, 3, 1, directory="saved")
-    reached_step_8._snapshot_store.stored(Stored(0, job))
-    assert reached_step_8.where(others=False) == "nothing is saved, 8 steps lost: no checkpoint was complete"
+    durable._snapshot_store.stored(Stored(0, job))
+    assert durable.where((2, 8), others=False) == "nothing is saved, 8 steps lost: no checkpoint was complete"
 
 
 def test_a_script_that_saves_checkpoints_but_no_snapshots_is_not_said_to_save_none(
-    reached_step_8: DurableState,
+    durable: DurableState,
 ) -> None:
-    reached_step_8._checkpoints = lambda: True
-    assert reached_step_8.where(others=False) == "nothing is saved, 8 steps lost: no checkpoint was complete"
-    reached_step_8.reported(8, "no room")
-    assert reached_step_8.where(others=False) == "nothing is saved, 8 steps lost: no room"
+    durable.checkpoints = True
+    assert durable.where((2, 8), others=False) == "nothing is saved, 8 steps lost: no checkpoint was complete"
+    durable.reported(8, "no room")
+    assert durable.where((2, 8), others=False) == "nothing is saved, 8 steps lost: no room"
 
 
 def test_the_checkpoint_that_the_run_resumed_from_counts_and_what_came_since_is_lost(
-    reached_step_8: DurableState,
+    durable: DurableState,
 ) -> None:
-    reached_step_8._base = lambda: (5, "saved/step-5")
+    durable.base = 5, "saved/step-5"
     why = "the script saves no checkpoints"
-    assert reached_step_8.where(others=False) == f"step 5 is saved in saved/step-5; 3 steps since then lost: {why}"
-    reached_step_8.reported(8, "no room")
+    assert durable.where((2, 8), others=False) == f"step 5 is saved in saved/step-5; 3 steps since then lost: {why}"
+    durable.reported(8, "no room")
     lost = "3 steps since then lost: no room"
-    assert reached_step_8.where(others=False) == f"step 5 was the last to be saved in saved/step-5; {lost}"
-    reached_step_8.copied(Copied(7, 1, path="saved/step-7"))
-    assert reached_step_8.where(others=False) == "step 7 is saved in saved/step-7; 1 step since then lost"
+    assert durable.where((2, 8), others=False) == f"step 5 was the last to be saved in saved/step-5; {lost}"
+    durable.copied(Copied(7, 1, path="saved/step-7"))
+    assert durable.where((2, 8), others=False) == "step 7 is saved in saved/step-7; 1 step since then lost"
 
 
 def test_a_checkpoint_of_a_node_that_is_gone_counts_as_far_as_the_leader_has_told_of_it(
-    reached_step_8: DurableState,
+    durable: DurableState,
 ) -> None:
-    reached_step_8._base, reached_step_8._told = lambda: (2, "saved/step-2"), lambda: 6
+    durable.base = 2, "saved/step-2"
     why = "the script saves no checkpoints"
-    assert reached_step_8.where(others=False) == f"step 6 is saved; 2 steps since then lost: {why}"
+    assert durable.where((2, 8), others=False, told=6) == f"step 6 is saved; 2 steps since then lost: {why}"

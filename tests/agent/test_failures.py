@@ -21,9 +21,9 @@ from harness import SLOWNESS
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from elastic_agents.outcome import result_of
+from elastic_agents.policy_types import WorkerExit
 from elastic_agents.workers import failures
 from elastic_agents.workers.failures import OutOfMemoryKills, about, printed_last, raised_in, report
-from elastic_agents.workers.round_workers import Reaped
 from elastic_launch.batch import BatchError
 from elastic_launch.contract import Placement
 from elastic_launch.error_file import ErrorFile, do_not_retry, read_error_file, write_error_file
@@ -362,7 +362,7 @@ def test_a_report_is_small_and_printable_for_any_exception(error_file: Path, tex
         failed(error_file.parent / "none", stderr=[*TRACEBACK[:-1], *huge.split("\n")], log=Path("/x" + text * 1000)),
     ):
         assert how_failed(found).startswith("exit code 1: ValueError:")
-        assert len(m.pack(m.Failed(3, found))) < 256 * 1024
+        assert len(m.pack(found)) < 256 * 1024
         for said in (how_failed(found), found.log, *found.detail):
             assert said.isprintable()
             assert said.encode()
@@ -611,8 +611,8 @@ def test_undecodable_text_is_escaped(error_file: Path) -> None:
 @pytest.mark.parametrize("text", ["", '{"message": {"mess', "[]", '{"message": {"message": "boom"}}'])
 def test_an_incomplete_error_file_raises_nothing(error_file: Path, text: str) -> None:
     error_file.write_text(text)
-    reaped = Reaped(1, PLACEMENT, 42, 1, 1.5, 2.0)
-    result = result_of(1, {5: reaped}, {1: error_file})
+    exited = WorkerExit(1, 1, 1, rank=5, pid=42)
+    result = result_of(1, {5: exited}, {1: error_file})
     assert (result.failures[5].pid, result.failures[5].exitcode) == (42, 1)
 
 

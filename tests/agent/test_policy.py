@@ -6,11 +6,12 @@ from dataclasses import replace
 from signal import SIGINT, SIGTERM
 
 import pytest
-from policy_events import CUT_OFF, GONE, INT_CODE, LOST, OUT, SILENT, TERM_CODE, brk, form, gone, leave
+from policy_events import CUT_OFF, GONE, INT_CODE, LOST, OUT, SILENT, TERM_CODE, brk, decide, form, gone, leave
 
 from elastic_agents import policy_types as v
-from elastic_agents.policy import UNKNOWN, decide
+from elastic_agents.policy import UNKNOWN
 from elastic_agents.policy_types import Phase, View
+from elastic_launch import contract as c
 from elastic_launch.rendezvous.node.membership_events import LinkDown
 from elastic_launch.rendezvous.wire import messages as m
 
@@ -150,12 +151,12 @@ def test_finished_workers_make_a_finished_node() -> None:
 
 @pytest.mark.parametrize("code", [1, 3, -9, -11])
 def test_a_failed_worker_is_reported_and_ends_the_round_here_at_once(code: int) -> None:
-    assert after(RUNNING, gone(1, code)) == (Phase.STOPPING, [v.ReportFailed(1), v.Terminate(1)])
+    assert after(RUNNING, gone(1, code)) == (Phase.STOPPING, [v.ReportFailure(1), v.Terminate(1)])
 
 
 def test_the_failure_of_the_last_worker_is_followed_by_stopped() -> None:
     one = view(gone(0, 0))
-    assert after(one, gone(1, 1)) == (Phase.WAITING, [v.ReportFailed(1), v.ReportStopped(1)])
+    assert after(one, gone(1, 1)) == (Phase.WAITING, [v.ReportFailure(1), v.ReportStopped(1)])
 
 
 def test_the_exit_of_a_stopping_worker_is_not_a_failure() -> None:
@@ -163,7 +164,7 @@ def test_the_exit_of_a_stopping_worker_is_not_a_failure() -> None:
 
 
 @pytest.mark.parametrize("event", [gone(0, 1, number=2), gone(0, 1, number=0), gone(7, 1)])
-def test_exits_of_other_rounds_and_of_unknown_workers_are_ignored(event: v.WorkerGone) -> None:
+def test_exits_of_other_rounds_and_of_unknown_workers_are_ignored(event: v.WorkerExit) -> None:
     assert decide(RUNNING, event, 2) == (RUNNING, [])
 
 
@@ -188,7 +189,7 @@ def test_an_exit_by_a_stop_signal_waits_for_the_agents_own(code: int) -> None:
 
 def test_without_the_agents_own_signal_it_counts_as_preemption() -> None:
     held = view(gone(0, TERM_CODE))
-    assert after(held, v.HoldOver(1, 0)) == (Phase.STOPPING, [v.ReportFailed(0), v.Terminate(1)])
+    assert after(held, v.HoldOver(1, 0)) == (Phase.STOPPING, [v.ReportFailure(0), v.Terminate(1)])
 
 
 def test_with_the_agents_own_signal_it_is_not_a_preemption() -> None:
@@ -200,7 +201,7 @@ def test_with_the_agents_own_signal_it_is_not_a_preemption() -> None:
 
 def test_a_round_in_which_a_worker_was_ended_is_not_drained_even_if_the_others_could_be() -> None:
     """Else the node would count as finished once the others have ended."""
-    held = view(v.WorkerReady(1, 1), gone(0, TERM_CODE))
+    held = view(v.Reported(1, 1, c.Ready(0)), gone(0, TERM_CODE))
     assert after(held, leave(SIGTERM, 5.0)) == (Phase.STOPPING, [m.Leaving("SIGTERM"), v.Kill()])
 
 
@@ -209,7 +210,7 @@ def test_all_workers_ended_by_a_stop_signal() -> None:
     assert (held.phase, held.held) == (Phase.RUNNING, {0, 1})
     phase, actions = after(held, v.HoldOver(1, 0))
     assert phase is Phase.WAITING
-    assert sorted(map(str, actions[:-1])) == sorted(map(str, [v.ReportFailed(0), v.ReportFailed(1)]))
+    assert sorted(map(str, actions[:-1])) == sorted(map(str, [v.ReportFailure(0), v.ReportFailure(1)]))
     assert actions[-1] == v.ReportStopped(1)
 
 
@@ -218,7 +219,7 @@ def test_a_held_worker_does_not_count_as_finished() -> None:
     assert held.phase is Phase.RUNNING
     assert after(held, v.HoldOver(1, 0)) == (
         Phase.WAITING,
-        [v.ReportFailed(0), v.ReportStopped(1)],
+        [v.ReportFailure(0), v.ReportStopped(1)],
     )
 
 
@@ -226,7 +227,7 @@ def test_a_failure_next_to_a_held_worker_reports_the_preemption_first() -> None:
     held = view(gone(0, TERM_CODE))
     assert after(held, gone(1, 1)) == (
         Phase.WAITING,
-        [v.ReportFailed(0), v.ReportFailed(1), v.ReportStopped(1)],
+        [v.ReportFailure(0), v.ReportFailure(1), v.ReportStopped(1)],
     )
 
 
@@ -234,8 +235,8 @@ def test_a_break_during_the_hold_does_not_swallow_the_preemption() -> None:
     """Workers elsewhere crash at once; without this report the leader would charge these crashes."""
     held = view(gone(0, TERM_CODE), gone(1, TERM_CODE))
     _, actions = decide(held, brk(1), 2)
-    assert v.ReportFailed(0) in actions
-    assert v.ReportFailed(1) in actions
+    assert v.ReportFailure(0) in actions
+    assert v.ReportFailure(1) in actions
     assert actions[-1] == v.ReportStopped(1)
 
 
@@ -269,9 +270,9 @@ def test_running_a_signal_stops_the_workers_first() -> None:
 def test_running_a_signal_is_forwarded_to_the_workers_unchanged() -> None:
     left = [m.Leaving("SIGINT"), v.Terminate(1, number=SIGINT)]
     assert after(RUNNING, leave(SIGINT)) == (Phase.STOPPING, left)
-    mixed = view(v.WorkerReady(1, 1), leave(SIGINT))
+    mixed = view(v.Reported(1, 1, c.Ready(0)), leave(SIGINT))
     assert mixed.phase is Phase.STOPPING
-    _, actions = decide(view(v.WorkerReady(1, 1)), leave(SIGINT), 2)
+    _, actions = decide(view(v.Reported(1, 1, c.Ready(0))), leave(SIGINT), 2)
     assert actions[1:] == [v.Kill(frozenset({1})), v.Terminate(1, frozenset({0}), SIGINT)]
 
 

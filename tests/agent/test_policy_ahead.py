@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from signal import SIGTERM
 
+import policy_events
 import pytest
 from policy_events import CUT_OFF, GONE, LOST, OUT, SILENT, brk, form, gone, leave
 
-from elastic_agents import policy, policy_ahead
+from elastic_agents import policy_ahead
 from elastic_agents import policy_types as v
 from elastic_agents.policy_types import Phase, View
+from elastic_launch import contract as c
 from elastic_launch.rendezvous.wire import messages as m
 
 ZERO, ONE, BOTH, NONE = frozenset({0}), frozenset({1}), frozenset({0, 1}), frozenset[int]()
 START = m.StartAhead(1, 1)
 WAITING = View(ahead=v.AheadWorkers(slow=True))
-CAME, CAME_TOO = v.AheadWaiting(0), v.AheadWaiting(1)
-KILLED, RAISED = v.AheadGone(0, -9), v.AheadGone(0, 1)
+CAME, CAME_TOO = v.Reported(0, 0, c.Ahead()), v.Reported(0, 1, c.Ahead())
+KILLED, RAISED = v.WorkerExit(0, 0, -9), v.WorkerExit(0, 0, 1)
 
 
 def decide(view: View, event: v.Event) -> tuple[View, list[v.Action]]:
-    return policy.decide(view, event, 2, "n0")
+    return policy_events.decide(view, event, 2, "n0")
 
 
 def after(view: View, *events: v.Event) -> View:
@@ -33,11 +35,15 @@ def actions(view: View, event: v.Event) -> list[v.Action]:
     return decide(view, event)[1]
 
 
-def suspended(local_rank: int, number: int = 1) -> v.WorkerSuspended:
-    return v.WorkerSuspended(number, local_rank)
+def ready(local_rank: int, number: int = 1) -> v.Reported:
+    return v.Reported(number, local_rank, c.Ready(0, live=True))
 
 
-LIVE = after(WAITING, form(1), v.WorkerReady(1, 0, live=True), v.WorkerReady(1, 1, live=True))
+def suspended(local_rank: int, number: int = 1) -> v.Reported:
+    return v.Reported(number, local_rank, c.Suspended(0))
+
+
+LIVE = after(WAITING, form(1), ready(0), ready(1))
 LEFT = after(LIVE, gone(0, -9))  # the other one is told to leave the round
 WITHOUT = after(LEFT, suspended(1))
 PARTIAL = after(WITHOUT, form(2, slots=(1,)))
@@ -54,10 +60,10 @@ def test_a_node_goes_on_without_a_lost_worker_while_another_one_starts() -> None
 
 
 def test_it_says_so_when_all_that_were_missing_have_come_and_gives_them_places_in_the_next_round() -> None:
-    ready = after(PARTIAL, v.WorkerReady(2, 1, live=True))
+    ready = after(PARTIAL, v.Reported(2, 1, c.Ready(0, live=True)))
     there, said = decide(ready, CAME)
     assert said == [m.RankOffer(())]
-    drained = after(there, m.DrainRound(1, 2, "membership", "resize"), v.WorkerDrained(2, 1, 9))
+    drained = after(there, m.DrainRound(1, 2, "membership", "resize"), v.Reported(2, 1, c.Drained(9, 0.0)))
     assert actions(drained, suspended(1, 2)) == [v.ReportStopped(2, 9)], "all of them"
     whole, starts = decide(after(drained, suspended(1, 2)), form(3))
     assert starts == [v.StartWorkers(form(3), ONE, waiting=ZERO)]
@@ -73,8 +79,8 @@ def test_those_that_have_not_come_are_left_out_of_the_next_round_too() -> None:
     "before",
     [
         after(LIVE, v.StartsTake(slow=False)),
-        after(WAITING, form(1), v.WorkerReady(1, 1, live=True)),
-        after(LIVE, v.WorkerReady(1, 1, live=False)),
+        after(WAITING, form(1), ready(1)),
+        after(LIVE, v.Reported(1, 1, c.Ready(0, live=False))),
     ],
     ids=["a start is short", "it was not known yet", "not all are live"],
 )
@@ -86,15 +92,15 @@ def test_otherwise_the_others_wait_for_the_next_one(before: View) -> None:
 
 def test_a_node_without_workers_is_left_out_while_they_start_if_there_are_others() -> None:
     assert actions(LEFT, gone(1, -9)) == [v.ReportStopped(1, importing=True), v.StartWorkersAhead(BOTH)]
-    alone = after(WAITING, form(1, nodes=1), v.WorkerReady(1, 0, live=True), v.WorkerReady(1, 1, live=True))
+    alone = after(WAITING, form(1, nodes=1), ready(0), ready(1))
     assert actions(after(alone, gone(0, -9)), gone(1, -9)) == [v.ReportStopped(1)]
 
 
 def test_a_worker_that_begins_to_train_and_is_no_longer_live_ends_this() -> None:
     assert LIVE.lives
-    again = after(WITHOUT, form(2), v.WorkerReady(2, 1, live=True))
+    again = after(WITHOUT, form(2), v.Reported(2, 1, c.Ready(0, live=True)))
     assert again.lives, "as far as is known"
-    assert not after(again, v.WorkerReady(2, 0, live=False)).lives
+    assert not after(again, v.Reported(2, 0, c.Ready(0, live=False))).lives
 
 
 # The leader's order.
@@ -117,8 +123,8 @@ def test_the_leader_is_told_when_all_workers_wait() -> None:
 def test_a_node_whose_worker_ends_with_0_before_it_needs_a_place_is_not_offered() -> None:
     """A round with it would wait for that worker, or end at once."""
     starting, _ = decide(WAITING, START)
-    ended, said = decide(starting, v.AheadGone(0, 0))
-    assert said == [v.ReportAheadGone(0, "this node takes part only if the run lacks nodes")]
+    ended, said = decide(starting, v.WorkerExit(0, 0, 0))
+    assert said == [v.ReportAheadExit(0, "this node takes part only if the run lacks nodes")]
     assert actions(ended, CAME_TOO) == []
     taken, starts = decide(ended, form(4))
     assert starts == [v.StartWorkers(form(4), coming=ONE)], "a run that lacks nodes takes it"
@@ -160,9 +166,9 @@ def test_a_worker_ahead_that_was_killed_is_started_again_but_not_for_ever() -> N
     lost = PARTIAL
     for _ in range(policy_ahead.MOST_LOST - 1):
         lost, starts = decide(lost, KILLED)
-        assert starts == [v.ReportAheadGone(0, "another one starts"), v.StartWorkersAhead(ZERO)]
+        assert starts == [v.ReportAheadExit(0, "another one starts"), v.StartWorkersAhead(ZERO)]
     given_up, said = decide(lost, KILLED)
-    assert said == [v.ReportAheadGone(0, "another one starts with its next round"), m.RankOffer(())]
+    assert said == [v.ReportAheadExit(0, "another one starts with its next round"), m.RankOffer(())]
     whole, starts = decide(after(given_up, brk(2), suspended(1, 2)), form(3))
     assert starts == [v.StartWorkers(form(3), ONE)]
     assert whole.ahead == v.AheadWorkers(slow=True)
@@ -187,13 +193,13 @@ NEXT, NEVER = "another one starts with its next round", "workers of this node no
 
 def lost_again(view: View, number: int) -> View:
     """After a worker failed ahead of it, a round begins with all workers, and one of them is lost."""
-    whole = after(view, brk(number - 1), suspended(1, number - 1), form(number), v.WorkerReady(number, 1, live=True))
-    return after(whole, v.WorkerReady(number, 0, live=True), gone(0, -9, number))
+    whole = after(view, brk(number - 1), suspended(1, number - 1), form(number), ready(1, number))
+    return after(whole, ready(0, number), gone(0, -9, number))
 
 
 def test_if_the_script_fails_ahead_of_a_round_twice_no_worker_starts_so_again() -> None:
     failed, said = decide(PARTIAL, RAISED)
-    assert said == [v.ReportAheadGone(0, NEXT), m.RankOffer(())]
+    assert said == [v.ReportAheadExit(0, NEXT), m.RankOffer(())]
     assert actions(after(failed, brk(2), suspended(1, 2)), form(3)) == [v.StartWorkers(form(3), ONE)]
     again = lost_again(failed, 3)
     assert actions(again, suspended(1, 3)) == [
@@ -201,7 +207,7 @@ def test_if_the_script_fails_ahead_of_a_round_twice_no_worker_starts_so_again() 
         v.StartWorkersAhead(ZERO, yields=True),
     ], "once more"
     failed, said = decide(after(again, suspended(1, 3), form(4, slots=(1,))), RAISED)
-    assert said == [v.ReportAheadGone(0, NEVER), m.RankOffer(())]
+    assert said == [v.ReportAheadExit(0, NEVER), m.RankOffer(())]
     assert actions(lost_again(failed, 5), suspended(1, 5)) == [v.ReportStopped(5)]
     assert decide(failed, START)[1] == []
 
@@ -213,10 +219,10 @@ def test_one_that_came_shows_that_the_script_can_be_started_ahead() -> None:
 
 def test_workers_that_fail_ahead_of_the_same_round_count_once() -> None:
     one, said = decide(after(WAITING, START), RAISED)
-    assert said == [v.ReportAheadGone(0, NEXT)], "the other one may come"
+    assert said == [v.ReportAheadExit(0, NEXT)], "the other one may come"
     assert actions(one, CAME_TOO) == [m.RankOffer(()), m.Imported()]
-    both, said = decide(one, v.AheadGone(1, 1))
-    assert said == [v.ReportAheadGone(1, NEXT), m.RankOffer(()), m.Imported()]
+    both, said = decide(one, v.WorkerExit(0, 1, 1))
+    assert said == [v.ReportAheadExit(1, NEXT), m.RankOffer(()), m.Imported()]
     assert both.ahead.fails == 1
 
 
@@ -231,7 +237,7 @@ def test_one_that_does_not_come_is_killed_and_starts_with_its_next_round() -> No
     late, kills = decide(PARTIAL, v.AheadOver(0))
     assert [type(kills[0]), *kills[1:]] == [v.Warn, v.KillAhead(ZERO)]
     ended, said = decide(late, KILLED)
-    assert said == [v.ReportAheadGone(0, NEXT), m.RankOffer(())]
+    assert said == [v.ReportAheadExit(0, NEXT), m.RankOffer(())]
     assert ended.ahead.fails == 1
     there = after(PARTIAL, CAME)
     assert decide(there, v.AheadOver(0)) == (there, [])
@@ -257,11 +263,11 @@ def test_workers_ahead_end_with_their_node_s_part_of_the_run(before: View, event
     assert said[0] == v.KillAhead(ahead)
     assert not found.ahead.coming | found.ahead.waiting
     for local_rank in ahead:
-        assert actions(found, v.AheadGone(local_rank, -9)) == []
+        assert actions(found, v.WorkerExit(0, local_rank, -9)) == []
 
 
 def test_they_end_when_the_last_round_is_drained() -> None:
-    ready = after(PARTIAL, v.WorkerReady(2, 1, live=True))
+    ready = after(PARTIAL, v.Reported(2, 1, c.Ready(0, live=True)))
     assert actions(ready, m.DrainRound(1, 2, "preemption", "elasticctl", None, True))[0] == v.KillAhead(ZERO)
 
 
@@ -282,23 +288,23 @@ def test_a_node_has_finished_when_those_of_its_workers_have_that_are_in_the_roun
 # A node that has not trained.
 
 
-UNFIT = v.AheadGone(0, 1, unfit=True)
+UNFIT = v.WorkerExit(0, 0, 1, unfit=True)
 ASKS = "the leader decides whether this node takes part"
 
 
 def test_the_leader_decides_about_a_node_whose_worker_would_fail_again() -> None:
     found, said = decide(after(WAITING, START), UNFIT)
-    assert said == [v.ReportAheadGone(0, ASKS), v.ReportUnfit(0)]
+    assert said == [v.ReportAheadExit(0, ASKS), v.ReportUnfit(0)]
     assert actions(found, m.LeftOut(1, 90, "why")) == [v.KillAhead(ONE), v.Finish(90, "why")]
     assert actions(found, form(1)) == [v.StartWorkers(form(1), coming=ONE)], "a run that has not trained"
 
 
 def test_a_node_of_a_round_goes_on_without_asking() -> None:
-    assert actions(PARTIAL, UNFIT) == [v.ReportAheadGone(0, NEXT), m.RankOffer(())]
+    assert actions(PARTIAL, UNFIT) == [v.ReportAheadExit(0, NEXT), m.RankOffer(())]
 
 
 def test_a_node_says_what_its_workers_were_given() -> None:
-    there = after(WAITING, START, v.AheadWaiting(0, "seed 7"))
-    assert actions(there, v.AheadWaiting(1, "seed 7")) == [m.RankOffer(()), m.Imported("seed 7")]
-    again = after(there, v.AheadWaiting(1, "seed 7"))
+    there = after(WAITING, START, v.Reported(0, 0, c.Ahead("seed 7")))
+    assert actions(there, v.Reported(0, 1, c.Ahead("seed 7"))) == [m.RankOffer(()), m.Imported("seed 7")]
+    again = after(there, v.Reported(0, 1, c.Ahead("seed 7")))
     assert actions(again, START) == [m.Imported("seed 7")], "the leader is another one"

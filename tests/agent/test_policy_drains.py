@@ -5,29 +5,33 @@ from __future__ import annotations
 from signal import SIGTERM
 
 import pytest
-from policy_events import GONE, SILENT, brk, form, gone, leave
+from policy_events import GONE, SILENT, brk, decide, form, gone, leave
 
 from elastic_agents import policy_types as v
-from elastic_agents.policy import decide
 from elastic_agents.policy_types import Phase, View
+from elastic_launch import contract as c
 from elastic_launch.rendezvous.wire import messages as m
 
 DRAIN = m.DrainRound(1, 1, "membership", "resize", None)
 
 
-def ready(local_rank: int, number: int = 1) -> v.WorkerReady:
-    return v.WorkerReady(number, local_rank)
+def ready(local_rank: int, number: int = 1) -> v.Reported:
+    return v.Reported(number, local_rank, c.Ready(0))
 
 
-def drained(local_rank: int, step: int = 7, keeps: bool = False) -> v.WorkerDrained:
-    return v.WorkerDrained(1, local_rank, step, keeps)
+def drained(local_rank: int, step: int = 7) -> v.Reported:
+    return v.Reported(1, local_rank, c.Drained(step, 0.0))
 
 
-def view(*events: v.Event, nodes: int = 2) -> View:
-    """A node of two workers in round 1, both of which can be drained, after further events."""
+def view(*events: v.Event, nodes: int = 2, snapshot: int | None = None) -> View:
+    """A node of two workers in round 1, both of which can be drained, after further events.
+
+    Args:
+        snapshot: step of the newest snapshot in the node's memory.
+    """
     found = View()
     for event in (form(1, nodes), ready(0), ready(1), *events):
-        found, _ = decide(found, event, 2)
+        found, _ = decide(found, event, 2, snapshot=snapshot)
     return found
 
 
@@ -42,18 +46,18 @@ DRAINING = view(DRAIN)
 
 @pytest.mark.parametrize("asked", [DRAINING, READY], ids=["by the agent", "by a signal to a worker"])
 def test_scripts_that_save_by_themselves_are_drained_once_they_have_exited_with_0(asked: View) -> None:
-    saving, actions = decide(asked, v.WorkerStopping(1, 0, 9), 2)
+    saving, actions = decide(asked, v.Reported(1, 0, c.Stopping(9)), 2)
     assert actions == [v.Later(v.SAVING, v.TeardownOver(1, 0))]
-    saving, _ = decide(saving, v.WorkerStopping(1, 1, 9), 2)
+    saving, _ = decide(saving, v.Reported(1, 1, c.Stopping(9)), 2)
     saving, actions = decide(saving, gone(0, 0), 2)
     assert actions == []
     assert after(saving, gone(1, 0)) == (Phase.WAITING, [v.ReportStopped(1, 9)])
     _, actions = decide(saving, gone(1, 3), 2)
-    assert actions[0] == v.ReportFailed(1), "it may not have saved"
+    assert actions[0] == v.ReportFailure(1), "it may not have saved"
 
 
 def test_a_script_that_exits_without_having_agreed_to_stop_has_finished() -> None:
-    saving, _ = decide(DRAINING, v.WorkerStopping(1, 0, 9), 2)
+    saving, _ = decide(DRAINING, v.Reported(1, 0, c.Stopping(9)), 2)
     saving, _ = decide(saving, gone(1, 0), 2)
     assert after(saving, gone(0, 0)) == (Phase.WAITING, [v.ReportStopped(1)])
 
@@ -108,13 +112,13 @@ def test_a_drained_worker_that_hangs_is_killed() -> None:
 
 def test_a_worker_whose_script_has_ended_is_killed_if_it_hangs() -> None:
     running, _ = decide(View(), form(1), 2)
-    found, actions = decide(running, v.WorkerEnded(1, 1), 2)
+    found, actions = decide(running, v.Reported(1, 1, c.WorkerEnding(0)), 2)
     assert actions == [v.Later(v.ENDING, v.TeardownOver(1, 1))]
     assert after(found, v.TeardownOver(1, 1)) == (Phase.RUNNING, [v.Kill(frozenset({1}))])
     gone_by_itself, _ = decide(found, gone(1, 0), 2)
     assert decide(gone_by_itself, v.TeardownOver(1, 1), 2) == (gone_by_itself, [])
-    assert decide(gone_by_itself, v.WorkerEnded(1, 1), 2) == (gone_by_itself, [])
-    assert decide(running, v.WorkerEnded(2, 1), 2) == (running, [])
+    assert decide(gone_by_itself, v.Reported(1, 1, c.WorkerEnding(0)), 2) == (gone_by_itself, [])
+    assert decide(running, v.Reported(2, 1, c.WorkerEnding(0)), 2) == (running, [])
 
 
 def test_workers_that_drain_unasked_are_believed() -> None:
@@ -132,7 +136,7 @@ def test_if_some_workers_drain_and_some_finish_the_node_does_not_count_as_draine
 
 
 def test_a_worker_that_fails_during_a_drain_is_reported() -> None:
-    assert after(DRAINING, gone(0, 1)) == (Phase.STOPPING, [v.ReportFailed(0), v.Kill()])
+    assert after(DRAINING, gone(0, 1)) == (Phase.STOPPING, [v.ReportFailure(0), v.Kill()])
 
 
 def test_a_break_ends_a_drain() -> None:
@@ -180,19 +184,31 @@ def test_the_last_node_to_leave_copies_its_snapshot_before_a_successor_starts() 
     )
 
 
-KEPT = [leave(SIGTERM, 30.0), drained(1), gone(1, 0), drained(0, keeps=True), gone(0, 0)]
+KEPT = [leave(SIGTERM, 30.0), drained(1), gone(1, 0), drained(0), gone(0, 0)]
+
+
+def test_only_a_snapshot_of_the_step_is_served_and_none_of_the_host() -> None:
+    for snapshot, hosts in ((6, False), (7, True)):
+        found, _ = decide(view(*KEPT[:-2]), KEPT[-2], 2, snapshot=snapshot, hosts=hosts)
+        assert not found.keeps
+
+
+def test_the_end_of_an_earlier_copy_is_not_that_of_the_last_one() -> None:
+    saving = view(*LEFT)
+    assert decide(saving, v.CopiesDone(), 2, idle=False) == (saving, [])
+    assert decide(saving, v.CopiesDone(given_up=True), 2, idle=False)[0].phase is Phase.OVER
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_node_that_leaves_with_a_snapshot_serves_it_until_released(nodes: int) -> None:
-    serving = view(*KEPT, nodes=nodes)
-    assert after(view(*KEPT[:-1], nodes=nodes), KEPT[-1]) == (
+    serving = view(*KEPT, nodes=nodes, snapshot=7)
+    assert after(view(*KEPT[:-1], nodes=nodes, snapshot=7), KEPT[-1]) == (
         Phase.SAVING,
         [v.ReportStopped(1, 7, serve=True), v.AwaitCopies()],
     )
     assert decide(serving, v.CopiesDone(), 2) == (serving, []), "what is copied says nothing of who fetches"
     assert after(serving, m.Released(1)) == (Phase.SAVING, [v.AwaitCopies()]), "whoever fetches now is waited for"
-    assert after(view(*KEPT, m.Released(1), nodes=nodes), v.CopiesDone()) == (
+    assert after(view(*KEPT, m.Released(1), nodes=nodes, snapshot=7), v.CopiesDone()) == (
         Phase.OVER,
         [v.Finish(143, "stopped by SIGTERM")],
     )
@@ -200,13 +216,13 @@ def test_a_node_that_leaves_with_a_snapshot_serves_it_until_released(nodes: int)
 
 @pytest.mark.parametrize("event", [m.RunEnd(1, 0, "done"), GONE], ids=lambda e: type(e).__name__)
 def test_a_serving_node_is_released_by_the_end_of_the_run_and_of_its_leader(event: v.Event) -> None:
-    assert after(view(*KEPT), event) == (Phase.SAVING, [v.AwaitCopies()])
-    assert after(view(*KEPT), SILENT) == (Phase.SAVING, [])
+    assert after(view(*KEPT, snapshot=7), event) == (Phase.SAVING, [v.AwaitCopies()])
+    assert after(view(*KEPT, snapshot=7), SILENT) == (Phase.SAVING, [])
 
 
 @pytest.mark.parametrize("event", [v.DrainOver(1), leave(SIGTERM, 30.0)], ids=["time is over", "told again"])
 def test_serving_ends_when_no_time_is_left(event: v.Event) -> None:
-    phase, actions = after(view(*KEPT), event)
+    phase, actions = after(view(*KEPT, snapshot=7), event)
     assert phase is Phase.OVER
     assert actions[-1] == v.Finish(143, "stopped by SIGTERM")
     assert v.ReportStopped(1, 7) not in actions, "that was said"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from signal import SIGTERM
 
 import pytest
-from policy_events import CUT_OFF, GONE, LOST, OUT, SILENT, TERM_CODE, brk, form, gone, leave
+from policy_events import CUT_OFF, GONE, LOST, OUT, SILENT, TERM_CODE, brk, decide, form, gone, leave
 
 from elastic_agents import policy_types as v
-from elastic_agents.policy import decide
 from elastic_agents.policy_types import Phase, View
+from elastic_launch import contract as c
 from elastic_launch.rendezvous.wire import messages as m
 
 ZERO, ONE, BOTH = frozenset({0}), frozenset({1}), frozenset({0, 1})
@@ -17,23 +17,27 @@ FAILED = "a worker of this node has failed"
 ERROR = "RuntimeError: Connection closed by peer"
 
 
-def live(local_rank: int, number: int = 1) -> v.WorkerReady:
-    return v.WorkerReady(number, local_rank, live=True)
+def live(local_rank: int, number: int = 1) -> v.Reported:
+    return v.Reported(number, local_rank, c.Ready(0, live=True))
 
 
-def suspended(local_rank: int) -> v.WorkerSuspended:
-    return v.WorkerSuspended(1, local_rank)
+def suspended(local_rank: int) -> v.Reported:
+    return v.Reported(1, local_rank, c.Suspended(0))
 
 
-def drained(local_rank: int) -> v.WorkerDrained:
-    return v.WorkerDrained(1, local_rank, 7)
+def drained(local_rank: int) -> v.Reported:
+    return v.Reported(1, local_rank, c.Drained(7, 0.0))
 
 
-def view(*events: v.Event, nodes: int = 2) -> View:
-    """The policy's view on a node whose two workers can be suspended, in round 1, after further events."""
+def view(*events: v.Event, nodes: int = 2, snapshot: int | None = None) -> View:
+    """The policy's view on a node whose two workers can be suspended, in round 1, after further events.
+
+    Args:
+        snapshot: step of the newest snapshot in the node's memory.
+    """
     found, _ = decide(View(), form(1, nodes), 2)
     for event in (live(0), live(1), *events):
-        found, _ = decide(found, event, 2)
+        found, _ = decide(found, event, 2, snapshot=snapshot)
     return found
 
 
@@ -53,7 +57,7 @@ DRAINED = [m.DrainRound(1, 1, "membership", "resize"), drained(0), drained(1), s
 
 def test_a_break_suspends_live_workers_and_ends_the_others() -> None:
     assert after(LIVE, brk(1)) == (Phase.STOPPING, [v.SuspendWorkers(1, "rank 0 crashed", BOTH)])
-    mixed = view(v.WorkerReady(1, 1, live=False))
+    mixed = view(v.Reported(1, 1, c.Ready(0, live=False)))
     assert after(mixed, brk(1)) == (Phase.STOPPING, [v.SuspendWorkers(1, "rank 0 crashed", ZERO), v.Kill(ONE)])
     first, _ = decide(View(), form(1), 2)
     first, _ = decide(first, live(0), 2)
@@ -62,7 +66,7 @@ def test_a_break_suspends_live_workers_and_ends_the_others() -> None:
 
 def test_the_worker_beside_a_failed_one_is_suspended() -> None:
     failed, actions = decide(LIVE, gone(1, -9), 2)
-    assert actions == [v.SuspendWorkers(1, FAILED, ZERO), v.ReportFailed(1)]
+    assert actions == [v.SuspendWorkers(1, FAILED, ZERO), v.ReportFailure(1)]
     assert after(failed, suspended(0)) == (Phase.SUSPENDED, [v.ReportStopped(1)])
 
 
@@ -99,7 +103,7 @@ def test_the_end_of_the_grace_spares_those_that_were_told_to_leave() -> None:
     assert after(first, v.GraceOver(1)) == (Phase.STOPPING, [v.Kill(ONE)])
 
 
-@pytest.mark.parametrize("event", [suspended(0), v.WorkerSuspended(2, 0)], ids=["unasked", "another round"])
+@pytest.mark.parametrize("event", [suspended(0), v.Reported(2, 0, c.Suspended(0))], ids=["unasked", "another round"])
 def test_what_is_not_asked_for_is_ignored(event: v.Event) -> None:
     assert decide(LIVE, event, 2) == (LIVE, [])
 
@@ -108,23 +112,40 @@ def test_what_is_not_asked_for_is_ignored(event: v.Event) -> None:
 
 
 def test_a_broken_connection_is_reported_and_ends_the_round_here() -> None:
-    broken, actions = decide(LIVE, v.WorkerDisconnected(1, 0, ERROR), 2)
+    broken, actions = decide(LIVE, v.DisconnectedOver(1, 0, ERROR), 2)
     assert actions == [v.SuspendWorkers(1, FAILED, BOTH), v.ReportDisconnected(0, ERROR)]
     assert broken.alive == BOTH, "it is not dead"
 
 
 @pytest.mark.parametrize("before", [SUSPENDING, SUSPENDED, view(brk(1), suspended(0))])
 def test_a_worker_that_was_told_to_leave_may_lose_its_connections(before: View) -> None:
-    assert decide(before, v.WorkerDisconnected(1, 1, ERROR), 2) == (before, [])
+    assert decide(before, v.DisconnectedOver(1, 1, ERROR), 2) == (before, [])
 
 
 def test_a_broken_connection_of_others_is_ignored() -> None:
-    assert decide(LIVE, v.WorkerDisconnected(2, 0, ERROR), 2) == (LIVE, [])
-    plain = view(v.WorkerReady(1, 0, live=False))
-    assert decide(plain, v.WorkerDisconnected(1, 0, ERROR), 2) == (plain, [])
+    assert decide(LIVE, v.DisconnectedOver(2, 0, ERROR), 2) == (LIVE, [])
+    plain = view(v.Reported(1, 0, c.Ready(0, live=False)))
+    assert decide(plain, v.DisconnectedOver(1, 0, ERROR), 2) == (plain, [])
 
 
 # The next round.
+
+
+def test_a_broken_connection_waits_for_its_cause() -> None:
+    said = v.Reported(1, 0, c.Disconnected(7, ERROR))
+    assert decide(LIVE, said, 2) == (LIVE, [v.Later(v.DISCONNECTED, v.DisconnectedOver(1, 0, ERROR))])
+
+
+@pytest.mark.parametrize(
+    ("hung_up", "killed"),
+    [(v.HungUp(1, 0), True), (v.HungUp(1, 1), False), (v.HungUp(2, 0), False), (v.HungUp(0, 0), False)],
+    ids=["suspended", "training", "another round", "ahead"],
+)
+def test_a_suspended_worker_that_hangs_up_is_killed_and_its_own_end_is_looked_for(
+    hung_up: v.HungUp, killed: bool
+) -> None:
+    before = view(m.DrainRound(1, 1, "membership", "resize"), drained(0), suspended(0))
+    assert decide(before, hung_up, 2) == (before, [v.Kill(ZERO, ending=True)] if killed else [])
 
 
 def test_the_next_round_keeps_suspended_workers() -> None:
@@ -231,11 +252,7 @@ def test_the_workers_of_a_single_node_that_leaves_exit_before_it_has_stopped() -
     assert after(before, suspended(1)) == (Phase.DRAINING, EXITING)
 
 
-def keeping(local_rank: int) -> v.WorkerDrained:
-    return v.WorkerDrained(1, local_rank, 7, keeps=True)
-
-
-SERVED = view(leave(SIGTERM, 30.0), keeping(0), keeping(1), suspended(0))
+SERVED = view(leave(SIGTERM, 30.0), drained(0), drained(1), suspended(0), snapshot=7)
 
 
 def test_a_node_that_leaves_serves_its_snapshot_while_its_workers_exit() -> None:
@@ -269,7 +286,7 @@ def test_what_releases_a_node_that_leaves_spares_its_workers(event: v.Event) -> 
 
 
 def test_a_single_node_that_leaves_and_is_released_meanwhile_reports_once_that_it_has_stopped() -> None:
-    before = view(leave(SIGTERM, 30.0), keeping(0), keeping(1), suspended(0), nodes=1)
+    before = view(leave(SIGTERM, 30.0), drained(0), drained(1), suspended(0), nodes=1, snapshot=7)
     exiting, actions = decide(before, suspended(1), 2)
     assert actions == [v.ReportStopped(1, 7, serve=True), *EXITING]
     released, _ = decide(exiting, m.Released(1), 2)

@@ -14,6 +14,7 @@ import pytest
 from elastic_agents.agent import NodeAgent
 from elastic_agents.console import Consoles
 from elastic_agents.inbox import Inbox
+from elastic_agents.parts import make_parts
 from elastic_agents.workers.placement import shared_environment
 from elastic_agents.workers.processes import ExecProcesses
 from elastic_launch.clock import MonotonicClock
@@ -77,7 +78,7 @@ def test_a_round_that_breaks_before_all_its_workers_have_started_is_over_without
     files = Writer("files", limit=1 << 20, patience=3.0)
     with closing(files), closing(Consoles()) as consoles:
         backend = backend_of(config, clock, events)
-        agent = NodeAgent(
+        parts = make_parts(
             config,
             backend,
             events,
@@ -88,6 +89,7 @@ def test_a_round_that_breaks_before_all_its_workers_have_started_is_over_without
             processes=OneAtFirst,
             env=shared_environment(config),
         )
+        agent = NodeAgent(parts)
         agent.run()
     assert agent.outcome.code == ExitCode.DONE
     started = [(event.round, event.local_rank) for event in events.all if isinstance(event, WorkerStarted)]

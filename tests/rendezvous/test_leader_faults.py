@@ -88,7 +88,7 @@ def test_failures_of_an_older_round_are_ignored() -> None:
     run.fail("a")
     run.stop("a")
     run.join("a")
-    run.report("a", m.Failed(1, failure("a")))
+    run.report("a", failure("a"))
     run.report("a", m.Done(1))
     run.report("a", m.Stopped(1, 7000))
     assert run.number == 2
@@ -339,7 +339,7 @@ def test_a_spent_budget_ends_the_run_with_91() -> None:
         (order,) = run.orders(node_id, m.RunEnd)
         assert order.code == 91
         assert order.cause == "all restarts spent (--max-restarts 1): rank 0 on node b: exit code 1: KeyError: 'x'"
-        assert order.failure == failure("b", error="KeyError: 'x'")
+        assert order.failure == failure("b", error="KeyError: 'x'", round=2)
         assert order.restarts == 1
     assert run.told(RunEnded)[0].rounds == 2
 

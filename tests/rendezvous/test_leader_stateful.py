@@ -8,6 +8,7 @@ The examples are the same in every run; HYPOTHESIS_EXAMPLES=2000 looks at so man
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -16,7 +17,6 @@ from leader_model import TIMING, LeaderModel, SimNode
 
 from elastic_launch.config.launch_config import Limits, Timing
 from elastic_launch.failure import Failure
-from elastic_launch.rendezvous.wire import messages as m
 
 EXAMPLES = os.environ.get("HYPOTHESIS_EXAMPLES")
 
@@ -85,7 +85,7 @@ class LeaderRun(LeaderModel, RuleBasedStateMachine):
         assert node is not None
         node.stopping, node.lost = True, lost
         failure = Failure(node.node_id, kind, 0, 0, 42, 1, "", ran=ran, symptom=symptom)
-        self._say(node, m.Failed(node.holding, failure))
+        self._say(node, replace(failure, round=node.holding))
 
     @precondition(lambda self: self._where(lambda node: node.stopping and node.link is not None and not node.frozen))
     @rule(index=INDEX, ago=st.sampled_from([0.0, 1.0]))
@@ -94,7 +94,7 @@ class LeaderRun(LeaderModel, RuleBasedStateMachine):
         node = self._pick(index, lambda node: node.stopping and node.link is not None and not node.frozen)
         assert node is not None
         failure = Failure(node.node_id, "crash", 0, 0, 42, 1, "ValueError: boom", ran=60.0, ago=ago)
-        self._say(node, m.Failed(node.holding, failure))
+        self._say(node, replace(failure, round=node.holding))
 
     @precondition(lambda self: self._where(_can_change))
     @rule(index=INDEX, gained=st.booleans())

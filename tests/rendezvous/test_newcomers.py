@@ -212,7 +212,7 @@ def test_a_final_failure_that_a_newcomer_reports_late_ends_no_run() -> None:
     run.fail("b", round=2, **(CRASH | {"supposed": True}))
     run.report("a", m.Stopped(2, 7000))
     run.advance(0.5)
-    run.report("b", m.Failed(2, replace(hello_failure("b"), kind="startup", ran=0.1, round=2)))
+    run.report("b", replace(hello_failure("b"), kind="startup", ran=0.1, round=2))
     run.report("b", m.Stopped(2, 7000))
     run.advance(5.0)
     assert (run.code, run.members) == (None, "a")

@@ -209,7 +209,7 @@ def test_the_hello_brings_the_failure_of_the_round_until_another_one_is_formed()
     side.obey(_form(3), 0.0)
     symptom = failure("a", round=3, symptom="broken connection")
     for reported in (symptom, failure("a", round=3), failure("a", round=3, rank=1)):
-        side.say(m.Failed(3, reported), 0.0)
+        side.say(reported, 0.0)
     side.say(m.Stopped(3, 7001), 0.0)
     assert side.hello.failed == failure("a", round=3), "the first that is not a symptom"
     side.obey(_form(4), 0.0)

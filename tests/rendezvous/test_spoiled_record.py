@@ -189,7 +189,7 @@ def test_a_crash_right_after_the_record_was_spoiled_is_charged(nodes: Nodes) -> 
     number = nodes.record.round.number
     _spoil(nodes, b"garbage")
     crashed = nodes.nodes["a"].membership
-    crashed.report(m.Failed(number, failure("a", round=number)))
+    crashed.report(failure("a", round=number))
     crashed.report(m.Stopped(number, PORT))
     _repaired(nodes, b"garbage")
     nodes.until("the next round", lambda: nodes.record.round.number > number)

@@ -154,7 +154,7 @@ class Nodes:
         number, others = self.run.number, self.run.members.replace(node_id, "")
         values = {"round": number, "trained": 0, **FAILURES[how]}
         doings = [
-            lambda: self._say(node_id, m.Failed(number, failure(node_id, **values))),
+            lambda: self._say(node_id, failure(node_id, **{**values, "round": number})),
             *(lambda other=other: self._say(other, m.Stopped(number, 7000)) for other in others),
             lambda: self._say(node_id, m.Stopped(number, 7000)),
         ]

@@ -105,7 +105,7 @@ class SimNode(Host):
         while True:
             for event in (yield self.inbox.get()):
                 self.cluster.checks.obeyed(self, event)
-                self.view, actions = decide(self.view, event, NPROC)
+                self.view, actions = decide(self.view, event, v.NodeFacts(NPROC))
                 for action in actions:
                     self._carry_out(action)
                 if self.code is not None:
@@ -142,10 +142,10 @@ class SimNode(Host):
                 self.workers.ask_stop()
             case v.Later(seconds=seconds, event=event):
                 self.kernel.call(seconds, self, lambda: self.inbox.put(event))
-            case v.ReportFailed() | v.ReportDisconnected():
-                symptom = "" if isinstance(action, v.ReportFailed) else "broken connection"
+            case v.ReportFailure() | v.ReportDisconnected():
+                symptom = "" if isinstance(action, v.ReportFailure) else "broken connection"
                 failure = Failure(self.node_id, "crash", 0, 0, 42, 1, "", ran=60.0, symptom=symptom)
-                self._say(m.Failed(number, replace(failure, round=number)))
+                self._say(replace(failure, round=number))
             case v.ReportReady(round=ready):
                 self._say(m.NodeReady(ready, live=self.cluster.live))
             case v.ReportStopped(round=stopped, drained=step, importing=importing):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from elastic_agents import policy_types as v
+from elastic_launch import contract as c
 from elastic_launch.rendezvous.record import Round
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class SimWorkers:
     def _begin(self) -> None:
         number = self.training
         if self.node.cluster.live:
-            self._later(self._delay(), lambda: self._tell(v.WorkerReady(number, 0, live=True)))
+            self._later(self._delay(), lambda: self._tell(v.Reported(number, 0, c.Ready(0, live=True))))
 
     def start_ahead(self) -> None:
         """Start workers ahead of a place; they come to their first use of the world, or are killed before."""
@@ -80,14 +81,14 @@ class SimWorkers:
             code = random.choice((-9, -9, 1))
             if number == self._starts_ahead and self.ahead:
                 self.ahead = False
-                self._tell(v.AheadGone(0, code))
+                self._tell(v.WorkerExit(0, 0, code))
             elif number == self._starts_ahead and self._unplaced and self.round is not None:
                 self._unplaced = False
                 self._gone(code)
 
         def come() -> None:
             if number == self._starts_ahead and (self.ahead or self._unplaced):
-                self._tell(v.AheadWaiting(0))
+                self._tell(v.Reported(0, 0, c.Ahead()))
 
         self.node.kernel.call(random.choice((0.01, 1.0, 8.0)), self.node, random.choice((come, come, come, end)))
 
@@ -108,7 +109,7 @@ class SimWorkers:
         """End all workers; suspended ones have no state that counts."""
         if self.suspended:
             number, self.suspended = self.suspended, 0
-            self.node.kernel.call(0.01, self.node, lambda: self._tell(v.WorkerGone(number, 0, -signal.SIGKILL)))
+            self.node.kernel.call(0.01, self.node, lambda: self._tell(v.WorkerExit(number, 0, -signal.SIGKILL)))
         self._killed = True
         self._ends(0.01, -signal.SIGKILL)
 
@@ -132,7 +133,7 @@ class SimWorkers:
             self._ends(delay, 1, number)
         elif not self._drained:
             patience = self.node.cluster.timing.dead_after + 2
-            self._later(delay, lambda: self._tell(v.WorkerDisconnected(number, 0, "connection closed")), number)
+            self._later(delay, lambda: self._tell(v.DisconnectedOver(number, 0, "connection closed")), number)
             self._ends(delay + patience, 1, number)
 
     # Suspended workers.
@@ -146,7 +147,7 @@ class SimWorkers:
         """Suspended workers are told to exit."""
         number, self.suspended = self.suspended, 0
         if number:
-            self._tell(v.WorkerGone(number, 0, 0))
+            self._tell(v.WorkerExit(number, 0, 0))
 
     def ask_stop(self) -> None:
         """They are to stop after the same step as all others: as soon as all of them train and reach each other."""
@@ -158,7 +159,7 @@ class SimWorkers:
     def drain(self) -> None:
         """All ranks have agreed on the step."""
         self._drained = True
-        self._tell(v.WorkerDrained(self.training, 0, 1))
+        self._tell(v.Reported(self.training, 0, c.Drained(1, 0.0)))
         self._later(self._delay(), self._leave if self.node.cluster.live else lambda: self._gone(0))
 
     def _leave(self) -> None:
@@ -166,7 +167,7 @@ class SimWorkers:
             return
         number, self.round = self.training, None
         self.suspended = number
-        self._tell(v.WorkerSuspended(number, 0))
+        self._tell(v.Reported(number, 0, c.Suspended(0)))
         if not self._drained:
             self.node.cluster.lost_peer(self.node, number)
 
@@ -188,6 +189,6 @@ class SimWorkers:
         if self.round is None:
             return
         number, self.round = self.training, None
-        self._tell(v.WorkerGone(number, 0, code))
+        self._tell(v.WorkerExit(number, 0, code))
         if code:
             self.node.cluster.lost_peer(self.node, number)

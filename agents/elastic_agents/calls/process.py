@@ -105,7 +105,7 @@ class _Watcher:
             self._meter = Meter(
                 time.monotonic,
                 pipe.put,
-                lambda state: pipe.put(state, agent.max_restarts - agent.restarts),
+                lambda state: pipe.put(state, agent.state.max_restarts - agent.state.restarts),
             )
 
     def emit(self, event: Event) -> None:
@@ -137,8 +137,8 @@ def _ended(config: LaunchConfig, agent: NodeAgent, result: RunResult) -> dict[st
         "code": int(outcome.code),
         "cause": outcome.cause,
         "restarts": outcome.restarts,
-        "max_restarts": agent.max_restarts,
-        "round": agent.finished_round,
+        "max_restarts": agent.state.max_restarts,
+        "round": agent.state.finished_round,
         "group": {name: getattr(group, name) for name in OF_GROUP},
         "workers": [{name: getattr(worker, name) for name in OF_WORKER} for worker in group.workers],
         "failures": [

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 from elastic_agents.hangs.hang_watch import HangWatch, WatchedRound, WatchedWorker, keep_stacks
+from elastic_agents.node_state import NodeState
 from elastic_agents.policy_types import Phase, View
 from elastic_agents.workers.round_workers import RoundWorkers
 from elastic_agents.workers.stuck import LOOK_EVERY
@@ -22,7 +23,6 @@ class Hanging:
     """Has workers watched, and kills those that hang.
 
     Args:
-        view: returns the policy's present view.
         progress, report: see :class:`~elastic_agents.hangs.hang_watch.HangWatch`.
         later: puts an item into the agent's inbox after so many seconds.
         files: writes the stacks of workers.
@@ -31,7 +31,7 @@ class Hanging:
     def __init__(
         self,
         config: LaunchConfig,
-        view: Callable[[], View],
+        state: NodeState,
         workers: RoundWorkers,
         progress: Callable[[int], WorkerProgress | None],
         report: Callable[[Stalled | StacksTaken], object],
@@ -39,7 +39,7 @@ class Hanging:
         files: Writer,
     ) -> None:
         self._config = config
-        self._view = view
+        self._state = state
         self._workers = workers
         self._later = later
         self._files = files
@@ -56,7 +56,7 @@ class Hanging:
         """Kill the workers that hang, since they would not react; keep the stacks of all."""
         self._watch.broken()
         for where, pid, _ in self._workers.running(order.round):
-            if where.rank in order.hung and where.local_rank in self._view().alive:
+            if where.rank in order.hung and where.local_rank in self._state.view.alive:
                 _log.error("rank %d (pid %d) hangs, and is killed", where.rank, pid)
                 self._workers.kill({where.local_rank})
         if text := self._watch.stacks_of(order.round):
@@ -66,7 +66,7 @@ class Hanging:
 
     def tell_stacks(self, number: int) -> None:
         """Report where the workers of a round stand; of one that is over there are none."""
-        view = self._view()
+        view = self._state.view
         self._watch.tell_stacks(number, self._running(view) if number == view.round else ())
 
     def watch_exits(self, number: int) -> None:
@@ -76,7 +76,7 @@ class Hanging:
             self._later(LOOK_EVERY, partial(self._look, number))
 
     def _look(self, number: int) -> None:
-        view = self._view()
+        view = self._state.view
         if number != view.round or view.phase is not Phase.RUNNING or not view.alive:
             return
         if not self._workers.held:
@@ -85,7 +85,7 @@ class Hanging:
 
     def _advancing(self) -> WatchedRound | None:
         """The round's workers that have not finished, as long as each of them is to advance or to end."""
-        view = self._view()
+        view = self._state.view
         if self._config.hang_timeout is None or view.phase is not Phase.RUNNING or not view.alive:
             return None
         if self._workers.held:  # by the guard, since this agent did not run

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
-from elastic_agents.step_timer import StepTimer
 from elastic_launch.contract import Copied
 from elastic_launch.events.types import counted
 
@@ -18,27 +15,17 @@ class DurableState:
 
     Args:
         snapshot_store: copies what is in memory.
-        step_timer: how far the workers have trained.
-        library_saves: returns whether the library saves their state.
-        checkpoints: returns whether it is to save checkpoints, as far as the workers have said so.
-        base: returns step and place of the durable state that the run last resumed from; None if it is not known.
-        told: returns the step of the newest checkpoint that the leader has told of; None if it has not.
+
+    Attributes:
+        library_saves: whether the library saves the workers' state; else their script does, if anything does.
+        checkpoints: whether it is to save checkpoints of any of their trainings.
+        base: step and place of the durable state that the run last resumed from; None if it is not known.
     """
 
-    def __init__(
-        self,
-        snapshot_store: SnapshotStore,
-        step_timer: StepTimer,
-        library_saves: Callable[[], bool] = lambda: True,
-        checkpoints: Callable[[], bool] = lambda: False,
-        base: Callable[[], tuple[int, str] | None] = lambda: None,
-        told: Callable[[], int | None] = lambda: None,
-    ) -> None:
+    def __init__(self, snapshot_store: SnapshotStore) -> None:
         self._snapshot_store = snapshot_store
-        self._library_saves = library_saves
-        self._checkpoints = checkpoints
-        self._base, self._told = base, told
-        self._step_timer = step_timer
+        self.library_saves, self.checkpoints = True, False
+        self.base: tuple[int, str] | None = None
         self._saved: int | None = None  # step of the round's last checkpoint
         self._unsaved = ""  # why the workers' last checkpoint could not be written
         self._kept: Copied | None = None  # the last checkpoint in durable storage; without a path if a worker wrote it
@@ -66,31 +53,32 @@ class DurableState:
 
         ``writes``: whether this node has the round's first worker, the one that saves if any does.
         """
-        if not self._library_saves():
+        if not self.library_saves:
             return SAVES_ITSELF
         if self._snapshot_store.failed or self._unsaved:
             return self._snapshot_store.failed or self._unsaved
         if not self._snapshot_store.idle:
             return "there was no time left"
-        saves = self._checkpoints() or self._snapshot_store.saves
+        saves = self.checkpoints or self._snapshot_store.saves
         return "the script saves no checkpoints" if writes and not saves else ""
 
-    def where(self, *, others: bool) -> str:
-        """Return where the final state is saved, on the node of the round's first worker; empty if that is not
-        known.
+    def where(self, reached: tuple[int, int], *, others: bool, told: int | None = None) -> str:
+        """Return where the final state is saved, on the node of the round's first worker; empty if that is not known.
 
-        ``others``: whether other nodes continue, and may save.
+        Args:
+            reached: the round and the step that the workers have come to; round 0 if they have not trained.
+            others: whether other nodes continue, and may save.
+            told: step of the newest checkpoint that the leader has told of; None if it has not.
         """
-        number, step = self._step_timer.reached
-        if not number or not self._library_saves():
+        number, step = reached
+        if not number or not self.library_saves:
             return ""
         own = [] if self._saved is None else [(self._saved, "")]
         own += [(self._kept.step, self._kept.path)] if self._kept is not None else []
         if not own and others:
             return ""
         why = "" if own else self.why_not(writes=True) or "no checkpoint was complete"
-        base, told = self._base(), self._told()
-        known = [*own, *([base] if base is not None else []), *([(told, "")] if told is not None else [])]
+        known = [*own, *([self.base] if self.base is not None else []), *([(told, "")] if told is not None else [])]
         if not known:
             return f"nothing is saved, {counted(step, 'step')} lost: {why}"
         saved, path = max(known)

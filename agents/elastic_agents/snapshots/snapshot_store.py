@@ -220,6 +220,12 @@ class SnapshotStore:
             return self._book.newest
 
     @property
+    def newest_step(self) -> int | None:
+        """Steps in the newest snapshot; None without one."""
+        newest = self.newest
+        return None if newest is None else newest.step
+
+    @property
     def idle(self) -> bool:
         """Whether no copy is queued or running, and no node fetches what is served."""
         served = self._server is not None and self._server.busy

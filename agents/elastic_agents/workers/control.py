@@ -21,7 +21,7 @@ from functools import partial
 
 from elastic_agents import policy_types as v
 from elastic_agents.drill import FaultReached
-from elastic_agents.snapshots.durable_state import SAVES_ITSELF
+from elastic_agents.snapshots.durable_state import SAVES_ITSELF, DurableState
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
 from elastic_agents.step_events import StepEvents
 from elastic_agents.step_timer import StepTimer
@@ -39,48 +39,18 @@ from elastic_launch.system.wake import Waker
 _log = logging.getLogger("elastic_launch.agent")
 
 
-@dataclass(frozen=True, slots=True)
-class ScriptEnded:
-    """A process reported that its script has ended; see :class:`elastic_launch.contract.WorkerEnding`."""
-
-    pid: int
-    exit_code: int
-
-
-@dataclass(frozen=True, slots=True)
-class HungUp:
-    """A worker that waits for a place has closed its connection; ``round`` is 0 if it was started ahead of one."""
-
-    round: int
-    local_rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class Straggles:
-    """A rank of a round is slower than the others."""
-
-    round: int
-    slow: c.SlowRank
-
-
-@dataclass(frozen=True, slots=True)
-class WhyFailing:
-    """A worker has reported why it is about to fail: :class:`elastic_launch.contract.Differs` or ``RestoreFailed``."""
-
-    round: int
-    local_rank: int
-    alike: tuple[int, ...] = ()
-    restoring: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerRestored:
-    """A worker has restored a training, and writes no snapshots; see :class:`elastic_launch.contract.Restored`."""
-
-    round: int
-    local_rank: int
-    training: int
-
+_FOR_AGENT = (
+    c.Ready,
+    c.Restored,
+    c.Drained,
+    c.Stopping,
+    c.SlowRank,
+    c.Disconnected,
+    c.Differs,
+    c.RestoreFailed,
+    c.Suspended,
+)
+"""What the agent learns as the worker has said it."""
 
 PEERS_PER_WORKER = 4
 """Connections at once per worker of the node: those of the last round may not be closed yet."""
@@ -114,6 +84,7 @@ class Control:
 
     Args:
         snapshot_store: holds the node's snapshots.
+        durable: learns what workers say of durable storage.
         say: puts what a worker has reported into the agent's inbox; must not block.
         events: records what the workers report about their steps.
         workers: how many workers this node has.
@@ -121,11 +92,9 @@ class Control:
             worker is to be suspended.
 
     Attributes:
+        clock: the agent's.
         address: passed to the workers in their environment.
         step_timer: how long their steps take.
-        saves: whether the library saves the workers' state; else their script does, if anything does.
-        checkpoints: whether it is to save checkpoints of any of their trainings.
-        base: step and place of the durable state that the run last resumed from; None if it is not known.
         arguments: what workers that trained here last were given; see :class:`elastic_launch.contract.Ready`.
         writer: local rank of the worker that writes the node's snapshots.
     """
@@ -134,21 +103,21 @@ class Control:
         self,
         clock: Clock,
         snapshot_store: SnapshotStore,
+        durable: DurableState,
         say: Callable[[object], None],
         events: EventSink,
         workers: int,
         patience_s: float = 0.0,
     ) -> None:
-        self._clock = clock
+        self.clock = clock
         self._snapshot_store = snapshot_store
+        self.durable = durable
         self._say = say
         self._workers = workers
         self._patience_s = patience_s
         self.address = f"@elastic-launch-{secrets.token_hex(8)}"
         self._progress = SharedProgress.make("elastic-launch-progress")
         self.step_timer = StepTimer(self._reached)
-        self.saves, self.checkpoints = True, False
-        self.base: tuple[int, str] | None = None
         self.arguments = ""
         self.writer = 0
         self._events = events
@@ -375,7 +344,7 @@ class Control:
             if peer.hello is not None:
                 self._end(peer, peer.hello.round)
                 if peer.waits:
-                    self._say(HungUp(peer.hello.round, peer.hello.local_rank))
+                    self._say(v.HungUp(peer.hello.round, peer.hello.local_rank))
 
     def _end(self, peer: _Peer, round_number: int) -> None:
         """Nothing more about a round will come from this worker."""
@@ -391,7 +360,7 @@ class Control:
             self._offer(peer, message)
             return
         if isinstance(message, c.WorkerEnding):
-            self._say(ScriptEnded(peer.pid, message.exit_code))
+            self._say(v.Reported(0, 0, message, peer.pid))  # before it has said hello, only its process is known
             return
         if isinstance(message, c.FaultDue):
             self._say(FaultReached(peer.pid, message, partial(self._order_fault, peer.sock)))
@@ -403,27 +372,25 @@ class Control:
             if number or peer.waits or not isinstance(message, c.Ahead):
                 raise ProtocolError(f"{type(message).__name__} was sent in round {number}.")
             peer.waits = True
-            self._say(v.AheadWaiting(local_rank, message.arguments))
+            self._say(v.Reported(0, local_rank, message))
             return
         match message:
-            case c.Ready(step=step, live=live, restore_s=restore_s, drains=drains, rehearses=rehearses):
+            case c.Ready(step=step, live=live):
                 if not peer.begun:
                     peer.begun = True
                     self._look()
                     self._step_events.begin(peer.hello, message)
-                self.checkpoints = self.checkpoints or message.checkpoints
+                self.durable.checkpoints = self.durable.checkpoints or message.checkpoints
                 if message.base_in:
-                    self.base = message.base, message.base_in
-                self.step_timer.begin(number, step, self._clock.now(), message.total)
+                    self.durable.base = message.base, message.base_in
+                self.step_timer.begin(number, step, self.clock.now(), message.total)
                 self.arguments = message.arguments
-                if drains:
-                    live = live and self._patience_s > 0
-                    self._say(v.WorkerReady(number, local_rank, live, restore_s, rehearses))
+                message = replace(message, live=live and self._patience_s > 0)
             case c.StepDone(step=step):
                 # The time of the step itself, if known: this thread may learn of it later, together with further steps.
                 reached = self._reached()
                 if reached is None or reached.round != number or reached.step < step:
-                    reached = WorkerProgress(number, step, self._clock.now())
+                    reached = WorkerProgress(number, step, self.clock.now())
                 self.step_timer.step(*reached[:3])
                 self._step_events.step(number, step, reached.at)
             case c.MayCommit(number=asked):
@@ -432,30 +399,17 @@ class Control:
                 self._send(peer, c.Use(self._snapshot_store.stored(message)))
             case c.NoSnapshots(cause=cause):
                 self._events.emit(SnapshotsLeftOut(number, cause))
-            case c.Restored(training=training):
-                self._say(WorkerRestored(number, local_rank, training))
             case c.WorkerSaved(step=step, error=error):
                 self._say(NodeSaved(number, step, error, self.answers(step)))
-            case c.Drained(step=step, seconds=seconds):
+            case c.Drained(seconds=seconds):
                 self.step_timer.saved(seconds)
-                self._say(v.WorkerDrained(number, local_rank, step))
-                self._send(peer, c.Noted())
-            case c.Stopping(step=step):
-                self._say(v.WorkerStopping(number, local_rank, step))
-            case c.SlowRank():
-                self._say(Straggles(number, message))
-            case c.Disconnected(error=error):
-                self._say(v.WorkerDisconnected(number, local_rank, error))
-            case c.Differs(alike=alike):
-                self._say(WhyFailing(number, local_rank, alike))
-                self._send(peer, c.Noted())
-            case c.RestoreFailed():
-                self._say(WhyFailing(number, local_rank, restoring=True))
-                self._send(peer, c.Noted())
             case c.Suspended():
                 self._end(peer, number)
                 peer.waits = True
-                self._say(v.WorkerSuspended(number, local_rank))
+        if isinstance(message, _FOR_AGENT):
+            self._say(v.Reported(number, local_rank, message))
+        if isinstance(message, c.Drained | c.Differs | c.RestoreFailed):
+            self._send(peer, c.Noted())
 
     def _order_fault(self, sock: socket.socket, strikes: bool) -> None:
         with self._lock:
@@ -464,7 +418,7 @@ class Control:
 
     def _offer(self, peer: _Peer, hello: c.WorkerHello) -> None:
         with self._lock:  # the worker must not be informed of a fetch before this
-            peer.hello, self.saves = hello, hello.saves
+            peer.hello, self.durable.library_saves = hello, hello.saves
             slots, descriptors = self._snapshot_store.offer()
             slots = replace(slots, patience_s=self._patience_s)
             try:

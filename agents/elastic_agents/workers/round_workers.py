@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
 
-from elastic_agents.policy_types import WorkerEnded
+from elastic_agents.policy_types import Reported, WorkerExit
 from elastic_agents.step_timer import StepTimer
 from elastic_agents.workers.failures import OutOfMemoryKills, about, disconnection, printed_last, raised_in, report
 from elastic_agents.workers.guard import Guard
@@ -24,7 +24,7 @@ from elastic_agents.workers.stuck import StuckDetector
 from elastic_agents.workers.watchdog import TimerExpired
 from elastic_launch.clock import Clock
 from elastic_launch.config.launch_config import LaunchConfig
-from elastic_launch.contract import Placement
+from elastic_launch.contract import Placement, WorkerEnding
 from elastic_launch.error_file import ErrorFile, read_error_file
 from elastic_launch.events.sentences import ending
 from elastic_launch.failure import Failure
@@ -44,18 +44,6 @@ AT_ONCE, AT_LAST = 0.5, 5.0
 
 The agent's main loop waits for this: an unkillable process must not block it once per worker.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Reaped:
-    """A worker's end; ``round`` is 0 if it had no place in one yet."""
-
-    round: int
-    placement: Placement
-    pid: int
-    exit_code: int
-    ran: float
-    ended: float
 
 
 @dataclass(slots=True)
@@ -113,7 +101,7 @@ class RoundWorkers:
         self._clock = clock
         self._kills = OutOfMemoryKills(clock)
         self._alive: dict[int, _Worker] = {}
-        self._reaped: dict[int, tuple[_Worker, Reaped]] = {}  # by local rank
+        self._reaped: dict[int, tuple[_Worker, WorkerExit]] = {}  # by local rank
         self._sessions: set[int] = set()
         self._failed: set[int] = set()  # sessions of failed workers, to be ended
         self._watch = StuckDetector()
@@ -219,15 +207,15 @@ class RoundWorkers:
             if worker.round == round_number:
                 worker.alike, worker.restoring = alike, restoring
 
-    def script_ended(self, pid: int, exit_code: int) -> WorkerEnded | None:
+    def ending(self, pid: int, report: WorkerEnding) -> Reported | None:
         """Record the code that a worker is about to exit with; None if the process is not a running worker."""
         worker = self._alive.get(pid)
         if worker is None:
             return None
-        worker.ended_with = exit_code
-        return WorkerEnded(worker.round, worker.placement.local_rank)
+        worker.ended_with = report.exit_code
+        return Reported(worker.round, worker.placement.local_rank, report, pid)
 
-    def reap(self, pid: int, exit_code: int) -> Reaped | None:
+    def reap(self, pid: int, exit_code: int) -> WorkerExit | None:
         """Record an exit; None if the process was not a worker of the current round, nor one ahead.
 
         If it was killed after its script had ended, the script's exit code counts.
@@ -240,10 +228,9 @@ class RoundWorkers:
             return None
         now = self._clock.now()
         if exit_code == -signal.SIGKILL and worker.ended_with is not None:
-            rank, exit_code = worker.placement.rank, worker.ended_with
-            _log.warning(
-                "rank %d (pid %d) was killed after its script had ended with exit code %d", rank, pid, exit_code
-            )
+            exit_code = worker.ended_with
+            text = "rank %d (pid %d) was killed after its script had ended with exit code %d"
+            _log.warning(text, worker.placement.rank, pid, exit_code)
         if worker.stopped is None and (exit_code > 0 or exit_code == -signal.SIGTERM):
             worker.stopped = worker.suspends  # a worker that cannot leave its round ends itself by SIGTERM
         if exit_code != 0:
@@ -251,9 +238,11 @@ class RoundWorkers:
         elif not self._alive:
             self._leave_empty_sessions()
         self._files.put(lambda data: keep_error(worker.logs))
-        reaped = Reaped(worker.round, worker.placement, pid, exit_code, now - worker.started, now)
-        self._reaped[worker.placement.local_rank] = (worker, reaped)
-        return reaped
+        where, ran = worker.placement, now - worker.started
+        rank = where.rank if worker.round else None
+        found = WorkerExit(worker.round, where.local_rank, exit_code, rank=rank, pid=pid, ran=ran, ended=now)
+        self._reaped[where.local_rank] = (worker, found)
+        return found
 
     def end_failed(self) -> None:
         """Kill what failed workers have left behind; to be called once the others have their orders."""
@@ -263,7 +252,7 @@ class RoundWorkers:
             if not self._alive:
                 self._leave_empty_sessions()
 
-    def reaped(self, local_rank: int) -> Reaped | None:
+    def reaped(self, local_rank: int) -> WorkerExit | None:
         """Return a worker's end; None if there was none in this round."""
         return self._reaped[local_rank][1] if local_rank in self._reaped else None
 
@@ -321,7 +310,7 @@ class RoundWorkers:
     def _done(self, round_number: int) -> list[int]:
         """The ranks of a round that have ended with 0 by themselves."""
         return [
-            reaped.placement.rank
+            worker.placement.rank
             for worker, reaped in self._reaped.values()
             if reaped.round == round_number and not reaped.exit_code and worker.stopped is None
         ]

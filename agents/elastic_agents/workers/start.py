@@ -10,7 +10,7 @@ from functools import partial
 from typing import TypeVar
 
 from elastic_agents.inbox import Inbox
-from elastic_agents.policy_types import AheadGone, AheadOver, StartWorkers, WorkerReady
+from elastic_agents.policy_types import AheadOver, StartWorkers, WorkerExit
 from elastic_agents.start_timer import StartTimer
 from elastic_agents.workers.control import Control
 from elastic_agents.workers.logs import LogPlaces, WorkerLogs
@@ -20,7 +20,7 @@ from elastic_agents.workers.processes import ExecProcesses
 from elastic_agents.workers.round_workers import RoundWorkers
 from elastic_launch.clock import Clock
 from elastic_launch.config.launch_config import LaunchConfig
-from elastic_launch.contract import Placement
+from elastic_launch.contract import Placement, Ready
 from elastic_launch.errors import ExitCode
 from elastic_launch.events.types import EventSink, WorkerAhead, WorkerKept, WorkerPlaced, WorkerStarted
 from elastic_launch.rendezvous.wire import messages as m
@@ -29,6 +29,9 @@ from elastic_launch.system.descriptors import explained, lacks_processes, scarce
 _log = logging.getLogger("elastic_launch.agent")
 
 T = TypeVar("T")
+
+Fail = Callable[[str, Collection[int], Exception], None]
+Started = Callable[[int, Mapping[int, int]], None]
 
 AHEAD_YIELDS, AHEAD_RESTS = 0.5, 0.05
 """Seconds that workers which start ahead let others of the node enter their round, and then do their first step.
@@ -65,11 +68,6 @@ class _Staggered:
 class WorkerStarts:
     """Starts the workers of rounds, and those that start ahead of one; gives places to those that run already.
 
-    Args:
-        fail: called if a worker of a round cannot be started: with the cause as text, the local ranks that are not
-            started, and the error.
-        started: called with a round's number and the pids of its new workers by local rank once all are started.
-
     Attributes:
         logs: where the output goes of the round's workers, by local rank.
     """
@@ -86,8 +84,6 @@ class WorkerStarts:
         control: Control,
         timer: StartTimer,
         inbox: Inbox[object],
-        fail: Callable[[str, Collection[int], Exception], None],
-        started: Callable[[int, Mapping[int, int]], None],
     ) -> None:
         self._config = config
         self._shared = shared
@@ -99,8 +95,8 @@ class WorkerStarts:
         self._control = control
         self._timer = timer
         self._inbox = inbox
-        self._fail = fail
-        self._started = started
+        self._fail: Fail | None = None
+        self._started: Started | None = None
         self._round: _Staggered | None = None
         self._ahead: list[_Staggered] = []
         self._put_off: dict[int, int] = {}  # restarts so far, by local rank of the workers that yield to others
@@ -123,8 +119,17 @@ class WorkerStarts:
             self._processes.prepare(len(new), lambda: self._inbox.put(partial(self._start_in_round, number)))
         return new
 
-    def begin(self, start: StartWorkers, placed: Sequence[Placement], new: Sequence[Placement]) -> None:
-        """Give running workers their places in the round; each of the others starts once there is a process for it."""
+    def begin(
+        self, start: StartWorkers, placed: Sequence[Placement], new: Sequence[Placement], fail: Fail, started: Started
+    ) -> None:
+        """Give running workers their places in the round; each of the others starts once there is a process for it.
+
+        Args:
+            fail: called if a worker cannot be started: with the cause as text, the local ranks that are not started,
+                and the error.
+            started: called with the round's number and the pids of its new workers by local rank once all are started.
+        """
+        self._fail, self._started = fail, started
         form, number = start.form, start.form.round.number
         self._late.clear()
         self._pids = {}
@@ -137,12 +142,12 @@ class WorkerStarts:
             if local_rank in start.kept:
                 self._events.emit(WorkerKept(number, placement.rank, local_rank, pid))
             self._give(form, placement, pid, placed=local_rank in start.waiting)
-        started = {placement.local_rank for placement in new}
-        logs = {rank: logs for rank, logs in self._workers.logs().items() if rank not in started}
+        anew = {placement.local_rank for placement in new}
+        logs = {rank: logs for rank, logs in self._workers.logs().items() if rank not in anew}
         try:
             self.logs, envs = self._places.prepare(number, placed, partial(self._environment, form), logs)
         except LogsSpecsFailed as error:
-            self._fail(str(error), [placement.local_rank for placement in new], error)
+            fail(str(error), [placement.local_rank for placement in new], error)
             return
         self._round = _Staggered(number, form.cause, list(new), envs, self.logs)
         if not new:
@@ -169,6 +174,7 @@ class WorkerStarts:
 
     def _all_started(self, number: int) -> None:
         self._round = None
+        assert self._started is not None
         self._started(number, self._pids)
 
     def _start_in_round(self, number: int) -> None:
@@ -182,6 +188,7 @@ class WorkerStarts:
         except OSError as error:
             self._round = None
             left = [other.local_rank for other in (placement, *start.left)]
+            assert self._fail is not None
             self._fail(f"worker {placement.rank} cannot be started: {explained(error)}", left, error)
             return
         if not start.left:
@@ -238,7 +245,7 @@ class WorkerStarts:
 
     def _not_ahead(self, local_rank: int, error: Exception) -> None:
         _log.warning("the worker of local rank %d cannot be started ahead: %s", local_rank, error)
-        self._inbox.put(AheadGone(local_rank, ExitCode.STARTUP_FAILURE))
+        self._inbox.put(WorkerExit(0, local_rank, ExitCode.STARTUP_FAILURE))
 
     def _start_next_ahead(self) -> None:
         """There is a process for one more worker that starts ahead of a round."""
@@ -270,12 +277,12 @@ class WorkerStarts:
             _log.info(text, local_rank, pid, took)
             self._timer.ahead(took)
 
-    def trains(self, ready: WorkerReady) -> None:
-        """A worker of the round begins to train. If it was started with the round, learn from its start."""
-        if (age := self._workers.age_of(ready.local_rank, new=True)) is not None:
+    def trains(self, number: int, local_rank: int, ready: Ready) -> None:
+        """A worker of a round begins to train. If it was started with the round, learn from its start."""
+        if (age := self._workers.age_of(local_rank, new=True)) is not None:
             self._timer.ready(max(0.0, age[1] - ready.restore_s))
             if ready.rehearses:
-                self._rehearse = ready.round
+                self._rehearse = number
 
     def first_step_done(self, number: int) -> bool:
         """Learn by how much a round's first step was longer if new workers could have rehearsed it; return whether."""

@@ -189,8 +189,8 @@ class LeaderMachine:
                 for other in self.nodes.values():
                     if first and other.active and not other.done:
                         self._send(other.link, m.PeerDone(self.record.term, number))
-            case m.Failed(round=number, failure=failure) if number == current:
-                self._rounds.failed(node, failure, now)
+            case Failure(round=number) if number == current:
+                self._rounds.failed(node, report, now)
             case m.StrikeDue(round=number) if node.active and number == current:
                 self._fault_due(node, report)
             case m.Stalled(round=number) if node.active and number == current:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic_launch.config.launch_config import Timing
+from elastic_launch.failure import Failure
 from elastic_launch.rendezvous.leader.phases import highest
 from elastic_launch.rendezvous.leader.restart_budget import EARLY
 from elastic_launch.rendezvous.leader.verdict import first_of
@@ -91,8 +92,8 @@ class NodeMachine:
                 self._learn(joined=True, ready=True, live=live, apart=False)
             case m.Done():
                 self._learn(done=True)
-            case m.Failed(failure=failure):
-                self._learn(failed=first_of(self._known.get("failed"), failure))
+            case Failure():
+                self._learn(failed=first_of(self._known.get("failed"), report))
             case m.Leaving(reason=reason):
                 self._learn(leaving=reason)
             case m.Reached(error=error):

@@ -38,13 +38,11 @@ class LinkDown:
     Attributes:
         gone: whether its process is gone; otherwise it is only silent.
         until: what the run waits for, as text.
-        held: whether the node's workers are stopped meanwhile; its agent fills this in.
     """
 
     reason: str
     gone: bool
     until: str = AT_ENDPOINT
-    held: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,14 +189,6 @@ class NodeReady:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
-    """A worker of the round failed; this node stops its other workers."""
-
-    round: int
-    failure: Failure
-
-
-@dataclass(frozen=True, slots=True)
 class Collective:
     """The last collective that a worker has begun in a process group.
 
@@ -396,7 +388,7 @@ Report = (
     | NodeSaved
     | Joined
     | NodeReady
-    | Failed
+    | Failure
     | Stalled
     | StacksTaken
     | Stopped
