@@ -45,7 +45,7 @@ def while_advancing(where: Place, function: Callable[[], T], waiting: Callable[[
     """
     results: list[T] = []
     limit = STALL_URL if isinstance(where, Url) else STALL
-    reader: _Reader = _Reader(lambda: results.append(function()))
+    reader = _Reader(lambda: results.append(function()))
     reader.start()
     warned = False
     while reader.is_alive():

@@ -24,30 +24,17 @@ from elastic_launch.snapshot.errors import CheckpointError, MalformedError, NotC
 from elastic_launch.snapshot.format.manifest import parse_json
 from elastic_launch.snapshot.format.plain import Decoder
 from elastic_launch.snapshot.location import place
-from elastic_launch.snapshot.memory.slot import PART, Header, Slot
+from elastic_launch.snapshot.memory.slot import PART, Slot
 from elastic_launch.snapshot.storage import owner as owners
 from elastic_launch.snapshot.storage.lineage import epoch_of, nonce_in, order, same_run
 from elastic_launch.snapshot.storage.listing import CheckpointInfo, find, order_of
 from elastic_launch.snapshot.storage.saving import prune, write_parts, write_share
-from elastic_launch.snapshot.storage.shares import Division
+from elastic_launch.snapshot.storage.shares import Division, Read
 
 _log = logging.getLogger(__name__)
 
 SILENCE = 1.0
 """Seconds between two progress messages."""
-
-
-class _Followed(Slot):
-    """A slot that reports progress as it is read: by then, what was read before has been written."""
-
-    def __init__(self, tensors: int, head: int, progress: Callable[[], None]) -> None:
-        super().__init__(tensors, head)
-        self._progress = progress
-
-    def tensor_bytes(self, begin: int, end: int) -> Iterator[bytes]:
-        for part in super().tensor_bytes(begin, end):
-            self._progress()
-            yield part
 
 
 def copy(
@@ -72,8 +59,14 @@ def copy(
 
     began = time.monotonic()
     done = Copied(job.step, job.round, directory=job.directory)
-    slot = _Followed(tensors, head, progress)
+    slot = Slot(tensors, head)
     header = slot.header()
+
+    def read(begin: int, end: int) -> Iterator[bytes]:
+        for part in slot.tensor_bytes(begin, end):
+            progress()  # what was read before has been written
+            yield part
+
     if header is None or (header.sequence, header.step, header.round) != (job.sequence, job.step, job.round):
         return replace(done, error="The snapshot is not in its slot any more.")
     numbers, position = {"step": header.step, "round": header.round}, (header.round, header.step)
@@ -81,7 +74,7 @@ def copy(
         meta = parse_json(slot.meta(header))
         if isinstance(meta, dict) and PART in meta:  # snapshots are split since the one that was to be copied
             return replace(done, error="This node has only a part of the newest snapshot.", final=True)
-        division = _divided(job, slot, header, progress)
+        division = _divided(job, read, header.tensors, progress)
         newest: CheckpointInfo | None = None
         if job.last and not job.share:
             decoded = Decoder().decode(meta)
@@ -97,7 +90,7 @@ def copy(
         else:
             info = write_parts(
                 job.directory,
-                slot.tensor_parts(header) if division is None else division,
+                read(0, header.tensors) if division is None else division,
                 slot.state(header),
                 meta,
                 **numbers,
@@ -123,12 +116,12 @@ def copy(
     return replace(done, seconds=time.monotonic() - began)
 
 
-def _divided(job: CopyJob, slot: Slot, header: Header, progress: Callable[[], None]) -> Division | None:
+def _divided(job: CopyJob, read: Read, size: int, progress: Callable[[], None]) -> Division | None:
     """Return the division among several nodes; None if it cannot be divided: one tensor may be most of the snapshot."""
     if job.shares == 1:
         return None
     try:
-        division = Division(slot.tensor_bytes, header.tensors, job.shares, progress)
+        division = Division(read, size, job.shares, progress)
     except MalformedError as error:
         raise CheckpointError(f"What is in memory cannot be divided: {error}.") from error
     return division if len(division) > 1 else None

@@ -7,7 +7,7 @@
         tensors.safetensors           or tensors-<k>-of-<n>.safetensors if nodes shared the work; see ``shares``
         state.json                    the rest of the state, see ``tree``
         manifest.json                 sizes and checksums of these files; written last
-      .writing-<nonce>/               a checkpoint being written, or left by a dead writer; see ``draft``
+      .writing-<nonce>/               a checkpoint being written, or left by a dead writer; see ``directory``
       .share-<checkpoint>-<k>-of-<n>/ a share that a node has written, not yet taken into its checkpoint
       .removing-<nonce>/              a checkpoint being removed
 """

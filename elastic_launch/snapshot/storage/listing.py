@@ -20,10 +20,9 @@ from elastic_launch.snapshot.errors import (
 )
 from elastic_launch.snapshot.format.files import check_size
 from elastic_launch.snapshot.format.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, parse_name
-from elastic_launch.snapshot.location import Place, place
+from elastic_launch.snapshot.location import Place, Url, place
 from elastic_launch.snapshot.storage.directory import Directory
 from elastic_launch.snapshot.storage.lineage import Order, order
-from elastic_launch.snapshot.storage.places import storage_at
 from elastic_launch.snapshot.storage.url_storage import UrlStorage
 
 SCANS = 10
@@ -51,6 +50,11 @@ class CheckpointInfo:
     digest: str
     bytes: int
     meta: dict[str, Any]
+
+
+def storage_at(where: Place) -> Directory | UrlStorage:
+    """Return the storage of a directory or URL of checkpoints, or of one checkpoint."""
+    return UrlStorage(where) if isinstance(where, Url) else Directory(where)
 
 
 def order_of(info: CheckpointInfo) -> Order:

@@ -14,7 +14,7 @@ from typing import Any
 
 from elastic_launch.snapshot.errors import MalformedError, TakenError, writing
 from elastic_launch.snapshot.location import Place
-from elastic_launch.snapshot.storage.places import storage_at
+from elastic_launch.snapshot.storage.listing import storage_at
 
 OWNER = "owner.json"
 _FORMAT = "elastic-launch owner"

@@ -29,8 +29,7 @@ from elastic_launch.snapshot.location import Url, place
 from elastic_launch.snapshot.storage import owner as owners
 from elastic_launch.snapshot.storage.directory import DirectoryDraft
 from elastic_launch.snapshot.storage.lineage import epoch_of, leads_to
-from elastic_launch.snapshot.storage.listing import CheckpointInfo, find, inspect, order_of
-from elastic_launch.snapshot.storage.places import storage_at
+from elastic_launch.snapshot.storage.listing import CheckpointInfo, find, inspect, order_of, storage_at
 from elastic_launch.snapshot.storage.shares import Division, OwnShare
 from elastic_launch.snapshot.storage.url_storage import UrlDraft
 

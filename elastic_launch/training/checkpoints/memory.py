@@ -38,14 +38,6 @@ FREE_TIMEOUT = 300.0
 LOOK_EVERY = 0.02
 """Seconds between two looks whether it is."""
 
-SPLIT = (
-    "from now on snapshots in memory are split among the nodes: %s. Each node keeps the shards of its ranks and of the "
-    "next node's. A fault that takes two such nodes at once costs the steps since the last checkpoint"
-)
-"""The message that snapshots are split: why."""
-
-BY_FLAG = "--split-snapshots was given"
-
 Route = Callable[[CopyJob, int], CopyJob]
 """Completes a job without a directory: durable storage to copy a snapshot to, with that many bytes of tensors."""
 
@@ -74,7 +66,8 @@ class MemorySnapshots:
         self._torn = False
         self._left: int | None = None  # a slot that was reserved for writing but is empty
         self._dropped: int | None = None  # one whose snapshot was dropped; the agent may take it for the newest
-        self._split = BY_FLAG if link.split else ""  # why this worker asks for snapshots that are split; empty: no
+        # Why this worker asks for snapshots that are split; empty: it does not.
+        self._split = "--split-snapshots was given" if link.split else ""
         self._told = False  # whether it was said
         self.writes = self._may_write
         """Whether this worker writes its node's snapshots; False once there is no room."""
@@ -137,7 +130,12 @@ class MemorySnapshots:
         votes = split.Votes.of(numbers_of_all(world, mine))
         if votes.split and asks and (why != self._split or (self.decides and not self._told)):
             self._split, self._told = why, True
-            _log.warning(SPLIT, why)
+            _log.warning(
+                "from now on snapshots in memory are split among the nodes: %s. Each node keeps the shards of its "
+                "ranks and of the next node's. A fault that takes two such nodes at once costs the steps since the "
+                "last checkpoint",
+                why,
+            )
         return votes
 
     def store(
