@@ -14,8 +14,8 @@ from torch import nn
 
 import elastic_launch as el
 from elastic_launch.snapshot import UnsupportedStateError
-from elastic_launch.training.checkpoints.manager import _copied
 from elastic_launch.training.checkpoints.state import TrainingState
+from elastic_launch.training.checkpoints.step_start import copied as copy_of
 from elastic_launch.training.engine import Engine
 from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
@@ -114,7 +114,7 @@ def test_a_copy_for_the_writer_shares_nothing_and_keeps_types() -> None:
         "size": torch.Size([2]),
         "ordered": OrderedDict(a={1}),
     }
-    copied = _copied(state)
+    copied = copy_of(state)
     state["best"].loss[0].zero_()
     state["dict"]["a"].append(2)
     state["window"][0].zero_()
