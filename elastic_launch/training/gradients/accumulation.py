@@ -23,7 +23,7 @@ from elastic_launch.training.gradients.buckets import BucketedReduction, LocalRe
 from elastic_launch.training.gradients.buffer_rules import ruled_names
 from elastic_launch.training.gradients.buffers import Buffers
 from elastic_launch.training.gradients.carried import CarriedStates
-from elastic_launch.training.gradients.flat import Values
+from elastic_launch.training.gradients.flat import Reduction, Values
 from elastic_launch.training.gradients.means import MeanTable
 from elastic_launch.training.gradients.parameters import Parameters
 from elastic_launch.training.gradients.reduction import ExactReduction
@@ -81,6 +81,7 @@ class Gradients:
         self._room = room
         self._rules = buffers
         self._buffers = Buffers(model, world_size, buffers)
+        self._buffer_sums: list[Tensor] = []  # in exact mode, where the reduction adds them
         self._plan = BatchPlan((), 1, ())
         self._new: list[str] = []
         self._changes: list[str] = []
@@ -118,7 +119,7 @@ class Gradients:
             for which, parameter in enumerate(self.parameters.reduced)
         ]
 
-    def _new_reduction(self) -> Any:
+    def _new_reduction(self) -> Reduction:
         parameters = self.parameters
         if self.world_size == 1 or not parameters.reduced:
             return LocalReduction(len(parameters.reduced))
@@ -126,7 +127,6 @@ class Gradients:
             parameters.reduced,
             parameters.reduced_names,
             parameters.sparse,
-            self.rank,
             # Beside FSDP's own collectives they would not come in the same order on all ranks.
             overlap=self._overlap and self._shards is None,
             room=self._room if self.on_cpu else 0,
@@ -177,21 +177,20 @@ class Gradients:
     @contextmanager
     def micro_batch(self, number: int) -> Iterator[None]:
         """Context for forward and backward of this rank's number-th micro-batch; restores the buffers on exit."""
-        self._begin_micro_batch(number)
+        index = self._plan.micro_batches[number].index
+        self._reduction.begin(index)
         self._taking = True
         try:
             yield
         finally:
             self._taking = False
-        self._end_micro_batch(number)
+        self._add_buffers(self._buffers.take(index))
+        self._reduction.end()
         self._buffers.restore()
 
-    def _begin_micro_batch(self, number: int) -> None:
-        """Begin a micro-batch."""
-
-    def _end_micro_batch(self, number: int) -> None:
-        """Collect the buffers that a micro-batch has changed."""
-        self._buffers.add(self._buffers.take(self._plan.micro_batches[number].index))
+    def _add_buffers(self, moved: Sequence[Tensor]) -> None:
+        """Add what a micro-batch has added to buffers that are averaged."""
+        self._buffers.add(moved)
 
     @contextmanager
     def backward(self, number: int) -> Iterator[None]:
@@ -273,7 +272,7 @@ class Gradients:
     @property
     def whole(self) -> bool:
         """Whether this rank has a gradient of each parameter, so that the others need not report which they have."""
-        return False
+        return self._reduction.whole
 
     def finish(self, whole: bool = False) -> None:
         """Set every parameter's gradient to that of the global batch, on all ranks.
@@ -286,7 +285,9 @@ class Gradients:
         if self._new and self.world_size > 1:
             self.parameters.check_new(self._new)
         self._new = []
-        for parameter, gradient in zip(self.parameters.reduced, self._sums(whole), strict=True):
+        sums = self._reduction.finish(self._plan.total, whole=whole)
+        self._buffer_sums = [value for value in sums[len(self.parameters.reduced) :] if value is not None]
+        for parameter, gradient in zip(self.parameters.reduced, sums, strict=False):
             parameter.grad = gradient
         self.waiting = True
 
@@ -333,11 +334,6 @@ class Gradients:
             "Freeze, unfreeze and add parameters on all ranks before the same step.",
         )
 
-    def _sums(self, whole: bool) -> Values:
-        """Return the gradients over the global batch."""
-        sums: Values = self._reduction.finish()
-        return sums
-
     def discard(self) -> None:
         """Undo the step: drop gradients and restore buffers. Call it on all ranks, or before the step is reduced."""
         self._reduction.abandon()
@@ -368,7 +364,7 @@ class Gradients:
     @property
     def talks_in_between(self) -> bool:
         """Whether backward passes communicate with other ranks, so that no rank can leave one out."""
-        return bool(self._reduction.early)
+        return self._reduction.early
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -413,13 +409,18 @@ class ExactGradients(Gradients):
         by_host: bool = False,
     ) -> None:
         check_model(model)
-        self._buffer_sums: list[Tensor] = []
         super().__init__(model, optimizer, world_size, rank, buffers=buffers, same=same, by_host=by_host)
         self._states = CarriedStates(model)
 
     def begin(self, plan: BatchPlan) -> None:
         super().begin(plan)
         self._states.begin_step()
+
+    @contextmanager
+    def micro_batch(self, number: int) -> Iterator[None]:
+        self._states.begin_micro_batch()
+        with super().micro_batch(number):
+            yield
 
     @contextmanager
     def recording(self, bits: Bits, *, repeated: bool = False) -> Iterator[None]:
@@ -457,25 +458,9 @@ class ExactGradients(Gradients):
         like = [*self.parameters.reduced, *self._buffers.summed]
         return ExactReduction(like, self.world_size, self.rank, names=self.parameters.reduced_names)
 
-    def _begin_micro_batch(self, number: int) -> None:
-        self._states.begin_micro_batch()
-        self._reduction.begin(self._plan.micro_batches[number].index)
-
-    def _end_micro_batch(self, number: int) -> None:
-        moved = self._buffers.take(self._plan.micro_batches[number].index)
+    def _add_buffers(self, moved: Sequence[Tensor]) -> None:
         for which, value in enumerate(moved, len(self.parameters.reduced)):
             self._reduction.put(which, value)
-        self._reduction.end()
-
-    @property
-    def whole(self) -> bool:
-        return bool(self._reduction.whole)
-
-    def _sums(self, whole: bool) -> Values:
-        sums: Values = self._reduction.finish(self._plan.total, whole=whole)
-        trained = len(self.parameters.reduced)
-        self._buffer_sums = [value for value in sums[trained:] if value is not None]
-        return sums[:trained]
 
     def exchange_buffers(self) -> None:
         self._buffers.exchange(self._buffer_sums)

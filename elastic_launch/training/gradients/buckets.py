@@ -24,16 +24,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elastic_launch.errors import UsageError
-from elastic_launch.training.gradients.flat import Values, dense_stride
+from elastic_launch.training.gradients.flat import Reduction, Values, packed
 
 FIRST_BYTES = 1024 * 1024
 """Size of the first bucket in bytes: the sooner it is full, the sooner the exchange begins."""
 
 BYTES = 25 * 1024 * 1024
 """Size of the other buckets in bytes, as in DistributedDataParallel."""
-
-ALIGNED = 16
-"""A gradient's offset in its bucket is a multiple of this number of elements."""
 
 
 @dataclass(slots=True)
@@ -47,8 +44,13 @@ class _Bucket:
     pending: int = 0  # number of members that the last micro-batch has not computed yet
     work: dist.Work | None = None
 
+    def wait(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
 
-class BucketedReduction:
+
+class BucketedReduction(Reduction):
     """Sums gradients over micro-batches and ranks.
 
     Args:
@@ -63,7 +65,6 @@ class BucketedReduction:
         like: Sequence[Tensor],
         names: Sequence[str],
         sparse: frozenset[int],
-        rank: int,
         *,
         overlap: bool,
         room: int = 0,
@@ -71,41 +72,31 @@ class BucketedReduction:
         self._like = list(like)
         self._names = list(names)
         self._sparse = sorted(sparse)
-        self._rank = rank
         self._overlap = overlap
         self._room = room
-        self._cargo: Tensor | None = None
         # The first step shows the order of the gradients. Until then nothing is sent early, so a gradient may come in
         # parts.
-        self._order: list[int] | None = None
-        self._arrived: list[int] = []
+        self._learned = False
         self._in_parts: set[int] = set()
         self._buckets: list[_Bucket] = []
         self._views: list[Tensor] = [torch.empty(0)] * len(self._like)
         self._home: list[_Bucket | None] = [None] * len(self._like)
+        self._cargo: Tensor | None = None
         self._build(range(len(self._like) - 1, -1, -1))
-        self._sparse_sums: dict[int, Tensor] = {}
-        self._present = [False] * len(self._like)
-        self._seen = [False] * len(self._like)
-        self._sending = False
-        self._next = 0
+        self.reset()
 
     @property
     def early(self) -> bool:
-        """Whether buckets are sent before all ranks have finished their backward passes."""
-        return self._overlap and self._order is not None
+        return self._overlap and self._learned
 
     @property
     def room(self) -> int:
-        """Number of elements of cargo that the first bucket carries in this step; 0 if buckets are sent late."""
         return self._room if self.early and self._buckets else 0
 
     def load(self, cargo: Tensor) -> None:
-        """Add a cargo to the first bucket, to be summed over the ranks; called before the last backward pass."""
         self._cargo = cargo
 
     def delivered(self) -> Tensor:
-        """Return the sums of the cargo, possibly with further elements; sends the first bucket if it was not sent."""
         if not self._next:
             self._send()
         first = self._buckets[0]
@@ -114,18 +105,17 @@ class BucketedReduction:
         return first.cargo
 
     def reset(self) -> None:
-        """Begin a step."""
         self._cargo = None
         self._present = [False] * len(self._like)
-        self._sparse_sums = {}
-        self._next = 0
-        self._arrived = []
-        self._sending = False
+        self._seen = [False] * len(self._like)
+        self._sparse_sums: dict[int, Tensor] = {}
+        self._next = 0  # the bucket to be sent next
+        self._arrived: list[int] = []
+        self._sending = False  # whether the last pass is under way
         for bucket in self._buckets:
             bucket.pending = len(bucket.members)
 
     def begin_pass(self, *, last: bool) -> None:
-        """Begin a backward pass; ``last`` is whether it is this rank's last one in this step."""
         self._seen = [False] * len(self._like)
         self._sending = last
 
@@ -135,12 +125,10 @@ class BucketedReduction:
         self._sending = False
 
     def send(self) -> None:
-        """Send the remaining buckets, if they may be sent before the end."""
         if self.early:
             self._send_all()
 
     def put(self, which: int, gradient: Tensor) -> None:
-        """Add a gradient, or a part of one."""
         bucket = self._home[which]
         if gradient.layout is not torch.strided or bucket is None:
             self._put_sparse(which, gradient, bucket)
@@ -155,12 +143,10 @@ class BucketedReduction:
             self._count(which, bucket)
 
     def totals(self) -> Values:
-        """Return the sums so far, None where there is none, to which autograd may add in place."""
         pairs = zip(self._views, self._present, self._home, strict=True)
         return [view if present and home is not None else None for view, present, home in pairs]
 
     def added(self, which: int) -> None:
-        """Record that a gradient, or a part of one, was added to one of :meth:`totals`."""
         bucket = self._home[which]
         if self._sending and bucket is not None:
             self._refuse_late(which, bucket)
@@ -187,14 +173,11 @@ class BucketedReduction:
             while self._next < len(self._buckets) and not self._buckets[self._next].pending:
                 self._send()
 
-    def finish(self) -> Values:
-        """Return the sums over all ranks, None where no rank had a gradient; valid until the next step begins."""
+    def finish(self, total: int, *, whole: bool = False) -> Values:
         self._send_all()
         sums: Values = [None] * len(self._like)
         for bucket in self._buckets:
-            assert bucket.work is not None
-            bucket.work.wait()
-            bucket.work = None
+            bucket.wait()
             mine = [self._present[which] for which in bucket.members]
             # Reading the flags waits for a GPU, so only ranks that lack a gradient do it.
             there = mine if all(mine) else [flag > 0 for flag in bucket.flags.tolist()]
@@ -202,25 +185,20 @@ class BucketedReduction:
                 sums[which] = self._views[which] if present else None
         for which in self._sparse:
             sums[which] = self._reduce_sparse(which)
-        if self._order is None:
+        if not self._learned:
             self._learn()
         return sums
 
     def abandon(self) -> None:
-        """Give the step up, as all ranks do; pending exchanges are completed, so that all have sent the same."""
-        self.send()
+        self.send()  # so that all ranks have sent the same
         for bucket in self._buckets:
-            if bucket.work is not None:
-                bucket.work.wait()
-                bucket.work = None
+            bucket.wait()
 
     def give_up(self) -> None:
-        """Wait for what was sent, which fails, so that nothing refers to the process group any more."""
         for bucket in self._buckets:
-            if bucket.work is not None:
-                with suppress(RuntimeError):
-                    bucket.work.wait()
-                bucket.work = None
+            with suppress(RuntimeError):
+                bucket.wait()
+            bucket.work = None
 
     def _send_all(self) -> None:
         while self._next < len(self._buckets):
@@ -257,47 +235,34 @@ class BucketedReduction:
         ranked += [which for which in range(len(self._like) - 1, -1, -1) if which not in last]
         order = torch.tensor(ranked, dtype=torch.int64, device="cpu")
         dist.broadcast(order, src=0)
-        self._order = order.tolist()
-        # Gradients of this step stay where they are.
-        self._build(self._order)
+        self._learned = True
+        self._build(order.tolist())  # gradients of this step stay where they are
 
     def _build(self, order: Sequence[int]) -> None:
         """Cut the order into buckets, of one dtype and device each."""
         self._buckets = []
-        open_: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+        open_: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
         for which in order:
             if which in self._sparse:
                 continue
-            parameter = self._like[which]
-            kind = (parameter.dtype, parameter.device)
-            open_.setdefault(kind, []).append(which)
-            sizes[kind] = sizes.get(kind, 0) + parameter.numel() * parameter.element_size()
-            if sizes[kind] >= (BYTES if self._buckets else FIRST_BYTES):
-                self._add_bucket(open_.pop(kind))
-                del sizes[kind]
-        for members in open_.values():
+            like = self._like[which]
+            members, size = open_.pop((like.dtype, like.device), ([], 0))
+            members.append(which)
+            size += like.nbytes
+            if size >= (BYTES if self._buckets else FIRST_BYTES):
+                self._add_bucket(members)
+            else:
+                open_[like.dtype, like.device] = members, size
+        for members, _ in open_.values():
             self._add_bucket(members)
 
     def _add_bucket(self, members: list[int]) -> None:
-        first = self._like[members[0]]
-        width = 2 if first.is_complex() else 1
-        # Aligned, which is best for the optimizer's reads.
-        sizes = [-(-width * self._like[which].numel() // ALIGNED) * ALIGNED for which in members]
-        size = sum(sizes)
-        real = first.real.dtype if first.is_complex() else first.dtype
-        # Not all backends support complex numbers.
-        end = size + len(members)
-        flat = torch.zeros(end + (0 if self._buckets else self._room), dtype=real, device=first.device)
-        bucket = _Bucket(members, flat, flat[size:end], flat[end:])
-        start = 0
-        for which, space in zip(members, sizes, strict=True):
-            parameter = self._like[which]
-            piece = flat[start : start + width * parameter.numel()]
-            start += space
-            dense = torch.view_as_complex(piece.view(-1, 2)) if width == 2 else piece
-            self._views[which] = dense.as_strided(parameter.shape, dense_stride(parameter), dense.storage_offset())
-            self._home[which] = bucket
+        room = 0 if self._buckets else self._room
+        flat, views = packed([self._like[which] for which in members], len(members) + room)
+        end = len(flat) - room
+        bucket = _Bucket(members, flat, flat[end - len(members) : end], flat[end:])
+        for which, view in zip(members, views, strict=True):
+            self._views[which], self._home[which] = view, bucket
         self._buckets.append(bucket)
 
     def _put_sparse(self, which: int, gradient: Tensor, bucket: _Bucket | None) -> None:
@@ -328,18 +293,14 @@ class BucketedReduction:
         return own if own._nnz() else None
 
 
-class LocalReduction:
+class LocalReduction(Reduction):
     """Sums gradients over the micro-batches of a single rank."""
-
-    early = False
-    room = 0
 
     def __init__(self, count: int) -> None:
         self._sums: Values = [None] * count
         self._memory: set[int] = set()
 
     def reset(self) -> None:
-        """Begin a step."""
         self._sums = [None] * len(self._sums)
         self._memory = set()
 
@@ -364,22 +325,7 @@ class LocalReduction:
         return gradient
 
     def totals(self) -> Values:
-        """Return the sums so far, None where there is none, to which autograd may add in place."""
         return [None if total is None or total.is_sparse else total for total in self._sums]
 
-    def added(self, which: int) -> None:
-        """Record that a gradient was added to one of :meth:`totals`."""
-
-    def finish(self) -> Values:
-        """Return the sums."""
+    def finish(self, total: int, *, whole: bool = False) -> Values:
         return list(self._sums)
-
-    def begin_pass(self, *, last: bool) -> None: ...
-
-    def end_pass(self) -> None: ...
-
-    def send(self) -> None: ...
-
-    def abandon(self) -> None: ...
-
-    def give_up(self) -> None: ...

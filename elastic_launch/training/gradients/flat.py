@@ -1,105 +1,115 @@
-"""Views tensors of one dtype and device as flat ones: large ones in their memory order, small ones packed together."""
+"""Packs tensors of one dtype and device into one flat tensor: one operation or message then handles all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-SMALL = 64 * 1024
-"""Elements below which a tensor is packed with others; a message costs about as much as copying so many elements."""
+ALIGNED = 16
+"""A tensor's offset is a multiple of this number of elements, which is best for an optimizer that reads it."""
 
 Values = list[Tensor | None]
 """A value, or None, for each tensor."""
 
 
-@dataclass(frozen=True, slots=True)
-class FlatSlice:
-    """A tensor's index, and the dense layout of its elements in memory."""
+def packed(like: Sequence[Tensor], room: int = 0) -> tuple[Tensor, list[Tensor]]:
+    """Return a flat tensor of zeros, and a view of it for each of some tensors of one dtype and device.
 
-    which: int
-    shape: torch.Size
-    stride: tuple[int, ...]
+    A view has its tensor's shape and order in memory: sums over all elements, such as a norm, depend on that order to
+    the bit.
+
+    Args:
+        room: further elements at the end.
+    """
+    first = like[0]
+    width = 2 if first.is_complex() else 1  # not all backends support complex numbers
+    sizes = [-(-width * tensor.numel() // ALIGNED) * ALIGNED for tensor in like]
+    real = first.real.dtype if first.is_complex() else first.dtype
+    flat = torch.zeros(sum(sizes) + room, dtype=real, device=first.device)
+    views = []
+    for tensor, piece in zip(like, torch.split(flat, [*sizes, room]), strict=False):
+        dense = torch.view_as_complex(piece.view(-1, 2)) if width == 2 else piece
+        # Without gaps or overlaps, which the tensor may have.
+        stride = torch.empty_like(tensor, device="meta").stride()
+        views.append(dense.as_strided(tensor.shape, stride, dense.storage_offset()))
+    return flat, views
+
+
+def alike(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Return the indices of the tensors by dtype and device."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for which, tensor in enumerate(tensors):
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(which)
+    return [*kinds.values()]
+
+
+class Reduction:
+    """Sums gradients, or other tensors, by their index; this base class sends nothing before all ranks are done."""
 
     @property
-    def small(self) -> bool:
-        return self.shape.numel() < SMALL
+    def early(self) -> bool:
+        """Whether something is sent before all ranks have finished their backward passes."""
+        return False
 
-    def new(self, part: FlatPart) -> Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=part.dtype, device=part.device)
+    @property
+    def room(self) -> int:
+        """Number of elements of cargo that are sent with gradients in this step, see ``buckets``; 0: none."""
+        return 0
 
+    def reset(self) -> None:
+        """Begin a step; drop all values."""
 
-@dataclass(frozen=True, slots=True)
-class Flat:
-    """One or more tensors in a flat order."""
+    def begin(self, index: int) -> None:
+        """Begin a micro-batch, by its index in the global batch; each rank begins its micro-batches in order."""
 
-    nodes: list[Tensor]  # the elements of each of this rank's nodes of the tree; they may be changed
-    total: Tensor  # receives their sum over all ranks; may be the memory of the first node
-    packed: list[Tensor] = field(default_factory=list)  # what these elements are copies of, if they are copies
+    def end(self) -> None:
+        """End the current micro-batch."""
 
-    def unpack(self) -> None:
-        """Copy the sums to their tensors."""
-        if self.packed:
-            pieces = torch.split(self.total, [tensor.numel() for tensor in self.packed])
-            for tensor, piece in zip(self.packed, pieces, strict=True):
-                _in_memory(tensor).copy_(piece)
+    def begin_pass(self, *, last: bool) -> None:
+        """Begin a backward pass; ``last`` is whether it is this rank's last one in this step."""
 
+    def end_pass(self) -> None: ...
 
-@dataclass(frozen=True, slots=True)
-class FlatPart:
-    """The tensors of one dtype and device."""
+    def put(self, which: int, value: Tensor) -> None:
+        """Add a value, or a part of one."""
+        raise NotImplementedError
 
-    dtype: torch.dtype
-    device: torch.device
-    places: tuple[FlatSlice, ...]
+    def totals(self) -> Values | None:
+        """Return the sums so far, None where there is none, to which autograd may add in place; None: to no sum."""
+        return None
 
-    def flats(self, nodes: list[Values], sums: Values) -> Iterator[Flat]:
-        """Yield the nodes' values and the sums as flat tensors.
+    def added(self, which: int) -> None:
+        """Record that a value, or a part of one, was added to one of :meth:`totals`."""
+
+    def load(self, cargo: Tensor) -> None:
+        """Add a cargo to what is sent, to be summed over the ranks; called before the last backward pass."""
+        raise NotImplementedError
+
+    def delivered(self) -> Tensor:
+        """Return the sums of the cargo, possibly with further elements."""
+        raise NotImplementedError
+
+    def send(self) -> None:
+        """Send what may be sent before the step's end."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether this rank has a value of each tensor, so that the others need not report which they have."""
+        return False
+
+    def finish(self, total: int, *, whole: bool = False) -> Values:
+        """Return the sums over all ranks, None if no micro-batch of any rank had a value; valid until :meth:`reset`.
 
         Args:
-            nodes: the nodes, with a value wherever there is a sum.
-            sums: the sums; None entries are left out.
+            total: M, the number of micro-batches of all ranks.
+            whole: whether each tensor is known to have a value on some rank; the same on all ranks.
         """
-        small = []
-        for place in self.places:
-            total = sums[place.which]
-            if total is None or not total.numel():
-                continue
-            if place.small:
-                small.append(place.which)
-            else:
-                yield Flat([_in_memory(_present(values, place.which)) for values in nodes], _in_memory(total))
-        if small:
-            packed = [_present(sums, which) for which in small]
-            total = torch.empty(sum(tensor.numel() for tensor in packed), dtype=self.dtype, device=self.device)
-            flat = [torch.cat([_in_memory(_present(values, which)) for which in small]) for values in nodes]
-            yield Flat(flat, total, packed)
+        raise NotImplementedError
 
+    def abandon(self) -> None:
+        """Give the step up, as all ranks do."""
 
-def _present(values: Values, which: int) -> Tensor:
-    value = values[which]
-    assert value is not None
-    return value
-
-
-def _in_memory(value: Tensor) -> Tensor:
-    """Return a dense tensor's elements in memory order, as a flat view."""
-    return value.as_strided((value.numel(),), (1,))
-
-
-def dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """Return the strides of a tensor, or those of a dense tensor if it has gaps or overlaps."""
-    return torch.empty_like(tensor, device="meta").stride()
-
-
-def layout(like: Sequence[Tensor]) -> list[FlatPart]:
-    """Return the parts into which tensors like these are divided, by dtype and device."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[FlatSlice]] = {}
-    for which, tensor in enumerate(like):
-        if tensor.layout != torch.strided:
-            raise ValueError(f"tensor {which} is sparse; an exact reduction takes dense ones only")
-        place = FlatSlice(which, tensor.shape, dense_stride(tensor))
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(place)
-    return [FlatPart(dtype, device, tuple(places)) for (dtype, device), places in kinds.items()]
+    def give_up(self) -> None:
+        """Give the step up after a failed exchange; nothing refers to the process group any more."""
