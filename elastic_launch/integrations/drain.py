@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from dataclasses import replace
 
@@ -68,7 +67,7 @@ class Drain:
         self._step, self._reached = step, time.monotonic()
         self._link.step(step)
         save = self._world.rank == 0 and self._link.save_asked()
-        agreed = self._agreement.exchange(Wishes(stop=self._wanted(), save=save))
+        agreed = self._agreement.exchange(Wishes(stop=self._termination.wanted(self._link.stop_asked()), save=save))
         self._stop = max(self._stop, agreed.stop)
         self.stops = self._stop.drains and not end
         self.save = agreed.save
@@ -100,17 +99,12 @@ class Drain:
             The exit code. The process must now end by raising
             :class:`~elastic_launch.training.stopping.DrainedExit` with it.
         """
-        # The agent relies on messages, not on the code; a sender of SIGTERM to this process expects the signal's.
-        code = 0 if self._link.present or self._stop is StopSource.AGENT else 128 + signal.SIGTERM
+        code = self._stop.exit_code(agent=self._link.present)
         if self._agreement is not None:
             self._agreement.settle()
         self._link.drained(self._step, time.monotonic() - self._reached)
         self.end()
         return code
-
-    def _wanted(self) -> StopSource:
-        asked = bool(self._link.stop_asked())
-        return StopSource.SIGNAL if self._termination.asked else StopSource.AGENT if asked else StopSource.NO
 
 
 def _world() -> World:

@@ -11,10 +11,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,12 +44,6 @@ from elastic_launch.training.trainings import Trainings
 
 _log = logging.getLogger(__name__)
 
-_PART = 0.02
-"""Pause between two looks at a GPU, as a part of the time waited so far. The wait may take longer by this part."""
-
-_LONGEST_PAUSE = 1e-3
-"""Maximum seconds of such a pause."""
-
 
 class Engine:
     """Restores, agrees, saves and stops for one process of a run.
@@ -77,10 +70,9 @@ class Engine:
         self.resumed_step = 0  # and when this process joined the current round; set once steps have begun
         self.worlds: list[int] = [] if world is None else [world.world_size]  # of all rounds of the training so far
         self.state = TrainingState()  # what checkpoints hold besides model and optimizer
-        self.stopped = False  # whether all ranks have agreed to stop before the training's end
         self.evaluates = False  # whether all ranks have agreed to evaluate; the loop resets it
         self.sharded = False  # whether the model that is trained is sharded
-        self.confirms = False  # whether a step's exchange needs :meth:`confirm`, in the current round
+        self.confirms = False  # whether the exchange of each step is confirmed, in the current round
         self.checkpoint: CheckpointManager | None = None  # where to save to, once a state was restored
         self._managers: dict[Checkpoint, CheckpointManager] = {}
         self.saver = Saver(world or World(), self.link)
@@ -95,7 +87,7 @@ class Engine:
         self._uncompared = 0
         self._agreement: Agreement | None = None
         self._replicas: ReplicaCheck | None = None
-        self._warned = self._warned_of_average = False
+        self._warned: set[str] = set()
         self._forgets = False  # whether the script has a scheduler or an average that is not saved
         self._settings = settings
         self._timeout = timeout
@@ -149,7 +141,7 @@ class Engine:
             try:
                 link = self.link = wait_for_place(arguments)
             except DrainedExit:
-                self.stopped, self._stop_agreed = True, StopSource.AGENT
+                self._stop_agreed = StopSource.AGENT
                 raise
             self._move(link)
             self.lives = self._may_live(link)
@@ -168,6 +160,11 @@ class Engine:
                 else:
                     break
             self.worlds = [self.world.world_size]
+
+    @property
+    def stopped(self) -> bool:
+        """Whether all ranks have agreed to stop before the training's end."""
+        return self._stop_agreed is not StopSource.NO
 
     @property
     def draining(self) -> bool:
@@ -216,9 +213,7 @@ class Engine:
 
     def step_boundary(
         self,
-        step: int,
-        identity: Mapping[str, int],
-        state: TrainingState,
+        after: Trained,
         *,
         end: bool,
         stays: Callable[[Tensor], bool] | None = None,
@@ -234,10 +229,11 @@ class Engine:
             keep: whether to take a snapshot in memory even if none is due.
             evaluate: whether this rank wants an evaluation.
         """
+        step = after.step
         self.step, self._ended = step, end
         if self._unchecked:
             self._unchecked = False
-            self._check(state)
+            self._check(after.state)
         self.link.step(step)
         faults.reached("step", step)
         self.saver.poll(step, self.checkpoint)
@@ -256,17 +252,15 @@ class Engine:
             with self._none_differs(self._replicas):
                 self._replicas.compare(step)
         how = {"last": last, "draining": draining, "keep": keep}
-        self.saver.save(self._after(step, identity, state), stays=stays, **how)
+        self.saver.save(after, stays=stays, **how)
         return self.stopped
 
-    def step_done(
-        self, step: int, identity: Mapping[str, int], state: TrainingState, stays: Callable[[Tensor], bool]
-    ) -> None:
+    def step_done(self, after: Trained, stays: Callable[[Tensor], bool]) -> None:
         """Report a step and take a snapshot in memory, since something long comes before the step's boundary."""
-        self.step = step
-        self.link.step(step)
-        self.saver.poll(step, self.checkpoint)
-        self.saver.keep(self._after(step, identity, state, evaluated=False), stays)
+        self.step = after.step
+        self.link.step(after.step)
+        self.saver.poll(after.step, self.checkpoint)
+        self.saver.keep(after, stays)
 
     def request_stop(self) -> None:
         """Make all ranks stop after the same step: the next one, or the one after it."""
@@ -303,11 +297,11 @@ class Engine:
                 "session(live=True): this process ends with its round all the same, and no time-out ends its "
                 "collectives on GPUs: leave live out, see docs/training.md, On GPUs"
             )
-        saves, seconds = self.checkpoint is not None, self._restore_seconds
-        base = self.checkpoint.branch.base if self.checkpoint is not None else None
-        ready = Ready(step, total, seconds, self._uncompared, self.lives, rehearses=rehearses, arguments=arguments)
-        ready = replace(ready, checkpoints=saves)
-        self.link.say(ready if base is None else replace(ready, base=base[0], base_in=base[1]))
+        ready = Ready(step, total, self._restore_seconds, self._uncompared, self.lives, rehearses=rehearses)
+        base = None if self.checkpoint is None else self.checkpoint.branch.base
+        if base is not None:
+            ready = replace(ready, base=base[0], base_in=base[1])
+        self.link.say(replace(ready, arguments=arguments, checkpoints=self.checkpoint is not None))
         self._restore_seconds = 0.0
 
     def _may_live(self, link: AgentLink) -> bool:
@@ -323,33 +317,10 @@ class Engine:
         """
         return live and self.device.type == "cuda" and self._may_live(self.link)
 
-    def confirm(self, gpus: Collection[torch.device]) -> None:
-        """Wait until the GPUs of all ranks have completed what they exchange; called by all ranks after an exchange.
-
-        Once NCCL's communicator is aborted on one rank, a collective that has not ended there may end on another one
-        with wrong values, and without an error. What was exchanged counts only if no rank has aborted it before it had
-        ended on that rank: then all of them take part in this exchange, which fails otherwise.
-
-        Args:
-            gpus: those of this rank.
-
-        Raises:
-            RuntimeError: if the exchange failed on any rank, or lasts longer than the timeout of the process group.
-        """
-        done: list[Any] = []
-        for gpu in gpus:
-            done.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
-            done[-1].record(torch.cuda.current_stream(gpu))
-        began = time.monotonic()
-        # Synchronizing would use a CPU all the time, and could not end.
-        while not self.groups.disconnected and not all(each.query() for each in done):
-            waited = time.monotonic() - began
-            if waited > self._timeout:
-                raise RuntimeError(f"Timed out waiting {self._timeout * 1000:.0f}ms for the GPU to exchange gradients")
-            time.sleep(min(waited * _PART, _LONGEST_PAUSE))
-        if self.groups.disconnected:
-            raise RuntimeError("NCCL communicator was aborted, since the round is over")
-        dist.all_reduce(torch.zeros(1, device="cpu"))
+    def confirm(self, gpus: set[torch.device]) -> None:
+        """Confirm an exchange of all ranks if that is needed in this round, see :meth:`RoundGroups.confirm`."""
+        if self.confirms:
+            self.groups.confirm(gpus, self._timeout)
 
     def report_straggler(self, found: Straggler) -> None:
         """Report a rank that is slower than the others."""
@@ -419,28 +390,23 @@ class Engine:
         self._leave_round(broken=error is not None)
         place = self.link.suspended(self.step, lambda: self._termination.asked)
         if place is None:
-            self.stopped, self._stop_agreed = True, max(self._stop_agreed, StopSource.AGENT)
+            self._stop_agreed = max(self._stop_agreed, StopSource.AGENT)
             # Its place may be on the way: then the agent must not take this worker's end for that of the training.
             raise DrainedExit(128 + signal.SIGTERM if self._termination.asked else 0)
         take(place)
         self._move(self.link)
         self.groups = RoundGroups()
         self._stop_agreed = StopSource.NO
-        self.stopped = self.evaluates = self._begun = self._ended = self._drained = False
+        self.evaluates = self._begun = self._ended = self._drained = False
 
     def _move(self, link: AgentLink) -> None:
         self._world = environment()
         self.saver.move(self._world, link)
 
-    def keep_newer(self, step: int, identity: Mapping[str, int], state: TrainingState, *, evaluated: bool) -> None:
+    def keep_newer(self, after: Trained) -> None:
         """Before this process ends, take a snapshot in memory if the node has none of this step: the agent saves it."""
-        self.step = step
-        self.saver.keep_newer(self._after(step, identity, state, evaluated=evaluated))
-
-    def _after(
-        self, step: int, identity: Mapping[str, int], state: TrainingState, *, evaluated: bool = True
-    ) -> Trained:
-        return Trained(step, self.checkpoint, identity, state, self.worlds, evaluated)
+        self.step = after.step
+        self.saver.keep_newer(after)
 
     def join_round(self) -> None:
         """Join the round in which this process has got a place."""
@@ -493,9 +459,7 @@ class Engine:
     def leave_if_draining(self) -> None:
         """End the process, through the end of the session, if the training continues in other processes."""
         if self.draining:
-            self.stopped = True
-            # The agent relies on messages, not on the code; a sender of SIGTERM to this process expects the signal's.
-            raise DrainedExit(0 if self.link.present or self._stop_agreed is StopSource.AGENT else 128 + signal.SIGTERM)
+            raise DrainedExit(self._stop_agreed.exit_code(agent=self.link.present))
 
     def finish_training(self) -> None:
         """Wait until the saved state is written, unless the agent writes it after a drain."""
@@ -556,31 +520,28 @@ class Engine:
         # To look for them takes some ten milliseconds. Those whom this process has joined have looked.
         if not first and (not self.lives or self.saver.joins_live):
             return
-        average, scheduler = has_forgotten_average(state.parts), bool(forgotten(state.parts))
-        if average or scheduler:
+        found = {}
+        if has_forgotten_average(state.parts):
+            found["an AveragedModel"] = 'run.register("average", averaged) before the loop'
+        if forgotten(state.parts):
+            where = "run.steps(scheduler=...), Trainer(scheduler=...) or run.register()"
+            found["the learning-rate scheduler of the optimizer"] = where
+        if found:
             # A process that joins would begin with another one than those that are kept.
             self._forgets = True
             self.end_with_round()
-        if first and average and not self._warned_of_average:
-            self._warned_of_average = True
-            _log.warning(
-                "an AveragedModel is not saved: after a restart it would begin anew; give it to "
-                'run.register("average", averaged) before the loop'
-            )
-        if first and scheduler and not self._warned:
-            self._warned = True
-            _log.warning(
-                "the learning-rate scheduler of the optimizer is not saved: after a restart it would begin anew; "
-                "give it to run.steps(scheduler=...), Trainer(scheduler=...) or run.register()"
-            )
+        for what, where in found.items():
+            if first and what not in self._warned:
+                self._warned.add(what)
+                _log.warning("%s is not saved: after a restart it would begin anew; give it to %s", what, where)
 
     def _exchange(self, wishes: Wishes, *, by_step: bool = False) -> None:
         """Send this rank's wishes, and receive what all ranks agreed on."""
-        if (stop := self._wanted()) is not StopSource.NO:
+        stop = max(self._stop_wanted, self._termination.wanted(self.link.stop_asked()))
+        if stop is not StopSource.NO:
             wishes = replace(wishes, stop=stop)
         agreed = self.agreement.exchange_by_step(wishes) if by_step else self.agreement.exchange(wishes)
         self._stop_agreed = max(self._stop_agreed, agreed.stop)
-        self.stopped = self._stop_agreed is not StopSource.NO
         self.evaluates = self.evaluates or agreed.evaluate
         self.saver.agree(agreed)
         if self._replicas is not None:
@@ -600,8 +561,3 @@ class Engine:
             raise
         if replicas.good is not None:
             self.saver.equal_after(replicas.good)
-
-    def _wanted(self) -> StopSource:
-        asked = bool(self.link.stop_asked())
-        signalled = StopSource.SIGNAL if self._termination.asked else StopSource.NO
-        return max(self._stop_wanted, StopSource.AGENT if asked else StopSource.NO, signalled)

@@ -24,7 +24,7 @@ from elastic_launch.training.checkpoints.manager import described_newest
 from elastic_launch.training.checkpoints.memory import settled as stays_of
 from elastic_launch.training.checkpoints.parts import Stateful
 from elastic_launch.training.checkpoints.resumed import Outcome, Resumed
-from elastic_launch.training.checkpoints.saving import Live
+from elastic_launch.training.checkpoints.saving import Live, Trained
 from elastic_launch.training.checkpoints.state import TrainingState
 from elastic_launch.training.data.epochs import Epochs
 from elastic_launch.training.data.generators import generators_of_modules
@@ -354,8 +354,7 @@ class Loop:
                 self.engine.suspend(error, spoiled=self.positions.spoiled())
             except DrainedExit:
                 if self._has_state and not done:  # else it is a state within a step
-                    done_all = not self._owes_evaluation
-                    self.engine.keep_newer(step, self._epochs.identity, self._state, evaluated=done_all)
+                    self.engine.keep_newer(self._after(step, evaluated=not self._owes_evaluation))
                 raise
             try:
                 with self.engine.link.forming():
@@ -525,7 +524,7 @@ class Loop:
         world_size, rank = world.world_size, world.rank
         if self._options.gradients is not None:
             return self._options.gradients(world_size, rank)
-        # An exchange between GPUs that is aborted may go unnoticed, see Engine.confirm().
+        # An exchange between GPUs that is aborted may go unnoticed, see RoundGroups.confirm().
         how: dict[str, Any] = {"buffers": self._options.buffers, "same": same, "by_host": self.engine.confirms}
         if self._options.exact:
             return ExactGradients(self._model, self._optimizer, world_size, rank, **how)
@@ -559,7 +558,11 @@ class Loop:
         if self._owes_evaluation:
             # An evaluation may take longer than many steps: a fault within it must not cost those before.
             stays = stays_of(self._optimizer, self._model.parameters())
-            self.engine.step_done(self._step, self._epochs.identity, self._state, stays)
+            self.engine.step_done(self._after(self._step, evaluated=False), stays)
+
+    def _after(self, step: int, *, evaluated: bool = True) -> Trained:
+        engine = self.engine
+        return Trained(step, engine.checkpoint, self._epochs.identity, self._state, engine.worlds, evaluated)
 
     def _complete(self) -> None:
         """Do what follows the last step, in the next round if this one ends meanwhile."""
@@ -607,10 +610,8 @@ class Loop:
         evaluations, engine = self._options.evaluations, self.engine
         # The first rank's clock decides for all.
         wanted = evaluations is not None and engine.world.rank == 0 and evaluations.wanted()
-        identity, state = self._epochs.identity, self._state
-        engine.step_boundary(
-            self._step, identity, state, end=end, stays=stays, by_step=True, keep=keep, evaluate=wanted
-        )
+        after = self._after(self._step)
+        engine.step_boundary(after, end=end, stays=stays, by_step=True, keep=keep, evaluate=wanted)
         if evaluations is not None and engine.evaluates:
             engine.evaluates = False
             evaluations.agree(self._step + 1)

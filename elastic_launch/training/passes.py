@@ -120,8 +120,7 @@ class Pass:
             gradients.disagree(where)
         gradients.finish(table.any_whole)
         gradients.exchange_buffers()
-        if engine.confirms:
-            engine.confirm(gradients.gpus)
+        engine.confirm(gradients.gpus)
         try:
             self.means = table.means(samples, where)
         except UsageError:

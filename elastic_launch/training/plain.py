@@ -74,7 +74,7 @@ class PlainLoop:
             return True
         if self._agreement is None:
             self._agreement = self._agree(self._step)
-        agreed = self._agreement.exchange(Wishes(self._wanted()))
+        agreed = self._agreement.exchange(Wishes(self._termination.wanted(self._link.stop_asked())))
         if agreed.stop is StopSource.NO:
             return False
         self._agreement.settle()
@@ -98,11 +98,6 @@ class PlainLoop:
         self._termination.watch()
         self._link.say(Ready(step))
         return agreement
-
-    def _wanted(self) -> StopSource:
-        if self._termination.asked:
-            return StopSource.SIGNAL
-        return StopSource.AGENT if self._link.stop_asked() else StopSource.NO
 
 
 @functools.cache

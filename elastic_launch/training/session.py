@@ -18,6 +18,7 @@ from elastic_launch.errors import UsageError
 from elastic_launch.shared_progress import Activity
 from elastic_launch.training.checkpoints.checkpoint import Checkpoint, check_checkpoint
 from elastic_launch.training.checkpoints.parts import Stateful
+from elastic_launch.training.checkpoints.saving import Trained
 from elastic_launch.training.data.loader import Loader, check_loader, epochs_of
 from elastic_launch.training.durations import seconds_of
 from elastic_launch.training.engine import Engine
@@ -325,7 +326,8 @@ class Run:
         engine.begin(step or 0)
         if step is None:
             return engine.ask_whether_to_stop()
-        return engine.step_boundary(step, self._unchanging, engine.state, end=end)
+        after = Trained(step, engine.checkpoint, self._unchanging, engine.state, engine.worlds)
+        return engine.step_boundary(after, end=end)
 
 
 def engine_of(run: Run) -> Engine:

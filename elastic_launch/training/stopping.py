@@ -26,6 +26,15 @@ class StopSource(IntEnum):
         """Whether the training continues later in other processes, so that no results follow in this one."""
         return self >= StopSource.AGENT
 
+    def exit_code(self, *, agent: bool) -> int:
+        """Return the code with which a process exits after a drain.
+
+        Args:
+            agent: whether the process has an agent of this project, which relies on messages, not on the code.
+        """
+        # A sender of SIGTERM to this process expects the signal's.
+        return 0 if agent or self is StopSource.AGENT else 128 + signal.SIGTERM
+
 
 class DrainedExit(SystemExit):
     """Ends the process after a step boundary. The state is saved, and another process continues from it.
@@ -50,6 +59,10 @@ class Termination:
         self._before: Any = None
         self._pid = os.getpid()
         self._withdraw: Callable[[], None] | None = None
+
+    def wanted(self, by_agent: str) -> StopSource:
+        """Return who wants this process to stop, given the agent's reason, if it has one."""
+        return StopSource.SIGNAL if self.asked else StopSource.AGENT if by_agent else StopSource.NO
 
     def watch(self) -> None:
         """Install the handler, unless it is installed already."""

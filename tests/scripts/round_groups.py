@@ -26,9 +26,8 @@ import torch.distributed as dist
 from torch import nn
 
 from elastic_launch import collective_dump
-from elastic_launch.training.engine import Engine
 from elastic_launch.training.live.groups import RoundGroups
-from elastic_launch.training.ranks.world import World
+from elastic_launch.training.ranks.world import GROUP_TIMEOUT
 
 TIMEOUT = timedelta(seconds=40)
 
@@ -90,8 +89,7 @@ class Rank:
 
     def confirm(self) -> None:
         """Confirm an exchange, without a GPU."""
-        world = World(dist.get_rank(), dist.get_world_size())
-        Engine(world, torch.device("cpu"), groups=self.groups).confirm(())
+        self.groups.confirm((), GROUP_TIMEOUT)
 
     def dump(self) -> str:
         """Return what torch's flight recorders have, as JSON."""

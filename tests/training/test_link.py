@@ -145,7 +145,7 @@ def test_a_snapshot_that_is_lost_while_it_is_written_does_not_become_a_checkpoin
     checkpoint = run._engine.checkpoint
     monkeypatch.setattr(os, "posix_fallocate", _no_room)
     save = partial(run._engine.saver.save, last=False, draining=False)
-    save(run._engine._after(1, {}, run._engine.state), stays=lambda tensor: True)
+    save(Trained(1, checkpoint, {}, run._engine.state, [1]), stays=lambda tensor: True)
     run._engine.saver.settle()
     run._engine.saver.poll(1, checkpoint)
     assert "checkpoint of step 1: its snapshot is lost: not enough memory" in caplog.text
@@ -155,7 +155,7 @@ def test_a_snapshot_that_is_lost_while_it_is_written_does_not_become_a_checkpoin
     monkeypatch.undo()
     allowing = threading.Thread(target=_allow, args=(agent,))
     allowing.start()
-    save(run._engine._after(2, {}, run._engine.state), stays=None)
+    save(Trained(2, checkpoint, {}, run._engine.state, [1]), stays=None)
     began = time.monotonic()
     run._engine.saver.poll(2, checkpoint)
     run._engine.saver.finish(wait=True)

@@ -324,13 +324,15 @@ class Elsewhere:
         self.saver, self.agreement, self.positions = owner.engine.saver, owner.engine.agreement, owner.positions
         self._step._owner = self  # type: ignore[assignment]
 
-    is_over = confirms = False
+    is_over = False
 
     def note_exchanges(self) -> None: ...
 
     def check_exchanges(self) -> None: ...
 
     def disconnect(self) -> None: ...
+
+    def confirm(self, gpus: Any) -> None: ...
 
     def caused(self, error: RuntimeError) -> bool:
         return "Connection closed" in str(error)

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,13 @@ _POLL = 0.001
 
 _ERRORS_ONLY = 2
 """The level at which torch's C++ code logs errors only."""
+
+
+_PART_OF_WAIT = 0.02
+"""Pause between two looks at a GPU, as a part of the time waited so far. The wait may take longer by this part."""
+
+_LONGEST_PAUSE = 1e-3
+"""Maximum seconds of such a pause."""
 
 
 class GroupsRemainError(RuntimeError):
@@ -127,6 +134,35 @@ class RoundGroups:
         """Return how many collectives this rank has begun on the default group; 0 right after joining."""
         default = distributed_c10d._world.default_pg
         return 0 if default is None else sum(each._get_sequence_number_for_group() for each in _backends(default))
+
+    def confirm(self, gpus: Collection[torch.device], timeout: float) -> None:
+        """Wait until the GPUs of all ranks have completed what they exchange; called by all ranks after an exchange.
+
+        Once NCCL's communicator is aborted on one rank, a collective that has not ended there may end on another one
+        with wrong values, and without an error. What was exchanged counts only if no rank has aborted it before it had
+        ended on that rank: then all of them take part in this exchange, which fails otherwise.
+
+        Args:
+            gpus: those of this rank.
+            timeout: that of the process group, in seconds.
+
+        Raises:
+            RuntimeError: if the exchange failed on any rank, or lasts longer than the timeout.
+        """
+        done: list[Any] = []
+        for gpu in gpus:
+            done.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+            done[-1].record(torch.cuda.current_stream(gpu))
+        began = time.monotonic()
+        # Synchronizing would use a CPU all the time, and could not end.
+        while not self.disconnected and not all(each.query() for each in done):
+            waited = time.monotonic() - began
+            if waited > timeout:
+                raise RuntimeError(f"Timed out waiting {timeout * 1000:.0f}ms for the GPU to exchange gradients")
+            time.sleep(min(waited * _PART_OF_WAIT, _LONGEST_PAUSE))
+        if self.disconnected:
+            raise RuntimeError("NCCL communicator was aborted, since the round is over")
+        dist.all_reduce(torch.zeros(1, device="cpu"))
 
     def leave(self) -> None:
         """Destroy all process groups of this process, and wait until they and their sockets are gone.
