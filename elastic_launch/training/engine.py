@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elastic_launch import faults
-from elastic_launch.contract import Ready, SlowRank
+from elastic_launch.contract import Ready, RestoreFailed, SlowRank
 from elastic_launch.error_file import do_not_retry
 from elastic_launch.symptoms import symptom_in
 from elastic_launch.training.checkpoints.checkpoint import Checkpoint
@@ -74,6 +74,7 @@ class Engine:
         self.sharded = False  # whether the model that is trained is sharded
         self.confirms = False  # whether the exchange of each step is confirmed, in the current round
         self.checkpoint: CheckpointManager | None = None  # where to save to, once a state was restored
+        # The same one in every round, and for a second training that goes on with the first one's checkpoints.
         self._managers: dict[Checkpoint, CheckpointManager] = {}
         self.saver = Saver(world or World(), self.link)
         self.trainings = Trainings()
@@ -147,18 +148,10 @@ class Engine:
             self.lives = self._may_live(link)
             if self.lives:
                 link.listen(lambda: self.groups.disconnect())
-            error: RuntimeError | None = None
-            while True:
-                try:
-                    if error is not None:
-                        self.suspend(error)
-                    self.join_round()
-                except RuntimeError as broken:
-                    if not self.caused(broken):
-                        raise
-                    error = broken
-                else:
-                    break
+            broken = self.attempt(self.join_round)
+            while broken is not None:
+                self.suspend(broken)
+                broken = self.attempt(self.join_round)
             self.worlds = [self.world.world_size]
 
     @property
@@ -170,12 +163,6 @@ class Engine:
     def draining(self) -> bool:
         """Whether all ranks stopped so that other processes can continue the training: no results follow here."""
         return self._stop_agreed.drains and not self._ended
-
-    def _manager_of(self, checkpoint: Checkpoint) -> CheckpointManager:
-        # The same one in every round, and for a second training that goes on with the first one's checkpoints.
-        if checkpoint not in self._managers:
-            self._managers[checkpoint] = CheckpointManager(checkpoint)
-        return self._managers[checkpoint]
 
     def restore(
         self,
@@ -192,14 +179,16 @@ class Engine:
             live: see :meth:`Saver.restore`.
         """
         self.trainings.begin(trained, checkpoint)
-        self.checkpoint = None if checkpoint is None else self._manager_of(checkpoint)
+        if checkpoint is not None and checkpoint not in self._managers:
+            self._managers[checkpoint] = CheckpointManager(checkpoint)
+        self.checkpoint = None if checkpoint is None else self._managers[checkpoint]
         began = time.monotonic()
         with telling(self.link):
             try:
                 resumed = self.saver.restore(self.checkpoint, dict(identity), state, live)
             except Exception as error:
                 if live is None and not (isinstance(error, RuntimeError) and is_of_exchange(error)):
-                    self.link.restore_failed()
+                    self.link.say_noted(RestoreFailed())
                 raise
             self.step = self.resumed_step = resumed.step
             self.worlds = [*resumed.worlds, self.world.world_size]
@@ -245,14 +234,13 @@ class Engine:
         if evaluate:
             wishes = replace(wishes, evaluate=True)
         self._exchange(wishes, by_step=by_step)
-        last, draining = self.stopped or end, self.draining
-        if draining:
+        last = self.stopped or end
+        if self.draining:
             faults.reached("drain", step)
         if self._replicas is not None and (last or self.saver.is_durable(step, self.checkpoint)):
             with self._none_differs(self._replicas):
                 self._replicas.compare(step)
-        how = {"last": last, "draining": draining, "keep": keep}
-        self.saver.save(after, stays=stays, **how)
+        self.saver.save(after, last=last, draining=self.draining, stays=stays, keep=keep)
         return self.stopped
 
     def step_done(self, after: Trained, stays: Callable[[Tensor], bool]) -> None:
@@ -368,6 +356,16 @@ class Engine:
             return False
         differs = isinstance(error, OthersDifferError)
         return self.is_over or differs or bool(symptom_in(f"RuntimeError: {error}"))
+
+    def attempt(self, part: Callable[[], object]) -> RuntimeError | None:
+        """Do a part of a round; return the error by which the round's end has broken it off, None if it is done."""
+        try:
+            part()
+        except RuntimeError as error:
+            if not self.caused(error):
+                raise
+            return error
+        return None
 
     def suspend(self, error: RuntimeError | None, *, spoiled: Sequence[str] = ()) -> None:
         """Leave the current round, and wait for a place in the next one, with the training's objects as they are.

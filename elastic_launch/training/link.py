@@ -9,7 +9,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from elastic_launch import contract as c
@@ -196,21 +196,10 @@ class AgentLink:
             None if there is none: the node leaves, the run ends, or the agent is gone.
         """
         self.say(c.Suspended(step))
-        return self._next_place(ends)
+        return self.wait_for_place(ends)
 
-    def wait_for_place(self, arguments: str = "") -> c.Place | None:
-        """Report that this process, which was started ahead, needs its place now, and wait for it.
-
-        Args:
-            arguments: see :class:`elastic_launch.contract.Ready`.
-
-        Returns:
-            None if there is none, see :meth:`suspended`.
-        """
-        self.say(c.Ahead(arguments))
-        return self._next_place(lambda: False)
-
-    def _next_place(self, ends: Callable[[], bool]) -> c.Place | None:
+    def wait_for_place(self, ends: Callable[[], bool] = lambda: False) -> c.Place | None:
+        """Wait for this process' place in a round, see :meth:`suspended`."""
         while self._place is None and not self._exit and self._sock is not None and not ends():
             self._hear_until(lambda: self._place is not None or self._exit, PAUSE)
         place, self._place = self._place, None
@@ -392,23 +381,12 @@ class AgentLink:
 
     def drained(self, step: int, seconds: float) -> None:
         """Report that all ranks have stopped after a step, and how long the save took; the agent confirms it."""
-        self._say_noted(c.Drained(step, seconds))
+        self.say_noted(c.Drained(step, seconds))
         if not self._noted and self._sock is not None:
             _log.warning("the agent has not confirmed that this worker is drained")
 
-    def differs(self, alike: Sequence[int]) -> None:
-        """Report that the ranks were given different arguments; the agent confirms it.
-
-        Args:
-            alike: for each rank, the lowest rank that was given the same.
-        """
-        self._say_noted(c.Differs(tuple(alike)))
-
-    def restore_failed(self) -> None:
-        """Report that this process has failed as it restored a state; the agent confirms it."""
-        self._say_noted(c.RestoreFailed())
-
-    def _say_noted(self, message: c.Message) -> None:
+    def say_noted(self, message: c.Message) -> None:
+        """Send a message that the agent confirms, and wait for that."""
         self._noted = False
         self.say(message)
         self._hear_until(lambda: self._noted, ANSWER_TIMEOUT)
@@ -522,19 +500,22 @@ class AgentLink:
             else:
                 self._hang_up()
 
+    def _take_use(self, given: c.SnapshotSlots | c.Place) -> None:
+        self._use = given.use if given.use >= 0 else None
+        self.sequence, self._fetching, self.writes = given.sequence, given.fetching, given.writes
+
     def _understand(self, data: bytes) -> None:
         *lines, self._pending = (self._pending + data).split(b"\n")
         for line in lines:
             match c.unpack(line):
-                case c.SnapshotSlots(use=use, sequence=sequence, fetching=fetching) as slots:
-                    self._use, self.sequence, self._fetching = use if use >= 0 else None, sequence, fetching
-                    self.patience, self.writes, self.split = slots.patience_s, slots.writes, slots.split
+                case c.SnapshotSlots() as slots:
+                    self._take_use(slots)
+                    self.patience, self.split = slots.patience_s, slots.split
                 case c.Suspend(round=number) as suspend:
                     if number == self._round:
                         self._suspend = suspend
-                case c.Place(use=use, sequence=sequence, fetching=fetching) as place:
-                    self._use, self.sequence, self._fetching = use if use >= 0 else None, sequence, fetching
-                    self.writes = place.writes
+                case c.Place() as place:
+                    self._take_use(place)
                     # At once, as orders for the new round may follow.
                     self._place, self._round = place, place.round
                     self._suspend, self._stop_asked = None, ""

@@ -253,18 +253,15 @@ class Loop:
         """Enter the round in which this process begins, or the one after it if that breaks and this process can."""
         if not self._live:
             self.engine.end_with_round()
-        try:
+
+        def enter() -> None:
             with self.engine.link.forming():
                 self._enter()
-        except RuntimeError as error:
-            if not self.engine.caused(error):
-                raise
-            broken = error
-        else:
-            return
-        self._change_round(broken)
-        if self._received is not None:
-            self._take(self._received)
+
+        if broken := self.engine.attempt(enter):
+            self._change_round(broken)
+            if self._received is not None:
+                self._take(self._received)
 
     def _enter(self, live: Live | None = None) -> None:
         """Take part in the current round: restore the newest state, and exchange with its ranks from now on."""
@@ -296,8 +293,7 @@ class Loop:
         on_host = engine.device.type == "cpu"
         self._pace = Pace(world.rank, world.world_size, resumed.step, on_host=on_host, report=engine.report_straggler)
         # Last: a process that is interrupted before has received only a part of the state.
-        how = {"live": self._live, "rehearses": self._rehearses}
-        engine.begin(resumed.step, self._end, **how, arguments=told(self._given))
+        engine.begin(resumed.step, self._end, live=self._live, rehearses=self._rehearses, arguments=told(self._given))
         engine.link.watch(resumed.step, self._first)
 
     def _agree(self, step: int) -> bool:
@@ -345,27 +341,31 @@ class Loop:
         Args:
             passes: loss and metrics of each pass of the current step that is done.
         """
-        while True:
-            self._leave()
-            received, step, last, done = self._received, self._step, self._last, tuple(passes)
-            if received is not None:
-                step, last, done = received.step, received.last or self._last, received.passes
-            try:
-                self.engine.suspend(error, spoiled=self.positions.spoiled())
-            except DrainedExit:
-                if self._has_state and not done:  # else it is a state within a step
-                    self.engine.keep_newer(self._after(step, evaluated=not self._owes_evaluation))
-                raise
-            try:
-                with self.engine.link.forming():
-                    self.engine.join_round()
-                    live = Live(step, self.engine.worlds, last, done, self._trained_there(), received)
-                    self._enter(live if self._has_state else None)
-                return
-            except RuntimeError as again:
-                if not self.engine.caused(again):
-                    raise
-                error = again
+        again = self._enter_next(error, passes)
+        while again is not None:
+            again = self._enter_next(again, passes)
+
+    def _enter_next(self, error: RuntimeError | None, passes: Sequence[Outcome]) -> RuntimeError | None:
+        """Leave the round, and enter the next one; return the error if that breaks, too."""
+        engine, received = self.engine, self._received
+        self._leave()
+        step, last, done = self._step, self._last, tuple(passes)
+        if received is not None:
+            step, last, done = received.step, received.last or self._last, received.passes
+        try:
+            engine.suspend(error, spoiled=self.positions.spoiled())
+        except DrainedExit:
+            if self._has_state and not done:  # else it is a state within a step
+                engine.keep_newer(self._after(step, evaluated=not self._owes_evaluation))
+            raise
+
+        def join() -> None:
+            with engine.link.forming():
+                engine.join_round()
+                live = Live(step, engine.worlds, last, done, self._trained_there(), received)
+                self._enter(live if self._has_state else None)
+
+        return engine.attempt(join)
 
     def recover(self, error: RuntimeError, passes: Sequence[Outcome]) -> Recovered:
         """Take part in the next round, after an error that its end has caused in a step.
@@ -379,15 +379,8 @@ class Loop:
         self._change_round(error, passes)
         while self._received is None and self._owes_evaluation:
             # This rank has begun a step, while others were still evaluating the one before.
-            try:
-                self._evaluate()
-            except RuntimeError as again:
-                if not self.engine.caused(again):
-                    raise
-                error = again
-            else:
-                break
-            self._change_round(error)
+            if broken := self.engine.attempt(self._evaluate):
+                self._change_round(broken)
         self.engine.note_exchanges()
         received, recovered = self._received, Recovered(self._share())
         if received is None:

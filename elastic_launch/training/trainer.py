@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from elastic_launch.training.deepspeed import DeepSpeed
 from elastic_launch.training.deepspeed_config import checked, clip_norm_of, completed, precision_of
 from elastic_launch.training.durations import Interval
 from elastic_launch.training.evaluations import Evaluations, checked_eval_loader, evaluated, evaluating
-from elastic_launch.training.gradients.accumulation import Gradients
 from elastic_launch.training.gradients.buffer_rules import checked_rules
 from elastic_launch.training.kinds import check_function, check_kind, found
 from elastic_launch.training.live.rehearsal import unchanged
@@ -137,14 +137,18 @@ class Trainer:
             raise UsageError(f"clip_norm={clip_norm:g} is not above 0.", "Leave it out to have none.")
         self._clip_norm = clip_norm
         if self._config is None:
-            self._precision = _Precision(precision or "fp32", run.device)
+            self._precision = precision or "fp32"
         else:
-            self._number_format = precision_of(self._config, precision)
-            self._precision = _Precision(self._number_format, run.device, scales=False)
+            self._precision = precision_of(self._config, precision)
             self._clip_norm = clip_norm_of(self._config, clip_norm)
             refused = {"exact": exact, "weight_fn": weight_fn is not None, 'micro="auto"': loader.batch.micro == "auto"}
             for name in [name for name, given in refused.items() if given]:
                 raise UsageError(f"Trainer(deepspeed_config=...) does not support {name}.", "Leave out one of them.")
+        if self._precision not in _AUTOCAST:
+            known = ", ".join(_AUTOCAST)
+            raise UsageError(f"precision={self._precision!r} is not a known precision.", f"Give one of {known}.")
+        scales = self._precision == "fp16" and self._config is None
+        self._scaler = torch.amp.GradScaler(run.device.type) if scales else None
         where = "Trainer(eval_loader=...)"
         self._eval_loader = checked_eval_loader(where, eval_loader) if eval_loader is not None else None
         if exact and self._eval_loader is not None:
@@ -191,7 +195,7 @@ class Trainer:
         """
         if self._config is not None and self._deepspeed is None:
             world_size = self.run.world_size
-            full = completed(self._config, self.loader.batch, world_size, self._number_format, self._clip_norm)
+            full = completed(self._config, self.loader.batch, world_size, self._precision, self._clip_norm)
             self._deepspeed = DeepSpeed(self.model, self._optimizer, full, world_size)
         with engine_of(self.run).saver.telling(self._on_checkpoint):
             self._fit(until)
@@ -254,22 +258,24 @@ class Trainer:
         parts: dict[str, Stateful | None] = {
             "trainer": self,
             "scheduler": self._schedules.part,
-            "scaler": self._precision.scaler,
+            "scaler": self._scaler,
         }
-        engine = self._deepspeed
+        engine, gradients = self._deepspeed, None
+        if engine is not None:
+            gradients = partial(engine.gradients, buffers=self._buffers, spare=self._spare_loss)
         options = LoopOptions(
             exact=self._exact,
             verify=self._exact,
             buffers=self._buffers,
             parts={name: part for name, part in parts.items() if part is not None},
-            scaler=self._precision.scaler,
+            scaler=self._scaler,
             metrics=tuple(self._metrics),
             start=self.step,
             redo=self._finds_micro,
             prepare=self._begin,
             evaluations=None if self._eval_loader is None else self._evaluations,
             rehearse=self._rehearse if engine is None else None,
-            gradients=None if engine is None else self._engine_gradients,
+            gradients=gradients,
             stepper=None if engine is None else engine.optimizer,
             unwatched=["trainer"],
         )
@@ -282,10 +288,6 @@ class Trainer:
             checkpoint=self._checkpoint,
             options=options,
         )
-
-    def _engine_gradients(self, world_size: int, rank: int) -> Gradients:
-        assert self._deepspeed is not None
-        return self._deepspeed.gradients(world_size, rank, self._buffers, self._spare_loss)
 
     def _spare_loss(self, model: Callable[..., Any]) -> Tensor:
         """Return the loss of a micro-batch that this rank has, or of one that it loads: its value does not count."""
@@ -357,13 +359,16 @@ class Trainer:
             metrics: list[Tensor | float] = [metric(output, target) for metric in self._metrics.values()]
         return [loss, *metrics], None if self._weight_fn is None else float(self._weight_fn(sample))
 
+    def _autocast(self) -> AbstractContextManager[object]:
+        dtype = _AUTOCAST[self._precision]
+        return nullcontext() if dtype is None else torch.autocast(self.run.device.type, dtype)
+
     def _measure_loss(self, sample: Any, model: Callable[..., Any]) -> tuple[Any, Any, Tensor]:
-        if self._config is None:
-            with self._precision.autocast():
+        if self._config is not None:
+            output, target = self._forward(model, sample)  # DeepSpeed's model has the precision itself
+        with self._autocast():
+            if self._config is None:
                 output, target = self._forward(model, sample)
-                return output, target, self._loss_fn(output, target)
-        output, target = self._forward(model, sample)  # DeepSpeed's model has the precision itself
-        with self._precision.autocast():
             return output, target, self._loss_fn(output, target)
 
     def _rehearse(self, step: Step) -> None:
@@ -418,28 +423,6 @@ def _on_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, tuple | list):
         return type(value)(_on_device(item, device) for item in value)
     return value
-
-
-class _Precision:
-    """Autocast for forward pass and loss, and the gradient scaler for fp16.
-
-    Args:
-        name: ``fp32``, ``bf16`` or ``fp16``.
-        scales: whether to have a gradient scaler.
-    """
-
-    def __init__(self, name: str, device: torch.device, *, scales: bool = True) -> None:
-        if name not in _AUTOCAST:
-            raise UsageError(f"precision={name!r} is not a known precision.", f"Give one of {', '.join(_AUTOCAST)}.")
-        self._device_type = device.type
-        self._dtype = _AUTOCAST[name]
-        self.scaler = torch.amp.GradScaler(device.type) if name == "fp16" and scales else None
-
-    def autocast(self) -> AbstractContextManager[object]:
-        """Return the context in which to run a forward pass and compute its loss."""
-        if self._dtype is None:
-            return nullcontext()
-        return torch.autocast(self._device_type, self._dtype)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

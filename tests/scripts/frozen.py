@@ -54,7 +54,7 @@ def receiving() -> Iterator[None]:
 
 match where:
     case "place":
-        AgentLink._next_place = stopped_in("1", AgentLink._next_place)  # type: ignore[method-assign]
+        AgentLink.wait_for_place = stopped_in("1", AgentLink.wait_for_place)  # type: ignore[method-assign]
     case "join":
         engine.join = session.join = stopped_in("2", engine.join)  # type: ignore[attr-defined]
     case "restore":

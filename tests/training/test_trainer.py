@@ -215,7 +215,7 @@ def test_a_second_fit_continues_where_the_first_ended(tmp_path: Path) -> None:
 def test_an_overflow_under_fp16_leaves_the_step_out_and_the_scheduler_where_it_is() -> None:
     case = Case(precision="fp16")
     before = case.hash
-    case.trainer._precision.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60, growth_interval=10_000)
+    case.trainer._scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60, growth_interval=10_000)
     weights = [parameter.detach().clone() for parameter in case.model.parameters()]
     case.trainer.fit("1ba")
     assert before != case.hash  # BatchNorm's statistics have moved

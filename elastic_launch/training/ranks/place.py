@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from elastic_launch.contract import ENV_AHEAD, ENV_LOCAL_RANK, Place, round_environment
+from elastic_launch.contract import ENV_AHEAD, ENV_LOCAL_RANK, Ahead, Place, round_environment
 from elastic_launch.errors import ElasticLaunchError
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.stopping import DrainedExit
@@ -94,7 +94,8 @@ def wait_for_place(arguments: str = "") -> AgentLink:
             "This process was started ahead of its place in a round, and its agent cannot be reached.",
             "The agent has ended. It starts such a process with everything else that it needs.",
         )
-    place = link.wait_for_place(arguments)
+    link.say(Ahead(arguments))
+    place = link.wait_for_place()
     if place is None:
         link.close()
         raise DrainedExit(0)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
+from elastic_launch.contract import Differs
 from elastic_launch.errors import UsageError
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.ranks.world import World
@@ -67,7 +68,7 @@ def check_same(
     dist.all_gather(gathered, mine)
     texts, lowest = [bytes(x.tolist()) for x in gathered], dict[bytes, int]()
     if link is not None and len(texts) <= MOST_RANKS:
-        link.differs([lowest.setdefault(one, rank) for rank, one in enumerate(texts)])
+        link.say_noted(Differs(tuple(lowest.setdefault(one, rank) for rank, one in enumerate(texts))))
     message = f"The ranks were given different arguments: {_difference([json.loads(one) for one in texts])}."
     if goes_on:
         raise OthersDifferError(message)
