@@ -7,7 +7,6 @@ All ranks agree on whether to save, compare or stop, and then do it after the sa
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import threading
 import time
@@ -20,9 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elastic_launch import faults
-from elastic_launch.contract import Ready, RestoreFailed, SlowRank
+from elastic_launch.contract import Ready, RestoreFailed
 from elastic_launch.error_file import do_not_retry
-from elastic_launch.symptoms import symptom_in
 from elastic_launch.training.checkpoints.checkpoint import Checkpoint
 from elastic_launch.training.checkpoints.manager import CheckpointManager
 from elastic_launch.training.checkpoints.resumed import Resumed
@@ -30,15 +28,14 @@ from elastic_launch.training.checkpoints.saving import Live, Saver, Trained
 from elastic_launch.training.checkpoints.schedules import forgotten, has_forgotten_average
 from elastic_launch.training.checkpoints.state import TrainingState
 from elastic_launch.training.link import AgentLink
-from elastic_launch.training.live.groups import GroupsRemainError, RoundGroups
+from elastic_launch.training.live.groups import RoundGroups
 from elastic_launch.training.ranks.agreement import Agreement, Wishes
 from elastic_launch.training.ranks.determinism import Determinism
 from elastic_launch.training.ranks.exchange import is_of_exchange, telling
-from elastic_launch.training.ranks.pace import Straggler
-from elastic_launch.training.ranks.place import refuse_in_rehearsal, rehearsing, take, wait_for_place
+from elastic_launch.training.ranks.place import refuse_in_rehearsal, rehearsing
 from elastic_launch.training.ranks.replicas import Named, ReplicaCheck, ReplicasDifferError
-from elastic_launch.training.ranks.same_arguments import OthersDifferError
-from elastic_launch.training.ranks.world import GROUP_TIMEOUT, World, can_abort, environment, join
+from elastic_launch.training.ranks.world import GROUP_TIMEOUT, World
+from elastic_launch.training.rounds import WorkerRounds
 from elastic_launch.training.stopping import DrainedExit, StopSource, Termination
 from elastic_launch.training.trainings import Trainings
 
@@ -63,24 +60,19 @@ class Engine:
         timeout: float = GROUP_TIMEOUT,
         live: bool | None = None,
     ) -> None:
-        self._world = world
-        self.link = link or AgentLink()
-        self.device = device
-        self.step = 0  # optimizer steps done at the last boundary
-        self.resumed_step = 0  # and when this process joined the current round; set once steps have begun
+        link, groups = link or AgentLink(), groups or RoundGroups()
+        self.rounds = WorkerRounds(world, device, link, groups, timeout=timeout, live=live)
+        self.resumed_step = 0  # steps done when this process joined the current round; set once steps have begun
         self.worlds: list[int] = [] if world is None else [world.world_size]  # of all rounds of the training so far
         self.state = TrainingState()  # what checkpoints hold besides model and optimizer
         self.evaluates = False  # whether all ranks have agreed to evaluate; the loop resets it
         self.sharded = False  # whether the model that is trained is sharded
-        self.confirms = False  # whether the exchange of each step is confirmed, in the current round
         self.checkpoint: CheckpointManager | None = None  # where to save to, once a state was restored
         # The same one in every round, and for a second training that goes on with the first one's checkpoints.
         self._managers: dict[Checkpoint, CheckpointManager] = {}
-        self.saver = Saver(world or World(), self.link)
+        self.saver = Saver(world or World(), link)
         self.trainings = Trainings()
-        self.groups = RoundGroups() if groups is None else groups
         self._termination = Termination()
-        self._begun = False
         self._stop_wanted = StopSource.NO
         self._stop_agreed = StopSource.NO
         self._ended = False
@@ -89,28 +81,17 @@ class Engine:
         self._agreement: Agreement | None = None
         self._replicas: ReplicaCheck | None = None
         self._warned: set[str] = set()
-        self._forgets = False  # whether the script has a scheduler or an average that is not saved
         self._settings = settings
-        self._timeout = timeout
-        self.asked_live = live  # whether it may go on in another round; None: on CPUs
         self._unchecked = False
-        self.lives = False  # whether this process can go on in another round
         self._drained = False
-        self._asked = self._noted = 0
         self._joining = threading.RLock()
 
     @property
     def world(self) -> World:
         """This process' ranks and the world's sizes; see :meth:`meet`."""
-        if self._world is None:
+        if self.rounds.is_ahead:
             self.meet()
-            assert self._world is not None
-        return self._world
-
-    @property
-    def is_ahead(self) -> bool:
-        """Whether this process was started ahead, and has no place in a round yet."""
-        return self._world is None
+        return self.rounds.world
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
@@ -134,24 +115,22 @@ class Engine:
             Drained: if there is no place for this process.
             NoPlaceError: in a rehearsal.
         """
-        if self.is_ahead:
+        rounds = self.rounds
+        if rounds.is_ahead:
             refuse_in_rehearsal()
         with self._joining:
-            if self._world is not None:
+            if not rounds.is_ahead:
                 return
             try:
-                link = self.link = wait_for_place(arguments)
+                rounds.find_place(arguments)
             except DrainedExit:
                 self._stop_agreed = StopSource.AGENT
                 raise
-            self._move(link)
-            self.lives = self._may_live(link)
-            if self.lives:
-                link.listen(lambda: self.groups.disconnect())
-            broken = self.attempt(self.join_round)
+            self.saver.move(rounds.world, rounds.link)
+            broken = rounds.attempt(rounds.join)
             while broken is not None:
                 self.suspend(broken)
-                broken = self.attempt(self.join_round)
+                broken = rounds.attempt(rounds.join)
             self.worlds = [self.world.world_size]
 
     @property
@@ -183,14 +162,14 @@ class Engine:
             self._managers[checkpoint] = CheckpointManager(checkpoint)
         self.checkpoint = None if checkpoint is None else self._managers[checkpoint]
         began = time.monotonic()
-        with telling(self.link):
+        with telling(self.rounds.link):
             try:
                 resumed = self.saver.restore(self.checkpoint, dict(identity), state, live)
             except Exception as error:
                 if live is None and not (isinstance(error, RuntimeError) and is_of_exchange(error)):
-                    self.link.say_noted(RestoreFailed())
+                    self.rounds.link.say_noted(RestoreFailed())
                 raise
-            self.step = self.resumed_step = resumed.step
+            self.rounds.step = self.resumed_step = resumed.step
             self.worlds = [*resumed.worlds, self.world.world_size]
             self._restore_seconds += time.monotonic() - began
             self._uncompared = resumed.uncompared
@@ -219,11 +198,11 @@ class Engine:
             evaluate: whether this rank wants an evaluation.
         """
         step = after.step
-        self.step, self._ended = step, end
+        self.rounds.step, self._ended = step, end
         if self._unchecked:
             self._unchecked = False
             self._check(after.state)
-        self.link.step(step)
+        self.rounds.link.step(step)
         faults.reached("step", step)
         self.saver.poll(step, self.checkpoint)
         wishes = self.saver.wishes(step, self.checkpoint)
@@ -245,8 +224,8 @@ class Engine:
 
     def step_done(self, after: Trained, stays: Callable[[Tensor], bool]) -> None:
         """Report a step and take a snapshot in memory, since something long comes before the step's boundary."""
-        self.step = after.step
-        self.link.step(after.step)
+        self.rounds.step = after.step
+        self.rounds.link.step(after.step)
         self.saver.poll(after.step, self.checkpoint)
         self.saver.keep(after, stays)
 
@@ -256,7 +235,7 @@ class Engine:
 
     def ask_whether_to_stop(self) -> bool:
         """Exchange wishes with all ranks outside of a step boundary; return whether all have agreed to stop."""
-        self._asked += 1
+        self.rounds.count_exchange()
         self._exchange(Wishes())
         return self.stopped
 
@@ -271,101 +250,17 @@ class Engine:
             rehearses: whether one that is started ahead would do a step before it takes its place.
             arguments: see :class:`elastic_launch.contract.Ready`.
         """
-        if self._begun:
+        if self.rounds.begun:
             return
         self.meet()
-        self._begun, self.step = True, step
         self._termination.watch()
-        live = live and self._may_live(self.link)
-        self.lives = live and self.groups.breakable and not self.groups.foreign
-        if self.lives:
-            self.link.listen(lambda: self.groups.disconnect())
-        elif self.asked_live and self.device.type == "cuda" and self.link.patience > 0:
-            _log.warning(
-                "session(live=True): this process ends with its round all the same, and no time-out ends its "
-                "collectives on GPUs: leave live out, see docs/training.md, On GPUs"
-            )
-        ready = Ready(step, total, self._restore_seconds, self._uncompared, self.lives, rehearses=rehearses)
+        self.rounds.begin(step, live=live)
+        ready = Ready(step, total, self._restore_seconds, self._uncompared, self.rounds.lives, rehearses=rehearses)
         base = None if self.checkpoint is None else self.checkpoint.branch.base
         if base is not None:
             ready = replace(ready, base=base[0], base_in=base[1])
-        self.link.say(replace(ready, arguments=arguments, checkpoints=self.checkpoint is not None))
+        self.rounds.link.say(replace(ready, arguments=arguments, checkpoints=self.checkpoint is not None))
         self._restore_seconds = 0.0
-
-    def _may_live(self, link: AgentLink) -> bool:
-        on_cpu = self.device.type == "cpu"
-        wanted = on_cpu if self.asked_live is None else self.asked_live
-        return wanted and link.patience > 0 and (on_cpu or can_abort()) and not self._forgets
-
-    def may_abort(self, *, live: bool) -> bool:
-        """Whether this process may abort exchanges of GPUs, and go on.
-
-        Args:
-            live: whether the training can continue in another round.
-        """
-        return live and self.device.type == "cuda" and self._may_live(self.link)
-
-    def confirm(self, gpus: set[torch.device]) -> None:
-        """Confirm an exchange of all ranks if that is needed in this round, see :meth:`RoundGroups.confirm`."""
-        if self.confirms:
-            self.groups.confirm(gpus, self._timeout)
-
-    def report_straggler(self, found: Straggler) -> None:
-        """Report a rank that is slower than the others."""
-        if self.link.present:
-            self.link.say(SlowRank(found.rank, found.phase, found.ratio))
-        else:
-            _log.warning("rank %d is slow in %s: %.1f times the others' time", found.rank, found.phase, found.ratio)
-
-    def note_exchanges(self) -> None:
-        """Record that the exchanges with other ranks so far are the library's own."""
-        self._noted = self._exchanges()
-
-    def check_exchanges(self) -> None:
-        """End this process with its round if the script has exchanged with other ranks since they were noted.
-
-        After a fault, a rank may end a step that others have ended already; it would wait for them in that exchange.
-        """
-        if self.lives and self._exchanges() != self._noted:
-            _log.info("the script exchanges data between steps by itself: this process ends with its round")
-            self.end_with_round()
-
-    def _exchanges(self) -> int:
-        return self.groups.used() + self._asked if self.lives else 0
-
-    def end_with_round(self) -> None:
-        """From now on, this process ends with its round, as one does whose loop is its own."""
-        if self.lives:
-            self.lives = False
-            if self._begun:
-                self.link.say(Ready(self.step, live=False))
-
-    @property
-    def untouched(self) -> bool:
-        """Whether nothing was sent to other ranks so far, so that a process that begins is at the same place."""
-        return dist.is_initialized() and self.groups.used() == 0
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the current round is over, and this process is to continue in another one."""
-        return self.lives and self.link.suspending
-
-    def caused(self, error: RuntimeError) -> bool:
-        """Whether an error that was just caught may be due to the round's end."""
-        if not self.lives or not is_of_exchange(error):
-            return False
-        differs = isinstance(error, OthersDifferError)
-        return self.is_over or differs or bool(symptom_in(f"RuntimeError: {error}"))
-
-    def attempt(self, part: Callable[[], object]) -> RuntimeError | None:
-        """Do a part of a round; return the error by which the round's end has broken it off, None if it is done."""
-        try:
-            part()
-        except RuntimeError as error:
-            if not self.caused(error):
-                raise
-            return error
-        return None
 
     def suspend(self, error: RuntimeError | None, *, spoiled: Sequence[str] = ()) -> None:
         """Leave the current round, and wait for a place in the next one, with the training's objects as they are.
@@ -379,68 +274,40 @@ class Engine:
             RuntimeError: the error, if this process is not to be suspended: the error is its own.
             Drained: if this process gets no place in another round.
         """
+        rounds = self.rounds
         if error is not None:
-            if not self.link.disconnected(self.step, str(error)):
-                raise error
-            error.__traceback__ = error.__context__ = error.__cause__ = None
+            rounds.break_off(error)
         if spoiled:
-            self._start_again(f"the script changed {', '.join(spoiled[:4])} in the middle of a step")
-        self._leave_round(broken=error is not None)
-        place = self.link.suspended(self.step, lambda: self._termination.asked)
-        if place is None:
-            self._stop_agreed = max(self._stop_agreed, StopSource.AGENT)
-            # Its place may be on the way: then the agent must not take this worker's end for that of the training.
-            raise DrainedExit(128 + signal.SIGTERM if self._termination.asked else 0)
-        take(place)
-        self._move(self.link)
-        self.groups = RoundGroups()
-        self._stop_agreed = StopSource.NO
-        self.evaluates = self._begun = self._ended = self._drained = False
-
-    def _move(self, link: AgentLink) -> None:
-        self._world = environment()
-        self.saver.move(self._world, link)
-
-    def keep_newer(self, after: Trained) -> None:
-        """Before this process ends, take a snapshot in memory if the node has none of this step: the agent saves it."""
-        self.step = after.step
-        self.saver.keep_newer(after)
-
-    def join_round(self) -> None:
-        """Join the round in which this process has got a place."""
-        if self.is_over:  # the order came before there was anything to disconnect
-            self.groups.disconnect()
-        with self.link.forming(), self.groups.forming():
-            join(self.world, self._timeout, abortable=self.asked_live is True and self.link.patience > 0)
-
-    def _leave_round(self, *, broken: bool) -> None:
-        if broken:
-            self.groups.disconnect()
+            rounds.start_again(f"the script changed {', '.join(spoiled[:4])} in the middle of a step")
+        if error is not None:
+            rounds.groups.disconnect()
         self.saver.settle()
         self._replicas = None
         if self._agreement is not None:
             self._agreement.give_up()
             self._agreement = None
-        try:
-            self.groups.leave()
-        except GroupsRemainError as remain:
-            self._start_again(str(remain))
+        rounds.leave()
+        if not rounds.enter_next(lambda: self._termination.asked):
+            self._stop_agreed = max(self._stop_agreed, StopSource.AGENT)
+            # Its place may be on the way: then the agent must not take this worker's end for that of the training.
+            raise DrainedExit(128 + signal.SIGTERM if self._termination.asked else 0)
+        self.saver.move(rounds.world, rounds.link)
+        self._stop_agreed = StopSource.NO
+        self.evaluates = self._ended = self._drained = False
 
-    def _start_again(self, why: str) -> None:
-        """End this process, so that a new one takes its place; its agent expects it to end."""
-        _log.warning("this worker cannot continue in another round, and ends: %s", why)
-        with suppress(ValueError):  # not the main thread, where alone handlers are set
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTERM)
+    def keep_newer(self, after: Trained) -> None:
+        """Before this process ends, take a snapshot in memory if the node has none of this step: the agent saves it."""
+        self.rounds.step = after.step
+        self.saver.keep_newer(after)
 
     def be_exact(self) -> None:
         """Make torch's results reproducible to the bit until the session ends."""
         if self._settings is not None:
-            self._settings.exact(strict=self.device.type == "cuda")
+            self._settings.exact(strict=self.rounds.device.type == "cuda")
 
     def drains_live(self) -> bool:
         """Report that the round is drained, if this process is to continue in another one; return whether it is."""
-        if not self.draining or not self.lives or self._termination.asked:
+        if not self.draining or not self.rounds.lives or self._termination.asked:
             return False
         if self._agreement is not None:
             self._agreement.settle()
@@ -451,17 +318,17 @@ class Engine:
     def _report_drained(self) -> None:
         if not self._drained:
             self._drained = True
-            faults.reached("leave", self.step)
-            self.link.drained(self.step, self.saver.seconds)
+            faults.reached("leave", self.rounds.step)
+            self.rounds.link.drained(self.rounds.step, self.saver.seconds)
 
     def leave_if_draining(self) -> None:
         """End the process, through the end of the session, if the training continues in other processes."""
         if self.draining:
-            raise DrainedExit(self._stop_agreed.exit_code(agent=self.link.present))
+            raise DrainedExit(self._stop_agreed.exit_code(agent=self.rounds.link.present))
 
     def finish_training(self) -> None:
         """Wait until the saved state is written, unless the agent writes it after a drain."""
-        self.saver.finish(wait=not self.draining or not self.link.present)
+        self.saver.finish(wait=not self.draining or not self.rounds.link.present)
 
     def compare_replicas(self, named: Named | None) -> None:
         """From now on, compare these tensors, which must be equal on all ranks, at step boundaries; None: stop."""
@@ -475,15 +342,8 @@ class Engine:
     def agreement(self) -> Agreement:
         """The exchange of wishes among all ranks."""
         if self._agreement is None:
-            self._agreement = Agreement(self.world.world_size, self._timeout, forming=self._forming)
+            self._agreement = Agreement(self.world.world_size, self.rounds.timeout, forming=self.rounds.forming)
         return self._agreement
-
-    @contextmanager
-    def _forming(self) -> Iterator[None]:
-        with self.groups.forming():
-            yield
-        if self.lives and self._begun and not self.groups.breakable:
-            self.end_with_round()
 
     def close(self) -> None:
         """Wait for the last checkpoint and for outstanding messages to other ranks.
@@ -501,22 +361,22 @@ class Engine:
                 # Another start would resume from the state in memory, and could not save it either.
                 do_not_retry(f"{self.saver.failure.message} {self.saver.failure.hint}".strip())
             raise self.saver.failure
-        if self.draining and self.link.present:
+        if self.draining and self.rounds.link.present:
             self._report_drained()
 
     def release(self) -> None:
         """Restore the signal handler, and release the memory and the agent's socket."""
         self._termination.close()
         self.saver.close()
-        self.link.close()
+        self.rounds.link.close()
 
     def _check(self, state: TrainingState) -> None:
-        if self.checkpoint is None and not self.link.present:
+        if self.checkpoint is None and not self.rounds.link.present:
             return
         state.check()
         first = self.world.rank == 0
         # To look for them takes some ten milliseconds. Those whom this process has joined have looked.
-        if not first and (not self.lives or self.saver.joins_live):
+        if not first and (not self.rounds.lives or self.saver.joins_live):
             return
         found = {}
         if has_forgotten_average(state.parts):
@@ -526,8 +386,8 @@ class Engine:
             found["the learning-rate scheduler of the optimizer"] = where
         if found:
             # A process that joins would begin with another one than those that are kept.
-            self._forgets = True
-            self.end_with_round()
+            self.rounds.barred = True
+            self.rounds.end_with_round()
         for what, where in found.items():
             if first and what not in self._warned:
                 self._warned.add(what)
@@ -535,7 +395,7 @@ class Engine:
 
     def _exchange(self, wishes: Wishes, *, by_step: bool = False) -> None:
         """Send this rank's wishes, and receive what all ranks agreed on."""
-        stop = max(self._stop_wanted, self._termination.wanted(self.link.stop_asked()))
+        stop = max(self._stop_wanted, self._termination.wanted(self.rounds.link.stop_asked()))
         if stop is not StopSource.NO:
             wishes = replace(wishes, stop=stop)
         agreed = self.agreement.exchange_by_step(wishes) if by_step else self.agreement.exchange(wishes)

@@ -191,7 +191,7 @@ def evaluations_of(
         raise UsageError(f"Checkpoint(keep_best={best}): the evaluator has no such metric, it has {has}.", "Add it.")
 
     def check() -> None:
-        if engine.is_over:
+        if engine.rounds.is_over:
             raise RoundOverError("the round is over")
 
     def measure() -> dict[str, float]:

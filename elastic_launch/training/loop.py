@@ -95,6 +95,7 @@ class Loop:
         options: LoopOptions,
     ) -> None:
         self.engine = engine
+        self._rounds = engine.rounds
         self._epochs = epochs
         self._model = as_model(model)
         self._optimizer = as_optimizer(optimizer) if options.stepper is None else options.stepper
@@ -108,7 +109,7 @@ class Loop:
             self._parts[OWN] = own
         self._state: TrainingState = engine.state.extended(self._parts)
         unwatched = None if options.stepper is not None else {OWN, *options.unwatched}
-        self.positions = Positions(engine, self._state, exact=options.exact, unwatched=unwatched)
+        self.positions = Positions(engine.rounds, self._state, exact=options.exact, unwatched=unwatched)
         self._sharded = bool(sharding_modules(self._model))
         engine.sharded = self._sharded
         if self._sharded:
@@ -172,7 +173,7 @@ class Loop:
             yield from self._steps()
 
     def _steps(self) -> Iterator[Transaction]:
-        if self._rehearses and self.engine.is_ahead:
+        if self._rehearses and self._rounds.is_ahead:
             self._rehearse()
         self._given = self._arguments()
         self.engine.meet(told(self._given))
@@ -205,12 +206,12 @@ class Loop:
                     groups = getattr(self._optimizer, "param_groups", None) or [{}]
                     lr = groups[0].get("lr")
                     lr = lr if isinstance(lr, int | float) else None
-                    self.engine.link.note(step.loss, self._epochs.batch.size, step.share.plan.grad_accum, lr)
+                    self._rounds.link.note(step.loss, self._epochs.batch.size, step.share.plan.grad_accum, lr)
                     self._end_step()
                 self._complete()
         finally:
-            self.engine.link.watch(None)
-            self.engine.end_with_round()
+            self._rounds.link.watch(None)
+            self._rounds.end_with_round()
             self._leave()
         self.engine.finish_training()
         self.engine.leave_if_draining()
@@ -252,21 +253,21 @@ class Loop:
     def _begin(self) -> None:
         """Enter the round in which this process begins, or the one after it if that breaks and this process can."""
         if not self._live:
-            self.engine.end_with_round()
+            self._rounds.end_with_round()
 
         def enter() -> None:
-            with self.engine.link.forming():
+            with self._rounds.link.forming():
                 self._enter()
 
-        if broken := self.engine.attempt(enter):
+        if broken := self._rounds.attempt(enter):
             self._change_round(broken)
             if self._received is not None:
                 self._take(self._received)
 
     def _enter(self, live: Live | None = None) -> None:
         """Take part in the current round: restore the newest state, and exchange with its ranks from now on."""
-        engine, world = self.engine, self.engine.world
-        check_same(world, self._given, engine.link, goes_on=live is not None)
+        engine, rounds, world = self.engine, self._rounds, self.engine.world
+        check_same(world, self._given, rounds.link, goes_on=live is not None)
         resumed = self._resume(live)
         self._has_state = True
         if live is None:
@@ -280,7 +281,7 @@ class Loop:
         self._train_the_same(resumed.starts[0]["trained"] if resumed.starts and resumed.passes else resumed.trained)
         _warn_of_idle_ranks(world, self._epochs.batch)
         if self._options.prepare is not None and self._received is None:
-            with engine.link.doing(Activity.RESTORE):
+            with rounds.link.doing(Activity.RESTORE):
                 self._options.prepare(self._step)
         all_agreed = self._agree(resumed.step)
         self._gradients = gradients = self._new_gradients(world, same=resumed.everywhere and all_agreed)
@@ -290,11 +291,11 @@ class Loop:
             _log.warning("the optimizer has none of the model's parameters: none of these is trained")
         ranks_own = [x.name for x in buffers_of(self._model, self._options.buffers) if x.rule == "ignore"]
         engine.compare_replicas(replicated(self._model, self._optimizer, ranks_own))
-        on_host = engine.device.type == "cpu"
-        self._pace = Pace(world.rank, world.world_size, resumed.step, on_host=on_host, report=engine.report_straggler)
+        on_host, report = rounds.device.type == "cpu", rounds.report_straggler
+        self._pace = Pace(world.rank, world.world_size, resumed.step, on_host=on_host, report=report)
         # Last: a process that is interrupted before has received only a part of the state.
         engine.begin(resumed.step, self._end, live=self._live, rehearses=self._rehearses, arguments=told(self._given))
-        engine.link.watch(resumed.step, self._first)
+        rounds.link.watch(resumed.step, self._first)
 
     def _agree(self, step: int) -> bool:
         """Agree with the other ranks, which may be at another point between two steps.
@@ -303,14 +304,14 @@ class Loop:
             Whether each of them has been in a round before with the values of its rank 0.
         """
         micro = len(self._epochs.batch.micro_batches()[0])
-        aborts = self.engine.may_abort(live=self._live)
+        aborts = self._rounds.may_abort and self._live
         numbers = [self._lacks_evaluation(step), self._bounded == step, -micro, aborts, not self._agreed]
         if self.engine.world.world_size > 1:
             found = torch.tensor(numbers, dtype=torch.int64, device="cpu")
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
             numbers = found.tolist()
         lacking, bounded, least = bool(numbers[0]), bool(numbers[1]), -numbers[2]
-        self.engine.confirms = self.engine.world.world_size > 1 and bool(numbers[3])
+        self._rounds.confirms = self.engine.world.world_size > 1 and bool(numbers[3])
         self._owes_evaluation = lacking
         if self._options.evaluations is not None:
             self._options.evaluations.begin_round(step if lacking else -1)
@@ -331,7 +332,7 @@ class Loop:
 
     def _can_live(self) -> bool:
         """Whether this training can continue in another round: a process that begins must meet it at the same place."""
-        alone = self._options.start == 0 and self.engine.untouched and not self._state.calls_functions
+        alone = self._options.start == 0 and self._rounds.untouched and not self._state.calls_functions
         # What is sharded keeps the round's process groups, and no process has all of the state.
         return alone and not self._state.sharded
 
@@ -360,12 +361,12 @@ class Loop:
             raise
 
         def join() -> None:
-            with engine.link.forming():
-                engine.join_round()
+            with self._rounds.link.forming():
+                self._rounds.join()
                 live = Live(step, engine.worlds, last, done, self._trained_there(), received)
                 self._enter(live if self._has_state else None)
 
-        return engine.attempt(join)
+        return self._rounds.attempt(join)
 
     def recover(self, error: RuntimeError, passes: Sequence[Outcome]) -> Recovered:
         """Take part in the next round, after an error that its end has caused in a step.
@@ -379,9 +380,9 @@ class Loop:
         self._change_round(error, passes)
         while self._received is None and self._owes_evaluation:
             # This rank has begun a step, while others were still evaluating the one before.
-            if broken := self.engine.attempt(self._evaluate):
+            if broken := self._rounds.attempt(self._evaluate):
                 self._change_round(broken)
-        self.engine.note_exchanges()
+        self._rounds.note_exchanges()
         received, recovered = self._received, Recovered(self._share())
         if received is None:
             # The ranks have agreed on the step's start; this process is behind the head, where it may have changed.
@@ -416,7 +417,7 @@ class Loop:
 
     def _take(self, received: Resumed) -> None:
         """Take a state over from another process, after a step that this one has not done itself."""
-        with self.engine.link.doing(Activity.RESTORE):
+        with self._rounds.link.doing(Activity.RESTORE):
             # A second time, since the script may have changed its objects after the step, as it has there.
             self._state.load(received, again=bool(received.passes))
             self._step = received.step
@@ -449,7 +450,7 @@ class Loop:
             epochs.check_lengths()
             self._close_batches()
         if self._is_midway:
-            self.engine.note_exchanges()
+            self._rounds.note_exchanges()
         seed_all(derive("step", epochs.seed, number), devices=True)
         done = self._received.passes if self._received is not None else ()
         position, samples = epochs.position(number), epochs.samples_in(number)
@@ -503,8 +504,8 @@ class Loop:
             "micro-batch": self._epochs.batch.micro,
             "until, in steps": self._end,
             "exact": options.exact,
-            "device": self.engine.device.type,
-            "session(live=)": self.engine.asked_live,
+            "device": self._rounds.device.type,
+            "session(live=)": self._rounds.asked_live,
             "buffers": options.buffers,
             "metrics": list(options.metrics),
             "evaluations every": None if options.evaluations is None else options.evaluations.every,
@@ -518,7 +519,7 @@ class Loop:
         if self._options.gradients is not None:
             return self._options.gradients(world_size, rank)
         # An exchange between GPUs that is aborted may go unnoticed, see RoundGroups.confirm().
-        how: dict[str, Any] = {"buffers": self._options.buffers, "same": same, "by_host": self.engine.confirms}
+        how: dict[str, Any] = {"buffers": self._options.buffers, "same": same, "by_host": self._rounds.confirms}
         if self._options.exact:
             return ExactGradients(self._model, self._optimizer, world_size, rank, **how)
         rows = len(self._epochs.batch.micro_batches())
@@ -540,7 +541,7 @@ class Loop:
 
     def _end_step(self) -> None:
         """Note what follows a step that was just done."""
-        self.engine.check_exchanges()
+        self._rounds.check_exchanges()
         gradients = self._gradients
         assert gradients is not None
         if gradients.parameters.extra and OWN not in self._parts:
@@ -569,7 +570,7 @@ class Loop:
                 if not self._owes_boundary or not self._boundary(keep=evaluated):
                     return
             except RuntimeError as broken:
-                if not self.engine.caused(broken):
+                if not self._rounds.caused(broken):
                     raise
                 error = broken
             self._change_round(error)
@@ -583,9 +584,9 @@ class Loop:
     def _evaluate(self) -> None:
         assert self._options.evaluations is not None
         epoch = self._epochs.position(self._step).epoch
-        with self.engine.link.doing(Activity.EVALUATION), evaluating(self._model):
+        with self._rounds.link.doing(Activity.EVALUATION), evaluating(self._model):
             self._options.evaluations.evaluate(self._step, epoch, self.engine.checkpoint)
-        self.engine.note_exchanges()
+        self._rounds.note_exchanges()
         self._owes_evaluation = False
 
     def _boundary(self, *, keep: bool) -> bool:
@@ -610,7 +611,7 @@ class Loop:
             evaluations.agree(self._step + 1)
         if self._pace is not None and not end and not self.engine.stopped:
             self._pace.compare(self._step)
-            self.engine.note_exchanges()
+            self._rounds.note_exchanges()
         return self.engine.drains_live()
 
     def _halve(self, step: Transaction) -> None:

@@ -120,7 +120,7 @@ class Pass:
             gradients.disagree(where)
         gradients.finish(table.any_whole)
         gradients.exchange_buffers()
-        engine.confirm(gradients.gpus)
+        engine.rounds.confirm(gradients.gpus)
         try:
             self.means = table.means(samples, where)
         except UsageError:

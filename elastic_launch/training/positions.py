@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from elastic_launch.errors import UsageError
 from elastic_launch.training.checkpoints.state import TrainingState
 from elastic_launch.training.checkpoints.step_start import Start, StepStart
-from elastic_launch.training.engine import Engine
+from elastic_launch.training.rounds import WorkerRounds
 
 _log = logging.getLogger(__name__)
 
@@ -33,8 +33,10 @@ class Positions:
             watched.
     """
 
-    def __init__(self, engine: Engine, state: TrainingState, *, exact: bool, unwatched: Collection[str] | None) -> None:
-        self._engine = engine
+    def __init__(
+        self, rounds: WorkerRounds, state: TrainingState, *, exact: bool, unwatched: Collection[str] | None
+    ) -> None:
+        self._rounds = rounds
         self._exact = exact
         self._unwatched = unwatched
         self._state = state
@@ -61,7 +63,7 @@ class Positions:
             return
         if self._start is None:
             self._start = self._state.follow_steps(self._unwatched)
-        self._start.hands_on = self._engine.lives
+        self._start.hands_on = self._rounds.lives
         self._start.take(trained, passes)
 
     def end(self) -> None:
@@ -94,7 +96,7 @@ class Positions:
         """The head has ended. If it has changed what is too large to be copied, this process ends with its round."""
         if self._start is None or not self._start.open:
             return
-        lives, began = self._engine.lives, time.monotonic()
+        lives, began = self._rounds.lives, time.monotonic()
         due = self._exact or self._passes < FIRST or (began - self._looked) * SHARE >= self._cost
         self._looks, self._passes = due, self._passes + 1
         if not lives and not self._looks:
@@ -118,14 +120,14 @@ class Positions:
             )
 
     def _ends_with_round(self, why: str, remedy: str) -> None:
-        if self._engine.world.rank == 0:
+        if self._rounds.world.rank == 0:
             _log.warning(
                 "%s: in a step, the state of its start cannot be handed on to other processes. So each process ends "
                 "with its round, and a fault costs the steps since the last snapshot. %s",
                 why,
                 remedy,
             )
-        self._engine.end_with_round()
+        self._rounds.end_with_round()
 
     def pass_ends(self, number: int, refuse: Callable[[], None]) -> None:
         """The last micro-batch of a pass has ended.
@@ -147,7 +149,7 @@ class Positions:
                 "Change it after step.update(), once for each step. What a model changes by design and does not train "
                 "needs a rule, such as buffers={name: 'last'}.",
             )
-        if not self._warned and self._engine.world.rank == 0:
+        if not self._warned and self._rounds.world.rank == 0:
             self._warned = True
             _log.warning(
                 "%s: the result depends on how many ranks share them, and the ranks may have different values. Change "

@@ -66,7 +66,7 @@ class Run:
     @property
     def device(self) -> torch.device:
         """The device to train on."""
-        return self._engine.device
+        return self._engine.rounds.device
 
     @property
     def rank(self) -> int:
@@ -179,7 +179,7 @@ class Run:
         Raises:
             UsageError: if ``duration`` is not a duration.
         """
-        return self._engine.link.doing(Activity.PAUSE, seconds_of(duration), what)
+        return self._engine.rounds.link.doing(Activity.PAUSE, seconds_of(duration), what)
 
     def request_stop(self) -> None:
         """Make all ranks stop after the same step: the next one, or the one after it. One rank's request is enough."""
@@ -288,7 +288,7 @@ class Run:
             )
         self._unchanging = dict(unchanging or {})
         saved = {"checkpoint": checkpoint.arguments, "saved objects": engine.state.described()}
-        check_same(self.world, {**self._unchanging, **saved}, engine.link)
+        check_same(self.world, {**self._unchanging, **saved}, engine.rounds.link)
         state = engine.state
         resumed = engine.restore(checkpoint, self._unchanging, state, (state,))
         engine.trainings.resumed = True
@@ -318,9 +318,9 @@ class Run:
         if step is not None:
             engine.trainings.refuse_beside_steps(f"run.boundary({step})")
             engine.trainings.refuse_before_restoring(f"run.boundary({step})", engine.state.names)
-            if engine.trainings.resumed and step < engine.step:
+            if engine.trainings.resumed and step < engine.rounds.step:
                 raise UsageError(
-                    f"run.boundary({step}) came after step {engine.step}.",
+                    f"run.boundary({step}) came after step {engine.rounds.step}.",
                     "Give the steps done in the whole training, not in an epoch: run.resume() returns those before.",
                 )
         engine.begin(step or 0)

@@ -377,7 +377,7 @@ class Trainer:
                 step.backward(self._measure_loss(_on_device(sample, self.run.device), step.model)[-1])
 
     def _check_round(self) -> None:
-        if self._evaluations.running and engine_of(self.run).is_over:
+        if self._evaluations.running and engine_of(self.run).rounds.is_over:
             raise RoundOverError("the round is over")
 
     def _tell_evaluation(self, evaluation: Evaluation) -> None:

@@ -124,6 +124,7 @@ class Transaction:
         self.in_training_mode: bool | None = None
         self.data_s = self.exchange_s = 0.0
         self._owner = owner
+        self._rounds = owner.engine.rounds
         self._rules = rules
         self._pass = Pass(share, len(rules.metrics))
         self._passes = 0
@@ -183,7 +184,7 @@ class Transaction:
         with self._noting_errors():
             self.exchange()
         self.exchange_s += time.perf_counter() - began
-        self._owner.engine.note_exchanges()  # no other follows before the step's end
+        self._rounds.note_exchanges()  # no other follows before the step's end
 
     @property
     def _left_out(self) -> bool:
@@ -193,13 +194,13 @@ class Transaction:
     def _may_go_on(self, error: RuntimeError) -> bool:
         # Once within a step: a script whose later passes need something from its earlier ones fails in a process that
         # has left these out, and trains on after a restart, from the step's start.
-        return not (self._passes > 1 and self._moved) and self._owner.engine.caused(error)
+        return not (self._passes > 1 and self._moved) and self._rounds.caused(error)
 
     def _goes_on(self, error: RuntimeError) -> bool:
         """Continue the pass in another round, from its first micro-batch; return whether that is possible."""
         if not self._may_go_on(error):
             return False
-        self._owner.engine.groups.disconnect()  # so that no exchange that is under way is waited for
+        self._rounds.groups.disconnect()  # so that no exchange that is under way is waited for
         self._pass.abandon()
         recovered = self._owner.recover(error, self._done)
         self._error = None
@@ -220,7 +221,7 @@ class Transaction:
         plan, gradients, watch = self.share.plan, self.share.gradients, self._new_watch()
         sample: Any = None
         for number, micro in enumerate(plan.micro_batches):
-            if self._owner.engine.is_over:
+            if self._rounds.is_over:
                 raise RoundOverError("the round is over")
             began = time.perf_counter()
             with self._noting_errors(), left_seeded():
@@ -322,7 +323,7 @@ class Transaction:
         self._passes += 1
         self._open = True
         if self._passes > 1:
-            self._owner.engine.check_exchanges()
+            self._rounds.check_exchanges()
         if self._left_out:
             drop_second_normal()  # as the micro-batches do on the other ranks
             return

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import elastic_launch.training.checkpoints.memory as memory
-import elastic_launch.training.engine as engine
+import elastic_launch.training.rounds as rounds
 import elastic_launch.training.session as session
 from elastic_launch.training.checkpoints.saving import Saver
 from elastic_launch.training.link import AgentLink
@@ -56,7 +56,7 @@ match where:
     case "place":
         AgentLink.wait_for_place = stopped_in("1", AgentLink.wait_for_place)  # type: ignore[method-assign]
     case "join":
-        engine.join = session.join = stopped_in("2", engine.join)  # type: ignore[attr-defined]
+        rounds.join = session.join = stopped_in("2", rounds.join)  # type: ignore[attr-defined]
     case "restore":
         Saver.restore = stopped_in("2", Saver.restore)  # type: ignore[method-assign]
     case "receive":

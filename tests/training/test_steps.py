@@ -6,6 +6,7 @@ import contextlib
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -405,7 +406,7 @@ def test_a_buffer_that_a_module_reassigns_is_part_of_the_step(exact: bool) -> No
 
 def _transaction(loader: ElasticLoader, optimizer: torch.optim.Optimizer, share: Share) -> Transaction:
     """A step that no loop owns."""
-    owner: Any = None
+    owner: Any = SimpleNamespace(engine=Engine(World(), torch.device("cpu")))
     return Transaction(owner, StepRules(OptimizerSteps(optimizer), 0), epochs_of(loader).position(0), 8, share)
 
 

@@ -320,9 +320,9 @@ class Elsewhere:
         self.updated: list[int] = []
         self.recovered, self._step, self._passes, self._loop = 0, step._transaction, passes, loop
         owner = step._transaction._owner
-        self.engine = self.groups = self
+        self.engine = self.rounds = self.groups = self
         self.saver, self.agreement, self.positions = owner.engine.saver, owner.engine.agreement, owner.positions
-        self._step._owner = self  # type: ignore[assignment]
+        self._step._owner = self._step._rounds = self  # type: ignore[assignment]
 
     is_over = False
 

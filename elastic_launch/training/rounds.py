@@ -1,0 +1,219 @@
+"""The rounds of a run as one worker takes part in them: it joins, leaves when one ends, and may go on in the next."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import torch
+import torch.distributed as dist
+
+from elastic_launch.contract import Ready, SlowRank
+from elastic_launch.symptoms import symptom_in
+from elastic_launch.training.link import AgentLink
+from elastic_launch.training.live.groups import GroupsRemainError, RoundGroups
+from elastic_launch.training.ranks.exchange import is_of_exchange
+from elastic_launch.training.ranks.pace import Straggler
+from elastic_launch.training.ranks.place import take, wait_for_place
+from elastic_launch.training.ranks.same_arguments import OthersDifferError
+from elastic_launch.training.ranks.world import World, can_abort, environment, join
+
+_log = logging.getLogger(__name__)
+
+
+class WorkerRounds:
+    """The round that this worker is in, and whether it can go on in another one.
+
+    Args:
+        world: this process' ranks and the world's sizes; None: it was started ahead of its place in a round.
+        timeout: that of the process groups, in seconds.
+        live: whether it may go on in another round; None: on CPUs.
+
+    Attributes:
+        link: to the agent.
+        groups: the process groups of this round.
+        step: optimizer steps done, as the agent is told.
+        begun: whether the training has begun in this round.
+        lives: whether this process can go on in another round.
+        barred: whether it never can, because a process that joins would begin with another state.
+        confirms: whether the exchange of each step is confirmed in this round.
+    """
+
+    def __init__(
+        self,
+        world: World | None,
+        device: torch.device,
+        link: AgentLink,
+        groups: RoundGroups,
+        *,
+        timeout: float,
+        live: bool | None,
+    ) -> None:
+        self.device = device
+        self.link = link
+        self.groups = groups
+        self.timeout = timeout
+        self.asked_live = live
+        self.step = 0
+        self.begun = self.lives = self.barred = self.confirms = False
+        self._world = world
+        self._asked = self._noted = 0  # exchanges: of the script, and the library's own
+
+    @property
+    def world(self) -> World:
+        """This process' ranks and the world's sizes; it must have a place."""
+        assert self._world is not None
+        return self._world
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether this process was started ahead, and has no place in a round yet."""
+        return self._world is None
+
+    def find_place(self, arguments: str) -> None:
+        """Wait for the place of a process that was started ahead; see :meth:`Engine.meet`."""
+        self.link = wait_for_place(arguments)
+        self._world = environment()
+        self._live(self._may_live)
+
+    def join(self) -> None:
+        """Join the round in which this process has got a place."""
+        if self.is_over:  # the order came before there was anything to disconnect
+            self.groups.disconnect()
+        with self.link.forming(), self.groups.forming():
+            join(self.world, self.timeout, abortable=self.asked_live is True and self.link.patience > 0)
+
+    @contextmanager
+    def forming(self) -> Iterator[None]:
+        """The context in which a further process group is formed."""
+        with self.groups.forming():
+            yield
+        if self.begun and not self.groups.breakable:
+            self.end_with_round()
+
+    def begin(self, step: int, *, live: bool) -> None:
+        """The training begins; ``live`` says whether it can go on in another round."""
+        self.begun, self.step = True, step
+        self._live(live and self._may_live and self.groups.breakable and not self.groups.foreign)
+        if not self.lives and self.asked_live and self.device.type == "cuda" and self.link.patience > 0:
+            _log.warning(
+                "session(live=True): this process ends with its round all the same, and no time-out ends its "
+                "collectives on GPUs: leave live out, see docs/training.md, On GPUs"
+            )
+
+    def _live(self, lives: bool) -> None:
+        self.lives = lives
+        if lives:
+            self.link.listen(lambda: self.groups.disconnect())
+
+    @property
+    def _may_live(self) -> bool:
+        on_cpu = self.device.type == "cpu"
+        wanted = on_cpu if self.asked_live is None else self.asked_live
+        return wanted and self.link.patience > 0 and (on_cpu or can_abort()) and not self.barred
+
+    @property
+    def may_abort(self) -> bool:
+        """Whether this process may abort exchanges of GPUs and go on, if the training can."""
+        return self.device.type == "cuda" and self._may_live
+
+    def confirm(self, gpus: set[torch.device]) -> None:
+        """Confirm an exchange of all ranks if that is needed in this round, see :meth:`RoundGroups.confirm`."""
+        if self.confirms:
+            self.groups.confirm(gpus, self.timeout)
+
+    def report_straggler(self, found: Straggler) -> None:
+        """Report a rank that is slower than the others."""
+        if self.link.present:
+            self.link.say(SlowRank(found.rank, found.phase, found.ratio))
+        else:
+            _log.warning("rank %d is slow in %s: %.1f times the others' time", found.rank, found.phase, found.ratio)
+
+    def count_exchange(self) -> None:
+        """Record that the script has exchanged with other ranks by a call of this library."""
+        self._asked += 1
+
+    def note_exchanges(self) -> None:
+        """Record that the exchanges with other ranks so far are the library's own."""
+        self._noted = self._exchanges()
+
+    def check_exchanges(self) -> None:
+        """End this process with its round if the script has exchanged with other ranks since they were noted.
+
+        After a fault, a rank may end a step that others have ended already; it would wait for them in that exchange.
+        """
+        if self.lives and self._exchanges() != self._noted:
+            _log.info("the script exchanges data between steps by itself: this process ends with its round")
+            self.end_with_round()
+
+    def _exchanges(self) -> int:
+        return self.groups.used() + self._asked if self.lives else 0
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nothing was sent to other ranks so far, so that a process that begins is at the same place."""
+        return dist.is_initialized() and self.groups.used() == 0
+
+    def end_with_round(self) -> None:
+        """From now on, this process ends with its round, as one does whose loop is its own."""
+        if self.lives:
+            self.lives = False
+            if self.begun:
+                self.link.say(Ready(self.step, live=False))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the current round is over, and this process is to continue in another one."""
+        return self.lives and self.link.suspending
+
+    def caused(self, error: RuntimeError) -> bool:
+        """Whether an error that was just caught may be due to the round's end."""
+        if not self.lives or not is_of_exchange(error):
+            return False
+        return self.is_over or isinstance(error, OthersDifferError) or bool(symptom_in(f"RuntimeError: {error}"))
+
+    def attempt(self, part: Callable[[], object]) -> RuntimeError | None:
+        """Do a part of a round; return the error by which the round's end has broken it off, None if it is done."""
+        try:
+            part()
+        except RuntimeError as error:
+            if not self.caused(error):
+                raise
+            return error
+        return None
+
+    def break_off(self, error: RuntimeError) -> None:
+        """Report that an exchange has failed; raise the error if the agent does not have this worker suspended."""
+        if not self.link.disconnected(self.step, str(error)):
+            raise error
+        error.__traceback__ = error.__context__ = error.__cause__ = None
+
+    def leave(self) -> None:
+        """Leave the process groups of the current round."""
+        try:
+            self.groups.leave()
+        except GroupsRemainError as remain:
+            self.start_again(str(remain))
+
+    def enter_next(self, ends: Callable[[], bool]) -> bool:
+        """Wait for a place in another round; return whether there is one.
+
+        Args:
+            ends: whether the wait is to end without one; called from time to time.
+        """
+        place = self.link.suspended(self.step, ends)
+        if place is None:
+            return False
+        take(place)
+        self._world, self.groups, self.begun = environment(), RoundGroups(), False
+        return True
+
+    def start_again(self, why: str) -> None:
+        """End this process, so that a new one takes its place; its agent expects it to end."""
+        _log.warning("this worker cannot continue in another round, and ends: %s", why)
+        with suppress(ValueError):  # not the main thread, where alone handlers are set
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
