@@ -2,7 +2,10 @@
 
 ``session``      joins and leaves the run
 ``engine``       what happens between two steps; ``trainings`` keeps track of the trainings of one script
-``loop``         ``run.steps``; ``steps`` is the step as a transaction
+``rounds``       the round that this worker is in, and whether it can go on in the next one
+``loop``         ``run.steps``
+``steps``        the step as a script sees it; ``transaction`` is what it does, ``passes`` its passes over the
+                 micro-batches, ``optimizer_steps`` which optimizers step with which gradients
 ``positions``    where a loop's state can be handed on, and what the script changes between
 ``purity``       whether micro-batches depend on those before them
 ``trainer``      ``Trainer``, with ``callbacks`` and ``durations``

@@ -65,7 +65,7 @@ class LoopOptions:
     exact: bool = False
     verify: bool = False  # in exact mode, whether some micro-batches are given twice, see `purity`
     buffers: Mapping[str, str] = field(default_factory=dict)  # rules, by pattern of the buffers' names
-    parts: Mapping[str, Stateful] = field(default_factory=dict)  # of the state, besides model and optimizer
+    parts: Mapping[str, Stateful | None] = field(default_factory=dict)  # of the state, besides model and optimizer
     scaler: torch.amp.GradScaler | None = None
     metrics: Sequence[str] = ()
     start: int = 0  # steps that this process has already done; if above 0, no checkpoint is restored
@@ -103,7 +103,8 @@ class Loop:
         self._checkpoint = checkpoint
         self._options = options
         self._end = total_steps(until, epochs.steps_per_epoch)
-        self._parts: dict[str, Stateful] = {"model": self._model, "optimizer": self._optimizer, **options.parts}
+        parts = {"model": self._model, "optimizer": self._optimizer, **options.parts}
+        self._parts: dict[str, Stateful] = {name: part for name, part in parts.items() if part is not None}
         own = OwnParameters(self._model, self._optimizer)
         if own.state_dict():
             self._parts[OWN] = own

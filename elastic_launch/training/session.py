@@ -254,7 +254,7 @@ class Run:
             exact=exact,
             verify=verify,
             buffers=checked_rules(buffers),
-            parts={name: part for name, part in parts.items() if part is not None},
+            parts=parts,
             scaler=scaler,
             metrics=metrics,
             evaluations=evaluations,
@@ -378,17 +378,16 @@ def session(
                 f"session(timeout={timeout}): the process group was made before the session, with its own timeout.",
                 "Give it to init_process_group(timeout=...), or leave joining to the session.",
             )
-        engine = _ahead(settings, seconds, live) if is_ahead() else _joined(settings, seconds, live)
+        if is_ahead():
+            engine = Engine(None, device_ahead(), settings=settings, timeout=seconds, live=live)
+        else:
+            engine = _joined(settings, seconds, live)
         try:
             with _ended_in_order(engine, found), joining(engine.meet):
                 yield Run(engine)
                 engine.leave_if_draining()
         finally:
             engine.release()
-
-
-def _ahead(settings: Determinism, timeout: float, live: bool | None) -> Engine:
-    return Engine(None, device_ahead(), settings=settings, timeout=timeout, live=live)
 
 
 def _joined(settings: Determinism, timeout: float, live: bool | None) -> Engine:

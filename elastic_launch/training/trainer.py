@@ -267,7 +267,7 @@ class Trainer:
             exact=self._exact,
             verify=self._exact,
             buffers=self._buffers,
-            parts={name: part for name, part in parts.items() if part is not None},
+            parts=parts,
             scaler=self._scaler,
             metrics=tuple(self._metrics),
             start=self.step,

@@ -234,7 +234,7 @@ class Transaction:
                     raise
             self.data_s += time.perf_counter() - began
             with gradients.micro_batch(number):
-                self._seed("micro-batch", micro.index, *self._again)
+                self._seed("micro-batch", micro.index)
                 self._pass.current = number
                 with self._alone, watch.first(sample) if watch is not None and number == 0 else _PLAIN:
                     yield sample
@@ -254,8 +254,9 @@ class Transaction:
                 if self._empty:
                     raise self._without_backward("a micro-batch")
 
-    def _seed(self, what: str, *numbers: int) -> None:
-        seed_all(derive(what, self._rules.seed, self.position.step, *numbers), devices=True)
+    def _seed(self, what: str, number: int) -> None:
+        later = (self._passes,) if self._passes > 1 else ()  # so that it draws other numbers than the first pass
+        seed_all(derive(what, self._rules.seed, self.position.step, number, *later), devices=True)
 
     def _without_backward(self, which: str) -> Exception:
         return self._misuse(
@@ -298,7 +299,7 @@ class Transaction:
     def _given_again(self, watch: StepWatch, gradients: ExactGradients) -> Generator[Any, None, Bits]:
         bits = self._bits = Bits()
         with gradients.recording(bits, repeated=True):
-            self._seed("micro-batch", self.share.plan.micro_batches[0].index, *self._again)
+            self._seed("micro-batch", self.share.plan.micro_batches[0].index)
             with self._alone:
                 yield watch.sample()
         if bits.loss is None:
@@ -351,11 +352,6 @@ class Transaction:
                 "Change a copy: x = x * 2, for example, and not x *= 2.",
             )
         return sample
-
-    @property
-    def _again(self) -> tuple[int, ...]:
-        """Further seed values that give a later pass other random numbers than the first."""
-        return (self._passes,) if self._passes > 1 else ()
 
     def backward(self, loss: Tensor, weight: float | None, metrics: Mapping[str, Tensor | float]) -> None:
         """Run the backward pass of the current micro-batch; see :meth:`elastic_launch.Step.backward`."""
