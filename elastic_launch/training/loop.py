@@ -6,9 +6,9 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from elastic_launch import snapshot
 from elastic_launch.batch import BatchError, GlobalBatch, halved, settled
-from elastic_launch.errors import UsageError
 from elastic_launch.shared_progress import Activity
 from elastic_launch.system.threads import within
 from elastic_launch.training.checkpoints.checkpoint import Checkpoint
@@ -27,15 +26,15 @@ from elastic_launch.training.checkpoints.resumed import Outcome, Resumed
 from elastic_launch.training.checkpoints.saving import Live, Trained
 from elastic_launch.training.checkpoints.state import TrainingState
 from elastic_launch.training.data.epochs import Epochs
-from elastic_launch.training.data.generators import generators_of_modules
 from elastic_launch.training.durations import total_steps
 from elastic_launch.training.engine import Engine
-from elastic_launch.training.evaluations import Evaluations, evaluating
+from elastic_launch.training.evaluations import evaluating
 from elastic_launch.training.gradients.accumulation import ExactGradients, Gradients
 from elastic_launch.training.gradients.buffer_rules import buffers_of, ruled_names
 from elastic_launch.training.gradients.means import cargo_size
 from elastic_launch.training.gradients.parameters import OwnParameters, Parameters
 from elastic_launch.training.live.rehearsal import graphs_fit_any_world, randomness_kept, unchanged
+from elastic_launch.training.loop_options import LoopOptions
 from elastic_launch.training.optimizer_steps import OptimizerSteps
 from elastic_launch.training.passes import Share
 from elastic_launch.training.positions import Positions
@@ -50,34 +49,12 @@ from elastic_launch.training.steps import Step
 from elastic_launch.training.stopping import DrainedExit
 from elastic_launch.training.together import as_model, as_optimizer
 from elastic_launch.training.transaction import Recovered, Rehearsal, StepRules, Transaction
-from elastic_launch.training.wrapped import check_elementwise, sharding_modules
+from elastic_launch.training.wrapped import sharding_modules
 
 _log = logging.getLogger(__name__)
 
 OWN = "parameters"
 """Name of the part of the state that holds the optimizer's parameters that are not in the model."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoopOptions:
-    """Options of a loop over steps; see :meth:`elastic_launch.Run.steps`."""
-
-    exact: bool = False
-    verify: bool = False  # in exact mode, whether some micro-batches are given twice, see `purity`
-    buffers: Mapping[str, str] = field(default_factory=dict)  # rules, by pattern of the buffers' names
-    parts: Mapping[str, Stateful | None] = field(default_factory=dict)  # of the state, besides model and optimizer
-    scaler: torch.amp.GradScaler | None = None
-    metrics: Sequence[str] = ()
-    start: int = 0  # steps that this process has already done; if above 0, no checkpoint is restored
-    redo: bool = False  # a step may be given up when memory runs out, and repeated with smaller micro-batches
-    prepare: Callable[[int], None] | None = None  # called with the steps done, before the first step of a round
-    evaluations: Evaluations | None = None  # done between a step and its boundary
-    # Goes through a step as the loop over steps does. Called in a process that was started ahead, before it waits for
-    # its place, with a step of one micro-batch, of which nothing remains.
-    rehearse: Callable[[Step], None] | None = None
-    gradients: Callable[[int, int], Gradients] | None = None  # by world size and rank, if they are not the loop's own
-    stepper: Any = None  # steps in place of the optimizer, and has its state
-    unwatched: Sequence[str] = ()  # names of the parts that the library alone changes, between steps
 
 
 class Loop:
@@ -111,10 +88,8 @@ class Loop:
         self._state: TrainingState = engine.state.extended(self._parts)
         unwatched = None if options.stepper is not None else {OWN, *options.unwatched}
         self.positions = Positions(engine.rounds, self._state, exact=options.exact, unwatched=unwatched)
-        self._sharded = bool(sharding_modules(self._model))
-        engine.sharded = self._sharded
-        if self._sharded:
-            self._check_sharded(model, optimizer)
+        engine.sharded = bool(sharding_modules(self._model))
+        options.check(epochs, self._model, self._optimizer, several=isinstance(model, Mapping))
         self._rules = StepRules(
             OptimizerSteps(self._optimizer, options.scaler), epochs.seed, tuple(options.metrics), options.verify
         )
@@ -136,28 +111,6 @@ class Loop:
         self._batches: Generator[object] | None = None
         self._pace: Pace | None = None
         self._began_in_training_mode: bool | None = None
-        if options.exact:
-            epochs.check_exact()
-            if found := generators_of_modules(self._model):
-                raise UsageError(
-                    f"exact=True: the model has a generator of its own, which is not restored: {', '.join(found)}.",
-                    "Draw from the global generators, which are seeded for each micro-batch, or make one where you "
-                    "draw: torch.Generator().manual_seed(torch.initial_seed()).",
-                )
-
-    def _check_sharded(self, model: object, optimizer: object) -> None:
-        """Refuse what a sharded model cannot be trained with."""
-        options = self._options
-        if isinstance(model, Mapping):
-            raise UsageError("run.steps(model=...): of several models none may be sharded.", "Give one model.")
-        if options.scaler is not None:
-            raise UsageError("A scaler (fp16) does not work with a sharded model.", "Use bf16, which needs none.")
-        if options.stepper is not None:
-            raise UsageError("Trainer(deepspeed_config=...): the model is sharded already.", "Use one of the two.")
-        if options.redo:
-            raise UsageError('micro="auto" does not work with a sharded model.', "Give micro a number.")
-        if options.exact:
-            check_elementwise([*optimizer.values()] if isinstance(optimizer, Mapping) else [optimizer])
 
     def __iter__(self) -> Iterator[Step]:
         with closing(self.transactions()) as transactions:

@@ -27,7 +27,8 @@ from elastic_launch.training.gradients.buffer_rules import checked_rules
 from elastic_launch.training.kinds import check_kind, found
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.live.groups import RoundGroups
-from elastic_launch.training.loop import Loop, LoopOptions
+from elastic_launch.training.loop import Loop
+from elastic_launch.training.loop_options import LoopOptions
 from elastic_launch.training.ranks.determinism import Determinism
 from elastic_launch.training.ranks.place import is_ahead, joining
 from elastic_launch.training.ranks.same_arguments import check_same

@@ -26,7 +26,8 @@ from elastic_launch.training.evaluations import Evaluations, checked_eval_loader
 from elastic_launch.training.gradients.buffer_rules import checked_rules
 from elastic_launch.training.kinds import check_function, check_kind, found
 from elastic_launch.training.live.rehearsal import unchanged
-from elastic_launch.training.loop import Loop, LoopOptions
+from elastic_launch.training.loop import Loop
+from elastic_launch.training.loop_options import LoopOptions
 from elastic_launch.training.schedule import Schedule, Schedules
 from elastic_launch.training.session import Run, engine_of
 from elastic_launch.training.steps import Step
