@@ -4,8 +4,7 @@
 ``engine``       what happens between two steps; ``trainings`` keeps track of the trainings of one script
 ``rounds``       the round that this worker is in, and whether it can go on in the next one
 ``loop``         ``run.steps``; ``loop_options`` its arguments
-``steps``        the step as a script sees it; ``transaction`` is what it does, ``passes`` its passes over the
-                 micro-batches, ``optimizer_steps`` which optimizers step with which gradients
+``steps``        the step as a script sees it; ``transaction`` is what it does, ``passes`` a pass of it
 ``positions``    where a loop's state can be handed on, and what the script changes between
 ``purity``       whether micro-batches depend on those before them
 ``trainer``      ``Trainer``, with ``callbacks`` and ``durations``

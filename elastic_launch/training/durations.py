@@ -48,12 +48,11 @@ class Interval:
     @staticmethod
     def parse(every: int | str) -> Interval:
         """Parse steps, 50 or ``"50ba"``, or a duration, ``"30s"``, ``"5min"`` or ``"2h"``."""
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(every))
-        number = float(match[1]) if match else 0.0
-        if match and match[2] in ("", "ba") and number >= 1 and number.is_integer():
+        number, unit = _parsed(every)
+        if unit in ("", "ba") and number >= 1 and number.is_integer():
             return Interval(int(number), None)
-        if match and match[2] in _UNITS and number > 0:
-            return Interval(None, number * _UNITS[match[2]])
+        if unit in _UNITS and number > 0:
+            return Interval(None, number * _UNITS[unit])
         raise UsageError(
             f"every={every!r} is not an interval.", 'Write steps as 50 or "50ba", a duration as "30s", "5min" or "2h".'
         )
@@ -61,10 +60,10 @@ class Interval:
     @staticmethod
     def in_training(every: int | str, steps_per_epoch: int) -> Interval:
         """Parse epochs, 1 or ``"1ep"``, steps, ``"50ba"``, or a duration, ``"30s"``, ``"5min"`` or ``"2h"``."""
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(every))
-        if match and match[2] in _UNITS:
+        number, unit = _parsed(every)
+        if unit in _UNITS:
             return Interval.parse(every)
-        if match and match[2] in ("", "ep", "ba") and match[1].isdigit() and int(match[1]):
+        if unit in ("", "ep", "ba") and number >= 1 and "." not in str(every):
             return Interval(total_steps(every, steps_per_epoch), None)
         raise UsageError(
             f"every={every!r} is not an interval.", 'Write epochs as "1ep", steps as "50ba", a duration as "5min".'
@@ -82,7 +81,13 @@ def seconds_of(duration: float | str) -> float:
     """Return the seconds of a duration: a number of seconds, or ``"30s"``, ``"5min"`` or ``"2h"``."""
     if isinstance(duration, int | float) and not isinstance(duration, bool) and 0 < duration < math.inf:
         return float(duration)
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", duration) if isinstance(duration, str) else None
-    if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
+    number, unit = _parsed(duration) if isinstance(duration, str) else (0.0, "")
+    if unit not in _UNITS or number <= 0:
         raise UsageError(f"{duration!r} is not a duration.", 'Write seconds as 30, or "30s", "5min" or "2h".')
-    return float(match[1]) * _UNITS[match[2]]
+    return number * _UNITS[unit]
+
+
+def _parsed(text: object) -> tuple[float, str]:
+    """Return a number and its unit; 0 if it is none."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(text))
+    return (float(match[1]), match[2]) if match else (0.0, "")

@@ -35,7 +35,6 @@ from elastic_launch.training.gradients.means import cargo_size
 from elastic_launch.training.gradients.parameters import OwnParameters, Parameters
 from elastic_launch.training.live.rehearsal import graphs_fit_any_world, randomness_kept, unchanged
 from elastic_launch.training.loop_options import LoopOptions
-from elastic_launch.training.optimizer_steps import OptimizerSteps
 from elastic_launch.training.passes import Share
 from elastic_launch.training.positions import Positions
 from elastic_launch.training.randomness import derive, seed_all
@@ -47,7 +46,7 @@ from elastic_launch.training.ranks.same_arguments import check_same, told
 from elastic_launch.training.ranks.world import World
 from elastic_launch.training.steps import Step
 from elastic_launch.training.stopping import DrainedExit
-from elastic_launch.training.together import as_model, as_optimizer
+from elastic_launch.training.together import OptimizerSteps, as_model, as_optimizer
 from elastic_launch.training.transaction import Recovered, Rehearsal, StepRules, Transaction
 from elastic_launch.training.wrapped import sharding_modules
 
@@ -267,8 +266,7 @@ class Loop:
         lacking, bounded, least = bool(numbers[0]), bool(numbers[1]), -numbers[2]
         self._rounds.confirms = self.engine.world.world_size > 1 and bool(numbers[3])
         self._owes_evaluation = lacking
-        if self._options.evaluations is not None:
-            self._options.evaluations.begin_round(step if lacking else -1)
+        self._options.evaluations.begin_round(step if lacking else -1)
         # With evaluations done, the ranks do not know whether the others have begun the boundary: it is left out.
         self._owes_boundary = lacking and not bounded
         while len(self._epochs.batch.micro_batches()[0]) > least:
@@ -462,7 +460,7 @@ class Loop:
             "session(live=)": self._rounds.asked_live,
             "buffers": options.buffers,
             "metrics": list(options.metrics),
-            "evaluations every": None if options.evaluations is None else options.evaluations.every,
+            "evaluations every": options.evaluations.every,
             "checkpoint": None if self._checkpoint is None else self._checkpoint.arguments,
             "saved objects": self._state.described(),
             "steps done": self._step,
@@ -532,11 +530,9 @@ class Loop:
                 self._take(self._received)
 
     def _lacks_evaluation(self, step: int) -> bool:
-        evaluations = self._options.evaluations
-        return evaluations is not None and evaluations.due(step, end=step == self._end)
+        return self._options.evaluations.due(step, end=step == self._end)
 
     def _evaluate(self) -> None:
-        assert self._options.evaluations is not None
         epoch = self._epochs.position(self._step).epoch
         with self._rounds.link.doing(Activity.EVALUATION), evaluating(self._model):
             self._options.evaluations.evaluate(self._step, epoch, self.engine.checkpoint)
@@ -557,16 +553,16 @@ class Loop:
         stays = stays_of(self._optimizer, self._model.parameters())
         evaluations, engine = self._options.evaluations, self.engine
         # The first rank's clock decides for all.
-        wanted = evaluations is not None and engine.world.rank == 0 and evaluations.wanted()
+        wanted = engine.world.rank == 0 and evaluations.wanted()
         after = self._after(self._step)
         engine.step_boundary(after, end=end, stays=stays, by_step=True, keep=keep, evaluate=wanted)
-        if evaluations is not None and engine.evaluates:
+        if engine.evaluates:
             engine.evaluates = False
             evaluations.agree(self._step + 1)
-        if self._pace is not None and not end and not self.engine.stopped:
+        if self._pace is not None and not end and not engine.stopped:
             self._pace.compare(self._step)
             self._rounds.note_exchanges()
-        return self.engine.drains_live()
+        return engine.drains_live()
 
     def _halve(self, step: Transaction) -> None:
         before = self._epochs.batch

@@ -33,7 +33,7 @@ class LoopOptions:
     start: int = 0  # steps that this process has already done; if above 0, no checkpoint is restored
     redo: bool = False  # a step may be given up when memory runs out, and repeated with smaller micro-batches
     prepare: Callable[[int], None] | None = None  # called with the steps done, before the first step of a round
-    evaluations: Evaluations | None = None  # done between a step and its boundary
+    evaluations: Evaluations  # done between a step and its boundary
     # Goes through a step as the loop over steps does. Called in a process that was started ahead, before it waits for
     # its place, with a step of one micro-batch, of which nothing remains.
     rehearse: Callable[[Step], None] | None = None

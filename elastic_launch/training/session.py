@@ -22,7 +22,7 @@ from elastic_launch.training.checkpoints.saving import Trained
 from elastic_launch.training.data.loader import Loader, check_loader, epochs_of
 from elastic_launch.training.durations import seconds_of
 from elastic_launch.training.engine import Engine
-from elastic_launch.training.evaluations import Evaluator, evaluations_of
+from elastic_launch.training.evaluations import Evaluations, Evaluator, evaluations_of
 from elastic_launch.training.gradients.buffer_rules import checked_rules
 from elastic_launch.training.kinds import check_kind, found
 from elastic_launch.training.link import AgentLink
@@ -244,7 +244,7 @@ class Run:
         }
         if rehearse is not None and not callable(rehearse):
             raise UsageError(f"run.steps(rehearse=...) is {found(rehearse)}.", "Give a function that takes the step.")
-        evaluations = None
+        evaluations = Evaluations(None, dict, lambda evaluation: None)  # none is due
         if evaluator is not None:
             check_kind("run.steps(evaluator=...)", evaluator, Evaluator, "Give an el.Evaluator of its data.")
             evaluations = evaluations_of(evaluator, self._engine, loader.steps_per_epoch, checkpoint, exact=exact)

@@ -274,7 +274,7 @@ class Trainer:
             start=self.step,
             redo=self._finds_micro,
             prepare=self._begin,
-            evaluations=None if self._eval_loader is None else self._evaluations,
+            evaluations=self._evaluations,
             rehearse=self._rehearse if engine is None else None,
             gradients=gradients,
             stepper=None if engine is None else engine.optimizer,

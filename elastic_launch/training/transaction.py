@@ -28,7 +28,6 @@ from elastic_launch.training.engine import Engine
 from elastic_launch.training.gradients.accumulation import ExactGradients
 from elastic_launch.training.gradients.bits import Bits
 from elastic_launch.training.live.rehearsal import unchanged
-from elastic_launch.training.optimizer_steps import OptimizerSteps
 from elastic_launch.training.passes import Pass, Share
 from elastic_launch.training.positions import Positions
 from elastic_launch.training.purity import Outputs, StepWatch, differs, due
@@ -36,6 +35,7 @@ from elastic_launch.training.randomness import derive, drop_second_normal, kept,
 from elastic_launch.training.ranks import collectives
 from elastic_launch.training.ranks.checksum import checksums
 from elastic_launch.training.ranks.collectives import MicroBatchContext
+from elastic_launch.training.together import OptimizerSteps
 
 _PLAIN = nullcontext()
 

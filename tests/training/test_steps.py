@@ -23,11 +23,11 @@ from elastic_launch.training.checkpoints.manager import weights_sha256
 from elastic_launch.training.data.loader import ElasticLoader, epochs_of
 from elastic_launch.training.engine import Engine
 from elastic_launch.training.gradients.accumulation import Gradients, check_model
-from elastic_launch.training.optimizer_steps import OptimizerSteps
 from elastic_launch.training.passes import Share
 from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
 from elastic_launch.training.steps import Step
+from elastic_launch.training.together import OptimizerSteps
 from elastic_launch.training.transaction import NonFiniteLossError, StepRules, Transaction
 
 INPUTS = torch.randn(22, 3, generator=torch.Generator().manual_seed(1))

@@ -194,30 +194,22 @@ def _watched(descriptors: dict[int, str]) -> dict[int, set[int]]:
     return found
 
 
-@contextmanager
-def _opened_again(descriptor: int, inode: int) -> Iterator[socket.socket | None]:
-    """Yield a socket with a descriptor of its own, which stays open; None if it was closed meanwhile."""
-    try:
+def _opened_again(descriptor: int, inode: int) -> socket.socket | None:
+    """Return a socket with a descriptor of its own, which stays open; None if it was closed meanwhile."""
+    with suppress(OSError):
         copy = os.dup(descriptor)
-    except OSError:
-        yield None
-        return
-    try:
-        found = socket.socket(fileno=copy) if os.fstat(copy).st_ino == inode else None
-    except OSError:
-        found = None
-    if found is None:
+        if os.fstat(copy).st_ino == inode:
+            return socket.socket(fileno=copy)
         os.close(copy)
-        yield None
-        return
-    with found:
-        yield found
+    return None
 
 
 def _describe(descriptor: int, inode: int) -> tuple[str, int]:
     """Return what a socket does, and the port of its peer if it is connected to one."""
-    with _opened_again(descriptor, inode) as found:
-        if found is None or found.family not in _INTERNET or found.type & socket.SOCK_STREAM == 0:
+    if (found := _opened_again(descriptor, inode)) is None:
+        return "other", 0
+    with found:
+        if found.family not in _INTERNET or found.type & socket.SOCK_STREAM == 0:
             return "other", 0
         if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             return "listening", 0
@@ -228,21 +220,20 @@ def _describe(descriptor: int, inode: int) -> tuple[str, int]:
 
 
 def _shut(descriptor: int, inode: int) -> bool:
-    with _opened_again(descriptor, inode) as found:
-        if found is None or found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            return False
-        try:
+    if (found := _opened_again(descriptor, inode)) is None:
+        return False
+    with found, suppress(OSError):
+        if not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             found.shutdown(socket.SHUT_RDWR)  # this ends an attempt to connect, too
-        except OSError:
-            return False
-        return True
+            return True
+    return False
 
 
 def _knock(descriptor: int, inode: int, size: int) -> None:
     """Connect to a listening socket of gloo's as each of its peers would, and close the connections."""
-    with _opened_again(descriptor, inode) as found:
-        if found is None:
-            return
+    if (found := _opened_again(descriptor, inode)) is None:
+        return
+    with found:
         for number in range(size):
             with suppress(OSError), socket.socket(found.family) as peer:
                 peer.settimeout(_KNOCK_S)
