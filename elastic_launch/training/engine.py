@@ -185,15 +185,14 @@ class Engine:
         *,
         end: bool,
         stays: Callable[[Tensor], bool] | None = None,
-        by_step: bool = False,
         keep: bool = False,
         evaluate: bool = False,
     ) -> bool:
         """Save a state if it is due or the training stops; return whether it stops.
 
         Args:
-            stays: whether a tensor keeps its values until :meth:`Saver.settle` is called; None: it is not called.
-            by_step: whether wishes are sent together with the next step's losses.
+            stays: whether a tensor keeps its values until :meth:`Saver.settle` is called. None: it is not called, and
+                wishes are not sent together with the next step's losses.
             keep: whether to take a snapshot in memory even if none is due.
             evaluate: whether this rank wants an evaluation.
         """
@@ -212,7 +211,7 @@ class Engine:
                 wishes = replace(wishes, compare=compare, checksum=checksum)
         if evaluate:
             wishes = replace(wishes, evaluate=True)
-        self._exchange(wishes, by_step=by_step)
+        self._exchange(wishes, by_step=stays is not None)
         last = self.stopped or end
         if self.draining:
             faults.reached("drain", step)

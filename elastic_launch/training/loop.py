@@ -89,9 +89,8 @@ class Loop:
         self.positions = Positions(engine.rounds, self._state, exact=options.exact, unwatched=unwatched)
         engine.sharded = bool(sharding_modules(self._model))
         options.check(epochs, self._model, self._optimizer, several=isinstance(model, Mapping))
-        self._rules = StepRules(
-            OptimizerSteps(self._optimizer, options.scaler), epochs.seed, tuple(options.metrics), options.verify
-        )
+        optimizers = OptimizerSteps(self._optimizer, options.scaler)
+        self._rules = StepRules(optimizers, tuple(options.metrics), options.verify)
         self._step = options.start
         self._last: tuple[float, dict[str, float]] = math.nan, {}
         self._live = False
@@ -190,9 +189,8 @@ class Loop:
                 closing(epochs.epoch_from(number, 1, 0)) as batches,
             ):
                 optimizers = OptimizerSteps(self._optimizer, copy.deepcopy(self._options.scaler))
-                rules = StepRules(optimizers, epochs.seed)
                 share = Share(epochs.plan(number, 1, 0), batches, gradients)
-                step = Rehearsal(self, rules, epochs.position(number), epochs.samples_in(number), share)
+                step = Rehearsal(self, StepRules(optimizers), epochs, number, share)
                 try:
                     rehearse(Step(step))
                     self._first = Activity.REHEARSED_STEP
@@ -405,8 +403,7 @@ class Loop:
             self._rounds.note_exchanges()
         seed_all(derive("step", epochs.seed, number), devices=True)
         done = self._received.passes if self._received is not None else ()
-        position, samples = epochs.position(number), epochs.samples_in(number)
-        return Transaction(self, self._rules, position, samples, self._share(), done)
+        return Transaction(self, self._rules, epochs, number, self._share(), done)
 
     def _share(self) -> Share:
         """Return what this rank does of the current step; its micro-batches go on to the end of the epoch."""
@@ -420,10 +417,6 @@ class Loop:
         batches, self._batches = self._batches, None
         if batches is not None:
             batches.close()
-
-    def spare(self, step: int) -> Any:
-        """See :class:`StepOwner`."""
-        return self._epochs.spare(step)
 
     def _watch_mode(self, step: Transaction) -> None:
         """Warn if the model was left in evaluation mode: after a restart it would be in training mode."""
@@ -555,7 +548,7 @@ class Loop:
         # The first rank's clock decides for all.
         wanted = engine.world.rank == 0 and evaluations.wanted()
         after = self._after(self._step)
-        engine.step_boundary(after, end=end, stays=stays, by_step=True, keep=keep, evaluate=wanted)
+        engine.step_boundary(after, end=end, stays=stays, keep=keep, evaluate=wanted)
         if engine.evaluates:
             engine.evaluates = False
             evaluations.agree(self._step + 1)

@@ -60,7 +60,7 @@ class WorkerRounds:
         self.step = 0
         self.begun = self.lives = self.barred = self.confirms = False
         self._world = world
-        self._asked = self._noted = 0  # exchanges: of the script, and the library's own
+        self._noted = 0  # the library's own exchanges
 
     @property
     def world(self) -> World:
@@ -134,23 +134,20 @@ class WorkerRounds:
 
     def count_exchange(self) -> None:
         """Record that the script has exchanged with other ranks by a call of this library."""
-        self._asked += 1
+        self._noted -= 1
 
     def note_exchanges(self) -> None:
         """Record that the exchanges with other ranks so far are the library's own."""
-        self._noted = self._exchanges()
+        self._noted = self.groups.used() if self.lives else 0
 
     def check_exchanges(self) -> None:
         """End this process with its round if the script has exchanged with other ranks since they were noted.
 
         After a fault, a rank may end a step that others have ended already; it would wait for them in that exchange.
         """
-        if self.lives and self._exchanges() != self._noted:
+        if self.lives and self.groups.used() != self._noted:
             _log.info("the script exchanges data between steps by itself: this process ends with its round")
             self.end_with_round()
-
-    def _exchanges(self) -> int:
-        return self.groups.used() + self._asked if self.lives else 0
 
     @property
     def untouched(self) -> bool:

@@ -23,7 +23,7 @@ from torch import Tensor
 from elastic_launch.errors import REPEATS_NOTE, ElasticLaunchError, UsageError
 from elastic_launch.training.checkpoints.resumed import Outcome
 from elastic_launch.training.data.batches import versions
-from elastic_launch.training.data.epochs import Position
+from elastic_launch.training.data.epochs import Epochs
 from elastic_launch.training.engine import Engine
 from elastic_launch.training.gradients.accumulation import ExactGradients
 from elastic_launch.training.gradients.bits import Bits
@@ -65,7 +65,6 @@ class StepRules:
     """What all steps of a loop have in common."""
 
     optimizers: OptimizerSteps
-    seed: int  # the random state of each micro-batch derives from it
     metrics: Sequence[str] = ()  # names of the values averaged besides the loss
     verify: bool = False  # whether checked steps give a micro-batch twice
 
@@ -85,15 +84,13 @@ class StepOwner(Protocol):
     def origin(self, step: int, micro: int) -> str:
         """Describe the samples of a micro-batch, and the newest checkpoint, for errors."""
 
-    def spare(self, step: int) -> Any:
-        """Return a micro-batch for passes of a sharded model that count nothing, on a rank that has none."""
-
 
 class Transaction:
     """One optimizer step of a loop. The script gets a :class:`elastic_launch.Step` of it.
 
     Args:
-        samples: number of samples in the global batch.
+        epochs: has the samples of the step, and the seed from which all randomness derives.
+        number: the step, counted from 0.
         done: loss and metrics of each pass that other ranks have done before this process joined them.
 
     Attributes:
@@ -108,13 +105,13 @@ class Transaction:
         self,
         owner: StepOwner,
         rules: StepRules,
-        position: Position,
-        samples: int,
+        epochs: Epochs,
+        number: int,
         share: Share,
         done: Sequence[Outcome] = (),
     ) -> None:
-        self.position = position
-        self.samples = samples
+        self.position = epochs.position(number)
+        self.samples = epochs.samples_in(number)  # in the global batch
         self.share = share
         self.loss = math.nan
         self.metrics: dict[str, float] = {}
@@ -126,6 +123,7 @@ class Transaction:
         self._owner = owner
         self._rounds = owner.engine.rounds
         self._rules = rules
+        self._epochs = epochs
         self._pass = Pass(share, len(rules.metrics))
         self._passes = 0
         self._open = False  # a pass has begun and is not updated by
@@ -246,7 +244,7 @@ class Transaction:
             yield from self._checked_by(watch)
         for number in range(plan.grad_accum, gradients.passes(plan)):
             if plan.grad_accum == 0:
-                sample = self._owner.spare(self.position.step)
+                sample = self._epochs.spare(self.position.step)
             with gradients.empty_pass(number):
                 self._seed("empty pass", number)
                 self._empty = True
@@ -256,7 +254,7 @@ class Transaction:
 
     def _seed(self, what: str, number: int) -> None:
         later = (self._passes,) if self._passes > 1 else ()  # so that it draws other numbers than the first pass
-        seed_all(derive(what, self._rules.seed, self.position.step, number, *later), devices=True)
+        seed_all(derive(what, self._epochs.seed, self.position.step, number, *later), devices=True)
 
     def _without_backward(self, which: str) -> Exception:
         return self._misuse(
@@ -268,7 +266,7 @@ class Transaction:
         gradients = self.share.gradients
         if not isinstance(gradients, ExactGradients) or not self.share.plan.grad_accum:
             return None
-        if not due(self._rules.seed, self.position.step):
+        if not due(self._epochs.seed, self.position.step):
             return None
         return StepWatch(gradients, f"step {self.number}", repeats=self._rules.verify)
 

@@ -407,7 +407,7 @@ def test_a_buffer_that_a_module_reassigns_is_part_of_the_step(exact: bool) -> No
 def _transaction(loader: ElasticLoader, optimizer: torch.optim.Optimizer, share: Share) -> Transaction:
     """A step that no loop owns."""
     owner: Any = SimpleNamespace(engine=Engine(World(), torch.device("cpu")))
-    return Transaction(owner, StepRules(OptimizerSteps(optimizer), 0), epochs_of(loader).position(0), 8, share)
+    return Transaction(owner, StepRules(OptimizerSteps(optimizer)), epochs_of(loader), 0, share)
 
 
 def test_giving_up_where_others_would_wait_is_refused() -> None:
