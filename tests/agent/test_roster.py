@@ -83,9 +83,9 @@ def test_a_thread_that_fails_is_logged_and_the_next_look_starts_another(caplog: 
         wait_for("an answer", lambda: asked.look().problem == told)
 
 
-def test_the_link_is_closed_once_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_asked_only_while_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is shown to the next reader is asked anew."""
-    monkeypatch.setattr(roster, "LOOKED", 0.2)
+    monkeypatch.setattr(roster, "OLD", 0.2)
     monkeypatch.setattr(roster, "ASK_EVERY", 0.05)
     asks: list[float] = []
 
@@ -96,6 +96,7 @@ def test_the_link_is_closed_once_nobody_looks(monkeypatch: pytest.MonkeyPatch) -
     with asking(leader) as asked:
         wait_for("an answer", lambda: said(asked))
         wait_for("the end of asking", lambda: time.monotonic() - asks[-1] > 0.5)
+        assert threads() == []
         before = len(asks)
-        asked.look(20.0)
-        assert len(asks) > before
+        assert asked.look(20.0).problem
+        assert len(asks) == before + 1

@@ -42,21 +42,13 @@ ASK_EVERY = 0.05
 
 
 def health_listener(config: LaunchConfig) -> socket.socket:
-    """Return a listening socket for probes, which are configured.
-
-    Raises:
-        EndpointError: if it cannot listen there.
-    """
+    """Return a listening socket for probes, which are configured; raises EndpointError if it cannot listen there."""
     assert config.health_port is not None
     return _listener("--health-port", config.health_host, config.health_port, config)
 
 
 def page_listener(config: LaunchConfig) -> socket.socket:
-    """Return a listening socket for ``--http``, which is configured.
-
-    Raises:
-        EndpointError: if it cannot listen there.
-    """
+    """Return a listening socket for ``--http``, likewise."""
     assert config.http is not None
     return _listener("--http", config.http.host, config.http.port, config)
 
@@ -64,14 +56,8 @@ def page_listener(config: LaunchConfig) -> socket.socket:
 def own_names(config: LaunchConfig) -> frozenset[str]:
     """Return the names by which this node is asked for pages."""
     name = socket.gethostname()
-    names = [
-        name,
-        name.partition(".")[0],
-        full_host_name(),
-        config.local_addr,
-        config.http.host if config.http else None,
-        *config.http_hosts,
-    ]
+    names = [name, name.partition(".")[0], full_host_name(), config.local_addr, *config.http_hosts]
+    names += [config.http.host] if config.http else []
     return frozenset(name.lower().rstrip(".") for name in names if name)
 
 

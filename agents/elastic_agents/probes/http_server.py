@@ -52,16 +52,11 @@ CLOSING = 5.0
 
 @dataclass(frozen=True, slots=True)
 class HttpRequest:
-    """A GET or HEAD request.
-
-    Attributes:
-        query: the part after the question mark.
-        at: when it was complete, by ``time.monotonic``.
-    """
+    """A GET or HEAD request."""
 
     path: str
-    query: str
-    at: float
+    query: str  # the part after the question mark
+    at: float  # when it was complete, by ``time.monotonic``
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +79,9 @@ Responder = Callable[[HttpRequest], HttpResponse]
 
 @dataclass(slots=True)
 class _Connection:
-    """An open connection; that of the least ``worth`` is closed first: the oldest that waits for its client to hang up,
-    else the oldest without a request."""
-
     thread: threading.Thread
     deadline: float
-    worth: int = 1
+    worth: int = 1  # 0: answered, 1: without a request, 2: being answered; the least and oldest is closed first
 
 
 class HttpServer(ThreadingHTTPServer):

@@ -11,7 +11,7 @@ import os
 import subprocess
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from elastic_agents.helpers import helper_command, helper_environment
@@ -41,9 +41,8 @@ class NodeCheckError(ElasticLaunchError):
     exit_code = ExitCode.STARTUP_FAILURE
 
 
-@dataclass(frozen=True, slots=True)
 class _Mismatch(Exception):
-    what: str
+    """What a device or disk did wrong."""
 
 
 def check_node(config: LaunchConfig) -> NodeChecked:
@@ -80,17 +79,14 @@ def probe(directory: str) -> None:
         memory, compute = [_memory(device) for device in devices], [_compute(device) for device in devices]
         disk = _disk(directory)
     except _Mismatch as error:
-        raise SystemExit(error.what) from None
-    print(
-        json.dumps(
-            {
-                "devices": len(devices) - 1,
-                "memory_gb_s": round(2 * MEMORY / max(memory) / 1e9, 2),
-                "compute_gflop_s": round(2 * SIZE**3 / max(compute) / 1e9, 1),
-                "disk_mb_s": round(2 * DISK / disk / 1e6, 1),
-            }
-        )
+        raise SystemExit(str(error)) from None
+    found = NodeChecked(
+        len(devices) - 1,
+        memory_gb_s=round(2 * MEMORY / max(memory) / 1e9, 2),
+        compute_gflop_s=round(2 * SIZE**3 / max(compute) / 1e9, 1),
+        disk_mb_s=round(2 * DISK / disk / 1e6, 1),
     )
+    print(json.dumps(asdict(found)))
 
 
 def _memory(device: str) -> float:

@@ -1,7 +1,7 @@
 """The run's nodes as its leader sees them, for the pages of ``--http``.
 
-The leader is asked as ``elasticctl status`` asks it, over a link that is not a node's, in a thread of its own: neither
-the agent nor the server of the pages waits for it. It is asked only while a page or the status is being read.
+The leader is asked as ``elasticctl status`` asks it, over a link that is not a node's, in a thread of its own for each
+question: neither the agent nor a page waits for it. It is asked only while a page or the status is being read.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elastic_launch.config.endpoints import parse_endpoint
 from elastic_launch.config.launch_config import LaunchConfig
@@ -26,11 +26,11 @@ ASK_EVERY, SHARE, LONGEST = 2.0, 20.0, 20.0
 """Seconds between two questions; so many times as long as the last answer took, if that is more: a leader of many nodes
 is not kept busy; but at most so many."""
 
-LOOKED = 10.0
-"""Seconds since the last look after which the leader is not asked any more, and its link is closed."""
+OLD = 10.0
+"""Seconds after which an answer is not shown at once, if there may be a new one in a moment."""
 
 FRESH = 1.0
-"""Seconds for which `/status` waits for the first answer; then it shows what is known."""
+"""Seconds for which `/status` waits for that; then it shows what is known."""
 
 CLOSE = 1.0
 """Seconds that the thread gets to end, which may be connecting to a host that does not answer."""
@@ -38,17 +38,11 @@ CLOSE = 1.0
 
 @dataclass(frozen=True, slots=True)
 class LastStatus:
-    """What the leader said last.
+    """What the leader said last."""
 
-    Attributes:
-        status: None if it has not answered yet.
-        at: when that was, by ``time.monotonic``.
-        problem: why it has not answered since; empty if it has.
-    """
-
-    status: Status | None = None
-    at: float = 0.0
-    problem: str = ""
+    status: Status | None = None  # None if it has not answered yet
+    at: float = 0.0  # when that was, by ``time.monotonic``
+    problem: str = ""  # why it has not answered since; empty if it has
 
 
 class Roster:
@@ -62,35 +56,30 @@ class Roster:
         self._config, self._leader = config, leader
         self._turn = threading.Condition()
         self._answer = LastStatus()
-        self._looked: float | None = None
-        self._asked_since = 0.0
-        self._closing = False
+        self._asked = self._due = 0.0  # when the last question was settled, and when the next is due
         self._thread: VitalThread | None = None
+        self._asking = False
+        self._closing = False
 
     def look(self, wait: float = 0.0) -> LastStatus:
-        """Return what the leader said last.
+        """Return what the leader said last, and ask it again if that is due.
 
         Args:
-            wait: seconds to wait for its answer, if it was not being asked.
+            wait: seconds to wait for its answer, if the last one is old.
         """
         now = time.monotonic()
         with self._turn:
-            if self._looked is None or now - self._looked > LOOKED:
-                self._asked_since, self._answer = now, LastStatus(self._answer.status, self._answer.at)
-                self._turn.notify_all()
-            self._looked = now
-            if self._thread is None and not self._closing:
-                thread = VitalThread(self._run, "roster", owner=self._failed)
+            if not self._asking and now >= self._due and not self._closing:
+                thread = VitalThread(self._ask, "roster", owner=self._failed)
                 try:
                     thread.start()
-                    self._thread = thread
+                    self._thread, self._asking = thread, True
                 except RuntimeError as error:  # no more threads: the next look tries again
-                    self._answer = LastStatus(self._answer.status, self._answer.at, str(error))
-            self._turn.wait_for(self._answered, wait)
+                    self._answer = replace(self._answer, problem=str(error))
+            if now - self._asked > OLD:
+                self._answer = replace(self._answer, problem="")
+                self._turn.wait_for(lambda: not self._asking or self._closing, wait)
             return self._answer
-
-    def _answered(self) -> bool:
-        return self._answer.at >= self._asked_since or bool(self._answer.problem) or self._closing
 
     def close(self) -> None:
         """End the thread."""
@@ -102,53 +91,28 @@ class Roster:
             thread.join(CLOSE)
 
     def _failed(self, died: ThreadDied) -> None:
-        """Called from the thread that ends: the next look starts another one."""
+        """Called from the thread that ends."""
         _log.error("the leader is not asked for its nodes: %s", died.error)
-        with self._turn:
-            self._answer = LastStatus(self._answer.status, self._answer.at, one_line(died.error))
-            self._thread = None
-            self._turn.notify_all()
+        self._settle(None, one_line(died.error), ASK_EVERY)
 
-    def _run(self) -> None:
-        while self._wanted():
-            try:
-                self._ask_while_wanted()
-            except ElasticLaunchError as error:
-                with self._turn:
-                    self._answer = LastStatus(self._answer.status, self._answer.at, one_line(error.message))
-                    self._turn.notify_all()
-                    self._turn.wait_for(lambda: self._closing, ASK_EVERY)
-
-    def _ask_while_wanted(self) -> None:
-        """Ask again and again over one link.
-
-        Raises:
-            ElasticLaunchError: if the leader does not answer, or the run has ended.
-        """
-        where = self._leader()
-        if not where:
-            raise ElasticLaunchError("this node has not reached the run's leader yet")
-        # The leader answers at its own address with every backend; a leader that stepped down names the next one.
-        address = Address(self._config.run_id, LaunchConfig.backend, (parse_endpoint(where),), self._config.token)
-        with AdminClient(address) as client:
-            while True:
-                began = time.monotonic()
+    def _ask(self) -> None:
+        began = time.monotonic()
+        try:
+            where = self._leader()
+            if not where:
+                raise ElasticLaunchError("this node has not reached the run's leader yet")
+            # The leader answers at its own address with every backend; one that stepped down names the next one.
+            address = Address(self._config.run_id, LaunchConfig.backend, (parse_endpoint(where),), self._config.token)
+            with AdminClient(address) as client:
                 status = client.status()
-                now = time.monotonic()
-                with self._turn:
-                    self._answer = LastStatus(status, now)
-                    self._turn.notify_all()
-                    pause = min(max(ASK_EVERY, SHARE * (now - began)), LONGEST)
-                    self._turn.wait_for(lambda: self._closing, pause)
-                    if self._closing or self._idle():
-                        return
+        except ElasticLaunchError as error:
+            self._settle(None, one_line(error.message), ASK_EVERY)
+        else:
+            self._settle(status, "", min(max(ASK_EVERY, SHARE * (time.monotonic() - began)), LONGEST))
 
-    def _wanted(self) -> bool:
-        """Wait until there is a reader; return False once this is closed."""
+    def _settle(self, status: Status | None, problem: str, pause: float) -> None:
         with self._turn:
-            while not self._closing and self._idle():
-                self._turn.wait(60.0)
-            return not self._closing
-
-    def _idle(self) -> bool:
-        return self._looked is None or time.monotonic() - self._looked > LOOKED
+            self._asked = time.monotonic()
+            self._answer = replace(self._answer, problem=problem) if status is None else LastStatus(status, self._asked)
+            self._due, self._asking = self._asked + pause, False
+            self._turn.notify_all()
