@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from elastic_launch.errors import UsageError
 from elastic_launch.events import types as ev
@@ -27,27 +26,30 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """The content type of Prometheus' text format (https://prometheus.io/docs/instrumenting/exposition_formats/)."""
 
 PHASES = (
-    "starting",
-    "waiting",
-    "running",
-    "held",
-    "draining",
-    "suspended",
-    "stopping",
-    "saving",
-    "finished",
-    "over",
-    "leaving",
+    *("starting", "waiting", "running", "held", "draining", "suspended", "stopping", "saving"),
+    *("finished", "over", "leaving"),
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """A metric; ``labels`` are those in addition to the run's id and the node's."""
+class _Kind(NamedTuple):
+    """A metric.
+
+    Attributes:
+        of: the value of a gauge without labels, given how the node is; None if it is not known.
+    """
 
     type: str
     help: str
-    labels: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()  # those in addition to the run's id and the node's
+    of: Callable[[Present], float | None] | None = None
+
+
+def _gauge(help: str, of: Callable[[Present], float | None]) -> _Kind:
+    return _Kind("gauge", help, (), of)
+
+
+def _trains(present: Present) -> bool:
+    return present.phase in ("running", "draining")
 
 
 METRICS = {
@@ -56,22 +58,28 @@ METRICS = {
         "gauge", "1 for the phase that the node's agent is in, 0 for the others.", ("phase",)
     ),
     "elastic_launch_leads": _Kind("gauge", "1 if the node made the run's last decision, else 0."),
-    "elastic_launch_round": _Kind("gauge", "Number of the current or last round."),
-    "elastic_launch_nodes": _Kind("gauge", "Nodes in the round that trains; 0 if none does."),
-    "elastic_launch_world_size": _Kind("gauge", "Workers in the round that trains; 0 if none does."),
-    "elastic_launch_workers": _Kind("gauge", "The node's own workers that run."),
-    "elastic_launch_step": _Kind("gauge", "Optimizer steps done; it falls when steps are repeated."),
-    "elastic_launch_total_steps": _Kind("gauge", "Optimizer steps of the whole training, if that is known."),
-    "elastic_launch_remaining_seconds": _Kind("gauge", "Time until the training ends at this pace, if that is known."),
+    "elastic_launch_round": _gauge("Number of the current or last round.", lambda p: p.round),
+    "elastic_launch_nodes": _gauge("Nodes in the round that trains; 0 if none does.", lambda p: _trains(p) * p.nodes),
+    "elastic_launch_world_size": _gauge(
+        "Workers in the round that trains; 0 if none does.", lambda p: _trains(p) * p.world_size
+    ),
+    "elastic_launch_workers": _gauge("The node's own workers that run.", lambda p: p.workers),
+    "elastic_launch_step": _gauge("Optimizer steps done; it falls when steps are repeated.", lambda p: p.step),
+    "elastic_launch_total_steps": _gauge(
+        "Optimizer steps of the whole training, if that is known.", lambda p: p.total or None
+    ),
+    "elastic_launch_remaining_seconds": _gauge(
+        "Time until the training ends at this pace, if that is known.", lambda p: p.remaining
+    ),
     "elastic_launch_step_seconds": _Kind(
         "histogram", "Optimizer steps of the node's workers, repeated ones included, each from the end of the last."
     ),
-    "elastic_launch_snapshot_step": _Kind("gauge", "Steps in the newest snapshot in the node's memory."),
+    "elastic_launch_snapshot_step": _gauge("Steps in the newest snapshot in the node's memory.", lambda p: p.snapshot),
     "elastic_launch_snapshot_timestamp_seconds": _Kind("gauge", "When that was first seen there, in Unix time."),
     "elastic_launch_checkpoint_step": _Kind("gauge", "Steps in the last durable checkpoint that the node wrote."),
     "elastic_launch_checkpoint_timestamp_seconds": _Kind("gauge", "When that was committed, in Unix time."),
-    "elastic_launch_restarts": _Kind("gauge", "Restarts charged to the run's budget."),
-    "elastic_launch_max_restarts": _Kind("gauge", "The budget: restarts that may be charged."),
+    "elastic_launch_restarts": _gauge("Restarts charged to the run's budget.", lambda p: p.restarts),
+    "elastic_launch_max_restarts": _gauge("The budget: restarts that may be charged.", lambda p: p.max_restarts),
     "elastic_launch_incidents_total": _Kind("counter", "Incidents that are over, on the leader's node.", ("kind",)),
     "elastic_launch_incident_seconds_total": _Kind(
         "counter", "Time for which training stood still in them, by the ledger's parts.", ("phase",)
@@ -189,26 +197,16 @@ class NodeMetrics:
             yield family
 
     def _gauges(self) -> dict[str, _Values]:
-        present, checkpoint = self._present, self._checkpoint
-        trains = present.phase in ("running", "draining")
-        known: dict[str, float | None] = {
-            "leads": float(self._leads),
-            "round": present.round,
-            "nodes": present.nodes if trains else 0,
-            "world_size": present.world_size if trains else 0,
-            "workers": present.workers,
-            "step": present.step,
-            "total_steps": present.total or None,
-            "remaining_seconds": present.remaining,
-            "snapshot_step": present.snapshot,
-            "snapshot_timestamp_seconds": None if present.snapshot is None else self._snapshot,
-            "checkpoint_step": None if checkpoint is None else checkpoint[0],
-            "checkpoint_timestamp_seconds": None if checkpoint is None else checkpoint[1],
-            "restarts": present.restarts,
-            "max_restarts": present.max_restarts,
-            "goodput_ratio": self._goodput if self._leads else None,
-        }
-        found: dict[str, _Values] = {f"elastic_launch_{x}": {(): y} for x, y in known.items() if y is not None}
+        present = self._present
+        known = {name: kind.of(present) for name, kind in self._metrics.items() if kind.of}
+        known["elastic_launch_leads"] = float(self._leads)
+        known["elastic_launch_goodput_ratio"] = self._goodput if self._leads else None
+        if present.snapshot is not None:
+            known["elastic_launch_snapshot_timestamp_seconds"] = self._snapshot
+        if self._checkpoint is not None:
+            step, at = self._checkpoint
+            known |= {"elastic_launch_checkpoint_step": step, "elastic_launch_checkpoint_timestamp_seconds": at}
+        found: dict[str, _Values] = {name: {(): value} for name, value in known.items() if value is not None}
         found["elastic_launch_info"] = {(self._version,): 1.0}
         found["elastic_launch_phase"] = {(phase,): float(phase == present.phase) for phase in PHASES}
         return found

@@ -35,19 +35,15 @@ class Host:
     """One host's event file.
 
     Attributes:
-        chronicle: the events of the last run in the file, if there are several.
-        told: these events with the host's clock.
-        complaints: what could not be used, and where.
         offset: seconds by which Unix time is ahead of the host's clock, by its last event; None if that has no time.
-        usable: whether most of the file's lines could be used.
     """
 
     node: str
-    chronicle: Chronicle
-    complaints: tuple[str, ...]
-    told: tuple[tuple[float, ev.Event], ...] = ()
+    chronicle: Chronicle  # the events of the last run in the file, if there are several
+    complaints: tuple[str, ...]  # what could not be used, and where
+    told: tuple[tuple[float, ev.Event], ...] = ()  # these events with the host's clock
     offset: float | None = None
-    usable: bool = True
+    usable: bool = True  # whether most of the file's lines could be used
 
     def time(self, moment: float) -> datetime | None:
         """Return a moment of the host's clock as UTC."""
@@ -107,10 +103,9 @@ def event_files(directory: Path) -> list[Path]:
     Raises:
         UsageError: if there are none, or those of several runs.
     """
-    asked = f"{directory}"
     hint = "Give the directory that elastic-launch names in its first line and in its last."
     if not directory.is_dir():
-        raise UsageError(f"{asked} is not a directory.", hint)
+        raise UsageError(f"{directory} is not a directory.", hint)
     found = sorted(directory.glob("events-*.jsonl"))
     if found:
         return found
@@ -118,9 +113,9 @@ def event_files(directory: Path) -> list[Path]:
     runs = sorted({path.parent for path in directory.glob("*/events-*.jsonl") if not path.parent.is_symlink()})
     if len(runs) > 1:
         names = ev.listed([path.name for path in runs])
-        raise UsageError(f"{asked} has the events of {len(runs)} runs: {names}.", f"Give one of them: {runs[-1]}")
+        raise UsageError(f"{directory} has the events of {len(runs)} runs: {names}.", f"Give one of them: {runs[-1]}")
     if not runs:
-        raise UsageError(f"{asked} has no events-*.jsonl.", hint)
+        raise UsageError(f"{directory} has no events-*.jsonl.", hint)
     return sorted(runs[0].glob("events-*.jsonl"))
 
 

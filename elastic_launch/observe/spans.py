@@ -106,8 +106,8 @@ class Spans:
         with self._lock:
             now = self._clock.now()
             newest = self._rounds[max(self._rounds)] if self._rounds else None
-            told = event.printed and not isinstance(event, ev.RoundFormed)
-            if told and newest is not None and newest.ended is None and len(newest.events) < MOST:
+            tells = event.printed and not isinstance(event, ev.RoundFormed)
+            if tells and newest is not None and newest.ended is None and len(newest.events) < MOST:
                 newest.events.append((now, ev.event_name(type(event)), {"text": sentence(event)}))
             match event:
                 case ev.OrderReceived(order="form", round=number, cause=cause, workers=workers):
@@ -120,15 +120,10 @@ class Spans:
                     for other in list(self._rounds.values()):
                         other.ended = other.ended or now
                         self._send(other)
-                case ev.OrderReceived() | ev.WorkerStarted() | ev.WorkerPlaced() | ev.WorkerKept() | ev.TrainingBegun():
-                    self._follow(event, event.round, now)
-                case ev.FirstStep() | ev.RoundSteps():
-                    self._follow(event, event.round, now)
+                case _ if (told := self._rounds.get(getattr(event, "round", 0))) is not None:
+                    self._follow(told, event, now)
 
-    def _follow(self, event: ev.Event, number: int, now: float) -> None:
-        told = self._rounds.get(number)
-        if told is None:
-            return
+    def _follow(self, told: _Round, event: ev.Event, now: float) -> None:
         match event:
             case ev.OrderReceived(order=order, kind=kind, cause=cause):
                 told.ended = now if order != "drain" and told.ended is None else told.ended
@@ -140,7 +135,7 @@ class Spans:
             case ev.RoundSteps(last=last):
                 told.ended, told.about["last_step"] = told.ended or now, last
                 self._send(told)
-            case _:
+            case ev.WorkerStarted() | ev.WorkerPlaced() | ev.WorkerKept():
                 told.started = now
 
     def over(self, incident: RoundIncident) -> None:
