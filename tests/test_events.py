@@ -28,6 +28,7 @@ def example(kind: type[ev.Event]) -> ev.Event:
         "int": 1,
         "float": 0.5,
         "float | None": 0.5,
+        "int | None": 1,
         "bool": True,
         "tuple[str, ...]": ("a", "b"),
         "tuple[int, ...]": (0, 2),

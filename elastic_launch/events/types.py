@@ -22,18 +22,12 @@ KINDS: dict[str, type[Event]] = {}
 
 
 class Counter(NamedTuple):
-    """A metric that counts events; see :mod:`elastic_launch.observe.metrics`.
+    """A metric that counts events; see :mod:`elastic_launch.observe.metrics`."""
 
-    Attributes:
-        name: without the prefix ``elastic_launch_``; events may share one.
-        labels: attributes of the event whose values are the metric's labels.
-        when: attribute of the event that must be true for it to count; empty if all count.
-    """
-
-    name: str
+    name: str  # without the prefix ``elastic_launch_``; events may share one
     help: str
-    labels: tuple[str, ...] = ()
-    when: str = ""
+    labels: tuple[str, ...] = ()  # attributes of the event whose values are the metric's labels
+    when: str = ""  # attribute of the event that must be true for it to count; empty if all count
 
 
 def event_name(kind: type[Any]) -> str:
@@ -96,19 +90,14 @@ class NodeJoined(LeaderEvent):
 
 
 class NodeLost(LeaderEvent):
-    """A node is dead: its connection closed, or it was silent for too long.
-
-    Attributes:
-        detect_s: seconds from its last sign of life, as far as the leader can tell.
-        broke: number of the round that was broken because of it; 0 if none was.
-    """
+    """A node is dead: its connection closed, or it was silent for too long."""
 
     counter = Counter("nodes_lost_total", "Nodes that this leader declared dead.")
 
     node: str
     cause: str
-    detect_s: float
-    broke: int
+    detect_s: float  # seconds from its last sign of life, as far as the leader can tell
+    broke: int  # number of the round that was broken because of it; 0 if none was
     next: str
 
     @property
@@ -117,32 +106,22 @@ class NodeLost(LeaderEvent):
 
 
 class NodeExcluded(LeaderEvent):
-    """A node is left out of rounds for a while, as long as there are enough others.
-
-    Attributes:
-        faults: how many faults in a row its workers have caused.
-        seconds: for how long it is left out.
-    """
+    """A node is left out of rounds for a while, as long as there are enough others."""
 
     counter = Counter("nodes_excluded_total", "Nodes that this leader left out for a while.")
 
     node: str
-    faults: int
-    seconds: float
+    faults: int  # how many faults in a row its workers have caused
+    seconds: float  # for how long it is left out
 
 
 class NewcomerLeftOut(LeaderEvent):
-    """A node that has not trained in this run cannot do what the others do: the run goes on without it.
-
-    Attributes:
-        round: number of the run's last round.
-        seconds: for how long its host is left out.
-    """
+    """A node that has not trained in this run cannot do what the others do: the run goes on without it."""
 
     node: str
-    round: int
+    round: int  # number of the run's last round
     cause: str
-    seconds: float
+    seconds: float  # for how long its host is left out
 
 
 class AdmissionClosed(LeaderEvent):
@@ -152,42 +131,27 @@ class AdmissionClosed(LeaderEvent):
 
 
 class FaultLanded(LeaderEvent):
-    """A fault of the drill happens.
-
-    Attributes:
-        node: the node whose worker has come to it.
-        fault: its position in the plan, from 0.
-        step: optimizer steps done.
-    """
+    """A fault of the drill happens."""
 
     round: int
-    node: str
-    fault: int
-    step: int
+    node: str  # the node whose worker has come to it
+    fault: int  # its position in the plan, from 0
+    step: int  # optimizer steps done
 
 
 class DrillEnded(LeaderEvent):
-    """The run ends, and with it its drill.
+    """The run ends, and with it its drill."""
 
-    Attributes:
-        planned: number of faults in the plan.
-        missing: positions of those that have not happened, from 0.
-    """
-
-    planned: int
-    missing: tuple[int, ...]
+    planned: int  # number of faults in the plan
+    missing: tuple[int, ...]  # positions of those that have not happened, from 0
 
 
 class NodeLeft(LeaderEvent):
-    """A node announced that it leaves.
-
-    Attributes:
-        broke: number of the round that was drained or broken because of it; 0 if none was.
-    """
+    """A node announced that it leaves."""
 
     node: str
     cause: str
-    broke: int
+    broke: int  # number of the round that was drained or broken because of it; 0 if none was
     next: str
 
     @property
@@ -206,29 +170,21 @@ class JoinBlocked(LeaderEvent):
     """A node cannot connect to where the running round's workers meet: one that waits takes no part until it can.
 
     If it is a member, in its first round, its workers wait.
-
-    Attributes:
-        member: the node whose address and port these are.
     """
 
     node: str
-    member: str
+    member: str  # the node whose address and port these are
     address: str
     port: int
     cause: str
 
 
 class NodeDiffers(LeaderEvent):
-    """An accepted node has other arguments or limits than the run; emitted once for nodes with the same differences.
-
-    Attributes:
-        arguments: the differences between its script's arguments and those of the leader's node.
-        limits: its limits and the run's, if they differ.
-    """
+    """An accepted node has other arguments or limits than the run; emitted once for nodes with the same differences."""
 
     node: str
-    arguments: str = ""
-    limits: str = ""
+    arguments: str = ""  # the differences between its script's arguments and those of the leader's node
+    limits: str = ""  # its limits and the run's, if they differ
 
 
 _ROUNDS_ENDED = Counter(
@@ -237,11 +193,7 @@ _ROUNDS_ENDED = Counter(
 
 
 class RoundFormed(LeaderEvent):
-    """A round was recorded and ordered.
-
-    Attributes:
-        form_s: seconds since the last round was broken, or since the leader's term began.
-    """
+    """A round was recorded and ordered."""
 
     counter = Counter("rounds_formed_total", "Rounds formed by this leader.")
 
@@ -251,51 +203,40 @@ class RoundFormed(LeaderEvent):
     world_size: int
     restarts: int
     cause: str
-    form_s: float
+    form_s: float  # seconds since the last round was broken, or since the leader's term began
 
 
 class RoundBroken(LeaderEvent):
-    """A round ended before its work was done.
-
-    Attributes:
-        kind, cause: as first reported.
-        lasted_s: seconds since it was formed; None if an earlier leader formed it, whose clock is unknown.
-        next: what follows; empty if the round may cost a restart, for example after a worker's failure: then what
-            follows is reported once the round is judged.
-    """
+    """A round ended before its work was done."""
 
     counter = _ROUNDS_ENDED
     tone = "bad"
     how = "broken"
 
     round: int
-    kind: str
+    kind: str  # as first reported, as is the cause
     cause: str
-    lasted_s: float | None
-    next: str
+    lasted_s: float | None  # seconds since it was formed; None if an earlier leader formed it, whose clock is unknown
+    next: str  # what follows; empty if that is reported once the round is judged
+    exit_code: int | None = None  # that of the worker whose failure is the cause; None if it is none that has ended
 
 
 class HangFound(LeaderEvent):
-    """A round stands still and is broken for it: the line of the round's end has the same cause.
-
-    Attributes:
-        ranks, nodes, hosts, places: those of the workers that hang, in the same order; empty if no rank stands out.
-        collectives: those in which ranks wait that others have not begun, by torch's flight recorder.
-    """
+    """A round stands still and is broken for it: the line of the round's end has the same cause."""
 
     counter = Counter("hangs_total", "Rounds that stood still, and were broken for it by this leader.")
+
+    round: int
+    cause: str
+    ranks: tuple[int, ...] = ()  # those that hang, and their nodes, hosts and places; empty if no rank stands out
+    nodes: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+    places: tuple[StallPlace, ...] = ()
+    collectives: tuple[SplitCollective, ...] = ()  # in which ranks wait that others have not begun
 
     @property
     def printed(self) -> bool:
         return False  # the round's end says it
-
-    round: int
-    cause: str
-    ranks: tuple[int, ...] = ()
-    nodes: tuple[str, ...] = ()
-    hosts: tuple[str, ...] = ()
-    places: tuple[StallPlace, ...] = ()
-    collectives: tuple[SplitCollective, ...] = ()
 
 
 class CauseFound(LeaderEvent):
@@ -304,49 +245,34 @@ class CauseFound(LeaderEvent):
     round: int
     kind: str
     cause: str
+    exit_code: int | None = None  # as of a broken round
 
 
 class RoundDraining(LeaderEvent):
-    """A round was ordered to end after the same step on all ranks.
-
-    Attributes:
-        kind: the kind as of a broken round.
-        seconds: time after which it is broken instead; None for no limit.
-    """
+    """A round was ordered to end after the same step on all ranks."""
 
     round: int
-    kind: str
+    kind: str  # the kind as of a broken round
     cause: str
-    seconds: float | None
+    seconds: float | None  # time after which it is broken instead; None for no limit
 
 
 class RoundDrained(LeaderEvent):
-    """A round has ended after the same step on all ranks.
-
-    Attributes:
-        step: optimizer steps done.
-        drain_s: seconds since the drain was ordered.
-    """
+    """A round has ended after the same step on all ranks."""
 
     counter = _ROUNDS_ENDED
     how = "drained"
 
     round: int
-    step: int
+    step: int  # optimizer steps done
     kind: str
     cause: str
-    drain_s: float
+    drain_s: float  # seconds since the drain was ordered
     next: str
 
 
 class RestartCharged(LeaderEvent):
-    """A broken round was charged to the restart budget.
-
-    Attributes:
-        idle: consecutive restarts without progress, if it is charged for that; else 0.
-        delay_s: seconds for which the next round is delayed because workers again failed soon after their start.
-        refilled: how many of ``max_restarts`` were given back.
-    """
+    """A broken round was charged to the restart budget."""
 
     counter = Counter("restarts_charged_total", "Restarts charged by this leader.", ("kind",))
 
@@ -355,37 +281,26 @@ class RestartCharged(LeaderEvent):
     restarts: int
     max_restarts: int
     next: str = ""
-    idle: int = 0
-    delay_s: float = 0.0
-    refilled: int = 0
+    idle: int = 0  # consecutive restarts without progress, if it is charged for that; else 0
+    delay_s: float = 0.0  # seconds until the next round, because workers again failed soon after their start
+    refilled: int = 0  # how many of ``max_restarts`` were given back
 
 
 class ResizeSkipped(LeaderEvent):
-    """Nodes wait although the running round has room for them, since the run ends before a resize would pay off.
-
-    Attributes:
-        remaining_s: seconds that the current round still needs, by its own estimate.
-        saved_s: seconds of these that the larger round would save; see
-            :mod:`elastic_launch.rendezvous.leader.resize_payoff`.
-        cost_s: seconds that a resize costs.
-    """
+    """Nodes wait although the running round has room for them, since the run ends before a resize would pay off."""
 
     nodes: tuple[str, ...]
-    remaining_s: float
-    saved_s: float
-    cost_s: float
+    remaining_s: float  # seconds that the current round still needs, by its own estimate
+    saved_s: float  # seconds of these that the larger round would save
+    cost_s: float  # seconds that a resize costs
 
 
 class LeaderElected(LeaderEvent):
-    """A node became the leader; only emitted if no node hosts the run.
-
-    Attributes:
-        cause: ``first``, or why the previous leader no longer leads.
-    """
+    """A node became the leader; only emitted if no node hosts the run."""
 
     node: str
     term: int
-    cause: str
+    cause: str  # ``first``, or why the previous leader no longer leads
 
 
 class Parked(LeaderEvent):
@@ -423,21 +338,15 @@ class RunEnded(LeaderEvent):
 
 
 class OrderReceived(Event):
-    """The node received an order from the leader.
-
-    Attributes:
-        kind: for a break or drain, the kind as of a broken round.
-        workers: for the forming of a round, how many workers of this node are in it.
-        world_size: likewise, how many workers of all nodes.
-    """
+    """The node received an order from the leader."""
 
     order: str
     round: int
     term: int
     cause: str
-    kind: str = ""
-    workers: int = 0
-    world_size: int = 0
+    kind: str = ""  # for a break or drain, the kind as of a broken round
+    workers: int = 0  # for the forming of a round, how many workers of this node are in it
+    world_size: int = 0  # likewise, how many workers of all nodes
 
 
 class LinkChanged(Event):
@@ -448,59 +357,35 @@ class LinkChanged(Event):
 
 
 class WorkersHeld(Event):
-    """The guard had stopped the node's workers, since their agent did not run; they go on.
-
-    Attributes:
-        seconds: for how long they stood still.
-    """
+    """The guard had stopped the node's workers, since their agent did not run; they go on."""
 
     round: int
-    seconds: float
+    seconds: float  # for how long they stood still
 
 
 class NoticeReceived(Event):
-    """The node received a preemption or similar notice.
-
-    Attributes:
-        source: AWS, GCP, Azure, Slurm, file or signal.
-        kind: preemption, maintenance, rebalance, scale-in, time limit or request.
-        seconds: seconds that are left; None if unknown.
-        leaves: whether the node leaves the run because of it.
-    """
+    """The node received a preemption or similar notice."""
 
     counter = Counter("notices_total", "Notices that the node received.", ("source", "kind"))
 
-    source: str
-    kind: str
+    source: str  # AWS, GCP, Azure, Slurm, file or signal
+    kind: str  # preemption, maintenance, rebalance, scale-in, time limit or request
     cause: str
-    seconds: float | None
-    leaves: bool
+    seconds: float | None  # seconds that are left; None if unknown
+    leaves: bool  # whether the node leaves the run because of it
 
 
 class NodeChecked(Event):
-    """The node has passed the test of ``--node-check``; each figure is that of its slowest device.
+    """The node has passed the test of ``--node-check``; each figure is that of its slowest device."""
 
-    Attributes:
-        devices: number of GPUs tested, besides the CPU.
-        memory_gb_s: memory written and read, in 10**9 bytes per second.
-        compute_gflop_s: multiplication of float32 matrices, in 10**9 operations per second.
-        disk_mb_s: a file written, synchronized and read in the log directory, in 10**6 bytes per second.
-    """
-
-    devices: int
-    memory_gb_s: float
-    compute_gflop_s: float
-    disk_mb_s: float
+    devices: int  # number of GPUs tested, besides the CPU
+    memory_gb_s: float  # memory written and read, in 10**9 bytes per second
+    compute_gflop_s: float  # multiplication of float32 matrices, in 10**9 operations per second
+    disk_mb_s: float  # a file written, synchronized and read in the log directory, in 10**6 bytes per second
 
 
 class StragglerFound(Event):
-    """A rank of the round needs longer for its part of a step than the others, which wait for it.
-
-    Attributes:
-        node: the rank's node.
-        phase: what it needs longer for: ``data``, or ``compute`` for everything else but waiting for other ranks.
-        ratio: its time for a micro-batch divided by the median of the other ranks.
-    """
+    """A rank of the round needs longer for its part of a step than the others, which wait for it."""
 
     counter = Counter("stragglers_total", "Ranks found to be slow, on the node of rank 0.", ("slow_node", "phase"))
 
@@ -510,27 +395,22 @@ class StragglerFound(Event):
 
     round: int
     rank: int
-    node: str
-    phase: str
-    ratio: float
+    node: str  # the rank's node
+    phase: str  # what it needs longer for: ``data``, or ``compute`` for everything else but waiting for other ranks
+    ratio: float  # its time for a micro-batch divided by the median of the other ranks
 
 
 class WorkerStarted(Event):
-    """A worker process was started.
-
-    Attributes:
-        round, rank: its place; 0 and -1 if it was started ahead of one.
-        start_s: seconds that the agent took to start it.
-    """
+    """A worker process was started."""
 
     counter = Counter("worker_starts_total", "Worker processes that the node started.")
 
-    round: int
+    round: int  # 0 if it was started ahead of one, and the rank is -1
     rank: int
     local_rank: int
     pid: int
     cause: str
-    start_s: float
+    start_s: float  # seconds that the agent took to start it
 
 
 class WorkerKept(Event):
@@ -543,15 +423,11 @@ class WorkerKept(Event):
 
 
 class WorkerAhead(Event):
-    """A worker that was started ahead has come to its first use of the world, and can take a place in a round.
-
-    Attributes:
-        took_s: seconds since its start.
-    """
+    """A worker that was started ahead has come to its first use of the world, and can take a place in a round."""
 
     local_rank: int
     pid: int
-    took_s: float
+    took_s: float  # seconds since its start
 
 
 class WorkerPlaced(Event):
@@ -564,14 +440,7 @@ class WorkerPlaced(Event):
 
 
 class WorkerExited(Event):
-    """A worker process was reaped.
-
-    Attributes:
-        round, rank: its place; 0 and -1 if it was started ahead and had none yet.
-        exit_code: its exit code, -N for signal N.
-        ran_s: seconds since its start.
-        stopped: whether the agent had ordered it to stop.
-    """
+    """A worker process was reaped."""
 
     counter = Counter("worker_failures_total", "The node's workers that failed by themselves.", when="failed")
 
@@ -580,33 +449,24 @@ class WorkerExited(Event):
         """Whether it ended unsuccessfully by itself."""
         return self.exit_code != 0 and not self.stopped
 
-    round: int
+    round: int  # 0 if it was started ahead and had no place yet, and the rank is -1
     rank: int
     local_rank: int
     pid: int
-    exit_code: int
-    ran_s: float
-    stopped: bool
+    exit_code: int  # its exit code, -N for signal N
+    ran_s: float  # seconds since its start
+    stopped: bool  # whether the agent had ordered it to stop
 
 
 class TrainingBegun(Event):
-    """The first of this node's workers has reached the point where training begins or resumes.
-
-    Attributes:
-        rank: its rank.
-        step: optimizer steps done before.
-        total: steps of the whole training; 0 if unknown.
-        restore_s: seconds that it took to restore the state.
-        uncompared: steps between the last comparison of the ranks' states and the restored snapshot; 0 if that snapshot
-            was compared, or if this training's states are not compared.
-    """
+    """The first of this node's workers has reached the point where training begins or resumes."""
 
     round: int
-    rank: int
-    step: int
-    total: int
-    restore_s: float
-    uncompared: int = 0
+    rank: int  # its rank
+    step: int  # optimizer steps done before
+    total: int  # steps of the whole training; 0 if unknown
+    restore_s: float  # seconds that it took to restore the state
+    uncompared: int = 0  # steps since the ranks' states were last compared; 0 if the snapshot was, or if none are
 
 
 class FirstStep(Event):
@@ -620,57 +480,38 @@ class RoundProgress(Event):
     """How far this node's workers have come in a round that goes on: after 4 s, then ever more rarely, up to a minute.
 
     It tells what a run has done that is in progress, and what an agent's had that was killed.
-
-    Attributes:
-        step: optimizer steps done.
-        trained_s: seconds from the beginning of training to that step.
     """
 
     round: int
-    step: int
-    trained_s: float
+    step: int  # optimizer steps done
+    trained_s: float  # seconds from the beginning of training to that step
 
 
 class RoundSteps(Event):
-    """This node's workers have done their last step in a round.
-
-    Attributes:
-        first, last: optimizer steps done when training began and when it ended.
-        trained_s: seconds from the beginning of training to the last step done.
-    """
+    """This node's workers have done their last step in a round."""
 
     round: int
-    first: int
+    first: int  # optimizer steps done when training began; ``last`` are those when it ended
     last: int
-    trained_s: float
+    trained_s: float  # seconds from the beginning of training to the last step done
 
 
 class SnapshotsLeftOut(Event):
-    """From now on a worker of this node writes no snapshots in memory.
-
-    Attributes:
-        cause: why, with how much memory they need and how much there is, or how much they used.
-    """
+    """From now on a worker of this node writes no snapshots in memory."""
 
     round: int
-    cause: str
+    cause: str  # why, with how much memory they need and how much there is, or how much they used
 
 
 class CheckpointSaved(Event):
-    """A checkpoint written by this node is committed to durable storage.
-
-    Attributes:
-        round: the round in which it was committed, or the last one before.
-        step: optimizer steps done.
-        path: directory or URL; empty if a worker wrote it, since workers do not report it.
-    """
+    """A checkpoint written by this node is committed to durable storage."""
 
     counter = Counter("checkpoints_total", "Durable checkpoints that the node has written.")
     tone = "good"
 
-    round: int
-    step: int
-    path: str
+    round: int  # the round in which it was committed, or the last one before
+    step: int  # optimizer steps done
+    path: str  # directory or URL; empty if a worker wrote it, since workers do not report it
 
 
 class NodeEnded(Event):

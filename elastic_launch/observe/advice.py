@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 from elastic_launch.events.types import counted
 from elastic_launch.observe.ledger import PARTS, Ledger, spoken
 
@@ -22,7 +24,7 @@ SHORTER = {
 def advice(ledger: Ledger) -> list[str]:
     """Return one line for each cause or cost that is worth a change, the causes first."""
     kinds = [incident.kind for incident in ledger.incidents]
-    killed = [x for x in ledger.incidents if "SIGKILL" in x.cause and x.kind == "crash"]
+    killed = [x for x in ledger.incidents if x.exit_code == -signal.SIGKILL and x.kind == "crash"]
     found = []
     if memory := kinds.count("out of memory"):
         found.append(

@@ -12,31 +12,22 @@ class RoundTold:
     """One host's view of a round, from its events; times are by its monotonic clock, None if unknown.
 
     Attributes:
-        formed: when it was recorded, or its order received; ``led`` is whether this host decided it.
         nodes, world: number of nodes and workers in it; 0 if unknown.
-        mine: whether this host has workers in it.
-        started: when the last of this host's workers was started, or got its place.
-        kept, anew, ahead: how many of them kept their processes, were started, and had started ahead of the round.
-        begun, first: when the first of them reached the beginning of training; when its first step was done.
+        kept, anew, ahead: how many of this host's workers kept their processes, were started, and had started ahead.
+        begun, first: when the first of them reached the beginning of training, and when its first step was done.
         step, last, trained, restore: steps done when training began, and the last ones that are known; seconds until
             those were done, and of restoring.
-        closed: whether these were the last; if not, the round goes on, or its agent was killed.
-        ended: when it was broken or had drained; or, without an order, when its workers were stopped.
-        draining: when its drain was ordered.
-        failed: when the first worker of this host ended unsuccessfully by itself.
-        reaped: when the last of this host's workers was reaped.
-        silent: seconds that a node was silent before it was declared dead.
         unled: when this host noticed that it had lost its leader, last, if the round was not over then.
         members: ids of its nodes, if this host decided it; ``gone`` are nodes that have left or were lost since.
     """
 
     number: int
-    formed: float | None = None
+    formed: float | None = None  # when it was recorded, or its order received; ``led`` is whether this host decided it
     led: bool = False
     nodes: int = 0
     world: int = 0
-    mine: bool = False
-    started: float | None = None
+    mine: bool = False  # whether this host has workers in it
+    started: float | None = None  # when the last of this host's workers was started, or got its place
     kept: int = 0
     anew: int = 0
     ahead: int = 0
@@ -45,17 +36,18 @@ class RoundTold:
     step: int = 0
     last: int = 0
     trained: float | None = None
-    closed: bool = False
+    closed: bool = False  # whether these were the last; if not, the round goes on, or its agent was killed
     restore: float = 0.0
-    draining: float | None = None
-    ended: float | None = None
+    draining: float | None = None  # when its drain was ordered
+    ended: float | None = None  # when it was broken or had drained; or, without an order, when its workers were stopped
     drained: bool = False
-    failed: float | None = None
-    reaped: float | None = None
-    silent: float = 0.0
+    failed: float | None = None  # when the first worker of this host ended unsuccessfully by itself
+    reaped: float | None = None  # when the last of this host's workers was reaped
+    silent: float = 0.0  # seconds that a node was silent before it was declared dead
     unled: float | None = None
     kind: str = ""
     cause: str = ""
+    exit_code: int | None = None  # of the worker whose failure is the cause
     members: tuple[str, ...] = ()
     gone: set[str] = field(default_factory=set)
 
@@ -66,30 +58,25 @@ class Chronicle:
     Attributes:
         since, until: times of the first and the last event.
         restarts, max_restarts: restarts charged, as far as this host knows, and the budget; -1 if unknown.
-        leads: whether this host made the last decision that it knows of.
         code, why: exit code of the run, or of this node's part, and the cause; None if neither has ended.
-        saved: steps in the last checkpoint that this host knows of; None if there is none.
-        link_cause: why the link to the leader is down; empty if it is up.
-        lost_ahead: workers of this host that had started ahead, and ended before they had a place in a round.
     """
 
     def __init__(self) -> None:
         self.rounds: dict[int, RoundTold] = {}
         self.since: float | None = None
         self.until = 0.0
-        self.restarts = 0
-        self.max_restarts = -1
+        self.restarts, self.max_restarts = 0, -1
         self.over = False
         self.code: int | None = None
         self.why = ""
-        self.saved: int | None = None
-        self.lost_ahead = 0
-        self._led_term = 0
-        self._seen_term = 0
-        self.link_cause = ""
+        self.saved: int | None = None  # steps in the last checkpoint that this host knows of
+        self.lost_ahead = 0  # workers of this host that had started ahead, and ended before they had a place in a round
+        self.link_cause = ""  # why the link to the leader is down; empty if it is up
+        self._led_term = self._seen_term = 0
 
     @property
     def leads(self) -> bool:
+        """Whether this host made the last decision that it knows of."""
         return 0 < self._led_term >= self._seen_term
 
     @property
@@ -115,16 +102,30 @@ class Chronicle:
             self.since = clock
         self.until = max(self.until, clock)
         match event:
-            case ev.RoundFormed() | ev.RoundDraining() | ev.RoundDrained() | ev.RoundBroken():
-                self._decided(clock, event)
+            case ev.RoundFormed(round=number, term=term, restarts=restarts, nodes=nodes, world_size=world):
+                told = self._of(number)
+                told.formed, told.led, told.nodes, told.members, told.world = clock, True, len(nodes), nodes, world
+                self.restarts, self._led_term = max(self.restarts, restarts), max(term, self._led_term)
+            case ev.RoundDraining(round=number, kind=kind, cause=cause):
+                told = self._of(number)
+                told.draining, told.kind, told.cause = clock, kind, cause
+            case ev.RoundDrained(round=number, step=step, kind=kind, cause=cause):
+                told = self._of(number)
+                told.ended, told.drained, told.kind, told.cause = clock, True, kind, cause
+                told.last = max(step, told.last)
+            case ev.RoundBroken(round=number, kind=kind, cause=cause, exit_code=code):
+                told = self._of(number)
+                told.ended, told.drained = clock, False
+                told.kind, told.cause, told.exit_code = kind, cause, code
             case ev.NodeLost(node=node, broke=number, detect_s=seconds):
                 self._gone(node)
                 if number:
                     self._of(number).silent = max(0.0, seconds)
             case ev.NodeLeft(node=node):
                 self._gone(node)
-            case ev.CauseFound(round=number, kind=kind, cause=cause):
-                self._of(number).kind, self._of(number).cause = kind, cause
+            case ev.CauseFound(round=number, kind=kind, cause=cause, exit_code=code):
+                told = self._of(number)
+                told.kind, told.cause, told.exit_code = kind, cause, code
             case ev.RestartCharged(round=number, kind=kind, restarts=restarts, max_restarts=most):
                 self._of(number).kind = kind
                 self.restarts, self.max_restarts = max(self.restarts, restarts), most
@@ -135,9 +136,9 @@ class Chronicle:
                 self.code, self.why = code, self.why if self.over and self.why else cause
             case ev.CheckpointSaved(round=number, step=step):
                 self.saved = step
-                told = self.rounds.get(number)
-                if told is not None and told.begun is not None and not told.closed and step > told.last:
-                    told.last, told.trained = step, clock - told.begun
+                known = self.rounds.get(number)
+                if known is not None and known.begun is not None and not known.closed and step > known.last:
+                    known.last, known.trained = step, clock - known.begun
             case ev.OrderReceived():
                 self._ordered(clock, event)
             case ev.LinkChanged(up=up, cause=cause):
@@ -181,23 +182,6 @@ class Chronicle:
 
     def _of(self, number: int) -> RoundTold:
         return self.rounds.setdefault(number, RoundTold(number))
-
-    def _decided(
-        self, clock: float, event: ev.RoundFormed | ev.RoundDraining | ev.RoundDrained | ev.RoundBroken
-    ) -> None:
-        told = self._of(event.round)
-        match event:
-            case ev.RoundFormed(term=term, restarts=restarts, nodes=nodes, world_size=world):
-                told.formed, told.led, told.nodes, told.members = clock, True, len(nodes), nodes
-                told.world = world
-                self.restarts, self._led_term = max(self.restarts, restarts), max(term, self._led_term)
-            case ev.RoundDraining(kind=kind, cause=cause):
-                told.draining, told.kind, told.cause = clock, kind, cause
-            case ev.RoundDrained(step=step, kind=kind, cause=cause):
-                told.ended, told.drained, told.kind, told.cause = clock, True, kind, cause
-                told.last = max(step, told.last)
-            case ev.RoundBroken(kind=kind, cause=cause):
-                told.ended, told.drained, told.kind, told.cause = clock, False, kind, cause
 
     def _ordered(self, clock: float, event: ev.OrderReceived) -> None:
         """Add a leader's decision. Events of a leader on this host say more, and may come before or after."""

@@ -88,31 +88,24 @@ class Document(TypedDict):
     """All that the page shows. Moments are in seconds from the first event of the host whose clock is used.
 
     Attributes:
-        lines: from when to when, and how the run ended.
-        notes: whose clock is used, and what a reader must know.
-        zero: Unix time of the first event; null if only seconds are to be shown.
         since, until: what the time axis shows.
-        label: the time axis as text.
-        parts: names of an incident's phases.
-        nodes: null if nothing is known of them.
-        now: null in a report.
     """
 
-    lines: list[str]
+    lines: list[str]  # from when to when, and how the run ended
     summary: str
-    notes: list[str]
-    zero: float | None
+    notes: list[str]  # whose clock is used, and what a reader must know
+    zero: float | None  # Unix time of the first event; null if only seconds are to be shown
     since: float
     until: float
-    label: str
+    label: str  # the time axis as text
     rounds: list[RoundBar]
     marks: list[Mark]
-    parts: list[str]
+    parts: list[str]  # names of an incident's phases
     incidents: list[IncidentRow]
     advice: list[str]
     charts: list[Chart]
-    nodes: NodeTable | None
-    now: Now | None
+    nodes: NodeTable | None  # null if nothing is known of them
+    now: Now | None  # null in a report
 
 
 def document(

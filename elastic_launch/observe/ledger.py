@@ -2,31 +2,9 @@
 
 An **incident** is a round that ended before the work was done: a fault, or a planned change. It begins when training
 stops advancing, and ends with the next round's first step. Its parts are contiguous, so their sum is the time for which
-training stood still:
-
-- detect: from the fault until the run detected it. For a dead node, its silence before it was declared dead; for a
-  worker on this host, the time since its exit. Faults on other hosts count as detected at once, since the clocks of two
-  hosts are not compared.
-- stop: until this host's workers are gone. For a drain, during which training continues for a step or two: from the
-  last step until all workers have saved and ended.
-- form: until the next round is formed. This includes other hosts' stopping and waiting for nodes.
-- start: from then until training begins, without restoring: processes, imports, the rendezvous of all workers.
-- restore: restoring the state, as measured by the worker.
-- first step: until the first step is done.
-
-Lost steps are the steps done when the round ended minus those done where training resumed. If a run ended before its
-work was done, or a node ended alone, the steps since the last checkpoint in durable storage are also lost.
-
-**Goodput** is productive time / total time. Total time is from the host's first event to its last, without rounds in
-which it had no workers, about which it knows nothing. If the events end while a round trains (a run in progress, or an
-agent that was killed), it is until the last progress that they tell. Productive time is time in steps that were kept.
-It excludes time in steps that were repeated later, all time between rounds, and the time by which the first step of a
-round exceeds the mean of the others (compilation, caches). If a round began at step f, reached step l and training
-went back to step k, the share (k - f) / (l - f) of its steps' time is productive.
-
-Scripts that do not train with this library do not report steps. Then a round's productive time is from the start of its
-workers to its end, and goodput is unknown; start covers only the processes; restore, first step and lost steps are
-None.
+training stood still. **Goodput** is productive time / total time. ``docs/reference/ledger.md`` defines each part, lost
+steps, both times, and what is known of scripts that do not report steps: start covers only their processes, and
+restore, first step, lost steps and goodput are None. The clocks of two hosts are never compared.
 """
 
 from __future__ import annotations
@@ -50,25 +28,17 @@ class RoundIncident:
     """One round's end and what followed; times in seconds, None if unknown.
 
     Attributes:
-        number: number of the incident, from 1, in the order of rounds.
-        next_round: the round that followed; 0 if none did.
-        kind: a kind of broken round; ``unknown`` if this host was not informed.
-        drained: whether it ended after the same step on all ranks, with its state saved.
         still_s: sum of the parts. A part that was interrupted by another incident or the last event counts until then.
-        lost_steps: steps that were done before and have to be repeated.
-        recovered: whether the next round did a step or, for a plain script, its workers were started.
-        led: whether this host's leader formed the next round.
         kept, anew, ahead: how many of this host's workers in the next round kept their processes, were started, and had
             started ahead of it.
-        at_s: when training stopped advancing, in seconds from the host's first event.
     """
 
-    number: int
+    number: int  # number of the incident, from 1, in the order of rounds
     round: int
-    next_round: int
-    kind: str
+    next_round: int  # the round that followed; 0 if none did
+    kind: str  # a kind of broken round; ``unknown`` if this host was not informed
     cause: str
-    drained: bool
+    drained: bool  # whether it ended after the same step on all ranks, with its state saved
     detect_s: float | None
     stop_s: float | None
     form_s: float | None
@@ -76,13 +46,14 @@ class RoundIncident:
     restore_s: float | None
     first_step_s: float | None
     still_s: float
-    lost_steps: int | None
-    recovered: bool
-    led: bool
+    lost_steps: int | None  # steps that were done before and have to be repeated
+    recovered: bool  # whether the next round did a step or, for a plain script, its workers were started
+    led: bool  # whether this host's leader formed the next round
     kept: int = 0
     anew: int = 0
     ahead: int = 0
-    at_s: float = 0.0
+    at_s: float = 0.0  # when training stopped advancing, in seconds from the host's first event
+    exit_code: int | None = None  # of the worker whose failure is the cause; None if it is none that has ended
 
     def line(self) -> str:
         """Return the incident in one line."""
@@ -102,30 +73,24 @@ class Ledger:
     """A run as seen by one host.
 
     Attributes:
-        by_steps: whether workers reported steps; else productive time is their running time.
         productive_s, total_s: see the module.
-        steps: steps that were kept; None if unknown.
         unsaved_steps: steps since the last checkpoint, if the run ended before its work was done; None if unknown.
         lost_steps: these, plus those of all incidents that training went on after; None if unknown, also if one of them
             ended a round in which this host had no workers.
-        max_restarts: -1 if unknown.
-        lost_ahead: workers of this host that had started ahead, and ended before they had a place in a round.
-        started: whether workers of this host have been started in a round.
-        unseen_s: seconds of rounds in which this host had no workers, which no other figure counts.
     """
 
     incidents: tuple[RoundIncident, ...]
-    by_steps: bool
+    by_steps: bool  # whether workers reported steps; else productive time is their running time
     productive_s: float
     total_s: float
-    steps: int | None
+    steps: int | None  # steps that were kept; None if unknown
     unsaved_steps: int | None
     lost_steps: int | None
     restarts: int
-    max_restarts: int
-    lost_ahead: int = 0
-    started: bool = False
-    unseen_s: float = 0.0
+    max_restarts: int  # -1 if unknown
+    lost_ahead: int = 0  # workers of this host that had started ahead, and ended before they had a place in a round
+    started: bool = False  # whether workers of this host have been started in a round
+    unseen_s: float = 0.0  # seconds of rounds in which this host had no workers, which no other figure counts
 
     @property
     def goodput(self) -> float | None:
@@ -179,7 +144,7 @@ def build(chronicle: Chronicle) -> Ledger:
         lost = _lost(told, rounds[index + 1 :]) if by_steps else None
         incident = _incident(told, following, (fault, max(fault, end)), lost, by_steps=by_steps)
         at = round(fault - (chronicle.since or 0.0), 6)
-        incidents.append(replace(incident, number=len(incidents) + 1, at_s=at))
+        incidents.append(replace(incident, number=len(incidents) + 1, at_s=at, exit_code=told.exit_code))
     unsaved = _unsaved(chronicle, rounds) if by_steps else 0
     kept, productive = _productive(rounds, by_steps=by_steps, until=until, unsaved=unsaved)
     unseen = _unseen(rounds, until)

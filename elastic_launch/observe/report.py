@@ -9,7 +9,6 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from elastic_launch.errors import UsageError
 from elastic_launch.events import types as ev
@@ -55,7 +54,7 @@ def _filled(incident: RoundIncident, others: Sequence[RoundIncident]) -> RoundIn
     for other in sorted(same, key=lambda other: not other.led):
         # Only the leader receives late reports, and so knows the cause.
         if other.kind != "unknown" and (incident.kind == "unknown" or (other.led and not incident.led)):
-            incident = replace(incident, kind=other.kind, cause=other.cause)
+            incident = replace(incident, kind=other.kind, cause=other.cause, exit_code=other.exit_code)
         if incident.lost_steps is None:
             incident = replace(incident, lost_steps=other.lost_steps)
     return incident
@@ -107,11 +106,6 @@ def _row(incident: RoundIncident) -> tuple[str, ...]:
     lost = "-" if incident.lost_steps is None else str(incident.lost_steps)
     cause = " ".join(incident.cause.split())
     return (str(incident.number), rounds, kind, *shown, f"{incident.still_s:.2f}", lost, cause)
-
-
-def as_json(node: str, ledger: Ledger) -> dict[str, Any]:
-    """Return the ledger's fields, its ``goodput``, and ``node``, the node whose clock it uses."""
-    return {"node": node, "goodput": ledger.goodput, **asdict(ledger)}
 
 
 def standing(host: Host, hosts: Sequence[Host], *, alive: bool | None) -> list[str]:
@@ -207,7 +201,8 @@ def show_report(directory: Path, *, as_object: bool, html: Path | None, alive: b
         except OSError as error:
             raise UsageError(f"--html {html} cannot be written: {error.strerror}.") from error
     elif as_object:
-        print(json.dumps({**as_json(node, ledger), "standing": stands}, indent=2))
+        found = {"node": node, "goodput": ledger.goodput, **asdict(ledger), "standing": stands}
+        print(json.dumps(found, indent=2))
     else:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         print(plain("\n".join([as_table(ledger, width), *(_wrapped(line, width) for line in stands)])))

@@ -401,16 +401,16 @@ def test_a_node_that_comes_back_has_not_ended(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_advice_follows_causes_and_costs() -> None:
-    def told(kind: str, cause: str, **costs: float) -> RoundIncident:
+    def told(kind: str, cause: str, code: int | None = None, **costs: float) -> RoundIncident:
         spent = [costs.get(part, 0.0) for part in PARTS]
-        return RoundIncident(1, 1, 2, kind, cause, False, *spent, sum(spent), 0, True, True)
+        return RoundIncident(1, 1, 2, kind, cause, False, *spent, sum(spent), 0, True, True, exit_code=code)
 
     def given(*incidents: RoundIncident, lost: int = 0, unsaved: int = 0, restarts: int = 0) -> list[str]:
         return advice(Ledger(incidents, True, 90.0, 100.0, 100, unsaved, lost + unsaved, restarts, 3))
 
     assert given() == []
     assert given(told("membership", "node b joined", start_s=0.9, form_s=0.5)) == [], "costs next to nothing"
-    (killed,) = given(told("crash", "rank 1 on node a: signal 9 (SIGKILL)", start_s=0.2))
+    (killed,) = given(told("crash", "x", -9, start_s=0.2))
     assert "lacked memory" in killed
     assert "micro-batches" in given(told("out of memory", "x"))[0]
     assert "1 incident of lost nodes" in given(told("node loss", "x"))[0]

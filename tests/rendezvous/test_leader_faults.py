@@ -185,7 +185,7 @@ def test_a_symptom_is_charged_at_once_and_the_cause_reported_when_it_is_known() 
     run.fail("a", ago=1.0)
     run.stop("a")
     (found,) = run.told(CauseFound)
-    assert found == CauseFound(1, "crash", "rank 0 on node a: exit code 1: ValueError: boom")
+    assert found == CauseFound(1, "crash", "rank 0 on node a: exit code 1: ValueError: boom", 1)
     assert run.orders("a", m.Form)[-1].cause == found.cause
     assert run.number == 2
     assert run.record.restarts == 1

@@ -441,7 +441,8 @@ class Rounds:
         for node in self._state.members():
             self._send_break(node, broken, kind)
         lasted = None if broken.taken_over else broken.lasted
-        self._state.emit(RoundBroken(self._state.record.round.number, kind.text, broken.cause, lasted, outlook()))
+        number, code = self._state.record.round.number, _exit_code(broken.told)
+        self._state.emit(RoundBroken(number, kind.text, broken.cause, lasted, outlook(), code))
 
     def _send_break(self, node: Node, broken: Broken, kind: Kind | None = None) -> None:
         number = self._state.record.round.number
@@ -481,7 +482,7 @@ class Rounds:
     def _found(self, broken: Broken, kind: Kind, cause: str, failure: Failure | None = None) -> None:
         if failure is None or failure is not broken.told:
             broken.cause, broken.told = cause, failure
-            event = CauseFound(self._state.record.round.number, kind.text, cause)
+            event = CauseFound(self._state.record.round.number, kind.text, cause, _exit_code(failure))
             self._state.emit(event)
             for node in self._state.nodes.values():
                 if node.hello.incarnation != self._state.record.leader.incarnation:  # this node shows the event itself
@@ -677,6 +678,11 @@ class Rounds:
             spent, most, idle = self._state.budget.spent, self._state.budget.allowed, ruling.idle
             back = self._state.budget.refilled
             self._state.emit(RestartCharged(number, kind, spent, most, self.outlook, idle, ruling.delay, back))
+
+
+def _exit_code(failure: Failure | None) -> int | None:
+    """Return the exit code of a worker that failed; None if it has not ended, or if no worker has failed."""
+    return None if failure is None or failure.alive else failure.exit_code
 
 
 def _names(nodes: list[Node]) -> str:
