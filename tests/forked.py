@@ -9,6 +9,7 @@ forked agent is put into the state that it would have after that, with torch imp
 arguments and logging are those of a new interpreter. From there it forks its server, and the server its workers, as
 always. The differences:
 
+- The first workers are forked, too.
 - Modules that the script may or may not have imported already exist: ``MODULES``. Environment variables that their
   imports set are missing.
 - Imports have read the environment of the tests. ``OMP_NUM_THREADS`` is applied later; if another such variable is
@@ -311,6 +312,8 @@ def _begins_anew() -> Callable[..., NoReturn]:
             execve(path, argv, env)
         os.execve = execve
         settings = json.loads(argv[4])
+        if "torch" not in settings["without"]:
+            settings["preload"] = ["torch", *settings["preload"]]  # so that the first workers are forked, too
         for name in ("state", "health"):  # they are closed while this unwinds
             if settings[name] is not None:
                 settings[name] = os.dup(settings[name])

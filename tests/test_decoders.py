@@ -35,6 +35,7 @@ from elastic_agents.hangs.stacks import parse_py_spy
 from elastic_agents.notices.aws import instance_action, scheduled
 from elastic_agents.notices.azure import events as azure_events
 from elastic_agents.notices.types import Trouble
+from elastic_agents.warm._record import WorkerImports
 from elastic_agents.workers.watchdog import TimerRequest
 from elastic_launch import codec
 from elastic_launch import contract as c
@@ -332,6 +333,7 @@ COLLECTIVE = (
     b'"time_created_ns": 1003}'
 )
 COLLECTIVES = b'{"first": [0], "dumps": [{"entries": [%b]}]}' % COLLECTIVE
+IMPORTS = b'["yaml", "/site-packages/yaml.py"]\n{"HOME": null, "HUB": "/x"}\n["parts", ""]\n'
 PY_SPY = b'[{"thread_name": "MainThread", "frames": [{"filename": "/a/train.py", "line": 41, "name": "main"}]}]'
 
 TARGETS = {
@@ -396,6 +398,7 @@ TARGETS = {
         (b'{"message": {"message": "E", "errorCode": 3, "extraInfo": {"py_callstack": "a\\nb"}}}', b'{"message": "E"}'),
         error_file,
     ),
+    "imports": Target((IMPORTS,), WorkerImports.of, (), lambda found: found.lines),
     "flight recorder": Target((COLLECTIVES,), last_collectives, (ProtocolError,)),
     "py-spy": Target((PY_SPY,), parse_py_spy, (ProtocolError,)),
     "endpoint": Target(

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 
+from harness import wait_for
+
+from elastic_agents.warm._record import Learned
 from elastic_agents.warm.client import WarmServer
 from elastic_agents.warm.processes import WarmProcesses
 from elastic_agents.workers.placement import shared_environment
@@ -53,6 +56,22 @@ class Starter:
             assert self.processes.forked == self.started, "it was executed"
         return pid
 
+    def learn(self, *argv: str, env: dict[str, str] | None = None) -> tuple[int, int]:
+        """Run a command, and have the server import what that has imported; return its pid and exit code."""
+        assert isinstance(self.processes, WarmProcesses)
+        self.prepare()
+        command = [sys.executable, "-u", *argv]
+        pid = self.processes.start(StartRequest(command, {**self.env, **(env or {})}, 1, 2))
+        self.started = self.processes.forked
+        ended = self.wait()
+        assert ended[0] == pid
+        kill_sessions({pid})
+        reap_orphans({pid})
+        server, learned = self.processes._server, self.processes._learned
+        server.training()
+        wait_for("the server's imports", lambda: not learned.length() and server._known)
+        return ended
+
     def prepare(self) -> None:
         """Wait until a process can be started."""
         prepared = Event()
@@ -92,11 +111,12 @@ def warm_starter(config: LaunchConfig, env: dict[str, str] | None = None, ahead:
     """A starter whose server is known to be ready, or to be unusable."""
     exits: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
     variables = {**shared_environment(config), **(env or {})}
+    learned = Learned()
 
     def make() -> WarmServer:
-        return WarmServer.execute(config, variables, ahead)
+        return WarmServer.execute(config, variables, ahead, learned)
 
-    processes = WarmProcesses(lambda pid, code: exits.put((pid, code)), make(), make)
+    processes = WarmProcesses(lambda pid, code: exits.put((pid, code)), make(), make, learned)
     try:
         known = Event()
         processes.when_ready(known.set)

@@ -206,7 +206,7 @@ class LaunchConfig:
         snapshots: have workers keep snapshots in this node's memory.
         split_snapshots: split those of sharded models among three or more nodes.
         warm: fork workers from a process that has already done their imports, where possible.
-        preload, no_preload: modules that it imports in addition to the script's, or leaves out.
+        preload, no_preload: modules that it imports before it knows what workers import, or leaves out.
         notices: sources of preemption notices.
         drill: the planned faults of a drill.
         node_check: whether to test this node before it joins.

@@ -14,7 +14,7 @@ SHORTER = {
     "detect_s": "--dead-after and --hang-timeout: silence after which a node is dead, or a worker hangs",
     "stop_s": "--shutdown-timeout: what workers get to end; scripts on the training library leave a round at once",
     "form_s": "--join-settle and --return-after: how long a round waits for nodes",
-    "start_s": "--preload for imports that come late; with the training library, replacements start ahead",
+    "start_s": "--preload for the first start of a node; with the training library, replacements start ahead",
     "restore_s": "snapshots in memory, which the training library takes: they are restored without storage",
     "first_step_s": "compilation and caches of the script's first step",
 }

@@ -6,9 +6,10 @@ import pytest
 from changes import Changes
 from harness import Job, wait_for
 
-from elastic_agents.warm._preload import OURS, TORCH
-
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+PRELOADED = "torch,torch._dynamo,elastic_launch.training.trainer,elastic_launch.training.dist,this"
+"""What the script imports, and a module that prints something when it is imported."""
 
 PARKED = "parked with 1 node, 2 needed"
 
@@ -37,7 +38,7 @@ def test_a_spare_that_has_imported_takes_a_lost_nodes_place_at_once(job: Job, un
     changes = Changes(job, step_time=0.5)  # it lasts until the spare has come
     host, lost = changes.node("a", nnodes="2:2"), changes.node("b", nnodes="2:2")
     changes.trains(2)
-    spare = changes.node("c", "--preload", ",".join((*OURS, *TORCH, "this")), nnodes="2:2")
+    spare = changes.node("c", "--preload", PRELOADED, nnodes="2:2")
     host.says("round is full, 1 spare")
     # The last thing that its warm server imports prints something.
     wait_for("the spare's imports", lambda: any("Beautiful" in x.read_text() for x in job.logged("imports-c.log")), 100)

@@ -86,7 +86,7 @@ def _serve(theirs: socket.socket, tell: int, mask: Collection[int], called: Fork
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
     signal.set_wakeup_fd(-1)
     os.write(tell, json.dumps({"ready": []}).encode() + b"\n")
-    agent = fork_on_demand(theirs)
+    agent = fork_on_demand(theirs, os.close)
     theirs.close()
     os.close(tell)
     orders = await_orders(agent)

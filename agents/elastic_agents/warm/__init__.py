@@ -9,8 +9,8 @@
 ``run_script``       turns a forked process into a fresh ``python script.py``
 ``ending``           ends a forked worker
 
-``_script_imports``  determines a script's imports without running it
-``_preload``         plans which modules to import ahead of time, and imports them
+``_record``          a worker's record of what it imports
+``_preload``         imports what workers have imported
 ``_import_watch``    detects what imports must not do before a fork
 ``_process_groups``  why torch's process groups live longer in forked workers
 

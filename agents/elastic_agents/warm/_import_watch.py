@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 PER_WORKER = frozenset(
@@ -23,11 +23,28 @@ PER_WORKER = frozenset(
 )
 """Variables that workers have and the server does not."""
 
+IMPORT_TIME = (
+    *("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "BLIS_", "NUMEXPR_", "LD_", "PYTHON"),
+    *("PYTORCH_", "TORCH", "TRITON_", "MALLOC_", "GLIBC_"),
+)
+"""Variables with these prefixes are read when a module is imported or a process starts."""
+
 DEVICES = ("/dev/nvidia-uvm", "/dev/kfd", "/dev/dxg")
 """Files that a process opens to compute on a device: NVIDIA's, AMD's, or through Windows."""
 
 FORKABLE = frozenset({"jemalloc_bg_thd"})
 """Threads that a forked process does without: jemalloc (part of pyarrow) frees memory in the child, too."""
+
+
+def matters_at_import(name: str) -> bool:
+    """Whether a variable is one that a process reads as it starts or imports."""
+    return name.startswith(IMPORT_TIME) and not name.startswith("TORCHELASTIC_")
+
+
+def differs_at_import(mine: Mapping[str, str], asked: Mapping[str, str], read: Collection[str] = ()) -> list[str]:
+    """Return variables that differ between two environments, and that matter at import or were read during one."""
+    names = (name for name in mine.keys() | asked.keys() if matters_at_import(name) or name in read)
+    return sorted(name for name in names if mine.get(name) != asked.get(name))
 
 
 class ImportWatch:

@@ -1,4 +1,4 @@
-"""What to import ahead of time for a script: the plan, the imports, and the modules that must not be imported ahead."""
+"""Imports modules ahead of time: which of those that a worker has imported, and which must not be."""
 
 from __future__ import annotations
 
@@ -7,257 +7,183 @@ import importlib
 import importlib.abc
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from importlib.machinery import PathFinder
 
-from elastic_agents.warm._import_watch import ImportWatch, watched
-from elastic_agents.warm._script_imports import Import, Reading, entry_point, read
-
-TORCH = (
-    "torch._dynamo",  # the first use of an optimizer imports it
-    "torch.distributed.algorithms.join",
-    "torch.distributed.tensor",
-    "torch.nn.parallel",
-)
-"""Modules that a training script imports sooner or later once it has imported torch."""
-
-OURS = (
-    "elastic_launch.training.trainer",
-    "elastic_launch.training.session",
-    "elastic_launch.training.checkpoints.manager",
-    "elastic_launch.training.data.loader",
-    "elastic_launch.training.dist",
-)
-"""What ``elastic_launch`` loads on first use."""
+from elastic_agents.warm._import_watch import ImportWatch, matters_at_import
+from elastic_agents.warm._record import WorkerImports
 
 NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 HARMLESS = frozenset({"numpy", "elastic_launch"})
 """Modules that a script may import before torch without a difference: torch imports numpy, and the other is ours."""
 
-REMEDY = "--preload names modules to load ahead all the same"
+
+def first_of(names: Iterable[str]) -> str:
+    """Return the package that is imported first of some modules; one that must not be imported after another one."""
+    return next((top for top in map(_top, names) if top not in HARMLESS), "")
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What to import.
-
-    Attributes:
-        first: the first entry of the script's ``sys.path``.
-        reading: the result of reading the script.
-        asked: modules that the user adds explicitly.
-        without: modules that are left out.
-    """
-
-    first: str
-    reading: Reading
-    asked: tuple[str, ...]
-    without: frozenset[str]
-
-    @property
-    def wanted(self) -> list[Import]:
-        """The script's imports in order, then those that the user adds."""
-        found = [item for item in self.reading.imports if not self.without & {item.top, item.module}]
-        return [*found, *map(Import, self.asked)]
-
-    @property
-    def torch_comes_first(self) -> bool:
-        """Whether torch may be imported before everything else, as far as the script shows."""
-        return next((item.top for item in self.wanted if item.top not in HARMLESS), "") == "torch"
-
-    def completes(self, package: str) -> bool:
-        """Whether a package's companion modules may be imported, too: the script's own imports would find the same."""
-        return not self.reading.stopped or package in {item.top for item in map(Import, self.asked)}
-
-    @property
-    def set_before(self) -> set[str]:
-        """Variables that the script sets before an import; an unknown name is empty."""
-        return self.reading.set_before([*map(Import, self.asked)])
-
-    def doubt(self, loaded: Loaded) -> str:
-        """Return why the imported modules may differ from what the script would get; "" if they do not."""
-        if names := self.set_before & loaded.read:
-            return f"the script sets {', '.join(sorted(names))}, which its imports read"
-        if names := _meant_by_libraries(self.first, loaded.missed):
-            return f"{', '.join(sorted(names))} beside the script may be what libraries import by that name"
-        return ""
-
-
-def plan(settings: Mapping[str, Any], search: list[str]) -> Plan | str:
-    """Read the script of a server's settings.
+class Preload:
+    """The modules that this process imports ahead of time.
 
     Args:
-        search: a worker's ``sys.path``, without the entry that comes first for its script.
-
-    Returns:
-        the plan, or why workers cannot be forked.
-    """
-    try:
-        return _plan(settings, search)
-    except Exception as error:  # noqa: BLE001 - installed finders may raise anything; the server must not end
-        return f"the script cannot be read ahead ({type(error).__name__}: {error})"
-
-
-def _plan(settings: Mapping[str, Any], search: list[str]) -> Plan | str:
-    if reason := watched():
-        return reason
-    path, first, module = entry_point(settings["argv"][2:])
-    if not path:
-        return "the script is of a kind that only a process of its own can run"
-    reading = read(path, first, search, module)
-    if reading.decisive:
-        return f"the script sets {', '.join(reading.decisive)}, which matters before its imports"
-    found = Plan(first, reading, tuple(settings["preload"]), frozenset(settings["without"]))
-    if "" in found.set_before:
-        return "the script sets variables whose names are not literals before its imports"
-    if found.wanted:
-        return found
-    if reading.stopped:
-        return f"the script changes where imports look ({reading.stopped}) before it imports what takes long; {REMEDY}"
-    return "the script imports nothing that takes long"
-
-
-@dataclass(slots=True)
-class Loaded:
-    """The result of the imports.
+        asked: modules that the user adds, whatever their imports do.
+        without: modules that are left out, with their submodules.
 
     Attributes:
         faults: modules that must not be imported ahead of time, with what their imports do.
         read: variables that imports looked up.
-        changed: variables that imports have set, or removed (None).
-        missed: top-level modules that were looked for and not found.
+        error: the exception that the last import has raised.
     """
 
-    faults: dict[str, str] = field(default_factory=dict)
-    read: set[str] = field(default_factory=set)
-    changed: dict[str, str | None] = field(default_factory=dict)
-    missed: set[str] = field(default_factory=set)
-
-
-class Loading:
-    """Watched imports, from construction to :meth:`finish` or :meth:`abandon`."""
-
-    def __init__(self, asked: Collection[str], without: Set[str]) -> None:
-        self._asked, self._without = asked, without
-        self._before = dict(os.environ)
-        os.environ[NVML] = "1"  # otherwise querying devices would break CUDA in forks
-        self._watch, self._missed = ImportWatch(), _Missed()
-        sys.meta_path.append(self._missed)
-        self._loaded = Loaded(missed=self._missed.names)
-        gc.disable()  # saves a third of the time: what is imported is never freed
-
+    def __init__(self, asked: Collection[str], without: Collection[str]) -> None:
+        self.faults: dict[str, str] = {}
+        self.read: set[str] = set()
         self.error: BaseException | None = None
-        """The exception that the last import has raised."""
+        self._asked, self._without = asked, frozenset(without)
+        self._started = dict(os.environ)
+        self._missed: set[str] = set()  # top-level modules that were looked for and not found
 
     @property
-    def faults(self) -> dict[str, str]:
-        """Modules so far that must not be imported ahead of time, with what their imports do."""
-        return self._loaded.faults
-
-    def add(self, item: Import, meanwhile: AbstractContextManager[object] | None = None) -> None:
-        """Import one module.
-
-        Args:
-            meanwhile: entered for the import itself: what it opens and closes again is not attributed to the module.
-        """
-        self._watch.begin()
-        with meanwhile or nullcontext():
-            self.error = _import(item)
-        found = self._watch.faults()
-        if self.error is not None:
-            name = item.top if item.module not in TORCH + OURS else item.module
-            self.faults[name] = f"raises {type(self.error).__name__}"
-        elif found and item.module not in self._asked:
-            self.faults[item.top] = "; ".join(found)
-
-    def finish(self, wanted: Sequence[Import], completes: Callable[[str], bool], tell: Callable[[str], None]) -> Loaded:
-        """Import the wanted modules, and the companions of torch and of this project's library; return the result.
-
-        Args:
-            completes: whether a package's companion modules may be imported.
-            tell: called with each module's name before it is imported.
-        """
-        try:
-            for item in wanted:
-                tell(item.module)
-                self.add(item)
-            for package, companions in (("elastic_launch", OURS), ("torch", TORCH)):
-                if package in sys.modules and completes(package):
-                    for item in map(Import, companions):
-                        if not {"torch", package, item.module} & self._without:
-                            tell(item.module)
-                            self.add(item)
-            # A module that was requested by name is not one that a library would find.
-            self._missed.names -= {item.top for item in wanted}
-        finally:
-            self.abandon()
-        before = self._before
+    def changed(self) -> dict[str, str | None]:
+        """Variables that imports have set, or removed (None)."""
+        before = self._started
         names = {name for name in before.keys() | os.environ.keys() if before.get(name) != os.environ.get(name)}
-        self._loaded.read = self._watch.read
-        self._loaded.changed = {name: os.environ.get(name) for name in names}
+        return {name: os.environ.get(name) for name in names}
+
+    def wanted(self, imported: WorkerImports) -> list[str]:
+        """Return the modules to import: those installed ones that a worker has imported, in its order.
+
+        The user's own modules may have changed by the next start. A module that only a special finder finds (an
+        editable install) may be the user's own.
+        """
+        places: dict[str, bool] = {}
+        found = []
+        for name, origin in imported.modules.items():
+            top = _top(name)
+            if top not in places:
+                places[top] = _same_file(top, imported.modules.get(top))
+            if places[top] and (_installed(origin) or top == "elastic_launch") and self._allowed(name):
+                found.append(name)
+        return found
+
+    def add(
+        self,
+        names: Iterable[str],
+        tell: Callable[[str], None] = lambda name: None,
+        meanwhile: AbstractContextManager[object] | None = None,
+    ) -> None:
+        """Import modules, unless they are loaded.
+
+        Args:
+            tell: called with each module's name before it is imported.
+            meanwhile: entered for each import: what it opens and closes again is not attributed to the module.
+        """
+        nvml = os.environ.get(NVML)
+        os.environ[NVML] = "1"  # otherwise querying devices would break CUDA in forks
+        watch, tried, missed = ImportWatch(), _Looked(), _Looked()
+        sys.meta_path[:] = [tried, *sys.meta_path, missed]
+        gc.disable()  # saves a third of the time: what is imported is never freed
+        try:
+            for name in names:
+                # A worker's record has modules, too, whose imports have failed and were expected to.
+                if name not in sys.modules and name not in tried.names and self._allowed(name):
+                    tell(name)
+                    self._add(name, watch, meanwhile)
+        finally:
+            gc.enable()
+            watch.close()
+            sys.meta_path.remove(tried)
+            sys.meta_path.remove(missed)
+            if nvml is None:
+                del os.environ[NVML]
+            else:
+                os.environ[NVML] = nvml
+            self.read |= watch.read
+            self._missed |= {name for name in missed.names if "." not in name}
         # A collection in a worker would touch, and so copy, all pages; one here takes 0.2 s and frees next to nothing.
         gc.freeze()
-        return self._loaded
 
-    def abandon(self) -> None:
-        """Stop watching."""
-        gc.enable()
-        self._watch.close()
-        sys.meta_path.remove(self._missed)
-        if NVML in self._before:
-            os.environ[NVML] = self._before[NVML]
-        else:
-            del os.environ[NVML]
+    def _add(self, name: str, watch: ImportWatch, meanwhile: AbstractContextManager[object] | None) -> None:
+        culprit = name if _top(name) in sys.modules else _top(name)
+        watch.begin()
+        with meanwhile or nullcontext():
+            self.error = _import(name)
+        found = watch.faults()
+        if self.error is not None:
+            self.faults[culprit] = f"raises {type(self.error).__name__}"
+        elif found and name not in self._asked:
+            self.faults[culprit] = "; ".join(found)
+
+    def _allowed(self, name: str) -> bool:
+        parts = name.split(".")
+        return not any(".".join(parts[:count]) in self._without for count in range(1, len(parts) + 1))
+
+    def doubt(self, imported: WorkerImports) -> str:
+        """Return why the imported modules may differ from what a worker has got; "" if they do not."""
+        names = {
+            name
+            for name, value in imported.sets.items()
+            if os.environ.get(name) != value and (name in self.read or _decisive(name))
+        }
+        if names:
+            return f"the script sets {', '.join(sorted(names))}, which its imports read"
+        names = {name for name, origin in imported.modules.items() if self._other(name, origin)}
+        if names:
+            return f"libraries import {', '.join(sorted(names))} by that name, and the script finds it elsewhere"
+        return ""
+
+    def _other(self, name: str, origin: str) -> bool:
+        """Whether a library here finds another module by that name, or none."""
+        if (module := sys.modules.get(name)) is None:
+            return name in self._missed
+        spec = module.__spec__
+        return spec is not None and not _same(spec.origin if spec.has_location else "", origin)
 
 
-def _meant_by_libraries(directory: str, missed: Collection[str]) -> set[str]:
-    """Return the names of modules in the script's directory that loaded libraries would have imported.
-
-    The directory comes first in the script's path, not in this process' path. Libraries import each other by name.
-
-    Args:
-        missed: names that a library looked for in vain: a directory without ``__init__.py`` counts, too.
-    """
-    own = os.path.realpath(directory) + os.sep
-    try:
-        entries = os.listdir(directory) if directory else []
-    except OSError:
-        return set()  # imports find nothing there either
-    found = set()
-    for entry in entries:
-        name, path = entry.partition(".")[0], os.path.join(directory, entry)
-        is_module = entry.endswith((".py", ".pyc", ".so")) or os.path.isfile(os.path.join(path, "__init__.py"))
-        file = getattr(sys.modules.get(name), "__file__", None)
-        hides = is_module and file and not os.path.realpath(file).startswith(own)
-        if hides or (name in missed and (is_module or os.path.isdir(path))):
-            found.add(name)
-    return found
-
-
-class _Missed(importlib.abc.MetaPathFinder):
-    """Finds nothing, and records the modules that no other finder has found."""
+class _Looked(importlib.abc.MetaPathFinder):
+    """Finds nothing, and records the modules that it was asked for."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> None:
-        if "." not in fullname:
-            self.names.add(fullname)
+        self.names.add(fullname)
 
 
-def _import(item: Import) -> BaseException | None:
-    """Import as the statement would; return the error, unless the module merely does not exist."""
-    name = item.module
+def _top(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _installed(origin: str) -> bool:
+    return any(part in ("site-packages", "dist-packages") for part in origin.split(os.sep))
+
+
+def _decisive(name: str) -> bool:
+    """Whether native code reads a variable when it is loaded, which does not show."""
+    # An interpreter reads its own variables once, at its start: a script sets them for other processes.
+    return matters_at_import(name) and not name.startswith("PYTHON")
+
+
+def _same_file(top: str, origin: str | None) -> bool:
+    """Whether a top-level module is found here where a worker has found it; None: it had it from the start."""
+    if origin is None or top in sys.modules:
+        return True
+    spec = PathFinder.find_spec(top)
+    return spec is not None and _same(spec.origin if spec.has_location else "", origin)
+
+
+def _same(one: str | None, other: str) -> bool:
+    return (one or "") == other or (bool(one and other) and os.path.realpath(one or "") == os.path.realpath(other))
+
+
+def _import(name: str) -> BaseException | None:
+    """Import a module; return the error, unless the module merely does not exist."""
     try:
-        module = importlib.import_module(name)
-        for part in item.names:
-            if part != "*" and not hasattr(module, part):
-                name = f"{item.module}.{part}"
-                importlib.import_module(name)
+        importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # The name exists in another version only; the script handles that in a try statement.
         return None if error.name and f"{name}.".startswith(f"{error.name}.") else error
     except BaseException as error:  # noqa: BLE001 - a module's code may raise anything, SystemExit too
         return error

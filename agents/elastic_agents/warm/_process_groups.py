@@ -18,14 +18,20 @@ import sys
 import weakref
 from typing import Any
 
+_DONE = "_elastic_launch_outlived"
+
 
 def outlive_users() -> None:
-    """Make process groups outlive the reducers that use them, from now on and in all forked processes."""
+    """Make process groups outlive the reducers that use them, from now on and in all forked processes.
+
+    Has an effect once, after torch was imported.
+    """
     c10d = sys.modules.get("torch._C._distributed_c10d")
     group = getattr(c10d, "ProcessGroup", None)
     reducer, logger = getattr(c10d, "Reducer", None), getattr(c10d, "Logger", None)
-    if group is None or reducer is None or logger is None:
-        return  # a torch build without torch.distributed
+    if group is None or reducer is None or logger is None or hasattr(reducer, _DONE):
+        return  # also with a torch build without torch.distributed
+    setattr(reducer, _DONE, True)
     held: dict[weakref.ref[object], object] = {}
     _hold_arguments(reducer, group, held)
     _hold_arguments(logger, reducer, held)  # the logger keeps the reducer alive

@@ -10,13 +10,14 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 
 from elastic_agents.child import started
 from elastic_agents.warm import prefork
 from elastic_agents.warm._import_watch import PER_WORKER
+from elastic_agents.warm._record import Learned
 from elastic_agents.warm.fork_bootstrap import SERVER, ServerLink
 from elastic_agents.warm.prefork import Prefork
 from elastic_agents.warm.server import command, open_log, server_environment, server_settings
@@ -35,6 +36,9 @@ OPEN_TIMEOUT = 3.0
 PATIENCE = 120.0
 """Seconds that the first workers wait for the imports at most; then they import for themselves."""
 
+QUIET = 2.0
+"""Seconds without another import after which a worker is taken to be done with its imports."""
+
 REST = 2.0
 """Seconds after workers start before the next processes are forked ahead: the workers need the CPU themselves."""
 
@@ -46,16 +50,18 @@ class WarmServer:
     """The server process; it is asked to fork once it is ready.
 
     Attributes:
-        lost: whether it was ready and has died.
+        lost: whether it could fork or learn, and has died.
+        learns: whether it imports what workers import.
         read: variables that its imports looked up.
 
     Args:
         link: to the server.
         env: a worker's environment.
         ahead: how many processes are forked ahead once workers have begun: as many as may begin together.
+        learned: what workers import.
     """
 
-    def __init__(self, link: ServerLink, env: Mapping[str, str], ahead: int) -> None:
+    def __init__(self, link: ServerLink, env: Mapping[str, str], ahead: int, learned: Learned) -> None:
         self.env = server_environment(env)
         self._process = link.process
         self._orders = link.orders
@@ -77,13 +83,19 @@ class WarmServer:
         self._reaped = False
         self._idle: list[Prefork] = []
         self._ahead = ahead
+        self._learned = learned
+        self._grown, self._look_at = 0, 0.0  # how much there was to learn, and when to look again
+        self._stale = False  # whether processes wait that were forked before the last imports
+        self.learns = False
         self._ahead_at = 0.0
         self._waker = Waker()
         self._thread = VitalThread(self._listen, "warm")
         self._thread.start()
 
     @staticmethod
-    def execute(config: LaunchConfig, env: Mapping[str, str], ahead: int, files: Writer | None = None) -> WarmServer:
+    def execute(
+        config: LaunchConfig, env: Mapping[str, str], ahead: int, learned: Learned, files: Writer | None = None
+    ) -> WarmServer:
         """Start a server that shares nothing with this process.
 
         Args:
@@ -100,11 +112,12 @@ class WarmServer:
             undo.enter_context(orders)
             log = partial(open_log, str(settings["log"]))
             opened = log() if files is None else files.ask(log, OPEN_TIMEOUT)
-            with theirs, open(tell, "wb"), opened as output:
-                streams = {"stdout": output, "stderr": output, "pass_fds": [theirs.fileno(), tell]}
+            with theirs, open(tell, "wb"), opened as output, open(learned.take().put(), "rb") as record:
+                settings["record"] = record.fileno()
+                streams = {"stdout": output, "stderr": output, "pass_fds": [theirs.fileno(), tell, record.fileno()]}
                 server = started(command(settings), SERVER, env=server_environment(env), **streams)
             undo.pop_all()
-        return WarmServer(ServerLink(server, orders, source), env, ahead)
+        return WarmServer(ServerLink(server, orders, source), env, ahead, learned)
 
     @property
     def pid(self) -> int:
@@ -145,12 +158,16 @@ class WarmServer:
             call()
 
     def training(self) -> None:
-        """The workers train: preparations for the next ones can soon begin."""
+        """The workers train: what they have imported is learned, and preparations for the next ones can soon begin."""
+        self._grown, self._look_at = self._learned.length(), 0.0
         self._ahead_at = min(self._ahead_at, time.monotonic() + TRAINING_REST)
         self._waker.wake()
 
-    def start(self, request: StartRequest) -> int:
+    def start(self, request: StartRequest, record: Sequence[int]) -> int:
         """Return the pid of a worker, which is a child of this process.
+
+        Args:
+            record: descriptor of the record of its imports, if it is to keep one.
 
         Raises:
             OSError: if no process is waiting for work.
@@ -158,7 +175,7 @@ class WarmServer:
         try:
             while (one := self._take()) is not None:
                 try:
-                    return one.begin(request)
+                    return one.begin(request, record)
                 except OSError as error:
                     _log.debug("a process that waited for work is gone: %s", error)
             raise OSError("no process waits for work")
@@ -210,7 +227,8 @@ class WarmServer:
                 if self.usable:
                     self._provide()
         self._reap()
-        self.lost = self.lost or self.usable
+        self._dismiss()
+        self.lost = self.lost or (self._known and (self.usable or self.learns))
         if not self._known and not self._closing:
             where = f" as it imported {self._importing}" if self._importing else ""
             _log.warning("workers import for themselves: the warm server has died%s", where)
@@ -234,13 +252,23 @@ class WarmServer:
 
     def _wait(self) -> float | None:
         """Seconds until there is something to do; None if nothing is scheduled."""
-        if self._known and (not self.usable or len(self._idle) >= self._ahead):
-            return None
-        return max(0.0, (self._ahead_at if self._known else self._deadline) - time.monotonic())
+        due = [self._deadline] if not self._known else []
+        if self._known and self.usable and (self._stale or len(self._idle) < self._ahead):
+            due.append(self._ahead_at)
+        elif self._known and self.learns:
+            due.append(self._look_at)
+        return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _on_time(self) -> None:
         if self._known:
             self._fork_ahead()
+            # While the server imports, only processes that wait already can become workers.
+            if (
+                self.learns
+                and time.monotonic() >= self._look_at
+                and (not self.usable or len(self._idle) >= self._ahead)
+            ):
+                self._look()
             return
         _log.warning("workers import for themselves: the warm server's imports take more than %g s", PATIENCE)
         self._settle(usable=False)
@@ -249,19 +277,37 @@ class WarmServer:
         self._deadline = time.monotonic() + PATIENCE
         if "warning" in message:
             _log.warning("%s", message["warning"])
-        elif "note" in message:
-            _log.info("%s", message["note"])
         elif "cold" in message:
             _log.info("workers import for themselves: %s", message["cold"])
             self._settle(usable=False)
         elif "importing" in message:
             self._importing = str(message["importing"])
+        elif "ignorant" in message:
+            self._settle(usable=False, learns=True)
         else:
             read = message["ready"]
             assert isinstance(read, list)
             self.read = frozenset(read) - PER_WORKER
-            self._ahead_at = time.monotonic()  # in case no workers begin yet
-            self._settle(usable=True)
+            if not self.usable:
+                self._ahead_at = time.monotonic()  # in case no workers begin yet
+            self._stale = self._stale or bool(message.get("loaded"))
+            self._settle(usable=True, learns="loaded" in message)
+
+    def _look(self) -> None:
+        """Have the server import what workers have imported, if they seem to be done with that."""
+        self._look_at = time.monotonic() + QUIET
+        before, self._grown = self._grown, self._learned.length()
+        if not self._grown or self._grown != before:
+            return
+        with self._lock:
+            self._known = False
+        self._deadline = time.monotonic() + PATIENCE
+        self._grown = 0
+        try:
+            with open(self._learned.take().put(), "rb") as record:
+                socket.send_fds(self._orders, [b"i"], [record.fileno()])
+        except OSError:
+            self.give_up()
 
     def _rest(self) -> None:
         """Postpone what is not urgent: workers are starting, and need the CPU."""
@@ -277,10 +323,16 @@ class WarmServer:
         told = 0
         self._ahead_at = time.monotonic() + REST
         try:
+            if self._known:
+                self._drop_stale()
             self._weed_out()
             for _ in range(min(len(self._idle), len(calls))):
                 calls[told]()
                 told += 1
+            if not self._known:
+                with self._lock:
+                    self._wanted = calls[told:] + self._wanted
+                return
             with closing(Prefork.fork(self._orders, len(calls) - told)) as forked:
                 for one in forked:
                     self._keep(one)
@@ -326,6 +378,7 @@ class WarmServer:
         """Fork one more process ahead, if some time has passed since workers began."""
         if not self.usable or self._closing or time.monotonic() < self._ahead_at:
             return
+        self._drop_stale()
         if len(self._idle) < self._ahead:
             try:
                 for one in Prefork.fork(self._orders, 1):
@@ -336,6 +389,12 @@ class WarmServer:
                 _log.debug("no process could be forked ahead: %s", error)
                 self._rest()
 
+    def _drop_stale(self) -> None:
+        """End the processes that wait for work and were forked before the server's last imports."""
+        if self._stale:
+            self._stale = False
+            self._dismiss()
+
     def _dismiss(self) -> None:
         """End the processes that wait for work."""
         with self._lock:
@@ -343,9 +402,9 @@ class WarmServer:
         for one in preforked:
             one.end()
 
-    def _settle(self, *, usable: bool) -> None:
+    def _settle(self, *, usable: bool, learns: bool = False) -> None:
         with self._lock:
-            self._known, self.usable = True, usable
+            self._known, self.usable, self.learns = True, usable, learns
             calls, self._calls = self._calls, []
             if not usable:
                 calls += self._wanted

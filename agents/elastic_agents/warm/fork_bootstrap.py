@@ -8,7 +8,6 @@ was started with.
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import json
 import os
@@ -16,15 +15,17 @@ import pickle
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from elastic_agents.child import Child
 from elastic_agents.prctl import set_dumpable
-from elastic_agents.warm._preload import Loading, Plan, plan
-from elastic_agents.warm._script_imports import Import
+from elastic_agents.warm._import_watch import watched
+from elastic_agents.warm._preload import Preload
+from elastic_agents.warm._record import new_record
 from elastic_agents.warm.run_script import BLOCKED, show
 from elastic_agents.warm.server import open_log, serve_as
 
@@ -135,21 +136,15 @@ def bootstrap(argument: str) -> Callable[[], object]:
         health.set_inheritable(False)
     inherited = list(_inherited())  # a lock, for example; libraries may open more
     sys.argv[:] = settings["argv"][2:]
-    planned = plan(settings, sys.path)
-    loading = None
-    if isinstance(planned, Plan) and planned.torch_comes_first:
-        loading = _torch(planned, health)
-        gc.freeze()  # a collection would touch, and so copy, the shared pages
+    torch = None if watched() else _torch(settings, health)
     forked = _fork()
     if isinstance(forked, dict):
         if health is not None:
             health.close()
         os.close(settings["state"])
         _be_server(settings["log"], settings["mask"], inherited)
-        return serve_as({**settings, **forked}, planned, loading)
-    if loading is not None:
-        loading.abandon()
-    error = loading.error if loading is not None else None
+        return serve_as({**settings, **forked, "record": new_record()}, torch)
+    error = torch.error if torch is not None else None
     return partial(_be_agent, settings["agent"], settings["state"], health, forked, error)
 
 
@@ -176,15 +171,14 @@ def _fork() -> ServerLink | dict[str, int] | None:
     return None
 
 
-def _torch(planned: Plan, health: socket.socket | None) -> Loading | None:
+def _torch(settings: Mapping[str, Any], health: socket.socket | None) -> Preload | None:
     """Import torch, if there is room to watch that; otherwise each of the two processes imports it."""
-    loading = Loading(planned.asked, planned.without)
+    preload = Preload(settings["preload"], settings["without"])
     try:
-        loading.add(Import("torch"), answering(health) if health is not None else None)
+        preload.add(["torch"], meanwhile=answering(health) if health is not None else None)
     except OSError:
-        loading.abandon()
         return None
-    return loading
+    return preload
 
 
 def _inherited() -> Iterator[int]:

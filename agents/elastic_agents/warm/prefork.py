@@ -9,7 +9,7 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 
 from elastic_agents.workers.processes import StartRequest
 
@@ -79,8 +79,11 @@ class Prefork:
         except OSError:
             return False
 
-    def begin(self, request: StartRequest) -> int:
+    def begin(self, request: StartRequest, record: Sequence[int]) -> int:
         """Make it a worker, to be reaped by the caller; return its pid.
+
+        Args:
+            record: descriptor of the record of its imports, if it is to keep one.
 
         Raises:
             OSError: if it has died; it has then been reaped.
@@ -88,7 +91,7 @@ class Prefork:
         self._sock.settimeout(ANSWER_TIMEOUT)
         order = json.dumps({"argv": list(request.argv), "env": dict(request.env)}).encode() + b"\n"
         try:
-            sent = socket.send_fds(self._sock, [order], [request.stdout, request.stderr])
+            sent = socket.send_fds(self._sock, [order], [request.stdout, request.stderr, *record])
             if rest := order[sent:]:  # sending nothing would fail if it has read everything and closed the socket
                 self._sock.sendall(rest)
             if not _line(self._sock):

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from elastic_agents.child import Child
 from elastic_agents.prctl import become_subreaper
-from elastic_agents.warm._script_imports import differs_at_import
+from elastic_agents.warm._import_watch import differs_at_import
+from elastic_agents.warm._record import Learned
 from elastic_agents.warm.client import WarmServer
 from elastic_agents.warm.fork_bootstrap import ServerLink
-from elastic_agents.warm.server import wants_server
+from elastic_agents.warm.server import recorded, wants_server
 from elastic_agents.workers.processes import ExecProcesses, OnExit, StartRequest
 from elastic_launch.config.launch_config import LaunchConfig
-from elastic_launch.system.threads import VitalThread
 from elastic_launch.system.writer_thread import Writer
 
 _log = logging.getLogger("elastic_launch.warm")
@@ -36,20 +36,23 @@ def start_processes(
     if config.command.forked:
         assert begun is not None
         become_subreaper(True)
-        forks = WarmServer(begun, {}, config.nproc)
-        return lambda on_exit: CallersForks(on_exit, forks, _no_other)
+        learned = Learned()
+        forks = WarmServer(begun, {}, config.nproc, learned)
+        return lambda on_exit: CallersForks(on_exit, forks, _no_other, learned)
     if not wants_server(config):
         return ExecProcesses
-    make = partial(WarmServer.execute, config, env, ahead=config.nproc, files=files)
+    learned = Learned()
+    make = partial(WarmServer.execute, config, env, config.nproc, learned, files)
     try:
         become_subreaper(True)
-        server = WarmServer(begun, env, config.nproc) if begun is not None else make()
+        server = WarmServer(begun, env, config.nproc, learned) if begun is not None else make()
     except OSError as error:
         _log.warning("workers import for themselves: there can be no warm server (%s)", error)
         if begun is not None:
             begun.end()
+        learned.close()
         return ExecProcesses
-    return lambda on_exit: WarmProcesses(on_exit, server, make)
+    return lambda on_exit: WarmProcesses(on_exit, server, make, learned)
 
 
 class WarmProcesses(ExecProcesses):
@@ -61,10 +64,12 @@ class WarmProcesses(ExecProcesses):
         forked: how many workers were forked.
     """
 
-    def __init__(self, on_exit: OnExit, server: WarmServer, make: Callable[[], WarmServer]) -> None:
+    def __init__(self, on_exit: OnExit, server: WarmServer, make: Callable[[], WarmServer], learned: Learned) -> None:
         become_subreaper(True)
+        self._learned = learned
+        self._recorded = 0  # pid of the worker whose imports are recorded
         self._server = server
-        self._former: list[tuple[WarmServer, VitalThread]] = []  # each with the thread that closes it
+        self._former: list[WarmServer] = []  # which have died, and are closed in the end
         self._make = make
         self._replaced = 0
         self._complained = False
@@ -97,24 +102,32 @@ class WarmProcesses(ExecProcesses):
         except OSError as error:
             _log.warning("workers import for themselves: there can be no warm server (%s)", error)
             return
-        # May take a while: processes that it has forked may be stopped.
-        closer = VitalThread(self._server.close, "former warm server")
-        self._former.append((self._server, closer))
+        self._former.append(self._server)
         self._server = server
-        closer.start()
         server.when_gone(self._when_lost)
 
     def _claimed(self) -> list[int]:
-        return [pid for server in (self._server, *(server for server, _ in self._former)) for pid in server.waiting]
+        return [pid for server in (self._server, *self._former) for pid in server.waiting]
 
     def start(self, request: StartRequest) -> int:
-        if not self._server.usable or self._differs(request):
+        if self._differs(request):
             return super().start(request)
+        record: list[int] = []
+        if self._server.learns and self._recorded not in self._running:
+            self._learned.begin()
+            record = [self._learned.record]
+        pid = self._started(request, record)
+        if record:
+            self._recorded = pid
+        return pid
+
+    def _started(self, request: StartRequest, record: Sequence[int]) -> int:
+        if not self._server.usable:
+            return super().start(recorded(request, *record) if record else request)
         try:
-            pid = self._server.start(request)
+            pid = self._server.start(request, record)
         except OSError as error:
             _log.warning("a worker imports for itself: %s", error)
-            self._server.give_up()
             return super().start(request)
         return self._forked(pid)
 
@@ -123,10 +136,10 @@ class WarmProcesses(ExecProcesses):
         return self._watch(Child(pid, "a worker"))
 
     def close(self) -> None:
-        self._server.close()
-        for _, closer in self._former:
-            closer.join(30)
+        for server in (self._server, *self._former):
+            server.close()
         super().close()
+        self._learned.close()
         become_subreaper(False)
 
     def _differs(self, request: StartRequest) -> bool:
@@ -142,7 +155,7 @@ class CallersForks(WarmProcesses):
     """Forks workers from a copy of the calling process: nothing else can start them, and there is no other copy."""
 
     def start(self, request: StartRequest) -> int:
-        return self._forked(self._server.start(request))
+        return self._forked(self._server.start(request, ()))
 
     def replace_lost(self) -> None:
         pass

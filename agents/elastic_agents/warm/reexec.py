@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from elastic_agents.console import Consoles, announce, configure_logging
-from elastic_agents.warm._preload import Plan, plan
+from elastic_agents.warm._preload import first_of
 from elastic_agents.warm.fork_bootstrap import AgentState, Bootstrap
 from elastic_agents.warm.run_script import BLOCKED
 from elastic_agents.warm.server import entered, server_environment, server_settings, wants_server
@@ -82,14 +82,8 @@ def _is_plain() -> bool:
 
 
 def _gains(config: LaunchConfig) -> bool:
-    """Whether torch is the first import, so that both processes can share it from the start."""
-    try:
-        mine = os.getcwd() if sys.orig_argv[1] == "-m" else os.path.dirname(sys.orig_argv[1])
-    except FileNotFoundError:
-        mine = ""
-    own = not sys.flags.safe_path and sys.path[0] == mine
-    found = plan(server_settings(config), sys.path[1:] if own else sys.path)
-    return isinstance(found, Plan) and found.torch_comes_first
+    """Whether the server may import torch before everything else, so that both processes can share it."""
+    return first_of((*config.preload, "torch")) == "torch" and "torch" not in config.no_preload
 
 
 def _state(config: LaunchConfig, mask: list[int]) -> AgentState:

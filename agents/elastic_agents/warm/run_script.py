@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.machinery
+import importlib.util
 import io
 import json
 import os
@@ -18,12 +19,13 @@ import socket
 import sys
 import time
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
 from elastic_agents.prctl import signal_at_parents_death
-from elastic_agents.warm._script_imports import entry_point
+from elastic_agents.warm._process_groups import outlive_users
+from elastic_agents.warm._record import Recorder
 from elastic_agents.warm.ending import end
 
 BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -33,7 +35,7 @@ BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.
 MOST_BYTES = 8 * 1024 * 1024
 
 
-def run_script(agent: int, mask: Sequence[int], changed: Mapping[str, str | None]) -> NoReturn:
+def run_script(agent: int, mask: Collection[int], changed: Mapping[str, str | None]) -> NoReturn:
     """Wait for orders, perhaps for days, and carry them out, to the end of the process.
 
     If the agent closes the socket first, the process ends.
@@ -44,6 +46,16 @@ def run_script(agent: int, mask: Sequence[int], changed: Mapping[str, str | None
         changed: variables that the server's imports have set, or removed (None).
     """
     await_orders(agent).carry_out(mask, changed)
+
+
+def run_recorded(record: str, argv: list[str]) -> NoReturn:
+    """Run as a worker that records its imports, in a process that was executed for this.
+
+    Args:
+        record: descriptor of the record.
+        argv: the worker's command.
+    """
+    Orders(argv, dict(os.environ), record=int(record)).become(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
 
 
 def await_orders(agent: int) -> Orders:
@@ -62,7 +74,7 @@ def _receive(sock: socket.socket) -> Orders:
     descriptors: list[int] = []
     while not pending.endswith(b"\n"):
         try:
-            data, received, _, _ = socket.recv_fds(sock, 65536, 2)
+            data, received, _, _ = socket.recv_fds(sock, 65536, 3)
         except OSError:
             data, received = b"", []
         descriptors += received
@@ -91,12 +103,14 @@ class Orders:
         argv: the complete command, with the interpreter.
         env: the complete environment.
         stdout, stderr: descriptors of its standard streams.
+        record: descriptor of the record of its imports, if it is to keep one.
     """
 
     argv: list[str]
     env: dict[str, str]
-    stdout: int
-    stderr: int
+    stdout: int = 1
+    stderr: int = 2
+    record: int | None = None
 
     def take_place(self, changed: Mapping[str, str | None]) -> None:
         """Install the worker's standard streams and environment."""
@@ -109,10 +123,14 @@ class Orders:
             else:
                 os.environ[name] = value
 
-    def carry_out(self, mask: Sequence[int], changed: Mapping[str, str | None]) -> NoReturn:
+    def carry_out(self, mask: Collection[int], changed: Mapping[str, str | None]) -> NoReturn:
         """Run as the worker, to its end. See :func:`run_script`."""
         self.take_place(changed)
         importlib.invalidate_caches()  # modules may have been created since
+        self.become(mask)
+
+    def become(self, mask: Collection[int]) -> NoReturn:
+        """Run as the worker, to its end, in a process that has its streams and environment."""
         show(self.argv)
         _forget_server()
         _fresh_randomness()
@@ -126,6 +144,9 @@ class Orders:
 
             dump_stacks_on_signal()
             dump_collectives_on_request()
+        if self.record is not None:
+            # Also where torch is not loaded yet, process groups must outlive their users.
+            Recorder(self.record, outlive_users)
         end(_run(self.argv[2:]), self.env)  # skip the interpreter and -u
 
 
@@ -210,14 +231,26 @@ def _run(argv: list[str]) -> BaseException | None:
             runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
             return None
         if not sys.flags.safe_path:
-            sys.path.insert(0, entry_point(argv)[1])
+            sys.path.insert(0, os.path.dirname(os.path.realpath(argv[0])))
         main = _clean_main()
         path = main.__file__ = os.path.abspath(argv[0])
         main.__dict__["__cached__"] = None
         main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
-        with io.open_code(path) as file:
-            source = file.read()
-        exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
+        try:
+            with io.open_code(path) as file:
+                source = file.read()
+        except OSError as error:
+            print(
+                f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}", file=sys.stderr
+            )
+            return SystemExit(2)
+        if source.startswith(importlib.util.MAGIC_NUMBER):
+            main.__loader__ = loader = importlib.machinery.SourcelessFileLoader("__main__", path)
+            code = loader.get_code("__main__")
+            assert code is not None
+        else:
+            code = compile(source, path, "exec", dont_inherit=True)
+        exec(code, main.__dict__)
     except BaseException as error:  # noqa: BLE001 - the script's, which ends the process and is reported there
         return error
     return None

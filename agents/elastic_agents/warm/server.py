@@ -1,10 +1,12 @@
 """The process that imports what workers need, and forks them. It computes nothing and starts no thread.
 
-It writes JSON lines to a pipe: ``{"importing": module}``, ``{"warning": text}`` and ``{"note": text}``, and finally,
-once, ``{"ready": [variables that imports read]}`` or ``{"cold": why}``. Then it forks a process for each descriptor
-that arrives over a socket. The descriptor is the end of another socket, over which the new process sends its pid,
-waits for a go, sends ``ready``, and later receives its orders: ``{"argv", "env"}`` with the descriptors of the worker's
-standard output and error.
+It imports the modules that the user names, and then, each time that it receives a worker's record, what that worker has
+imported. Meanwhile it writes JSON lines to a pipe: ``{"importing": module}`` and ``{"warning": text}``; in the end
+``{"ready": [variables that imports read], "loaded": number of modules}``, ``{"ignorant": true}`` if there was nothing
+to import yet, or ``{"cold": why}`` before it exits. It forks a process for each descriptor that arrives over a socket
+with ``f``; with ``i``, the descriptor is a record. A process that is forked gets the end of another socket, over which
+it sends its pid, waits for a go, sends ``ready``, and later receives its orders: ``{"argv", "env"}`` with the
+descriptors of the worker's standard output and error, and of a record if it is to keep one.
 
 A worker is forked by an intermediate process that exits at once. So the worker becomes a child of the agent, which is a
 subreaper (prctl(2), PR_SET_CHILD_SUBREAPER), and its exit status outlives this server.
@@ -20,20 +22,24 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 from elastic_agents.prctl import signal_at_parents_death
-from elastic_agents.warm._import_watch import PER_WORKER
-from elastic_agents.warm._preload import REMEDY, Loaded, Loading, Plan, plan
+from elastic_agents.warm._import_watch import PER_WORKER, watched
+from elastic_agents.warm._preload import Preload, first_of
 from elastic_agents.warm._process_groups import outlive_users
+from elastic_agents.warm._record import WorkerImports, read
 from elastic_agents.warm.run_script import BLOCKED, leave_parent, run_script
 
 if TYPE_CHECKING:
+    from elastic_agents.workers.processes import StartRequest
     from elastic_launch.config.launch_config import LaunchConfig
 
-MOST_RESTARTS = 3
+MOST_RESTARTS = 5
+"""How often this process begins again without the modules that must not be loaded ahead."""
 
 
 def server_settings(config: LaunchConfig) -> dict[str, object]:
@@ -74,42 +80,108 @@ def serve(argument: str) -> Callable[[], None]:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
     if settings["mask"] is None:
         settings["mask"] = sorted(before)
-    return serve_as(settings, plan(settings, sys.path), None)
+    return serve_as(settings, None)
 
 
-def serve_as(settings: dict[str, Any], planned: Plan | str, loading: Loading | None) -> Callable[[], None]:
-    """Import, then fork on demand; return only in a forked process, with the function that it is to run.
+def serve_as(settings: dict[str, Any], torch: Preload | None) -> Callable[[], None]:
+    """Import, and fork on demand; return only in a forked process, with the function that it is to run.
 
     Args:
         settings: ``orders`` and ``tell`` (descriptors of socket and pipe), ``argv`` (a worker's, with the interpreter
-            and ``-u``), ``preload`` and ``without`` (modules that the user added, or that are left out), ``restarts``,
-            ``mask`` (signals that are blocked in a worker at its start) and ``reset`` (signals with their default
-            action there, even if they are ignored now); ``log`` is where its starter sends its output to.
-        planned: what to import, or why not to.
-        loading: imports that have already begun.
+            and ``-u``), ``preload`` and ``without`` (modules that the user added, or that are left out), ``record``
+            (descriptor of a record to begin with), ``restarts``, ``mask`` (signals that are blocked in a worker at its
+            start) and ``reset`` (signals with their default action there, even if they are ignored now); ``log`` is
+            where its starter sends its output to.
+        torch: the import of torch, if this process has begun with it.
     """
     # If the agent is killed while imports run, the server must not be left behind.
     signal_at_parents_death(signal.SIGKILL)
     for number in settings["reset"]:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    for descriptor in (settings["orders"], settings["tell"]):
-        os.set_inheritable(descriptor, False)
-    loaded = planned if isinstance(planned, str) else _import(settings, planned, loading)
-    if isinstance(loaded, str):
-        _say(settings, {"cold": loaded})
-        os._exit(0)
-    outlive_users()
-    _say(settings, {"ready": sorted(loaded.read)})
+    sys.argv[:] = settings["argv"][2:]
+    if torch is None and (reason := watched()):
+        _be_cold(settings, reason)
+    server = _Server(settings, torch)
     with socket.socket(fileno=settings["orders"]) as sock:
-        agent = fork_on_demand(sock)
+        agent = fork_on_demand(sock, server.learn)
     os.close(settings["tell"])
-    return partial(run_script, agent, settings["mask"], loaded.changed)
+    return partial(run_script, agent, settings["mask"], server.preload.changed)
+
+
+class _Server:
+    """What this process has imported for the workers.
+
+    Args:
+        torch: see :func:`serve_as`.
+    """
+
+    def __init__(self, settings: dict[str, Any], torch: Preload | None) -> None:
+        self._settings = settings
+        self._torch_unasked = torch is not None  # no worker is known yet to import it first
+        self.preload = torch or Preload(settings["preload"], settings["without"])
+        for descriptor in (settings["orders"], settings["tell"]):
+            os.set_inheritable(descriptor, False)
+        self.learn(settings["record"])
+
+    def learn(self, record: int) -> None:
+        """Import what workers have imported, and what the user has added."""
+        imported = read(record)
+        os.close(record)
+        wanted = [*self.preload.wanted(imported), *self._settings["preload"]]
+        if self._torch_unasked:
+            first = first_of(wanted)
+            if first not in ("", "torch"):
+                self._begin_again(imported)
+            self._torch_unasked = first != "torch"
+            if self._torch_unasked:
+                wanted = []  # torch may follow
+        self._import(imported, wanted)
+
+    def _import(self, imported: WorkerImports, names: list[str]) -> None:
+        before = len(sys.modules)
+        self.preload.add(names, lambda name: _say(self._settings, {"importing": name}))
+        if faults := self.preload.faults:
+            for name, what in faults.items():
+                if not what.startswith("raises"):
+                    text = f"{name} is not loaded ahead: its import {what}"
+                    _say(self._settings, {"warning": f"{text}; --no-preload {name} says that this is known"})
+            if self._settings["restarts"] >= MOST_RESTARTS:
+                _be_cold(self._settings, f"{', '.join(faults)} cannot be loaded ahead")
+            self._settings["restarts"] += 1
+            self._settings["without"] = sorted({*self._settings["without"], *faults})
+            self._settings["preload"] = [name for name in self._settings["preload"] if name not in faults]
+            self._begin_again(imported)
+        if reason := self.preload.doubt(imported):
+            _be_cold(self._settings, reason)
+        outlive_users()
+        ready = {"ready": sorted(self.preload.read), "loaded": len(sys.modules) - before}
+        _say(self._settings, ready if names else {"ignorant": True})
+
+    def _begin_again(self, imported: WorkerImports) -> NoReturn:
+        """Restart this process, without what it has loaded."""
+        self._settings["record"] = imported.put()
+        for name in ("orders", "tell", "record"):
+            os.set_inheritable(self._settings[name], True)
+        os.execv(sys.executable, command(self._settings))
+
+
+def _be_cold(settings: dict[str, Any], reason: str) -> NoReturn:
+    """Report that workers cannot be forked, and exit."""
+    _say(settings, {"cold": reason})
+    os._exit(0)
 
 
 def command(settings: dict[str, Any]) -> list[str]:
     """Return the command of a server; the end of it leaves room for a worker to show its own command instead."""
     code = entered("from elastic_agents.warm.server import serve", "serve(sys.argv[1])()")
     return [settings["argv"][0], "-u", "-c", code, json.dumps(settings), "warm server of", *settings["argv"]]
+
+
+def recorded(request: StartRequest, record: int) -> StartRequest:
+    """Return the start of a worker that records its imports, as it cannot be forked yet."""
+    code = entered("from elastic_agents.warm.run_script import run_recorded", "run_recorded(sys.argv[1], sys.argv[2:])")
+    argv = [request.argv[0], "-u", "-c", code, str(record), *request.argv]
+    return replace(request, argv=argv, inherit=(*request.inherit, record))
 
 
 def open_log(path: str) -> BinaryIO:
@@ -130,40 +202,12 @@ def entered(imports: str, call: str) -> str:
     )
 
 
-def _import(settings: dict[str, Any], planned: Plan, loading: Loading | None) -> str | Loaded:
-    """Do the imports; return why workers cannot be forked, if they cannot."""
-    sys.argv[:] = settings["argv"][2:]
-    loading = loading or Loading(planned.asked, planned.without)
-    loaded = loading.finish(planned.wanted, planned.completes, lambda name: _say(settings, {"importing": name}))
-    if loaded.faults:
-        _begin_again(settings, loaded.faults)
-        return f"{', '.join(loaded.faults)} cannot be loaded ahead"
-    if stopped := planned.reading.stopped:
-        text = (
-            f"only what the script imports before it changes where imports look ({stopped}) is loaded ahead; {REMEDY}"
-        )
-        _say(settings, {"note": text})
-    return planned.doubt(loaded) or loaded
+def fork_on_demand(sock: socket.socket, learn: Callable[[int], None]) -> int:
+    """Fork until the agent closes the socket; return only in a forked process, with its own socket's descriptor.
 
-
-def _begin_again(settings: dict[str, Any], faults: dict[str, str]) -> None:
-    """Restart this process without some modules; return if that has been done too often."""
-    for name, what in faults.items():
-        if not what.startswith("raises"):
-            text = f"{name} is not loaded ahead: its import {what}; --no-preload {name} says that this is known"
-            _say(settings, {"warning": text})
-    if settings["restarts"] >= MOST_RESTARTS:
-        return
-    settings["restarts"] += 1
-    settings["without"] = sorted({*settings["without"], *faults})
-    settings["preload"] = [name for name in settings["preload"] if name not in faults]
-    for descriptor in (settings["orders"], settings["tell"]):
-        os.set_inheritable(descriptor, True)
-    os.execv(sys.executable, command(settings))
-
-
-def fork_on_demand(sock: socket.socket) -> int:
-    """Fork until the agent closes the socket; return only in a forked process, with its own socket's descriptor."""
+    Args:
+        learn: called with each record that the agent sends.
+    """
     asked = select.poll()
     asked.register(sock, select.POLLIN)
     intermediate: list[int] = []
@@ -175,6 +219,9 @@ def fork_on_demand(sock: socket.socket) -> int:
         if not data:
             os._exit(0)
         for agent in received:
+            if data == b"i":
+                learn(agent)
+                continue
             between = _fork(agent)
             if between == 0:
                 return agent
