@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_agents.notices import Notice, Trouble, aws, azure, gcp
-from elastic_agents.notices.auto import AZURE_TAG, cloud_of, read_dmi
 from elastic_agents.notices.file import seconds_in
+from elastic_agents.notices.notice_watch import AZURE_TAG, cloud_of, read_dmi
 from elastic_agents.notices.types import LATE, moment
 
 NOW = datetime(2026, 5, 4, 12, 0, 0, tzinfo=UTC)

@@ -1,8 +1,7 @@
 """Preemption notices: the warning, some seconds ahead, that a node will be taken away.
 
 ``types``         a notice, the interface of a source, and the parsing of times
-``notice_watch``  selects the sources to watch, and runs a thread for each
-``auto``          detects which sources this node has
+``notice_watch``  detects which sources this node has, and runs a thread for each
 ``aws``           EC2's instance metadata
 ``gcp``           Compute Engine's metadata server
 ``azure``         Azure's Scheduled Events

@@ -8,11 +8,11 @@ https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-no
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 
-from elastic_agents.notices.http import LINK_LOCAL, Http, Reply, Unanswered
-from elastic_agents.notices.types import SOON, Notice, Source, Trouble, dated, decoded, plain, promised, seconds_until
+from elastic_agents.notices.http import LINK_LOCAL, MetadataSource, Reply, Unanswered
+from elastic_agents.notices.types import SOON, Notice, Trouble, dated, decoded, plain, promised, seconds_until
 from elastic_launch.config.notice_sources import NoticeSource
 
 NAME = "AWS"
@@ -97,7 +97,7 @@ def lifecycle(body: bytes) -> Notice | None:
     return Notice(NAME, "scale-in", "its Auto Scaling group terminates it") if terminated else None
 
 
-class Aws(Source):
+class Aws(MetadataSource):
     """Polls all of these documents in turn.
 
     Args:
@@ -110,18 +110,24 @@ class Aws(Source):
     pause = PAUSE
 
     def __init__(self, base: str = LINK_LOCAL, *, early: bool = False) -> None:
-        self._http = Http(base)
-        self._early = early
+        super().__init__(base)
         self._token = ""
+        self._documents: dict[str, Callable[[Reply], list[Notice]]] = {
+            "spot/instance-action": lambda reply: [instance_action(reply.body, dated(reply.headers))],
+            "autoscaling/target-lifecycle-state": lambda reply: list(filter(None, [lifecycle(reply.body)])),
+            "events/maintenance/scheduled": lambda reply: scheduled(reply.body, dated(reply.headers)),
+            "events/recommendations/rebalance": lambda reply: [rebalance(reply.body, leaves=early)],
+        }
 
     def poll(self) -> Sequence[Notice]:
         self._token = self._token or self._new_token()
         notices: list[Notice] = []
         found: tuple[str, str] | None = None  # not the error itself: its traceback would hold a connection
         # Trouble with one document (a filter may block it) must not hide another document.
-        for ask in (self._interrupted, self._scaled_in, self._scheduled, self._recommended):
+        for path, notices_in in self._documents.items():
             try:
-                notices += ask()
+                if (reply := self._get(path)) is not None:
+                    notices += notices_in(reply)
             except Unanswered:
                 raise
             except Trouble as trouble:
@@ -131,26 +137,6 @@ class Aws(Source):
         if found and not notices:
             raise Trouble(*found)
         return notices
-
-    def _interrupted(self) -> list[Notice]:
-        reply = self._get("spot/instance-action")
-        return [instance_action(reply.body, dated(reply.headers))] if reply else []
-
-    def _scaled_in(self) -> list[Notice]:
-        reply = self._get("autoscaling/target-lifecycle-state")
-        notice = lifecycle(reply.body) if reply else None
-        return [notice] if notice else []
-
-    def _scheduled(self) -> list[Notice]:
-        reply = self._get("events/maintenance/scheduled")
-        return scheduled(reply.body, dated(reply.headers)) if reply else []
-
-    def _recommended(self) -> list[Notice]:
-        reply = self._get("events/recommendations/rebalance")
-        return [rebalance(reply.body, leaves=self._early)] if reply else []
-
-    def close(self) -> None:
-        self._http.close()
 
     def _get(self, path: str) -> Reply | None:
         """Return the document, or None if there is none; an expired token is replaced once."""

@@ -12,8 +12,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 
-from elastic_agents.notices.http import LINK_LOCAL, Http, Reply
-from elastic_agents.notices.types import SOON, Notice, Source, Trouble, dated, decoded, plain, promised, seconds_until
+from elastic_agents.notices.http import LINK_LOCAL, Http, MetadataSource
+from elastic_agents.notices.types import SOON, Notice, Trouble, dated, decoded, plain, promised, seconds_until
 from elastic_launch.config.notice_sources import NoticeSource
 
 NAME = "Azure"
@@ -84,7 +84,7 @@ def _folded(name: str) -> str:
     return name.casefold().removeprefix("_")
 
 
-class Azure(Source):
+class Azure(MetadataSource):
     """Polls once a second, as Microsoft recommends.
 
     Args:
@@ -98,17 +98,17 @@ class Azure(Source):
     def __init__(self, base: str = LINK_LOCAL, *, approves: bool = True) -> None:
         self._base = base
         self._approves = approves
-        self._http = Http(base)
+        super().__init__(base)
         self._answered = False
 
     def poll(self) -> Sequence[Notice]:
-        reply = self._get(EVENTS, DEADLINE if self._answered else FIRST)
+        reply = self._http.get(EVENTS, HEADERS, DEADLINE if self._answered else FIRST)
         self._answered = True
         # Usually there are no events; the name is not cached, as another service might once have answered.
         return events(reply.body, self._mine, dated(reply.headers))
 
     def _mine(self) -> str:
-        name = self._get(MY_NAME, DEADLINE).text
+        name = self._http.get(MY_NAME, HEADERS, DEADLINE).text
         if not re.fullmatch(r"[\w.-]{1,200}", name):
             raise Trouble("the metadata service does not tell this machine's name", repr(name[:60]))
         return name
@@ -122,15 +122,6 @@ class Azure(Source):
         if reply.status != 200:
             raise Trouble(f"the approval of {notice.why} was answered by {reply.status}")
         return f"{notice.why} approved: the machine may go now"
-
-    def close(self) -> None:
-        self._http.close()
-
-    def _get(self, path: str, deadline: float) -> Reply:
-        reply = self._http.ask("GET", path, HEADERS, deadline=deadline)
-        if reply.status != 200:
-            raise Trouble(f"the metadata service answers {reply.status}", path.partition("?")[0])
-        return reply
 
 
 def source(asked: NoticeSource, environ: Mapping[str, str]) -> Azure:

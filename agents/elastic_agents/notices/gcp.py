@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from urllib.parse import quote
 
-from elastic_agents.notices.http import LINK_LOCAL, Http, Reply
-from elastic_agents.notices.types import Notice, Source, Trouble
+from elastic_agents.notices.http import LINK_LOCAL, MetadataSource, Reply
+from elastic_agents.notices.types import Notice, Trouble
 from elastic_launch.config.notice_sources import NoticeSource
 
 NAME = "GCP"
@@ -60,7 +60,7 @@ def maintenance(text: str) -> Notice | None:
     raise Trouble("instance/maintenance-event has an unknown value", repr(text[:60]))
 
 
-class Gcp(Source):
+class Gcp(MetadataSource):
     """Waits for a preemption, and polls for maintenance in between."""
 
     name = NAME
@@ -68,7 +68,7 @@ class Gcp(Source):
     pause = 0.5  # the server does the waiting; this is for a server that does not
 
     def __init__(self, base: str = LINK_LOCAL) -> None:
-        self._http = Http(base)
+        super().__init__(base)
         self._etag = ""
 
     def poll(self) -> Sequence[Notice]:
@@ -79,9 +79,6 @@ class Gcp(Source):
         notice = self._preempted(wait=WAIT if self._etag else 0)
         return [] if notice is None else [notice]
 
-    def close(self) -> None:
-        self._http.close()
-
     def _preempted(self, wait: int) -> Notice | None:
         """Send the last ETag: any change since then is answered at once."""
         query = f"?wait_for_change=true&timeout_sec={wait}&last_etag={quote(self._etag, safe='')}" if wait else ""
@@ -91,9 +88,7 @@ class Gcp(Source):
 
     def _get(self, path: str, deadline: float) -> Reply:
         headers = {"Metadata-Flavor": "Google", "Host": "metadata.google.internal"}
-        reply = self._http.ask("GET", INSTANCE + path, headers, deadline=deadline)
-        if reply.status != 200:
-            raise Trouble(f"the metadata server answers {reply.status}", path)
+        reply = self._http.get(INSTANCE + path, headers, deadline)
         if reply.headers.get("metadata-flavor") != "Google":
             raise Trouble(
                 "what answers is not Google's metadata server: its answer lacks the header Metadata-Flavor", path

@@ -12,7 +12,7 @@ from http.client import HTTPConnection, HTTPException
 from typing import Any
 from urllib.parse import urlsplit
 
-from elastic_agents.notices.types import Trouble
+from elastic_agents.notices.types import Source, Trouble
 
 LINK_LOCAL = "http://169.254.169.254"
 """The address of the metadata service of AWS, GCP and Azure alike."""
@@ -44,7 +44,6 @@ class Reply:
 class _Socket(socket.socket):
     """A socket whose timeout covers all of its reads together, so a server that trickles bytes gains nothing."""
 
-    __slots__ = ("until",)
     until: float
 
     def recv_into(self, *args: Any, **kwargs: Any) -> int:
@@ -85,7 +84,15 @@ class Http:
         """
         connection = HTTPConnection(self._host, self._port)
         try:
-            connection.sock = self._connect(deadline)
+            connection.sock = made = _Socket(socket.AF_INET, socket.SOCK_STREAM)
+            made.until = time.monotonic() + deadline
+            with self._lock:
+                if self._closed:
+                    raise ConnectionAbortedError("closed")
+                self._socket = made
+            made.settimeout(min(deadline, CONNECT))
+            made.connect((self._host, self._port))
+            made.rush()
             connection.request(method, path, body, {"Connection": "close", **headers})
             response = connection.getresponse()
             found = response.read(LIMIT + 1)
@@ -102,21 +109,16 @@ class Http:
             raise Trouble(f"the metadata service sends more than {LIMIT} bytes", path)
         return Reply(response.status, names, found)
 
-    def _connect(self, deadline: float) -> _Socket:
-        made = _Socket(socket.AF_INET, socket.SOCK_STREAM)
-        try:
-            with self._lock:
-                if self._closed:
-                    raise ConnectionAbortedError("closed")
-                self._socket = made
-            made.until = time.monotonic() + deadline
-            made.settimeout(min(deadline, CONNECT))
-            made.connect((self._host, self._port))
-            made.rush()
-        except BaseException:
-            made.close()
-            raise
-        return made
+    def get(self, path: str, headers: Mapping[str, str], deadline: float) -> Reply:
+        """Return the answer with status 200; likewise.
+
+        Raises:
+            Trouble: also if the status is another one.
+        """
+        reply = self.ask("GET", path, headers, deadline=deadline)
+        if reply.status != 200:
+            raise Trouble(f"the metadata service answers {reply.status}", path.partition("?")[0])
+        return reply
 
     def close(self) -> None:
         """Abort the request in progress; no later one succeeds."""
@@ -126,3 +128,13 @@ class Http:
                 # If it is not connected yet, this ends the attempt.
                 with contextlib.suppress(OSError):
                     self._socket.shutdown(socket.SHUT_RDWR)
+
+
+class MetadataSource(Source):
+    """A source that asks a metadata service."""
+
+    def __init__(self, base: str = LINK_LOCAL) -> None:
+        self._http = Http(base)
+
+    def close(self) -> None:
+        self._http.close()

@@ -1,4 +1,4 @@
-"""Runs a thread for each source of notices."""
+"""Runs a thread for each source of notices, and detects which sources this node has."""
 
 from __future__ import annotations
 
@@ -7,13 +7,21 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 
-from elastic_agents.notices.auto import kinds_here, read_dmi
 from elastic_agents.notices.types import Notice, Source, Trouble
 from elastic_launch.config.notice_sources import NoticeSource
 from elastic_launch.system.threads import ThreadDied, VitalThread
 
 _log = logging.getLogger("elastic_launch.notices")
+
+DMI = Path("/sys/class/dmi/id")
+"""The firmware's description of the machine, which the kernel makes readable to all users."""
+
+FIELDS = ("sys_vendor", "product_name", "product_version", "bios_vendor", "bios_version", "chassis_asset_tag")
+
+AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"
+"""The asset tag of every Azure machine; Hyper-V elsewhere has a different one."""
 
 REMEMBERED = 20
 """Reports per source: this many troubles and notices without consequence, and this many that make the node leave."""
@@ -58,14 +66,15 @@ class NoticeWatch:
                     _log.warning("%s", _troubled(source, trouble))
 
     def _run(self, source: Source) -> None:
-        told, left = _Told(), _Told()
+        told: set[str] = set()
+        left: set[str] = set()
         past: set[str] | None = None
         while not self._closing.is_set():
             notices: Sequence[Notice] = ()
             try:
                 notices = source.poll()
             except Trouble as trouble:
-                if told.first(trouble.what) and not self._closing.is_set():
+                if _first(trouble.what, told) and not self._closing.is_set():
                     _log.warning("%s (reported once; retrying)", _troubled(source, trouble))
             else:
                 if past is None:
@@ -74,27 +83,18 @@ class NoticeWatch:
                 self._tell(replace(notice, leaves=notice.leaves and notice.key not in (past or ())), told, left)
             self._closing.wait(source.pause)
 
-    def _tell(self, notice: Notice, told: _Told, left: _Told) -> None:
+    def _tell(self, notice: Notice, told: set[str], left: set[str]) -> None:
         """Pass a notice on once; once the node leaves, only a notice that makes it leave sooner."""
-        if left.first(notice.key) if notice.leaves else not left and told.first(notice.key):
+        if _first(notice.key, left) if notice.leaves else not left and _first(notice.key, told):
             self._put(notice)
 
 
-class _Told:
-    """What was reported of one source; a hostile source gets no more than REMEMBERED lines."""
-
-    def __init__(self) -> None:
-        self._texts: set[str] = set()
-
-    def __bool__(self) -> bool:
-        return bool(self._texts)
-
-    def first(self, text: str) -> bool:
-        """Whether to report it."""
-        if text in self._texts or len(self._texts) >= REMEMBERED:
-            return False
-        self._texts.add(text)
-        return True
+def _first(text: str, told: set[str]) -> bool:
+    """Whether to report a text of a source; a hostile source gets no more than REMEMBERED lines."""
+    if text in told or len(told) >= REMEMBERED:
+        return False
+    told.add(text)
+    return True
 
 
 def _lost(died: ThreadDied) -> None:
@@ -105,6 +105,32 @@ def _lost(died: ThreadDied) -> None:
 def _troubled(source: Source, trouble: Trouble) -> str:
     detail = f" ({trouble.detail})" if trouble.detail else ""
     return f"no notices from {source.name} for now: {trouble.what}{detail}"
+
+
+def cloud_of(dmi: Mapping[str, str]) -> str | None:
+    """Return the cloud that the machine's firmware names: ``aws``, ``gcp``, ``azure`` or None.
+
+    EC2: "Identify EC2 instances" in its User Guide; instances on Xen have Amazon only in a version. GCP: "Detect if a
+    VM is running in Compute Engine".
+    """
+    if dmi.get("sys_vendor") == "Amazon EC2" or any(
+        "amazon" in dmi.get(field, "").lower() for field in ("bios_vendor", "bios_version", "product_version")
+    ):
+        return "aws"
+    if dmi.get("product_name") == "Google Compute Engine":
+        return "gcp"
+    return "azure" if dmi.get("chassis_asset_tag") == AZURE_TAG else None
+
+
+def read_dmi(directory: Path = DMI) -> dict[str, str]:
+    """Return those of FIELDS that exist."""
+    found = {}
+    for field in FIELDS:
+        try:
+            found[field] = (directory / field).read_text(errors="replace").strip()
+        except OSError:
+            continue  # no such firmware, or a container that hides it
+    return found
 
 
 def sources_of(
@@ -126,7 +152,10 @@ def sources_of(
 
 
 def _sources(one: NoticeSource, environ: Mapping[str, str], dmi: Callable[[], Mapping[str, str]]) -> Iterable[Source]:
-    for kind in kinds_here(environ, dmi()) if one.kind == "auto" else [one.kind]:
+    kinds: list[str | None] = [one.kind]
+    if one.kind == "auto":
+        kinds = ["slurm" if "SLURM_JOB_ID" in environ else None, cloud_of(dmi())]
+    for kind in filter(None, kinds):
         if kind != "signal":  # the agent handles it
             # Imported only where needed: other runs do not import an HTTP client.
             yield import_module(f"elastic_agents.notices.{kind}").source(one, environ)
