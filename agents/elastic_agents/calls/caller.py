@@ -67,7 +67,9 @@ def run_agent(config: LaunchConfig, forked: ForkedCall | None = None) -> AgentEn
         monitor, tell = _monitor(config, stack)
         with open(order, "wb", closefd=False) as file:
             token = config.token.reveal() if config.token else None
-            pickle.dump(Order(replace(config, token=None), token, os.getpid(), _level(), tell), file)
+            # The agent's console lines have the level of this process' own logging, unless LOGLEVEL names one.
+            level = None if os.environ.get("LOGLEVEL") else _log.getEffectiveLevel()
+            pickle.dump(Order(replace(config, token=None), token, os.getpid(), level, tell), file)
         inherit = [order, report] if tell is None else [order, report, tell]
         held = HeldSignals()
         stack.callback(held.release)
@@ -142,8 +144,3 @@ def _handling(numbers: Sequence[signal.Signals], handler: Any) -> AbstractContex
         "they end when this process does"
     )
     return nullcontext()
-
-
-def _level() -> int | None:
-    """The level of the agent's console lines: that of this process' own logging, unless LOGLEVEL names one."""
-    return None if os.environ.get("LOGLEVEL") else _log.getEffectiveLevel()

@@ -66,7 +66,10 @@ def main(order: int, report: int, server: int = 0, orders: int = -1, source: int
     with open(order, "rb") as file:
         file.seek(0)
         ordered: Order = pickle.load(file)
-    _end_with(ordered.caller)
+    # When the thread that started this process ends, as when its process is killed.
+    signal_at_parents_death(signal.SIGTERM)
+    if os.getppid() != ordered.caller:
+        os._exit(128 + signal.SIGTERM)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
     config = ordered.config
     if ordered.token is not None:
@@ -83,13 +86,6 @@ def main(order: int, report: int, server: int = 0, orders: int = -1, source: int
     exiting(lambda: _run(config, ordered.level, report, begun, pipe))
 
 
-def _end_with(caller: int) -> None:
-    """Get SIGTERM when the thread that started this process ends, as when its process is killed."""
-    signal_at_parents_death(signal.SIGTERM)
-    if os.getppid() != caller:
-        os._exit(128 + signal.SIGTERM)
-
-
 class _Watcher:
     """Observes the agent for the caller."""
 
@@ -100,8 +96,7 @@ class _Watcher:
         self.told: dict[str, Any] = {}
 
     def begun(self, agent: NodeAgent) -> None:
-        pipe = self._pipe
-        if pipe is not None:
+        if (pipe := self._pipe) is not None:
             self._meter = Meter(
                 time.monotonic,
                 pipe.put,

@@ -15,7 +15,6 @@ import struct
 import sys
 from collections.abc import Callable
 from multiprocessing import process, resource_tracker, spawn
-from typing import Any
 
 from elastic_agents.warm.ending import ERROR_FILE, record
 
@@ -85,21 +84,23 @@ def call(load: Callable[[], tuple[Callable[..., object], tuple[object, ...]]], l
         function, args = load()
         # As in torch: in strings, a placeholder stands for the local rank.
         filled = [x.replace("${local_rank}", local_rank) if isinstance(x, str) else x for x in args]
-        _leave(_pickled(_returned(function, filled)), result)
+        try:
+            value = function(*filled)
+        except SystemExit as leaving:
+            if leaving.code not in (None, 0):
+                raise
+            value = None
+        data = _pickled(value)
+        os.ftruncate(result, 0)
+        os.lseek(result, 0, os.SEEK_SET)
+        with open(result, "wb") as file:
+            file.write(HEADER.pack(int(os.environ[ROUND])))
+            file.write(data)
     except BaseException as error:
         while (tb := error.__traceback__) is not None and tb.tb_frame.f_code.co_filename == __file__:
             error.__traceback__ = tb.tb_next
         record(error, os.environ.get(ERROR_FILE, ""))
         raise
-
-
-def _returned(function: Callable[..., object], args: list[Any]) -> object:
-    try:
-        return function(*args)
-    except SystemExit as leaving:
-        if leaving.code not in (None, 0):
-            raise
-        return None
 
 
 def _pickled(value: object) -> bytes:
@@ -112,11 +113,3 @@ def _pickled(value: object) -> bytes:
             f"the function returned a {type(value).__name__} that cannot be pickled for the caller: {error}.",
             "Return something else, for example a state_dict().",
         ) from error
-
-
-def _leave(data: bytes, descriptor: int) -> None:
-    os.ftruncate(descriptor, 0)
-    os.lseek(descriptor, 0, os.SEEK_SET)
-    with open(descriptor, "wb") as file:
-        file.write(HEADER.pack(int(os.environ[ROUND])))
-        file.write(data)
