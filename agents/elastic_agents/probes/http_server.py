@@ -206,7 +206,7 @@ class HttpServer(ThreadingHTTPServer):
     def _failed(self, died: ThreadDied) -> None:
         """Called from the thread that ends."""
         if not self._closing:
-            _log.error("the HTTP server has failed, its port is not answered any more: %s", died.error)
+            _log.error("a thread of the HTTP server has failed: %s", died.error)
 
 
 class _Handler(BaseHTTPRequestHandler):
