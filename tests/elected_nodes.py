@@ -42,9 +42,6 @@ class View(MemoryStore):
     def compare_and_set(self, expected: bytes | None, value: bytes, timeout: float) -> bool:
         return self._shared.compare_and_set(expected, value, timeout)
 
-    def wait_changed(self, known: bytes | None, timeout: float) -> bytes | None:
-        return self._shared.wait_changed(known, timeout)
-
     def close(self) -> None:
         return
 

@@ -6,7 +6,6 @@ import json
 import socket
 import socketserver
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -66,12 +65,6 @@ class ShelfStore(ControlStore):
     def compare_and_set(self, expected: bytes | None, value: bytes, timeout: float) -> bool:
         was = None if expected is None else expected.decode()
         return self._found({"expected": was, "value": value.decode()}, timeout) == expected
-
-    def wait_changed(self, known: bytes | None, timeout: float) -> bytes | None:
-        deadline = time.monotonic() + timeout
-        while (value := self.load(timeout)) == known and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return value
 
     def close(self) -> None:
         return

@@ -36,7 +36,7 @@ ENDLESS = {
     "elastic_launch/system/writer_thread.py": ["self._filled.wait()"],
     "elastic_launch/snapshot/storage/background.py": ["self._changed.wait_for()"],
     "elastic_launch/rendezvous/voters/peers.py": ["self._changed.wait_for()"],
-    "elastic_launch/rendezvous/stores/etcd.py": ["self._closing.wait()", "ready.wait()"],
+    "elastic_launch/rendezvous/stores/etcd.py": ["self._closing.wait()"],
     "elastic_launch/snapshot/memory/slot_state.py": ["staging.wait_for()"],  # a device's copy in progress
     # Work on memory alone: sums of it, and a copy into a slot.
     "elastic_launch/snapshot/storage/shares.py": ["found[index - 1].result()"],

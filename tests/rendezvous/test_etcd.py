@@ -23,8 +23,6 @@ TIMEOUT = 20.0
 SHORT = 1.5
 """Seconds for calls that are to fail by their deadline."""
 
-WATCHERS = "etcd_debugging_mvcc_watcher_total"
-PUTS = "etcd_mvcc_put_total"
 READS = "etcd_mvcc_range_total"
 
 
@@ -150,7 +148,7 @@ def test_calls_to_frozen_members_end_by_their_deadline(trio: list[Member]) -> No
         calls: list[Callable[[], object]] = [
             lambda: store.load(SHORT),
             lambda: store.compare_and_set(b"one", b"two", SHORT),
-            lambda: store.wait_changed(b"one", SHORT),
+            lambda: store.renew(SHORT),
         ]
         for future in [pool.submit(call) for call in calls]:
             with pytest.raises(StoreError, match=rf"{trio[2].address}: it does not answer"):
@@ -172,28 +170,16 @@ def test_when_all_members_are_dead_a_call_fails_and_names_them(trio: list[Member
         with pytest.raises(StoreError):
             store.compare_and_set(None, b"one", TIMEOUT)
         with pytest.raises(StoreError):
-            store.wait_changed(None, TIMEOUT)
+            store.renew(TIMEOUT)
 
 
 @pytest.mark.parametrize("loss", [Member.kill, pytest.param(Member.freeze, marks=pytest.mark.slow)])
-def test_waiting_survives_the_loss_of_the_watched_member(trio: list[Member], loss: Callable[[Member], None]) -> None:
-    with opened(trio) as waiter, opened(trio[1:]) as writer, ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(waiter.wait_changed, None, 2 * TIMEOUT)
-        wait_for("the watch", lambda: trio[0].metric(WATCHERS))
+def test_a_leader_reads_on_when_a_member_is_lost(trio: list[Member], loss: Callable[[Member], None]) -> None:
+    with opened(trio) as reader, opened(trio[1:]) as writer:
+        assert reader.renew(TIMEOUT) is None
         loss(trio[0])
         assert writer.compare_and_set(None, b"new", TIMEOUT)
-        assert waiting.result(2 * TIMEOUT) == b"new"
-
-
-@pytest.mark.parametrize("shared", SERVERS, indirect=True)
-def test_waiting_writes_nothing_and_leaves_no_watch(etcd: Member) -> None:
-    with opened(etcd) as store:
-        assert store.compare_and_set(None, b"one", TIMEOUT)
-        before = etcd.metric(PUTS)
-        for _ in range(3):
-            assert store.wait_changed(b"one", 0.2) == b"one"
-        assert etcd.metric(PUTS) == before
-        wait_for("the watches to end", lambda: etcd.metric(WATCHERS) == 0)
+        assert reader.renew(2 * TIMEOUT) == b"new"
 
 
 @pytest.fixture
@@ -208,7 +194,7 @@ def test_a_write_whose_answer_was_lost_is_found_to_be_done(etcd: Member, proxy: 
         assert store.compare_and_set(None, b"one", TIMEOUT)
         proxy.mute = True
         writing = pool.submit(store.compare_and_set, b"one", b"two", TIMEOUT)
-        assert direct.wait_changed(b"one", TIMEOUT) == b"two"
+        wait_for("the write", lambda: direct.load(TIMEOUT) == b"two")
         proxy.lose()
         proxy.mute = False
         assert writing.result(TIMEOUT)
@@ -219,7 +205,7 @@ def test_a_write_whose_answer_was_lost_and_that_was_replaced_is_not_won(etcd: Me
         assert store.load(TIMEOUT) is None
         proxy.mute = True
         writing = pool.submit(store.compare_and_set, None, b"mine", TIMEOUT)
-        assert direct.wait_changed(None, TIMEOUT) == b"mine"
+        wait_for("the write", lambda: direct.load(TIMEOUT) == b"mine")
         assert direct.compare_and_set(b"mine", b"theirs", TIMEOUT)
         proxy.lose()
         proxy.mute = False
@@ -262,7 +248,7 @@ def test_users_and_passwords(own: Member) -> None:
     assert "/elastic-launch/" in caught.value.hint
     with opened(own, "root", "secret") as store:
         assert store.compare_and_set(None, b"one", TIMEOUT)
-        assert store.wait_changed(None, TIMEOUT) == b"one"
+        assert store.load(TIMEOUT) == b"one"
         own.control("--user", "root:secret", "auth", "disable")  # which voids all tokens
         own.control("auth", "enable")
         assert store.load(TIMEOUT) == b"one"
@@ -343,17 +329,6 @@ def test_members_that_do_not_exist_are_passed_over(etcd: Member) -> None:
     with opened(f"127.0.0.1:{free_port()},nowhere.invalid,{etcd.address}") as store:
         assert store.compare_and_set(None, b"one", TIMEOUT)
         assert store.load(TIMEOUT) == b"one"
-
-
-def test_closing_ends_the_calls_of_other_threads(etcd: Member) -> None:
-    with opened(etcd) as store, ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(store.wait_changed, None, 2 * TIMEOUT)
-        wait_for("the watch", lambda: etcd.metric(WATCHERS))
-        store.close()
-        with pytest.raises(StoreError, match="is closed"):
-            waiting.result(TIMEOUT)
-        with pytest.raises(StoreError, match="is closed"):
-            store.load(TIMEOUT)
 
 
 def test_closing_in_the_middle_of_a_read_keeps_no_connection(etcd: Member, proxy: Proxy) -> None:

@@ -78,7 +78,7 @@ def test_a_leader_that_could_not_write_the_end_orders_nothing_more() -> None:
     record = ControlRecord("run", "digest", 1, Leader("a", "a1", "127.0.0.1", address[1])).renewed()
     store = Failing()
     assert store.compare_and_set(None, record.encode(), 1)
-    leader = LeaderService(CONFIG, listener, store, record, MonotonicClock(), NoEvents())
+    leader = LeaderService(CONFIG, listener, store.compare_and_set, record, MonotonicClock(), NoEvents())
     leader.start()
     with contextlib.ExitStack() as stack:
         stack.callback(leader.close, 0.0)
@@ -100,7 +100,9 @@ def test_a_leader_that_thaws_says_and_writes_nothing_before_it_steps_down() -> N
     record = ControlRecord("run", "digest", 1, Leader("a", "a1", "127.0.0.1", address[1])).renewed()
     store, sure, said = MemoryStore(), [True], Seen()
     assert store.compare_and_set(None, record.encode(), 1)
-    leader = LeaderService(CONFIG, listener, store, record, MonotonicClock(), said, sure=lambda: sure[0])
+    leader = LeaderService(
+        CONFIG, listener, store.compare_and_set, record, MonotonicClock(), said, sure=lambda: sure[0]
+    )
     leader.start()
     with contextlib.ExitStack() as stack:
         stack.callback(leader.close, 0.0)
@@ -134,7 +136,7 @@ def _leader(store: Failing, limits: Limits) -> LeaderService:
     leader = Leader("a", "a1", "127.0.0.1", listener.getsockname()[1])
     record = ControlRecord("run", "digest", 1, leader, limits=limits).renewed()
     assert store.compare_and_set(None, record.encode(), 1)
-    return LeaderService(CONFIG, listener, store, record, MonotonicClock(), NoEvents())
+    return LeaderService(CONFIG, listener, store.compare_and_set, record, MonotonicClock(), NoEvents())
 
 
 @pytest.mark.parametrize("what", ["a pulse", "the last words"])

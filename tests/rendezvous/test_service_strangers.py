@@ -83,7 +83,7 @@ class Run:
         timing = Timing(beat=0.05, dead_after=1000.0)
         token = TOKEN if key is not None else None
         config = LaunchConfig(Command((), ("train.py",)), run_id="run", timing=timing, token=token)
-        self.service = LeaderService(config, listener, store, record, self.clock, self)
+        self.service = LeaderService(config, listener, store.compare_and_set, record, self.clock, self)
         self.service.start()
         stack.callback(self.service.close, 0.0)
 

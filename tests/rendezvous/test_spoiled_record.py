@@ -110,9 +110,8 @@ def test_a_leader_recognizes_its_own_record_and_those_of_others(stored: bytes | 
 
 
 def _spoil(nodes: Nodes, value: bytes | None) -> None:
-    with nodes.store._changed:
+    with nodes.store._lock:
         nodes.store._value = value
-        nodes.store._changed.notify_all()
 
 
 def _repaired(nodes: Nodes, spoiled: bytes | None) -> None:
@@ -284,9 +283,8 @@ def test_a_run_without_a_round_yields_to_another() -> None:
             each.until("a record", lambda each=each: each.store.load(1) is not None)
         # From now on it is one store: where b is slow to answer, a may take its place, and b has to see that.
         view._shared = other.store
-        with hidden._changed:
+        with hidden._lock:
             hidden._value = other.store.load(1)
-            hidden._changed.notify_all()
         found = [nodes.nodes["a"], other.nodes["b"]]
         nodes.until("both to be in one round", lambda: all(sorted(node.members()) == ["a", "b"] for node in found))
         assert not any(node.lost for node in found)
@@ -307,9 +305,8 @@ def test_of_two_runs_with_one_id_that_both_have_rounds_one_ends(
             each.until("a round", lambda each=each, name=name: bool(each.nodes[name].rounds))
         numbers = {name: each.nodes[name].backend._continuity.newest.run for each, name in zip(runs, "ab", strict=True)}
         view._shared = runs[1].store
-        with hidden._changed:
+        with hidden._lock:
             hidden._value = b"{}"
-            hidden._changed.notify_all()
         loser, winner = sorted(numbers, key=numbers.__getitem__)
         both = {**runs[0].nodes, **runs[1].nodes}
         runs[0].until("one of them to end", lambda: both[loser].ends == [95], 30)

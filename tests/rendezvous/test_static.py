@@ -16,7 +16,7 @@ from elastic_launch.config.launch_config import Command, LaunchConfig, Limits
 from elastic_launch.errors import EndpointError, RefusedError, StoreError
 from elastic_launch.events.types import Event
 from elastic_launch.rendezvous.backends.c10d import FoundLeader
-from elastic_launch.rendezvous.backends.static import StaticBackend, _RoundStore, published_leader
+from elastic_launch.rendezvous.backends.static import StaticBackend, published_leader
 from elastic_launch.rendezvous.record import ControlRecord, Leader, Round
 from elastic_launch.rendezvous.stores.static_store import NotAStoreError, connect_store, host_store
 from elastic_launch.rendezvous.wire.addresses import listen
@@ -58,15 +58,12 @@ def test_keys_of_the_workers_go_before_a_round_is_written() -> None:
         host.open()
         worker = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         worker.set("default_pg/0//0", "stale")
-        rounds = _RoundStore(host._store)
         record = ControlRecord("run", "digest", 1, Leader("node-0", "i", "127.0.0.1", 1)).renewed()
-        before: bytes | None = None
         for number, left in ((0, True), (1, False), (1, True), (2, False)):
             worker.set("default_pg/0//0", "stale")
             following = replace(record, round=Round(number)).renewed().encode()
-            assert rounds.compare_and_set(before, following, 10)
+            assert host._write(b"", following, 10)
             assert worker.check(["default_pg/0//0"]) is left
-            before = following
         assert published_leader(Endpoint("127.0.0.1", port), "none", None, 10)
         del worker
 

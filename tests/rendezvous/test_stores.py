@@ -89,20 +89,6 @@ def test_of_many_writers_exactly_one_wins(open_store: Open) -> None:
     assert stores[0].load(TIMEOUT) == b"from %d" % won.index(True)
 
 
-def test_waiting_ends_with_the_change(open_store: Open) -> None:
-    waiter, writer = open_store(), open_store()
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(waiter.wait_changed, None, TIMEOUT)
-        assert writer.compare_and_set(None, b"new", TIMEOUT)
-        assert waiting.result(TIMEOUT) == b"new"
-
-
-def test_waiting_ends_by_its_deadline(open_store: Open) -> None:
-    store = open_store()
-    assert store.compare_and_set(None, b"same", TIMEOUT)
-    assert store.wait_changed(b"same", 0.1) == b"same"
-
-
 def test_a_large_value(open_store: Open, request: pytest.FixtureRequest) -> None:
     # etcd takes requests of 1.5 MiB, with the old value and the new one, unless configured.
     size = 750_000 if request.node.callspec.params["open_store"] == "etcd" else 2_000_000

@@ -78,12 +78,12 @@ class Voters:
         try:
             yield store
         finally:
-            store.end()
+            store.close()
 
     def stop(self, *names: str) -> None:
         for name in names:
             self.servers.pop(name).close()
-            self.stores.pop(name).end()
+            self.stores.pop(name).close()
             self.own.pop(name).file.close()
 
 
@@ -105,7 +105,7 @@ def test_a_majority_keeps_the_value_and_one_writer_replaces_another(voters: Vote
     with pytest.raises(StoreError, match=r"wait for .* s more for the leader that they have heard"):
         b.compare_and_set(b"1", b"2", 5)
     assert a.compare_and_set(b"1", b"2", 20)
-    assert a.wait_changed(b"2", 0.1) == b"2"
+    assert a.renew(20) == b"2"
     a.resign()
     with voters.reader() as reader:
         assert reader.load(20) == b"2"
@@ -169,7 +169,7 @@ def test_a_voter_that_leaves_last_answers_those_that_are_connected(voters: Voter
         assert reader.load(20) == b"1"
         wait_for("all links", lambda: all(_asked(server) == 3 for server in voters.servers.values()))
         for store in voters.stores.values():
-            store.end()
+            store.close()
         leaving = [
             threading.Thread(target=server.close, args=(seconds,))
             for server, seconds in zip(voters.servers.values(), (600, 600, 0), strict=True)
@@ -314,7 +314,7 @@ def test_nodes_with_another_token_are_told_so(voters: Voters) -> None:
 def test_a_closed_store_answers_at_once(voters: Voters) -> None:
     voters.start("a")
     began = time.monotonic()
-    voters.stores["a"].end()
+    voters.stores["a"].close()
     with pytest.raises(StoreError):
         voters.stores["a"].load(300)
     assert time.monotonic() - began < 200

@@ -23,6 +23,7 @@ from elastic_launch.errors import (
 )
 from elastic_launch.rendezvous.admin import messages as a
 from elastic_launch.rendezvous.record import ControlRecord
+from elastic_launch.rendezvous.stores.control_store import ControlStore
 from elastic_launch.rendezvous.stores.majority import MajorityStore
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.rendezvous.wire.authentication import Channel, link_key
@@ -241,15 +242,12 @@ def _leader(address: Address, until: float) -> Endpoint:
     patience = max(0.1, until - time.monotonic())
     if kind.voting:
         key = link_key(address.token, address.run_id)
-        voters = MajorityStore(address.endpoints, address.run_id, key, MonotonicClock())
-        try:
-            value = voters.load(patience)
-        finally:
-            voters.end()
+        store: ControlStore = MajorityStore(address.endpoints, address.run_id, key, MonotonicClock())
     else:
         assert kind.service is not None
-        with contextlib.closing(kind.service.open(address.endpoints, address.run_id)) as store:
-            value = store.load(patience)
+        store = kind.service.open(address.endpoints, address.run_id)
+    with contextlib.closing(store):
+        value = store.load(patience)
     if value is None:
         raise StoreError(f"There is no run {address.run_id!r} in {address}.", HINT_ENDPOINT)
     record = ControlRecord.parse(ValueSeal(address.token, address.run_id).open(value))

@@ -17,7 +17,6 @@ from elastic_launch.events.types import EventSink
 from elastic_launch.rendezvous.backends.hosting import explain, said_rank
 from elastic_launch.rendezvous.leader.service import LeaderService
 from elastic_launch.rendezvous.record import ControlRecord, Leader
-from elastic_launch.rendezvous.stores.control_store import ControlStore, MemoryStore
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.rendezvous.wire.addresses import (
     ANY_ADDRESS,
@@ -180,19 +179,22 @@ class C10dBackend(Backend):
 
     def _lead(self, listener: socket.socket, address: str, incarnation: str) -> None:
         """Become the leader, with links at the endpoint itself."""
-        self._serve(listener, MemoryStore(), address, incarnation)
+        self._serve(listener, address, incarnation)
 
-    def _serve(self, links: socket.socket, store: ControlStore, address: str, incarnation: str) -> None:
+    def _serve(self, links: socket.socket, address: str, incarnation: str) -> None:
         config = self._config
         host, port = str(links.getsockname()[0]), int(links.getsockname()[1])
         if host in ANY_ADDRESS:
             host = "127.0.0.1"  # a host may have no IPv6 address, not even loopback
         leader = Leader(config.node_id, incarnation, address, port)
         record = ControlRecord(config.run_id, config.digest(), 1, leader, limits=config.limits).renewed()
-        store.compare_and_set(None, record.encode(), config.timing.read_timeout)
-        self._service = LeaderService(config, links, store, record, self._clock, self._events)
+        self._service = LeaderService(config, links, self._write, record, self._clock, self._events)
         self._hosted = FoundLeader(host, port, "this node's own leader", incarnation)
         self._service.start()
+
+    def _write(self, expected: bytes, value: bytes, timeout: float) -> bool:
+        """Write the record, which only the leader's memory has."""
+        return True
 
     def _tell(self, wanted: Endpoint, *, hosts: bool, taken: bool, hidden: str) -> None:
         config = self._config

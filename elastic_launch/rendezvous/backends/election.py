@@ -2,7 +2,7 @@
 
 The first node writes the first record. When the leader's process is gone, or the leader is silent, any node may raise
 the term by compare-and-set and take over; if several try, one succeeds and the others find its record. A leader
-watches the record and steps down as soon as the record has another term.
+reads the record every second and steps down when it has another term.
 
 The record keeps the invariant: it is one value, changed as a whole, and terms only rise. A leader that was paused or
 cut off can neither write (its compare-and-set fails) nor give orders (nodes ignore terms lower than they have seen).
@@ -44,7 +44,7 @@ from elastic_launch.system.threads import ThreadDied, VitalThread
 _log = logging.getLogger(__name__)
 
 WATCH = 1.0
-"""Longest duration of one watch call on the record, in seconds; stopping the watch takes as long."""
+"""Most seconds between two reads of the record by its leader."""
 
 RESIGN_TIMEOUT = 1.0
 """Seconds that a leaving leader has to record that it leaves."""
@@ -57,7 +57,7 @@ class ElectedBackend:
     """Finds the leader by the record in an external store.
 
     Args:
-        open_store: opens another client of the store; called for the node, and for a leader's watch and its writes.
+        open_store: opens the store, which serves all threads.
         most_unsure: seconds without a confirmation from the store after which a leader steps down.
     """
 
@@ -265,7 +265,6 @@ class ElectedBackend:
         """Try to write a record with this node as its leader and to lead; return where the leader is then."""
         assert self._store is not None
         with contextlib.ExitStack() as undo:
-            watched, writing = (undo.enter_context(contextlib.closing(self._open_store())) for _ in range(2))
             # Listens while the process lives, even after an unanswered write or after stepping down: a node whose
             # connection is refused would conclude that this process and its workers are dead.
             listener = self._links = self._links or listen(self._address)
@@ -287,12 +286,12 @@ class ElectedBackend:
         self._continuity.wrote(record)
         self._spoiled_at = None
         claim = Claim(self._seal, record, began)  # not later: its answer may have waited in a frozen process
-        claimed = ClaimedStore(writing, claim, self._clock, _log)
+        claimed = ClaimedStore(self._store, claim, self._clock, _log)
         most, now = self._most_unsure, self._clock.now
         service = LeaderService(
             self._config,
             links,
-            claimed,
+            claimed.compare_and_set,
             record,
             self._clock,
             self._events,
@@ -306,7 +305,7 @@ class ElectedBackend:
         # Several reads within the time after which a leader that cannot see the record is no longer sure.
         look = min(WATCH, self._config.timing.dead_after / 5)
         rivals = Rivals(record.run, self._incarnation, self._config.token)
-        self._leader_term = _LeaderTerm(service, watched, claimed, self._clock, look, rivals, self._most_unsure)
+        self._leader_term = _LeaderTerm(service, self._store, claimed, self._clock, look, rivals, self._most_unsure)
         self._events.emit(LeaderElected(self._config.node_id, record.term, takeover.cause))
         self._leader_term.start()
         return found_by(record)
@@ -384,7 +383,7 @@ class _LeaderTerm:
     def __init__(
         self,
         service: LeaderService,
-        watched: ControlStore,
+        store: ControlStore,
         claimed: ClaimedStore,
         clock: Clock,
         look: float,
@@ -395,7 +394,7 @@ class _LeaderTerm:
         self._most_unsure = most_unsure
         self.yielded = self.counted = False
         self.service = service
-        self._watched = watched
+        self._store = store
         self._claimed, self.claim = claimed, claimed.claim
         self._clock = clock
         self._look = look
@@ -430,8 +429,6 @@ class _LeaderTerm:
             with contextlib.suppress(StoreError):  # the other nodes detect it by themselves
                 self._claimed.compare_and_set(self.service.committed, resigned.encode(), RESIGN_TIMEOUT)
                 self._claimed.resign()
-        self._watched.close()
-        self._claimed.close()
         self._rivals.close()
 
     def _failed(self, died: ThreadDied) -> None:
@@ -439,7 +436,6 @@ class _LeaderTerm:
         self.service.depose("the thread that watches the record has ended by an internal error")
 
     def _watch(self) -> None:
-        known: bytes | None = self.claim.stored
         told = False
         while not self._stop.is_set() and self.service.alive:
             began = self._clock.now()
@@ -448,16 +444,18 @@ class _LeaderTerm:
                 self.service.depose(UNSURE)
                 return
             try:
-                known = self._watched.wait_changed(known, min(self._look, left))
+                stored = self._store.renew(min(self._look, left))
                 told = False
-                if not self._judge(known):
+                if not self._judge(stored):
                     return
-                self.claim.seen(began)  # not later: it may have waited since then for changes that cannot arrive
+                self.claim.seen(began)
+                pause = began + self._look - self._clock.now()
             except StoreError as error:
                 if not told:
                     _log.warning("the control record cannot be read, training goes on: %s", error.message)
-                told = True
-                self._stop.wait(max(0.0, min(WATCH, self._most_unsure - (self._clock.now() - self.claim.sure))))
+                told, pause = True, WATCH
+            sure = self._most_unsure - (self._clock.now() - self.claim.sure)
+            self._stop.wait(max(0.0, min(pause, sure)))
 
     def _judge(self, stored: bytes | None) -> bool:
         """Check what the store holds, and restore it if that is safe; return whether this node still leads.
@@ -469,7 +467,7 @@ class _LeaderTerm:
         if sight is Sight.OWN:
             return True
         # The value read may be older than this leader's last write; a spoiled value is still there on a second read.
-        if self._watched.load(self._look) != stored:
+        if self._store.load(self._look) != stored:
             return True
         if sight is Sight.SUCCEEDED:
             self.service.depose("another node leads")

@@ -20,7 +20,6 @@ from elastic_launch.errors import EndpointError, ProtocolError, RefusedError, St
 from elastic_launch.events.types import EventSink
 from elastic_launch.rendezvous.backends.c10d import C10dBackend, FoundLeader
 from elastic_launch.rendezvous.record import ControlRecord
-from elastic_launch.rendezvous.stores.control_store import MemoryStore
 from elastic_launch.rendezvous.stores.static_store import NotAStoreError, StaticStore, connect_store, host_store
 from elastic_launch.rendezvous.wire.addresses import ANY_ADDRESS, listen, listen_anywhere, try_listen
 from elastic_launch.rendezvous.wire.log_once import LogOnce
@@ -79,6 +78,7 @@ class StaticBackend(C10dBackend):
         self._store: StaticStore | None = None
         self._publisher: _Publisher | None = None
         self._patience = Patience(PATIENCE)
+        self._round = 0
 
     def _listen(self, wanted: Endpoint, *, hidden: bool) -> tuple[socket.socket | None, bool]:
         listener, taken = try_listen(wanted)
@@ -95,11 +95,23 @@ class StaticBackend(C10dBackend):
             host = str(listener.getsockname()[0])
             # A host may have no IPv6 address, not even loopback.
             store = self._store = host_store(listener, "127.0.0.1" if host in ANY_ADDRESS else host, timeout)
-            self._serve(links, _RoundStore(store), address, incarnation)
+            self._serve(links, address, incarnation)
             undo.pop_all()
         leader = LeaderAddress(config.run_id, incarnation, address, int(links.getsockname()[1]))
         value = ValueSeal(config.token, config.run_id).close(codec.dumps(leader))
         self._publisher = _Publisher(store, value, timeout)
+
+    def _write(self, expected: bytes, value: bytes, timeout: float) -> bool:
+        """Before a round is written, remove what workers of the last one left in the store.
+
+        By then all members of the last round have stopped, and no worker of the next one has started.
+        """
+        number = ControlRecord.parse(value).round.number
+        if number > self._round:
+            assert self._store is not None
+            self._store.remove_workers_keys(timeout)
+            self._round = number
+        return True
 
     def find_leader(self, timeout: float) -> FoundLeader:
         if self._hosted is not None:
@@ -127,25 +139,6 @@ class StaticBackend(C10dBackend):
         if self._store is not None:
             self._store.close()
             self._store = None
-
-
-class _RoundStore(MemoryStore):
-    """The control record in memory; before a round is written, it removes what workers of the last one left.
-
-    By then all members of the last round have stopped, and no worker of the next one has started.
-    """
-
-    def __init__(self, served: StaticStore) -> None:
-        super().__init__()
-        self._served = served
-        self._round = 0
-
-    def compare_and_set(self, expected: bytes | None, value: bytes, timeout: float) -> bool:
-        number = ControlRecord.parse(value).round.number
-        if number > self._round:
-            self._served.remove_workers_keys(timeout)
-            self._round = number
-        return super().compare_and_set(expected, value, timeout)
 
 
 class _Publisher:

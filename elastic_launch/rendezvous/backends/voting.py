@@ -57,7 +57,7 @@ class VotingBackend(ElectedBackend):
             self._endpoint, self.may_lead = endpoint, endpoint is not None
             lease = config.timing.dead_after
             self._majority = MajorityStore(config.endpoints, config.run_id, self._key, self._clock, self._own, lease)
-            undo.callback(self._majority.end)
+            undo.callback(self._majority.close)
             if listener is not None:
                 remedy = f"Give all of them: --rdzv-endpoint {','.join(map(str, config.endpoints))}."
                 self._server = VoterServer(listener, self._key, self._majority.vote, remedy)
@@ -86,7 +86,7 @@ class VotingBackend(ElectedBackend):
         super().close()
         over = self._over or (self._own is not None and self._ended(self._own))
         if self._majority is not None:
-            self._majority.end()  # the other voters wait for its connections
+            self._majority.close()  # the other voters wait for its connections
             self._majority = None
         if self._server is not None:
             # Once most voters are gone, no node can learn from the record that the run has ended.

@@ -20,7 +20,6 @@ from elastic_launch.rendezvous.admin.server import AdminRequests
 from elastic_launch.rendezvous.leader import types as to_do
 from elastic_launch.rendezvous.leader.machine import LeaderMachine
 from elastic_launch.rendezvous.record import ControlRecord
-from elastic_launch.rendezvous.stores.control_store import ControlStore
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.rendezvous.wire.authentication import MissingTokenError, UnexpectedTokenError, link_key
 from elastic_launch.rendezvous.wire.links import Link, Links
@@ -48,6 +47,8 @@ MOST_WAITING = 4096
 DRAIN_LINGER = 2.0
 """Seconds that a leaving leader waits for a drain to end; its own node has ended by then."""
 
+Write = Callable[[bytes, bytes, float], bool]
+
 UNSURE = "the store has not confirmed for too long that no other node leads"
 
 
@@ -57,7 +58,8 @@ class LeaderService:
     Args:
         config: has the run's times, command and token.
         listener: the listening socket for links; this object takes ownership of it.
-        record: the record as committed for this leader's term; ``store`` holds it.
+        write: replaces the record as it was last written, within seconds; returns whether it still was that.
+        record: the record as committed for this leader's term.
         dead, silent: see :class:`LeaderMachine`.
         sure: whether no other node can lead yet; asked in each turn, since this process may have been frozen.
         unsure_for: see :class:`AdminRequests`.
@@ -67,7 +69,7 @@ class LeaderService:
         self,
         config: LaunchConfig,
         listener: socket.socket,
-        store: ControlStore,
+        write: Write,
         record: ControlRecord,
         clock: Clock,
         events: EventSink,
@@ -77,7 +79,7 @@ class LeaderService:
         unsure_for: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._listener = listener
-        self._store = store
+        self._write = write
         self.committed = record.encode()  # as it last wrote it; for others once it no longer leads
         self._clock = clock
         self._timing = timing = config.timing
@@ -319,7 +321,7 @@ class LeaderService:
                     f"The control record has {len(value)} bytes, of at most {MAX_RECORD}.",
                     "Start fewer nodes, or give them shorter ids and addresses.",
                 )
-            written = self._store.compare_and_set(self.committed, value, self._timing.read_timeout)
+            written = self._write(self.committed, value, self._timing.read_timeout)
         except RecordTooLargeError as error:
             if record.end is not None:
                 _log.error("the end of the run could not be written; this node no longer leads: %s", error)

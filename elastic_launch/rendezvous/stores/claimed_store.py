@@ -16,11 +16,8 @@ ATTEMPTS = 5
 """Times that one write may find the record of another run before it is given up."""
 
 
-class ClaimedStore(ControlStore):
+class ClaimedStore:
     """The leader's view of its record; values are records without their seal. Used by two threads, writer and watcher.
-
-    Args:
-        store: closed with this one.
 
     Attributes:
         claim: the leader's claim to the record as written for its term.
@@ -32,10 +29,6 @@ class ClaimedStore(ControlStore):
         self._clock = clock
         self._once = LogOnce(log)
         self._writing = threading.Lock()
-
-    def load(self, timeout: float) -> bytes | None:
-        """Return the leader's record, whatever the store holds."""
-        return self.claim.record.encode()
 
     def compare_and_set(self, expected: bytes | None, value: bytes, timeout: float) -> bool:
         """Replace the last record, or that of another run, unless other clients have put anything else there."""
@@ -57,14 +50,8 @@ class ClaimedStore(ControlStore):
             finally:
                 self._writing.release()
 
-    def wait_changed(self, known: bytes | None, timeout: float) -> bytes | None:
-        return self.load(timeout)
-
     def resign(self) -> None:
         self._store.resign()
-
-    def close(self) -> None:
-        self._store.close()
 
     def _write(self, expected: bytes | None, record: ControlRecord, timeout: float) -> bool:
         began = self._clock.now()

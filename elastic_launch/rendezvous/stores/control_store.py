@@ -1,11 +1,8 @@
-"""The interface of a control store, and the store in the leader's own memory. ``etcd`` is another one."""
+"""The interface of a control store."""
 
 from __future__ import annotations
 
-import threading
 from typing import Protocol
-
-from elastic_launch.errors import StoreError
 
 
 class ControlStore(Protocol):
@@ -31,13 +28,13 @@ class ControlStore(Protocol):
         """
         ...
 
-    def wait_changed(self, known: bytes | None, timeout: float) -> bytes | None:
-        """Return the value once it differs from ``known``, or ``known`` after ``timeout`` seconds.
+    def renew(self, timeout: float) -> bytes | None:
+        """Return the value, for the node that wrote it last: a store that protects its last writer goes on with that.
 
         Raises:
-            StoreError: if the store did not answer.
+            StoreError: if the store did not answer within timeout seconds.
         """
-        ...
+        return self.load(timeout)
 
     def resign(self) -> None:
         """Note that the last writer no longer leads: a store that would protect it need not."""
@@ -46,44 +43,3 @@ class ControlStore(Protocol):
     def close(self) -> None:
         """Release what the store holds."""
         ...
-
-
-class MemoryStore(ControlStore):
-    """A control store in this process's memory. Thread-safe.
-
-    It waits in real time, on a condition variable, so that a change ends the wait at once.
-    """
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._value: bytes | None = None
-        self._closed = False
-
-    def load(self, timeout: float) -> bytes | None:
-        with self._changed:
-            self._check_open()
-            return self._value
-
-    def compare_and_set(self, expected: bytes | None, value: bytes, timeout: float) -> bool:
-        with self._changed:
-            self._check_open()
-            if self._value != expected:
-                return False
-            self._value = value
-            self._changed.notify_all()
-            return True
-
-    def wait_changed(self, known: bytes | None, timeout: float) -> bytes | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._value != known, timeout)
-            self._check_open()
-            return self._value
-
-    def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StoreError("The store in memory is closed.")

@@ -7,7 +7,7 @@ This module works around the client's behaviour, as measured on etcd-client-py 0
 - A call to a frozen member ends only if the caller ends it.
 - A write without an answer may be committed later.
 - A watch ends with its member, cannot start at a given revision, and stays silent forever if its member is cut off or
-  its token has expired. So the record is also read after every new watch and every few seconds during it.
+  its token has expired. So the record is read again and again instead.
 - There is no TLS.
 
 The record is compared by value, so a write sends the old and the new one: both must fit into the server's
@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -37,8 +37,6 @@ _BACKSTOP = 15.0
 """Seconds after which the client itself ends a call; this module ends its calls earlier."""
 _PAUSE = 0.05
 """Seconds between the first and second pass over the members; doubled, up to a second, with every further pass."""
-_CHECK = 5.0
-"""Seconds between reads during a watch."""
 _GRACE = 2.0
 """Seconds that a caller waits for the loop beyond a deadline that the loop itself enforces."""
 
@@ -178,9 +176,6 @@ class EtcdStore(ControlStore):
     def compare_and_set(self, expected: bytes | None, value: bytes, timeout: float) -> bool:
         return self._call(lambda deadline: self._swap(expected, value, deadline), timeout)
 
-    def wait_changed(self, known: bytes | None, timeout: float) -> bytes | None:
-        return self._call(lambda deadline: self._wait_changed(known, deadline), timeout)
-
     def close(self) -> None:
         with self._lock:
             if self._closed:
@@ -273,58 +268,6 @@ class EtcdStore(ControlStore):
             return again and await self._get(communicator) == value
 
         return await self._ask(f"write of {len(value) + len(expected or b'')} bytes", attempt, deadline)
-
-    async def _wait_changed(self, known: bytes | None, deadline: float) -> bytes | None:
-        answered = False
-        while True:
-            async with self._watch(deadline) as (watched, event):
-                while True:
-                    try:
-                        value = await self._load(deadline)
-                    except StoreError:
-                        if answered and self._loop.time() >= deadline:
-                            return known
-                        raise
-                    answered = True
-                    if value != known or self._loop.time() >= deadline:
-                        return value
-                    if event.done() or watched != self._current:
-                        break
-                    await asyncio.wait({event}, timeout=min(_CHECK, deadline - self._loop.time()))
-                    if not event.done() and self._loop.time() >= deadline:
-                        return known
-            if event.done():  # although nothing has changed: the watch failed
-                await asyncio.sleep(min(_PAUSE, max(0.0, deadline - self._loop.time())))
-
-    @contextlib.asynccontextmanager
-    async def _watch(self, deadline: float) -> AsyncIterator[tuple[int, asyncio.Future[None]]]:
-        """Watch the record at the last good member.
-
-        Yields:
-            The member's index, and a future that is done at the first event or the end of the watch. The watch is
-            active, unless the member is slow to answer.
-        """
-        member = self._current
-        link = self._link(member)
-        ready = etcd_client.CondVar()
-
-        async def established() -> None:
-            await ready.wait()
-
-        async def first_event() -> None:
-            with contextlib.suppress(etcd_client.ClientError, StopAsyncIteration):
-                await anext(aiter((await link.open()).watch(self._key, ready_event=ready)))
-
-        tasks = [asyncio.ensure_future(established()), asyncio.ensure_future(first_event())]
-        try:
-            patience = min(_PATIENCE, (deadline - self._loop.time()) / 2)
-            await asyncio.wait(tasks, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
-            yield member, tasks[1]
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            link.close()
 
     async def _ask(self, what: str, operation: Callable[[Any], Awaitable[T]], deadline: float) -> T:
         """Ask the members in turn, the last good one first, until one answers or time runs out.

@@ -135,23 +135,15 @@ class MajorityStore(ControlStore):
             raise self._lost(outcome)
         return outcome.written
 
-    def wait_changed(self, known: bytes | None, timeout: float) -> bytes | None:
-        """Read the record, as the interface describes; a call by the leader renews its lease."""
-        deadline = time.monotonic() + timeout
+    def renew(self, timeout: float) -> bytes | None:
         if self._register.ballot is None:
             raise StoreError("This node holds no ballot.")
-        value = self._load(timeout, leading=True)
-        if value == known:
-            self._closed.wait(max(0.0, deadline - time.monotonic()))
-        return value
+        return self._load(timeout, leading=True)
 
     def resign(self) -> None:
         self._operate(self._register.begin_release, GOODBYE)
 
     def close(self) -> None:
-        """Do nothing: one store serves all threads of a process."""
-
-    def end(self) -> None:
         """Close all connections; operations fail from now on."""
         self._closed.set()
         with self._changed:
