@@ -6,7 +6,7 @@ import contextlib
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -149,8 +149,8 @@ class AdminClient:
     def pause(self, seconds: float) -> None:
         """Wait and keep the link; raises the errors of :meth:`status` if the link or the run ends meanwhile."""
         deadline = time.monotonic() + seconds
-        for order in self._heard_until(deadline):
-            self._check(order)
+        while self._receive(deadline) is not None:
+            pass
 
     def _ask(
         self, request: a.AdminRequest, told: Callable[[a.NodeStacks], object] = lambda told: None
@@ -165,36 +165,27 @@ class AdminClient:
 
     def _next(self) -> m.Order:
         """Return the next order other than a pulse."""
-        silent_at = time.monotonic() + self._patience
-        while True:
-            for order in self._heard_until(silent_at, first=True):
-                silent_at = time.monotonic() + self._patience
-                self._check(order)
-                if not isinstance(order, m.Pulse):
-                    return order
-            if time.monotonic() >= silent_at:
-                raise EndpointError(
-                    f"The run's leader at {self._where} was silent for {self._patience:.1f} s.",
-                    "The request may still take effect: ask for the status.",
-                )
+        while (order := self._receive(time.monotonic() + self._patience)) is not None:
+            if not isinstance(order, m.Pulse):
+                return order
+        raise EndpointError(
+            f"The run's leader at {self._where} was silent for {self._patience:.1f} s.",
+            "The request may still take effect: ask for the status.",
+        )
 
-    def _check(self, order: m.Order) -> None:
+    def _receive(self, deadline: float) -> m.Order | None:
+        """Return the leader's next order; None if there is none by the deadline."""
+        while not self._orders:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return None
+            self._exchange(left)
+        order = self._orders.popleft()
         if isinstance(order, m.RunEnd):
             raise RunEndedError(self._address.run_id, order.code, order.cause)
         if isinstance(order, m.Refused):
             raise RefusedError(f"The leader refuses: {order.reason}", order.hint)
-
-    def _heard_until(self, deadline: float, *, first: bool = False) -> Iterator[m.Order]:
-        """Yield the leader's orders until the deadline or, with ``first``, until the first ones."""
-        while True:
-            while self._orders:
-                yield self._orders.popleft()
-                if first:
-                    return
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return
-            self._exchange(left)
+        return order
 
     def _exchange(self, seconds: float) -> None:
         """Send what is to be sent, and wait up to so many seconds for what the leader sends."""
