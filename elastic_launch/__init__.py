@@ -37,50 +37,56 @@ TYPE_CHECKING = False  # programs import this first, and importing typing takes 
 if TYPE_CHECKING:
     from typing import Any
 
-    from elastic_launch import integrations
-    from elastic_launch.batch import BatchError, BatchPlan, GlobalBatch, MicroBatch
-    from elastic_launch.contract import Best
-    from elastic_launch.error_file import do_not_retry
-    from elastic_launch.errors import ElasticLaunchError, UsageError
-    from elastic_launch.snapshot.errors import (
-        CheckpointError,
-        CheckpointGoneError,
-        CheckpointReadError,
-        CheckpointWriteError,
-        DamagedCheckpointError,
-        ForeignCheckpointError,
-        UnsupportedStateError,
-    )
-    from elastic_launch.snapshot.location import Url
-    from elastic_launch.snapshot.storage.background import WriteOutcome
-    from elastic_launch.snapshot.storage.listing import CheckpointInfo
-    from elastic_launch.training import dist
-    from elastic_launch.training.callbacks import (
-        Callback,
-        CheckpointEnd,
-        Evaluation,
-        Incident,
-        Progress,
-        RoundStart,
-        StepEnd,
-    )
-    from elastic_launch.training.checkpoints.checkpoint import Checkpoint
-    from elastic_launch.training.checkpoints.loading import export, load_checkpoint
-    from elastic_launch.training.checkpoints.manager import weights_sha256
-    from elastic_launch.training.checkpoints.parts import Stateful
-    from elastic_launch.training.data import samplers
-    from elastic_launch.training.data.epochs import Position
-    from elastic_launch.training.data.loader import ElasticLoader, FunctionLoader, Loader
-    from elastic_launch.training.data.streams import ShardedStream, count_shards
-    from elastic_launch.training.evaluations import Evaluator
-    from elastic_launch.training.plain import report_step, should_stop
-    from elastic_launch.training.ranks.replicas import ReplicasDifferError
-    from elastic_launch.training.ranks.world import World
-    from elastic_launch.training.schedule import Schedule
-    from elastic_launch.training.session import Run, session
-    from elastic_launch.training.steps import Step
-    from elastic_launch.training.trainer import Trainer
-    from elastic_launch.training.transaction import NonFiniteLossError
+    from elastic_launch import integrations as integrations
+    from elastic_launch.batch import BatchError as BatchError
+    from elastic_launch.batch import BatchPlan as BatchPlan
+    from elastic_launch.batch import GlobalBatch as GlobalBatch
+    from elastic_launch.batch import MicroBatch as MicroBatch
+    from elastic_launch.contract import Best as Best
+    from elastic_launch.error_file import do_not_retry as do_not_retry
+    from elastic_launch.errors import ElasticLaunchError as ElasticLaunchError
+    from elastic_launch.errors import UsageError as UsageError
+    from elastic_launch.snapshot.errors import CheckpointError as CheckpointError
+    from elastic_launch.snapshot.errors import CheckpointGoneError as CheckpointGoneError
+    from elastic_launch.snapshot.errors import CheckpointReadError as CheckpointReadError
+    from elastic_launch.snapshot.errors import CheckpointWriteError as CheckpointWriteError
+    from elastic_launch.snapshot.errors import DamagedCheckpointError as DamagedCheckpointError
+    from elastic_launch.snapshot.errors import ForeignCheckpointError as ForeignCheckpointError
+    from elastic_launch.snapshot.errors import UnsupportedStateError as UnsupportedStateError
+    from elastic_launch.snapshot.location import Url as Url
+    from elastic_launch.snapshot.storage.background import WriteOutcome as WriteOutcome
+    from elastic_launch.snapshot.storage.listing import CheckpointInfo as CheckpointInfo
+    from elastic_launch.training import dist as dist
+    from elastic_launch.training.callbacks import Callback as Callback
+    from elastic_launch.training.callbacks import CheckpointEnd as CheckpointEnd
+    from elastic_launch.training.callbacks import Evaluation as Evaluation
+    from elastic_launch.training.callbacks import Incident as Incident
+    from elastic_launch.training.callbacks import Progress as Progress
+    from elastic_launch.training.callbacks import RoundStart as RoundStart
+    from elastic_launch.training.callbacks import StepEnd as StepEnd
+    from elastic_launch.training.checkpoints.checkpoint import Checkpoint as Checkpoint
+    from elastic_launch.training.checkpoints.loading import export as export
+    from elastic_launch.training.checkpoints.loading import load_checkpoint as load_checkpoint
+    from elastic_launch.training.checkpoints.manager import weights_sha256 as weights_sha256
+    from elastic_launch.training.checkpoints.parts import Stateful as Stateful
+    from elastic_launch.training.data import samplers as samplers
+    from elastic_launch.training.data.epochs import Position as Position
+    from elastic_launch.training.data.loader import ElasticLoader as ElasticLoader
+    from elastic_launch.training.data.loader import FunctionLoader as FunctionLoader
+    from elastic_launch.training.data.loader import Loader as Loader
+    from elastic_launch.training.data.streams import ShardedStream as ShardedStream
+    from elastic_launch.training.data.streams import count_shards as count_shards
+    from elastic_launch.training.evaluations import Evaluator as Evaluator
+    from elastic_launch.training.plain import report_step as report_step
+    from elastic_launch.training.plain import should_stop as should_stop
+    from elastic_launch.training.ranks.replicas import ReplicasDifferError as ReplicasDifferError
+    from elastic_launch.training.ranks.world import World as World
+    from elastic_launch.training.schedule import Schedule as Schedule
+    from elastic_launch.training.session import Run as Run
+    from elastic_launch.training.session import session as session
+    from elastic_launch.training.steps import Step as Step
+    from elastic_launch.training.trainer import Trainer as Trainer
+    from elastic_launch.training.transaction import NonFiniteLossError as NonFiniteLossError
 
 _HOMES = {
     name: module
@@ -123,60 +129,6 @@ _MODULES = {
     "samplers": "elastic_launch.training.data.samplers",
 }
 
-__all__ = [  # type checkers read a literal only
-    "BatchError",
-    "BatchPlan",
-    "Best",
-    "Callback",
-    "Checkpoint",
-    "CheckpointEnd",
-    "CheckpointError",
-    "CheckpointGoneError",
-    "CheckpointInfo",
-    "CheckpointReadError",
-    "CheckpointWriteError",
-    "DamagedCheckpointError",
-    "ElasticLaunchError",
-    "ElasticLoader",
-    "Evaluation",
-    "Evaluator",
-    "ForeignCheckpointError",
-    "FunctionLoader",
-    "GlobalBatch",
-    "Incident",
-    "Loader",
-    "MicroBatch",
-    "NonFiniteLossError",
-    "Position",
-    "Progress",
-    "ReplicasDifferError",
-    "RoundStart",
-    "Run",
-    "Schedule",
-    "ShardedStream",
-    "Stateful",
-    "Step",
-    "StepEnd",
-    "Trainer",
-    "UnsupportedStateError",
-    "Url",
-    "UsageError",
-    "World",
-    "WriteOutcome",
-    "__version__",
-    "count_shards",
-    "dist",
-    "do_not_retry",
-    "export",
-    "integrations",
-    "load_checkpoint",
-    "report_step",
-    "samplers",
-    "session",
-    "should_stop",
-    "weights_sha256",
-]
-
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
@@ -187,4 +139,8 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return [*_HOMES, *_MODULES, "__version__"]
+
+
+if not TYPE_CHECKING:  # which take the imports above, and read only literal lists
+    __all__ = __dir__()
