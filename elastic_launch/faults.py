@@ -9,6 +9,8 @@ Without the launcher's help, a plan is passed in the environment::
 
 There, each fault belongs to one round, and a worker that fails ends its round. So the fault happens once, and not again
 when the step is repeated.
+
+What is not a valid fault or plan is refused with a UsageError.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ import socket
 import sys
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, NoReturn
+from typing import Any
 
 from elastic_launch.contract import ENV_ROUND, ENV_SOCKET, FaultDue, FaultOrder, pack, unpack
 from elastic_launch.errors import ProtocolError, UsageError
@@ -91,9 +93,6 @@ class Fault:
         do: one of :data:`WAYS`: SIGKILL; exit code 1 without output; hang forever; wait for some seconds; or close the
             TCP connections of its process. In a drill also one of :data:`NODE_WAYS`.
         seconds: how long ``slow``, ``freeze``, ``cut_link`` and ``fail_copies`` last.
-
-    Raises:
-        UsageError: if the fault is invalid.
     """
 
     rank: int | None
@@ -143,9 +142,6 @@ class FaultPlan:
 
         Args:
             how: other attributes of :class:`Fault`.
-
-        Raises:
-            UsageError: if the fault is invalid.
         """
         return FaultPlan((Fault(rank=rank, step=step, **how),))
 
@@ -158,11 +154,7 @@ class FaultPlan:
 
     @staticmethod
     def loads(text: str) -> FaultPlan:
-        """Parse the result of :meth:`dumps`; attributes with a default may be left out.
-
-        Raises:
-            UsageError: if it is not a plan.
-        """
+        """Parse the result of :meth:`dumps`; attributes with a default may be left out."""
         try:
             entries = json.loads(text)
         except (ValueError, RecursionError):
@@ -183,9 +175,6 @@ class FaultPlan:
         Args:
             text: what they were parsed from, for the error.
             defaults: values of attributes that an entry leaves out.
-
-        Raises:
-            UsageError: if they are not a plan.
         """
         if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
             raise _malformed(text)
@@ -199,11 +188,7 @@ class FaultPlan:
 
     @staticmethod
     def of_drill(text: str) -> FaultPlan:
-        """Parse the plan of ``--drill``: a list of faults, or a mapping of ``seed`` and ``faults``, in YAML or JSON.
-
-        Raises:
-            UsageError: if it is not a plan.
-        """
+        """Parse the plan of ``--drill``: a list of faults, or a mapping of ``seed`` and ``faults``, in YAML or JSON."""
         import yaml
 
         try:
@@ -227,11 +212,7 @@ class FaultPlan:
 
     @staticmethod
     def of(environ: Mapping[str, str]) -> FaultPlan:
-        """Read the plan from an environment; empty if there is none.
-
-        Raises:
-            UsageError: if the variable is not a plan.
-        """
+        """Read the plan from an environment; empty if there is none."""
         text = environ.get(ENV_FAULTS, "")
         try:
             return FaultPlan.loads(text) if text.strip() else FaultPlan()
@@ -243,70 +224,39 @@ class FaultPlan:
         return {ENV_FAULTS: self.dumps()}
 
 
-class PlannedFaults:
-    """One process' part in a plan, each of whose faults happens once.
-
-    Args:
-        happens: called with a fault's position in the plan, the fault, the step and the rank, when it is due; whether
-            it happens.
-    """
-
-    def __init__(
-        self, plan: FaultPlan, happens: Callable[[int, Fault, int, int], bool], strike: Callable[[Fault], None]
-    ) -> None:
-        self._seed = plan.seed
-        self._left = dict(enumerate(plan.faults))
-        self._happens = happens
-        self._strike = strike
-
-    def reached(self, moment: str, step: int, *, rank: int, world_size: int, round: int) -> None:
-        """Note that the worker has reached a moment of a step; it may be another rank in each round."""
-        for number, fault in tuple(self._left.items()):
-            due = fault.at == moment and fault.step in (None, step) and fault.round in (None, round)
-            if due and rank == self._rank(number, fault, world_size):
-                del self._left[number]
-                if self._happens(number, fault, step, rank):
-                    self._strike(fault)
-
-    def _rank(self, number: int, fault: Fault, world_size: int) -> int:
-        if fault.rank is not None:
-            return fault.rank
-        return zlib.crc32(f"{self._seed} {number}".encode()) % world_size
-
-
 def reached(moment: str, step: int) -> None:
-    """Fail if the environment's plan says so; call this when the process reaches one of :data:`MOMENTS` of a step.
-
-    Raises:
-        UsageError: if the environment's plan is invalid.
-    """
+    """Fail if the environment's plan says so; call this when the process reaches one of :data:`MOMENTS` of a step."""
     text, drill = os.environ.get(ENV_FAULTS, ""), os.environ.get(ENV_DRILL, "")
     if not text and not drill:
         return
     # A process may go on in another round, as another rank.
-    number = int(os.environ.get(ENV_ROUND) or int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) + 1)
+    round_number = int(os.environ.get(ENV_ROUND) or int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) + 1)
     rank, world_size = int(os.environ.get("RANK") or 0), int(os.environ.get("WORLD_SIZE") or 1)
-    for planned in ([_planned(text)] if text else []) + ([_drill(drill)] if drill else []):
-        planned.reached(moment, step, rank=rank, world_size=world_size, round=number)
+    left = _left(text, drill)
+    for entry in tuple(left):
+        number, fault, seed = entry
+        due = fault.at == moment and fault.step in (None, step) and fault.round in (None, round_number)
+        failing = zlib.crc32(f"{seed} {number}".encode()) % world_size if fault.rank is None else fault.rank
+        if due and rank == failing:
+            left.remove(entry)
+            if seed is None:
+                print(f"[elastic-launch] planned fault: {fault.told(step)}", file=sys.stderr, flush=True)
+            if seed is None or _ordered(number, step, rank):
+                _strike(fault)
 
 
 @functools.cache
-def _planned(text: str) -> PlannedFaults:
-    return PlannedFaults(FaultPlan.of({ENV_FAULTS: text}), _announced, _strike)
+def _left(text: str, drill: str) -> list[tuple[int, Fault, int | None]]:
+    """Return the faults that have not happened in this process: position in the plan, fault, and seed of its drill."""
+    planned = enumerate(FaultPlan.of({ENV_FAULTS: text}).faults)
+    seed, *entries = json.loads(drill) if drill else [0]
+    return [
+        *((number, fault, None) for number, fault in planned),
+        *((number, Fault(**entry), seed) for number, entry in enumerate(entries)),
+    ]
 
 
-@functools.cache
-def _drill(text: str) -> PlannedFaults:
-    seed, *entries = json.loads(text)
-    return PlannedFaults(FaultPlan(tuple(Fault(**entry) for entry in entries), seed), _ordered, _strike)
-
-
-def _announced(number: int, fault: Fault, step: int, rank: int) -> bool:
-    print(f"[elastic-launch] planned fault: {fault.told(step)}", file=sys.stderr, flush=True)
-    return True
-
-
-def _ordered(number: int, fault: Fault, step: int, rank: int) -> bool:
+def _ordered(number: int, step: int, rank: int) -> bool:
     """Ask the agent about a fault of the drill; return whether this process is to carry it out."""
     address = os.environ.get(ENV_SOCKET, "")
     try:
@@ -333,7 +283,8 @@ def _strike(fault: Fault) -> None:
         case "disconnect":
             _disconnect()
         case _:
-            _hang()
+            while True:  # hang
+                time.sleep(3600)
 
 
 def _disconnect() -> None:
@@ -350,11 +301,6 @@ def _disconnect() -> None:
                 internet = found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM
                 if internet and not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     found.shutdown(socket.SHUT_RDWR)
-
-
-def _hang() -> NoReturn:
-    while True:
-        time.sleep(3600)
 
 
 _DRILL_HINT = "Write a list such as [{step: 20, rank: 1, do: kill}, {step: 40, do: freeze, seconds: 10}]."

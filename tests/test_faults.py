@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from elastic_launch.cli.main import parse
 from elastic_launch.errors import UsageError
-from elastic_launch.faults import ENV_DRILL, ENV_FAULTS, MOMENTS, WAYS, Fault, FaultPlan, PlannedFaults, reached
+from elastic_launch.faults import ENV_DRILL, ENV_FAULTS, MOMENTS, WAYS, Fault, FaultPlan, reached
 
 numbers = st.integers(0, 10**6)
 
@@ -83,17 +83,19 @@ def test_a_launcher_logs_that_faults_are_planned(caplog: pytest.LogCaptureFixtur
     assert caplog.messages == [f"{ENV_FAULTS} is set: workers of this run fail on purpose, 1 in all."]
 
 
-def test_each_fault_happens_once_to_its_rank_in_its_round() -> None:
+def test_each_fault_happens_once_to_its_rank_in_its_round(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = FaultPlan.fail_at(1, 3, do="slow", seconds=1) + FaultPlan.fail_at(1, at="drain") + FaultPlan.fail_at(0, 3)
-    struck: list[tuple[int, Fault]] = []
-    mine = PlannedFaults(plan, lambda *due: True, lambda fault: struck.append((step, fault)))
-    another = PlannedFaults(plan, lambda *due: True, lambda fault: struck.append((-1, fault)))
+    struck: list[tuple[int, int, Fault]] = []
+    monkeypatch.setattr("elastic_launch.faults._strike", lambda fault: struck.append((number, step, fault)))
+    for name, value in {ENV_FAULTS: plan.dumps(), "RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
     for step in (1, 2, 3, 3, 4):
-        for planned, number in ((mine, 1), (another, 2)):
-            planned.reached("step", step, rank=1, world_size=2, round=number)
+        for number in (2, 1):
+            monkeypatch.setenv("ELASTIC_LAUNCH_ROUND", str(number))
+            reached("step", step)
             if step > 2:
-                planned.reached("drain", step, rank=1, world_size=2, round=number)
-    assert struck == [(3, plan.faults[0]), (3, plan.faults[1])]
+                reached("drain", step)
+    assert struck == [(1, 3, plan.faults[0]), (1, 3, plan.faults[1])]
 
 
 def worker(plan: FaultPlan, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -139,18 +141,17 @@ def test_what_only_a_drill_can_do_is_refused_in_the_environment(entry: str) -> N
     assert "--drill" in caught.value.hint
 
 
-def test_a_seed_determines_the_ranks_of_a_drill() -> None:
+def test_a_seed_determines_the_ranks_of_a_drill(monkeypatch: pytest.MonkeyPatch) -> None:
     faults = FaultPlan(tuple(Fault(rank=None, step=step, round=None, do="exit") for step in range(20)), seed=7)
     asked: list[tuple[int, int]] = []
-
-    def noted(number: int, fault: Fault, step: int, rank: int) -> bool:
-        asked.append((number, rank))
-        return False
-
+    monkeypatch.setattr("elastic_launch.faults._ordered", lambda number, step, rank: asked.append((number, rank)))
+    for name, value in {**faults.drill(), "WORLD_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value)
     for rank in range(3):
-        drill = PlannedFaults(faults, noted, lambda fault: pytest.fail("it was not to happen"))
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv(ENV_FAULTS, " " * rank)  # of each process, which remembers what has happened
         for step in (*range(20), *range(20)):
-            drill.reached("step", step, rank=rank, world_size=3, round=1)
+            reached("step", step)
     assert sorted(number for number, _ in asked) == list(range(20)), "each by one rank, once"
     assert {rank for _, rank in asked} == {0, 1, 2}
 
