@@ -16,7 +16,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from elastic_launch.clock import MonotonicClock
-from elastic_launch.system.plain_text import one_line, plain
+from elastic_launch.system.plain_text import one_line
 
 STEP_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 """Seconds: steps are counted by the first of these that they did not exceed."""
@@ -115,7 +115,6 @@ class SharedProgress:
         self._local_rank = local_rank
         self._file = _file(descriptor)
         self.figures: tuple[float | None, int, int, float | None] = (None, 0, 0, None)
-        self._seen: dict[int, tuple[bytes, WorkerProgress]] = {}  # by local rank: what was read last, decoded
         self._lock = threading.Lock()  # the number of a closed descriptor is soon reused
         # Counters go on after the worker that had this place before.
         before = self.read(local_rank) or WorkerProgress(0, 0, 0.0)
@@ -163,19 +162,15 @@ class SharedProgress:
                 data = os.pread(self.descriptor, _RECORD.size, place) if self.descriptor >= 0 else b""
             if len(data) < _RECORD.size:
                 return None
-            seen = self._seen.get(local_rank)
-            if seen is not None and seen[0] == data:
-                return seen[1]
             fields, check = _RECORD.unpack(data)
             if zlib.crc32(fields) == check:
                 found = _FIELDS.unpack(fields)
                 *known, what, loss, batch, passes, lr, steps_s = found[:-_COUNTS]
                 figures = (_finite(loss), batch, passes, _finite(lr), steps_s)
-                reached = WorkerProgress._make((*known, _text(what), *figures, found[-_COUNTS:]))
-                if not reached.possible:
-                    return None
-                self._seen[local_rank] = data, reached
-                return reached
+                reached = WorkerProgress._make(
+                    (*known, one_line(what.rstrip(b"\0").decode(errors="ignore")), *figures, found[-_COUNTS:])
+                )
+                return reached if reached.possible else None
         return None
 
     def close(self) -> None:
@@ -186,10 +181,6 @@ class SharedProgress:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def _text(data: bytes) -> str:
-    return one_line(plain(data.rstrip(b"\0").decode(errors="ignore")))
 
 
 def _file(descriptor: int) -> tuple[int, int]:

@@ -126,15 +126,11 @@ def open_streams() -> None:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
     # The interpreter found these closed and set them to None.
-    sys.stdout = sys.stdout or _nowhere(1)
-    sys.stderr = sys.stderr or _nowhere(2)
+    sys.stdout = sys.stdout or io.TextIOWrapper(io.FileIO(1, "w", closefd=False), "utf-8", "backslashreplace")
+    sys.stderr = sys.stderr or io.TextIOWrapper(io.FileIO(2, "w", closefd=False), "utf-8", "backslashreplace")
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
         with contextlib.suppress(OSError):  # it writes what is buffered; the end reports that this failed
             sys.stdout.reconfigure(errors="backslashreplace")
-
-
-def _nowhere(descriptor: int) -> io.TextIOWrapper:
-    return io.TextIOWrapper(io.FileIO(descriptor, "w", closefd=False), "utf-8", "backslashreplace")
 
 
 def _end_by_signals() -> None:

@@ -56,8 +56,6 @@ class Writer:
         self._lock = threading.Lock()
         self._filled = threading.Condition(self._lock)
         self._drained = threading.Condition(self._lock)
-        self._waiting = 0  # threads that wait for room, or for the end
-        self._idle = False
         self._closed = False
         self._queue: deque[tuple[Write, bytes]] = deque()
         self._size = 0  # bytes that are queued or being written
@@ -92,8 +90,7 @@ class Writer:
                 return False
             self._queue.append((write, data))
             self._size += size
-            if self._idle:
-                self._filled.notify()
+            self._filled.notify()
         return True
 
     def ask(self, call: Callable[[], T], timeout: float) -> T:
@@ -144,7 +141,7 @@ class Writer:
                 left = min(deadline, (self._since or now) + idle) - now
                 if left <= 0:
                     return False
-                self._wait(left)
+                self._drained.wait(left)
         return True
 
     def close(self, idle: float = IDLE, longest: float = LONGEST) -> bool:
@@ -164,36 +161,24 @@ class Writer:
             if left <= 0:
                 self._dropping = True
                 return
-            self._wait(left)
-
-    def _wait(self, seconds: float) -> None:
-        self._waiting += 1
-        self._drained.wait(seconds)
-        self._waiting -= 1
+            self._drained.wait(left)
 
     def _run(self) -> None:
-        while (entry := self._next()) is not None:
-            write, data = entry
+        while True:
+            with self._lock:
+                self._filled.wait_for(lambda: self._queue or self._closed)
+                if not self._queue:
+                    return
+                write, data = self._queue.popleft()
             self._since = time.monotonic()
             write(data)
             self._since = 0.0
             self._done(len(data) + OVERHEAD)
 
-    def _next(self) -> tuple[Write, bytes] | None:
-        with self._lock:
-            while not self._queue:
-                if self._closed:
-                    return None
-                self._idle = True
-                self._filled.wait()
-                self._idle = False
-            return self._queue.popleft()
-
     def _done(self, size: int) -> None:
         with self._lock:
             self._size -= size
-            if self._waiting:
-                self._drained.notify_all()
+            self._drained.notify_all()
             if not self._dropped or self._size > self._limit // 2:
                 return
             lines, self._dropped, self._dropping = self._dropped, 0, False
