@@ -18,13 +18,15 @@ def show_plan(size: str, micro: str, world: str) -> int:
     Args:
         size, micro: samples of the global batch, and of one forward and backward pass.
         world: a number of workers, or ``MIN:MAX``.
-
-    Raises:
-        UsageError: if one of them is not such a number.
     """
     samples, each = _number("--global-batch", size), _number("--micro-batch", micro)
     GlobalBatch(samples, each)  # raises if they do not fit
-    low, high = _range(world)
+    low, high = parse_nnodes(world, "--world", "workers")
+    if not 1 <= low <= high < low + MOST:
+        raise UsageError(
+            f"--world {low}:{high} is not a range of workers.",
+            f"Write MIN:MAX with 1 <= MIN <= MAX, at most {MOST} sizes.",
+        )
     total = -(-samples // each)
     passes = "pass" if total == 1 else "passes"
     print(f"global batch {samples}, micro-batch {each}: {total} forward and backward {passes} in a step")
@@ -42,13 +44,3 @@ def _number(flag: str, text: str) -> int:
     if not re.fullmatch(r"0*[1-9][0-9]{0,11}", text):
         raise UsageError(f"{flag} {text!r} is not a number of samples.", "Give a whole number of at least 1.")
     return int(text)
-
-
-def _range(text: str) -> tuple[int, int]:
-    low, high = parse_nnodes(text, "--world", "workers")
-    if not 1 <= low <= high < low + MOST:
-        raise UsageError(
-            f"--world {low}:{high} is not a range of workers.",
-            f"Write MIN:MAX with 1 <= MIN <= MAX, at most {MOST} sizes.",
-        )
-    return low, high

@@ -16,9 +16,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
+from itertools import chain
 from pathlib import Path
-from typing import TypeVar
 
 from elastic_launch import __version__
 from elastic_launch.cli.doctor_storage import checkpoints, logs
@@ -51,8 +51,6 @@ from elastic_launch.system.findings import (
 from elastic_launch.system.plain_text import one_line, plain
 from elastic_launch.system.threads import within
 
-T = TypeVar("T")
-
 FEW_FILES = 4096
 LITTLE_SHARED = 64 * 1024 * 1024
 
@@ -82,28 +80,19 @@ def examine(
         about: why no address is known.
         checkpoint: the directory or URL of the training's checkpoints; empty if it is not given.
     """
-    checks: list[Callable[[], Findings]] = [
-        _versions,
-        _torch,
-        lambda: _own_name(environ),
-        lambda: _interfaces(environ),
-        _resources,
-        lambda: logs(log_dir),
-        _devices,
-    ]
+    checks = [_versions(), _torch(), _own_name(environ), _interfaces(environ), _resources(), logs(log_dir), _devices()]
     if checkpoint:
-        checks.append(lambda: checkpoints(checkpoint))
+        checks.append(checkpoints(checkpoint))
     if address is not None:
-        checks.append(lambda: _run(address))
+        checks.append(_run(address))
     elif about:
-        checks.append(lambda: iter([good(about)]))
+        checks.append(iter([good(about)]))
     failed = False
-    for check in checks:
-        for found in check():
-            print(plain(f"{found.level.value:<8} {found.text}"), flush=True)
-            if found.remedy:
-                print(plain(f"{'':<8} -> {found.remedy}"), flush=True)
-            failed |= found.level is Level.ERROR
+    for found in chain.from_iterable(checks):  # each is made when the one before is printed
+        print(plain(f"{found.level.value:<8} {found.text}"), flush=True)
+        if found.remedy:
+            print(plain(f"{'':<8} -> {found.remedy}"), flush=True)
+        failed |= found.level is Level.ERROR
     return ExitCode.TRAINING_FAILED if failed else ExitCode.DONE
 
 
@@ -334,11 +323,7 @@ def _leader(address: Address) -> Findings:
     took = time.monotonic() - asked
     yield good(f"run {status.run_id} has {nodes}; its leader {status.leader} answers in {1000 * took:.0f} ms")
     yield good(f"{status.next}")
-    yield _clock(sent + took / 2 - status.time, took / 2)
-
-
-def _clock(ahead: float, unsure: float) -> Finding:
-    """Compare this host's clock with the leader's, if the answer took as long as the question."""
+    # As if the answer took as long as the question.
     meaning = ": events and logs of the nodes cannot be compared. The run itself does not use it."
     remedy = "Run an NTP client on all nodes (chronyc tracking, or timedatectl)."
-    return clock(ahead, unsure, "the leader's", meaning, remedy)
+    yield clock(sent + took / 2 - status.time, took / 2, "the leader's", meaning, remedy)

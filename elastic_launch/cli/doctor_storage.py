@@ -15,7 +15,7 @@ from elastic_launch.errors import ElasticLaunchError
 from elastic_launch.events.types import counted
 from elastic_launch.snapshot.format.manifest import parse_name
 from elastic_launch.snapshot.location import Url, place
-from elastic_launch.snapshot.storage.url_storage import Tried, try_out
+from elastic_launch.snapshot.storage.url_storage import try_out
 from elastic_launch.system.findings import (
     PATIENCE,
     SLOW,
@@ -61,10 +61,10 @@ def checkpoints(given: str) -> Findings:
         except PermissionError as problem:
             yield error(f"{location} cannot be listed: {problem.strerror}.", "Let this user read it.")
         else:
-            yield _there(location, sum(parse_name(name) is not None for name in names))
+            yield _seen(location, sum(parse_name(name) is not None for name in names))
 
 
-def _there(location: Path | Url, count: int) -> Finding:
+def _seen(location: Path | Url, count: int) -> Finding:
     return good(f"{counted(count, 'checkpoint')} can be seen in {location}")
 
 
@@ -136,14 +136,8 @@ def _url(url: Url) -> Iterator[Finding]:
     )
     if tried.wrote > SLOW:
         yield warning(f"writing 1 MiB to {url} takes {tried.wrote:.1f} s.", "Use a store that is nearer to the nodes.")
-    yield _there(url, tried.checkpoints)
-    if tried.modified is not None:
-        yield _clock(url, tried, began, took)
-
-
-def _clock(url: Url, tried: Tried, began: float, took: float) -> Finding:
-    """Compare this host's clock with the store's, by the time that the store has noted for what was just written."""
-    assert tried.modified is not None
-    ahead, unsure = began + took / 2 - tried.modified, took / 2 + 1.0  # many stores note whole seconds
-    remedy = f"Run an NTP client on this host: S3 refuses requests from {REFUSED:.0f} s on."
-    return clock(ahead, unsure, f"that of {url.scheme}", ".", remedy)
+    yield _seen(url, tried.checkpoints)
+    if tried.modified is not None:  # when what was just written was, by the store's clock
+        ahead, unsure = began + took / 2 - tried.modified, took / 2 + 1.0  # many stores note whole seconds
+        remedy = f"Run an NTP client on this host: S3 refuses requests from {REFUSED:.0f} s on."
+        yield clock(ahead, unsure, f"that of {url.scheme}", ".", remedy)

@@ -54,6 +54,8 @@ LOST_FOR = 30.0
 COLUMNS = 31
 """Characters of a node's line besides its names."""
 
+UNCONFIRMED = "not confirmed for {:.0f} s: that the leader still leads; its node adds checkpoints and removes none"
+
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """What writing to a file or a terminal raises if it takes no more. All files but stdout have errors of their own."""
 
@@ -67,20 +69,15 @@ def console_main() -> NoReturn:
         sys.stdout.flush()
     except KeyboardInterrupt:
         code = ExitCode.INTERRUPTED
-    except BrokenPipeError:
-        _discard_output()
-        code = ExitCode.DONE
     except OSError as error:
-        if error.filename is not None or error.errno not in _UNWRITABLE:
-            raise
-        _discard_output()
-        print(f"{PROGRAM}: error: the output could not be written: {error.strerror}.", file=sys.stderr)
-        code = LOST_OUTPUT
+        code = ExitCode.DONE
+        if not isinstance(error, BrokenPipeError):
+            if error.filename is not None or error.errno not in _UNWRITABLE:
+                raise
+            print(f"{PROGRAM}: error: the output could not be written: {error.strerror}.", file=sys.stderr)
+            code = LOST_OUTPUT
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes again at exit
     sys.exit(code)
-
-
-def _discard_output() -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes again at exit
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -176,7 +173,7 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--global-batch", metavar="G", required=True, help="samples of an optimizer step")
     plan.add_argument("--micro-batch", metavar="M", required=True, help="samples of a forward and backward pass")
     plan.add_argument("--world", metavar="MIN:MAX", default="1:8", help="numbers of workers [1:8]")
-    plan.set_defaults(act=_plan, offline=True)
+    plan.set_defaults(act=lambda told: show_plan(told.global_batch, told.micro_batch, told.world), offline=True)
     return top
 
 
@@ -397,10 +394,6 @@ def _doctor(options: argparse.Namespace) -> int:
     return examine(address, logs, os.environ, about, options.checkpoint)
 
 
-def _plan(options: argparse.Namespace) -> int:
-    return show_plan(options.global_batch, options.micro_batch, options.world)
-
-
 # Output.
 
 
@@ -426,9 +419,9 @@ def shown(status: a.Status, where: str, width: int | None = None) -> list[str]:
         f"round {status.round}, term {status.term}, leader {status.leader}; {status.next}",
         f"world size {status.world_size} on {counted(len(members), 'node')} of {limits}, {step}, "
         f"restarts {status.restarts} of {status.max_restarts}",
-        *([_pace(status)] if status.step_s else []),
+        *([_pace(status, status.step_s)] if status.step_s else []),
         f"last checkpoint: {_kept(status.checkpoint)}; last snapshot: {_kept(status.snapshot)}",
-        *([] if status.unconfirmed is None else [_unconfirmed(status.unconfirmed)]),
+        *([] if status.unconfirmed is None else [UNCONFIRMED.format(status.unconfirmed)]),
         "",
     ]
     rows = [("NODE", "ADDRESS"), *((node.node_id, node.address) for node in status.nodes)]
@@ -446,15 +439,10 @@ def shown(status: a.Status, where: str, width: int | None = None) -> list[str]:
     return [_cut(line, width) if width else line for line in lines]
 
 
-def _pace(status: a.Status) -> str:
-    assert status.step_s
+def _pace(status: a.Status, step_s: float) -> str:
     left = "" if status.remaining is None else f", about {span(status.remaining)} left"
     loss = "" if status.loss is None else f", loss {status.loss:.4g}"
-    return f"{1 / status.step_s:.3g} steps/s{left}{loss}"
-
-
-def _unconfirmed(seconds: float) -> str:
-    return f"not confirmed for {seconds:.0f} s: that the leader still leads; its node adds checkpoints and removes none"
+    return f"{1 / step_s:.3g} steps/s{left}{loss}"
 
 
 def _kept(save: a.LastSave | None) -> str:
