@@ -18,7 +18,7 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from inspect import signature
@@ -298,7 +298,13 @@ def _run(
                     f"entrypoint {entrypoint!r} is neither a function nor a str.", "Give a function, or str(path)."
                 )
             else:
-                call = _call(config, entrypoint, args)
+                forked = config.options.start_method == "fork"
+                if forked and config.options.numa_binding is not None:
+                    raise UsageError(
+                        "numa_options: a worker that is forked from this process cannot be bound before it starts.",
+                        "Use start_method='spawn', or no numa_options.",
+                    )
+                call = (ForkedCall if forked else FunctionCall)(entrypoint, args, config.nproc)
                 command = call.command
             config = make_run_directory(replace(config, command=command, announce=False))
         except UsageError as error:
@@ -316,17 +322,6 @@ def _run(
             call.close()
         if health_check_server is not None:
             health_check_server.stop()
-
-
-def _call(config: OwnConfig, function: Callable[..., object], args: Sequence[Any]) -> FunctionCall | ForkedCall:
-    if config.options.start_method != "fork":
-        return FunctionCall(function, args, config.nproc)
-    if config.options.numa_binding is not None:
-        raise UsageError(
-            "numa_options: a worker that is forked from this process cannot be bound before it starts.",
-            "Use start_method='spawn', or no numa_options.",
-        )
-    return ForkedCall(function, args, config.nproc)
 
 
 def _name(entrypoint: Entrypoint) -> str:

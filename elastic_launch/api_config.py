@@ -1,4 +1,7 @@
-"""Converts a Python program's arguments to a configuration: torch's ``LaunchConfig``, ``LogsSpecs``, and functions."""
+"""Converts a Python program's arguments to a configuration: torch's ``LaunchConfig``, ``LogsSpecs``, and functions.
+
+What is not a valid launch is refused with a UsageError.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +39,7 @@ TORCHS_SIGNALS = ",".join(number.name for number in STOP_SIGNALS)
 
 
 def from_torch(config: TorchConfig) -> LaunchConfig:
-    """Convert torch's configuration, without a command.
-
-    Raises:
-        UsageError: if it is not a valid launch; it names the corresponding flags of ``elastic-launch``.
-    """
+    """Convert torch's configuration, without a command."""
     if config.rdzv_backend == "etcd" and not config.rdzv_endpoint:
         raise UsageError(
             "rdzv_backend is etcd, which is torch's default, and rdzv_endpoint names no cluster.",
@@ -79,7 +78,7 @@ def from_torch(config: TorchConfig) -> LaunchConfig:
     given |= {name: [text] for name, text in texts.items() if text}
     if config.virtual_local_rank:
         given["--virtual-local-rank"] = [""]
-    found = build(CommandLine(given, sys.executable), Values(given, without_own_flags(os.environ)))
+    found = build(CommandLine(given, sys.executable), Values(given, _environment()))
     output = replace(
         found.output,
         stdout_filters=tuple(config.duplicate_stdout_filters or ()),
@@ -91,9 +90,9 @@ def from_torch(config: TorchConfig) -> LaunchConfig:
     return with_logs(replace(found, output=output, options=options), config.logs_specs)
 
 
-def without_own_flags(environ: os._Environ[str]) -> dict[str, str]:
-    """Return an environment without ``PET_*``: as in torch, a Python call does not read them."""
-    return {name: value for name, value in environ.items() if not name.startswith("PET_")}
+def _environment() -> dict[str, str]:
+    """Return the environment without ``PET_*``: as in torch, a Python call does not read them."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
 
 
 def _fresh_id(max_nodes: int) -> str:
@@ -114,11 +113,7 @@ def own(config: LaunchConfig) -> LaunchConfig:
 
 
 def with_logs(config: LaunchConfig, specs: LogsSpecs) -> LaunchConfig:
-    """Return a configuration with the workers' output as in torch's specs.
-
-    Raises:
-        UsageError: if their class cannot be imported by the agent's process.
-    """
+    """Return a configuration with the workers' output as in torch's specs."""
     if type(specs) is not DefaultLogsSpecs:
         if type(specs).__module__ == "__main__":
             raise UsageError(
@@ -152,24 +147,23 @@ def of_strings(entrypoint: str, args: Sequence[object]) -> Command:
     """Return the command for an entry point that is a path: a program, or Python and a script or module.
 
     A Python script that is not executable is run by this interpreter.
-
-    Raises:
-        UsageError: if it cannot be executed.
     """
     texts = tuple(map(str, args))
-    values = Values({}, without_own_flags(os.environ))
+
+    def command(script: str, arguments: tuple[str, ...], *flags: str) -> Command:
+        given = {flag: [""] for flag in flags}
+        return read_command(CommandLine(given, script, arguments), Values(given, _environment()))
+
     if entrypoint == sys.executable and texts[:1] == ("-u",) and len(texts) > 1:
         if texts[1] == "-m" and len(texts) > 2:
-            given = {"--module": [""]}
-            return read_command(CommandLine(given, texts[2], texts[3:]), Values(given, values.environ))
+            return command(texts[2], texts[3:], "--module")
         if not texts[1].startswith("-"):
             _check_there(texts[1], "script")
-            return read_command(CommandLine({}, texts[1], texts[2:]), values)
+            return command(texts[1], texts[2:])
     if entrypoint.endswith(".py") and os.path.isfile(entrypoint) and not os.access(entrypoint, os.X_OK):
-        return read_command(CommandLine({}, entrypoint, texts), values)
+        return command(entrypoint, texts)
     _check_program(entrypoint)
-    given = {"--no-python": [""]}
-    return read_command(CommandLine(given, entrypoint, texts), Values(given, values.environ))
+    return command(entrypoint, texts, "--no-python")
 
 
 def _check_program(entrypoint: str) -> None:
