@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from elastic_launch.cli.flags import FLAGS, GROUPS, USAGE, Flag
-from elastic_launch.config.notice_sources import spellings
+from elastic_launch.config.notice_sources import SPELLINGS
 from elastic_launch.config.torchrun_mode import DEFAULTS
 from elastic_launch.errors import ExitCode
 
@@ -62,7 +62,7 @@ def help_text(*, as_torchrun: bool = False) -> str:
         "defaults and exit codes are those of torchrun.",
         "",
         "Sources of --notice:",
-        f"  {', '.join([*spellings(), 'none'])}",
+        f"  {', '.join([*SPELLINGS, 'none'])}",
         "",
         "Keys of --rdzv-conf; torch's own mean the same as in torchrun:",
         "  join_settle, resize_delay, dead_after, return_after, min_wait, beat,",

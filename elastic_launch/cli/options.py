@@ -1,7 +1,4 @@
-"""Reads limits, signals, notices and torchrun's options from flags, except those for the rendezvous.
-
-Each function raises a UsageError if a value is not one that its flag accepts, or contradicts another.
-"""
+"""Reads limits, signals, notices and torchrun's options from flags, except those for the rendezvous."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from collections.abc import Sequence
 
 from elastic_launch.cli.flags import Values
 from elastic_launch.config.launch_config import Limits, parse_nnodes
-from elastic_launch.config.notice_sources import AUTO, UNTOUCHABLE, NoticeSource, parse_source
+from elastic_launch.config.notice_sources import AUTO, UNTOUCHABLE, NoticeSource, named_signal, parse_source
 from elastic_launch.config.settings import nearest
 from elastic_launch.config.torch_options import STOP_SIGNALS, Signals, TorchOptions
 from elastic_launch.errors import UsageError
@@ -178,14 +175,6 @@ def read_signals(values: Values, claimed: Sequence[signal.Signals] = ()) -> Sign
     return Signals(leave, forward, tuple(number for number in ignored if number not in (*leave, *forward, *claimed)))
 
 
-def devices_of(kind: str) -> int:
-    """Return the number of devices of a kind by torch's name for it, such as xpu; 0 if torch does not know it."""
-    import torch
-
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return torch.accelerator.device_count() if found is not None and found.type == kind else 0
-
-
 def _signals(flag: str, values: Values) -> tuple[signal.Signals, ...] | None:
     text = values.text(flag)
     if text is None or (flag == "--signals-to-forward" and text.strip().lower() == "none"):
@@ -195,13 +184,11 @@ def _signals(flag: str, values: Values) -> tuple[signal.Signals, ...] | None:
 
 
 def _signal(flag: str, name: str) -> signal.Signals:
-    known = [number.name for number in signal.Signals]
-    full = name if name.startswith("SIG") else f"SIG{name}"
-    if full not in known:
-        meant = nearest(full, known)
+    full, number = named_signal(name)
+    if number is None:
+        meant = nearest(full, signal.Signals.__members__)
         first = f"Did you mean {meant}? " if meant else ""
         raise UsageError(f"{flag} names {name}, which is not a signal.", f"{first}Write names, as in SIGTERM,SIGUSR1.")
-    number = signal.Signals[full]
     if number in (signal.SIGKILL, signal.SIGSTOP):
         raise UsageError(f"{flag} names {full}, which no process can handle.", f"Drop {full}.")
     if number in UNTOUCHABLE:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from elastic_launch.errors import UsageError
@@ -25,7 +25,8 @@ class NoticeSource:
     """One source of notices.
 
     Attributes:
-        kind: one of KINDS.
+        kind: one of those in SPELLINGS. The module ``elastic_agents.notices.<kind>`` watches it; the agent handles
+            ``signal``, and ``auto`` stands for others.
         path: the path, for ``file``.
         number: the signal that this source reserves; None for no signal.
         seconds: time between the signal and the end; None if not given.
@@ -41,6 +42,16 @@ class NoticeSource:
 
 AUTO = NoticeSource("auto")
 
+SPELLINGS = ("auto", "aws", "aws:rebalance", "gcp", "azure", "slurm", "file:PATH", "signal:USR1")
+"""How sources are written, ``none`` apart."""
+
+
+def named_signal(name: str) -> tuple[str, signal.Signals | None]:
+    """Return a signal's full name, and the signal, None if there is none; ``SIG`` may be left out."""
+    full = name.strip().upper()
+    full = full if full.startswith("SIG") else f"SIG{full}"
+    return full, signal.Signals.__members__.get(full)
+
 
 def claimed(sources: Iterable[NoticeSource]) -> tuple[signal.Signals, ...]:
     """Return the signals that are reserved for notices."""
@@ -48,72 +59,33 @@ def claimed(sources: Iterable[NoticeSource]) -> tuple[signal.Signals, ...]:
 
 
 def parse_source(text: str) -> NoticeSource | None:
-    """Parse one source of ``--notice``; ``none`` gives None.
-
-    Raises:
-        UsageError: if it is not a source.
-    """
+    """Parse one source of ``--notice``; ``none`` gives None."""
     kind, colon, rest = text.strip().partition(":")
-    kind = kind.lower()
-    if kind == "none" and not colon:
-        return None
-    parse = KINDS[kind][1] if kind in KINDS else None
-    found = parse(kind, rest if colon else None) if parse is not None else None
-    if found is None:
-        hint = f"Write {', '.join(spellings())} or none; several with commas."
-        raise UsageError(f"--notice {text.strip()!r} is not a source of notices.", hint)
-    return found
+    match kind.lower(), rest if colon else None:
+        case "none", None:
+            return None
+        case "auto" | "aws" | "gcp" | "azure" as cloud, None:
+            return NoticeSource(cloud)
+        case "aws", "rebalance":
+            return NoticeSource("aws", early=True)
+        case "slurm", None:
+            # The most common choice for sbatch's --signal; another signal is given by signal:.
+            return NoticeSource("slurm", number=signal.SIGUSR1)
+        case "file", str(path) if path:
+            return NoticeSource("file", path=path)
+        case "signal", str(words) if words:
+            return _signal(words)
+    hint = f"Write {', '.join(SPELLINGS)} or none; several with commas."
+    raise UsageError(f"--notice {text.strip()!r} is not a source of notices.", hint)
 
 
-def spellings() -> list[str]:
-    """Return how sources are written, ``none`` apart."""
-    return [spelling for examples, _ in KINDS.values() for spelling in examples]
-
-
-def _alone(kind: str, rest: str | None) -> NoticeSource | None:
-    return NoticeSource(kind) if rest is None else None
-
-
-def _aws(kind: str, rest: str | None) -> NoticeSource | None:
-    return NoticeSource(kind, early=True) if rest == "rebalance" else _alone(kind, rest)
-
-
-def _slurm(kind: str, rest: str | None) -> NoticeSource | None:
-    # The most common choice for sbatch's --signal; another signal is given by signal:.
-    return NoticeSource(kind, number=signal.SIGUSR1) if rest is None else None
-
-
-def _file(kind: str, rest: str | None) -> NoticeSource | None:
-    return NoticeSource(kind, path=rest) if rest else None
-
-
-def _signal(kind: str, rest: str | None) -> NoticeSource | None:
-    if not rest:
-        return None
+def _signal(rest: str) -> NoticeSource:
     name, at, left = rest.partition("@")
-    full = name.strip().upper()
-    full = full if full.startswith("SIG") else f"SIG{full}"
-    number = signal.Signals.__members__.get(full)
+    full, number = named_signal(name)
     if number is None or number in UNTOUCHABLE:
         problem = "which is not a signal" if number is None else "which cannot be a notice"
         raise UsageError(f"--notice signal:{rest} names {full}, {problem}.", "Write signal:USR1, for example.")
     if at and not (left.isascii() and left.isdigit() and len(left) <= 7 and 0 < int(left) <= 10**6):
         problem = f"--notice signal:{rest} gives {left!r} as the seconds that it leaves."
         raise UsageError(problem, "Write signal:USR1@60, for example.")
-    return NoticeSource(kind, number=number, seconds=float(left) if at else None)
-
-
-KINDS: dict[str, tuple[tuple[str, ...], Callable[[str, str | None], NoticeSource | None]]] = {
-    "auto": (("auto",), _alone),
-    "aws": (("aws", "aws:rebalance"), _aws),
-    "gcp": (("gcp",), _alone),
-    "azure": (("azure",), _alone),
-    "slurm": (("slurm",), _slurm),
-    "file": (("file:PATH",), _file),
-    "signal": (("signal:USR1",), _signal),
-}
-"""For each kind: how sources are written, and a function that makes one from the kind and what follows its colon, if
-there is one; it returns None if that is not a source.
-
-The module ``elastic_agents.notices.<kind>`` watches a source. The agent handles ``signal``; ``auto`` stands for others.
-"""
+    return NoticeSource("signal", number=number, seconds=float(left) if at else None)
