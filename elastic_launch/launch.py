@@ -86,11 +86,7 @@ def _main(argv: Sequence[str], whole: bool) -> int:
 
 
 def hand_local_rank(job: Job) -> None:
-    """Put the local rank before the script's arguments, unless ``--use-env`` is given.
-
-    Raises:
-        UsageError: if the workers do not run Python, since such a program may not take the argument.
-    """
+    """Put the local rank before the script's arguments, unless ``--use-env`` is given."""
     if "--use-env" in job.line.given or job.line.script is None:
         return
     if job.values.switch("--no-python"):

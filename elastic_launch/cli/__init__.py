@@ -1,5 +1,7 @@
 """The programs ``elastic-launch``, ``elastic-composer`` and ``elasticctl``.
 
+What a user has given and cannot be used is refused with a UsageError, which says what to give instead.
+
 ``programs``          entry points of the installed commands
 ``main``              ``elastic-launch``: reads flags, environment and job file, and starts the agent
 ``composer``          ``elastic-composer``: a world of fixed size, with the flags of Composer's launcher
@@ -7,7 +9,7 @@
 ``event_lines``       ``elasticctl events``; ``log_tail`` is ``elasticctl logs``, ``batch_table`` is ``elasticctl plan``
 ``doctor``            ``elasticctl doctor``: why this host cannot take part in a run
 ``doctor_storage``    the same of logs and checkpoints
-``flags``             the table of flags and its parser; ``help`` and ``completion`` are generated from it
+``flags``             the table of flags, and argparse for it; ``help`` and ``completion`` are generated from it
 ``options``           flags of torchrun that describe workers
 ``output_flags``      flags about output and log files
 ``rendezvous_flags``  flags about how nodes find each other

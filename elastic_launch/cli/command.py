@@ -21,11 +21,7 @@ log = logging.getLogger("elastic_launch.cli.main")
 
 
 def read_command(line: CommandLine, values: Values) -> Command:
-    """Return what the workers execute.
-
-    Raises:
-        UsageError: if it cannot be executed.
-    """
+    """Return what the workers execute."""
     script, arguments = line.script, line.arguments
     if script is None:
         raise CommandLineError("there is no script to run.", f"Write {USAGE}; {PROGRAM} --help lists the flags.")
@@ -75,11 +71,7 @@ def _run_path(script: str, arguments: Sequence[str], *, module: bool, no_python:
 
 
 def check_directory() -> None:
-    """Check that there is a working directory.
-
-    Raises:
-        UsageError: if there is none.
-    """
+    """Check that there is a working directory."""
     try:
         os.getcwd()
     except FileNotFoundError:  # torch cannot even be imported there: MKL ends the process

@@ -44,11 +44,7 @@ def _fish(program: str) -> str:
 
 
 def completion(shell: str, program: str = PROGRAM) -> str:
-    """Return the completion script for a shell to evaluate.
-
-    Raises:
-        UsageError: if the shell is not supported.
-    """
+    """Return the completion script for a shell to evaluate."""
     if shell not in SHELLS:
         raise UsageError(f"--print-completion {shell}: there is no script for it.", f"Give {', '.join(SHELLS)}.")
     if shell == "fish":
@@ -59,11 +55,7 @@ def completion(shell: str, program: str = PROGRAM) -> str:
 
 
 def completion_of(parser: argparse.ArgumentParser, shell: str) -> str:
-    """Return the completion script of a program with an argparse parser: its commands, and the flags of each.
-
-    Raises:
-        UsageError: if shtab is not installed, or is too old for the shell.
-    """
+    """Return the completion script of a program with an argparse parser: its commands, and the flags of each."""
     try:
         import shtab
     except ImportError as error:

@@ -117,71 +117,52 @@ def start(argv: Sequence[str]) -> int:
 
 
 def world(line: CommandLine, environ: Mapping[str, str]) -> StaticWorld:
-    """Convert a command line and environment to this node's part of a world.
-
-    Raises:
-        UsageError: if they do not describe a valid one.
-    """
+    """Convert a command line and environment to this node's part of a world."""
     for name in line.given:
         if name not in _BY_NAME:
             raise UsageError(
                 f"{name} means nothing in a world of fixed size.",
                 "Drop it; or drop --world_size and --base_rank, and use elastic-launch, if nodes may come and go.",
             )
-    options = _Options(line, environ)
-    argv = _command(options)
-    place = _place(options)
-    directory = Path(os.path.abspath(_timed(options.text("--run-directory") or "runs/{timestamp}/")))
-    grace = options.text("--shutdown-timeout")
+    mine = {name: value for name, value in environ.items() if not name.startswith(("PET_", "ELASTIC_LAUNCH_"))}
+    if mine.get("WORLD_SIZE") == mine.get("LOCAL_WORLD_SIZE"):
+        mine.pop("WORLD_SIZE", None)  # one node, as in Composer: -n alone changes its size
+    values = Values(line.given, mine, table=_BY_NAME)
+    argv = _command(line, values)
+    place = _place(values)
+    timestamp = datetime.now().isoformat().replace(":", "-")
+    runs = (values.text("--run-directory") or "runs/{timestamp}/").replace("{timestamp}", timestamp)
+    directory = Path(os.path.abspath(runs))
+    grace = values.setting("--shutdown-timeout")
     return StaticWorld(
         argv=argv,
         arguments=line.arguments,
-        ranks=_ranks(options, place, directory),
+        ranks=_ranks(values, place, directory),
         world_size=place.world_size,
         base_rank=place.base_rank,
         node_rank=place.node_rank,
         master_addr=place.master_addr,
         master_port=place.master_port or _free_port(),
         run_directory=directory,
-        grace=LaunchConfig.shutdown_timeout
-        if grace is None
-        else Setting("--shutdown-timeout ", grace).seconds(zero=True),
+        grace=grace.seconds(zero=True) if grace else LaunchConfig.shutdown_timeout,
         verbose="--verbose" in line.given,
-        log_format=read_log_format(line.given.get("--log-format", [None])[-1]),
+        log_format=read_log_format(values),
     )
 
 
-class _Options:
-    """Values from the command line, else from Composer's variables; ``PET_`` variables are not read."""
+def _asked(values: Values, name: str) -> str:
+    """Return a value with its name, as the user gave it."""
+    return f"{values.asked(name)}{values.text(name)}{'' if name in values.given else ' in the environment'}"
 
-    def __init__(self, line: CommandLine, environ: Mapping[str, str]) -> None:
-        self.line = line
-        self.environ = environ
 
-    def text(self, name: str) -> str | None:
-        if texts := self.line.given.get(name):
-            if not texts[-1].strip():
-                raise UsageError(f"{name} has an empty value.", "Give it one, or leave the flag out.")
-            return texts[-1]
-        value = self.environ.get(_BY_NAME[name].fallback) or None
-        if name == "--world-size" and value == self.environ.get("LOCAL_WORLD_SIZE"):
-            return None  # one node, as in Composer: -n alone changes its size
-        return value
-
-    def asked(self, name: str) -> str:
-        """The value with its name, as the user gave it."""
-        if name in self.line.given:
-            return f"{name} {self.text(name)}"
-        return f"{_BY_NAME[name].fallback}={self.text(name)} in the environment"
-
-    def number(self, name: str, least: int) -> int | None:
-        text = self.text(name)
-        if text is None:
-            return None
-        value = Setting(f"{name} " if name in self.line.given else f"{_BY_NAME[name].fallback}=", text).whole()
-        if value < least:
-            raise UsageError(f"{self.asked(name)} is below {least}.", f"Give {least} or more.")
-        return value
+def _number(values: Values, name: str, least: int) -> int | None:
+    text = values.text(name)
+    if text is None:
+        return None
+    number = Setting(values.asked(name), text).whole()
+    if number < least:
+        raise UsageError(f"{_asked(values, name)} is below {least}.", f"Give {least} or more.")
+    return number
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,22 +175,22 @@ class _Place:
     master_port: int | None
 
 
-def _place(options: _Options) -> _Place:
-    port = options.number("--master-port", 1)
+def _place(values: Values) -> _Place:
+    port = _number(values, "--master-port", 1)
     if port is not None and port > 65535:
-        raise UsageError(f"{options.asked('--master-port')} is not a port.", "A port is a number from 1 to 65535.")
-    address = options.text("--master-addr")
-    base, node = options.number("--base-rank", 0), options.number("--node-rank", 0)
-    size = options.number("--world-size", 1)
-    nproc = _nproc(options)
+        raise UsageError(f"{_asked(values, '--master-port')} is not a port.", "A port is a number from 1 to 65535.")
+    address = values.text("--master-addr")
+    base, node = _number(values, "--base-rank", 0), _number(values, "--node-rank", 0)
+    size = _number(values, "--world-size", 1)
+    nproc = _nproc(values)
     if size is not None and size < nproc:
         raise UsageError(
-            f"{options.asked('--world-size')} is less than the {nproc} processes of this node.",
+            f"{_asked(values, '--world-size')} is less than the {nproc} processes of this node.",
             "Give the number of processes on all nodes together, or fewer with --nproc.",
         )
     if size is None or size == nproc:
-        return _alone(options, nproc, address or "127.0.0.1", port)
-    base, node = _ranks_of_node(options, nproc, size, base, node)
+        return _alone(values, nproc, address or "127.0.0.1", port)
+    base, node = _ranks_of_node(values, nproc, size, base, node)
     if base + nproc > size:
         raise UsageError(
             f"ranks {base} to {base + nproc - 1} of this node do not all exist in a world of {size}.",
@@ -224,17 +205,17 @@ def _place(options: _Options) -> _Place:
     return _Place(nproc, size, base, node, str(address), port)
 
 
-def _alone(options: _Options, nproc: int, address: str, port: int | None) -> _Place:
+def _alone(values: Values, nproc: int, address: str, port: int | None) -> _Place:
     for name in ("--base-rank", "--node-rank"):
-        if options.number(name, 0):
+        if _number(values, name, 0):
             raise UsageError(
-                f"{options.asked(name)} asks for ranks after others, but the world is this node's {nproc}.",
+                f"{_asked(values, name)} asks for ranks after others, but the world is this node's {nproc}.",
                 "Give the number of processes on all nodes with --world_size, or drop it.",
             )
     return _Place(nproc, nproc, 0, 0, address, port)
 
 
-def _ranks_of_node(options: _Options, nproc: int, size: int, base: int | None, node: int | None) -> tuple[int, int]:
+def _ranks_of_node(values: Values, nproc: int, size: int, base: int | None, node: int | None) -> tuple[int, int]:
     """Return base rank and node rank; if only one is given, all nodes are assumed to have as many processes."""
     if base is not None and node is not None:
         return base, node
@@ -246,17 +227,17 @@ def _ranks_of_node(options: _Options, nproc: int, size: int, base: int | None, n
     given, missing = ("--node-rank", "--base-rank") if base is None else ("--base-rank", "--node-rank")
     if size % nproc or (base or 0) % nproc:
         raise UsageError(
-            f"{options.asked(given)} does not tell {missing}: {nproc} processes on each node do not make "
+            f"{_asked(values, given)} does not tell {missing}: {nproc} processes on each node do not make "
             f"{f'a world of {size}' if size % nproc else f'rank {base} the first of a node'}.",
             f"If nodes have different numbers of processes, give {missing.replace('-r', '_r')}, too.",
         )
     return (base, base // nproc) if base is not None else ((node or 0) * nproc, node or 0)
 
 
-def _nproc(options: _Options) -> int:
-    given = "--nproc" in options.line.given
+def _nproc(values: Values) -> int:
+    given = "--nproc" in values.given
     # Platforms set LOCAL_WORLD_SIZE to 0 where there is no GPU.
-    value = options.number("--nproc", 1 if given else 0)
+    value = _number(values, "--nproc", 1 if given else 0)
     if value is None:
         import torch
 
@@ -264,9 +245,8 @@ def _nproc(options: _Options) -> int:
     return value or 1
 
 
-def _command(options: _Options) -> tuple[str, ...]:
+def _command(line: CommandLine, values: Values) -> tuple[str, ...]:
     """Return what the workers execute, without the script's arguments."""
-    line = options.line
     if {"--module-mode", "--command-mode"} <= line.given.keys():
         raise UsageError(
             "-m/--module_mode and -c/--command_mode contradict each other.",
@@ -275,10 +255,8 @@ def _command(options: _Options) -> tuple[str, ...]:
     if line.script is None:
         raise UsageError("there is no script to run.", f"Write {PROGRAM} [flags] script.py [arguments of the script].")
     mode = {"--module-mode": "--module", "--command-mode": "--no-python"}
-    flags = [flag for name, flag in mode.items() if name in line.given]
-    mine = {name: value for name, value in options.environ.items() if not name.startswith(("PET_", "ELASTIC_LAUNCH_"))}
-    plain = split([*flags, "--", line.script])
-    return read_command(plain, Values(plain.given, mine)).argv
+    given = {flag: [""] for name, flag in mode.items() if name in line.given}
+    return read_command(CommandLine(given, line.script), Values(given, values.environ)).argv
 
 
 def _platform_logs(environ: Mapping[str, str]) -> str | None:
@@ -291,17 +269,17 @@ def _platform_logs(environ: Mapping[str, str]) -> str | None:
     return "/".join(where).replace("{", "{{").replace("}", "}}") + "{local_rank}.txt"
 
 
-def _ranks(options: _Options, place: _Place, directory: Path) -> tuple[Rank, ...]:
-    platform = _platform_logs(options.environ)
+def _ranks(values: Values, place: _Place, directory: Path) -> tuple[Rank, ...]:
+    platform = _platform_logs(values.environ)
     for name in ("--stdout", "--stderr"):
-        if platform is not None and name in options.line.given:
+        if platform is not None and name in values.given:
             _log.warning("%s has no effect: output goes to MOSAICML_LOG_DIR, unless that is false.", name)
     logs = [directory / f"rank_{place.base_rank + index}" / "logs" for index in range(place.nproc)]
     found: list[tuple[Path | None, Path | None]] = [(None, None)]
     for index in range(1, place.nproc):
         default = str(logs[index] / f"rank_{place.base_rank + index}").replace("{", "{{").replace("}", "}}")
-        out_format = platform or options.text("--stdout") or f"{default}.stdout.txt"
-        err_format = platform or options.text("--stderr") or f"{default}.stderr.txt"
+        out_format = platform or values.text("--stdout") or f"{default}.stdout.txt"
+        err_format = platform or values.text("--stderr") or f"{default}.stderr.txt"
         out = _formatted("--stdout", out_format, place, index)
         err = _formatted("--stderr", err_format, place, index)
         if other := next((rank for rank, files in enumerate(found) if {out, err} & {*files}), None):
@@ -331,10 +309,6 @@ def _formatted(name: str, text: str, place: _Place, local_rank: int) -> Path:
         return Path(os.path.abspath(text.format(**values)))
     except ValueError as error:
         raise UsageError(f"{name} {text} is not a valid format: {error}.", hint) from None
-
-
-def _timed(text: str) -> str:
-    return text.replace("{timestamp}", datetime.now().isoformat().replace(":", "-"))
 
 
 def _free_port() -> int:

@@ -81,9 +81,6 @@ def show_events(directory: Path, *, since: float | None, follow: bool, as_json: 
         follow: go on until no agent of the run is alive on this host.
         as_json: print the lines as they are in the files.
         alive: whether one is.
-
-    Raises:
-        UsageError: if there are no event files, or those of several runs.
     """
     tails = {path: _Tail(path) for path in event_files(directory)}
     first = "" if since is None else (datetime.now(UTC) - timedelta(seconds=since)).isoformat(timespec="milliseconds")

@@ -47,9 +47,7 @@ class Flag:
     @property
     def variables(self) -> tuple[str, ...]:
         """The environment variables that can set its value; the first one that is set wins."""
-        if not self.in_environment:
-            return ()
-        long = [name[2:] for name in self.names if name.startswith("--")]
+        long = [name[2:] for name in self.names if name.startswith("--") and self.in_environment]
         own = ["PET_" + name.upper().replace("-", "_") for name in long]
         return (*own, self.fallback) if self.fallback else tuple(own)
 
@@ -367,9 +365,6 @@ def split(argv: Sequence[str], also: Sequence[Flag] = ()) -> CommandLine:
 
     Args:
         also: additional flags of another front end.
-
-    Raises:
-        CommandLineError: on an unknown or ambiguous flag, and on a missing or superfluous value.
     """
     return FlagParser((*FLAGS, *also)).split(argv)
 
@@ -388,15 +383,17 @@ class Values:
         given: Mapping[str, Sequence[str]],
         environ: Mapping[str, str],
         beneath: Sequence[Mapping[str, Sourced]] = (),
+        table: Mapping[str, Flag] = BY_NAME,
     ) -> None:
         self.given = given
         self.environ = environ
         self.beneath = tuple(beneath)
+        self.table = table
         self.torchrun = False
 
     def variable(self, name: str) -> str | None:
         """The environment variable that sets a flag; empty ones count as unset."""
-        return next((variable for variable in BY_NAME[name].variables if self.environ.get(variable)), None)
+        return next((variable for variable in self.table[name].variables if self.environ.get(variable)), None)
 
     def below(self, name: str) -> Sourced | None:
         """A flag's value that applies only if neither the command line nor the environment sets one."""
@@ -410,11 +407,7 @@ class Values:
         return self.variable(name) or (below.source if below else None)
 
     def text(self, name: str) -> str | None:
-        """The value of a flag as the user wrote it, or None.
-
-        Raises:
-            UsageError: if it was given but empty, for example from an unset variable of a shell script.
-        """
+        """The value of a flag as the user wrote it, or None."""
         texts = self.given.get(name)
         if texts and (texts[-1].strip() or not (self.torchrun and name in EMPTY)):
             if not texts[-1].strip():
@@ -427,17 +420,34 @@ class Values:
 
     def switch(self, name: str) -> bool:
         """Whether a switch is on."""
-        if name in self.given:
-            return True
-        if variable := self.variable(name):
-            return Setting(f"{variable}=", self.environ[variable]).truth()
-        below = self.below(name)
-        return below is not None and Setting(f"{below.source}: {name[2:]}: ", below.text).truth()
+        text = self.text(name) if name not in self.given else None
+        return name in self.given or (text is not None and Setting(self.asked(name), text).truth())
+
+    def asked(self, name: str) -> str:
+        """What stands before a value where it was given: ``--nproc ``, ``PET_NPROC=`` or ``job.yaml:3: nproc: ``."""
+        return next((found[-1].asked for found in reversed(self.levels(name)) if found), "")
+
+    def levels(self, name: str) -> list[list[Setting]]:
+        """The values of a flag by where they are set, weakest first: each layer beneath, environment, command line."""
+        below = [layer.get(name) for layer in reversed(self.beneath)]
+        variable = self.variable(name)
+        return [
+            *([Setting(f"{value.source}: {name[2:]}: ", value.text)] if value else [] for value in below),
+            [Setting(f"{variable}=", self.environ[variable])] if variable else [],
+            [Setting(f"{name} ", text) for text in self.given.get(name, ())],
+        ]
 
     def setting(self, name: str) -> Setting | None:
         """The value of a flag as a setting to be parsed, or None."""
         text = self.text(name)
         return None if text is None else Setting(f"{name} ", text)
+
+    def choice(self, name: str, known: Sequence[str], what: str = "is unknown") -> str | None:
+        """The value of a flag that takes one of a few words, or None."""
+        text = self.text(name)
+        if text is not None and text not in known:
+            raise UsageError(f"{name} {text} {what}.", f"Give {', '.join(known)}.")
+        return text
 
     def integer(self, name: str) -> int | None:
         """The value of a flag that takes a whole number, or None."""

@@ -44,32 +44,24 @@ class Job:
         values: the values of flags, environment and file.
         file: the job file; empty if none is named.
         added: variables that the file adds to the environment.
-
-    Raises:
-        UsageError: if the file cannot be read or is invalid.
     """
 
     def __init__(self, line: CommandLine, environ: Mapping[str, str]) -> None:
         path = Values(line.given, environ).text("--config")
         self.asked = line
-        self.file = JobFile() if path is None else _read(path)
-        self.line = self._completed(line)
-        self.added = {name: value.text for name, value in self.file.env.items() if name not in environ}
-        self.values = Values(line.given, {**environ, **self.added}, (self.file.values, line.defaults))
+        self.file = JobFile()
+        if path is not None:
+            from elastic_launch.cli.job_file_reader import read_job_file  # which imports YAML
 
-    def _completed(self, line: CommandLine) -> CommandLine:
+            self.file = read_job_file(path)
         arguments = tuple(value.text for value in self.file.args)
         if self.file.script is None:
-            return replace(line, arguments=(*arguments, *line.arguments))
-        # The file names the script, so everything after the flags is the script's.
-        further = () if line.script is None else (line.script,)
-        return replace(line, script=self.file.script.text, arguments=(*arguments, *further, *line.arguments))
-
-
-def _read(path: str) -> JobFile:
-    from elastic_launch.cli.job_file_reader import read_job_file
-
-    return read_job_file(path)
+            self.line = replace(line, arguments=(*arguments, *line.arguments))
+        else:  # everything after the flags is the script's
+            further = () if line.script is None else (line.script,)
+            self.line = replace(line, script=self.file.script.text, arguments=(*arguments, *further, *line.arguments))
+        self.added = {name: value.text for name, value in self.file.env.items() if name not in environ}
+        self.values = Values(line.given, {**environ, **self.added}, (self.file.values, line.defaults))
 
 
 def shown(job: Job, settings: Mapping[str, Setting]) -> str:
@@ -111,13 +103,9 @@ def _shown_flag(values: Values, flag: Flag, settings: Mapping[str, Setting]) -> 
 
 
 def _entry(key: str, text: str, source: str, *, plain: bool = False) -> str:
-    plain = plain or (text.lower() != "null" and bool(re.fullmatch(r"[\w./][\w./:=,+@-]*(?<!:)", text, re.ASCII)))
-    value = text if plain else _quoted(text)
-    start = f"{key} {value}" if key.endswith("-") else f"{key}: {value}"
+    if not plain and (text.lower() == "null" or not re.fullmatch(r"[\w./][\w./:=,+@-]*(?<!:)", text, re.ASCII)):
+        import yaml
+
+        text = yaml.safe_dump(text, default_style='"', width=2**31, allow_unicode=False).strip()
+    start = f"{key} {text}" if key.endswith("-") else f"{key}: {text}"
     return f"{start.ljust(_COLUMN)}  # {source}"
-
-
-def _quoted(text: str) -> str:
-    import yaml
-
-    return yaml.safe_dump(text, default_style='"', width=2**31, allow_unicode=False).strip()

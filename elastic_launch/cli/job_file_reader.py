@@ -45,11 +45,7 @@ _SCALARS = {_TAG + kind for kind in ("str", "int", "float", "bool", "null", "tim
 
 
 def read_job_file(path: str) -> JobFile:
-    """Read a job file.
-
-    Raises:
-        UsageError: naming file, line and key, and what is expected.
-    """
+    """Read a job file."""
     return _Reader(path).read()
 
 
@@ -72,12 +68,10 @@ class _Reader:
             else:
                 flag = self._flag(key, node)
                 values[flag.name] = self._value(key, flag, node)
-        script = own.get("script")
+        path = "Write the script's path, as in script: train.py."
         return JobFile(
             values,
-            None
-            if script is None
-            else self._text("script", script, "Write the script's path, as in script: train.py."),
+            self._text("script", own["script"], path) if "script" in own else None,
             self._args(own["args"]) if "args" in own else (),
             self._env(own["env"]) if "env" in own else {},
         )
@@ -85,13 +79,11 @@ class _Reader:
     def _compose(self) -> yaml.Node | None:
         try:
             text = read_bounded(self._path, MAX_BYTES).decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise UsageError(
-                f"--config {self._path} is not a text in UTF-8: {error.reason}.", "Name a YAML file."
-            ) from None
         except (OSError, ValueError) as error:
-            problem = getattr(error, "strerror", None) or error
-            raise UsageError(f"--config {self._path} cannot be read: {problem}.", "Name a YAML file.") from None
+            problem = f"cannot be read: {getattr(error, 'strerror', None) or error}"
+            if isinstance(error, UnicodeDecodeError):
+                problem = f"is not a text in UTF-8: {error.reason}"
+            raise UsageError(f"--config {self._path} {problem}.", "Name a YAML file.") from None
         try:
             return yaml.compose(text, Loader=yaml.SafeLoader)
         except yaml.MarkedYAMLError as error:

@@ -73,9 +73,6 @@ def found_out(values: Values, name: str | None = None) -> Mapping[str, Sourced]:
 
     Args:
         name: this host's full name; None to look it up.
-
-    Raises:
-        UsageError: if the run has several pods, and they cannot find each other.
     """
     index = values.environ.get(ENV_INDEX, "")
     if not index.isdecimal() or not _meets_by_itself(values):
@@ -120,8 +117,8 @@ def _meets_by_itself(values: Values) -> bool:
 
 def sentence(values: Values) -> str:
     """Return a sentence on the derived values, or an empty string."""
-    found = {name: values.origin(name) or "" for name in _TOLD}
-    told = [f"{name} {values.text(name)}" for name, origin in found.items() if origin.startswith(f"{ENV_INDEX}=")]
-    source = next((origin for origin in found.values() if origin.startswith(f"{ENV_INDEX}=")), "")
-    hosts = "; pod 0 hosts" if found["--rdzv-endpoint"] == source and source else ""
-    return f"{source} gives {', '.join(told)}{hosts}" if told else ""
+    told = [name for name in _TOLD if (values.origin(name) or "").startswith(f"{ENV_INDEX}=")]
+    if not told:
+        return ""
+    given = ", ".join(f"{name} {values.text(name)}" for name in told)
+    return f"{values.origin(told[0])} gives {given}{'; pod 0 hosts' if '--rdzv-endpoint' in told else ''}"

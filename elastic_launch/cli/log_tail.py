@@ -107,9 +107,6 @@ def show_logs(directory: Path, rank: int, *, follow: bool, alive: Callable[[], b
 
     Args:
         follow: go on while the run has an agent on this host, and with the next worker of this rank in a later round.
-
-    Raises:
-        UsageError: if the files of this host have no such worker, or not what it printed.
     """
     files = _Files(directory, rank)
     number, place = files.newest()

@@ -18,7 +18,6 @@ from elastic_launch.cli.flags import BY_NAME, CommandLine, Sourced, Values, spli
 from elastic_launch.cli.help import help_text
 from elastic_launch.cli.job import Job, shown
 from elastic_launch.cli.options import (
-    devices_of,
     read_drill,
     read_exit_codes,
     read_hang_timeout,
@@ -119,7 +118,7 @@ def _launch(line: CommandLine, prepare: Callable[[Job], None], *, whole: bool, a
 
     with values.attributed():
         # For the first messages; the agent configures logging again.
-        configure_logging(read_log_format(values.text("--log-format")), quiet=values.torchrun)
+        configure_logging(read_log_format(values), quiet=values.torchrun)
         _find_out(values)
         printed = values.switch("--print-config")
         if printed:
@@ -145,11 +144,7 @@ def _launch(line: CommandLine, prepare: Callable[[Job], None], *, whole: bool, a
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> LaunchConfig:
-    """Convert arguments and environment to a configuration; nothing is started or written.
-
-    Raises:
-        UsageError: if they do not describe a valid launch.
-    """
+    """Convert arguments and environment to a configuration; nothing is started or written."""
     job = Job(split(argv), environ)
     _settle_defaults(job.values, as_torchrun=wanted(environ))
     with job.values.attributed():
@@ -170,11 +165,7 @@ def _find_out(values: Values) -> None:
 
 
 def build(line: CommandLine, values: Values) -> LaunchConfig:
-    """Build a configuration.
-
-    Raises:
-        UsageError: if the values do not describe a valid launch.
-    """
+    """Build a configuration."""
     command = read_command(line, values)
     limits = read_limits(values)
     meeting = read_meeting(values, limits)
@@ -238,7 +229,7 @@ def build(line: CommandLine, values: Values) -> LaunchConfig:
         log_name=f"{run_id}_{secrets.token_hex(4)}" if output.layout == "torchrun" else "",
         output=output,
         progress=read_progress(values, own_agent=meeting.foreign is None),
-        log_format=read_log_format(values.text("--log-format")),
+        log_format=read_log_format(values),
         token=read_token(values.text("--token-file"), values.environ),
         signals=read_signals(values, claimed(notices)),
         notices=notices,
@@ -266,49 +257,37 @@ def build(line: CommandLine, values: Values) -> LaunchConfig:
 
 
 def _layers(values: Values) -> Iterable[dict[str, Setting]]:
-    """Yield the settings by source, weakest first: the environment's, then the command line's."""
+    """Yield the settings of the rendezvous by source, weakest first: the environment's, then the command line's."""
     flags = {key: name for key in TIMES if (name := f"--{key.replace('_', '-')}") in BY_NAME}
-    for layer in reversed(values.beneath):
-        if conf := layer.get("--rdzv-conf"):
-            yield parse_conf(f"{conf.source}: rdzv-conf", conf.text, lenient=values.torchrun)
-        yield {
-            key: Setting(f"{value.source}: {name[2:]}: ", value.text)
-            for key, name in flags.items()
-            if (value := layer.get(name))
-        }
-    if variable := values.variable("--rdzv-conf"):
-        yield parse_conf(variable, values.environ[variable], lenient=values.torchrun)
-    yield {
-        key: Setting(f"{variable}=", values.environ[variable])
-        for key, name in flags.items()
-        if (variable := values.variable(name))
-    }
-    merged: dict[str, Setting] = {}
-    given = values.given.get("--rdzv-conf", [])
-    for text in given[-1:] if values.torchrun else given:
-        merged |= parse_conf("--rdzv-conf", text, lenient=values.torchrun)
-    yield merged
-    yield {key: Setting(f"{name} ", values.text(name) or "") for key, name in flags.items() if name in values.given}
+    times = {key: values.levels(name) for key, name in flags.items() if values.text(name) is not None}
+    for level, confs in enumerate(values.levels("--rdzv-conf")):
+        merged: dict[str, Setting] = {}
+        for conf in confs[-1:] if values.torchrun else confs:
+            merged |= parse_conf(conf.asked.rstrip(" :="), conf.text, lenient=values.torchrun)
+        yield merged
+        yield {key: found[level][-1] for key, found in times.items() if found[level]}
 
 
 def _nproc(text: str) -> int:
     """Return the number of workers that --nproc requests; torch is imported only to count devices."""
     if text == "cpu":
         return len(os.sched_getaffinity(0))
-    if text in ("auto", "gpu"):
+    if text.isalpha():
         import torch
 
+        if text == "gpu":
+            if not torch.cuda.is_available():
+                raise UsageError(
+                    f"--nproc gpu: torch {torch.__version__} finds no CUDA device here.",
+                    "Give a number or cpu, or fix the driver, CUDA_VISIBLE_DEVICES or the build of torch.",
+                )
+            return torch.cuda.device_count()
+        found = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
         if text == "auto":
-            found = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
             return found or len(os.sched_getaffinity(0))
-        if not torch.cuda.is_available():
-            raise UsageError(
-                f"--nproc gpu: torch {torch.__version__} finds no CUDA device here.",
-                "Give a number or cpu, or fix the driver, CUDA_VISIBLE_DEVICES or the build of torch.",
-            )
-        return torch.cuda.device_count()
-    if text.isalpha() and (found := devices_of(text)):
-        return found
+        accelerator = torch.accelerator.current_accelerator() if found else None
+        if accelerator and accelerator.type == text:  # torch's name for a kind of device, such as xpu
+            return found
     try:
         return Setting("--nproc ", text).whole()
     except UsageError:
@@ -317,8 +296,8 @@ def _nproc(text: str) -> int:
 
 def _listed(name: str, values: Values) -> tuple[str, ...]:
     """Return the parts of a repeatable flag's values."""
-    values.text(name)  # raises if it is empty
-    texts = values.given.get(name) or [values.text(name) or ""]
+    text = values.text(name)  # raises if it is empty
+    texts = values.given.get(name) or [text or ""]
     return tuple(filter(None, (part.strip() for text in texts for part in text.split(","))))
 
 

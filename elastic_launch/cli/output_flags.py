@@ -1,7 +1,4 @@
-"""Reads :class:`~elastic_launch.config.output.Output` and the log directory from flags and environment.
-
-Each function raises a UsageError if a value is not one that its flag accepts.
-"""
+"""Reads :class:`~elastic_launch.config.output.Output` and the log directory from flags and environment."""
 
 from __future__ import annotations
 
@@ -26,7 +23,6 @@ from elastic_launch.config.output import (
     TORCH_HEADER,
     Output,
     Std,
-    Streams,
     parse_ranks,
     parse_streams,
 )
@@ -47,8 +43,8 @@ def read_output(values: Values) -> Output:
     ranks = values.text("--local-ranks-filter")
     out, err = _filters(values, "--duplicate-stdout-filters"), _filters(values, "--duplicate-stderr-filters")
     output = Output(
-        redirects=_streams(values, "--redirects"),
-        tee=_streams(values, "--tee"),
+        redirects=parse_streams("--redirects", values.text("--redirects") or "0"),
+        tee=parse_streams("--tee", values.text("--tee") or "0"),
         local_ranks=parse_ranks(ranks) if ranks else frozenset(),
         stdout_filters=out,
         stderr_filters=err,
@@ -56,19 +52,15 @@ def read_output(values: Values) -> Output:
         header=values.text("--log-line-prefix-template") or TORCH_HEADER,
         keep=values.text("--log-dir") != os.devnull,
         logs_specs=_logs_specs(values),
-        layout=_layout(values),
+        layout=values.choice("--log-layout", LAYOUTS, "is not a layout of log files") or LAYOUTS[0],
     )
     _tell_without_effect(output)
     return output
 
 
-def read_log_format(text: str | None) -> str:
+def read_log_format(values: Values) -> str:
     """Return the format of the launcher's own lines."""
-    if text is None:
-        return LaunchConfig.log_format
-    if text not in LOG_FORMATS:
-        raise UsageError(f"--log-format {text} is not a log format.", f"Give {', '.join(LOG_FORMATS)}.")
-    return text
+    return values.choice("--log-format", LOG_FORMATS, "is not a log format") or LaunchConfig.log_format
 
 
 def read_progress(values: Values, *, own_agent: bool) -> str:
@@ -77,9 +69,7 @@ def read_progress(values: Values, *, own_agent: bool) -> str:
     Args:
         own_agent: whether this project's agent runs the workers; torch's has no view.
     """
-    asked = values.text("--progress") or "auto"
-    if asked not in PROGRESS:
-        raise UsageError(f"--progress {asked} is unknown.", f"Give {', '.join(PROGRESS)}.")
+    asked = values.choice("--progress", PROGRESS) or "auto"
     if asked in ("plain", "none"):
         return asked
     if not own_agent:
@@ -121,9 +111,6 @@ def make_run_directory(config: LaunchConfig) -> LaunchConfig:
 
     Returns:
         The configuration; with another log directory if another user may control the default one.
-
-    Raises:
-        UsageError: if another user may control the run's directory in the given one, or it cannot be created.
     """
     if config.link_dir is None:
         if reason := untrusted(config.run_directory, exclusive=False):
@@ -137,7 +124,7 @@ def make_run_directory(config: LaunchConfig) -> LaunchConfig:
         if reason := untrusted(config.link_dir, exclusive=True):
             return _moved(config, reason)
     try:
-        _make(config)
+        make_private(config.log_dir if config.foreign else config.run_directory)
     except OSError as error:
         if error.errno not in _IMPOSSIBLE:  # a full or failing file system must not keep a node from training
             return config
@@ -156,12 +143,8 @@ def _moved(config: LaunchConfig, reason: str) -> LaunchConfig:
     log.warning("%s: logs go to %s instead, where elasticctl finds the run with --log-dir", reason, fresh)
     config = replace(config, log_dir=fresh / config.log_dir.name, link_dir=fresh)
     with contextlib.suppress(OSError):
-        _make(config)
+        make_private(config.log_dir if config.foreign else config.run_directory)
     return config
-
-
-def _make(config: LaunchConfig) -> None:
-    make_private(config.log_dir if config.foreign else config.run_directory)
 
 
 def _temporary(find: Callable[[], str]) -> Path:
@@ -196,11 +179,6 @@ def _tell_without_effect(output: Output) -> None:
             log.warning("%s is without effect: it is for what is shown, or tee'd, and %s is not.", flag, name)
 
 
-def _streams(values: Values, name: str) -> Streams:
-    text = values.text(name)
-    return Streams() if text is None else parse_streams(name, text)
-
-
 def _filters(values: Values, name: str) -> tuple[str, ...]:
     """Split at commas; a double comma is a literal comma, as in torchrun."""
     text = values.text(name)
@@ -213,13 +191,6 @@ def _filters(values: Values, name: str) -> tuple[str, ...]:
             "Write texts with commas between them; a double comma stands for one.",
         )
     return found
-
-
-def _layout(values: Values) -> str:
-    text = values.text("--log-layout") or LAYOUTS[0]
-    if text not in LAYOUTS:
-        raise UsageError(f"--log-layout {text} is not a layout of log files.", f"Give {', '.join(LAYOUTS)}.")
-    return text
 
 
 def _logs_specs(values: Values) -> str:

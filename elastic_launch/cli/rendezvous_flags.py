@@ -1,7 +1,4 @@
-"""Reads where the nodes of a run meet from flags: the backend, its address, and this node's rank.
-
-Flags that contradict each other, or lack what the backend needs, are UsageErrors.
-"""
+"""Reads where the nodes of a run meet from flags: the backend, its address, and this node's rank."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from elastic_launch.cli.flags import Values
@@ -206,13 +204,8 @@ def _master(values: Values) -> Endpoint:
 
 def _foreign(values: Values, backend: str, endpoint: str, rank: int | None) -> Foreign:
     conf: dict[str, str] = {}
-    for layer in reversed(values.beneath):
-        if item := layer.get("--rdzv-conf"):
-            conf |= conf_items(f"{item.source}: rdzv-conf", item.text)
-    if variable := values.variable("--rdzv-conf"):
-        conf |= conf_items(variable, values.environ[variable])
-    for text in values.given.get("--rdzv-conf", ()):
-        conf |= conf_items("--rdzv-conf", text)
+    for found in chain.from_iterable(values.levels("--rdzv-conf")):
+        conf |= conf_items(found.asked.rstrip(" :="), found.text)
     if rank is not None:
         log.warning("--node-rank has no effect under --rdzv-backend %s, as in torchrun.", backend)
     return Foreign(endpoint, tuple(conf.items()))

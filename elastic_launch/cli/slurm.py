@@ -105,11 +105,7 @@ def _repeated(text: str) -> list[int]:
 
 
 def found_out(values: Values) -> Mapping[str, Sourced]:
-    """Return defaults for unset flags, by flag name, derived from Slurm's variables; empty outside of a job.
-
-    Raises:
-        UsageError: if the agents, as they were started, cannot be one run.
-    """
+    """Return defaults for unset flags, by flag name, derived from Slurm's variables; empty outside of a job."""
     step = JobStep.of(values.environ)
     if step is None or values.switch("--standalone"):
         return {}

@@ -1,5 +1,7 @@
 """Validated configuration of a launch, independent of the source of its values.
 
+Invalid values are refused with a UsageError, which says what to give instead.
+
 ``launch_config``   :class:`~elastic_launch.config.launch_config.LaunchConfig` and its parts
 ``backends``        the rendezvous backends, and the services that keep records
 ``endpoints``       addresses as the user writes them

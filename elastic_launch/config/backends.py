@@ -38,11 +38,7 @@ class StoreService:
     port: ClassVar[int]
 
     def parse(self, text: str) -> tuple[Endpoint, ...]:
-        """Return the addresses that ``--rdzv-endpoint`` names, separated by commas.
-
-        Raises:
-            UsageError: if they are not addresses of such a service.
-        """
+        """Return the addresses that ``--rdzv-endpoint`` names, separated by commas."""
         found = tuple(parse_endpoint(part, self.port) for part in text.split(","))
         if any(endpoint.port == 0 for endpoint in found):
             raise UsageError(

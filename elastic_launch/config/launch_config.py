@@ -45,9 +45,6 @@ class Limits:
     Attributes:
         restart_refill: seconds of rounds with new steps that give one charged restart back; 0: none is given back.
         max_idle_restarts: restarts in a row without a new step after which the run ends; 0: no such limit.
-
-    Raises:
-        UsageError: on an empty or invalid range of nodes, or an invalid number of restarts.
     """
 
     min_nodes: int = 1
@@ -328,9 +325,6 @@ def check_seconds(asked: str, value: float, *, zero: bool) -> float:
     Args:
         asked: the setting as the user wrote it, for the error.
         zero: whether 0 is allowed.
-
-    Raises:
-        UsageError: on a negative, infinite or undefined time.
     """
     if not math.isfinite(value) or value < 0 or value > LONGEST_WAIT or (value == 0 and not zero):
         raise UsageError(

@@ -141,13 +141,14 @@ class Output:
         kept = directory if self.keep else None
         header = self.header_of(placement, role=role, node_id=node_id)
         filters = self.filters(placement.local_rank, std) if kept else ()
+        matching = f"filtered_{name}.log" if self.layout == "torchrun" else f"filtered_{name}-{node_id}.log"
         return Route(
             console=self.shows(placement.local_rank, std),
             path=kept / self.worker_directory(placement) / f"{name}.log" if kept else None,
             prefix=header if self.prefix or std in self.tee.of(placement.local_rank) else "",
             rank=placement.rank,
             filters=filters,
-            matching=kept / self._matching(name, node_id) if kept and filters else None,
+            matching=kept / matching if kept and filters else None,
             header=header,
         )
 
@@ -162,9 +163,6 @@ class Output:
         """
         return str(placement.local_rank if self.layout == "torchrun" or placement.rank < 0 else placement.rank)
 
-    def _matching(self, name: str, node_id: str) -> str:
-        return f"filtered_{name}.log" if self.layout == "torchrun" else f"filtered_{name}-{node_id}.log"
-
     def header_of(self, placement: Placement, *, role: str, node_id: str) -> str:
         """Return the prefix of a worker's lines where they have one."""
         if self.prefix:
@@ -178,9 +176,6 @@ def parse_streams(asked: str, text: str) -> Streams:
     """Parse torchrun's syntax: ``3`` for all local ranks, or ``0:1,1:2`` for some; 0 none, 1 stdout, 2 stderr, 3 both.
 
     Unlike in torchrun, local ranks may have several digits.
-
-    Raises:
-        UsageError: if text is neither; ``asked`` names the setting.
     """
     text = text.strip()
     if re.fullmatch("[0-3]", text):

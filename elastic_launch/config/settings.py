@@ -106,9 +106,6 @@ def read_timing(layers: Iterable[Mapping[str, Setting]], *, one_wait: bool = Fal
 
     Returns:
         The times, whether this node hosts the run (None if not given), and whether to reuse an ended run's id.
-
-    Raises:
-        UsageError: on a value that its key does not accept.
     """
     settings: dict[str, Setting] = {}
     for layer in layers:
@@ -154,40 +151,34 @@ def parse_conf(asked: str, text: str, *, lenient: bool = False) -> dict[str, Set
     Args:
         lenient: log and ignore unknown keys.
     """
-    items = conf_items(asked, text, known=() if lenient else CONF_KEYS)
+    items = conf_items(asked, text, lenient=lenient)
     for key in [key for key in items if key not in CONF_KEYS]:
         log.warning("%s %s=%s has no effect: the key is not known.", asked, key, items.pop(key))
     return {key: Setting(f"{asked} {key}=", value, UsageError) for key, value in items.items()}
 
 
-def conf_items(asked: str, text: str, known: Iterable[str] = ()) -> dict[str, str]:
-    """Split ``key=value,key=value``, optionally quoted; without known keys, any key is accepted."""
+def conf_items(asked: str, text: str, *, lenient: bool = True) -> dict[str, str]:
+    """Split ``key=value,key=value``, optionally quoted; ``lenient`` accepts any key."""
     found: dict[str, str] = {}
     text = text.strip()
     if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":  # not removed by a shell: a list of args in YAML
         text = text[1:-1]
     for item in filter(None, map(str.strip, text.split(","))):
         key, _, value = map(str.strip, item.partition("="))
-        if known:
-            check_keys(asked, [key])
+        if not lenient:
+            check_key(asked, key)
         if not value:
             raise UsageError(f"{asked} gives {key} no value.", "Write KEY=VALUE,KEY=VALUE.")
         found[key] = value
     return found
 
 
-def check_keys(asked: str, keys: Iterable[str]) -> None:
-    """Reject unknown keys of the rendezvous.
-
-    Raises:
-        UsageError: naming the nearest known key.
-    """
-    known = f"Known: {', '.join(CONF_KEYS)}."
-    for key in keys:
-        if key not in CONF_KEYS:
-            meant = nearest(key, CONF_KEYS)
-            hint = f"Did you mean {meant}? {known}" if meant else known
-            raise UsageError(f"{asked} has the unknown key {key!r}.", hint)
+def check_key(asked: str, key: str) -> None:
+    """Reject an unknown key of the rendezvous, and name the nearest known one."""
+    if key not in CONF_KEYS:
+        meant = nearest(key, CONF_KEYS)
+        hint = f"{f'Did you mean {meant}? ' if meant else ''}Known: {', '.join(CONF_KEYS)}."
+        raise UsageError(f"{asked} has the unknown key {key!r}.", hint)
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

@@ -91,9 +91,6 @@ def visible_device(local_rank: int, environ: Mapping[str, str]) -> str:
 
     Args:
         environ: the agent's environment, in which the variable may already select GPUs.
-
-    Raises:
-        UsageError: if no GPU is left for the worker.
     """
     chosen = environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:

@@ -52,9 +52,6 @@ def wanted(environ: Mapping[str, str], program: str = "") -> bool:
 
     Args:
         program: the name by which this process was called; the variable wins.
-
-    Raises:
-        UsageError: if the variable is neither yes nor no.
     """
     if text := environ.get(ENV_TORCHRUN):
         return Setting(f"{ENV_TORCHRUN}=", text).truth()

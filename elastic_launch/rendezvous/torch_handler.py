@@ -28,7 +28,7 @@ from elastic_launch.clock import MonotonicClock
 from elastic_launch.config.backends import kind_of
 from elastic_launch.config.endpoints import Endpoint
 from elastic_launch.config.launch_config import Command, LaunchConfig, Limits
-from elastic_launch.config.settings import Setting, check_keys, default_node_id, read_timing
+from elastic_launch.config.settings import Setting, check_key, default_node_id, read_timing
 from elastic_launch.errors import ExitCode, UsageError
 from elastic_launch.events.types import Event
 from elastic_launch.rendezvous.backends.registry import backend_of
@@ -106,7 +106,8 @@ class TorchrunHandler(_Handler):
     def __init__(self, params: RendezvousParameters, backend: str) -> None:
         # torch's LaunchConfig always adds a `timeout`, meant for handlers older than c10d.
         conf = {k: Setting(f"--rdzv-conf {k}=", str(v)) for k, v in params.config.items() if k != "timeout"}
-        check_keys("--rdzv-conf", conf)
+        for key in conf:
+            check_key("--rdzv-conf", key)
         timing, is_host, reuse = read_timing([conf])
         endpoints = _endpoints(params, backend)
         config = LaunchConfig(
