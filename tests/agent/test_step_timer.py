@@ -101,7 +101,6 @@ def test_progress_is_what_was_written_last() -> None:
     assert second is not None
     assert (first[:2], second[:2]) == ((3, 7), (3, 8))
     assert 0 <= second.at - first.at < 10
-    assert progress.read() is second, "the same report is decoded once"
     os.pwrite(progress.descriptor, b"x", 0)  # as left by a writer that was killed in the middle
     assert progress.read() is None
     progress.close()
