@@ -19,7 +19,7 @@ from elastic_launch.cli import composer
 from elastic_launch.cli import elasticctl as ctl
 from elastic_launch.cli.flags import FLAGS, Flag, split
 from elastic_launch.config.launch_config import Timing
-from elastic_launch.config.notice_sources import spellings
+from elastic_launch.config.notice_sources import SPELLINGS
 from elastic_launch.config.settings import CONF_KEYS
 from elastic_launch.config.torchrun_mode import DEFAULTS, EMPTY, ENV_TORCHRUN
 from elastic_launch.contract import ENV_AHEAD, Placement, worker_environment
@@ -145,7 +145,7 @@ def test_the_keys_of_rdzv_conf_are_shown_with_their_defaults() -> None:
 
 def test_the_sources_of_notices_are_shown_and_no_other() -> None:
     table = rows(sections(REFERENCE / "command-line.md", "##")["Sources of notices"])
-    assert [names(row[0])[0] for row in table[2:]] == [*spellings(), "none"]
+    assert [names(row[0])[0] for row in table[2:]] == [*SPELLINGS, "none"]
 
 
 def test_the_exit_codes_are_shown() -> None:

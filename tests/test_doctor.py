@@ -21,6 +21,7 @@ from elastic_launch.errors import ExitCode
 from elastic_launch.rendezvous.admin import client
 from elastic_launch.rendezvous.wire import addresses
 from elastic_launch.snapshot.format.manifest import directory_name
+from elastic_launch.system.findings import clock
 
 IMPORTS = doctor._TORCH
 
@@ -256,7 +257,7 @@ def test_the_address_that_gloo_takes_is_named(monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_a_clock_is_off_only_if_it_surely_is(ahead: float, unsure: float, said: str) -> None:
-    found = doctor._clock(ahead, unsure)
+    found = clock(ahead, unsure, "the leader's", ".", "Run an NTP client.")
     assert f"{found.level.value:<8} {found.text}".startswith(said)
     assert bool(found.remedy) == said.startswith("warning")
 
