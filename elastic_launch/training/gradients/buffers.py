@@ -8,7 +8,8 @@ differ from them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -17,12 +18,12 @@ from torch import Tensor, nn
 
 from elastic_launch.batch import BatchPlan
 from elastic_launch.errors import UsageError
+from elastic_launch.snapshot.format.dtypes import flat_bytes
 from elastic_launch.training.gradients.buffer_rules import Buffer, advice, buffers_of, tensors_of
+from elastic_launch.training.gradients.flat import alike
 
 BY_VALUE = 100
 """Interval in steps at which buffers without a rule are compared by their values."""
-
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 class Buffers:
@@ -44,13 +45,10 @@ class Buffers:
         self._versions: dict[str, int] = {}
         self._sums: list[Tensor] = []
         self._added: list[Tensor] = []
-        self._bits: list[Tensor] = []
         self._keys: list[Tensor] = []
         self._undecided: list[_Watched] = []
-        self._left: dict[str, Tensor] = {}
+        self._left: dict[str, Tensor] = {}  # what the step's last micro-batch has left, of those where that counts
         self._totals: list[Tensor] = []
-        self._alone: list[Tensor] = []
-        self._mine = False
 
     @property
     def outdated(self) -> bool:
@@ -76,11 +74,10 @@ class Buffers:
             watched.begin()
         self._versions.clear()
         self._added = [_zeros(x.tensor) for x in self._counts]
-        self._bits = [_no_bits(x.tensor) for x in self._last]
         self._keys = [_zeros(x.tensor).fill_(_MOST) for x in self._extremes]
         # A step with one micro-batch leaves one value, so no rule is needed.
         self._undecided = [x for x in self._watched if x.buffer.rule is None and x.buffer.saved and plan.total == 1]
-        self._left, self._mine = {}, False
+        self._left = {}
 
     def take(self, index: int) -> list[Tensor]:
         """Collect the values that a micro-batch left, and return what it adds to each of ``summed``."""
@@ -95,10 +92,9 @@ class Buffers:
                 if watched not in self._undecided:
                     watched.refuse()
                 _check_shape(watched.buffer, watched.start)
-                self._left[watched.buffer.name] = watched.buffer.tensor.detach().clone()
-        self._mine |= index == self._total - 1
+                self._left[watched.buffer.name] = _copied(watched.buffer.tensor)
         if index == self._total - 1:
-            self._bits = [_bits(x.tensor) for x in self._last]
+            self._left |= {x.name: _copied(x.tensor) for x in self._last}
         for added, counted in zip(self._added, self._counts, strict=True):
             added.add_(counted.tensor.to(torch.int64) - self._starts[counted.name].to(torch.int64))
         for key, extreme in zip(self._keys, self._extremes, strict=True):
@@ -141,12 +137,15 @@ class Buffers:
         if sums is None:
             sums = self._sums
             if self._world_size > 1:
-                _all_reduce(self._sums, dist.ReduceOp.SUM)
+                _together(self._sums, dist.all_reduce)
         self._totals = list(sums)
         if self._world_size > 1:
-            self._alone = self._share_undecided()
-            _all_reduce([*self._added, *self._bits, *self._alone], dist.ReduceOp.SUM)
-            _all_reduce(self._keys, dist.ReduceOp.MIN)
+            _together(self._added, dist.all_reduce)
+            _together(self._keys, partial(dist.all_reduce, op=dist.ReduceOp.MIN))
+            decided = [*self._last, *(x.buffer for x in self._undecided)]
+            self._left = {x.name: self._left.get(x.name, _copied(x.tensor)) for x in decided}
+            # The last rank has the last micro-batch. As bytes: not every backend supports every dtype.
+            _together([*map(flat_bytes, self._left.values())], partial(dist.broadcast, src=self._world_size - 1))
 
     def finish(self) -> None:
         """Set every buffer to its new value, on all ranks; called after :meth:`exchange`.
@@ -164,22 +163,13 @@ class Buffers:
                 buffer.tensor.copy_(value)
             for buffer, added in zip(self._counts, self._added, strict=True):
                 buffer.tensor.copy_(self._starts[buffer.name].to(torch.int64) + added)
-            for buffer, bits in zip(self._last, self._bits, strict=True):
-                buffer.tensor.copy_(_from_bits(bits, buffer.tensor))
+            for buffer in self._last:
+                buffer.tensor.copy_(self._left[buffer.name])
             for buffer, key in zip(self._extremes, self._keys, strict=True):
                 buffer.tensor.copy_(_from_key(key, buffer))
-            for watched, bits in zip(self._undecided, self._alone, strict=False):
-                watched.set(_from_bits(bits, watched.buffer.tensor))
-            for watched in self._undecided if self._world_size == 1 else []:
+            for watched in self._undecided:
                 if (left := self._left.get(watched.buffer.name)) is not None:
                     watched.set(left)
-
-    def _share_undecided(self) -> list[Tensor]:
-        """Return the values that the only micro-batch left, on the rank that had it, to be summed over the ranks."""
-        return [
-            _bits(self._left.get(x.buffer.name, x.buffer.tensor)) if self._mine else _no_bits(x.buffer.tensor)
-            for x in self._undecided
-        ]
 
     def _mean(self, buffer: Buffer, total: Tensor) -> Tensor:
         start = self._starts[buffer.name]
@@ -244,7 +234,7 @@ class _Watched:
         """Whether the current micro-batch has changed it."""
         if not self._by_value and self.buffer.tensor._version == self._version:
             return False
-        return not torch.equal(_bits(self.buffer.tensor), _bits(self.start))
+        return not torch.equal(flat_bytes(self.buffer.tensor), flat_bytes(self.start))
 
     def refuse(self) -> None:
         buffer = self.buffer
@@ -299,26 +289,16 @@ def _take_back(buffer: Buffer) -> None:
         own[name] = tensor
 
 
-# Bits as integers: values that are zero on all ranks but one can be summed, and integers have the order of the values.
+def _copied(tensor: Tensor) -> Tensor:
+    """Return a copy that is contiguous, so that its bytes can be received in place."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor.detach())
+
 
 _MOST = 2**63 - 1
 
 
 def _zeros(like: Tensor) -> Tensor:
     return torch.zeros(like.shape, dtype=torch.int64, device=like.device)
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return dense.reshape(-1).view(_WORDS[dense.element_size()]).to(torch.int64, copy=True)
-
-
-def _no_bits(like: Tensor) -> Tensor:
-    return torch.zeros(like.numel() * (2 if like.element_size() == 16 else 1), dtype=torch.int64, device=like.device)
-
-
-def _from_bits(bits: Tensor, like: Tensor) -> Tensor:
-    return bits.to(_WORDS[like.element_size()]).view(like.dtype).reshape(like.shape)
 
 
 def _key(buffer: Buffer) -> Tensor:
@@ -348,21 +328,12 @@ def _from_key(key: Tensor, buffer: Buffer) -> Tensor:
     return bits.to(_SIGNED[value.element_size()]).view(value.dtype)
 
 
-def _all_reduce(tensors: Sequence[Tensor], operation: dist.ReduceOp.RedOpType) -> None:
-    """Reduce tensors over the ranks; tensors of the same dtype and device are reduced together."""
-    for together in _alike(tensors):
-        if len(together) == 1 and together[0].is_contiguous():
-            dist.all_reduce(together[0], op=operation)
-            continue
-        flat = torch.cat([tensor.reshape(-1) for tensor in together])
-        dist.all_reduce(flat, op=operation)
-        for tensor, piece in zip(together, torch.split(flat, [x.numel() for x in together]), strict=True):
+def _together(tensors: Sequence[Tensor], exchange: Callable[[Tensor], object]) -> None:
+    """Exchange tensors with all ranks; those of the same dtype and device in one collective."""
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    for members in alike(filled):
+        these = [filled[which] for which in members]
+        flat = torch.cat([tensor.reshape(-1) for tensor in these])
+        exchange(flat)
+        for tensor, piece in zip(these, torch.split(flat, [x.numel() for x in these]), strict=True):
             tensor.copy_(piece.view(tensor.shape))
-
-
-def _alike(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    yield from kinds.values()
