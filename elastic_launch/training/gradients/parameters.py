@@ -11,12 +11,11 @@ import hashlib
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from elastic_launch.errors import UsageError
 from elastic_launch.snapshot.format.dtypes import bytes_of, dense
-from elastic_launch.training.ranks.exchange import broadcast_state, broadcast_tensors
+from elastic_launch.training.ranks.exchange import are_same, broadcast_state, broadcast_tensors
 from elastic_launch.training.wrapped import is_sharded
 
 
@@ -139,18 +138,15 @@ class Parameters:
 
     def same_everywhere(self) -> bool:
         """Whether all ranks have the same signature; called by all ranks."""
-        bounds = torch.tensor([self.signature, -self.signature], dtype=torch.int64, device="cpu")
-        dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
-        return int(bounds[0]) == -int(bounds[1])
+        return all(are_same([self.signature]))
 
     def check_new(self, names: list[str]) -> None:
         """Compare parameters that were added during the training; called by all ranks."""
-        tensors = [p for name, p in zip(self.names, self.all, strict=True) if name in set(names) - self.sharded.keys()]
-        digests = torch.tensor([_digest(tensor) for tensor in tensors], dtype=torch.int64, device="cpu")
-        bounds = torch.cat([digests, -digests])
-        dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
-        for name, high, low in zip(names, *bounds.view(2, -1).tolist(), strict=True):
-            if high != -low:
+        new = set(names) - self.sharded.keys()
+        tensors = {name: p for name, p in zip(self.names, self.all, strict=True) if name in new}
+        same = are_same([_digest(tensor) for tensor in tensors.values()])
+        for name, alike in zip(tensors, same, strict=True):
+            if not alike:
                 raise UsageError(
                     f"{name} is new in this training, and its values are not the same on all ranks.",
                     "Build it inside the loop over the steps, where all ranks have the same random state, or broadcast "

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -36,26 +36,17 @@ class Wishes:
 
     def __or__(self, other: Wishes) -> Wishes:
         """Return the union of both; the checksum is the other's."""
-        return Wishes(
-            max(self.stop, other.stop),
-            self.save or other.save,
-            self.keep or other.keep,
-            self.evaluate or other.evaluate,
-            self.compare or other.compare,
-            other.checksum,
-            self.differs or other.differs,
-        )
+        both = Wishes.of_counts([*map(max, self.counts(), other.counts())])
+        return replace(both, checksum=other.checksum, differs=self.differs or other.differs)
 
     def counts(self) -> list[float]:
-        """Return numbers whose sums over the ranks show what any rank wants; they do not include the checksum."""
-        return [*(float(self.stop >= level) for level in _STOPS), *map(float, self._flags())]
-
-    def _flags(self) -> tuple[bool, ...]:
-        return self.save, self.keep, self.evaluate, self.compare
+        """Return numbers of which sum or maximum over the ranks show what any wants; the checksum is not included."""
+        levels = [self.stop >= level for level in _STOPS]
+        return [*map(float, (*levels, self.save, self.keep, self.evaluate, self.compare))]
 
     @staticmethod
     def of_counts(counts: Sequence[float]) -> Wishes:
-        """Return what any rank wants, from the sums over the ranks of :meth:`counts`."""
+        """Return what any rank wants, from the sums or maxima over the ranks of :meth:`counts`."""
         *levels, save, keep, evaluate, compare = (count > 0 for count in counts)
         return Wishes(StopSource(sum(levels)), save, keep, evaluate, compare)
 
@@ -116,7 +107,7 @@ class Agreement:
         agreed = self.settle()
         # Wishes waiting for the next step's losses are sent too.
         wishes, self._leaving = self._leaving | wishes, NOTHING
-        self._post(wishes, wishes.checksum)
+        self._post(wishes)
         return agreed
 
     def exchange_by_step(self, wishes: Wishes) -> Wishes:
@@ -130,7 +121,7 @@ class Agreement:
         if wishes is not NOTHING:
             self._leaving |= wishes
             if wishes.checksum is not None:
-                self._post(NOTHING, wishes.checksum)
+                self._post(Wishes(checksum=wishes.checksum))
         return agreed
 
     def leave(self) -> list[float]:
@@ -144,9 +135,9 @@ class Agreement:
         if any(sums):
             self._arrived |= Wishes.of_counts(sums)
 
-    def _post(self, wishes: Wishes, checksum: int | None) -> None:
-        number = 0 if checksum is None else checksum
-        numbers = torch.tensor([wishes.stop, *wishes._flags(), number, ~number], device="cpu")
+    def _post(self, wishes: Wishes) -> None:
+        number = wishes.checksum or 0
+        numbers = torch.tensor([*map(int, wishes.counts()), number, ~number], device="cpu")
         work = dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
         assert work is not None
         self._posted = numbers, work
@@ -164,7 +155,6 @@ class Agreement:
             return agreed
         (numbers, work), self._posted = self._posted, None
         work.wait()
-        stop, *flags, most, most_inverted = numbers.tolist()
-        save, keep, evaluate, compare = map(bool, flags)
+        *counts, most, most_inverted = numbers.tolist()
         # The maximum of the inverted checksums is the inverted minimum.
-        return agreed | Wishes(StopSource(stop), save, keep, evaluate, compare, differs=most != ~most_inverted)
+        return agreed | replace(Wishes.of_counts(counts), differs=most != ~most_inverted)

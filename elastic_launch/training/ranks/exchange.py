@@ -140,39 +140,23 @@ def broadcast_state(state: Any, source: int, rank: int) -> Any:
         tensors, rest = tree.encode(state)
         header = json.dumps([described(tensors), rest]).encode()
     with exchanging():
-        shapes, rest = json.loads(_broadcast_bytes(header, source, rank))
-    found = tree.decode(rest, _Sent(shapes, tensors if rank == source else None, source))
-    return state if rank == source else found
+        size = torch.tensor([len(header)], dtype=torch.int64, device="cpu")
+        dist.broadcast(size, src=source)
+        content = torch.frombuffer(bytearray(header.ljust(int(size))), dtype=torch.uint8)
+        dist.broadcast(content, src=source)
+    shapes, rest = json.loads(bytes(bytes_of(content)))
+    for name, (dtype, shape) in shapes.items():
+        if rank == source:
+            sent = tensors[name].cpu()
+        else:
+            sent = tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
+        in_chunks(sent, partial(dist.broadcast, src=source))
+    return state if rank == source else tree.decode(rest, tensors)
 
 
 def described(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the dtype and the shape of each tensor, as JSON can hold them."""
     return {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
-
-
-class _Sent(Mapping[str, Tensor]):
-    """Tensors of which each is sent when it is looked up, by all ranks in the same order."""
-
-    def __init__(self, shapes: Mapping[str, Any], tensors: Mapping[str, Tensor] | None, source: int) -> None:
-        self._shapes, self._tensors, self._source = shapes, tensors, source
-
-    def __getitem__(self, name: str) -> Tensor:
-        dtype, shape = self._shapes[name]
-        if self._tensors is None:
-            found = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
-        else:
-            found = self._tensors[name].cpu()
-        in_chunks(found, partial(dist.broadcast, src=self._source))
-        return found
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._shapes)
-
-    def __len__(self) -> int:
-        return len(self._shapes)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._shapes  # a look-up would send it
 
 
 def in_chunks(tensor: Tensor, transfer: Callable[[Tensor], object]) -> None:
@@ -213,27 +197,22 @@ def _chunks(tensor: Tensor) -> Iterator[Tensor]:
     return (content[begin : begin + CHUNK] for begin in range(0, content.numel(), CHUNK))
 
 
+def are_same(numbers: Sequence[int], group: dist.ProcessGroup | None = None) -> list[bool]:
+    """Return which numbers of 63 bits are the same on all ranks; called by all ranks with equally many."""
+    mine = torch.tensor([*numbers, *(~number for number in numbers)], dtype=torch.int64, device="cpu")
+    dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=group)
+    most, most_inverted = mine.view(2, -1).tolist()
+    # The maximum of the inverted numbers is the inverted minimum.
+    return [high == ~inverted for high, inverted in zip(most, most_inverted, strict=True)]
+
+
 def bytes_of_all(world: World, mine: bytes) -> list[bytes]:
     """Return the messages of all ranks, by rank; called by all ranks."""
     if world.world_size == 1:
         return [mine]
     sizes = [size for (size,) in numbers_of_all(world, [len(mine)])]
-    padded = torch.zeros(max(1, *sizes), dtype=torch.uint8, device="cpu")
-    if mine:
-        padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+    padded = torch.frombuffer(bytearray(mine.ljust(max(1, *sizes))), dtype=torch.uint8)
     gathered = [torch.zeros_like(padded) for _ in sizes]
     with exchanging():
         dist.all_gather(gathered, padded)
     return [bytes(bytes_of(entry[:size])) for entry, size in zip(gathered, sizes, strict=True)]
-
-
-def _broadcast_bytes(data: bytes, source: int, rank: int) -> bytes:
-    size = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
-    dist.broadcast(size, src=source)
-    content = (
-        torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        if rank == source
-        else torch.empty(int(size), dtype=torch.uint8, device="cpu")
-    )
-    dist.broadcast(content, src=source)
-    return bytes(content.tolist())

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from elastic_launch.errors import ElasticLaunchError
 from elastic_launch.training.ranks.checksum import checksums, combined
+from elastic_launch.training.ranks.exchange import are_same
 from elastic_launch.training.wrapped import is_zero
 
 SHARE = 0.001
@@ -95,11 +96,7 @@ class ReplicaCheck:
     def compare(self, step: int) -> None:
         """Compare the state after a step immediately."""
         taken = _Taken(step, self._named)
-        total = taken.total()
-        numbers = torch.tensor([total, ~total], device="cpu")
-        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._group())
-        most, most_inverted = numbers.tolist()
-        self._judge(taken, most != ~most_inverted)
+        self._judge(taken, not all(are_same([taken.total()], self._group())))
 
     def _judge(self, taken: _Taken, differs: bool) -> None:
         if self._at is not None:

@@ -10,17 +10,14 @@ import hashlib
 import json
 from collections.abc import Mapping
 
-import torch
-import torch.distributed as dist
-
 from elastic_launch.contract import Differs
 from elastic_launch.errors import UsageError
 from elastic_launch.training.link import AgentLink
+from elastic_launch.training.ranks.exchange import are_same, bytes_of_all
 from elastic_launch.training.ranks.world import World
 
 LONGEST = 4096
 """Bytes of arguments up to which they are given to the agent as they are; of longer ones it gets a checksum."""
-
 
 MOST_RANKS = 8192
 """Most ranks of which the agent learns how they differ: a message to it has a limit."""
@@ -57,16 +54,9 @@ def check_same(
     if world.world_size == 1:
         return
     text = _text(given).encode()
-    digest = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
-    bounds = torch.tensor([digest, -digest, len(text)], dtype=torch.int64, device="cpu")
-    dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
-    most, least, longest = bounds.tolist()
-    if most == -least:
+    if all(are_same([len(text), int.from_bytes(hashlib.sha256(text).digest()[:7], "big")])):
         return
-    mine = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
-    gathered = [torch.empty_like(mine) for _ in range(world.world_size)]
-    dist.all_gather(gathered, mine)
-    texts, lowest = [bytes(x.tolist()) for x in gathered], dict[bytes, int]()
+    texts, lowest = bytes_of_all(world, text), dict[bytes, int]()
     if link is not None and len(texts) <= MOST_RANKS:
         link.say_noted(Differs(tuple(lowest.setdefault(one, rank) for rank, one in enumerate(texts))))
     message = f"The ranks were given different arguments: {_difference([json.loads(one) for one in texts])}."
