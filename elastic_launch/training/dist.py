@@ -97,7 +97,13 @@ def initialize_dist(device: str | torch.device | None = None, timeout: float = 3
     """
     kind = _kind(device)
     if is_initialized():
-        _check_serves(kind)
+        backends = distributed.get_backend_config()
+        if {None: "", "cpu": "cpu:", "cuda": "cuda:nccl"}[kind] not in backends:
+            raise UsageError(
+                f"initialize_dist: the process group that this process has joined has the backends {backends}, none "
+                f"for {kind}.",
+                "Ask for the device that the group was made for, or let initialize_dist make it.",
+            )
         return
     if not is_available() and get_world_size() > 1:
         raise UsageError(
@@ -120,10 +126,7 @@ def barrier(group: ProcessGroup | None = None) -> None:
     """Wait until all ranks have called it; returns at once if this is the only process.
 
     Args:
-        group: the process group; None: all ranks.
-
-    Raises:
-        UsageError: if there are several ranks and no process group.
+        group: as for all collectives here, the process group; None: all ranks.
     """
     if joined("barrier"):
         distributed.barrier(group=group)
@@ -137,10 +140,9 @@ def all_reduce(tensor: Tensor, reduce_operation: str = "SUM", group: ProcessGrou
     Args:
         tensor: of any shape, with the same shape and dtype on all ranks; changed in place.
         reduce_operation: SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR or, with NCCL only, AVG; not case-sensitive.
-        group: the process group; None: all ranks.
 
     Raises:
-        UsageError: if the operation does not exist, or there are several ranks and no process group.
+        UsageError: if the operation does not exist.
     """
     name = reduce_operation.upper()
     if name not in _OPERATIONS:
@@ -155,33 +157,17 @@ def all_reduce(tensor: Tensor, reduce_operation: str = "SUM", group: ProcessGrou
 def broadcast(tensor: Tensor, src: int, group: ProcessGroup | None = None) -> None:
     """Overwrite the tensor on all ranks with the one of global rank ``src``; unchanged in a single process.
 
-    Args:
-        tensor: of any shape, with the same shape and dtype on all ranks; changed in place.
-        src: global rank that sends its tensor.
-        group: the process group; None: all ranks.
-
-    Raises:
-        UsageError: if there are several ranks and no process group.
+    Its shape and dtype must be the same on all ranks.
     """
     if joined("broadcast"):
         distributed.broadcast(tensor, src=src, group=group)
 
 
 def all_gather(tensor: Tensor, group: ProcessGroup | None = None) -> list[Tensor]:
-    """Return copies of all ranks' tensors, in rank order; in a single process, a list of one copy.
+    """Return copies of all ranks' tensors, which have one shape and dtype, in rank order; one copy in a single process.
 
     The copies carry no gradient. In a single process Composer returns the tensor itself, so that changing the result
     changes the input; this function always copies.
-
-    Args:
-        tensor: of any shape, with the same shape and dtype on all ranks.
-        group: the process group; None: all ranks.
-
-    Returns:
-        One tensor for each rank, each of the shape of ``tensor``.
-
-    Raises:
-        UsageError: if there are several ranks and no process group.
     """
     mine = tensor.detach().contiguous()
     if not joined("all_gather"):
@@ -196,13 +182,6 @@ def all_gather_object(obj: T, group: ProcessGroup | None = None) -> list[T]:
 
     Objects are sent as pickles over the process group, as by torch's own function. Unpickling can run arbitrary code:
     any process that can join the group can run code on every rank, so restrict its network to trusted hosts.
-
-    Args:
-        obj: any object that can be pickled.
-        group: the process group; None: all ranks.
-
-    Raises:
-        UsageError: if there are several ranks and no process group.
     """
     if not joined("all_gather_object"):
         return [obj]
@@ -214,15 +193,7 @@ def all_gather_object(obj: T, group: ProcessGroup | None = None) -> list[T]:
 def broadcast_object_list(object_list: list[Any], src: int = 0, group: ProcessGroup | None = None) -> None:
     """Overwrite the list's items on all ranks with those of global rank ``src``; unchanged in a single process.
 
-    Objects are sent as pickles; see the warning at :func:`all_gather_object`.
-
-    Args:
-        object_list: of the same length on all ranks; changed in place.
-        src: global rank that sends its items.
-        group: the process group; None: all ranks.
-
-    Raises:
-        UsageError: if there are several ranks and no process group.
+    The lists have one length. Objects are sent as pickles; see the warning at :func:`all_gather_object`.
     """
     if joined("broadcast_object_list"):
         distributed.broadcast_object_list(object_list, src=src, group=group)
@@ -243,13 +214,10 @@ def get_sampler(
     ``ElasticLoader`` does. With ``shuffle``, call the sampler's ``set_epoch`` before each epoch.
 
     Args:
-        dataset: the whole dataset, on every rank.
         drop_last: drop the samples that do not divide evenly among the ranks; otherwise the first samples are drawn
             again to fill up.
-        shuffle: draw in random order.
         num_replicas: used instead of the world size.
         rank: used instead of this process' global rank.
-        seed: seed of the shuffling; the same on all ranks.
     """
     return DistributedSampler(
         dataset,
@@ -270,7 +238,6 @@ def run_local_rank_zero_first() -> Iterator[None]:
 
     Raises:
         ElasticLaunchError: on the other ranks, if the body raised on a local rank 0.
-        UsageError: if there are several ranks and no process group.
     """
     if not joined("run_local_rank_zero_first"):
         yield
@@ -300,7 +267,6 @@ def local_rank_zero_download_and_wait(
     this function polls for the file ten times a second and cannot know that local rank 0 failed.
 
     Args:
-        expected_file_path: the file that local rank 0 makes in the body.
         timeout: seconds to wait for the file; Composer waits for ever.
 
     Raises:
@@ -331,9 +297,6 @@ def get_node_signal_file_name(rng: random.Random | None = None) -> str:
 
     Args:
         rng: source of the random part; only the one of rank 0 is used.
-
-    Raises:
-        UsageError: if there are several ranks and no process group.
     """
     drawn = "".join((rng or random.Random()).choices(string.ascii_letters + string.digits, k=_NAME_LENGTH))
     if joined("get_node_signal_file_name"):
@@ -344,12 +307,7 @@ def get_node_signal_file_name(rng: random.Random | None = None) -> str:
 
 
 def write_signal_file(signal_file_name: str, dir_path: str | os.PathLike[str] | None = None) -> str:
-    """Make a file on local rank 0, and return its path on every rank.
-
-    Args:
-        signal_file_name: the file's name.
-        dir_path: the file's directory, made if it is missing; None: the working directory.
-    """
+    """Make a file on local rank 0, and its directory (None: the working directory); return its path on every rank."""
     return _write_signal(signal_file_name, dir_path, _DONE)
 
 
@@ -369,7 +327,6 @@ def busy_wait_for_local_rank_zero(
 
     Raises:
         ElasticLaunchError: on a node's other ranks, if the body failed on local rank 0 or does not finish in time.
-        UsageError: if there are several ranks and no process group.
     """
     name = get_node_signal_file_name()
     try:
@@ -411,17 +368,6 @@ def _kind(device: str | torch.device | None) -> str | None:
     return _DEVICES[name]
 
 
-def _check_serves(kind: str | None) -> None:
-    backends = distributed.get_backend_config()
-    needed = {None: "", "cpu": "cpu:", "cuda": "cuda:nccl"}[kind]
-    if needed not in backends:
-        raise UsageError(
-            f"initialize_dist: the process group that this process has joined has the backends {backends}, none for "
-            f"{kind}.",
-            "Ask for the device that the group was made for, or let initialize_dist make it.",
-        )
-
-
 def _leave_at_exit(joined_by: int) -> None:
     # Not in a forked child, which does not own the group; and not after an error, when other ranks may not get here.
     if os.getpid() == joined_by and getattr(sys, "last_value", None) is None:
@@ -440,8 +386,8 @@ def _raise_if_one_failed(error: BaseException | None) -> None:
     failed = int(first)
     if failed == size:
         return
-    reason = f"{type(error).__name__}: {error}" if rank == failed else ""
-    told = torch.tensor(list(_padded(reason)), dtype=torch.uint8, device=device)
+    reason = f"{type(error).__name__}: {error}".encode(errors="replace")[:_REASON_BYTES].ljust(_REASON_BYTES, b"\0")
+    told = torch.tensor([*reason], dtype=torch.uint8, device=device)
     distributed.broadcast(told, src=failed)
     text = bytes(told.tolist()).rstrip(b"\0").decode(errors="ignore")
     raise ElasticLaunchError(
@@ -453,7 +399,3 @@ def _raise_if_one_failed(error: BaseException | None) -> None:
 def _device() -> str:
     """Return the device for this module's own small tensors."""
     return "cpu" if "cpu:" in distributed.get_backend_config() else "cuda"
-
-
-def _padded(text: str) -> bytes:
-    return text.encode(errors="replace")[:_REASON_BYTES].ljust(_REASON_BYTES, b"\0")

@@ -1,7 +1,8 @@
 """Ranks and sizes: from the process group once it is joined, before that from the environment.
 
 A process that was started ahead waits for its place here, unless it only asks for its local rank or for the number of
-workers on its node.
+workers on its node. A variable that is not a number, is missing although there are several ranks, or contradicts the
+process group is a UsageError.
 """
 
 from __future__ import annotations
@@ -28,11 +29,7 @@ def is_initialized() -> bool:
 
 
 def get_world_size() -> int:
-    """Return the number of processes in the job; 1 without a launcher.
-
-    Raises:
-        UsageError: if WORLD_SIZE is not a number, or differs from the size of the process group.
-    """
+    """Return the number of processes in the job; 1 without a launcher."""
     if is_initialized():
         return _agreed("WORLD_SIZE", distributed.get_world_size())
     size = _variable("WORLD_SIZE")
@@ -40,26 +37,14 @@ def get_world_size() -> int:
 
 
 def get_global_rank(group: ProcessGroup | None = None) -> int:
-    """Return this process' rank among all processes, from 0, or its rank in a group.
-
-    Args:
-        group: the process group; None: all ranks.
-
-    Raises:
-        UsageError: if RANK is not a number, is missing although there are several ranks, or differs from the rank in
-            the process group.
-    """
+    """Return this process' rank among all processes, from 0, or its rank in a group."""
     if is_initialized():
         return distributed.get_rank(group) if group is not None else _agreed("RANK", distributed.get_rank())
     return _place("RANK")
 
 
 def get_local_rank() -> int:
-    """Return this process' rank among the processes of its node, from 0.
-
-    Raises:
-        UsageError: if LOCAL_RANK is not a number, or is missing although there are several ranks.
-    """
+    """Return this process' rank among the processes of its node, from 0."""
     return _place("LOCAL_RANK")
 
 
@@ -78,11 +63,7 @@ def first_on_node() -> bool:
 
 
 def get_local_world_size() -> int:
-    """Return the number of processes on this node; 1 without a launcher.
-
-    Raises:
-        UsageError: if LOCAL_WORLD_SIZE is not a number, or is missing although there are several ranks.
-    """
+    """Return the number of processes on this node; 1 without a launcher."""
     return _place("LOCAL_WORLD_SIZE", alone=1)
 
 
@@ -91,9 +72,6 @@ def get_node_rank() -> int:
 
     It is torchrun's GROUP_RANK or, if that is not set, Composer's NODE_RANK: a cluster may have set the latter for the
     host, whose rank in an elastic round may differ.
-
-    Raises:
-        UsageError: if it is not a number, or is missing although there are several ranks.
     """
     find_place()
     return _place("GROUP_RANK" if os.environ.get("GROUP_RANK") else "NODE_RANK")
