@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,10 +51,13 @@ class Evaluations:
         self.every = every
         self._measure = measure
         self._report = report
-        self._evaluated = 0  # the last step whose evaluation is done
         self._last = time.monotonic()
         self._asked = False
-        self._agreed = -1  # the step after which all ranks evaluate because of a clock
+        self._agreed: int | None = None  # the step after which all ranks evaluate because of a clock
+
+    @property
+    def _evaluated(self) -> int:
+        return self.history[-1].step if self.history else 0
 
     def due(self, step: int, *, end: bool) -> bool:
         """Whether the state after a step lacks its evaluation."""
@@ -69,14 +73,14 @@ class Evaluations:
         return self._asked
 
     def agree(self, step: int) -> None:
-        """Record that all ranks agreed on an evaluation after a step; -1: on none."""
+        """Record that all ranks agreed on an evaluation after a step."""
         self._agreed = step
 
-    def begin_round(self, step: int) -> None:
+    def begin_round(self, step: int | None) -> None:
         """Take over what the ranks of a new round agreed on; a wish of a former one may not have reached all of them.
 
         Args:
-            step: the step that all evaluate; -1: none.
+            step: the step that all evaluate; None: none.
         """
         self._asked, self._agreed = False, step
 
@@ -95,20 +99,17 @@ class Evaluations:
         if checkpoint is not None:
             checkpoint.record(metrics, step)  # on all ranks, since they save after this step
         if step > self._evaluated:
-            self._evaluated = step
             self.history.append(Evaluation(step, epoch, metrics))
             self._report(self.history[-1])
 
     def state_dict(self) -> dict[str, Any]:
-        history = [{"step": x.step, "epoch": x.epoch, "metrics": dict(x.metrics)} for x in self.history]
-        state = {"history": history, "evaluated": self._evaluated}
+        state: dict[str, Any] = {"history": [asdict(x) for x in self.history]}
         if self.every is not None and self.every.seconds is not None:
             state["age"] = time.monotonic() - self._last  # so that frequent faults do not postpone the next one
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.history[:] = [Evaluation(x["step"], x["epoch"], dict(x["metrics"])) for x in state["history"]]
-        self._evaluated = state["evaluated"]
+        self.history[:] = [Evaluation(**x) for x in state["history"]]
         self._last = time.monotonic() - state.get("age", 0.0)
 
 

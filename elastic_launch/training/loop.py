@@ -264,7 +264,7 @@ class Loop:
         lacking, bounded, least = bool(numbers[0]), bool(numbers[1]), -numbers[2]
         self._rounds.confirms = self.engine.world.world_size > 1 and bool(numbers[3])
         self._owes_evaluation = lacking
-        self._options.evaluations.begin_round(step if lacking else -1)
+        self._options.evaluations.begin_round(step if lacking else None)
         # With evaluations done, the ranks do not know whether the others have begun the boundary: it is left out.
         self._owes_boundary = lacking and not bounded
         while len(self._epochs.batch.micro_batches()[0]) > least:

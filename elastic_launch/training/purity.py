@@ -175,10 +175,8 @@ class Outputs:
         self.attributes = _attributes(self._model)
         with ExitStack() as hooks:
             for path, module in self._model.named_modules():
-                before = module.register_forward_pre_hook(self._called, with_kwargs=True, prepend=True)
-                after = module.register_forward_hook(partial(self._returned, path), with_kwargs=True)
-                hooks.callback(before.remove)
-                hooks.callback(after.remove)
+                hooks.enter_context(module.register_forward_pre_hook(self._called, with_kwargs=True, prepend=True))
+                hooks.enter_context(module.register_forward_hook(partial(self._returned, path), with_kwargs=True))
             yield
 
     def _called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -323,10 +321,8 @@ class _Calls:
     def recorded(self) -> Iterator[None]:
         with ExitStack() as hooks:
             for module in self._model.modules() if not self._hooked else ():
-                before = module.register_forward_pre_hook(self._called, with_kwargs=True, prepend=True)
-                after = module.register_forward_hook(self._returned, with_kwargs=True, always_call=True)
-                hooks.callback(before.remove)
-                hooks.callback(after.remove)
+                hooks.enter_context(module.register_forward_pre_hook(self._called, with_kwargs=True, prepend=True))
+                hooks.enter_context(module.register_forward_hook(self._returned, with_kwargs=True, always_call=True))
             yield
         self._depth = 0
 
@@ -351,8 +347,8 @@ class _Calls:
 
     def same_again(self) -> bool | None:
         """Whether repeated calls return the same; None if none can be repeated."""
-        calls = [each for each in self._first.values() if _is_repeatable(each)]
-        found = [call.returned == [_sums(output)] for call, output in self._repeated(calls)]
+        with unchanged(self._model), randomness_kept():
+            found = [call.returned == [_sums(call.again())] for call in filter(_is_repeatable, self._first.values())]
         return all(found) if found else None
 
     def culprit(self) -> str:
@@ -364,11 +360,6 @@ class _Calls:
                     for call in filter(_is_repeatable, calls):
                         call.again()
         return one.culprit(two)
-
-    def _repeated(self, calls: list[_Call]) -> Iterator[tuple[_Call, Any]]:
-        with unchanged(self._model), randomness_kept():
-            for call in calls:
-                yield call, call.again()
 
 
 def _has_hooks(module: nn.Module) -> bool:
