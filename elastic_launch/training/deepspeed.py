@@ -336,7 +336,7 @@ class _EngineGradients(Gradients):
         self.waiting = True
 
     def _follow(self) -> None:
-        self.on_cpu = all(parameter.device.type == "cpu" for parameter in self.parameters.trained)
+        self.on_cpu = all(parameter.device.type == "cpu" for parameter in self.parameters.trained.values())
         self._reduction = LocalReduction(len(self.parameters.trained))
 
 

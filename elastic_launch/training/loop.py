@@ -185,7 +185,7 @@ class Loop:
                 graphs_fit_any_world(),
                 randomness_kept(),
                 closing(self._new_gradients(World())) as gradients,
-                unchanged(self._model, *gradients.parameters.all),
+                unchanged(self._model, *gradients.parameters.all.values()),
                 closing(epochs.epoch_from(number, 1, 0)) as batches,
             ):
                 optimizers = OptimizerSteps(self._optimizer, copy.deepcopy(self._options.scaler))
@@ -380,7 +380,7 @@ class Loop:
     def _trains(self) -> dict[str, bool]:
         known = self._gradients
         parameters = Parameters(self._model, self._optimizer) if known is None else known.parameters
-        return {name: p.requires_grad for name, p in zip(parameters.names, parameters.all, strict=True)}
+        return {name: p.requires_grad for name, p in parameters.all.items()}
 
     def _trained_there(self) -> dict[str, bool]:
         """Return whether each parameter needs a gradient in the state that this process would hand on."""
@@ -391,7 +391,7 @@ class Loop:
         """Freeze and unfreeze parameters as in the process that the state came from, which the script has changed."""
         if trained and trained != self._trains():
             parameters = Parameters(self._model, self._optimizer)
-            for name, parameter in zip(parameters.names, parameters.all, strict=True):
+            for name, parameter in parameters.all.items():
                 parameter.requires_grad_(trained.get(name, parameter.requires_grad))
 
     def _next_step(self) -> Transaction:

@@ -28,13 +28,12 @@ from elastic_launch import snapshot
 from elastic_launch.errors import UsageError
 from elastic_launch.training.gradients.accumulation import ExactGradients
 from elastic_launch.training.gradients.bits import Bits
-from elastic_launch.training.gradients.carried import tensors_in
 from elastic_launch.training.live.rehearsal import randomness_kept, unchanged
 from elastic_launch.training.randomness import derive
 from elastic_launch.training.ranks.checksum import checksums
 from elastic_launch.training.ranks.collectives import exchanges, refuse
 from elastic_launch.training.ranks.digest import digest
-from elastic_launch.training.wrapped import is_sharded
+from elastic_launch.training.wrapped import is_sharded, tensors_in
 
 _log = logging.getLogger(__name__)
 
@@ -112,7 +111,7 @@ class StepWatch:
 
     def _places_now(self) -> list[tuple[str, int, int]]:
         parameters, ruled = self._gradients.parameters, self._gradients.ruled
-        named = zip(parameters.names, parameters.all, strict=True)
+        named = parameters.all.items()
         return [(name, p.data_ptr(), p._version) for name, p in named if name not in ruled and not is_sharded(p)]
 
     def check(self) -> None:

@@ -80,7 +80,7 @@ class OptimizerSteps:
     def parameters(self, chosen: Sequence[torch.optim.Optimizer], gradients: Gradients) -> list[Tensor]:
         """Return the parameters whose gradients count towards the norm when these optimizers step."""
         if not self.several:
-            return gradients.parameters.trained
+            return [*gradients.parameters.trained.values()]
         # Two optimizers may share a parameter.
         return list({id(p): p for each in chosen for group in each.param_groups for p in group["params"]}.values())
 

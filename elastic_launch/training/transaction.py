@@ -291,7 +291,7 @@ class Transaction:
                     yield from self._given_again(watch, gradients)
         finally:
             self.checking, self._bits = False, None
-        what = "loss" if which < 0 else f"gradient of {gradients.parameters.reduced_names[which]}"
+        what = "loss" if which < 0 else f"gradient of {[*gradients.parameters.reduced][which]}"
         raise differs(f"step {self.number}", what, one.culprit(two))
 
     def _given_again(self, watch: StepWatch, gradients: ExactGradients) -> Generator[Any, None, Bits]:
@@ -547,8 +547,7 @@ class Transaction:
             )
         optimizers.unscale(chosen, gradients, f"step {self.number}")
         own, parameters = set(map(id, optimizers.parameters(chosen, gradients))), gradients.parameters
-        named = zip(parameters.trained_names, parameters.trained, strict=True)
-        return {name: p.grad for name, p in named if p.grad is not None and id(p) in own}
+        return {name: p.grad for name, p in parameters.trained.items() if p.grad is not None and id(p) in own}
 
     def grad_norm(self, optimizer: str | None) -> float:
         """Return the 2-norm of all gradients together; see :meth:`elastic_launch.Step.grad_norm`."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from elastic_launch.errors import UsageError
@@ -98,3 +99,17 @@ def sharding_modules(model: nn.Module) -> list[Any]:
 
 def _classes(kind: type) -> list[str]:
     return [f"{base.__module__}.{base.__name__}" for base in kind.__mro__]
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in tuples, lists, mappings and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from tensors_in(vars(value))

@@ -140,7 +140,7 @@ def test_a_parameter_that_only_the_optimizer_gets_in_the_middle_is_saved(tmp_pat
 def test_gradients_that_no_reduction_takes_are_named() -> None:
     """A weight that an embedding and another module share; a sparse gradient in exact mode that no module announces."""
     weight = nn.Parameter(torch.ones(4, 2))
-    buckets = BucketedReduction([weight], ["tied"], frozenset([0]), overlap=True)
+    buckets = BucketedReduction({"tied": weight}, frozenset([0]), overlap=True)
     with pytest.raises(UsageError, match=r"tied is the weight of an embedding with sparse=True, and gets a dense"):
         buckets.put(0, torch.ones(4, 2))
     exact = ExactReduction([weight], 2, 0, names=["weight"])

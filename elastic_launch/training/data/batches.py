@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Sized
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
-from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
 from elastic_launch.batch import MicroBatch
 from elastic_launch.errors import UsageError
 from elastic_launch.training.randomness import derive, seed_all, seeded
+from elastic_launch.training.wrapped import tensors_in
 
 GetBatch = Callable[[int, MicroBatch], Any]
 """``(step, micro) -> data``: the collated data of one micro-batch of a step; steps count from 0 over all epochs."""
@@ -83,7 +83,7 @@ class Drawn(Dataset[Any]):
         with _seeded(derive("get_batch", self._seed, request.step, request.micro.index)):
             made = self._get_batch(request.step, request.micro)
         # Only the script knows which dimension counts samples; a wrong size would change the mean of the global batch.
-        shapes = [tuple(tensor.shape) for tensor in _tensors(made) if tensor.dim()]
+        shapes = [tuple(tensor.shape) for tensor in tensors_in(made) if tensor.dim()]
         if shapes and not any(len(request.micro) in shape for shape in shapes):
             name = getattr(self._get_batch, "__name__", type(self._get_batch).__name__)
             raise UsageError(
@@ -109,17 +109,7 @@ def check_length(what: str, data: Sized, length: int) -> None:
 
 def versions(batch: Any) -> list[tuple[int, int]]:
     """Return ``(id, version)`` of each tensor in a collated micro-batch; in-place changes raise the version."""
-    return [(id(tensor), 0 if tensor.is_inference() else tensor._version) for tensor in _tensors(batch)]
-
-
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        yield from _tensors(list(batch.values()))
-    elif isinstance(batch, list | tuple):
-        for item in batch:
-            yield from _tensors(item)
+    return [(id(tensor), 0 if tensor.is_inference() else tensor._version) for tensor in tensors_in(batch)]
 
 
 def _seeded(seed: int) -> AbstractContextManager[None]:

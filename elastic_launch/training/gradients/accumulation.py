@@ -110,13 +110,13 @@ class Gradients:
 
     def _follow(self) -> None:
         """Install hooks on all parameters that need gradients now."""
-        self.on_cpu = all(parameter.device.type == "cpu" for parameter in self.parameters.trained)
-        self.gpus = {each.device for each in (*self.parameters.all, *self.model.buffers()) if each.is_cuda}
+        self.on_cpu = all(parameter.device.type == "cpu" for parameter in self.parameters.trained.values())
+        self.gpus = {each.device for each in (*self.parameters.all.values(), *self.model.buffers()) if each.is_cuda}
         self._reduction = self._new_reduction()
         self._remove_hooks()
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._take_gradient, which))  # type: ignore[no-untyped-call]
-            for which, parameter in enumerate(self.parameters.reduced)
+            for which, parameter in enumerate(self.parameters.reduced.values())
         ]
 
     def _new_reduction(self) -> Reduction:
@@ -125,7 +125,6 @@ class Gradients:
             return LocalReduction(len(parameters.reduced))
         return BucketedReduction(
             parameters.reduced,
-            parameters.reduced_names,
             parameters.sparse,
             # Beside FSDP's own collectives they would not come in the same order on all ranks.
             overlap=self._overlap and self._shards is None,
@@ -141,17 +140,13 @@ class Gradients:
         self._carrier = self._reduction
         self._carrier.reset()
         if self.parameters.changed() or self._buffers.outdated:
-            known = set(map(id, self.parameters.all))
+            known = set(map(id, self.parameters.all.values()))
             self._changes = self.parameters.follow()
-            self._new = [
-                name
-                for name, parameter in zip(self.parameters.names, self.parameters.all, strict=True)
-                if id(parameter) not in known
-            ]
+            self._new = [name for name, parameter in self.parameters.all.items() if id(parameter) not in known]
             self._buffers = Buffers(self.model, self.world_size, self._rules)  # model.to(dtype) replaces their tensors
             self._follow()
             self._reduction.reset()
-        for parameter in self.parameters.all:
+        for parameter in self.parameters.all.values():
             parameter.grad = None
         self._buffers.begin(plan)
         if self._shards is not None:
@@ -169,7 +164,7 @@ class Gradients:
         try:
             yield
         finally:
-            for parameter in self.parameters.reduced:
+            for parameter in self.parameters.reduced.values():
                 parameter.grad = None
         self._shards.end_pass()
         self._buffers.restore()
@@ -199,7 +194,7 @@ class Gradients:
         self._reduction.begin_pass(last=number == self._plan.grad_accum - 1)
         if self._shards is not None:
             self._shards.begin_pass(number)
-        trained = self.parameters.reduced
+        trained = self.parameters.reduced.values()
         self._totals = self._reduction.totals() if number else None
         try:
             for parameter, total in zip(trained, self._totals or [], strict=False):
@@ -287,7 +282,7 @@ class Gradients:
         self._new = []
         sums = self._reduction.finish(self._plan.total, whole=whole)
         self._buffer_sums = [value for value in sums[len(self.parameters.reduced) :] if value is not None]
-        for parameter, gradient in zip(self.parameters.reduced, sums, strict=False):
+        for parameter, gradient in zip(self.parameters.reduced.values(), sums, strict=False):
             parameter.grad = gradient
         self.waiting = True
 
@@ -318,7 +313,7 @@ class Gradients:
 
     def multiply(self, factor: float) -> None:
         """Multiply all gradients."""
-        for parameter in self.parameters.trained:
+        for parameter in self.parameters.trained.values():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
 
@@ -347,7 +342,7 @@ class Gradients:
 
     def _undo(self) -> None:
         self.waiting = False
-        for parameter in self.parameters.all:
+        for parameter in self.parameters.all.values():
             parameter.grad = None
         if self._shards is not None:
             self._shards.reset()
@@ -455,8 +450,8 @@ class ExactGradients(Gradients):
         self._states.close()
 
     def _new_reduction(self) -> ExactReduction:
-        like = [*self.parameters.reduced, *self._buffers.summed]
-        return ExactReduction(like, self.world_size, self.rank, names=self.parameters.reduced_names)
+        like = [*self.parameters.reduced.values(), *self._buffers.summed]
+        return ExactReduction(like, self.world_size, self.rank, names=[*self.parameters.reduced])
 
     def _add_buffers(self, moved: Sequence[Tensor]) -> None:
         for which, value in enumerate(moved, len(self.parameters.reduced)):

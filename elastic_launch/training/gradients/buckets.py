@@ -15,7 +15,7 @@ From its second micro-batch on, a rank lets autograd add to the buckets in place
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -54,6 +54,7 @@ class BucketedReduction(Reduction):
     """Sums gradients over micro-batches and ranks.
 
     Args:
+        like: tensors with the shapes, dtypes and devices of the gradients, by the names used in errors.
         sparse: indices of those with sparse gradients, which are sent one by one at the end.
         overlap: whether buckets are sent as soon as they are full; otherwise all are sent at the end, which all ranks
             are known to reach.
@@ -62,15 +63,13 @@ class BucketedReduction(Reduction):
 
     def __init__(
         self,
-        like: Sequence[Tensor],
-        names: Sequence[str],
+        like: Mapping[str, Tensor],
         sparse: frozenset[int],
         *,
         overlap: bool,
         room: int = 0,
     ) -> None:
-        self._like = list(like)
-        self._names = list(names)
+        self._names, self._like = [*like], [*like.values()]
         self._sparse = sorted(sparse)
         self._overlap = overlap
         self._room = room

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import is_dataclass
 from functools import partial
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
 from elastic_launch.errors import UsageError
+from elastic_launch.training.wrapped import tensors_in
 
 STEPS = 2
 """Number of steps to watch, as each micro-batch of later steps would do the same."""
@@ -92,17 +92,3 @@ def _stored(value: Any) -> Iterator[tuple[Tensor, StorageWeakRef]]:
             # A subclass may have no memory of its own.
             with suppress(NotImplementedError, RuntimeError):
                 yield inner, StorageWeakRef(inner.untyped_storage())  # type: ignore[no-untyped-call]
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in tuples, lists, dicts and dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        yield from tensors_in(vars(value))

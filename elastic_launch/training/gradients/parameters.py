@@ -20,37 +20,33 @@ from elastic_launch.training.wrapped import is_sharded
 
 
 class Parameters:
-    """The parameters of a model and an optimizer, and which of them need gradients."""
+    """The parameters of a model and an optimizer, and which of them need gradients.
+
+    Attributes:
+        all: the model's by name, in its order, then those only in the optimizer, in its order.
+        trained: those that need gradients.
+        extra: those that are not in the model.
+        sharded: those that are sharded.
+        reduced: the trained ones that are not sharded, whose gradients are reduced here.
+        sparse: places, in ``reduced``, of those that get sparse gradients.
+        signature: a number of 40 bits, equal on all ranks if their parameters are, and have changed equally often.
+    """
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
         self._model = model
         self._optimizer = optimizer
-        self._in_optimizer: list[int] = []
-        self._kinds: list[tuple[bool, torch.dtype]] = []
-        self.all: list[Tensor] = []  # the model's in its order, then those only in the optimizer, in its order
-        self.names: list[str] = []  # of all of them, as used in messages
-        self.trained: list[Tensor] = []  # those that need gradients
-        self.trained_names: list[str] = []
-        self.extra: dict[str, Tensor] = {}  # those that are not in the model, by name
-        self.sharded: dict[str, Tensor] = {}  # those that are sharded, by name
-        self.reduced: list[Tensor] = []  # the trained ones that are not sharded, whose gradients are reduced here
-        self.reduced_names: list[str] = []
-        self.sparse: frozenset[int] = frozenset()  # indices, in `reduced`, of those that get sparse gradients
-        self.signature = 0  # of 40 bits, equal on all ranks if their parameters are, and have changed equally often
         self._generation = 0
         self._find()
 
     def changed(self) -> bool:
         """Whether the set of parameters, or the dtype of one, has changed since it was last determined."""
-        if _kinds(self.all) != self._kinds:
-            return True
         # The model is searched again only if the optimizer's parameters changed: others are not trained.
-        return self._ids() != self._in_optimizer
+        return self._kinds_now() != self._kinds or self._ids() != self._in_optimizer
 
     def beside_optimizer(self) -> list[Tensor]:
         """Return the trained parameters that have a gradient and are not in the optimizer."""
         own = set(self._in_optimizer)
-        return [p for p in self.trained if p.grad is not None and id(p) not in own]
+        return [p for p in self.trained.values() if p.grad is not None and id(p) not in own]
 
     def apart(self) -> bool:
         """Whether the optimizer has parameters, but none of the model's parameters that need gradients."""
@@ -60,45 +56,39 @@ class Parameters:
 
     def follow(self) -> list[str]:
         """Determine the parameters again; return the names of those that are new, frozen, unfrozen or converted."""
-        before = dict(zip(map(id, self.all), self._kinds, strict=True))
+        before = dict(zip(map(id, self.all.values()), self._kinds, strict=True))
         self._find()
-        return [
-            name
-            for name, parameter, kind in zip(self.names, self.all, self._kinds, strict=True)
-            if before.get(id(parameter)) != kind
-        ]
+        kinds = zip(self.all.items(), self._kinds, strict=True)
+        return [name for (name, parameter), kind in kinds if before.get(id(parameter)) != kind]
 
     def _ids(self) -> list[int]:
         return [id(parameter) for group in self._groups() for parameter in group["params"]]
+
+    def _kinds_now(self) -> list[tuple[bool, torch.dtype]]:
+        return [(parameter.requires_grad, parameter.dtype) for parameter in self.all.values()]
 
     def _groups(self) -> list[dict[str, Any]]:
         return list(getattr(self._optimizer, "param_groups", []))
 
     def _find(self) -> None:
-        named = {id(parameter): (name, parameter) for name, parameter in self._model.named_parameters()}
-        own = {}
+        found = dict(self._model.named_parameters())
+        known, self.extra = set(map(id, found.values())), dict[str, Tensor]()
         for number, group in enumerate(self._groups()):
             # Optimizers keep names if they were given any.
             names = group.get("param_names") or [""] * len(group["params"])
             for place, (parameter, name) in enumerate(zip(group["params"], names, strict=True)):
-                if id(parameter) not in named:
+                if id(parameter) not in known:
                     where = f"optimizer.param_groups[{number}]['params'][{place}]"
-                    own[id(parameter)] = (f"{name} ({where})" if name else where, parameter)
-        found = [*named.values(), *own.values()]
-        for name, parameter in found:
+                    self.extra[f"{name} ({where})" if name else where] = parameter
+                    known.add(id(parameter))
+        self.all: dict[str, Tensor] = {**found, **self.extra}
+        for name, parameter in self.all.items():
             _check(name, parameter)
-        self.all = [parameter for _, parameter in found]
-        self.names = [name for name, _ in found]
-        self.extra = dict(own.values())
         self._in_optimizer = self._ids()
-        self._kinds = _kinds(self.all)
-        trained = [(name, parameter) for name, parameter in found if parameter.requires_grad]
-        self.trained = [parameter for _, parameter in trained]
-        self.trained_names = [name for name, _ in trained]
-        self.sharded = {name: parameter for name, parameter in found if is_sharded(parameter)}
-        reduced = [(name, parameter) for name, parameter in trained if not is_sharded(parameter)]
-        self.reduced = [parameter for _, parameter in reduced]
-        self.reduced_names = [name for name, _ in reduced]
+        self._kinds = self._kinds_now()
+        self.trained = {name: parameter for name, parameter in self.all.items() if parameter.requires_grad}
+        self.sharded = {name: parameter for name, parameter in self.all.items() if is_sharded(parameter)}
+        self.reduced = {name: p for name, p in self.trained.items() if name not in self.sharded}
         sparse = _sparse(self._model)
         if self.sharded and sparse:
             raise UsageError(
@@ -106,16 +96,16 @@ class Parameters:
                 "sparse gradient, which FSDP cannot reduce.",
                 "Build it with sparse=False.",
             )
-        self.sparse = frozenset(which for which, parameter in enumerate(self.reduced) if id(parameter) in sparse)
+        self.sparse = frozenset(
+            which for which, parameter in enumerate(self.reduced.values()) if id(parameter) in sparse
+        )
         text = "\n".join(" ".join(map(str, line)) for line in [*self._description(), [self._generation]])
         self._generation += 1
         self.signature = int.from_bytes(hashlib.sha256(text.encode()).digest()[:5], "big")
 
     def _description(self) -> list[list[Any]]:
-        return [
-            [name, str(p.dtype).removeprefix("torch."), list(p.shape), p.requires_grad]
-            for name, p in zip(self.names, self.all, strict=True)
-        ]
+        kinds = ((name, str(p.dtype).removeprefix("torch."), list(p.shape), p) for name, p in self.all.items())
+        return [[name, dtype, shape, p.requires_grad] for name, dtype, shape, p in kinds]
 
     def agree(self, rank: int, *, same: bool = False, by_host: bool = False) -> None:
         """Set all ranks' parameters to rank 0's values, since a script without a seed builds different models.
@@ -133,7 +123,7 @@ class Parameters:
         if same:
             return
         # Of a sharded parameter each rank has only a part, made by its own random numbers.
-        whole = (p for p in self.all if not is_sharded(p))
+        whole = (p for name, p in self.all.items() if name not in self.sharded)
         broadcast_tensors([*whole, *self._model.buffers()], by_host=by_host)
 
     def same_everywhere(self) -> bool:
@@ -142,10 +132,9 @@ class Parameters:
 
     def check_new(self, names: list[str]) -> None:
         """Compare parameters that were added during the training; called by all ranks."""
-        new = set(names) - self.sharded.keys()
-        tensors = {name: p for name, p in zip(self.names, self.all, strict=True) if name in new}
-        same = are_same([_digest(tensor) for tensor in tensors.values()])
-        for name, alike in zip(tensors, same, strict=True):
+        whole = [name for name in names if name not in self.sharded]
+        same = are_same([_digest(self.all[name]) for name in whole])
+        for name, alike in zip(whole, same, strict=True):
             if not alike:
                 raise UsageError(
                     f"{name} is new in this training, and its values are not the same on all ranks.",
@@ -155,7 +144,7 @@ class Parameters:
 
     def not_finite(self) -> str | None:
         """Return the name of the first parameter that holds NaN or an infinity, if any."""
-        found = [(name, p.detach()) for name, p in zip(self.names, self.all, strict=True)]
+        found = [(name, p.detach()) for name, p in self.all.items()]
         own = ((name, p.to_local() if is_sharded(p) else p) for name, p in found)  # type: ignore[attr-defined]
         return next((name for name, values in own if not bool(torch.isfinite(values).all())), None)
 
@@ -184,10 +173,6 @@ class OwnParameters:
                 )
             with torch.no_grad():
                 mine.copy_(theirs)
-
-
-def _kinds(parameters: list[Tensor]) -> list[tuple[bool, torch.dtype]]:
-    return [(parameter.requires_grad, parameter.dtype) for parameter in parameters]
 
 
 def _check(name: str, parameter: Tensor) -> None:
