@@ -8,6 +8,7 @@ therefore fits any world size, any ZeRO stage, and is read without DeepSpeed.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from elastic_launch.batch import BatchPlan
 from elastic_launch.errors import UsageError
@@ -54,7 +56,6 @@ class DeepSpeed:
         except ImportError as error:
             hint = "Run pip install deepspeed, or pip install 'elastic-launch[deepspeed]'."
             raise UsageError("Trainer(deepspeed_config=...): deepspeed is not installed.", hint) from error
-        self._model = model
         stage = int(config.get("zero_optimization", {}).get("stage", 0))
         names = _names(model, optimizer)
         config = dict(config)
@@ -68,7 +69,7 @@ class DeepSpeed:
                 model=model,
                 optimizer=optimizer,
                 config=config,
-                dist_init_required=False if _joined(deepspeed) else None,
+                dist_init_required=False if deepspeed.comm.is_initialized() else None,
             )
         except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
             raise UsageError(
@@ -78,7 +79,7 @@ class DeepSpeed:
         self._casts = next((p.dtype for p in model.parameters() if p.is_floating_point()), None) if half else None
         model.register_forward_pre_hook(self._cast, with_kwargs=True)
         self.engine.register_forward_hook(self._note_forward)
-        self._forwards = 0
+        self._called = False  # whether the engine was called since the last backward pass
         self.optimizer = PartitionedOptimizer(self.engine, optimizer, names, partitioned=stage > 0, half=half)
         self.optimizer.check()
         self.clips = half or stage > 0
@@ -95,24 +96,14 @@ class DeepSpeed:
         """Whether the last step was left out because gradients overflowed."""
         return not self.engine.was_step_applied()
 
-    def gradients(
-        self, world_size: int, rank: int, buffers: Mapping[str, str], spare: Callable[[Callable[..., Any]], Tensor]
-    ) -> Gradients:
-        """Return the gradients of a round.
-
-        Args:
-            spare: returns the loss of any micro-batch, by the model that it is given.
-        """
-        return _EngineGradients(self, self._model, world_size, rank, buffers, spare)
-
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Do the backward pass of a loss that is weighted by its share of the global batch."""
-        if not self._forwards:
+        if not self._called:
             raise UsageError(
                 "Trainer(deepspeed_config=...): the forward pass did not call the model that it was given.",
                 "In Trainer(forward=...) call model(...), and not its parts or another reference to it.",
             )
-        self._forwards = 0
+        self._called = False
         self.engine.set_gradient_accumulation_boundary(last)
         # It returns the mean over the ranks, of which the sum is needed.
         self.engine.backward(loss * self._world_size, scale_wrt_gas=False)
@@ -120,10 +111,10 @@ class DeepSpeed:
     def _cast(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         if self._casts is None:
             return args, kwargs
-        return tuple(_cast(x, self._casts) for x in args), {key: _cast(x, self._casts) for key, x in kwargs.items()}
+        return _cast(args, self._casts), _cast(kwargs, self._casts)
 
     def _note_forward(self, *_: Any) -> None:
-        self._forwards += 1
+        self._called = True
 
 
 class PartitionedOptimizer:
@@ -150,7 +141,7 @@ class PartitionedOptimizer:
         self._named: dict[str, Any] = dict(engine.module.named_parameters())
         self._partitioned = partitioned
         self._half = half
-        self._whole: dict[str, dict[str, Any]] = {}
+        self.state: dict[str, dict[str, Any]] = {}  # what was gathered last, until the next step
         self._has_masters = False
         if getattr(engine.optimizer, "optimizer", client) is not client:
             name = type(client).__name__
@@ -159,14 +150,9 @@ class PartitionedOptimizer:
             )
 
     def step(self) -> None:
-        self._whole = {}
+        self.state = {}
         self._has_masters = False
         self._engine.step()
-
-    @property
-    def state(self) -> dict[str, dict[str, Any]]:
-        """What was gathered last, until the next step."""
-        return self._whole
 
     def check(self) -> None:
         """Check on all ranks that the parts are where they are looked for: in another version they may not be."""
@@ -191,23 +177,21 @@ class PartitionedOptimizer:
             entry = whole.setdefault(name, {})
             for key, value in found.items():
                 if not isinstance(value, Tensor) or value.dim() == 0:
-                    entry[key] = value.clone() if isinstance(value, Tensor) else value
+                    entry[key] = copy.deepcopy(value)
                     continue
                 gathered = self._gathered(parameter, value)
                 if keep:
                     entry[key] = gathered.to("cpu")
-        self._whole = whole if keep else {}
+        self.state = whole if keep else {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was gathered."""
         groups = [
-            {
-                **{key: value for key, value in group.items() if key not in ("params", "param_names")},
-                "names": list(names),
-            }
+            {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            | {"names": list(names)}
             for group, names in zip(self._client.param_groups, self._names, strict=True)
         ]
-        state: dict[str, Any] = {"class": type(self._client).__name__, "state": self._whole, "groups": groups}
+        state: dict[str, Any] = {"class": type(self._client).__name__, "state": self.state, "groups": groups}
         if (scaler := self._scaler) is not None:
             state["scale"] = {key: getattr(scaler, key) for key in _SCALE if hasattr(scaler, key)}
         return state
@@ -230,16 +214,14 @@ class PartitionedOptimizer:
                     self._has_masters = True
                     continue
                 values = self._client.state[own]
-                if not isinstance(value, Tensor):
-                    values[key] = value
-                elif value.dim() == 0:
-                    values[key] = value.clone()
+                if not isinstance(value, Tensor) or value.dim() == 0:
+                    values[key] = copy.deepcopy(value)
                 else:
                     if key not in values:
                         values[key] = torch.zeros_like(own, dtype=value.dtype, requires_grad=False)
                     self._put(parameter, values[key], value)
-        for key, value in state.get("scale", {}).items():
-            if (scaler := self._scaler) is not None:
+        if (scaler := self._scaler) is not None:
+            for key, value in state.get("scale", {}).items():
                 setattr(scaler, key, value)
 
     def follow_model(self) -> None:
@@ -265,42 +247,41 @@ class PartitionedOptimizer:
         if not self._partitioned:
             return own.detach()
         whole = torch.zeros(parameter.numel(), dtype=own.dtype, device=own.device)
-        if (part := self._part(parameter, own)) is not None:
-            there, mine = part
+        for there, mine in self._parts(parameter, own):
             whole[there].copy_(mine)
         dist.all_reduce(whole, group=parameter._dp_group)
         return whole.view(parameter.shape)
 
     @torch.no_grad()
     def _put(self, parameter: Any, own: Tensor, whole: Tensor) -> None:
-        if not self._partitioned:
-            if own is not whole:
-                own.copy_(whole)
-        elif (part := self._part(parameter, own)) is not None:
-            there, mine = part
+        if not self._partitioned and own is not whole:
+            own.copy_(whole)
+        for there, mine in self._parts(parameter, own) if self._partitioned else ():
             mine.copy_(whole.reshape(-1)[there])
 
-    def _part(self, parameter: Any, own: Tensor) -> tuple[slice, Tensor] | None:
-        """Return which elements of a parameter this rank has, and these; None: it has none."""
-        if (place := parameter._hp_mapping) is None:
-            return None
-        there, here = place.lp_fragment_address, place.hp_fragment_address
-        return slice(there.start, there.start + there.numel), own.detach().narrow(0, here.start, here.numel)
+    def _parts(self, parameter: Any, own: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Yield which elements of a parameter this rank has, and these, unless it has none."""
+        if (place := parameter._hp_mapping) is not None:
+            there, here = place.lp_fragment_address, place.hp_fragment_address
+            yield slice(there.start, there.start + there.numel), own.detach().narrow(0, here.start, here.numel)
 
 
-class _EngineGradients(Gradients):
-    """Gradients that the engine accumulates, reduces and keeps, perhaps in parts."""
+class EngineGradients(Gradients):
+    """Gradients of a round that the engine accumulates, reduces and keeps, perhaps in parts.
+
+    Args:
+        spare: returns the loss of any micro-batch, by the model that it is given.
+    """
 
     def __init__(
         self,
         backend: DeepSpeed,
-        model: nn.Module,
         world_size: int,
         rank: int,
         buffers: Mapping[str, str],
         spare: Callable[[Callable[..., Any]], Tensor],
     ) -> None:
-        super().__init__(model, backend.optimizer, world_size, rank, overlap=False, buffers=buffers)
+        super().__init__(backend.engine.module, backend.optimizer, world_size, rank, overlap=False, buffers=buffers)
         self.model = cast(nn.Module, backend.engine)
         self._backend = backend
         self._spare = spare
@@ -340,10 +321,6 @@ class _EngineGradients(Gradients):
         self._reduction = LocalReduction(len(self.parameters.trained))
 
 
-def _joined(deepspeed: Any) -> bool:
-    return bool(deepspeed.comm.is_initialized())
-
-
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
     """Return the names of the parameters of each group that is trained; all must be the model's."""
     known = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -364,10 +341,4 @@ def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {key: _cast(item, dtype) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_cast(item, dtype) for item in value))
-    return type(value)(_cast(item, dtype) for item in value) if type(value) in (tuple, list) else value
+    return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)

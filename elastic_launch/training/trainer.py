@@ -19,7 +19,7 @@ from elastic_launch.training.callbacks import Callback, CheckpointEnd, Evaluatio
 from elastic_launch.training.checkpoints.checkpoint import Checkpoint, check_checkpoint
 from elastic_launch.training.checkpoints.parts import Stateful
 from elastic_launch.training.data.loader import Loader, check_loader, epochs_of
-from elastic_launch.training.deepspeed import DeepSpeed
+from elastic_launch.training.deepspeed import DeepSpeed, EngineGradients
 from elastic_launch.training.deepspeed_config import checked, clip_norm_of, completed, precision_of
 from elastic_launch.training.durations import Interval
 from elastic_launch.training.evaluations import Evaluations, checked_eval_loader, evaluated, evaluating
@@ -263,7 +263,7 @@ class Trainer:
         }
         engine, gradients = self._deepspeed, None
         if engine is not None:
-            gradients = partial(engine.gradients, buffers=self._buffers, spare=self._spare_loss)
+            gradients = partial(EngineGradients, engine, buffers=self._buffers, spare=self._spare_loss)
         options = LoopOptions(
             exact=self._exact,
             verify=self._exact,
