@@ -29,6 +29,9 @@ from elastic_launch.training.randomness import kept
 _PER_ELEMENT = ("ASGD", "Adadelta", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 """Classes in ``torch.optim`` that treat each element by itself, so that ZeRO may cut parameters into parts."""
 
+_NAMED = ("params", "param_names")
+"""Keys of a parameter group that are saved as names of the model's parameters."""
+
 _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -313,8 +316,8 @@ class EngineGradients(Gradients):
             self._buffers.restore()
         super().post(table)
 
-    def finish(self, whole: bool = False) -> None:
-        self.waiting = True
+    def _reduce(self, whole: bool) -> list[Tensor]:
+        return []
 
     def _follow(self) -> None:
         self.on_cpu = all(parameter.device.type == "cpu" for parameter in self.parameters.trained.values())

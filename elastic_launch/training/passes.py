@@ -119,7 +119,6 @@ class Pass:
         if not gradients.agreed(table):
             gradients.disagree(where)
         gradients.finish(table.any_whole)
-        gradients.exchange_buffers()
         engine.rounds.confirm(gradients.gpus)
         try:
             self.means = table.means(samples, where)

@@ -26,8 +26,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from elastic_launch import snapshot
 from elastic_launch.errors import UsageError
-from elastic_launch.training.gradients.accumulation import ExactGradients
-from elastic_launch.training.gradients.bits import Bits
+from elastic_launch.training.gradients.accumulation import Bits, ExactGradients
 from elastic_launch.training.live.rehearsal import randomness_kept, unchanged
 from elastic_launch.training.randomness import derive
 from elastic_launch.training.ranks.checksum import checksums

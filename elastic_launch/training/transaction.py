@@ -25,8 +25,7 @@ from elastic_launch.training.checkpoints.resumed import Outcome
 from elastic_launch.training.data.batches import versions
 from elastic_launch.training.data.epochs import Epochs
 from elastic_launch.training.engine import Engine
-from elastic_launch.training.gradients.accumulation import ExactGradients
-from elastic_launch.training.gradients.bits import Bits
+from elastic_launch.training.gradients.accumulation import Bits, ExactGradients
 from elastic_launch.training.live.rehearsal import unchanged
 from elastic_launch.training.passes import Pass, Share
 from elastic_launch.training.positions import Positions
@@ -283,7 +282,7 @@ class Transaction:
             with unchanged(self.model):
                 again = yield from self._given_again(watch, gradients)
             gradients.restore_buffers()
-            if (which := watch.bits.differing(again)) is None:
+            if (what := watch.bits.differing(again, [*gradients.parameters.reduced])) is None:
                 return
             one, two = Outputs(self.model), Outputs(self.model)
             for outputs in (one, two):
@@ -291,7 +290,6 @@ class Transaction:
                     yield from self._given_again(watch, gradients)
         finally:
             self.checking, self._bits = False, None
-        what = "loss" if which < 0 else f"gradient of {[*gradients.parameters.reduced][which]}"
         raise differs(f"step {self.number}", what, one.culprit(two))
 
     def _given_again(self, watch: StepWatch, gradients: ExactGradients) -> Generator[Any, None, Bits]:

@@ -2,7 +2,6 @@
 
 ``parameters``    the parameters of a training
 ``accumulation``  one step's gradients, in default and in exact mode
-``bits``          checksums of one micro-batch's loss and gradients
 ``carried``       exact mode: refuses states carried from one micro-batch to the next
 ``buckets``       default mode: all-reduce in buckets during the last backward pass
 ``reduction``     exact mode: addition in a fixed tree

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
@@ -18,7 +19,6 @@ from torch import Tensor, nn
 
 from elastic_launch.batch import BatchPlan
 from elastic_launch.errors import UsageError
-from elastic_launch.training.gradients.bits import Bits
 from elastic_launch.training.gradients.buckets import BucketedReduction, LocalReduction
 from elastic_launch.training.gradients.buffer_rules import ruled_names
 from elastic_launch.training.gradients.buffers import Buffers
@@ -28,6 +28,7 @@ from elastic_launch.training.gradients.means import MeanTable
 from elastic_launch.training.gradients.parameters import Parameters
 from elastic_launch.training.gradients.reduction import ExactReduction
 from elastic_launch.training.gradients.sharded import ShardSums, clip, total_norm
+from elastic_launch.training.ranks.checksum import checksums
 
 
 def check_model(model: nn.Module) -> None:
@@ -43,6 +44,24 @@ def check_model(model: nn.Module) -> None:
                 f"{name or 'the model'} makes sparse gradients, which cannot be added in a fixed order.",
                 "Build it with sparse=False.",
             )
+
+
+@dataclass
+class Bits:
+    """Checksums of a micro-batch's loss and of its gradients, by parameter; each of these may come in several parts."""
+
+    loss: Tensor | None = None
+    gradients: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    def differing(self, other: Bits, names: Sequence[str]) -> str | None:
+        """Return what differs, the loss or the gradient of the first such parameter; None: nothing."""
+        if self.loss is None or other.loss is None or not torch.equal(self.loss, other.loss):
+            return "loss"
+        for which, name in enumerate(names):
+            mine, theirs = self.gradients.get(which, []), other.gradients.get(which, [])
+            if len(mine) != len(theirs) or not all(map(torch.equal, mine, theirs)):
+                return f"gradient of {name}"
+        return None
 
 
 class Gradients:
@@ -81,7 +100,6 @@ class Gradients:
         self._room = room
         self._rules = buffers
         self._buffers = Buffers(model, world_size, buffers)
-        self._buffer_sums: list[Tensor] = []  # in exact mode, where the reduction adds them
         self._plan = BatchPlan((), 1, ())
         self._new: list[str] = []
         self._changes: list[str] = []
@@ -224,7 +242,7 @@ class Gradients:
             return
         self.took = True
         if self._recorded is not None:
-            self._recorded.add(which, gradient)
+            self._recorded.gradients.setdefault(which, []).append(checksums([gradient]))
             if self._repeats:
                 parameter.grad = None
                 return
@@ -270,21 +288,26 @@ class Gradients:
         return self._reduction.whole
 
     def finish(self, whole: bool = False) -> None:
-        """Set every parameter's gradient to that of the global batch, on all ranks.
+        """Set every parameter's gradient to that of the global batch, on all ranks; exchange what buffers need.
 
         Raises:
             UsageError: naming a parameter that was frozen, unfrozen, converted or added since the step began, or that
                 is new and differs between ranks.
         """
+        sums = self._reduce(whole)
+        self._buffers.exchange(sums if self.exact else None)
+        self.waiting = True
+
+    def _reduce(self, whole: bool) -> list[Tensor]:
+        """Set every parameter's gradient; return the sums of what was reduced besides."""
         self.refuse_changes()
         if self._new and self.world_size > 1:
             self.parameters.check_new(self._new)
         self._new = []
         sums = self._reduction.finish(self._plan.total, whole=whole)
-        self._buffer_sums = [value for value in sums[len(self.parameters.reduced) :] if value is not None]
         for parameter, gradient in zip(self.parameters.reduced.values(), sums, strict=False):
             parameter.grad = gradient
-        self.waiting = True
+        return [value for value in sums[len(self.parameters.reduced) :] if value is not None]
 
     def refuse_changes(self) -> None:
         """Refuse parameters that were frozen, unfrozen, converted or added since the step began.
@@ -298,10 +321,6 @@ class Gradients:
                 f"The parameters that are trained changed in the middle of a step: {names}.",
                 "Freeze, unfreeze, convert and add parameters between steps, before `for sample in step`.",
             )
-
-    def exchange_buffers(self) -> None:
-        """Exchange with all ranks what :meth:`finish_buffers` needs; called after :meth:`finish`."""
-        self._buffers.exchange()
 
     def finish_buffers(self) -> None:
         """Set every buffer to its new value, without communication."""
@@ -456,6 +475,3 @@ class ExactGradients(Gradients):
     def _add_buffers(self, moved: Sequence[Tensor]) -> None:
         for which, value in enumerate(moved, len(self.parameters.reduced)):
             self._reduction.put(which, value)
-
-    def exchange_buffers(self) -> None:
-        self._buffers.exchange(self._buffer_sums)
