@@ -335,7 +335,7 @@ class Engine:
         if named is not None and self.world.world_size > 1:
             self.saver.compares = True
             agreement = self.agreement
-            self._replicas = ReplicaCheck(self.world.world_size, self.world.rank, lambda: agreement.group, named)
+            self._replicas = ReplicaCheck(self.world, lambda: agreement.group, named)
 
     @property
     def agreement(self) -> Agreement:

@@ -85,15 +85,17 @@ class Pass:
         """Start sending the losses and metrics of this rank's micro-batches to all ranks, once."""
         if self._table is None:
             plan, gradients = self._share.plan, self._share.gradients
-            self._table = table = MeanTable(plan.total, self._columns, engine.agreement.leave())
+            self._table = table = MeanTable(
+                plan.total,
+                self._columns,
+                engine.agreement.leave(),
+                signature=gradients.parameters.signature,
+                marked=self.out_of_memory,
+                whole=gradients.whole,
+            )
             rows = zip(plan.micro_batches, plan.weights, self._rows, strict=False)
             for micro, share, (loss, metrics, weight) in rows:
                 table.fill(micro.index, [loss, *metrics], share, weight)
-            table.sign(gradients.parameters.signature)
-            if self.out_of_memory:
-                table.mark()
-            if gradients.whole:
-                table.whole()
             gradients.post(table)
         return self._table
 
@@ -131,8 +133,9 @@ class Pass:
     def not_finite(self) -> tuple[int, float, int] | None:
         """Return the first micro-batch whose loss is not finite, that loss, and the rank that has computed it."""
         assert self._table is not None
-        if (index := self._table.not_finite()) is None:
+        if (found := self._table.not_finite()) is None:
             return None
+        index, loss = found
         total, world_size = self._share.plan.total, self._share.gradients.world_size
         rank = next(rank for rank in range(world_size) if index < slice_of(total, world_size, rank)[1])
-        return index, self._table.value(index), rank
+        return index, loss, rank

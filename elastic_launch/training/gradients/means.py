@@ -48,18 +48,31 @@ class MeanTable:
 
     Args:
         carried: further numbers to be summed over the ranks, see :attr:`carried`.
+        signature: a number of at most 40 bits that should be the same on all ranks.
+        marked: whether to mark the table; all ranks see the mark.
+        whole: whether this rank has a gradient of each parameter.
     """
 
-    def __init__(self, rows: int, columns: int, carried: Sequence[float] = ()) -> None:
+    def __init__(
+        self,
+        rows: int,
+        columns: int,
+        carried: Sequence[float] = (),
+        *,
+        signature: int = 0,
+        marked: bool = False,
+        whole: bool = False,
+    ) -> None:
         # First the mark, the sum of the signatures, and the number of ranks with all gradients. Each row has the
         # values, the weight, and whether it was given. Plain numbers, since most tables are small and torch calls cost.
         self.any_changed = self.all_changed = False  # whether ranks reported in the cargo that parameters have changed
         self._width = columns + 2
         self._end = _HEAD + rows * self._width
         self._numbers = array("d", bytes(_SIZE * self._end))
+        self._numbers[:_HEAD] = array("d", [marked, signature, whole])
         self._numbers.extend(carried)
         self._world_size = 1
-        self._signature = 0
+        self._signature = signature
         self._work: dist.Work | None = None
 
     def fill(self, row: int, values: Sequence[float | Tensor], share: float, weight: float | None = None) -> None:
@@ -74,19 +87,6 @@ class MeanTable:
             self._numbers[place] = float(value)
         self._numbers[start + self._width - 2] = float(share if weight is None else weight)
         self._numbers[start + self._width - 1] = float(weight is not None)
-
-    def mark(self) -> None:
-        """Mark the table; all ranks see the mark."""
-        self._numbers[_MARK] = 1.0
-
-    def sign(self, signature: int) -> None:
-        """Sign the table with a number of at most 40 bits, which should be the same on all ranks."""
-        self._signature = signature
-        self._numbers[_SIGNATURE] = float(signature)
-
-    def whole(self) -> None:
-        """Record that this rank has a gradient of each parameter."""
-        self._numbers[_WHOLE] = 1.0
 
     @property
     def any_whole(self) -> bool:
@@ -143,16 +143,12 @@ class MeanTable:
 
     @property
     def agreed(self) -> bool:
-        """Whether all ranks signed with the same number."""
+        """Whether all ranks have the same signature."""
         return int(self._numbers[_SIGNATURE]) == self._world_size * self._signature
 
-    def not_finite(self) -> int | None:
-        """Return the first row whose first value is not finite, if any."""
-        return next((row for row, value in enumerate(self._column(0)) if not math.isfinite(value)), None)
-
-    def value(self, row: int) -> float:
-        """Return a row's first value."""
-        return self._column(0)[row]
+    def not_finite(self) -> tuple[int, float] | None:
+        """Return the first row whose first value is not finite, and that value."""
+        return next(((row, value) for row, value in enumerate(self.column(0)) if not math.isfinite(value)), None)
 
     def means(self, samples: int, where: str) -> Means:
         """Return the means of the columns.
@@ -160,17 +156,18 @@ class MeanTable:
         Raises:
             UsageError: if only some rows were given a weight, or the weights do not sum to a positive number.
         """
-        weights, given = self._column(self._width - 2), int(sum(self._column(self._width - 1)))
+        weights, given = self.column(self._width - 2), int(sum(self.column(self._width - 1)))
         if given not in (0, len(weights)):
             raise UsageError(f"{where}: step.backward() got a weight for some micro-batches only.", "Give it for all.")
         total = sum(weights)
         if not total > 0:
             raise UsageError(f"{where}: the weights sum up to {total:g}.", "Give positive ones.")
         sums = [
-            sum(value * weight for value, weight in zip(self._column(column), weights, strict=True))
+            sum(value * weight for value, weight in zip(self.column(column), weights, strict=True))
             for column in range(self._width - 2)
         ]
         return Means([value / total for value in sums], samples / total if given else 1.0)
 
-    def _column(self, number: int) -> Sequence[float]:
+    def column(self, number: int) -> Sequence[float]:
+        """Return the values of a column; after these, the weight and whether it was given are columns, too."""
         return self._numbers[_HEAD + number : self._end : self._width]

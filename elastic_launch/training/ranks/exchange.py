@@ -68,14 +68,14 @@ def is_of_exchange(error: BaseException) -> bool:
     return all(name.startswith(("elastic_launch.training.", *_ELSEWHERE)) for name in modules)
 
 
-def numbers_of_all(world: World, numbers: Sequence[int]) -> list[list[int]]:
+def numbers_of_all(world: World, numbers: Sequence[int], group: dist.ProcessGroup | None = None) -> list[list[int]]:
     """Return the numbers of all ranks, by rank; called by all ranks with equally many."""
     if world.world_size == 1:
         return [[*numbers]]
     mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     gathered = [torch.zeros_like(mine) for _ in range(world.world_size)]
     with exchanging():
-        dist.all_gather(gathered, mine)
+        dist.all_gather(gathered, mine, group=group)
     return [entry.tolist() for entry in gathered]
 
 

@@ -45,23 +45,15 @@ def slow_ranks(times: Sequence[tuple[float, float]]) -> list[Straggler]:
     Args:
         times: for each rank, seconds per micro-batch of waiting for data, and of everything else; NaN if it has none.
     """
-    busy = [sum(time) for time in times]
+    busy = {rank: time for rank, time in enumerate(times) if not math.isnan(sum(time))}
     found = []
-    for rank, mine in enumerate(busy):
-        others = [time for other, time in enumerate(busy) if other != rank and not math.isnan(time)]
-        if not others or math.isnan(mine):
-            continue
-        usual = statistics.median(others)
-        if mine > SLOW * usual and mine - usual > NOTABLE:
-            more = [times[rank][phase] - _median_beside(times, rank, phase) for phase in (0, 1)]
-            found.append(Straggler(rank, "data" if more[0] > more[1] else "compute", round(mine / usual, 2)))
+    for rank, mine in busy.items() if len(busy) > 1 else ():
+        others = [time for other, time in busy.items() if other != rank]
+        usual = statistics.median(map(sum, others))
+        if sum(mine) > SLOW * usual and sum(mine) - usual > NOTABLE:
+            more = [mine[phase] - statistics.median(time[phase] for time in others) for phase in (0, 1)]
+            found.append(Straggler(rank, "data" if more[0] > more[1] else "compute", round(sum(mine) / usual, 2)))
     return found
-
-
-def _median_beside(times: Sequence[tuple[float, float]], rank: int, phase: int) -> float:
-    return statistics.median(
-        time[phase] for other, time in enumerate(times) if other != rank and not math.isnan(time[phase])
-    )
 
 
 class Pace:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from elastic_launch.errors import ElasticLaunchError
 from elastic_launch.training.ranks.checksum import checksums, combined
-from elastic_launch.training.ranks.exchange import are_same
+from elastic_launch.training.ranks.exchange import are_same, numbers_of_all
+from elastic_launch.training.ranks.world import World
 from elastic_launch.training.wrapped import is_zero
 
 SHARE = 0.001
@@ -46,10 +47,9 @@ class ReplicaCheck:
         group: returns a process group of all ranks, for CPU tensors.
     """
 
-    def __init__(self, world_size: int, rank: int, group: Callable[[], dist.ProcessGroup], named: Named) -> None:
+    def __init__(self, world: World, group: Callable[[], dist.ProcessGroup], named: Named) -> None:
         self.good: int | None = None  # the last step in this process after which nothing differed
-        self._world_size = world_size
-        self._rank = rank
+        self._world = world
         self._group = group
         self._named = named
         self._costs: deque[float] = deque(maxlen=MEMORY)
@@ -62,7 +62,7 @@ class ReplicaCheck:
 
     def wanted(self) -> bool:
         """Whether this rank wants a comparison; only rank 0 does, as often as the cost allows."""
-        due = self._rank == 0 and not self._under_way and self._due()
+        due = self._world.rank == 0 and not self._under_way and self._due()
         self._under_way |= due
         return due
 
@@ -109,11 +109,8 @@ class ReplicaCheck:
 
     def _explained(self, taken: _Taken) -> tuple[str, str]:
         """Find out, together with all ranks, what differs and on which ranks."""
-        sums = taken.sums()
-        size = torch.tensor([len(sums)], device="cpu")
-        sizes = [torch.zeros_like(size) for _ in range(self._world_size)]
-        dist.all_gather(sizes, size, group=self._group())
-        counts = [int(x) for x in sizes]
+        sums = taken.sums().tolist()
+        counts = [count for (count,) in numbers_of_all(self._world, [len(sums)], self._group())]
         before = "" if self.good is None else f"After step {self.good} they were the same. "
         hint = (
             f"{before}Either the script changes something by itself, and not in the same way on all ranks, or the "
@@ -122,19 +119,16 @@ class ReplicaCheck:
         if len(set(counts)) > 1:
             found = ", ".join(f"rank {rank} {count}" for rank, count in enumerate(counts))
             return f"After step {taken.step} the ranks do not have as many tensors as each other: {found}.", hint
-        all_sums = [torch.zeros_like(sums) for _ in range(self._world_size)]
-        dist.all_gather(all_sums, sums, group=self._group())
-        table = torch.stack(all_sums)
-        differing = [int(x) for x in (table != table[0]).any(dim=0).nonzero()]
-        name = taken.names[differing[0]]
-        column = table[:, differing[0]].tolist()
+        columns = [*zip(*numbers_of_all(self._world, sums, self._group()), strict=True)]
+        differing = [which for which, column in enumerate(columns) if len(set(column)) > 1]
+        name, column = taken.names[differing[0]], columns[differing[0]]
         (common, most), *_ = Counter(column).most_common()
         others = [rank for rank, value in enumerate(column) if value != common]
         same = [rank for rank, value in enumerate(column) if value == common]
         where = (
             f"{_ranks(others)} differ{'s' if len(others) == 1 else ''} from {_ranks(same)}"
-            if 2 * most > self._world_size
-            else f"{_ranks(list(range(self._world_size)))} differ"
+            if 2 * most > len(column)
+            else f"{_ranks(list(range(len(column))))} differ"
         )
         more = f" So it is with {len(differing) - 1} more tensors." if len(differing) > 1 else ""
         return f"After step {taken.step} the ranks do not have the same {name}: {where}.{more}", hint
