@@ -1,4 +1,4 @@
-"""Detects models that are wrapped, sharded, or changed by their own forward pass, and what does not fit these."""
+"""Detects models that are wrapped, sharded, or changed by their own forward pass, and finds the tensors in a value."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class ShardedStream(Dataset[Any]):
         self.buffer, self.lanes = buffer, lanes
         self._open, self._decode = open, decode
         self._ends = list(accumulate(self.lengths))
-        self._readers: OrderedDict[int, _Seeking | _Skipping] = OrderedDict()
+        self._readers: OrderedDict[int, _Reader] = OrderedDict()
         self._pid = os.getpid()
 
     def __len__(self) -> int:
@@ -134,19 +134,17 @@ class ShardedStream(Dataset[Any]):
         self._readers[shard] = reader
         return sample
 
-    def _opened(self, shard: int) -> _Seeking | _Skipping:
+    def _opened(self, shard: int) -> _Reader:
         for empty in self._empty_beside(shard):
             self._reader(empty).close()
         return self._reader(shard)
 
-    def _reader(self, shard: int) -> _Seeking | _Skipping:
+    def _reader(self, shard: int) -> _Reader:
         name, length = self.names[shard], self.lengths[shard]
         found, counted = _size(self._shards[shard]), self._bytes[shard]
         if None not in (found, counted) and found != counted:
             raise _wrong(name, f"has {found} bytes, and had {counted} when its samples were counted")
-        samples = self._open(self._shards[shard])
-        kind = _Seeking if _seekable(samples) else _Skipping
-        return kind(samples, name, length, self.buffer)
+        return _Reader(self._open(self._shards[shard]), name, length, self.buffer)
 
     def _empty_beside(self, shard: int) -> Iterator[int]:
         """Yield the shards without samples that are checked with a shard: those after it, or before the first."""
@@ -240,44 +238,26 @@ class StreamOrder:
         return shuffled
 
 
-class _Seeking:
-    """An open shard whose samples can be read by their place."""
+class _Reader:
+    """An open shard.
 
-    kept = 0
-
-    def __init__(self, samples: Any, name: str, length: int, buffer: int) -> None:
-        self._samples, self.is_open = samples, True
-        if len(samples) != length:
-            self.close()
-            raise _wrong(name, f"has {len(samples)} samples, and lengths= says {length}")
-
-    def reaches(self, offset: int) -> bool:
-        return True
-
-    def read(self, offset: int) -> Any:
-        return self._samples[offset]
-
-    def close(self) -> None:
-        if self.is_open:
-            self.is_open = False
-            _close(self._samples)
-
-
-class _Skipping:
-    """An open shard that can only be iterated; keeps the last samples, since those of a buffer come in any order.
-
-    It reads a whole number of buffers, or to the end of the shard. What a buffer needs of a shard is thus read once,
-    and a shard that is no longer than the buffer is closed at once.
+    One that can only be iterated keeps the last samples, since those of a buffer come in any order. It reads a whole
+    number of buffers, or to the end of the shard. What a buffer needs of a shard is thus read once, and a shard that is
+    no longer than the buffer is closed at once.
     """
 
-    def __init__(self, samples: Iterable[Any], name: str, length: int, buffer: int) -> None:
-        self._source, self._samples = samples, iter(samples)
+    def __init__(self, samples: Any, name: str, length: int, buffer: int) -> None:
+        self._seeks = _seekable(samples)
+        self._source, self._samples = samples, samples if self._seeks else iter(samples)
         self._name, self._length, self._buffer = name, length, buffer
         self._at = 0
         # The places that a buffer needs of a shard may begin in one of the buffers that are read, and end in the next.
         self._kept: deque[Any] = deque(maxlen=2 * buffer)
         self.is_open = True
-        if not length:
+        if self._seeks and len(samples) != length:
+            self.close()
+            raise _wrong(name, f"has {len(samples)} samples, and lengths= says {length}")
+        if not self._seeks and not length:
             self._end()
 
     @property
@@ -285,9 +265,11 @@ class _Skipping:
         return len(self._kept)
 
     def reaches(self, offset: int) -> bool:
-        return offset >= self._at - len(self._kept)
+        return self._seeks or offset >= self._at - len(self._kept)
 
     def read(self, offset: int) -> Any:
+        if self._seeks:
+            return self._samples[offset]
         if offset >= self._at:
             self._advance(min(self._length, (offset // self._buffer + 1) * self._buffer))
         return self._kept[offset - self._at]

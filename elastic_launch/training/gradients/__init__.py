@@ -8,7 +8,7 @@
 ``tree``          that tree's arithmetic, without torch
 ``shards``        the tree's sums across ranks
 ``sharded``       those of models that ``fully_shard`` has sharded
-``flat``          tensors packed into flat ones
+``flat``          packs tensors into flat ones; the base of the reductions
 ``means``         means of losses and metrics over all micro-batches
 ``buffers``       buffers of micro-batches; ``buffer_rules`` chooses the rule for a buffer, or a frozen parameter
 """
