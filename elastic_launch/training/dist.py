@@ -6,6 +6,10 @@ against it only needs a different import; docs/reference/dist.md lists the diffe
 one process and no process group is needed. In a larger world, everything except ranks and sizes needs the process group
 that :func:`initialize_dist` or ``elastic_launch.session`` joins, and raises a UsageError before that. Every collective
 must be called by all ranks of its group, in the same order.
+
+Ranks and sizes come from the process group once it is joined, before that from the environment. A variable that is not
+a number, is missing although there are several ranks, or contradicts the group is a UsageError. A process that was
+started ahead waits for its place, unless it only asks for its local rank or for the number of workers on its node.
 """
 
 from __future__ import annotations
@@ -25,19 +29,9 @@ from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 from torch.utils.data import Dataset, DistributedSampler
 
+from elastic_launch.contract import ENV_FIRST_ON_NODE, ENV_LOCAL_RANK, UNPLACED
 from elastic_launch.errors import ElasticLaunchError, UsageError
-from elastic_launch.training.ranks.ranks import (
-    first_on_node,
-    get_global_rank,
-    get_local_rank,
-    get_local_world_size,
-    get_node_rank,
-    get_world_size,
-    is_available,
-    is_initialized,
-    joined,
-    rank_on_node,
-)
+from elastic_launch.training.ranks.place import find_place
 from elastic_launch.training.ranks.world import environment, join, leave
 
 __all__ = [
@@ -78,6 +72,52 @@ _NAME_LENGTH = 6
 """Random letters and digits in a signal file's name."""
 
 _DONE = "local rank zero done"
+
+
+def is_available() -> bool:
+    """Return whether torch was built with its distributed package."""
+    return distributed.is_available()
+
+
+def is_initialized() -> bool:
+    """Return whether this process has joined a process group."""
+    find_place()
+    return is_available() and distributed.is_initialized()
+
+
+def get_world_size() -> int:
+    """Return the number of processes in the job; 1 without a launcher."""
+    if is_initialized():
+        return _agreed("WORLD_SIZE", distributed.get_world_size())
+    size = _variable("WORLD_SIZE")
+    return 1 if size is None else size
+
+
+def get_global_rank(group: ProcessGroup | None = None) -> int:
+    """Return this process' rank among all processes, from 0, or its rank in a group."""
+    if is_initialized():
+        return distributed.get_rank(group) if group is not None else _agreed("RANK", distributed.get_rank())
+    return _place("RANK")
+
+
+def get_local_rank() -> int:
+    """Return this process' rank among the processes of its node, from 0."""
+    return _place("LOCAL_RANK")
+
+
+def get_local_world_size() -> int:
+    """Return the number of processes on this node; 1 without a launcher."""
+    return _place("LOCAL_WORLD_SIZE", alone=1)
+
+
+def get_node_rank() -> int:
+    """Return the rank of this node among the nodes, from 0.
+
+    It is torchrun's GROUP_RANK or, if that is not set, Composer's NODE_RANK: a cluster may have set the latter for the
+    host, whose rank in an elastic round may differ.
+    """
+    find_place()
+    return _place("GROUP_RANK" if os.environ.get("GROUP_RANK") else "NODE_RANK")
 
 
 def initialize_dist(device: str | torch.device | None = None, timeout: float = 300.0) -> None:
@@ -128,7 +168,7 @@ def barrier(group: ProcessGroup | None = None) -> None:
     Args:
         group: as for all collectives here, the process group; None: all ranks.
     """
-    if joined("barrier"):
+    if _joined("barrier"):
         distributed.barrier(group=group)
 
 
@@ -150,7 +190,7 @@ def all_reduce(tensor: Tensor, reduce_operation: str = "SUM", group: ProcessGrou
             f"all_reduce(reduce_operation={reduce_operation!r}): there is no such operation.",
             "Choose one of " + ", ".join(_OPERATIONS) + ".",
         )
-    if joined("all_reduce"):
+    if _joined("all_reduce"):
         distributed.all_reduce(tensor, op=getattr(distributed.ReduceOp, name), group=group)
 
 
@@ -159,7 +199,7 @@ def broadcast(tensor: Tensor, src: int, group: ProcessGroup | None = None) -> No
 
     Its shape and dtype must be the same on all ranks.
     """
-    if joined("broadcast"):
+    if _joined("broadcast"):
         distributed.broadcast(tensor, src=src, group=group)
 
 
@@ -170,7 +210,7 @@ def all_gather(tensor: Tensor, group: ProcessGroup | None = None) -> list[Tensor
     changes the input; this function always copies.
     """
     mine = tensor.detach().contiguous()
-    if not joined("all_gather"):
+    if not _joined("all_gather"):
         return [mine.clone()]
     gathered = [torch.empty_like(mine) for _ in range(distributed.get_world_size(group))]
     distributed.all_gather(gathered, mine, group=group)
@@ -183,7 +223,7 @@ def all_gather_object(obj: T, group: ProcessGroup | None = None) -> list[T]:
     Objects are sent as pickles over the process group, as by torch's own function. Unpickling can run arbitrary code:
     any process that can join the group can run code on every rank, so restrict its network to trusted hosts.
     """
-    if not joined("all_gather_object"):
+    if not _joined("all_gather_object"):
         return [obj]
     gathered: list[Any] = [None] * distributed.get_world_size(group)
     distributed.all_gather_object(gathered, obj, group=group)
@@ -195,7 +235,7 @@ def broadcast_object_list(object_list: list[Any], src: int = 0, group: ProcessGr
 
     The lists have one length. Objects are sent as pickles; see the warning at :func:`all_gather_object`.
     """
-    if joined("broadcast_object_list"):
+    if _joined("broadcast_object_list"):
         distributed.broadcast_object_list(object_list, src=src, group=group)
 
 
@@ -239,10 +279,10 @@ def run_local_rank_zero_first() -> Iterator[None]:
     Raises:
         ElasticLaunchError: on the other ranks, if the body raised on a local rank 0.
     """
-    if not joined("run_local_rank_zero_first"):
+    if not _joined("run_local_rank_zero_first"):
         yield
         return
-    if not first_on_node():
+    if not _first_on_node():
         _raise_if_one_failed(None)
         yield
         return
@@ -272,7 +312,7 @@ def local_rank_zero_download_and_wait(
     Raises:
         ElasticLaunchError: if the file does not exist in time, or local rank 0 leaves the body without making it.
     """
-    path, local_rank, first = os.fspath(expected_file_path), rank_on_node(), first_on_node()
+    path, local_rank, first = os.fspath(expected_file_path), _rank_on_node(), _first_on_node()
     deadline = time.monotonic() + timeout
     while not first and not os.path.exists(path):
         if time.monotonic() >= deadline:
@@ -299,7 +339,7 @@ def get_node_signal_file_name(rng: random.Random | None = None) -> str:
         rng: source of the random part; only the one of rank 0 is used.
     """
     drawn = "".join((rng or random.Random()).choices(string.ascii_letters + string.digits, k=_NAME_LENGTH))
-    if joined("get_node_signal_file_name"):
+    if _joined("get_node_signal_file_name"):
         letters = torch.tensor(list(drawn.encode()), dtype=torch.uint8, device=_device())
         distributed.broadcast(letters, src=0)
         drawn = bytes(letters.tolist()).decode()
@@ -344,13 +384,76 @@ def busy_wait_for_local_rank_zero(
                 "The traceback of local rank 0 tells the cause.",
             )
         barrier()
-    if first_on_node():
+    if _first_on_node():
         os.remove(path)
+
+
+def _rank_on_node() -> int:
+    """Return the rank on the node even if every worker's local rank is 0 (``--virtual-local-rank``: one GPU each)."""
+    return _place(ENV_LOCAL_RANK) if os.environ.get(ENV_LOCAL_RANK) else get_local_rank()
+
+
+def _first_on_node() -> bool:
+    """Return whether this process has the lowest rank on its node, which need not be 0 in a round of our agents.
+
+    Before a process that was started ahead has a place, it is local rank 0.
+    """
+    told = os.environ.get(ENV_FIRST_ON_NODE, UNPLACED)
+    return _rank_on_node() == 0 if told == UNPLACED else told == "1"
+
+
+def _joined(name: str) -> bool:
+    """Return whether there is a process group.
+
+    Raises:
+        UsageError: if there are several ranks and no process group.
+    """
+    if is_initialized():
+        return True
+    size = get_world_size()
+    if size > 1:
+        raise UsageError(
+            f"dist.{name}: the world has {size} ranks, and this process has not joined their process group.",
+            "Call elastic_launch.dist.initialize_dist(), or enter elastic_launch.session(), before.",
+        )
+    return False
+
+
+def _variable(name: str) -> int | None:
+    text = os.environ.get(name, "").strip()
+    if text and not text.isdecimal():
+        raise UsageError(f"{name}={text} in the environment is not a rank or a size.", "Give a number.")
+    return int(text) if text else None
+
+
+def _place(name: str, alone: int = 0) -> int:
+    """Read a variable that may be missing only in a world of one process."""
+    value = _variable(name)
+    if value is not None:
+        return value
+    # A default of 0 would make every process the first of its node.
+    size = get_world_size()
+    if size > 1:
+        raise UsageError(
+            f"The environment describes a world of {size} ranks without {name}.",
+            f"Start the script by elastic-launch or torchrun, or set {name}.",
+        )
+    return alone
+
+
+def _agreed(name: str, joined: int) -> int:
+    value = _variable(name)
+    if value not in (None, joined):
+        raise UsageError(
+            f"{name}={value} in the environment, but the process group that was joined says {joined}.",
+            "Join the group that the launcher describes, or unset the variable.",
+        )
+    return joined
 
 
 def _write_signal(name: str, directory: str | os.PathLike[str] | None, text: str) -> str:
     path = os.path.join(os.getcwd() if directory is None else directory, name)
-    if first_on_node():
+    if _first_on_node():
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(f"{path}.new", "w") as file:
             file.write(text)

@@ -1,6 +1,5 @@
 """The ranks of a training, and what they must agree on.
 
-``ranks``           ranks and sizes
 ``world``           joining the process group, and leaving it
 ``place``           the place in a round, and the wait for it of a process that was started ahead
 ``agreement``       decisions that all ranks take at the same step boundary
