@@ -139,7 +139,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*_HOMES, *_MODULES, "__version__"]
+    return sorted([*_HOMES, *_MODULES, "__version__"])
 
 
 if not TYPE_CHECKING:  # which take the imports above, and read only literal lists

@@ -33,7 +33,7 @@ ENDLESS = {
     "agents/elastic_agents/workers/guard.py": ["process.popen.wait()"],  # close() kills that process
     # Threads that wait for work, and are notified of the end.
     "agents/elastic_agents/snapshots/snapshot_store.py": ["self._changed.wait_for()"],
-    "elastic_launch/system/writer_thread.py": ["self._filled.wait()"],
+    "elastic_launch/system/writer_thread.py": ["self._filled.wait_for()"],
     "elastic_launch/snapshot/storage/background.py": ["self._changed.wait_for()"],
     "elastic_launch/rendezvous/voters/peers.py": ["self._changed.wait_for()"],
     "elastic_launch/rendezvous/stores/etcd.py": ["self._closing.wait()"],
