@@ -14,6 +14,7 @@ from functools import partial
 
 from elastic_agents.output_sinks import has_colours, painted
 from elastic_launch.config.launch_config import LaunchConfig
+from elastic_launch.events.incidents import Incidents
 from elastic_launch.system.plain_text import plain
 from elastic_launch.system.writer_thread import Writer
 
@@ -214,6 +215,17 @@ def announce(config: LaunchConfig) -> None:
         _log.info(text, ignored)
 
 
+def name_incidents(incidents: Incidents) -> None:
+    """Have each of the launcher's lines name the incident that is under way, from now on."""
+
+    def stamp(record: logging.LogRecord) -> bool:
+        record.incident = incidents.now
+        return True
+
+    for handler in _log.handlers:
+        handler.addFilter(stamp)
+
+
 class _Handler(logging.Handler):
     """Never blocks: other components may depend on the thread that logs."""
 
@@ -244,7 +256,9 @@ class _Text(logging.Formatter):
         name, colour = "[elastic-launch]", _COLOURS.get(record.levelno)
         if self._coloured and colour is not None:
             name = painted(name, colour)
-        return f"{self._time(record.created)}{name} {plain(super().format(record))}"
+        incident = getattr(record, "incident", None)
+        about = "" if incident is None else f"incident {incident}: "
+        return f"{self._time(record.created)}{name} {about}{plain(super().format(record))}"
 
     def _time(self, created: float) -> str:
         if not self._stamped:
@@ -269,4 +283,6 @@ class _Json(logging.Formatter):
             "node": self._node,
             "message": plain(super().format(record)),
         }
+        if (incident := getattr(record, "incident", None)) is not None:
+            found["incident"] = incident
         return json.dumps(found)

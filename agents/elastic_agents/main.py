@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
-from elastic_agents.console import Consoles, announce, configure_logging
+from elastic_agents.console import Consoles, announce, configure_logging, name_incidents
 from elastic_agents.inbox import Inbox, dropping, signals_to, withheld
 from elastic_agents.notices import NoticeWatch, sources_of
 from elastic_agents.prctl import set_dumpable
@@ -32,6 +32,7 @@ from elastic_launch.config.torch_options import TorchOptions, untested_torch
 from elastic_launch.config.torchrun_mode import code_of, errors_told
 from elastic_launch.error_file import ENV_ERROR_FILE
 from elastic_launch.errors import ExitCode
+from elastic_launch.events.incidents import Incidents
 from elastic_launch.events.sentences import sentence
 from elastic_launch.events.sinks import JsonLines
 from elastic_launch.events.types import Event, EventSink
@@ -171,16 +172,17 @@ def _run(config: LaunchConfig, begun: Bootstrap | None, consoles: Consoles, watc
     reserve()
     signals = signals_to(inbox, (*config.signals.leave, *config.signals.forward, *claimed(config.notices)))
     files = Writer("files", limit=LIMIT, patience=PATIENCE, lost=_tell_lost)
-    journal = _Journal(
-        JsonLines(
-            config.run_directory / f"events-{config.node_id}.jsonl",
-            clock,
-            lambda error: _log.warning("events are not recorded: %s", error),
-            files,
-            __version__,
-        ),
+    incidents = Incidents(config.node_id)
+    name_incidents(incidents)
+    events_file = JsonLines(
+        config.run_directory / f"events-{config.node_id}.jsonl",
         clock,
+        lambda error: _log.warning("events are not recorded: %s", error),
+        files,
+        __version__,
+        incidents,
     )
+    journal = _Journal(events_file, clock)
     if watcher is not None:
         journal.follow.append(watcher.emit)
     _observe(config, journal, clock)

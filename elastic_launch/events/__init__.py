@@ -2,5 +2,6 @@
 
 ``types``      every event
 ``sentences``  each event as a sentence for people
+``incidents``  which incident an event belongs to
 ``sinks``      the file to which events are written
 """

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from elastic_launch.clock import Clock
+from elastic_launch.events.incidents import Incidents
 from elastic_launch.events.types import Event, event_name
 from elastic_launch.system.private_files import make_private, open_private
 from elastic_launch.system.writer_thread import Writer
@@ -25,6 +26,7 @@ class JsonLines:
         on_error: called once if the file cannot be written; the run continues.
         writer: writes in the background; without one, events are written synchronously.
         version: version of elastic-launch; the first line has it, for readers of another version.
+        incidents: which incident an event belongs to; its line has the id.
     """
 
     def __init__(
@@ -34,16 +36,21 @@ class JsonLines:
         on_error: Callable[[OSError], None],
         writer: Writer | None = None,
         version: str = "",
+        incidents: Incidents | None = None,
     ) -> None:
         self.path = path
+        self._incidents = incidents
         self._clock = clock
         self._on_error: Callable[[OSError], None] | None = on_error
         self._writer = writer
         self._lock = threading.Lock()
-        self._about = {"version": version} if version else {}
+        self._about: dict[str, str | int] = {"version": version} if version else {}
 
     def emit(self, event: Event) -> None:
         about, self._about = self._about, {}
+        incident = None if self._incidents is None else self._incidents.add(event)
+        if incident is not None:
+            about = {"incident": incident, **about}
         line = json.dumps(
             {
                 "event": event_name(type(event)),

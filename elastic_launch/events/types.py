@@ -2,7 +2,8 @@
 
 Each node writes its own ``events-<node id>.jsonl``; the leader's decisions are in the file of the leader's node. A line
 contains ``event`` (the name), ``time`` (UTC, for readers), ``clock`` (this host's monotonic clock in seconds, for
-durations) and the fields of the event. Times of different hosts are not comparable.
+durations), ``incident`` (the id of the incident that it belongs to, if any) and the fields of the event. Times of
+different hosts are not comparable.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def advice(ledger: Ledger) -> list[str]:
             f"workers ran out of memory in {counted(memory, 'incident')}: use smaller micro-batches, or more memory"
         )
     if killed:
-        names = ", ".join(str(incident.number) for incident in killed)
+        names = ", ".join(str(incident.round) for incident in killed)
         found.append(
             f"SIGKILL ended workers (incident {names}): if no user sent it, the kernel lacked memory; see its log"
         )

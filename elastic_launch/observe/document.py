@@ -47,7 +47,7 @@ class Mark(TypedDict):
 class IncidentRow(TypedDict):
     """An incident, from when training stopped advancing until it went on; ``parts`` are its seconds by phase."""
 
-    number: int
+    id: int
     since: float
     until: float
     rounds: str
@@ -199,7 +199,7 @@ def _bars(host: Host) -> list[RoundBar]:
 def _incidents(ledger: Ledger) -> list[IncidentRow]:
     return [
         {
-            "number": incident.number,
+            "id": incident.round,
             "since": incident.at_s,
             "until": incident.at_s + incident.still_s,
             "rounds": f"{incident.round} → {incident.next_round or 'end'}",

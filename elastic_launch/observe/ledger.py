@@ -28,12 +28,12 @@ class RoundIncident:
     """One round's end and what followed; times in seconds, None if unknown.
 
     Attributes:
+        round: number of the round, which is the incident's id.
         still_s: sum of the parts. A part that was interrupted by another incident or the last event counts until then.
         kept, anew, ahead: how many of this host's workers in the next round kept their processes, were started, and had
             started ahead of it.
     """
 
-    number: int  # number of the incident, from 1, in the order of rounds
     round: int
     next_round: int  # the round that followed; 0 if none did
     kind: str  # a kind of broken round; ``unknown`` if this host was not informed
@@ -65,7 +65,7 @@ class RoundIncident:
         what = " ".join(self.kind.split()) + (", drained" if self.drained else "") + (f" ({cause})" if cause else "")
         kept = f"; {counted(self.kept, 'worker')} kept, {self.anew} started" if self.kept or self.ahead else ""
         kept += f", {self.ahead} started ahead" if self.ahead else ""
-        return f"incident {self.number}: {what} {where}: {spent}: stood still {self.still_s:.2f} s{lost}{kept}"
+        return f"incident {self.round}: {what} {where}: {spent}: stood still {self.still_s:.2f} s{lost}{kept}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ def build(chronicle: Chronicle) -> Ledger:
         lost = _lost(told, rounds[index + 1 :]) if by_steps else None
         incident = _incident(told, following, (fault, max(fault, end)), lost, by_steps=by_steps)
         at = round(fault - (chronicle.since or 0.0), 6)
-        incidents.append(replace(incident, number=len(incidents) + 1, at_s=at, exit_code=told.exit_code))
+        incidents.append(replace(incident, at_s=at, exit_code=told.exit_code))
     unsaved = _unsaved(chronicle, rounds) if by_steps else 0
     kept, productive = _productive(rounds, by_steps=by_steps, until=until, unsaved=unsaved)
     unseen = _unseen(rounds, until)
@@ -234,7 +234,6 @@ def _incident(
     parts = _parts(fault, marks, end, whole=recovered)
     detect, stop, form, start, restore, first_step = parts
     return RoundIncident(
-        0,
         told.number,
         following.number if following else 0,
         told.kind or "unknown",

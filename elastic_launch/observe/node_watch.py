@@ -154,7 +154,7 @@ class NodeWatch:
             incident, ago = last
             cause = f"{incident.kind}, {incident.cause}" if incident.cause else incident.kind
             lost = f", {counted(incident.lost_steps, 'step')} lost" if incident.lost_steps else ""
-            head = f"{text}; incident {incident.number}, {span(ago)} ago, cost {incident.still_s:.1f} s{lost}"
+            head = f"{text}; incident {incident.round}, {span(ago)} ago, cost {incident.still_s:.1f} s{lost}"
             return _plain(f"{head}: {cause}", present)
         cause, why = _plain(cause, present), _plain(why, present)
         after += f"; {phase}" if not why or why in cause else f"; {phase}: {why}"

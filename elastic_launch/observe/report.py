@@ -105,7 +105,7 @@ def _row(incident: RoundIncident) -> tuple[str, ...]:
     shown = ["-" if seconds is None else f"{seconds:.2f}" for seconds in times]
     lost = "-" if incident.lost_steps is None else str(incident.lost_steps)
     cause = " ".join(incident.cause.split())
-    return (str(incident.number), rounds, kind, *shown, f"{incident.still_s:.2f}", lost, cause)
+    return (str(incident.round), rounds, kind, *shown, f"{incident.still_s:.2f}", lost, cause)
 
 
 def standing(host: Host, hosts: Sequence[Host], *, alive: bool | None) -> list[str]:

@@ -147,8 +147,9 @@ class Spans:
             if seconds is not None:
                 phases.append((spoken(part), at, at + seconds))
                 at += seconds
-        names = ("number", "round", "next_round", "kind", "cause", "drained", "lost_steps", "kept", "anew", "ahead")
+        names = ("round", "next_round", "kind", "cause", "drained", "lost_steps", "kept", "anew", "ahead")
         about = {name: value for name in names if (value := asdict(incident)[name]) is not None}
+        about["incident"] = incident.round
         self._make(f"incident: {incident.kind}", start, at, about, phases)
 
     def close(self) -> None:
@@ -194,8 +195,10 @@ class Spans:
         for at, what, more in events:
             span.add_event(what, more, self._wall(at))
         within = trace.set_span_in_context(span, Context())
+        of_incident = {"elastic_launch.incident": about["incident"]} if "incident" in about else {}
         for phase, since, until in phases:
-            self._tracer.start_span(phase, within, start_time=self._wall(since)).end(self._wall(until))
+            part = self._tracer.start_span(phase, within, attributes=of_incident, start_time=self._wall(since))
+            part.end(self._wall(until))
         span.end(self._wall(end))
 
     def _wall(self, moment: float) -> int:

@@ -102,7 +102,8 @@ def test_every_line_of_the_launcher_is_a_json_object_on_request(job: Job) -> Non
     agent = job.launch(*flags.split(), command=["sh", "-c", "echo out; exit 3"])
     assert agent.wait() == 91
     said = [json.loads(line) for line in agent.output.splitlines()]
-    assert {frozenset(line) for line in said} == {frozenset({"time", "level", "node", "message"})}
+    always = {"time", "level", "node", "message"}
+    assert {frozenset(line) for line in said} == {frozenset(always), frozenset(always | {"incident"})}
     assert said[0]["message"].startswith("--duplicate-stdout-filters is without effect")
     assert {line["node"] for line in said[1:]} == {"a"}
     assert said[-1]["level"] == "ERROR"

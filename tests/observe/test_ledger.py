@@ -351,7 +351,7 @@ def test_an_incident_is_reported_once_with_the_first_step_after_it() -> None:
     assert said == []
     tell(37.0, ev.FirstStep(3, 21))
     ((moment, incidents),) = said
-    assert (moment, [incident.number for incident in incidents]) == (37.0, [1, 2])
+    assert (moment, [incident.round for incident in incidents]) == (37.0, [1, 2])
     assert live.summary(3).startswith("goodput ")
 
 

@@ -403,7 +403,7 @@ def test_a_node_that_comes_back_has_not_ended(tmp_path: Path, capsys: pytest.Cap
 def test_advice_follows_causes_and_costs() -> None:
     def told(kind: str, cause: str, code: int | None = None, **costs: float) -> RoundIncident:
         spent = [costs.get(part, 0.0) for part in PARTS]
-        return RoundIncident(1, 1, 2, kind, cause, False, *spent, sum(spent), 0, True, True, exit_code=code)
+        return RoundIncident(1, 2, kind, cause, False, *spent, sum(spent), 0, True, True, exit_code=code)
 
     def given(*incidents: RoundIncident, lost: int = 0, unsaved: int = 0, restarts: int = 0) -> list[str]:
         return advice(Ledger(incidents, True, 90.0, 100.0, 100, unsaved, lost + unsaved, restarts, 3))
@@ -448,7 +448,7 @@ def test_the_table_fits_the_terminal() -> None:
     cause = "rank 1 on node b: " + "a long cause of many words " * 4
     spent = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
     whole = Ledger(
-        tuple(RoundIncident(x, x, x + 1, "crash", cause.strip(), False, *spent, 2.1, 3, True, True) for x in (1, 2)),
+        tuple(RoundIncident(x, x + 1, "crash", cause.strip(), False, *spent, 2.1, 3, True, True) for x in (1, 2)),
         True, 10.0, 20.0, 100, None, 6, 2, 3,
     )  # fmt: skip
     wide = as_table(whole).splitlines()

@@ -95,7 +95,7 @@ function incident(run, it) {
   });
   const spent = it.parts.map((seconds, part) => `${run.parts[part]} ${(seconds ?? 0).toFixed(2)} s`).join(', ');
   return make('tr', {},
-    cell(it.number), cell(time(run, it.since)), cell(it.rounds), cell(it.kind),
+    cell(it.id), cell(time(run, it.since)), cell(it.rounds), cell(it.kind),
     make('td', {class: 'number'}, `${it.still_s.toFixed(2)} s`),
     make('td', {}, make('svg', {width: BAR, height: 12, role: 'img', 'aria-label': spent}, ...bars)),
     make('td', {class: 'number'}, `${it.lost_steps ?? '-'}`), cell(it.cause));
