@@ -9,7 +9,7 @@ forked agent is put into the state that it would have after that, with torch imp
 arguments and logging are those of a new interpreter. From there it forks its server, and the server its workers, as
 always. The differences:
 
-- The first workers are forked, too.
+- The first workers are forked, too, if the script imports torch.
 - Modules that the script may or may not have imported already exist: ``MODULES``. Environment variables that their
   imports set are missing.
 - Imports have read the environment of the tests. ``OMP_NUM_THREADS`` is applied later; if another such variable is
@@ -29,6 +29,7 @@ import importlib
 import json
 import logging
 import os
+import re
 import runpy
 import select
 import selectors
@@ -312,7 +313,7 @@ def _begins_anew() -> Callable[..., NoReturn]:
             execve(path, argv, env)
         os.execve = execve
         settings = json.loads(argv[4])
-        if "torch" not in settings["without"]:
+        if "torch" not in settings["without"] and _imports_torch(settings["argv"][2]):
             settings["preload"] = ["torch", *settings["preload"]]  # so that the first workers are forked, too
         for name in ("state", "health"):  # they are closed while this unwinds
             if settings[name] is not None:
@@ -320,6 +321,15 @@ def _begins_anew() -> Callable[..., NoReturn]:
         raise _Anew(json.dumps(settings), env)
 
     return stand_in
+
+
+def _imports_torch(script: str) -> bool:
+    """Whether a script imports torch, or this project's library, which does; workers of others start as quickly."""
+    try:
+        text = Path(script).read_text()
+    except (OSError, ValueError):
+        return True
+    return re.search(r"^\s*(import|from) .*(torch|elastic_launch|numpy|paced)", text, re.MULTILINE) is not None
 
 
 def _enter(network: str) -> None:
