@@ -356,14 +356,16 @@ class NodeAgent(ElasticAgent):
 
     def _estimate(self, number: int) -> None:
         if number == self.state.view.round and self.state.view.phase is v.Phase.RUNNING:
-            self._ready(number, round(self._control.step_timer.remaining(), 3))
+            self._ready(number, self._control.step_timer.remaining())
             self._inbox.put_later(ESTIMATE_EVERY, partial(self._estimate, number))
 
-    def _ready(self, number: int, remaining: float = -1.0) -> None:
+    def _ready(self, number: int, remaining: float | None = None) -> None:
         begun = self._control.step_timer.of_round(number)
         live = self.state.view.alive <= self.state.view.live
         arguments = self._control.arguments if live else ""
-        self._membership.report(m.NodeReady(number, remaining, begun[0] if begun is not None else -1, live, arguments))
+        remaining = None if remaining is None else round(remaining, 3)
+        step = None if begun is None else begun[0]
+        self._membership.report(m.NodeReady(number, remaining, step, live, arguments))
 
     def _end_round(self, end: v.ReportStopped) -> None:
         number, drained, store = end.round, end.drained, self._parts.worker_store

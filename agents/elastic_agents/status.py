@@ -25,7 +25,6 @@ def present(
     view, formed, timer, saved = state.view, state.formed, control.step_timer, membership.checkpoint
     number, step = timer.reached
     trained, trained_s = timer.trained
-    remaining = timer.remaining()
     reports = control.reports(number)
     steps_s, durations = control.steps()
     told = view.round > 0  # until then others may have used up what this node's own flags allow
@@ -37,7 +36,7 @@ def present(
         workers=len(view.alive | view.suspended),
         step=step if number else None,
         total=timer.total,
-        remaining=remaining if remaining >= 0 else None,
+        remaining=timer.remaining(),
         trained=trained,
         trained_s=trained_s,
         snapshot=snapshot_store.newest_step,
@@ -65,9 +64,8 @@ def beat(control: Control, snapshot: int | None) -> Beat | ProgressBeat:
     number, step = timer.reached
     if not number:
         return Beat()
-    left = timer.remaining()
     loss = _loss_in(control.reports(number))
-    return ProgressBeat(number, step, snapshot, timer.step_seconds, left if left >= 0 else None, loss)
+    return ProgressBeat(number, step, snapshot, timer.step_seconds, timer.remaining(), loss)
 
 
 def _loss_in(reports: Iterable[WorkerProgress]) -> float | None:

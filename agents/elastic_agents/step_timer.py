@@ -112,14 +112,14 @@ class StepTimer:
             mine = list(self._steps)[-(self._step - self._first) :] if self._step > self._first else []
             return statistics.median(mine) if mine else None
 
-    def remaining(self) -> float:
-        """Seconds until the training ends at this round's pace; -1 if that is not known."""
+    def remaining(self) -> float | None:
+        """Seconds until the training ends at this round's pace; None if that is not known."""
         self._look_again()
         with self._lock:
             done = self._step - self._first
             # A script that trains beyond the total has begun a second training, of which nothing is known.
             if done < ENOUGH or self._step > self._total:
-                return -1.0
+                return None
             mine = list(self._steps)[-done:]
             return (self._total - self._step) * statistics.median(mine)
 

@@ -173,7 +173,7 @@ class AgentLife(RuleBasedStateMachine):
                 assert number == self.round
                 assert number not in self.stopped, "stopped twice"
                 self.stopped.append(number)
-                if step is not None and step >= 0:
+                if step is not None:
                     assert self.drained == self.slots, "drained, but a worker was not"
             case m.Done(round=number):
                 assert number == self.round

@@ -32,14 +32,14 @@ def test_another_rounds_steps_do_not_count_for_the_remaining_time() -> None:
     step_timer.begin(2, 20, 500.0, 50)
     for step in (21, 22):
         step_timer.step(2, step, 500.0 + step)
-        assert step_timer.remaining() == -1.0
+        assert step_timer.remaining() is None
     step_timer.step(2, 23, 523.0)
     assert step_timer.remaining() == pytest.approx(27.0)
 
 
 def test_the_rest_is_unknown_without_a_total_and_beyond_it() -> None:
-    assert trained(10, total=0).remaining() == -1.0
-    assert trained(10, total=9).remaining() == -1.0, "it trains a second time"
+    assert trained(10, total=0).remaining() is None
+    assert trained(10, total=9).remaining() is None, "it trains a second time"
     assert trained(10, total=10).remaining() == 0.0
 
 
@@ -81,7 +81,7 @@ def test_unreported_steps_are_found_when_they_matter() -> None:
     reached = [WorkerProgress(1, 1, 9.0)]
     step_timer = StepTimer(lambda: reached[-1])
     step_timer.begin(1, 0, 0.0, 101)
-    assert step_timer.remaining() == -1.0
+    assert step_timer.remaining() is None
     reached.append(WorkerProgress(1, 41, 89.0))
     assert step_timer.reached == (1, 41)
     assert step_timer.remaining() == pytest.approx(2.0 * 60)

@@ -55,9 +55,11 @@ class ResizePayoff:
             self._costs[live] = now - self._ordered_at
             self._ordered_at = None
 
-    def told(self, remaining: float, now: float) -> None:
-        """Record a member's estimate of the seconds that the round still needs; negative or not finite if unknown."""
-        self._ends_at = now + remaining if math.isfinite(remaining) and remaining >= 0 else None
+    def told(self, remaining: float | None, now: float) -> None:
+        """Record a member's estimate of the seconds that the round still needs; None if it is not known."""
+        if remaining is not None and not (math.isfinite(remaining) and remaining >= 0):
+            remaining = None  # another node's word
+        self._ends_at = None if remaining is None else now + remaining
 
     def remaining(self, now: float) -> float | None:
         """Seconds that the round still needs; None if unknown."""

@@ -82,7 +82,7 @@ class Rounds:
     def ready(self, report: m.NodeReady, now: float) -> None:
         """Handle that a member's workers train; they may not know yet that the round is over."""
         if (said := self._last()) is not None:
-            said.begun = highest(said.begun, report.step if report.step >= 0 else None)
+            said.begun = highest(said.begun, report.step)
         self._state.resizing.prices.told(report.remaining_s, now)
 
     def progressed(self, node: Node, step: int) -> None:

@@ -88,7 +88,7 @@ class NodeMachine:
                 self._learn(joined=True)
             case m.NodeReady(round=number, step=step, live=live):
                 if seen is not None and seen.number == number:
-                    seen.begun = highest(seen.begun, step if step >= 0 else None)
+                    seen.begun = highest(seen.begun, step)
                 self._learn(joined=True, ready=True, live=live, apart=False)
             case m.Done():
                 self._learn(done=True)

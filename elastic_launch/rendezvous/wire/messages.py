@@ -175,15 +175,15 @@ class NodeReady:
     The round's first member repeats it from time to time with a new estimate.
 
     Attributes:
-        remaining_s: seconds until the training ends at the current pace; -1 if unknown.
-        step: optimizer steps done when they began; -1 if unknown.
+        remaining_s: seconds until the training ends at the current pace; None if unknown.
+        step: optimizer steps done when they began; None if unknown.
         live: whether all of them can be suspended, and take places in another round.
         arguments: what must be the same on all ranks, as text; empty if that is not known.
     """
 
     round: int
-    remaining_s: float = -1.0
-    step: int = -1
+    remaining_s: float | None = None
+    step: int | None = None
     live: bool = False
     arguments: str = ""
 
