@@ -249,10 +249,32 @@ def _run(argv: list[str]) -> BaseException | None:
             code = loader.get_code("__main__")
             assert code is not None
         else:
-            code = compile(source, path, "exec", dont_inherit=True)
+            code = _compiled(source, path)
         exec(code, main.__dict__)
     except BaseException as error:  # noqa: BLE001 - the script's, which ends the process and is reported there
         return error
+    return None
+
+
+def _compiled(source: bytes, path: str) -> types.CodeType:
+    """Compile a script as the interpreter compiles a file: :func:`compile` does not check the encoding of comments."""
+    try:
+        importlib.util.decode_source(source)
+    except (UnicodeDecodeError, SyntaxError) as error:
+        raise _of_encoding(source, path) or error from None
+    return compile(source, path, "exec", dont_inherit=True)
+
+
+def _of_encoding(source: bytes, path: str) -> SyntaxError | None:
+    """Return the interpreter's error for a file that is not in UTF-8 and names no encoding; None for another one."""
+    try:
+        source.decode()
+    except UnicodeDecodeError as error:
+        if any(b"coding" in line for line in source.splitlines()[:2]):
+            return SyntaxError(f"(unicode error) {error}", (path, 1, None, None))
+        line = source.count(b"\n", 0, error.start) + 1
+        text = f"Non-UTF-8 code starting with '\\x{source[error.start]:02x}' on line {line}, but no encoding declared"
+        return SyntaxError(f"{text}; see https://peps.python.org/pep-0263/ for details", (path, line, None, None))
     return None
 
 
