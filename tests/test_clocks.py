@@ -32,7 +32,6 @@ KNOWN = {
     "elastic_launch/cli/output_flags.py": ["datetime.now"],  # the name of the log directory
     "elastic_launch/cli/composer.py": ["datetime.now"],  # the same, in Composer mode
     "agents/elastic_agents/console.py": ["time.strftime", "time.localtime"],  # the time before a line
-    "agents/elastic_agents/probes/http_server.py": ["time.gmtime"],  # the header Date
     # When a worker's exception was written down orders the failures in a report, and nothing else.
     "agents/elastic_agents/workers/round_workers.py": ["time.time"],
     "agents/elastic_agents/warm/ending.py": ["time.time"],
