@@ -86,7 +86,7 @@ class Messages:
             if rank != src:
                 self._put("broadcast", tensor, rank)
 
-    def all_gather(self, gathered: Sequence[Tensor], tensor: Tensor) -> None:
+    def all_gather(self, gathered: Sequence[Tensor], tensor: Tensor, group: None = None) -> None:
         for rank in range(len(gathered)):
             self._put("all_gather", tensor, rank)
         for rank, entry in enumerate(gathered):

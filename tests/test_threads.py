@@ -44,12 +44,15 @@ ENDLESS = {
     # Exchanges with other ranks, which end with the timeout of their process group.
     "elastic_launch/training/evaluations.py": ["table.wait()"],
     "elastic_launch/training/gradients/accumulation.py": ["table.wait()"],
-    "elastic_launch/training/gradients/buckets.py": ["first.work.wait()", *["bucket.work.wait()"] * 3],
+    "elastic_launch/training/gradients/buckets.py": [
+        *("first.work.wait()", "self.work.wait()", *["bucket.wait()"] * 3)
+    ],
     "elastic_launch/training/gradients/means.py": ["self._work.wait()", "self.wait()"],
     "elastic_launch/training/gradients/shards.py": [
         *("work.wait()", "buckets[turn - 2].wait()", "work.wait()", "bucket.wait()")
     ],
     "elastic_launch/training/ranks/agreement.py": ["work.wait()"],
+    "elastic_launch/training/loop.py": ["self._rounds.join()"],  # a round, which ends with the time of its store
     # The value of a context variable; and gloo ends the wait after its time for collectives.
     "elastic_launch/training/ranks/exchange.py": ["_link.get()", "_link.get()", "_link.get()", "work.wait()"],
 }

@@ -166,8 +166,8 @@ def test_other_differences_are_refused_all_at_once(pretrained: tuple[Path, Train
 def test_an_unknown_name_lists_the_known_ones(pretrained: tuple[Path, Trained], tmp_path: Path) -> None:
     with pytest.raises(
         UsageError,
-        match=r"names 'batch size', .*\n.*Known: 'global batch', 'seed', 'dataset length', 'micro-batch', 'order of "
-        "samples', 'model', 'optimizer'",
+        match=r"names 'batch size', .*\n.*Known: 'global batch', 'seed', 'dataset length', 'order of "
+        "samples', 'micro-batch', 'model', 'optimizer'",
     ):
         train(el.Checkpoint(tmp_path, start_from=pretrained[0], allow=["batch size"]))
 
