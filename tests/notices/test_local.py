@@ -12,7 +12,7 @@ from elastic_agents.notices import Trouble
 from elastic_agents.notices.file import File
 from elastic_agents.notices.notice_watch import sources_of
 from elastic_agents.notices.slurm import Slurm, seconds_left
-from elastic_launch.config.notice_sources import AUTO, KINDS, NoticeSource, parse_source
+from elastic_launch.config.notice_sources import AUTO, SPELLINGS, NoticeSource, parse_source
 from elastic_launch.testing import FakeClock
 
 
@@ -147,8 +147,8 @@ def test_the_firmware_is_not_asked_without_auto() -> None:
     assert [x.name for x in sources_of([NoticeSource("gcp"), NoticeSource("azure")], {}, dmi)] == ["GCP", "Azure"]
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"auto", "signal"}))
-def test_every_kind_of_source_has_a_module(kind: str) -> None:
-    asked = parse_source(KINDS[kind][0][0])
+@pytest.mark.parametrize("spelling", [x for x in SPELLINGS if x.partition(":")[0] not in ("auto", "signal")])
+def test_every_kind_of_source_has_a_module(spelling: str) -> None:
+    asked = parse_source(spelling)
     assert asked is not None
     assert len(sources_of([asked], {"SLURM_JOB_ID": "17"}, dict)) == 1
