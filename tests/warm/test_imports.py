@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from warm_processes import WAYS, both_ways, config_for, write
@@ -123,3 +125,17 @@ def test_a_script_that_is_no_source_code_runs_or_fails_as_python_does_it(name: s
         ends = [starters[way].run(script) for way in WAYS]
     told = [(end.code, end.stdout, end.stderr) for end in ends]
     assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_module_that_goes_by_another_name_too_is_the_one_in_its_file(
+    same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """setuptools makes its own distutils that of the standard library, and the module then has the spec of that."""
+    path = str(tmp_path / "known_twice.py")
+    module = ModuleType("known_twice")
+    module.__file__ = path
+    module.__spec__ = ModuleSpec("other_name", None, origin=path)
+    monkeypatch.setitem(sys.modules, "known_twice", module)
+    found = WorkerImports({"known_twice": path if same else str(tmp_path / "elsewhere.py")}, {})
+    assert ("known_twice" in Preload((), ()).doubt(found)) == (not same)

@@ -26,6 +26,7 @@ def starters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Sta
     with both_ways(config_for(tmp_path_factory.mktemp("logs"), SCRIPT, preload=()), env) as starters:
         for starter in starters.values():
             starter.patience = 300.0  # processes that are spawned import torch, and a compiler takes long beside others
+        starters["warm"].learn(SCRIPT, "draw", "compiled", "step")
         yield starters
 
 

@@ -140,7 +140,11 @@ class Preload:
         if (module := sys.modules.get(name)) is None:
             return name in self._missed
         spec = module.__spec__
-        return spec is not None and not _same(spec.origin if spec.has_location else "", origin)
+        # A module may be known by another name, too, whose spec it then has: setuptools makes its own one distutils.
+        files = (
+            (spec.origin if spec.has_location else "", getattr(module, "__file__", None)) if spec is not None else ()
+        )
+        return bool(files) and not any(_same(file, origin) for file in files)
 
 
 class _Looked(importlib.abc.MetaPathFinder):
