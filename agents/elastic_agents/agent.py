@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -16,7 +16,7 @@ from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, ElasticAgen
 from elastic_agents import policy_types as v
 from elastic_agents import reporting, status
 from elastic_agents.drill import FaultReached
-from elastic_agents.inbox import HowAreYou, SignalCaught
+from elastic_agents.inbox import HowAreYou, ProcessEnding, SignalCaught
 from elastic_agents.lease_keeper import StoppedByGuard
 from elastic_agents.node_state import MemberOrder
 from elastic_agents.notices import Notice
@@ -25,7 +25,7 @@ from elastic_agents.output_sinks import Kept
 from elastic_agents.parts import AgentParts
 from elastic_agents.policy import decide
 from elastic_agents.workers.placement import group_of, place
-from elastic_agents.workers.start import while_scarce
+from elastic_agents.workers.start import WorkersStarted, start_failed, while_scarce
 from elastic_agents.workers.watchdog import TimerExpired
 from elastic_launch import contract as c
 from elastic_launch.errors import EndpointError, ExitCode
@@ -37,7 +37,7 @@ from elastic_launch.rendezvous.run_file import RunAddress
 from elastic_launch.rendezvous.torch_handler import MembershipHandler
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.rendezvous.wire.addresses import listen
-from elastic_launch.system.descriptors import explained, lacks_processes, scarce
+from elastic_launch.system.descriptors import explained
 from elastic_launch.system.threads import ThreadDied
 from elastic_launch.system.writer_thread import IDLE
 
@@ -132,12 +132,11 @@ class NodeAgent(ElasticAgent):
 
     # From the inbox to the policy.
 
-    def _react(self, item: object) -> None:
+    def _react(self, item: Any) -> None:
         if callable(item):
-            event = item()
-        else:
-            handler = self._handlers.get(type(item))
-            event = item if handler is None else handler(item)
+            item = item()
+        handler = self._handlers.get(type(item))
+        event = item if handler is None else handler(item)
         if event is not None:
             self._follow(event)
         self._workers.end_failed()
@@ -175,6 +174,8 @@ class NodeAgent(ElasticAgent):
             Notice: parts.departure.by_notice,
             SignalCaught: self._signalled,
             v.Reported: self._reported,
+            ProcessEnding: self._workers.ending,
+            WorkersStarted: self._all_started,
             FaultReached: parts.drill.reached,
             m.Strike: parts.drill.ordered,
             m.PeerDone: lambda done: parts.hanging.watch_exits(done.round),
@@ -233,7 +234,7 @@ class NodeAgent(ElasticAgent):
             return None
         return self._parts.departure.by_signal(caught.number, caught.at)
 
-    def _reported(self, said: v.Reported) -> v.Reported | None:
+    def _reported(self, said: v.Reported) -> v.Reported:
         view = self.state.view
         match said.report:
             case c.Ready(drains=True) as ready:
@@ -243,8 +244,6 @@ class NodeAgent(ElasticAgent):
             case c.Ahead():
                 self._starts.came(said.local_rank)
                 self._learned_start()
-            case c.WorkerEnding() as ending:
-                return self._workers.ending(said.pid, ending)
             case c.Differs(alike=alike):
                 self._workers.failing(said.round, said.local_rank, alike=alike, restoring=False)
             case c.RestoreFailed():
@@ -417,29 +416,21 @@ class NodeAgent(ElasticAgent):
             try:
                 while_scarce(partial(store.serve, self._config.timing.read_timeout), self._clock)
             except (OSError, RuntimeError) as error:  # torch's errors are RuntimeErrors
-                cause = f"the workers' store cannot be served: {explained(error)}"
-                self._cannot_start(cause, {placement.local_rank for placement in new}, error)
+                self._react(start_failed(f"the workers' store cannot be served: {explained(error)}", new, error))
                 return
         # The first member shares it with the others as its workers restore.
         sources = form.sources if state.rank == 0 else ()
         self._snapshot_store.fetch(sources, self._transfer_key(), self._control.tell_fetched)
         self._control.writer = placed[0].local_rank
         reporting.kept(start, len(new), self._config.nproc - len(placed))
-        self._starts.begin(start, placed, new, self._cannot_start, self._all_started)
+        if (begun := self._starts.begin(start, placed, new)) is not None:
+            self._react(begun)
 
-    def _cannot_start(self, cause: str, left: Collection[int], error: Exception) -> None:
-        """The round cannot begin here, for want of the workers with the local ranks in ``left``."""
-        lacking = lacks_processes(error) or (
-            isinstance(error, OSError) and scarce(error)
-        )  # which is not the script's failure
-        code = ExitCode.TRAINING_FAILED if lacking else ExitCode.STARTUP_FAILURE
-        self._react(v.StartFailed(cause, self.state.view.alive.difference(left), code))
-
-    def _all_started(self, number: int, pids: Mapping[int, int]) -> None:
-        for local_rank, pid in pids.items():
+    def _all_started(self, started: WorkersStarted) -> None:
+        for local_rank, pid in started.pids.items():
             self._group.workers[local_rank].id = pid
         self._group.state = WorkerState.HEALTHY
-        self._membership.report(m.Joined(number))
+        self._membership.report(m.Joined(started.round))
 
     def _start_no_more(self, local_ranks: frozenset[int] | None) -> None:
         """Workers (None: all) are to end: those that have not started yet never will."""

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any, Generic, TypeVar
 
 from elastic_launch.clock import Clock
+from elastic_launch.contract import WorkerEnding
 from elastic_launch.observe.present import Present
 from elastic_launch.system.threads import VitalThread
 
@@ -45,6 +46,14 @@ class HowAreYou:
 
     answer: Callable[[Present], None]
     every: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessEnding:
+    """A worker's process will exit. It may not have said yet which worker it is."""
+
+    pid: int
+    report: WorkerEnding
 
 
 class Inbox(Generic[T]):

@@ -55,9 +55,7 @@ def decide(view: v.View, event: v.Event, node: v.NodeFacts) -> Decision:
 def _decide(view: v.View, event: v.Event, node: v.NodeFacts) -> Decision:
     if isinstance(event, v.WorkerExit | v.Reported | v.HungUp) and event.round == 0:
         return _ahead(view, event, node)
-    if isinstance(event, m.DrainRound | m.Break | v.OfRound | v.WorkerExit | v.Reported | v.HungUp) and (
-        event.round != view.round
-    ):
+    if isinstance(event, m.DrainRound | m.Break | v.OfRound) and event.round != view.round:
         return view, []
     match event:
         case m.Form():
@@ -100,8 +98,8 @@ def _decide(view: v.View, event: v.Event, node: v.NodeFacts) -> Decision:
             if local_rank not in view.held:
                 return view, []
             return _fail(replace(view, held=view.held - {local_rank}), [v.ReportFailure(local_rank)])
-        case v.StartFailed(cause=cause, started=started, code=code):
-            view, actions = _end(replace(view, alive=started, live=view.live & started), code, cause)
+        case v.StartFailed(cause=cause, missing=missing, code=code):
+            view, actions = _end(replace(view, alive=view.alive - missing, live=view.live - missing), code, cause)
             return view, [m.Leaving(cause), *actions]
         case v.DisconnectedOver(local_rank=local_rank, error=error):
             return _disconnected(view, local_rank, error)

@@ -163,7 +163,7 @@ class OfRound:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerExit:
+class WorkerExit(OfRound):
     """The process of a worker was reaped.
 
     Attributes:
@@ -175,7 +175,6 @@ class WorkerExit:
         ended: when it was reaped, by the agent's clock.
     """
 
-    round: int
     local_rank: int
     exit_code: int
     unfit: bool = False
@@ -186,31 +185,26 @@ class WorkerExit:
 
 
 @dataclass(frozen=True, slots=True)
-class Reported:
+class Reported(OfRound):
     """What a worker of this node has reported.
 
     Attributes:
         round: of the worker's present place; 0 if it was started ahead of one.
         report: one of the messages that workers send, see :mod:`elastic_launch.contract`.
-        pid: of the process that sends :class:`elastic_launch.contract.WorkerEnding`, which need not say which worker it
-            is: :class:`elastic_agents.workers.round_workers.RoundWorkers` knows.
     """
 
-    round: int
     local_rank: int
     report: Message
-    pid: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class HungUp:
+class HungUp(OfRound):
     """A worker that waits for a place has closed its connection.
 
     Attributes:
         round: the last one that it had a place in; 0 if it was started ahead of one.
     """
 
-    round: int
     local_rank: int
 
 
@@ -282,11 +276,12 @@ class StartFailed:
     """A worker could not be started.
 
     Attributes:
-        started: local ranks of the workers that were started before it.
+        missing: local ranks of the workers of the round that will not run.
+        code: exit code with which the node leaves.
     """
 
     cause: str
-    started: frozenset[int] = frozenset()
+    missing: frozenset[int]
     code: int = int(ExitCode.STARTUP_FAILURE)
 
 

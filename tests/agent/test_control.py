@@ -18,6 +18,7 @@ from harness import SLOWNESS, wait_for
 
 from elastic_agents import policy_types as v
 from elastic_agents import step_events
+from elastic_agents.inbox import ProcessEnding
 from elastic_agents.snapshots.durable_state import SAVES_ITSELF, DurableState
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
 from elastic_agents.warm.ending import SOCKET, last_words
@@ -412,7 +413,7 @@ def test_the_agent_receives_the_exit_code_of_a_script(code: int, control: Contro
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.connect("\0" + control.address[1:])
         sock.sendall(last_words(code))
-    assert said.get(timeout=30) == v.Reported(0, 0, c.WorkerEnding(code), os.getpid())
+    assert said.get(timeout=30) == ProcessEnding(os.getpid(), c.WorkerEnding(code))
 
 
 def test_workers_wait_while_there_are_no_descriptors(

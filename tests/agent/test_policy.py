@@ -376,7 +376,7 @@ EVENTS = [
     leave(SIGTERM),
     v.GraceOver(1),
     v.HoldOver(1, 0),
-    v.StartFailed("x"),
+    v.StartFailed("x", frozenset({0, 1})),
 ]
 
 
@@ -390,14 +390,14 @@ def test_after_the_end_nothing_happens(event: v.Event) -> None:
 
 def test_a_command_that_cannot_be_executed_ends_the_node_with_90() -> None:
     """No worker was started, so none will be reaped: nothing is to be waited for."""
-    phase, actions = after(RUNNING, v.StartFailed("train.sh cannot be executed: Exec format error"))
+    phase, actions = after(RUNNING, v.StartFailed("train.sh cannot be executed: Exec format error", frozenset({0, 1})))
     assert phase is Phase.OVER
     assert [action for action in actions if isinstance(action, m.Leaving)]
     assert actions[-1] == v.Finish(90, "train.sh cannot be executed: Exec format error")
 
 
 def test_workers_started_before_the_failed_one_are_stopped_first() -> None:
-    failed, actions = decide(RUNNING, v.StartFailed("no memory", started=frozenset({0})), 2)
+    failed, actions = decide(RUNNING, v.StartFailed("no memory", frozenset({1})), 2)
     assert (failed.phase, failed.alive) == (Phase.STOPPING, {0})
     assert v.Terminate(1) in actions
     assert after(failed, gone(0, TERM_CODE)) == (Phase.OVER, [v.Finish(90, "no memory")])

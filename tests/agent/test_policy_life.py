@@ -220,7 +220,7 @@ class AgentLife(RuleBasedStateMachine):
         if self.view.phase is Phase.RUNNING:
             self.fails_to_start &= self.slots
             self.workers &= self.slots
-            self.decide(v.StartFailed("no such file", started=frozenset(self.workers)))
+            self.decide(v.StartFailed("no such file", self.view.alive - self.workers))
         self.fails_to_start = None
 
     @rule(behind=st.sampled_from([0, 0, 1]))

@@ -21,6 +21,7 @@ from functools import partial
 
 from elastic_agents import policy_types as v
 from elastic_agents.drill import FaultReached
+from elastic_agents.inbox import ProcessEnding
 from elastic_agents.snapshots.durable_state import SAVES_ITSELF, DurableState
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
 from elastic_agents.step_events import StepEvents
@@ -360,7 +361,7 @@ class Control:
             self._offer(peer, message)
             return
         if isinstance(message, c.WorkerEnding):
-            self._say(v.Reported(0, 0, message, peer.pid))  # before it has said hello, only its process is known
+            self._say(ProcessEnding(peer.pid, message))
             return
         if isinstance(message, c.FaultDue):
             self._say(FaultReached(peer.pid, message, partial(self._order_fault, peer.sock)))

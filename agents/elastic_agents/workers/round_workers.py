@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
 
+from elastic_agents.inbox import ProcessEnding
 from elastic_agents.policy_types import Reported, WorkerExit
 from elastic_agents.step_timer import StepTimer
 from elastic_agents.workers.failures import OutOfMemoryKills, about, disconnection, printed_last, raised_in, report
@@ -24,7 +25,7 @@ from elastic_agents.workers.stuck import StuckDetector
 from elastic_agents.workers.watchdog import TimerExpired
 from elastic_launch.clock import Clock
 from elastic_launch.config.launch_config import LaunchConfig
-from elastic_launch.contract import Placement, WorkerEnding
+from elastic_launch.contract import Placement
 from elastic_launch.error_file import ErrorFile, read_error_file
 from elastic_launch.events.sentences import ending
 from elastic_launch.failure import Failure
@@ -207,13 +208,13 @@ class RoundWorkers:
             if worker.round == round_number:
                 worker.alike, worker.restoring = alike, restoring
 
-    def ending(self, pid: int, report: WorkerEnding) -> Reported | None:
+    def ending(self, ending: ProcessEnding) -> Reported | None:
         """Record the code that a worker is about to exit with; None if the process is not a running worker."""
-        worker = self._alive.get(pid)
+        worker = self._alive.get(ending.pid)
         if worker is None:
             return None
-        worker.ended_with = report.exit_code
-        return Reported(worker.round, worker.placement.local_rank, report, pid)
+        worker.ended_with = ending.report.exit_code
+        return Reported(worker.round, worker.placement.local_rank, ending.report)
 
     def reap(self, pid: int, exit_code: int) -> WorkerExit | None:
         """Record an exit; None if the process was not a worker of the current round, nor one ahead.

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TypeVar
 
 from elastic_agents.inbox import Inbox
-from elastic_agents.policy_types import AheadOver, StartWorkers, WorkerExit
+from elastic_agents.policy_types import AheadOver, StartFailed, StartWorkers, WorkerExit
 from elastic_agents.start_timer import StartTimer
 from elastic_agents.workers.control import Control
 from elastic_agents.workers.logs import LogPlaces, WorkerLogs
@@ -29,9 +29,6 @@ from elastic_launch.system.descriptors import explained, lacks_processes, scarce
 _log = logging.getLogger("elastic_launch.agent")
 
 T = TypeVar("T")
-
-Fail = Callable[[str, Collection[int], Exception], None]
-Started = Callable[[int, Mapping[int, int]], None]
 
 AHEAD_YIELDS, AHEAD_RESTS = 0.5, 0.05
 """Seconds that workers which start ahead let others of the node enter their round, and then do their first step.
@@ -65,6 +62,18 @@ class _Staggered:
         return [place.local_rank for place in taken]
 
 
+@dataclass(frozen=True, slots=True)
+class WorkersStarted:
+    """All workers of a round run.
+
+    Attributes:
+        pids: of the new ones, by local rank.
+    """
+
+    round: int
+    pids: Mapping[int, int]
+
+
 class WorkerStarts:
     """Starts the workers of rounds, and those that start ahead of one; gives places to those that run already.
 
@@ -95,8 +104,6 @@ class WorkerStarts:
         self._control = control
         self._timer = timer
         self._inbox = inbox
-        self._fail: Fail | None = None
-        self._started: Started | None = None
         self._round: _Staggered | None = None
         self._ahead: list[_Staggered] = []
         self._put_off: dict[int, int] = {}  # restarts so far, by local rank of the workers that yield to others
@@ -120,16 +127,13 @@ class WorkerStarts:
         return new
 
     def begin(
-        self, start: StartWorkers, placed: Sequence[Placement], new: Sequence[Placement], fail: Fail, started: Started
-    ) -> None:
+        self, start: StartWorkers, placed: Sequence[Placement], new: Sequence[Placement]
+    ) -> WorkersStarted | StartFailed | None:
         """Give running workers their places in the round; each of the others starts once there is a process for it.
 
-        Args:
-            fail: called if a worker cannot be started: with the cause as text, the local ranks that are not started,
-                and the error.
-            started: called with the round's number and the pids of its new workers by local rank once all are started.
+        Returns:
+            how it has ended; None: the inbox gets that later.
         """
-        self._fail, self._started = fail, started
         form, number = start.form, start.form.round.number
         self._late.clear()
         self._pids = {}
@@ -147,11 +151,11 @@ class WorkerStarts:
         try:
             self.logs, envs = self._places.prepare(number, placed, partial(self._environment, form), logs)
         except LogsSpecsFailed as error:
-            fail(str(error), [placement.local_rank for placement in new], error)
-            return
-        self._round = _Staggered(number, form.cause, list(new), envs, self.logs)
+            return start_failed(str(error), new, error)
         if not new:
-            self._all_started(number)
+            return WorkersStarted(number, {})
+        self._round = _Staggered(number, form.cause, list(new), envs, self.logs)
+        return None
 
     def give(self, local_rank: int) -> None:
         """Give a worker that was started ahead the place in the round that was formed before it had come."""
@@ -172,27 +176,22 @@ class WorkerStarts:
             self._round = None
         return ending
 
-    def _all_started(self, number: int) -> None:
-        self._round = None
-        assert self._started is not None
-        self._started(number, self._pids)
-
-    def _start_in_round(self, number: int) -> None:
+    def _start_in_round(self, number: int) -> WorkersStarted | StartFailed | None:
         """There is a process for one more worker of a round."""
         start = self._round
         if start is None or start.number != number:
-            return
+            return None
         placement = start.left.pop(0)
         try:
             self._pids[placement.local_rank] = self._start(start, placement)
         except OSError as error:
             self._round = None
-            left = [other.local_rank for other in (placement, *start.left)]
-            assert self._fail is not None
-            self._fail(f"worker {placement.rank} cannot be started: {explained(error)}", left, error)
-            return
-        if not start.left:
-            self._all_started(start.number)
+            cause = f"worker {placement.rank} cannot be started: {explained(error)}"
+            return start_failed(cause, (placement, *start.left), error)
+        if start.left:
+            return None
+        self._round = None
+        return WorkersStarted(number, self._pids)
 
     # Workers that start ahead of a round.
 
@@ -308,6 +307,13 @@ class WorkerStarts:
     def _environment(self, form: m.Form, placement: Placement, error_file: str) -> dict[str, str]:
         address = self._control.address
         return environment(self._config, self._shared, form, placement, error_file=error_file, socket=address)
+
+
+def start_failed(cause: str, missing: Sequence[Placement], error: Exception) -> StartFailed:
+    """Return the event that a round cannot begin here, for want of workers."""
+    lacking = lacks_processes(error) or (isinstance(error, OSError) and scarce(error))  # not the script's failure
+    code = ExitCode.TRAINING_FAILED if lacking else ExitCode.STARTUP_FAILURE
+    return StartFailed(cause, frozenset(placement.local_rank for placement in missing), code)
 
 
 def while_scarce(start: Callable[[], T], clock: Clock) -> T:
