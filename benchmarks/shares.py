@@ -23,7 +23,7 @@ import slow_storage
 import torch
 
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
-from elastic_launch.contract import Copied, CopyJob, Save, Stored
+from elastic_launch.contract import Copied, Copying, CopyJob, Save, Stored
 from elastic_launch.snapshot.memory.slot import Slot
 from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter
 from elastic_launch.snapshot.storage.shares import nonce_of
@@ -49,9 +49,10 @@ class Node:
         writer.write(draft, sequence=1, round=1, step=1, training=0)
         writer.close()
 
-    def _tell(self, told: Copied | Save | None) -> None:
-        self.copied = told if isinstance(told, Copied) else None
-        self.ended.set()
+    def _tell(self, told: Copied | Copying | Save | None) -> None:
+        if isinstance(told, Copied):
+            self.copied = told
+            self.ended.set()
 
 
 def measure(url: str, count: int, state: dict[str, torch.Tensor]) -> float:
@@ -90,6 +91,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         environ = slow_storage.install(Path(directory, "driver"), 0.0, Path(directory, "log"))
         os.environ.update(environ, **{slow_storage.RATE: str(args.rate * 2**20)})
+        sys.path.append(str(Path(directory, "driver")))  # a node's own processes get its path, not PYTHONPATH
         print(f"{args.mib} MiB, {args.rate:g} MiB/s from each node: seconds of a copy, median (least..greatest)")
         for count in args.nodes:
             times = [measure(f"slow://{directory}/{count}-{run}", count, state) for run in range(args.runs)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ RATE = "SLOW_STORAGE_RATE"
 TENSORS = ".safetensors"
 
 
-class _Metered:
+class _Metered(AbstractContextManager["_Metered"]):
     """A file that accepts a limited number of bytes a second."""
 
     def __init__(self, file: Any, rate: float) -> None:
@@ -37,6 +38,9 @@ class _Metered:
 
     def close(self) -> None:
         self._file.close()
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
 
 
 class SlowFileSystem(LocalFileSystem):

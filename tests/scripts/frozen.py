@@ -16,16 +16,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import elastic_launch.training.checkpoints.memory as memory
+import elastic_launch.training.ranks.exchange as exchange
 import elastic_launch.training.rounds as rounds
 import elastic_launch.training.session as session
 from elastic_launch.training.checkpoints.saving import Saver
 from elastic_launch.training.link import AgentLink
-from elastic_launch.training.ranks.exchange import exchanging
 
 # What is put in the place of the library's functions below counts as the library's own.
 __name__ = "elastic_launch.training.frozen"
 
+between_ranks = exchange.exchanging
 where, who, *arguments = sys.argv[1:]
 began = os.environ.get("ELASTIC_LAUNCH_ROUND")
 me = os.environ["LOCAL_RANK"] == ("1" if who == "survivor" else "2") and (began == "1") == (who == "survivor")
@@ -47,7 +47,7 @@ def stopped_in(number: str, function: Any) -> Any:
 
 @contextmanager
 def receiving() -> Iterator[None]:
-    with exchanging():
+    with between_ranks():
         stopped_in("2", lambda: None)()
         yield
 
@@ -60,7 +60,7 @@ match where:
     case "restore":
         Saver.restore = stopped_in("2", Saver.restore)  # type: ignore[method-assign]
     case "receive":
-        memory.exchanging = receiving  # type: ignore[attr-defined]
+        exchange.exchanging = receiving  # type: ignore[attr-defined]
 script = Path(__file__).with_name("changes.py")
 sys.argv = [str(script), *arguments]
 runpy.run_path(str(script), run_name="__main__")

@@ -214,7 +214,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     server: HttpServer
     protocol_version = "HTTP/1.1"
-    default_request_version = "HTTP/1.0"  # that of responses to what is no request
+    default_request_version = "HTTP/1.0"  # of the response to a request line that cannot be read
 
     def handle(self) -> None:
         head = b""
