@@ -125,6 +125,8 @@ class RayCluster:
             # A node whose connections are closed is noticed within seconds, and a slow one is not taken for lost.
             "RAY_health_check_period_ms": "500",
             "RAY_health_check_timeout_ms": "60000",
+            # By default tasks run at niceness 15: beside other tests, agents would get next to no processor time.
+            "RAY_worker_niceness": "0",
         }
 
     def start(self, host: Host) -> None:
