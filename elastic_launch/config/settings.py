@@ -27,7 +27,7 @@ OF_TORCH = {
 IDLE = {
     "close_timeout": "no node waits for others to close the rendezvous",
     "heartbeat_timeout": "a node is judged by dead_after",
-    "store_type": "the control record is kept as --rdzv-backend says",
+    "store_type": "the control record is kept by the rendezvous backend",
 }
 """torch's keys of --rdzv-conf that have no effect here, and why."""
 

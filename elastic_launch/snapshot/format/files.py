@@ -107,7 +107,7 @@ def read_chunks(descriptor: int) -> Iterator[memoryview]:
         offset += count
 
 
-def read_small(path: Path, limit: int) -> bytes:
+def read_in_parts(path: Path, limit: int) -> bytes:
     """Return a file's content; a MalformedError if it is larger than ``limit`` bytes, or not a regular file."""
     with open_regular(path) as descriptor:
         data = bytearray()

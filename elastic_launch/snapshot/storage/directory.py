@@ -26,7 +26,7 @@ from elastic_launch.snapshot.format.files import (
     create,
     open_regular,
     read_chunks,
-    read_small,
+    read_in_parts,
     remove_tree,
     sum_of,
     sync_directory,
@@ -80,7 +80,7 @@ class Directory:
 
     def read(self, name: str, limit: int) -> bytes:
         """Return the content of a small file; raise a MalformedError if it is larger than ``limit``, or irregular."""
-        return read_small(self.path / name, limit)
+        return read_in_parts(self.path / name, limit)
 
     def sizes(self, names: Iterable[str]) -> dict[str, int]:
         """Return the sizes of some files."""
@@ -240,7 +240,7 @@ def _size(file: Path) -> int:
 
 def _reported(share: Path) -> FileSum | None:
     try:
-        return parse_sum(read_small(share / _SUM, MAX_SUM_BYTES))
+        return parse_sum(read_in_parts(share / _SUM, MAX_SUM_BYTES))
     except (OSError, MalformedError):
         return None
 
