@@ -90,7 +90,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
             return rule(value)
         except ValueError as error:
             raise ProtocolError(f"{where} is {str(value)[:100]!r}, not {error}.") from None
-    if origin is types.UnionType:
+    if origin in (types.UnionType, typing.Union):
         if value is None:
             return None
         (inner,) = (arm for arm in typing.get_args(hint) if arm is not type(None))

@@ -99,7 +99,6 @@ def _min_or_max(value: str) -> str:
 Count = Annotated[int, between(0, _MOST, "a number from 0 to 2**53")]
 Positive = Annotated[int, between(1, _MOST, "a number from 1 to 2**53")]
 SlotNumber = Annotated[int, between(0, SLOTS, "the number of a slot")]
-SlotOrNone = Annotated[int, between(-1, SLOTS, "the number of a slot, or -1")]
 Seconds = Annotated[float, between(0, _MOST, "a number of seconds")]
 ExitStatus = Annotated[int, between(-64, 256, "an exit code")]
 Text = Annotated[str, _printable]
@@ -430,7 +429,7 @@ class SnapshotSlots(Message):
 
     Attributes:
         slots: number of slots.
-        use: the slot to write next; -1 if it will be sent later.
+        use: the slot to write next; None if it will be sent later.
         sequence: highest number of a snapshot so far.
         fetching: whether a snapshot is being fetched from another node, so that ``Fetched`` follows.
         patience_s: seconds to wait for an order after an exchange has failed; 0 if no worker is to be suspended.
@@ -439,7 +438,7 @@ class SnapshotSlots(Message):
     """
 
     slots: Count
-    use: SlotOrNone
+    use: SlotNumber | None
     sequence: Count
     fetching: bool
     patience_s: Seconds = 0.0
@@ -537,7 +536,7 @@ class Place(Message):
     restarts: Count
     max_restarts: Count
     reason: Text
-    use: SlotOrNone
+    use: SlotNumber | None
     sequence: Count
     fetching: bool
     writes: bool = True

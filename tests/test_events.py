@@ -196,7 +196,7 @@ def test_any_event_is_a_sentence_without_names_of_fields(kind: type[ev.Event]) -
             "rank 1 of round 2 (pid 42) ended with signal 9 (SIGKILL) after 3.0 s",
         ),
         (
-            ev.WorkerExited(0, -1, 1, 42, 0, 3.04, True),
+            ev.WorkerExited(0, None, 1, 42, 0, 3.04, True),
             "the worker of local rank 1 started ahead (pid 42) was stopped and ended with exit code 0 after 3.0 s",
         ),
         (ev.OrderReceived("form", 1, 1, "first", workers=2), "order: round 1 begins, with 2 workers of this node"),

@@ -83,14 +83,14 @@ class Exits:
     def _ended_ahead(self, exited: WorkerExit) -> WorkerExit:
         ahead = self._state.view.ahead
         stopped = exited.local_rank not in ahead.coming | ahead.waiting
-        self._emit(exited, -1, stopped=stopped)
+        self._emit(exited, None, stopped=stopped)
         unfit = False
         if exited.exit_code > 0 and not stopped and not self._step_timer.trained[0]:
             failure = self.failure_of(exited.local_rank)
             unfit = failure is not None and kind_of(failure).is_final
         return replace(exited, unfit=unfit)
 
-    def _emit(self, exited: WorkerExit, rank: int, *, stopped: bool) -> None:
+    def _emit(self, exited: WorkerExit, rank: int | None, *, stopped: bool) -> None:
         where, ran = (exited.round, rank, exited.local_rank, exited.pid), round(exited.ran, 3)
         self._events.emit(ev.WorkerExited(*where, exited.exit_code, ran, stopped))
 

@@ -406,8 +406,8 @@ class WorkerStarted(Event):
 
     counter = Counter("worker_starts_total", "Worker processes that the node started.")
 
-    round: int  # 0 if it was started ahead of one, and the rank is -1
-    rank: int
+    round: int  # 0 if it was started ahead of one
+    rank: int | None  # None ahead of a round
     local_rank: int
     pid: int
     cause: str
@@ -450,8 +450,8 @@ class WorkerExited(Event):
         """Whether it ended unsuccessfully by itself."""
         return self.exit_code != 0 and not self.stopped
 
-    round: int  # 0 if it was started ahead and had no place yet, and the rank is -1
-    rank: int
+    round: int  # 0 if it was started ahead and had no place yet
+    rank: int | None  # None without a place
     local_rank: int
     pid: int
     exit_code: int  # its exit code, -N for signal N

@@ -49,9 +49,9 @@ def advice(ledger: Ledger) -> list[str]:
     if ledger.unsaved_steps:
         unsaved = counted(ledger.unsaved_steps, "step")
         found.append(f"{unsaved} since the last checkpoint could not be resumed from: write checkpoints more often")
-    if ledger.max_restarts > 0 and ledger.restarts >= max(1, ledger.max_restarts - 1):
-        spent = f"{ledger.restarts} of {counted(ledger.max_restarts, 'restart')}"
-        how = "spent" if ledger.restarts >= ledger.max_restarts else "nearly spent"
+    if (most := ledger.max_restarts) and ledger.restarts >= max(1, most - 1):
+        spent = f"{ledger.restarts} of {counted(most, 'restart')}"
+        how = "spent" if ledger.restarts >= most else "nearly spent"
         found.append(f"the budget was {how} ({spent}): fix the cause, or set --max-restarts or --restart-refill")
     whole = sum(incident.still_s for incident in ledger.incidents)
     costs = {part: sum(getattr(incident, part) or 0.0 for incident in ledger.incidents) for part in PARTS}

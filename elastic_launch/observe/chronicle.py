@@ -57,7 +57,7 @@ class Chronicle:
 
     Attributes:
         since, until: times of the first and the last event.
-        restarts, max_restarts: restarts charged, as far as this host knows, and the budget; -1 if unknown.
+        restarts, max_restarts: restarts charged, as far as this host knows, and the budget; None if unknown.
         code, why: exit code of the run, or of this node's part, and the cause; None if neither has ended.
     """
 
@@ -65,7 +65,8 @@ class Chronicle:
         self.rounds: dict[int, RoundTold] = {}
         self.since: float | None = None
         self.until = 0.0
-        self.restarts, self.max_restarts = 0, -1
+        self.restarts = 0
+        self.max_restarts: int | None = None
         self.over = False
         self.code: int | None = None
         self.why = ""

@@ -87,7 +87,7 @@ class Ledger:
     unsaved_steps: int | None
     lost_steps: int | None
     restarts: int
-    max_restarts: int  # -1 if unknown
+    max_restarts: int | None  # None if unknown
     lost_ahead: int = 0  # workers of this host that had started ahead, and ended before they had a place in a round
     started: bool = False  # whether workers of this host have been started in a round
     unseen_s: float = 0.0  # seconds of rounds in which this host had no workers, which no other figure counts
@@ -116,7 +116,7 @@ class Ledger:
         named = ", ".join(f"{number} {' '.join(kind.split())}" for kind, number in sorted(kinds.items()))
         incidents = counted(len(self.incidents), "incident") + (f" ({named})" if named else "")
         lost = "" if self.lost_steps is None else f", {_steps(self.lost_steps)} lost"
-        restarts = f"restarts {self.restarts}" + (f" of {most}" if most >= 0 else "")
+        restarts = f"restarts {self.restarts}" + ("" if most is None else f" of {most}")
         ahead = f"; {counted(self.lost_ahead, 'worker')} lost before a round" if self.lost_ahead else ""
         return f"{spent}; {incidents}{lost}{ahead}; {restarts}"
 

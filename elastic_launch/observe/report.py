@@ -37,7 +37,7 @@ def joined(hosts: Sequence[Host]) -> tuple[str, Ledger]:
     incidents = tuple(_filled(incident, others) for incident in ledger.incidents)
     lost = [incident.lost_steps for incident in incidents if incident.lost_steps is not None]
     restarts = max(other.restarts for other in ledgers.values())
-    most = max(other.max_restarts for other in ledgers.values())
+    most = max((x for other in ledgers.values() if (x := other.max_restarts) is not None), default=None)
     unknown = ledger.lost_steps is None and len(lost) < len(incidents)
     total_lost = (ledger.unsaved_steps or 0) + sum(lost) if lost and not unknown else ledger.lost_steps
     ahead = sum(other.lost_ahead for other in ledgers.values())
@@ -148,7 +148,7 @@ def _nodes(hosts: Sequence[Host]) -> NodeTable:
         failed = 0
         for _, event in host.told:
             match event:
-                case ev.WorkerStarted() | ev.WorkerKept() | ev.WorkerPlaced() if event.round:
+                case ev.WorkerStarted() | ev.WorkerKept() | ev.WorkerPlaced() if event.rank is not None:
                     newest = max((number for number, _ in ranks.values()), default=0)
                     ranks = ranks if event.round <= newest else {}
                     ranks[event.rank] = event.round, event.pid

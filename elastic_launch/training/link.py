@@ -501,7 +501,7 @@ class AgentLink:
                 self._hang_up()
 
     def _take_use(self, given: c.SnapshotSlots | c.Place) -> None:
-        self._use = given.use if given.use >= 0 else None
+        self._use = given.use
         self.sequence, self._fetching, self.writes = given.sequence, given.fetching, given.writes
 
     def _understand(self, data: bytes) -> None:

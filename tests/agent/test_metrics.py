@@ -84,12 +84,12 @@ def test_a_worker_that_starts_ahead_counts_once_it_has_a_place() -> None:
     said: list[object] = []
     meter = Meter(lambda: 0.0, lambda name, value: None, said.append)
     lost = (order("form", 1), started(0), started(1), exited(0, -9), order("break", 1))
-    without = (order("form", 2, 1), WorkerKept(2, 0, 1, 101), WorkerStarted(0, -1, 0, 102, "ahead", 0.0))
+    without = (order("form", 2, 1), WorkerKept(2, 0, 1, 101), WorkerStarted(0, None, 0, 102, "ahead", 0.0))
     for event in (*lost, *without):
         meter.hear(event)
     assert said == ["healthy", "failed", "healthy"]
     joined = (order("drain", 2), order("form", 3), WorkerKept(3, 1, 1, 101))
-    for event in (WorkerExited(0, -1, 0, 102, -9, 1.0, False), *joined):
+    for event in (WorkerExited(0, None, 0, 102, -9, 1.0, False), *joined):
         meter.hear(event)
     assert said[3:] == [""]
     for event in (WorkerPlaced(3, 0, 0, 103), exited(0, 0), exited(1, 0)):

@@ -63,7 +63,7 @@ def test_a_round_that_ends_as_it_starts_begins_another_incident() -> None:
 
 
 def test_workers_that_start_ahead_are_no_part_of_the_next_round() -> None:
-    ahead = ev.WorkerStarted(0, -1, 1, 43, "ahead", 0.01)
+    ahead = ev.WorkerStarted(0, None, 1, 43, "ahead", 0.01)
     found = ids(*BEGIN, exited(1), *AGAIN[:3], ahead, started(2, 1), SAVED)
     assert found == [None] * 5 + [1] * 6 + [None]
 

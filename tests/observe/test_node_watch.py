@@ -83,7 +83,7 @@ def test_what_a_start_waits_for() -> None:
     assert far.watch.doing(Present("waiting")) == "waiting: waits for a round to form"
     text = "waiting for nodes: 2 of at least 3"
     assert far.watch.doing(Present("waiting", outlook=text)) == f"waiting: {text}"
-    far.add(ev.WorkerStarted(0, -1, 0, 10, "ahead", 0.1))
+    far.add(ev.WorkerStarted(0, None, 0, 10, "ahead", 0.1))
     assert far.watch.doing(Present("waiting")) == "waiting: its workers start ahead of a round"
     *starts, training, first = begun(1, 0)
     told.add(*starts[:-1])

@@ -99,9 +99,9 @@ def test_hosts_are_joined_by_round_numbers_and_their_clocks_never_compared(
 
 
 def test_workers_lost_before_a_round_are_those_of_all_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lost = ev.WorkerExited(0, -1, 0, 42, 1, 2.0, False)
+    lost = ev.WorkerExited(0, None, 0, 42, 1, 2.0, False)
     write(tmp_path, "a", [*LEADER, (40.0, lost), (41.0, lost)])
-    write(tmp_path, "b", [*WORKERS, (40.0, lost), (45.0, ev.WorkerExited(0, -1, 0, 43, -9, 2.0, True))])
+    write(tmp_path, "b", [*WORKERS, (40.0, lost), (45.0, ev.WorkerExited(0, None, 0, 43, -9, 2.0, True))])
     assert as_json(tmp_path, capsys)["lost_ahead"] == 3
 
 

@@ -100,7 +100,7 @@ class SnapshotStore:
         with self._changed:
             self._look()
             descriptors = [number for slot in self._slots for number in (slot.tensors, slot.head)]
-            use = -1 if self._fetch is not None else self._book.use
+            use = None if self._fetch is not None else self._book.use
             offered = SnapshotSlots(len(self._slots), use, self._book.sequence, self._fetch is not None)
             slots = replace(offered, writes=self._writes, split=self._split)
             return slots, descriptors

@@ -155,7 +155,7 @@ def place_of(config: LaunchConfig, form: m.Form, placement: Placement) -> Place:
         restarts=form.restarts,
         max_restarts=form.max_restarts,
         reason=_reason(form),
-        use=-1,
+        use=None,
         sequence=0,
         fetching=False,
     )

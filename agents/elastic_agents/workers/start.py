@@ -301,7 +301,8 @@ class WorkerStarts:
             self._clock,
         )
         took = round(self._clock.now() - began, 6)
-        self._events.emit(WorkerStarted(start.number, placement.rank, local_rank, pid, start.cause, took))
+        rank = placement.rank if start.number else None
+        self._events.emit(WorkerStarted(start.number, rank, local_rank, pid, start.cause, took))
         return pid
 
     def _environment(self, form: m.Form, placement: Placement, error_file: str) -> dict[str, str]:
