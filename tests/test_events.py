@@ -210,7 +210,7 @@ def test_any_event_is_a_sentence_without_names_of_fields(kind: type[ev.Event]) -
             "the run ended with exit code 91: all spent (4 rounds, 3 restarts, 99.0 s)",
         ),
         (
-            ev.HangFound(1, "rank 1 hangs", (1,), collectives=(SplitCollective("x", 7, "g", (0,), (1,)),)),
+            ev.HangFound(1, "rank 1 hangs", 9.0, (1,), collectives=(SplitCollective("x", 7, "g", (0,), (1,)),)),
             "round 1 stands still: rank 1 hangs; rank 0 waits in x, number 7 of group g, rank 1 has not begun it",
         ),
         (

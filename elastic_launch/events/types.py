@@ -229,6 +229,7 @@ class HangFound(LeaderEvent):
 
     round: int
     cause: str
+    still_s: float = 0.0  # for how long training had not advanced when this was found
     ranks: tuple[int, ...] = ()  # those that hang, and their nodes, hosts and places; empty if no rank stands out
     nodes: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()

@@ -43,7 +43,7 @@ class RoundTold:
     drained: bool = False
     failed: float | None = None  # when the first worker of this host ended unsuccessfully by itself
     reaped: float | None = None  # when the last of this host's workers was reaped
-    silent: float = 0.0  # seconds that a node was silent before it was declared dead
+    silent: float = 0.0  # seconds for which a node was silent before it was declared dead, or training stood still
     unled: float | None = None
     kind: str = ""
     cause: str = ""
@@ -124,6 +124,8 @@ class Chronicle:
                     self._of(number).silent = max(0.0, seconds)
             case ev.NodeLeft(node=node):
                 self._gone(node)
+            case ev.HangFound(round=number, still_s=seconds):
+                self._of(number).silent = max(0.0, seconds)
             case ev.CauseFound(round=number, kind=kind, cause=cause, exit_code=code):
                 told = self._of(number)
                 told.kind, told.cause, told.exit_code = kind, cause, code

@@ -189,11 +189,12 @@ def _fault(told: RoundTold, *, last: bool) -> float | None:
         fault = told.failed
     else:
         fault = ended - told.silent
-        # If the round's leader was lost with it, the next one learns of that later. A round that survives the loss of
-        # its leader does further steps.
+        # Only the leader's host knows for how long a round hung. If the leader was lost with the round, the next one
+        # learns of that later; a round that survives the loss of its leader does further steps.
         stepped = None if told.begun is None or told.trained is None else told.begun + told.trained
-        if stepped is not None and told.closed and told.unled is not None and stepped <= told.unled:
-            fault = min(fault, stepped)
+        if stepped is not None and told.closed:
+            unled = told.unled is not None and stepped <= told.unled
+            fault = min(fault, stepped) if unled or told.kind == "hang" else fault
     return min(ended, max(fault, told.formed if told.formed is not None else fault))
 
 

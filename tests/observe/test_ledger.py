@@ -116,6 +116,25 @@ def test_a_round_that_was_lost_with_its_leader_stood_still_from_its_last_step(do
     assert (incident.detect_s, incident.still_s) == pytest.approx((detect, detect + 0.4))
 
 
+@pytest.mark.parametrize("leads", [True, False])
+def test_a_hang_costs_the_time_since_the_last_step(leads: bool) -> None:
+    """The other hosts are only told that the round hangs."""
+    found = [(38.0, ev.HangFound(1, "rank 1 hangs", 12.0)), (38.0, broken(1, "hang", "rank 1 hangs"))]
+    order = (38.0, ev.OrderReceived("break", 1, 1, "rank 1 hangs", "hang"))
+    told = ledger(
+        *first_round(),
+        *(found if leads else [order]),
+        (38.3, exited(1, -9, stopped=True)),
+        (38.3, ev.RoundSteps(1, 0, 20, 21.0)),
+        (38.5, formed(2) if leads else form(2)),
+        (39.0, begun(2, 20, restore=0.0)),
+        (39.5, ev.FirstStep(2, 21)),
+    )
+    (incident,) = told.incidents
+    assert incident.detect_s == pytest.approx(12.0)
+    assert (incident.still_s, incident.kind) == (pytest.approx(13.5), "hang")
+
+
 def test_an_incident_says_how_many_workers_kept_their_processes() -> None:
     told = ledger(
         *first_round(),

@@ -29,6 +29,7 @@ class Verdict:
 
     Attributes:
         doing: what the round is late with.
+        seconds: for how long it has not advanced.
         failures: of the workers that hang; none if no rank stands out.
         places: where the ranks stand, if none stands out.
         collectives: those in which ranks wait that others have not begun.
@@ -36,6 +37,7 @@ class Verdict:
     """
 
     doing: str
+    seconds: float
     failures: tuple[Failure, ...] = ()
     places: tuple[tuple[StallPlace, list[int]], ...] = ()
     collectives: tuple[SplitCollective, ...] = ()
@@ -52,7 +54,7 @@ class Verdict:
         """Return what is recorded of it."""
         hung = [(x.rank, x.node_id, x.host, x.hang.at) for x in self.failures if x.rank is not None and x.hang]
         ranks, nodes, hosts, places = zip(*hung, strict=True) if hung else ((), (), (), ())
-        return HangFound(round_number, self.cause, ranks, nodes, hosts, places, self.collectives)
+        return HangFound(round_number, self.cause, self.seconds, ranks, nodes, hosts, places, self.collectives)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +124,13 @@ def judge_stalled(
         if early and not differ and not {each.place for each in hung or seen} <= {*before}:
             return None
     stood = frozenset(each.place for each in hung or seen)
+    seconds = max(report.seconds for report in reports.values())  # as the last report says
     if not hung:
         places = tuple(_ranks_by_place(seen))
-        return Verdict(seen[0].report.doing, places=places, collectives=splits, stood=stood)
+        return Verdict(seen[0].report.doing, seconds, places=places, collectives=splits, stood=stood)
     others = _ranks_by_place([each for each in seen if each not in hung])
     failures = tuple(_failure(round_number, each, others, ran) for each in hung)
-    return Verdict(hung[0].report.doing, failures, collectives=splits, stood=stood)
+    return Verdict(hung[0].report.doing, seconds, failures, collectives=splits, stood=stood)
 
 
 def _splits(seen: Sequence[_Seen]) -> tuple[SplitCollective, ...]:
