@@ -9,7 +9,7 @@ different hosts are not comparable.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, dataclass_transform
 
@@ -17,6 +17,9 @@ from elastic_launch.failure import SplitCollective, StallPlace
 
 Tone = Literal["", "good", "bad", "note"]
 """How a mark on the page's time axis looks; an event without a tone has no mark."""
+
+ROUND_ENDS = ("membership", "preemption", "node loss", "fatal", "startup", "out of memory", "hang", "crash")
+"""Why a round can end before its work is done; see :class:`elastic_launch.rendezvous.leader.verdict.Kind`."""
 
 KINDS: dict[str, type[Event]] = {}
 """All events by their names."""
@@ -27,7 +30,7 @@ class Counter(NamedTuple):
 
     name: str  # without the prefix ``elastic_launch_``; events may share one
     help: str
-    labels: tuple[str, ...] = ()  # attributes of the event whose values are the metric's labels
+    labels: Mapping[str, tuple[str, ...]] = {}  # attributes of the event, and the values that each can have, if known
     when: str = ""  # attribute of the event that must be true for it to count; empty if all count
 
 
@@ -189,7 +192,9 @@ class NodeDiffers(LeaderEvent):
 
 
 _ROUNDS_ENDED = Counter(
-    "rounds_ended_total", "Rounds that were broken, or drained by plan, under this leader.", ("how", "kind")
+    "rounds_ended_total",
+    "Rounds that were broken, or drained by plan, under this leader.",
+    {"how": ("broken", "drained"), "kind": ROUND_ENDS},
 )
 
 
@@ -276,7 +281,7 @@ class RoundDrained(LeaderEvent):
 class RestartCharged(LeaderEvent):
     """A broken round was charged to the restart budget."""
 
-    counter = Counter("restarts_charged_total", "Restarts charged by this leader.", ("kind",))
+    counter = Counter("restarts_charged_total", "Restarts charged by this leader.", {"kind": ROUND_ENDS})
 
     round: int
     kind: str
@@ -368,7 +373,14 @@ class WorkersHeld(Event):
 class NoticeReceived(Event):
     """The node received a preemption or similar notice."""
 
-    counter = Counter("notices_total", "Notices that the node received.", ("source", "kind"))
+    counter = Counter(
+        "notices_total",
+        "Notices that the node received.",
+        {
+            "source": ("AWS", "GCP", "Azure", "Slurm", "file", "signal"),
+            "kind": ("preemption", "maintenance", "rebalance", "scale-in", "time limit", "request"),
+        },
+    )
 
     source: str  # AWS, GCP, Azure, Slurm, file or signal
     kind: str  # preemption, maintenance, rebalance, scale-in, time limit or request
@@ -389,7 +401,11 @@ class NodeChecked(Event):
 class StragglerFound(Event):
     """A rank of the round needs longer for its part of a step than the others, which wait for it."""
 
-    counter = Counter("stragglers_total", "Ranks found to be slow, on the node of rank 0.", ("slow_node", "phase"))
+    counter = Counter(
+        "stragglers_total",
+        "Ranks found to be slow, on the node of rank 0.",
+        {"slow_node": (), "phase": ("data", "compute")},
+    )
 
     @property
     def slow_node(self) -> str:

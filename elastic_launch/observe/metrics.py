@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Mapping
+from itertools import accumulate, product
 from typing import TYPE_CHECKING, NamedTuple
 
 from elastic_launch.errors import UsageError
@@ -35,17 +35,21 @@ class _Kind(NamedTuple):
     """A metric.
 
     Attributes:
+        labels: those in addition to the run's id and the node's, and the values that each can have, if known.
         of: the value of a gauge without labels, given how the node is; None if it is not known.
     """
 
     type: str
     help: str
-    labels: tuple[str, ...] = ()  # those in addition to the run's id and the node's
+    labels: Mapping[str, tuple[str, ...]] = {}
     of: Callable[[Present], float | None] | None = None
 
 
 def _gauge(help: str, of: Callable[[Present], float | None]) -> _Kind:
-    return _Kind("gauge", help, (), of)
+    return _Kind("gauge", help, {}, of)
+
+
+_PHASE_OF = {part.removesuffix("_s"): part for part in PARTS}
 
 
 def _trains(present: Present) -> bool:
@@ -53,9 +57,9 @@ def _trains(present: Present) -> bool:
 
 
 METRICS = {
-    "elastic_launch_info": _Kind("gauge", "1; the label is the version of elastic-launch.", ("version",)),
+    "elastic_launch_info": _Kind("gauge", "1; the label is the version of elastic-launch.", {"version": ()}),
     "elastic_launch_phase": _Kind(
-        "gauge", "1 for the phase that the node's agent is in, 0 for the others.", ("phase",)
+        "gauge", "1 for the phase that the node's agent is in, 0 for the others.", {"phase": PHASES}
     ),
     "elastic_launch_leads": _Kind("gauge", "1 if the node made the run's last decision, else 0."),
     "elastic_launch_round": _gauge("Number of the current or last round.", lambda p: p.round),
@@ -80,9 +84,11 @@ METRICS = {
     "elastic_launch_checkpoint_timestamp_seconds": _Kind("gauge", "When that was committed, in Unix time."),
     "elastic_launch_restarts": _gauge("Restarts charged to the run's budget.", lambda p: p.restarts),
     "elastic_launch_max_restarts": _gauge("The budget: restarts that may be charged.", lambda p: p.max_restarts),
-    "elastic_launch_incidents_total": _Kind("counter", "Incidents that are over, on the leader's node.", ("kind",)),
+    "elastic_launch_incidents_total": _Kind(
+        "counter", "Incidents that are over, on the leader's node.", {"kind": (*ev.ROUND_ENDS, "unknown")}
+    ),
     "elastic_launch_incident_seconds_total": _Kind(
-        "counter", "Time for which training stood still in them, by the ledger's parts.", ("phase",)
+        "counter", "Time for which training stood still in them, by the ledger's parts.", {"phase": tuple(_PHASE_OF)}
     ),
     "elastic_launch_lost_steps_total": _Kind("counter", "Steps that had to be repeated after incidents."),
     "elastic_launch_goodput_ratio": _Kind("gauge", "Share of the time in steps that were kept, on the leader's node."),
@@ -120,9 +126,12 @@ class NodeMetrics:
         self._version = version
         self._metrics = all_metrics()
         self._lock = threading.Lock()
-        # By name, then by the values of the labels. One without labels is 0 at first, so that its first rise is seen.
+        # By name, then by the values of the labels. Those that are known are there from the start, with 0: Prometheus'
+        # increase() does not see the first rise of a series that was not there before.
         self._counters: dict[str, _Values] = {
-            name: {} if kind.labels else {(): 0.0} for name, kind in self._metrics.items() if kind.type == "counter"
+            name: dict.fromkeys(product(*kind.labels.values()), 0.0)
+            for name, kind in self._metrics.items()
+            if kind.type == "counter"
         }
         self._checkpoint: tuple[int, float] | None = None
         self._present = Present("starting")
@@ -144,8 +153,8 @@ class NodeMetrics:
         count = self._count
         count("elastic_launch_incidents_total", incident.kind)
         count("elastic_launch_lost_steps_total", by=incident.lost_steps or 0)
-        for part in PARTS:
-            count("elastic_launch_incident_seconds_total", part.removesuffix("_s"), by=getattr(incident, part) or 0.0)
+        for phase, part in _PHASE_OF.items():
+            count("elastic_launch_incident_seconds_total", phase, by=getattr(incident, part) or 0.0)
 
     def _count(self, name: str, *labels: str, by: float = 1.0) -> None:
         with self._lock:

@@ -19,6 +19,7 @@ from elastic_launch.observe.chronicle import Chronicle
 from elastic_launch.observe.ledger import PARTS, build
 from elastic_launch.observe.metrics import PHASES, NodeMetrics, all_metrics
 from elastic_launch.observe.present import Present
+from elastic_launch.rendezvous.leader.verdict import Kind
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "how-to" / "monitoring.md"
@@ -52,6 +53,12 @@ def test_a_node_that_starts_shows_what_is_known() -> None:
     assert shown["elastic_launch_phase{phase=running}"] == 0
     assert shown["elastic_launch_info{version=0.0.1}"] == 1
     assert shown["elastic_launch_nodes_lost_total"] == 0, "so that the first one is seen to rise"
+    for kind in Kind:
+        for name in ("restarts_charged", "incidents"):
+            assert shown[f"elastic_launch_{name}_total{{kind={kind.text}}}"] == 0
+        for how in ("broken", "drained"):
+            assert shown[f"elastic_launch_rounds_ended_total{{how={how},kind={kind.text}}}"] == 0
+    assert shown["elastic_launch_notices_total{kind=maintenance,source=GCP}"] == 0
     unknown = {"step", "total_steps", "remaining_seconds", "snapshot_step", "checkpoint_step", "goodput_ratio"}
     unknown |= {"restarts", "max_restarts"}  # a budget of 0 would look as if it were used up
     assert not {f"elastic_launch_{name}" for name in unknown} & shown.keys()
