@@ -137,6 +137,7 @@ def test_the_choices_are_torchs() -> None:
         ("--standalone --rdzv-backend static train.py", {}, "--standalone ignores --rdzv-backend static"),
         ("--rdzv-conf close_timeout=3 train.py", {}, "close_timeout=3 has no effect"),
         ("--rdzv-conf heartbeat_timeout=3 train.py", {}, "heartbeat_timeout=3 has no effect"),
+        ("--rdzv-conf cas_backoff_max_seconds=1 train.py", {}, "cas_backoff_max_seconds=1 has no effect"),
         ("--run-path --no-python /dev/null", {}, "--no-python has no effect"),
         ("--rdzv-backend etcd-v2 --node-rank 1 train.py", {}, "--node-rank has no effect under --rdzv-backend etcd-v2"),
     ],
@@ -206,10 +207,17 @@ def test_static_is_selected_by_the_masters_address_or_the_backend(
     assert (config.node_id, config.is_host, config.announce) == (f"node-{rank}", rank == 0, False)
 
 
-@pytest.mark.parametrize("line", ["--rdzv-backend static train.py", "--master-port 0 train.py"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--rdzv-backend static train.py",
+        "--master-port 0 train.py",
+        "--rdzv-backend static --rdzv-endpoint localhost:0 train.py",
+    ],
+)
 def test_one_node_needs_no_address(parse: Parse, line: str) -> None:
     config = parse(line)
-    assert (config.backend, config.endpoint) == ("c10d", None)
+    assert (config.backend, config.alone) == ("c10d", True)
 
 
 @pytest.mark.parametrize(

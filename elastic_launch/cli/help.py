@@ -68,7 +68,8 @@ def help_text(*, as_torchrun: bool = False) -> str:
         "  join_settle, resize_delay, dead_after, return_after, min_wait, beat,",
         "  join_timeout, read_timeout, start_wait, is_host, reuse;",
         "  last_call_timeout, keep_alive_interval, keep_alive_max_attempt, timeout;",
-        "  without effect: close_timeout, heartbeat_timeout, store_type",
+        "  without effect: cas_backoff_max_seconds, close_timeout,",
+        "  heartbeat_timeout, store_type",
         "",
         "Exit codes:",
     ]

@@ -100,10 +100,17 @@ def _tell_ignored(values: Values, limits: Limits) -> None:
 def _backend(values: Values, limits: Limits) -> str:
     """Return the backend that is asked for, if it exists, or the one with which a single node needs no address."""
     backend = _known(asked_backend(values))
-    free_port = values.text("--rdzv-endpoint") is None and values.text("--master-port") in (None, "0")
-    if kind_of(backend).fixed_ranks and limits.max_nodes == 1 and free_port:
+    if kind_of(backend).fixed_ranks and limits.max_nodes == 1 and _any_port(values):
         return LaunchConfig.backend  # as in torchrun, one node needs no address
     return backend
+
+
+def _any_port(values: Values) -> bool:
+    """Whether the workers of a static world may meet at any free port."""
+    endpoint = values.text("--rdzv-endpoint")
+    if endpoint is not None:
+        return parse_endpoint(endpoint, MASTER_PORT).port == 0
+    return values.text("--master-port") in (None, "0")
 
 
 def _known(text: str) -> str:

@@ -25,6 +25,7 @@ OF_TORCH = {
 """torch's keys of --rdzv-conf that have other names here, and the keys that each one sets."""
 
 IDLE = {
+    "cas_backoff_max_seconds": "nodes do not write to a store in turns",
     "close_timeout": "no node waits for others to close the rendezvous",
     "heartbeat_timeout": "a node is judged by dead_after",
     "store_type": "the control record is kept by the rendezvous backend",
