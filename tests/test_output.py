@@ -64,6 +64,7 @@ def test_there_is_no_view_elsewhere_nor_by_default_in_place_of_torchrun(monkeypa
     torchrun = {"TERM": "xterm", "ELASTIC_LAUNCH_TORCHRUN": "1"}
     assert parse([SCRIPT], torchrun).progress == "plain"
     assert parse(["--progress", "live", SCRIPT], torchrun).progress == "live"
+    assert parse([SCRIPT], {"TERM": "xterm-color", "JPY_PARENT_PID": "7"}).progress == "plain", "a notebook's cell"
 
 
 def test_another_way_to_show_a_run_is_refused() -> None:

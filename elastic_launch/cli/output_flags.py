@@ -80,6 +80,8 @@ def read_progress(values: Values, *, own_agent: bool) -> str:
         reason = "stderr is not a terminal"
     elif values.environ.get("TERM", "") in ("", "dumb", "unknown"):
         reason = "TERM names no terminal on which lines can be overwritten"
+    elif "JPY_PARENT_PID" in values.environ:  # a Jupyter kernel sets it
+        reason = "the output of a notebook's cell keeps all that is drawn"
     else:
         return "plain" if asked == "auto" and values.torchrun else "live"
     if asked == "live":
