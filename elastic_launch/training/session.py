@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from datetime import timedelta
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -336,15 +337,14 @@ def engine_of(run: Run) -> Engine:
     return run._engine
 
 
-@contextmanager
 def session(
     *,
     threads: int | None = None,
     deterministic: bool | None = None,
     timeout: float | timedelta | None = None,
     live: bool | None = None,
-) -> Iterator[Run]:
-    """Take part in a training run: join the world on entry, leave it on exit. Yields the :class:`Run`.
+) -> AbstractContextManager[Run]:
+    """Take part in a training run: join the world on entry, leave it on exit. ``with`` gets the :class:`Run`.
 
     Without a launcher, the world is this one process. A process group that was made before the session is used, and
     stays joined on exit. A worker that is started while others train joins at its first use of the world: its rank, a
@@ -363,12 +363,39 @@ def session(
             its gradients, and the timeout does not end other exchanges between them. The same on all ranks.
 
     Raises:
-        UsageError: if an argument is invalid, the environment describes the world only in part, or ``timeout`` is given
-            although the process group was made before the session.
+        UsageError: on entry, if an argument is invalid, the environment describes the world only in part, or
+            ``timeout`` is given although the process group was made before the session. Also if what this returns is
+            used as the run, without ``with``.
         SystemExit: if the training continues in other processes.
         CheckpointError: on exit, if the last checkpoint could not be saved; under an agent of this project,
             ``SystemExit`` with 93.
     """
+    return _Session(_take_part(threads, deterministic, timeout, live))
+
+
+class _Session(AbstractContextManager[Run]):
+    """Can only be entered."""
+
+    def __init__(self, part: AbstractContextManager[Run]) -> None:
+        self._part = part
+
+    def __enter__(self) -> Run:
+        return self._part.__enter__()
+
+    def __exit__(self, *raised: Any) -> bool | None:
+        return self._part.__exit__(*raised)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if not hasattr(Run, name):
+            raise AttributeError(f"a session has no attribute {name!r}")
+        # An AttributeError would look like a crash, after which a restart may help.
+        raise UsageError(f"session().{name}: the session was not entered.", "Write: with session() as run: ...")
+
+
+@contextmanager
+def _take_part(
+    threads: int | None, deterministic: bool | None, timeout: float | timedelta | None, live: bool | None
+) -> Iterator[Run]:
     seconds = _seconds(timeout)
     if live is not None and not isinstance(live, bool):
         raise UsageError(f"session(live={live!r}) says neither yes nor no.", "Give True or False, or leave it out.")

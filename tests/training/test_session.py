@@ -93,6 +93,14 @@ def test_an_invalid_timeout_is_refused(timeout: Any) -> None:
         pass
 
 
+def test_a_session_that_was_not_entered_says_so() -> None:
+    found = el.session()
+    with pytest.raises(UsageError, match=r"session\(\)\.steps: the session was not entered") as raised:
+        found.steps  # type: ignore[attr-defined]  # noqa: B018
+    assert "with session() as run" in raised.value.hint
+    assert not hasattr(found, "stepz")
+
+
 def test_an_existing_group_keeps_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     with pytest.raises(UsageError, match="was made before the session"), el.session(timeout=5):
