@@ -188,6 +188,12 @@ def test_exit_code_93_means_the_same_in_any_language(error_file: Path) -> None:
     assert failed(error_file, exit_code=93, stderr=("no licence",)).kind == "fatal"
 
 
+def test_a_user_who_quits_the_debugger_is_not_asked_again(error_file: Path) -> None:
+    printed = (*TRACEBACK[:-1], "bdb.BdbQuit")
+    assert failed(error_file, stderr=printed).kind == "fatal"
+    assert failed(error_file, exit_code=-15, stopped=True, supposed=True, stderr=printed).kind == "crash"
+
+
 # The library's errors that a restart would only repeat.
 
 

@@ -90,6 +90,10 @@ def _event_files() -> list[Path]:
     return [group.path / group.events for group in memory_groups()]
 
 
+_QUIT = "bdb.BdbQuit"
+"""The exception of a user who has quit Python's debugger, and would have to do so again after a restart."""
+
+
 def about(
     node_id: str,
     round_number: int,
@@ -155,7 +159,8 @@ def report(
         exit_code = asked or ExitCode.TRAINING_FAILED  # the interpreter's exit code for it
     asks = asked == ExitCode.DO_NOT_RETRY or (exit_code == ExitCode.DO_NOT_RETRY and not only_crashes)
     named = not stopped and (exit_code if exit_code >= 0 else 128 - exit_code) in fatal_codes
-    if asks or named or (not supposed and FINAL_NOTE in notes):
+    quits = not supposed and text.startswith(_QUIT)
+    if asks or named or quits or (not supposed and FINAL_NOTE in notes):
         kind = "fatal"
     elif exit_code == -signal.SIGTERM and not only_crashes:
         kind = "preemption"
