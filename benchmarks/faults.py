@@ -20,8 +20,12 @@ from launchers import ALL, BOTH, Nodes, start_alone
 from recovery import Before, launched, recovered
 from tables import Goal, NewJob, Row, Scenario, parser, positive, run
 
-ENOUGH = 35
-"""Steps before a fault: by then snapshots are regular, and the plain script's last checkpoint is five steps old."""
+SOON = 35
+"""Steps before an early fault: by then snapshots are regular, and the plain script's last checkpoint is five steps old.
+"""
+
+ENOUGH = 505
+"""Steps before other faults: some ten seconds more, in which the warm server imports what the first workers have."""
 
 FROZEN_LIMIT = 40.0
 """Seconds within which a launcher must have detected that a node is frozen."""
@@ -36,12 +40,12 @@ def measure_launch(new_job: NewJob, who: str) -> Figures:
         return launched(job, began)
 
 
-def measure_worker_killed(new_job: NewJob, who: str) -> Figures:
-    """SIGKILL of rank 1, sent from outside."""
+def measure_worker_killed(new_job: NewJob, who: str, steps: int = ENOUGH) -> Figures:
+    """SIGKILL of rank 1 after a number of steps, sent from outside."""
     with new_job() as job:
         start_alone(job, who)
-        job.step(0, 2, ENOUGH)
-        victim = job.step(1, 2, ENOUGH)["pid"]
+        job.step(0, 2, steps)
+        victim = job.step(1, 2, steps)["pid"]
         before, killed = Before(job), time.monotonic()
         os.kill(victim, signal.SIGKILL)
         return recovered(job, before, 2, killed)
@@ -153,13 +157,17 @@ def taken(what: str, *goals: Goal) -> tuple[Row, ...]:
 
 LAUNCH = (
     Row("begin", "launch (1 node, 2 workers) -> script begins"),
-    Row("step", "launch (1 node, 2 workers) -> first step", Goal(ratio=0.65)),
+    Row("step", "launch (1 node, 2 workers) -> first step", Goal(ratio=1)),
 )
 WORKER_KILLED = (
     Row("begin", "worker killed -> script begins again"),
     Row("step", "worker killed -> next step"),
     Row("new", "worker killed -> first new step", Goal(most=0.25, ratio=0.12)),
     lost("worker killed"),
+)
+KILLED_EARLY = (
+    Row("step", "worker killed a second after the first step -> next step"),
+    Row("new", "worker killed a second after the first step -> first new step"),
 )
 NODE_KILLED = (
     Row("formed", "node killed -> survivor's new round"),
@@ -191,6 +199,7 @@ def scenarios(seconds: float) -> dict[str, Scenario]:
     return {
         "launch": Scenario(measure_launch, ALL, LAUNCH),
         "worker-killed": Scenario(measure_worker_killed, ALL, WORKER_KILLED),
+        "killed-early": Scenario(partial(measure_worker_killed, steps=SOON), ALL, KILLED_EARLY),
         "node-killed": Scenario(measure_node_killed, ALL, NODE_KILLED),
         "node-frozen": Scenario(measure_node_frozen, ALL, NODE_FROZEN),
         "scale-up": Scenario(measure_scale_up, ALL, changed("second node joins", 0.5)),

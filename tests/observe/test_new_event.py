@@ -34,7 +34,7 @@ def cooling_failed() -> Iterator[type[LeaderEvent]]:
         nodes: int
 
         tone = "bad"
-        counter = Counter("cooling_failures_total", "Racks whose cooling has failed.", ("rack",))
+        counter = Counter("cooling_failures_total", "Racks whose cooling has failed.", {"rack": ()})
 
     SENTENCES[CoolingFailed] = lambda e: f"the cooling of rack {e.rack} has failed: <b> {e.nodes} nodes get hot"
     yield CoolingFailed
