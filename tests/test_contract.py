@@ -150,7 +150,7 @@ MESSAGES = [
     c.Differs((0, 0, 2)),
     c.RestoreFailed(),
     c.Place(
-        8, c.Placement(5, 1, 1, 6, 4, 2, "host", 29400, 5, 6, False), 1, 3, "rank 1 on node b: SIGKILL", -1, 9, True
+        8, c.Placement(5, 1, 1, 6, 4, 2, "host", 29400, 5, 6, False), 1, 3, "rank 1 on node b: SIGKILL", None, 9, True
     ),
     c.Exit(),
     c.SnapshotSlots(3, 0, 9, fetching=True),
@@ -283,7 +283,7 @@ def _read(line: bytes) -> None:
         if isinstance(value, str):
             assert "\0" not in value
             os.fsencode(value)
-        else:
+        elif value is not None:
             assert -64 <= float(value) < 2**53
     assert c.unpack(c.pack(message)) == message
 

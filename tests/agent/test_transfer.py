@@ -102,7 +102,7 @@ def test_during_a_fetch_workers_wait_and_get_no_slot_to_write(nodes: tuple[Node,
     with listen("127.0.0.1") as silent:
         new.fetch(SnapshotSource("127.0.0.1", silent.getsockname()[1], 3, 7))
         offer, _ = new.snapshot_store.offer()
-        assert (offer.fetching, offer.use) == (True, -1)
+        assert (offer.fetching, offer.use) == (True, None)
         new.fetch()  # the next round has it
         assert new.holds() is None
         wait_for("the word to the workers", lambda: new.fetched)

@@ -62,7 +62,7 @@ def test_of_a_loop_and_of_a_trainer(run: Run, others: dict[str, Any], message: s
     ("others", "message"),
     [
         ({"run": None}, r"run=\.\.\.\) is None\.\n.*with el\.session\(\) as run"),
-        ({"run": el.session()}, r"run=\.\.\.\) is a _GeneratorContextManager\.\n.*with el\.session\(\) as run"),
+        ({"run": el.session()}, r"run=\.\.\.\) is a _Session\.\n.*with el\.session\(\) as run"),
         ({"model": {"a": nn.Linear(2, 1)}}, r"model=\.\.\.\) is a dict\.\n.*run\.steps"),
         ({"optimizer": torch.optim.SGD}, r"optimizer=\.\.\.\) is the class SGD(.|\n)*run\.steps"),
         ({"callbacks": el.Progress(every=2)}, r"callbacks=\.\.\.\) is a Progress\.\n.*list"),
