@@ -216,10 +216,11 @@ def announce(config: LaunchConfig) -> None:
 
 
 def name_incidents(incidents: Incidents) -> None:
-    """Have each of the launcher's lines name the incident that is under way, from now on."""
+    """Have each of the launcher's lines name the incident that is under way, or that it is about, from now on."""
 
     def stamp(record: logging.LogRecord) -> bool:
-        record.incident = incidents.now
+        if not hasattr(record, "incident"):
+            record.incident = incidents.now
         return True
 
     for handler in _log.handlers:
@@ -256,9 +257,10 @@ class _Text(logging.Formatter):
         name, colour = "[elastic-launch]", _COLOURS.get(record.levelno)
         if self._coloured and colour is not None:
             name = painted(name, colour)
-        incident = getattr(record, "incident", None)
-        about = "" if incident is None else f"incident {incident}: "
-        return f"{self._time(record.created)}{name} {about}{plain(super().format(record))}"
+        text, incident = plain(super().format(record)), getattr(record, "incident", None)
+        about = f"incident {incident}: "
+        known = incident is None or text.startswith(about)
+        return f"{self._time(record.created)}{name} {'' if known else about}{text}"
 
     def _time(self, created: float) -> str:
         if not self._stamped:

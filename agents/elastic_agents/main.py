@@ -99,7 +99,7 @@ class _Journal:
         if event.printed:
             _log.info("%s", sentence(event))
         for incident in self.ledger.add(event):
-            _log.info("%s", incident.line())
+            _log.info("%s", incident.line(), extra={"incident": incident.round})  # another one may be under way
             for over in self.over:
                 over(incident)
 

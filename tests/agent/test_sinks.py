@@ -25,7 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_agents import console as console_module
-from elastic_agents.console import Consoles, announce, configure_logging
+from elastic_agents.console import Consoles, announce, configure_logging, name_incidents
 from elastic_agents.output_sinks import LONGEST_LINE, Appended, Kept, Lines
 from elastic_agents.summary import failure_summary, hint_on, root_cause
 from elastic_agents.workers import output as output_module
@@ -33,6 +33,7 @@ from elastic_agents.workers.logs import link_latest
 from elastic_agents.workers.output import OutputPump
 from elastic_launch.config.launch_config import Command, LaunchConfig
 from elastic_launch.config.output import LOG_FORMATS, Route
+from elastic_launch.events.incidents import Incidents
 from elastic_launch.failure import Failure
 from elastic_launch.system.termination_log import LIMIT, write_termination_log
 from elastic_launch.system.writer_thread import Writer
@@ -474,6 +475,26 @@ def test_lines_have_the_requested_form(capsys: pytest.CaptureFixture[str]) -> No
     found = json.loads(said["json"])
     assert abs(time.time() - datetime.fromisoformat(found.pop("time")).timestamp()) < 60
     assert found == {"level": "WARNING", "node": "a", "message": "two\nlines of ä"}
+
+
+@pytest.mark.usefixtures("logging_as_it_was")
+def test_a_line_names_the_incident_that_it_is_about(capsys: pytest.CaptureFixture[str]) -> None:
+    """Which may be another one than the incident that is under way."""
+    incidents = Incidents("a")
+    incidents.now = 3
+    configure_logging("plain")
+    name_incidents(incidents)
+    logger = logging.getLogger("elastic_launch.agent")
+    logger.warning("round 3 broken")
+    logger.warning("incident 2: crash", extra={"incident": 2})
+    incidents.now = None
+    logger.warning("done")
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        "[elastic-launch] incident 3: round 3 broken",
+        "[elastic-launch] incident 2: crash",
+        "[elastic-launch] done",
+    ]
 
 
 # The termination message.
