@@ -237,6 +237,8 @@ def test_a_voter_that_cannot_write_its_file_does_not_vote(voters: Voters, monkey
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     own = voters.own["c"]
+    # A write returns once most voters have it, which need not be this one.
+    wait_for("the write at the voter", lambda: own.voter.state.value == "1")
     with monkeypatch.context() as patch:
         patch.setattr(own.file, "save", full)
         assert a.compare_and_set(b"1", b"2", 20)
