@@ -31,6 +31,9 @@ LONGEST_DUMP = 16 << 20
 _RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 """Torch's functions, for collectives on CPUs and for those of NCCL."""
 
+_OF_ANOTHER_NAME = ("nccl2", "nccl-lazy")
+"""Backends of torch 2.15 whose collectives the first of these functions knows, by this third argument."""
+
 _FAILURES = (RuntimeError, TypeError, ValueError, KeyError, MemoryError)
 """What these functions may raise, since they are not public and may change."""
 
@@ -82,7 +85,11 @@ def _answer(requests: int, directory: str) -> None:
 
 def _recorders() -> dict[str, Callable[[bool, bool], bytes]]:
     torch = sys.modules.get("torch._C._distributed_c10d")  # a process that has not imported it has begun none
-    return {name: getattr(torch, name) for name in _RECORDERS if hasattr(torch, name)}
+    found = {name: getattr(torch, name) for name in _RECORDERS if hasattr(torch, name)}
+    if hasattr(torch, "ProcessGroupNCCL2"):
+        by_name = found[_RECORDERS[0]]
+        found |= {name: lambda *what, name=name: by_name(*what, name) for name in _OF_ANOTHER_NAME}
+    return found
 
 
 def _dump() -> bytes:

@@ -38,7 +38,7 @@ FOREIGN = {
     "the tensors of a gradient scaler": "_device _growth_tracker _scale",
     "all process groups, and what they consist of": "_device_types _get_backend _world",
     "how many collectives a group has begun": "_get_sequence_number_for_group",
-    "aborting process groups": "_abort_process_group _group_end _group_start",
+    "aborting process groups": "_abort_process_group _end_coalescing _group_end _group_start _start_coalescing",
     "a store in this process": "_C _distributed_c10d",
     "DeepSpeed's parts of a parameter": "_dp_group _hp_mapping",
 }

@@ -66,9 +66,9 @@ def test_the_readme_names_them() -> None:
 @pytest.mark.parametrize(
     ("text", "newer"),
     [
-        ("__version__ = '2.15.0+cpu'\n", "2.15.0+cpu"),
+        ("__version__ = '2.16.0+cpu'\n", "2.16.0+cpu"),
         ("from typing import Optional\n__version__ = '3.0.0a0+git1'\ndebug = False\n", "3.0.0a0+git1"),
-        ("__version__ = '2.14.1+cu130'\n", None),
+        ("__version__ = '2.15.0+cu132'\n", None),
         ("__version__ = '2.9.0'\n", None),
         ("nothing = 1\n", None),
         (None, None),
@@ -85,7 +85,7 @@ def test_a_torch_that_is_newer_than_the_tests_know_gets_a_line(
         (tmp_path / "torch" / "version.py").write_text(text)
     line = untested_torch()
     assert line == (
-        newer and f"torch {newer} is newer than 2.14, the newest that this version of elastic-launch was tested with"
+        newer and f"torch {newer} is newer than 2.15, the newest that this version of elastic-launch was tested with"
     )
 
 

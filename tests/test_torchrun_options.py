@@ -269,9 +269,19 @@ def test_timeout_is_torchs_name_for_join_timeout(parse: Parse) -> None:
 
 @pytest.mark.parametrize(
     ("environ", "expected"),
-    [({}, "1"), ({"CUDA_VISIBLE_DEVICES": "4, 6"}, "6"), ({"CUDA_VISIBLE_DEVICES": "a,b,c"}, "b")],
+    [
+        ({}, {"CUDA_VISIBLE_DEVICES": "1"}),
+        ({"CUDA_VISIBLE_DEVICES": "4, 6"}, {"CUDA_VISIBLE_DEVICES": "6"}),
+        ({"CUDA_VISIBLE_DEVICES": "a,b,c"}, {"CUDA_VISIBLE_DEVICES": "b"}),
+        ({"HIP_VISIBLE_DEVICES": "2,3"}, {"CUDA_VISIBLE_DEVICES": "3", "HIP_VISIBLE_DEVICES": "3"}),
+        (
+            {"CUDA_VISIBLE_DEVICES": "4,6", "HIP_VISIBLE_DEVICES": "2,3"},
+            {"CUDA_VISIBLE_DEVICES": "3", "HIP_VISIBLE_DEVICES": "3"},
+        ),
+        ({"CUDA_VISIBLE_DEVICES": "4,6", "HIP_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": "6"}),
+    ],
 )
-def test_a_worker_sees_one_of_the_gpus_that_are_seen_here(environ: dict[str, str], expected: str) -> None:
+def test_a_worker_sees_one_of_the_gpus_that_are_seen_here(environ: dict[str, str], expected: dict[str, str]) -> None:
     assert visible_device(1, environ) == expected
 
 
@@ -279,6 +289,10 @@ def test_more_workers_than_gpus_are_refused(parse: Parse) -> None:
     error = refused(parse, "--virtual-local-rank --nproc 2 train.py", CUDA_VISIBLE_DEVICES="4")
     assert "local rank 1 has no GPU of its own in CUDA_VISIBLE_DEVICES=4" in error.message
     assert "Drop --virtual-local-rank" in error.hint
+    error = refused(
+        parse, "--virtual-local-rank --nproc 2 train.py", CUDA_VISIBLE_DEVICES="4,5", HIP_VISIBLE_DEVICES="3"
+    )
+    assert "local rank 1 has no GPU of its own in HIP_VISIBLE_DEVICES=3" in error.message
 
 
 def test_virtual_local_rank_is_a_switch_of_the_environment_too(parse: Parse, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from elastic_launch.errors import CommandLineError, UsageError
 
-NEWEST_TORCH = (2, 14)
+NEWEST_TORCH = (2, 15)
 """The newest torch that the tests run with; a test compares it with pyproject.toml."""
 
 NUMA_MODES = ("node", "socket", "exclusive", "core-complex")
@@ -86,22 +86,25 @@ class TorchOptions:
         _one_of("--start-method", self.start_method, START_METHODS)
 
 
-def visible_device(local_rank: int, environ: Mapping[str, str]) -> str:
-    """Return the only GPU that a worker may see, as a value of ``CUDA_VISIBLE_DEVICES``.
+def visible_device(local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables by which a worker sees one GPU only, its own.
+
+    ``HIP_VISIBLE_DEVICES``, where the agent has it, is what ROCm heeds first, so it is set as well, as torch 2.15 does.
 
     Args:
-        environ: the agent's environment, in which the variable may already select GPUs.
+        environ: the agent's environment, in which these variables may already select GPUs.
     """
-    chosen = environ.get("CUDA_VISIBLE_DEVICES")
+    names = ["CUDA_VISIBLE_DEVICES"] + (["HIP_VISIBLE_DEVICES"] if environ.get("HIP_VISIBLE_DEVICES") else [])
+    chosen = environ.get(names[-1])
     if chosen is None:
-        return str(local_rank)
+        return dict.fromkeys(names, str(local_rank))
     devices = chosen.split(",")
     if local_rank >= len(devices):
         raise UsageError(
-            f"--virtual-local-rank: local rank {local_rank} has no GPU of its own in CUDA_VISIBLE_DEVICES={chosen}.",
+            f"--virtual-local-rank: local rank {local_rank} has no GPU of its own in {names[-1]}={chosen}.",
             "Drop --virtual-local-rank, or start at most as many workers as there are GPUs.",
         )
-    return devices[local_rank].strip()
+    return dict.fromkeys(names, devices[local_rank].strip())
 
 
 def _one_of(flag: str, value: str, known: Iterable[str]) -> None:

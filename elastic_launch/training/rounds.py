@@ -97,7 +97,13 @@ class WorkerRounds:
     def begin(self, step: int, *, live: bool) -> None:
         """The training begins; ``live`` says whether it can go on in another round."""
         self.begun, self.step = True, step
-        self._live(live and self._may_live and self.groups.breakable and not self.groups.foreign)
+        live = live and self._may_live
+        if live and self.groups.unbreakable:
+            _log.warning(
+                "this process ends with its round: nothing ends a collective of the backend %s when a worker is lost",
+                ", ".join(self.groups.unbreakable),
+            )
+        self._live(live and self.groups.breakable and not self.groups.foreign)
         if not self.lives and self.asked_live and self.device.type == "cuda" and self.link.patience > 0:
             _log.warning(
                 "session(live=True): this process ends with its round all the same, and no time-out ends its "

@@ -168,6 +168,29 @@ def test_a_dump_that_is_too_large_is_left_out(monkeypatch: pytest.MonkeyPatch) -
     assert last_collectives(collective_dump._dump()) == ()
 
 
+def test_collectives_of_nccl2_are_in_a_record_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch 2.15.0 recorded them for a backend of this name that was written in Python."""
+    entry = json.loads(
+        '{"collective_seq_id": 1, "input_dtypes": ["Float"], "input_sizes": [[3]], "is_p2p": false, "pg_id": 0, '
+        '"process_group": ["0", "default_pg"], "profiling_name": "nccl2:all_reduce", "retired": false, '
+        '"state": "scheduled", "time_created_ns": 1}'
+    )
+    records = {"nccl2": {"entries": [entry], "pg_status": {"0": {}}}}
+    recorder = ModuleType("recorder")
+
+    def dump(_collectives: bool, _active: bool, name: str = "gloo") -> bytes:
+        return json.dumps(records.get(name, {"pg_status": {}})).encode()
+
+    recorder._dump_fr_trace_json = dump  # type: ignore[attr-defined]
+    recorder.ProcessGroupNCCL2 = object  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", recorder)
+    monkeypatch.setattr(collective_dump, "_first", {})
+    (found,) = last_collectives(collective_dump._dump())
+    assert found == Collective("0", "default_pg", 1, "all_reduce of Float[3]", waits=True, backend="nccl2")
+    collective_dump.forget_collectives()
+    assert last_collectives(collective_dump._dump()) == (), "the group is gone"
+
+
 def test_a_process_that_does_not_answer_has_no_dump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "DUMP", 0.1)
     assert collectives_of(os.getpid(), tmp_path) == b"", "there is no FIFO"

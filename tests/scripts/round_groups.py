@@ -35,6 +35,18 @@ AT_ONCE = ("disconnect", "dump")
 """Orders that are carried out while the process waits in a collective."""
 
 
+class Aborts(dist.ProcessGroup):
+    """A backend that is written in Python, and says what it does by its methods."""
+
+    aborted = 0
+
+    def getBackendName(self) -> str:
+        return "aborts"
+
+    def abort(self) -> None:
+        self.aborted += 1
+
+
 class Rank:
     """One process of a world; its public methods are the orders."""
 
@@ -79,6 +91,21 @@ class Rank:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         with self.groups.forming():
             dist.init_process_group("cpu:gloo,cuda:nccl", timeout=TIMEOUT)
+
+    def form_other(self, port: int, backend: str) -> list[str]:
+        """Form a round of one with another backend, and return those of its backends that nothing can end."""
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        dist.Backend.register_backend("aborts", lambda store, rank, size, timeout: Aborts(rank, size), devices=["cpu"])
+        with self.groups.forming():
+            dist.init_process_group(backend, rank=0, world_size=1, timeout=TIMEOUT)
+        assert self.groups.breakable == (not self.groups.unbreakable)
+        return self.groups.unbreakable
+
+    def aborts(self) -> int:
+        """Return how often the round's group was aborted."""
+        group = dist.group.WORLD
+        assert isinstance(group, Aborts)
+        return group.aborted
 
     def reduce_gpu(self) -> float:
         """Return the sum over the ranks of their ranks + 1, computed on their GPUs."""

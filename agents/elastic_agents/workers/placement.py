@@ -125,7 +125,7 @@ def environment(
         env[ENV_STACKS] = "1"
     if config.options.virtual_local_rank:
         env["LOCAL_RANK"] = "0"
-        env["CUDA_VISIBLE_DEVICES"] = visible_device(placement.local_rank, env)
+        env |= visible_device(placement.local_rank, env)
         env[ENV_LOCAL_RANK] = str(placement.local_rank)
     return env
 

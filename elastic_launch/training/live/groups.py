@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 # Imported later, the defaults of its functions would hold the first round's default group.
 import torch.distributed.nn.functional
+from torch._C._distributed_c10d import Backend
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from elastic_launch.collective_dump import forget_collectives
@@ -54,10 +55,10 @@ class RoundGroups:
     tracebacks, which keep frames and thus works alive, and everything that holds a group
     (``DistributedDataParallel``), and calls :meth:`leave`.
 
-    NCCL: :meth:`disconnect` aborts the communicators. TORCH_NCCL_ASYNC_ERROR_HANDLING must be 0 in the worker's
-    environment: with any other value, NCCL's watchdog may end the process when a peer fails. With 0, no collective
-    raises after an abort: it ends, and what it has written is undefined, so check :attr:`disconnected` after waiting
-    for the device. Nor does the watchdog end a collective that outlasts the timeout.
+    Other backends, such as NCCL's: :meth:`disconnect` aborts them. TORCH_NCCL_ASYNC_ERROR_HANDLING must be 0 in the
+    worker's environment: with any other value, NCCL's watchdog may end the process when a peer fails. With 0, no
+    collective raises after an abort: it ends, and what it has written is undefined, so check :attr:`disconnected` after
+    waiting for the device. Nor does the watchdog end a collective that outlasts the timeout.
     """
 
     def __init__(self) -> None:
@@ -122,8 +123,13 @@ class RoundGroups:
 
     @property
     def breakable(self) -> bool:
-        """Whether :meth:`disconnect` can find the connections of all groups made within :meth:`forming`."""
-        return self._sockets.loops >= sum(_is_gloo(each) for each in self._backends())
+        """Whether :meth:`disconnect` can end the collectives of all groups made within :meth:`forming`."""
+        return not self.unbreakable and self._sockets.loops >= sum(map(_is_gloo, self._backends()))
+
+    @property
+    def unbreakable(self) -> list[str]:
+        """The names of the backends whose collectives nothing can end, such as ``ucc``."""
+        return sorted({each.name() for each in self._backends() if not _is_gloo(each) and not _can_abort(each)})
 
     @property
     def foreign(self) -> bool:
@@ -175,8 +181,8 @@ class RoundGroups:
         foreign = [_describe(group) for group in self._foreign()]
         held = [(weakref.ref(group), _describe(group)) for group in _groups()]
         epolls = self._sockets.close()
-        # Where NCCL's groups take longer anyway, there is nothing to gain.
-        with quick_turns([] if any(map(_is_nccl, self._backends())) else epolls):
+        # Where the groups of GPUs take longer anyway, there is nothing to gain.
+        with quick_turns(epolls if all(map(_is_gloo, self._backends())) else []):
             self._destroy()
             if not foreign:
                 _wait_until_gone(held, self._sockets)
@@ -184,7 +190,7 @@ class RoundGroups:
             raise GroupsRemainError(f"The script made process groups itself: {', '.join(foreign)}.")
 
     def _destroy(self) -> None:
-        if self.disconnected and any(map(_is_nccl, self._backends())):
+        if self.disconnected and any(map(_can_abort, self._backends())):
             distributed_c10d._abort_process_group()  # destroying would wait for what has been aborted
         elif dist.is_initialized():
             dist.destroy_process_group()
@@ -203,13 +209,11 @@ class RoundGroups:
         return [each for ref in list(self._ours) if (group := ref()) is not None for each in _backends(group)]
 
     def _abort(self) -> None:
-        """Abort NCCL's communicators, within one NCCL group: else two of them can wait for each other."""
-        backends = [each for each in self._backends() if _is_nccl(each)]
-        if backends:
-            backends[0]._group_start()
+        """Abort what is not gloo's; several within one group of NCCL's calls, else two can wait for each other."""
+        backends = [each for each in self._backends() if _can_abort(each)]
+        with _at_once(backends) if backends else nullcontext():
             for each in reversed(backends):
                 each.abort()
-            backends[0]._group_end()
 
 
 def _log_from(level: int) -> int | None:
@@ -235,15 +239,38 @@ def _backends(group: ProcessGroup) -> list[Any]:
         backend = getattr(backend, "wrapped_pg", backend)
         if not any(backend is each for each in found):
             found.append(backend)
-    return found
+    return found or [group]  # a backend written in Python may be a process group itself
 
 
 def _describe(group: ProcessGroup) -> str:
-    return f"{group.group_name} ({group.group_desc})"
+    return f"{distributed_c10d._world.pg_names[group]} ({group.group_desc})"
 
 
-def _is_nccl(backend: object) -> bool:
-    return dist.is_nccl_available() and isinstance(backend, distributed_c10d.ProcessGroupNCCL)
+def _can_abort(backend: Any) -> bool:
+    """Whether ``abort()`` ends the backend's collectives; where nothing overrides it, it does nothing, or raises.
+
+    In torch 2.15 NCCL's backends no longer declare it in Python. One of them says that it calls hooks when it aborts;
+    nccl-lazy consists of such backends, and does not say so.
+    """
+    if _is_gloo(backend):
+        return False
+    own = type(backend).abort not in (Backend.abort, ProcessGroup.abort)
+    return own or getattr(backend, "supports_abort_hooks", False) or backend.name() == "nccl-lazy"
+
+
+@contextmanager
+def _at_once(backends: list[Any]) -> Iterator[None]:
+    """Let NCCL take what is called within as one call, as ``_abort_process_group`` of the installed torch does."""
+    first = backends[0]
+    if hasattr(first, "_group_start"):
+        begin, end = first._group_start, first._group_end
+    elif len(backends) > 1 and first.supports_coalescing:
+        begin, end = first._start_coalescing, first._end_coalescing
+    else:
+        begin = end = lambda: None
+    begin()
+    yield
+    end()
 
 
 def _is_gloo(backend: object) -> bool:

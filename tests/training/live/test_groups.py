@@ -195,6 +195,26 @@ def test_an_exchange_is_confirmed_by_all_ranks_or_by_none(world: World) -> None:
     together("leave", one, other)
 
 
+def test_a_backend_that_can_abort_is_aborted_and_left(world: World) -> None:
+    (rank,) = world.start(1)
+    rank.do("leave")
+    rank.do("begin")
+    assert rank.do("form_other", world.host.do("host"), "aborts") == []
+    rank.do("disconnect")
+    assert rank.do("aborts") == 1
+    rank.do("leave")
+    world.form(rank)
+
+
+def test_a_backend_that_nothing_can_end_is_named(world: World) -> None:
+    (rank,) = world.start(1)
+    rank.do("leave")
+    rank.do("begin")
+    assert rank.do("form_other", world.host.do("host"), "fake") == ["fake"]
+    rank.do("leave")
+    world.form(rank)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -236,7 +256,7 @@ def test_what_nccl_records_shows_who_waits_and_who_has_not_begun() -> None:
         orders = [rank.begin("reduce_gpu") for rank in waiting]
         time.sleep(1.0)
         found = [last_collectives(rank.do("dump").encode()) for rank in ranks]
-        on_gpu = [next(each for each in of_rank if each.backend == "nccl") for of_rank in found]
+        on_gpu = [next(each for each in of_rank if each.backend.startswith("nccl")) for of_rank in found]
         assert [(each.number, each.waits) for each in on_gpu] == [(2, True), (2, True), (1, False)]
         assert {each.what for each in on_gpu} == {"all_reduce of Float[1000]"}
         absent.do("reduce_gpu")
