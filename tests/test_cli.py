@@ -126,6 +126,7 @@ VALUES: list[tuple[str, str, str, object]] = [
     ("fatal-exit-codes", "3,64-66", "fatal_exit_codes", frozenset({3, 64, 65, 66})),
     ("drill", "drill.yaml", "drill", FaultPlan((Fault(rank=1, step=20, round=None),))),
     ("shutdown-timeout", "1.5", "shutdown_timeout", 1.5),
+    ("wait-for-children", "0", "wait_for_children", 0.0),
     ("hang-timeout", "auto", "hang_timeout", 0.0),
     ("hang-timeout", "off", "hang_timeout", None),
     ("hang-timeout", "900", "hang_timeout", 900.0),

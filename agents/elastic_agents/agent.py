@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from elastic_agents.output_sinks import Kept
 from elastic_agents.parts import AgentParts
 from elastic_agents.policy import decide
 from elastic_agents.workers.placement import group_of, place
+from elastic_agents.workers.sessions import session_members
 from elastic_agents.workers.start import WorkersStarted, start_failed, while_scarce
 from elastic_agents.workers.watchdog import TimerExpired
 from elastic_launch import contract as c
@@ -42,6 +43,9 @@ from elastic_launch.system.threads import ThreadDied
 from elastic_launch.system.writer_thread import IDLE
 
 _log = logging.getLogger("elastic_launch.agent")
+
+_LOOK_EVERY = 0.1
+"""Seconds between two looks whether what workers have left behind has ended."""
 
 ESTIMATE_EVERY = 5.0
 """Seconds between two estimates of how long the round still needs."""
@@ -116,7 +120,30 @@ class NodeAgent(ElasticAgent):
                 self._react(self._inbox.take())
                 parts.lease.renew()
                 parts.hanging.follow()
+            if self._outcome.code == ExitCode.DONE:
+                self._await_children()
         return self._result(self._outcome)
+
+    def _await_children(self) -> None:
+        """Wait until what the workers have left behind has ended, for as long as the user wants; then leave it alone.
+
+        The streams that it writes to end with this agent, as may everything in a container.
+        """
+        sids, limit = self._workers.release(), self._config.wait_for_children
+        with suppress(OSError):  # no descriptor is left to read what there is
+            if not (left := session_members(sids)):
+                return
+            if limit:
+                reporting.children(left, f"waiting for up to {limit:g} s (--wait-for-children)")
+            deadline = self._clock.now() + limit
+            while (left := session_members(sids)) and self._clock.now() < deadline:
+                self._inbox.put_later(_LOOK_EVERY, None)
+                item = self._inbox.take()
+                if isinstance(item, SignalCaught):
+                    break
+                self._react(item)
+            if left:
+                reporting.children(left, "they go on")
 
     def _result(self, outcome: NodeOutcome) -> RunResult:
         self._events.emit(ev.NodeEnded(outcome.code, outcome.cause))

@@ -5,16 +5,25 @@ from __future__ import annotations
 import logging
 import shlex
 import signal
+from collections.abc import Collection
 
 from elastic_agents.node_state import MemberOrder
 from elastic_agents.policy_types import StartWorkers, WorkerExit
+from elastic_agents.workers.sessions import command_of
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.events.sentences import ending, how_failed
 from elastic_launch.events.types import OrderReceived, counted
 from elastic_launch.failure import Failure
 from elastic_launch.rendezvous.wire import messages as m
+from elastic_launch.system.plain_text import clipped, one_line
 
 _log = logging.getLogger("elastic_launch.agent")
+
+_SHOWN = 4
+"""Maximum number of processes in a line."""
+
+_LONGEST = 100
+"""Maximum number of bytes of a command there."""
 
 _spared: set[int] = set()
 """Signals already reported as not forwarded to some workers."""
@@ -45,6 +54,14 @@ def forwarded(number: int, spared: list[int]) -> None:
         _log.warning(
             "%s is not forwarded to rank %s, which has no handler and would be ended by it (said once)", name, ranks
         )
+
+
+def children(pids: Collection[int], what: str) -> None:
+    """Print which processes finished workers have left behind, and what this agent does about them."""
+    named = [f"{clipped(one_line(command), _LONGEST)} (pid {pid})" for pid in pids if (command := command_of(pid))]
+    more = f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
+    if named:
+        _log.info("processes that workers have left behind still run, %s: %s%s", what, ", ".join(named[:_SHOWN]), more)
 
 
 def kept(start: StartWorkers, started: int, missing: int) -> None:

@@ -99,6 +99,12 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
                 f"{LaunchConfig.shutdown_timeout:g}",
                 fallback="TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
             ),
+            Flag(
+                ("--wait-for-children",),
+                "wait for what finished workers left behind",
+                "S",
+                f"{LaunchConfig.wait_for_children:g}",
+            ),
         ),
     ),
     (

@@ -185,7 +185,7 @@ def build(line: CommandLine, values: Values) -> LaunchConfig:
         )
     if planned := FaultPlan.of(values.environ).faults:
         log.warning("%s is set: workers of this run fail on purpose, %d in all.", ENV_FAULTS, len(planned))
-    grace = values.setting("--shutdown-timeout")
+    grace, children = values.setting("--shutdown-timeout"), values.setting("--wait-for-children")
     log_dir, link_dir = read_log_dir(values)
     notices = read_notices(values, own_agent=meeting.foreign is None)
     health = parse_listening(text, "--health-port") if (text := values.text("--health-port")) else None
@@ -216,6 +216,7 @@ def build(line: CommandLine, values: Values) -> LaunchConfig:
         role=values.text("--role") or LaunchConfig.role,
         fatal_exit_codes=read_exit_codes(values),
         shutdown_timeout=grace.seconds(zero=True) if grace else LaunchConfig.shutdown_timeout,
+        wait_for_children=children.seconds(zero=True) if children else LaunchConfig.wait_for_children,
         hang_timeout=read_hang_timeout(values),
         log_dir=log_dir,
         live=not values.switch("--no-live"),

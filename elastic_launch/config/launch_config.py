@@ -188,6 +188,7 @@ class LaunchConfig:
         reuse: whether to begin a new run if the run with this id has ended.
         fatal_exit_codes: exit codes of workers, 128 + N for signal N, after which the run ends without a restart.
         shutdown_timeout: time that workers have between SIGTERM and SIGKILL, in seconds.
+        wait_for_children: seconds that processes which finished workers have left behind get to end, at the run's end.
         hang_timeout: seconds without output and use of CPU after which workers hang whose steps are not known; 0: these
             are not watched; None: none is.
         log_dir: base directory; the run's files go to ``<log_dir>/<run_id>``.
@@ -233,6 +234,7 @@ class LaunchConfig:
     role: str = "default"
     fatal_exit_codes: frozenset[int] = frozenset()
     shutdown_timeout: float = 30.0
+    wait_for_children: float = 30.0
     hang_timeout: float | None = 0.0
     log_dir: Path = field(default_factory=lambda: state_directory())
     link_dir: Path | None = None
@@ -265,6 +267,7 @@ class LaunchConfig:
                 "Give the number of workers on this node, or auto, cpu or gpu.",
             )
         check_seconds(f"--shutdown-timeout {self.shutdown_timeout:g}", self.shutdown_timeout, zero=True)
+        check_seconds(f"--wait-for-children {self.wait_for_children:g}", self.wait_for_children, zero=True)
         if self.hang_timeout is not None:
             check_seconds(f"--hang-timeout {self.hang_timeout:g}", self.hang_timeout, zero=True)
         if not _names_a_file(self.run_id) or self.run_id == LATEST:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 import pytest
 from harness import alive, freeze, state_of, wait_for
@@ -116,10 +116,10 @@ def test_hidden_processes_do_not_prevent_finding_ones_own(
     """
     pid = processes.start(_shell("sleep 600"))
 
-    def hiding(path: str, mode: str) -> IO[bytes]:
+    def hiding(path: str, *mode: Any, **how: Any) -> Any:
         if path == "/proc/1/stat":
             raise PermissionError(errno.EPERM, "Operation not permitted", path)
-        return open(path, mode)
+        return open(path, *mode, **how)
 
     def forbidding(pid: int) -> int:
         raise PermissionError(errno.EACCES, "Permission denied")

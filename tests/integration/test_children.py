@@ -1,4 +1,4 @@
-"""What a worker's script starts handles signals as under torchrun, and a pool in the loop ends."""
+"""What a worker's script starts: it handles signals as under torchrun, and may outlive the worker."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import SCRIPTS, SLOWNESS, Job
+from harness import SCRIPTS, SLOWNESS, Agent, Job, wait_for
+
+from elastic_agents.workers.sessions import command_of
 
 pytestmark = [pytest.mark.executed, pytest.mark.timeout(300)]
 
@@ -75,3 +78,81 @@ def test_a_pool_in_the_loop_ends(job: Job) -> None:
     script.write_text(POOL)
     agent = job.launch("--standalone", "--nproc", "1", "--max-restarts", "0", command=[str(script)])
     assert agent.wait(60) == 0, agent.output
+
+
+UPLOAD = """
+import pathlib, subprocess, sys
+command = "while [ ! -e go ]; do sleep 0.05; done; touch copied"
+child = subprocess.Popen(["sh", "-c", command], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+pathlib.Path("upload.pid").write_text(str(child.pid))
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+def upload(job: Job) -> Iterator[Callable[..., Agent]]:
+    """Starts a job whose worker leaves a process behind, which makes the file ``copied`` once there is ``go``."""
+    script: Path = job.work / "upload.py"
+    script.write_text(UPLOAD)
+
+    def start(*flags: str, ends: int = 0) -> Agent:
+        command = [str(script), str(ends)]
+        return job.launch("--standalone", "--nproc", "1", "--max-restarts", "0", *flags, command=command, cwd=job.work)
+
+    yield start
+    (job.work / "go").touch()
+    if (pid := job.work / "upload.pid").exists():
+        wait_for("the end of the child", lambda: not command_of(int(pid.read_text())))
+
+
+def test_a_run_waits_for_what_its_workers_have_left_behind(job: Job, upload: Callable[..., Agent]) -> None:
+    agent = upload()
+    agent.says("waiting for up to 30 s (--wait-for-children): sh -c while")
+    (job.work / "go").touch()
+    assert agent.wait(60) == 0, agent.output
+    assert (job.work / "copied").exists()
+    assert "they go on" not in agent.output
+
+
+@pytest.mark.parametrize("how", ["no time", "a signal"])
+def test_what_workers_have_left_behind_goes_on_after_the_run(job: Job, upload: Callable[..., Agent], how: str) -> None:
+    agent = upload(*(["--wait-for-children", "0"] if how == "no time" else []))
+    if how == "a signal":
+        agent.says("waiting for up to 30 s (--wait-for-children): sh -c while")
+        agent.signal(signal.SIGTERM)
+    assert agent.wait(60) == 0, agent.output
+    pid = (job.work / "upload.pid").read_text()
+    assert f"(pid {pid})" in agent.output.partition("still run, they go on: sh -c while")[2]
+    (job.work / "go").touch()
+    wait_for("the copy", (job.work / "copied").exists)
+
+
+def test_what_a_failed_worker_has_left_behind_is_killed(job: Job, upload: Callable[..., Agent]) -> None:
+    agent = upload(ends=3)
+    assert agent.wait(60) == 3, agent.output
+    assert not command_of(int((job.work / "upload.pid").read_text()))
+    assert "left behind" not in agent.output
+
+
+SHARED = """
+import os, pathlib, signal, sys
+from multiprocessing import shared_memory
+block = shared_memory.SharedMemory(create=True, size=1000)
+pathlib.Path("block").write_text(block.name)
+if len(sys.argv) > 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+block.close()
+"""
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["ends", "killed"])
+def test_shared_memory_that_a_worker_has_left_is_removed(job: Job, killed: bool) -> None:
+    """By Python's resource tracker, a process that ends once the worker has."""
+    script: Path = job.work / "shared.py"
+    script.write_text(SHARED)
+    command = [str(script), *(["killed"] if killed else [])]
+    agent = job.launch("--standalone", "--nproc", "1", "--max-restarts", "0", command=command, cwd=job.work)
+    assert agent.wait(60) == (137 if killed else 0), agent.output
+    block = Path("/dev/shm", (job.work / "block").read_text().lstrip("/"))
+    wait_for("its removal", lambda: not block.exists())
+    assert "left behind" not in agent.output

@@ -20,7 +20,7 @@ from elastic_agents.workers.guard import Guard
 from elastic_agents.workers.logs import WorkerLogs, keep_error
 from elastic_agents.workers.output import PAGE_LINES, OutputPump, Stream
 from elastic_agents.workers.processes import ExecProcesses, StartRequest, heeds, ignores
-from elastic_agents.workers.sessions import empty_sessions, kill_sessions, reap_orphans, resume, session_of
+from elastic_agents.workers.sessions import empty_sessions, is_tracked, kill_sessions, reap_orphans, resume, session_of
 from elastic_agents.workers.stuck import StuckDetector
 from elastic_agents.workers.watchdog import TimerExpired
 from elastic_launch.clock import Clock
@@ -39,6 +39,9 @@ READ_TIMEOUT = 2.0
 TICK = 0.02
 """Seconds by which a file's time may be early: the kernel takes it from a clock with this resolution."""
 
+
+_LAST_LINES, _END_OF_STDERR = 0.03, 0.2
+"""Seconds in which what a failed worker has written is read, and those in which its stderr ends."""
 
 AT_ONCE, AT_LAST = 0.5, 5.0
 """Seconds that the processes of a failed worker get to die, and those left at the round's end.
@@ -265,8 +268,9 @@ class RoundWorkers:
         """
         worker, reaped = self._reaped[local_rank]
         self.end_failed()  # they may hold its stderr open
-        if worker.stopped is None:
-            worker.stderr.ended.wait(0.2)
+        # A resource tracker writes to it, too, and ends some time after the worker.
+        if worker.stopped is None and not worker.stderr.ended.wait(_LAST_LINES) and not is_tracked(worker.pid):
+            worker.stderr.ended.wait(_END_OF_STDERR - _LAST_LINES)
         stderr = [line for line in worker.stderr.tail() if line[0] >= worker.placed]
         lines = tuple(line for _, line in stderr)
         now, error = self._clock.now(), self._read(worker.logs)
@@ -417,6 +421,16 @@ class RoundWorkers:
         stuck = self._end_sessions(self._sessions - stay, AT_LAST)
         self._reaped.clear()
         return stuck
+
+    def release(self) -> set[int]:
+        """Stop ending what workers have left behind that ended with 0; return their sessions.
+
+        Under plain Python such processes go on, too, such as an upload in the background.
+        """
+        ended = {found.pid for _, found in self._reaped.values() if not found.exit_code}
+        released = {sid for sid in ended if sid in self._sessions}
+        self._forget(released)
+        return released
 
     def close(self) -> None:
         """Kill all workers, those ahead too, and everything that they left behind."""

@@ -45,8 +45,12 @@ def threads_of(pid: int) -> list[int]:
 
 
 def session_members(sids: set[int]) -> list[int]:
-    """Return the processes of the given sessions that still run; zombies don't count."""
-    return [pid for pid, state, _, _ in _processes(sids) if state not in (b"Z", b"X")]
+    """Return the processes of the given sessions that still run, but for those that end once all others have.
+
+    Zombies don't count. Nor do resource trackers of Python's multiprocessing, which remove what the others have left in
+    shared memory; nothing else would.
+    """
+    return [pid for pid, state, _, _ in _processes(sids) if state not in (b"Z", b"X") and not _tracks_resources(pid)]
 
 
 def empty_sessions(sids: set[int]) -> set[int]:
@@ -174,6 +178,20 @@ def stop_sessions(sids: set[int], tell: Callable[[list[int]], object]) -> None:
                 _send(new, signal.SIGSTOP)
                 tell(new)
         time.sleep(0.001)
+
+
+def command_of(pid: int) -> str:
+    """Return a process' command line; empty if it has ended."""
+    return read_proc(f"/proc/{pid}/cmdline").replace("\0", " ").strip()
+
+
+def is_tracked(sid: int) -> bool:
+    """Whether a resource tracker of Python's multiprocessing still runs in a session."""
+    return any(_tracks_resources(pid) for pid, state, _, _ in _processes({sid}) if state not in (b"Z", b"X"))
+
+
+def _tracks_resources(pid: int) -> bool:
+    return "-c\0from multiprocessing.resource_tracker import main" in read_proc(f"/proc/{pid}/cmdline")
 
 
 def resume(pids: Collection[int], sids: Set[int]) -> bool:
