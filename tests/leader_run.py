@@ -57,6 +57,7 @@ class Run:
         record: ControlRecord | None = None,
         dead: frozenset[str] = frozenset(),
         silent: frozenset[str] = frozenset(),
+        hosted: bool = False,
         **timing: float,
     ) -> None:
         low, _, high = nodes.partition(":")
@@ -64,7 +65,9 @@ class Run:
         self.clock = FakeClock(1000.0)
         record = record or ControlRecord("run", "digest", 1, Leader("a", "a1", "10.0.0.1", 1)).renewed()
         self.record = record if record.limits != Limits() else replace(record, limits=self.limits)
-        self.machine = LeaderMachine(self.record, Timing(**timing), COMMAND, self.clock.now(), dead, silent)
+        self.machine = LeaderMachine(
+            self.record, Timing(**timing), COMMAND, self.clock.now(), dead, silent, hosted=hosted
+        )
         self.links: dict[str, int] = {}
         self.silent: set[str] = set()
         self.commits: list[ControlRecord] = []

@@ -246,7 +246,7 @@ def _run(config: LaunchConfig, begun: Bootstrap | None, consoles: Consoles, watc
         if agent.outcome.code != ExitCode.DONE and (path := os.environ.get(ENV_ERROR_FILE)):
             with suppress(TimeoutError):
                 files.ask(partial(leave_error, Path(path), agent.outcome, agent.error_file), IDLE)
-        return _tell(config, agent.outcome, agent.kept, files)
+        return _tell(config, agent.outcome, agent.kept if agent.state.view.round else None, files)
 
 
 def _tell_lost(lines: int, seconds: float) -> None:
@@ -350,8 +350,12 @@ def _check(config: LaunchConfig) -> None:
             check_handler(options.event_log_handler)
 
 
-def _tell(config: LaunchConfig, outcome: NodeOutcome, kept: Kept, files: Writer) -> int:
-    """Print the summary; a root cause is printed last, where the user looks first."""
+def _tell(config: LaunchConfig, outcome: NodeOutcome, kept: Kept | None, files: Writer) -> int:
+    """Print the summary; a root cause is printed last, where the user looks first.
+
+    Args:
+        kept: what happened to the logs of this node's workers; None if it never had any.
+    """
     logs = _logs(config, kept)
     if outcome.unsaved and outcome.unsaved not in outcome.where:
         _log.error("the last checkpoint that this node was to save is not saved: %s", outcome.unsaved)
@@ -372,9 +376,9 @@ def _tell(config: LaunchConfig, outcome: NodeOutcome, kept: Kept, files: Writer)
     return outcome.code
 
 
-def _logs(config: LaunchConfig, kept: Kept) -> str:
+def _logs(config: LaunchConfig, kept: Kept | None) -> str:
     """Where the workers' output is, if it is kept in files."""
-    if not config.output.keep or not kept.useful:
+    if kept is None or not config.output.keep or not kept.useful:
         return ""
     return f"; logs{', in part,' if kept.complaint else ''} in {config.run_directory}"
 

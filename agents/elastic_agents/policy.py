@@ -41,6 +41,8 @@ Decision = tuple[v.View, list[v.Action]]
 
 UNKNOWN = "the workers of this node have finished; it is not known whether all others have"
 
+NO_PART = "the run is over, and this node never took part in it"
+
 _STOPPED = (-signal.SIGTERM, -signal.SIGINT)
 
 
@@ -75,7 +77,7 @@ def _decide(view: v.View, event: v.Event, node: v.NodeFacts) -> Decision:
         case m.Released():
             return _released(view)
         case m.RunEnd(code=code, cause=cause):
-            return _end(view, code, cause)
+            return _end(view, code, cause if view.round or code else NO_PART)
         case m.LeftOut(code=code, cause=cause):
             return _left_out(view, code, cause)
         case LinkDown():

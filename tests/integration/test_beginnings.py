@@ -251,3 +251,15 @@ def _open(pid: int) -> list[str]:
             with contextlib.suppress(OSError):  # closed meanwhile
                 found.append(os.readlink(link))
     return found
+
+
+def test_a_second_job_with_the_endpoint_of_a_first_one_is_refused(job: Job) -> None:
+    first = job.node("a", nnodes="1")
+    job.world(1)
+    second = job.node("b", nnodes="1")
+    assert second.wait(60) == 95, second.output
+    (line,) = (line for line in second.output.splitlines() if "exit code 95" in line)
+    assert "node b is not one of the nodes of run 'none' at this endpoint: it has one node (--nnodes 1)" in line
+    assert "Give another --rdzv-endpoint" in line
+    job.finish()
+    assert first.wait() == 0, first.output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from elastic_launch.events.types import (
     RoundFormed,
 )
 from elastic_launch.rendezvous.leader.admission import differences
-from elastic_launch.rendezvous.record import Member, Round
+from elastic_launch.rendezvous.record import ControlRecord, Leader, Member, Round
 from elastic_launch.rendezvous.wire import messages as m
 
 # The first round.
@@ -276,6 +277,58 @@ def test_a_node_with_other_arguments_or_limits_joins_and_gets_a_notice_of_the_di
     run.close("b")
     run.hello("b", command="/srv/train.py --lr 2", seen_term=1, seen_round=1)
     assert len(run.told(NodeDiffers)) == 2, "it was told before"
+
+
+def refused(run: Run) -> str:
+    """What the last node that is not of the run was told; it is gone."""
+    event = run.told(NodeRefused)[-1]
+    (order,) = run.orders(event.node, m.Refused)
+    assert "--rdzv-endpoint" in order.hint
+    assert event.node not in run.links
+    return order.reason
+
+
+def test_a_second_job_at_the_endpoint_of_a_full_run_of_one_node_is_refused() -> None:
+    run = Run("1", hosted=True)
+    run.hello("a")
+    run.join("a")
+    run.hello("b")
+    assert "run 'run' at this endpoint: it has one node (--nnodes 1), which trains" in refused(run)
+    assert run.members == "a"
+    elected = Run("1")
+    elected.hello("a")
+    elected.join("a")
+    elected.hello("b")
+    assert "b" in elected.links, "it may take over once the leader is gone"
+
+
+def test_a_job_with_other_arguments_and_no_id_is_refused_once_the_first_round_has_formed() -> None:
+    record = ControlRecord("none", "digest", 1, Leader("a", "a1", "10.0.0.1", 1)).renewed()
+    run = Run("2:4", record=record)
+    run.hello("a", run_id="none")
+    run.hello("b", run_id="none", command="train.py --lr 3")
+    run.advance(2.1)
+    run.join("a", "b")
+    run.hello("c", run_id="none", command="train.py --lr 2")
+    assert "c" in run.links, "those of the run differ in the same argument"
+    run.hello("d", run_id="none", command="train.py --lr 1 --seed 2")
+    assert "it came with other arguments, `--seed 2` in addition, and neither has an id" in refused(run)
+    named = Run("1:4")
+    named.hello("a")
+    named.advance(2.1)
+    named.join("a")
+    named.hello("b", command="train.py --lr 2")
+    assert "b" in named.links
+
+
+def test_a_replaced_node_may_differ_as_before_after_another_leader_took_over() -> None:
+    record = ControlRecord("none", "digest", 1, Leader("a", "a1", "10.0.0.1", 1)).renewed()
+    run = Run("2:2", record=replace(record, term=2, round=Round(3, ())))
+    run.hello("a", run_id="none", seen_term=1, seen_round=3)
+    run.hello("b", run_id="none", seen_term=1, seen_round=3, command="train.py --lr 2")
+    run.close("b")
+    run.hello("b", run_id="none", incarnation="b2", command="train.py --lr 2")
+    assert "b" in run.links
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Collection
 from difflib import SequenceMatcher
 
+from elastic_launch.config.launch_config import LaunchConfig
+from elastic_launch.rendezvous.leader.types import Node
 from elastic_launch.rendezvous.record import ControlRecord
 from elastic_launch.rendezvous.wire.messages import PROTOCOL_VERSION, NodeHello
 from elastic_launch.system.plain_text import clipped, one_line
+
+Places = Collection[tuple[str, ...]]
+"""Arguments of the leader's command in which others differ, see :func:`differences`."""
 
 LONGEST_COMMAND = 4096
 """Bytes of the command's JSON that a hello carries and that are compared."""
@@ -47,6 +53,34 @@ def refusal(hello: NodeHello, record: ControlRecord, command: str) -> tuple[str,
         "Give the same script, module or program and --rdzv-backend on all nodes, or another --rdzv-id and "
         "--rdzv-endpoint for another run.",
     )
+
+
+def intrusion(
+    hello: NodeHello, record: ControlRecord, nodes: Collection[Node], command: str, *, hosted: bool, known: Places
+) -> tuple[str, str] | None:
+    """Return why a new node seems to belong to another run, whose endpoint is this one by mistake; None if it does not.
+
+    Args:
+        nodes: those that the run has.
+        hosted: whether the run ends with the leader's node.
+        known: in what nodes of the run differ from the leader's command.
+    """
+    if hello.seen_term or not record.round.number:
+        return None
+    whose = f"node {hello.node_id} is not one of the nodes of run {record.run_id!r} at this endpoint"
+    if hosted and record.limits.max_nodes == 1 and any(node.active for node in nodes):
+        return (
+            f"{whose}: it has one node (--nnodes 1), which trains.",
+            "Give another --rdzv-endpoint, such as another port, for another run.",
+        )
+    arguments, places = differences(command, hello.command)
+    if record.run_id == LaunchConfig.run_id and arguments and places not in known:
+        return (
+            f"{whose}: it came with other arguments, {arguments}, and neither has an id.",
+            "Give another --rdzv-endpoint, such as another port, for another run; or, if the arguments of one run's "
+            "nodes differ, the same --rdzv-id to all.",
+        )
+    return None
 
 
 def differences(ours: str, theirs: str) -> tuple[str, tuple[str, ...]]:

@@ -27,7 +27,7 @@ from elastic_launch.errors import ExitCode
 from elastic_launch.events.sentences import sentence
 from elastic_launch.events.types import FaultLanded, JoinBlocked, NodeDiffers, NodeJoined, NodeRefused, RunResized
 from elastic_launch.failure import Failure
-from elastic_launch.rendezvous.leader.admission import differences, refusal
+from elastic_launch.rendezvous.leader.admission import differences, intrusion, refusal
 from elastic_launch.rendezvous.leader.forming import try_reach
 from elastic_launch.rendezvous.leader.phases import Draining, Ended, ParkedRun, Running, last_failure, over, put_off
 from elastic_launch.rendezvous.leader.rounds import MOST_SECONDS, Rounds
@@ -58,6 +58,7 @@ class LeaderMachine:
         now: the leader's monotonic clock, in seconds, here and in all methods.
         dead: incarnations of nodes whose process is known to be dead.
         silent: incarnations of nodes that were silent for dead_after before this term.
+        hosted: whether the run ends with the leader's node.
     """
 
     def __init__(
@@ -68,6 +69,8 @@ class LeaderMachine:
         now: float,
         dead: frozenset[str] = frozenset(),
         silent: frozenset[str] = frozenset(),
+        *,
+        hosted: bool = False,
     ) -> None:
         self._state = state = LeaderState(record, timing, now, dead, silent)
         self._rounds = Rounds(state)
@@ -75,7 +78,7 @@ class LeaderMachine:
         self._send, self._emit, self._close, self._flush = state.send, state.emit, state.close, state.flush
         self._consider = self._rounds.consider
         self._owners: dict[int, str] = {}
-        self._command = command
+        self._command, self._hosted = command, hosted
         self._awake = now
         self._arrivals = 0
         self._incarnations: dict[str, list[str]] = {}
@@ -133,7 +136,7 @@ class LeaderMachine:
     def hello(self, link: int, hello: m.NodeHello, now: float) -> list[Instruction]:
         """Handle a node's hello on a new link."""
         self._wake(now)
-        reason = refusal(hello, self.record, self._command)
+        reason = refusal(hello, self.record, self._command) or self._intrudes(hello)
         if reason is not None:
             self._send(link, m.Refused(self.record.term, *reason))
             self._close(link)
@@ -151,8 +154,7 @@ class LeaderMachine:
         # A node that comes from the previous leader already knows how it differs.
         comes = hello.seen_term == 0 or hello.seen_term > self.record.term
         self._learn(hello, now)
-        if comes:
-            self._compare(link, hello)
+        self._compare(link, hello, tell=comes)
         known = self.nodes.get(hello.node_id)
         if known is not None and known.hello.incarnation == hello.incarnation:
             self._close(known.link)
@@ -334,8 +336,15 @@ class LeaderMachine:
         if hello.round_seen is not None and member and hello.seen_round == formed.number:
             self._rounds.recall(hello.round_seen, now)
 
-    def _compare(self, link: int, hello: m.NodeHello) -> None:
-        """Tell a joining node how it differs from the run, and the user if no node has differed in that way before."""
+    def _intrudes(self, hello: m.NodeHello) -> tuple[str, str] | None:
+        if hello.node_id in self.nodes or self.record.end is not None:
+            return None
+        known = [places for places, _ in self._compared]
+        nodes = self.nodes.values()
+        return intrusion(hello, self.record, nodes, self._command, hosted=self._hosted, known=known)
+
+    def _compare(self, link: int, hello: m.NodeHello, *, tell: bool) -> None:
+        """Note how a node differs; tell it, and the user if no node has differed in that way before."""
         arguments, places = differences(self._command, hello.command)
         limits = ""
         if hello.limits != str(self.limits):
@@ -343,11 +352,12 @@ class LeaderMachine:
         if not arguments and not limits:
             return
         event = NodeDiffers(hello.node_id, arguments, limits)
-        if hello.incarnation != self.record.leader.incarnation:
+        if tell and hello.incarnation != self.record.leader.incarnation:
             self._send(link, m.UserMessage(self.record.term, sentence(event)))
         if (places, limits) not in self._compared and len(self._compared) < MOST_COMPARED:
             self._compared.add((places, limits))
-            self._emit(event)
+            if tell:
+                self._emit(event)
 
     def _is_replaced(self, hello: m.NodeHello) -> bool:
         """Whether a newer incarnation of the node id has joined."""
