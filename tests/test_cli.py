@@ -409,6 +409,14 @@ def test_nproc_gpu_without_one(parse: Parse, monkeypatch: pytest.MonkeyPatch) ->
     assert "cpu" in error.hint
 
 
+def test_a_misspelled_nproc_is_an_error_without_an_import_of_torch(
+    parse: Parse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)  # importing it would fail
+    error = refused(parse, "--nproc two train.py")
+    assert error.message == "--nproc two is not a number of workers."
+
+
 # Logs.
 
 

@@ -11,6 +11,7 @@ from elastic_agents.node_state import NodeState
 from elastic_agents.snapshots.durable_state import DurableState
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
 from elastic_agents.workers.control import Control
+from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.contract import Copied, Copying, Save
 from elastic_launch.errors import ExitCode
 from elastic_launch.events import types as ev
@@ -25,7 +26,7 @@ class FinalSave:
 
     def __init__(
         self,
-        node_id: str,
+        config: LaunchConfig,
         state: NodeState,
         membership: Membership,
         snapshot_store: SnapshotStore,
@@ -35,7 +36,7 @@ class FinalSave:
         events: ev.EventSink,
         inbox: Inbox[object],
     ) -> None:
-        self._node_id = node_id
+        self._config = config
         self._state = state
         self._membership = membership
         self._snapshot_store = snapshot_store
@@ -82,7 +83,7 @@ class FinalSave:
         if state.replaced:
             return False
         if state.run_over:
-            return state.saver in ("", self._node_id)
+            return state.saver in ("", self._config.node_id)
         return not state.member or (state.view.parked and self._membership.round <= state.view.round)
 
     def may_commit(self) -> bool:
@@ -133,4 +134,7 @@ class FinalSave:
         others = state.view.nodes > 1 and not state.run_over and not self._stands_in
         told = self._membership.checkpoint
         reached = self._control.step_timer.reached
-        return self._durable.where(reached, others=others, told=None if told is None else told[0])
+        # A record that outlives the run refuses another one of its name.
+        continues = code == ExitCode.INTERRUPTED and not self._config.kind.elected and not others
+        step = None if told is None else told[0]
+        return self._durable.where(reached, others=others, told=step, continues=continues)

@@ -143,9 +143,7 @@ def make_parts(
     patience = timing.dead_after + ORDER_TIMEOUT if config.keeps_workers else 0.0
     control = Control(clock, snapshot_store, durable, post, events, config.nproc, patience)
     departure = Departure(config, state, clock, control.step_timer, events, inbox.put_later)
-    final_save = FinalSave(
-        config.node_id, state, membership, snapshot_store, durable, control, departure, events, inbox
-    )
+    final_save = FinalSave(config, state, membership, snapshot_store, durable, control, departure, events, inbox)
     workers = RoundWorkers(config, made, pump, guard, clock, files)
     exits = Exits(state, workers, control.step_timer, snapshot_store, events, membership)
     hanging = Hanging(config, state, workers, control.progress, membership.report, inbox.put_later, files)

@@ -9,6 +9,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from importlib.metadata import entry_points
 from typing import NoReturn
 
 from elastic_launch import __version__
@@ -46,6 +47,9 @@ from elastic_launch.secret import Token, read_token
 from elastic_launch.system.program import PROGRAM, check_kernel, exiting, reported
 
 log = logging.getLogger(__name__)
+
+_ACCELERATORS = ("cuda", "xpu", "mps", "hpu", "mtia", "xla", "npu")
+"""Names that torch has, or a known extension of it, for a kind of accelerator."""
 
 
 def console_main() -> NoReturn:
@@ -273,7 +277,7 @@ def _nproc(text: str) -> int:
     """Return the number of workers that --nproc requests; torch is imported only to count devices."""
     if text == "cpu":
         return len(os.sched_getaffinity(0))
-    if text.isalpha():
+    if text in ("auto", "gpu") or _may_be_device(text):
         import torch
 
         if text == "gpu":
@@ -293,6 +297,11 @@ def _nproc(text: str) -> int:
         return Setting("--nproc ", text).whole()
     except UsageError:
         raise UsageError(f"--nproc {text} is not a number of workers.", "Give 1 or more, auto, cpu or gpu.") from None
+
+
+def _may_be_device(text: str) -> bool:
+    """Whether torch may know a kind of accelerator by this name; it is not imported for a misspelled number."""
+    return text in _ACCELERATORS or (text.isalpha() and bool(entry_points(group="torch.backends")))
 
 
 def _listed(name: str, values: Values) -> tuple[str, ...]:

@@ -26,6 +26,8 @@ def test_a_copy_of_an_earlier_round_is_named(durable: DurableState) -> None:
     durable.copied(Copied(8, 1, path="saved/step-8"))
     durable.begin()
     assert durable.where((2, 8), others=False) == "step 8 is saved in saved/step-8"
+    continued = "step 8 is saved in saved/step-8; run the same command to continue"
+    assert durable.where((2, 8), others=False, continues=True) == continued
 
 
 def test_without_a_checkpoint_the_reason_is_never_empty(durable: DurableState) -> None:

@@ -15,6 +15,7 @@ import pytest
 from harness import alive, wait_for
 from warm_processes import Starter, config_for, warm_starter, write
 
+from elastic_agents.warm import processes
 from elastic_agents.warm.processes import WarmProcesses
 from elastic_agents.workers.processes import StartRequest
 
@@ -334,6 +335,22 @@ def test_the_loss_of_a_server_is_told_at_once_each_time(tmp_path: Path) -> None:
             wait_for("the next server", lambda: processes._server.usable)
         assert starter.run(script).stdout == "1\n"
     assert len(losses) == 2, "closing it does not count as a loss"
+
+
+def test_a_server_that_is_lost_too_often_is_not_replaced_and_that_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "MOST_REPLACED", 0)
+    script = write(tmp_path, "script.py", FORKED)
+    with warm_starter(config_for(tmp_path, script)) as starter:
+        assert isinstance(starter.processes, WarmProcesses)
+        server = starter.processes._server
+        os.kill(_server(starter), signal.SIGKILL)
+        wait_for("the loss", lambda: server.lost)
+        for _ in range(2):
+            starter.processes.replace_lost()
+        assert starter.processes._server is server
+    assert caplog.text.count("is gone, and was replaced 0 times: from now on, workers import for themselves") == 1
 
 
 def test_a_server_that_cannot_be_replaced_is_closed_once(

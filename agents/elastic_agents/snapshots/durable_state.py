@@ -62,13 +62,14 @@ class DurableState:
         saves = self.checkpoints or self._snapshot_store.saves
         return "the script saves no checkpoints" if writes and not saves else ""
 
-    def where(self, reached: tuple[int, int], *, others: bool, told: int | None = None) -> str:
+    def where(self, reached: tuple[int, int], *, others: bool, told: int | None = None, continues: bool = False) -> str:
         """Return where the final state is saved, on the node of the round's first worker; empty if that is not known.
 
         Args:
             reached: the round and the step that the workers have come to; round 0 if they have not trained.
             others: whether other nodes continue, and may save.
             told: step of the newest checkpoint that the leader has told of; None if it has not.
+            continues: whether the same command would go on from there.
         """
         number, step = reached
         if not number or not self.library_saves:
@@ -87,4 +88,4 @@ class DurableState:
         lost += f": {why}" if lost and why else ""
         if self._snapshot_store.failed or self._unsaved:  # another run may have taken over the location, and removed it
             return f"step {saved} was the last to be saved{place}{lost}"
-        return f"step {saved} is saved{place}{lost}"
+        return f"step {saved} is saved{place}{lost}{'; run the same command to continue' if continues else ''}"

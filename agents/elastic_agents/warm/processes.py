@@ -93,9 +93,13 @@ class WarmProcesses(ExecProcesses):
         self._server.when_gone(call)
 
     def replace_lost(self) -> None:
-        if not self._server.lost or self._replaced >= MOST_REPLACED:
+        if not self._server.lost or self._replaced > MOST_REPLACED:
             return
         self._replaced += 1
+        if self._replaced > MOST_REPLACED:
+            text = "the warm server is gone, and was replaced %d times: from now on, workers import for themselves"
+            _log.warning(text, MOST_REPLACED)
+            return
         _log.warning("the warm server is gone; another one is started")
         try:
             server = self._make()
