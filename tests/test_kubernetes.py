@@ -245,7 +245,9 @@ def test_each_run_is_closed_to_pods_of_others(directory: str) -> None:
     manifests = rendered(directory)
     policies = {found["metadata"]["name"]: found["spec"] for found in manifests if found["kind"] == "NetworkPolicy"}
     spec = policies["train"]
-    assert spec["ingress"] == [{"from": [{"podSelector": spec["podSelector"]}]}]
+    monitoring = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
+    metrics = {"from": [monitoring], "ports": [{"port": "http"}]}
+    assert spec["ingress"] == [{"from": [{"podSelector": spec["podSelector"]}]}, metrics]
     assert set(spec["podSelector"]["matchLabels"].values()) == {"train"}
     assert ("etcd" in policies) is any(found["kind"] == "StatefulSet" for found in manifests)
     if "etcd" in policies:
@@ -274,7 +276,9 @@ def test_the_pods_run_a_command_that_can_work(pod: Manifest, tmp_path: Path) -> 
     config = parse(arguments, env)
     assert (config.limits.min_nodes, config.limits.max_nodes) == (2, 4)
     ports = {port["containerPort"] for port in container["ports"]}
-    assert ports == {config.endpoint.port if config.endpoint else 0, config.health_port}
+    env["PET_HTTP"] = env["PET_HTTP"].replace("$(PET_LOCAL_ADDR)", "10.0.0.1")
+    http = parse(arguments, env).http
+    assert ports == {config.endpoint.port if config.endpoint else 0, config.health_port, http.port if http else 0}
     assert_grace_suffices(pod)
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
         assert container[probe]["httpGet"]["port"] == "health"

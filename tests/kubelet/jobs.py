@@ -49,7 +49,7 @@ def decide(spec: Manifest, exit_code: int, *, disrupted: bool) -> str:
 
 
 def _meets(pattern: Manifest, disrupted: bool) -> bool:
-    assert pattern == {"type": "DisruptionTarget"}, "the only one that this stands in for"
+    assert pattern == {"type": "DisruptionTarget", "status": "True"}, "the only one that this stands in for"
     return disrupted
 
 

@@ -28,8 +28,8 @@ RENDERED = sorted(
 )
 """What can be applied, by directory: everything except the script alone, and components, which only others can use."""
 
-VERSIONS = sorted(set(utils.all_versions()), key=Version)[-3:]
-"""The newest versions of Kubernetes with available schemas."""
+VERSIONS = sorted((x for x in utils.all_versions() if Version(x) >= Version("1.33")), key=Version)
+"""The versions of Kubernetes that are supported, as far as there are schemas."""
 
 CRDS = Path(__file__).with_name("crds.yaml")
 
