@@ -127,6 +127,8 @@ VALUES: list[tuple[str, str, str, object]] = [
     ("drill", "drill.yaml", "drill", FaultPlan((Fault(rank=1, step=20, round=None),))),
     ("shutdown-timeout", "1.5", "shutdown_timeout", 1.5),
     ("wait-for-children", "0", "wait_for_children", 0.0),
+    ("keep-runs", "3", "keep_runs", 3),
+    ("keep-runs", "all", "keep_runs", None),
     ("hang-timeout", "auto", "hang_timeout", 0.0),
     ("hang-timeout", "off", "hang_timeout", None),
     ("hang-timeout", "900", "hang_timeout", 900.0),
@@ -318,6 +320,7 @@ def test_standalone_ignores_another_backend_with_a_warning(parse: Parse, caplog:
         ("rdzv-id", "a/b", "--rdzv-id 'a/b'", "slash"),
         ("rdzv-endpoint", "node0:x", "--rdzv-endpoint 'node0:x'", "65535"),
         ("shutdown-timeout", "-1", "--shutdown-timeout -1", "0 seconds"),
+        ("keep-runs", "0", "--keep-runs 0", "1 or more"),
         ("shutdown-timeout", "long", "--shutdown-timeout long", "2.5"),
     ],
 )

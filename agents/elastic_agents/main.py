@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, closing, contextmanage
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from elastic_agents.console import Consoles, announce, configure_logging, name_incidents
@@ -35,8 +36,9 @@ from elastic_launch.errors import ExitCode
 from elastic_launch.events.incidents import Incidents
 from elastic_launch.events.sentences import sentence
 from elastic_launch.events.sinks import JsonLines
-from elastic_launch.events.types import Event, EventSink
+from elastic_launch.events.types import Event, EventSink, counted
 from elastic_launch.observe.live import LiveLedger
+from elastic_launch.rendezvous.old_runs import prune
 from elastic_launch.secret import Token
 from elastic_launch.system.descriptors import raise_limit, reserve, shortage_told
 from elastic_launch.system.program import exiting, reported
@@ -217,6 +219,9 @@ def _run(config: LaunchConfig, begun: Bootstrap | None, consoles: Consoles, watc
             from elastic_launch.rendezvous.backends.registry import backend_of
 
         files.put(lambda data: link_latest(config))
+        if config.keep_runs is not None:
+            # It may take long, and nothing waits for it: what it has not removed is left to the next launch.
+            Thread(target=_prune, args=(config, config.keep_runs), name="old runs", daemon=True).start()
         events = served.enter_context(closing(TorchEvents(config, journal, clock, consoles)))
         backend = backend_of(config, clock, events)
         parts = make_parts(
@@ -247,6 +252,20 @@ def _run(config: LaunchConfig, begun: Bootstrap | None, consoles: Consoles, watc
             with suppress(TimeoutError):
                 files.ask(partial(leave_error, Path(path), agent.outcome, agent.error_file), IDLE)
         return _tell(config, agent.outcome, agent.kept if agent.state.view.round else None, files)
+
+
+def _prune(config: LaunchConfig, keep: int) -> None:
+    """Remove the directories of old runs."""
+    named = config.link_dir is None
+    base, own = (config.log_dir, config.run_directory) if named else (config.link_dir, config.log_dir)
+    assert base is not None
+    try:
+        removed = sum(1 for _ in prune(base, keep, named=named, own=own))
+    except OSError as error:
+        _log.warning("--keep-runs %d: not all directories of old runs in %s are removed: %s", keep, base, error)
+    else:
+        level = logging.INFO if removed else logging.DEBUG
+        _log.log(level, "the files of %s are removed (--keep-runs %d)", counted(removed, "old run"), keep)
 
 
 def _tell_lost(lines: int, seconds: float) -> None:

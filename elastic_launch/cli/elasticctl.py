@@ -37,6 +37,7 @@ from elastic_launch.observe.node_watch import span
 from elastic_launch.observe.report import show_report
 from elastic_launch.rendezvous.admin import messages as a
 from elastic_launch.rendezvous.admin.client import Address, AdminClient, RunEndedError
+from elastic_launch.rendezvous.old_runs import prune, runs_in
 from elastic_launch.rendezvous.run_file import FoundRun, RunAddress, damaged, find
 from elastic_launch.secret import read_token
 from elastic_launch.system.plain_text import plain
@@ -168,6 +169,11 @@ def parser() -> argparse.ArgumentParser:
 
     doctor = command("doctor", _doctor, "find out why nodes cannot meet, with remedies", offline=True)
     doctor.add_argument("--checkpoint", metavar="DIR|URL", default="", help="where the training's checkpoints go")
+
+    old = commands.add_parser("prune", help="remove the files of runs that are over, except for the newest ones")
+    old.add_argument("--log-dir", metavar="DIR", help="as given to elastic-launch [user's state directory]")
+    old.add_argument("--keep-runs", metavar="N", default="0", help="number of the newest runs that stay [0]")
+    old.set_defaults(act=_prune, offline=True)
 
     plan = commands.add_parser("plan", help="show how a global batch is divided at each world size")
     plan.add_argument("--global-batch", metavar="G", required=True, help="samples of an optimizer step")
@@ -377,6 +383,23 @@ def _check_id(directory: Path, run_id: str | None) -> None:
             f"There is no run {run_id!r} in {directory}: it is the directory of run {', '.join(sorted(here))}.",
             "Leave --rdzv-id out, or name the directory that was given to elastic-launch.",
         )
+
+
+def _prune(options: argparse.Namespace) -> int:
+    keep = Setting("--keep-runs ", options.keep_runs).whole()
+    if keep < 0:
+        raise UsageError(f"--keep-runs {keep} is below 0.", "Give the number of runs that stay.")
+    base = Path(options.log_dir) if options.log_dir else state_directory(os.environ)
+    removed = 0
+    try:
+        for path in prune(base, keep, named=options.log_dir is not None):
+            removed += 1
+            print(f"removed {path}", flush=True)
+        left = len(runs_in(base, named=options.log_dir is not None))
+    except OSError as error:
+        raise UsageError(f"prune: {error}.", "Correct --log-dir, or the permissions.") from error
+    print(f"{counted(removed, 'run')} removed, {left} left in {base}")
+    return ExitCode.DONE
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_launch.config.backends import SERVICES
-from elastic_launch.config.launch_config import LaunchConfig, Limits, Timing
+from elastic_launch.config.launch_config import KEPT_RUNS, LaunchConfig, Limits, Timing
 from elastic_launch.config.settings import Setting, nearest
 from elastic_launch.config.torchrun_mode import EMPTY
 from elastic_launch.errors import CommandLineError, UsageError
@@ -101,7 +101,7 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
             ),
             Flag(
                 ("--wait-for-children",),
-                "wait for what finished workers left behind",
+                "wait for processes left behind",
                 "S",
                 f"{LaunchConfig.wait_for_children:g}",
             ),
@@ -135,6 +135,7 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
         "Output",
         (
             Flag(("--log-dir",), "base of the logs", "DIR", "user's state directory"),
+            Flag(("--keep-runs",), "newest launches whose logs stay, or all", "N", str(KEPT_RUNS)),
             Flag(("--log-layout",), "log directories: rounds, torchrun", "NAME", "rounds"),
             Flag(("-r", "--redirects"), "streams not shown, as 3 or 0:1,1:2", "STREAMS", "0"),
             Flag(("-t", "--tee"), "streams shown with a prefix", "STREAMS", "0"),

@@ -29,6 +29,7 @@ from elastic_launch.cli.options import (
 )
 from elastic_launch.cli.output_flags import (
     make_run_directory,
+    read_keep_runs,
     read_log_dir,
     read_log_format,
     read_output,
@@ -229,6 +230,7 @@ def build(line: CommandLine, values: Values) -> LaunchConfig:
         warm=not values.switch("--no-warm"),
         preload=_modules("--preload", values),
         no_preload=_modules("--no-preload", values),
+        keep_runs=read_keep_runs(values, own=link_dir is not None),
         link_dir=link_dir,
         # Local ranks are unique only on a node.
         log_name=f"{run_id}_{secrets.token_hex(4)}" if output.layout == "torchrun" else "",

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from elastic_launch.cli.flags import Values
-from elastic_launch.config.launch_config import LaunchConfig, state_directory, writable
+from elastic_launch.config.launch_config import KEPT_RUNS, LaunchConfig, state_directory, writable
 from elastic_launch.config.output import (
     LAYOUTS,
     LOG_FORMATS,
@@ -106,6 +106,19 @@ def read_log_dir(values: Values) -> tuple[Path, Path | None]:
         return path, base
     # Absolute: workers may change their directory, and still have to find their error files.
     return _writable(Path(os.path.abspath(text))), None
+
+
+def read_keep_runs(values: Values, *, own: bool) -> int | None:
+    """Return how many of the newest launches keep their directories; None for all.
+
+    Args:
+        own: whether the directories are where only launches without ``--log-dir`` have theirs. Elsewhere nothing is
+            removed unless the user says so.
+    """
+    setting = values.setting("--keep-runs")
+    if setting is None:
+        return KEPT_RUNS if own else None
+    return None if setting.text == "all" else setting.positive()
 
 
 def make_run_directory(config: LaunchConfig) -> LaunchConfig:

@@ -31,6 +31,9 @@ LONGEST_WAIT = 1e6
 BEATS_PER_SECOND = 1000
 """Beats that a leader reads, and sends, per second before nodes beat less often than ``beat`` says."""
 
+KEPT_RUNS = 100
+"""Number of launches without ``--log-dir`` whose directories stay by default."""
+
 MOST_WORKERS = 4096
 """Most workers of a node: more than any has devices, so that a mistyped number does not start a flood of processes."""
 
@@ -193,6 +196,7 @@ class LaunchConfig:
             are not watched; None: none is.
         log_dir: base directory; the run's files go to ``<log_dir>/<run_id>``.
         log_name: name of the run's directory in ``log_dir``; empty for the run id.
+        keep_runs: number of the newest launches whose directories stay, in ``link_dir`` or else ``log_dir``; None: all.
         link_dir: where the link ``latest`` to the run's directory is; None for ``log_dir``.
         output: how the workers' output is shown and kept.
         progress: how the run is shown on this process' terminal, one of :data:`elastic_launch.config.output.PROGRESS`
@@ -237,6 +241,7 @@ class LaunchConfig:
     wait_for_children: float = 30.0
     hang_timeout: float | None = 0.0
     log_dir: Path = field(default_factory=lambda: state_directory())
+    keep_runs: int | None = None
     link_dir: Path | None = None
     log_name: str = ""
     output: Output = field(default_factory=Output)

@@ -191,7 +191,7 @@ def find(base: Path, run_id: str | None, depth: int) -> tuple[list[FoundRun], bo
     found = [FoundRun(run, path.parent) for run, path in read if run and run_id in (None, run.run_id)]
     # How one node's agent has ended says nothing about a run in which others are alive.
     alive = _distinct(
-        each._replace(run=replace(each.run, code=None, cause="")) for each in found if _inhabited(each.directory)
+        each._replace(run=replace(each.run, code=None, cause="")) for each in found if is_inhabited(each.directory)
     )
     return (alive, True) if alive else (_distinct(found), False)
 
@@ -251,7 +251,7 @@ def _held(directory: Path) -> int:
     return -1
 
 
-def _inhabited(directory: Path) -> bool:
+def is_inhabited(directory: Path) -> bool:
     """Whether an agent of the run with this directory is alive on a host whose locks are visible here."""
     return _locked(directory / FILE) or _locked(directory)
 

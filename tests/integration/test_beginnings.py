@@ -263,3 +263,18 @@ def test_a_second_job_with_the_endpoint_of_a_first_one_is_refused(job: Job) -> N
     assert "Give another --rdzv-endpoint" in line
     job.finish()
     assert first.wait() == 0, first.output
+
+
+def test_a_launch_removes_the_files_of_runs_that_are_over(job: Job) -> None:
+    flags = ["--standalone", "--keep-runs", "1"]
+    job.launch(*flags, "--rdzv-id", "first", name="first")
+    job.world(1)
+    second = job.launch(*flags, "--rdzv-id", "second", name="second")
+    second.says("round 1 formed")
+    assert (job.logs / "first" / "run.json").exists(), "it is alive"
+    job.finish()
+    assert [agent.wait() for agent in job.agents] == [0, 0]
+    third = job.launch(*flags, "--rdzv-id", "third", name="third")
+    third.says("the files of 2 old runs are removed (--keep-runs 1)")
+    assert third.wait() == 0
+    assert {path.name for path in job.logs.iterdir()} == {"third", "latest"}
