@@ -14,6 +14,7 @@ class _Unstarted(HttpServer):
     def __init__(self) -> None:
         self.found: list[HttpRequest] = []
         self._hosts = None
+        self.sent = lambda request: None
         self.routes = {"/": self._respond, "/a": self._respond}
 
     def _respond(self, request: HttpRequest) -> HttpResponse:

@@ -24,6 +24,7 @@ from elastic_agents.outcome import NodeOutcome, result_of
 from elastic_agents.output_sinks import Kept
 from elastic_agents.parts import AgentParts
 from elastic_agents.policy import decide
+from elastic_agents.summary import root_cause
 from elastic_agents.workers.placement import group_of, place
 from elastic_agents.workers.sessions import session_members
 from elastic_agents.workers.start import WorkersStarted, start_failed, while_scarce
@@ -32,6 +33,7 @@ from elastic_launch import contract as c
 from elastic_launch.errors import EndpointError, ExitCode
 from elastic_launch.events import types as ev
 from elastic_launch.events.sentences import sentence
+from elastic_launch.observe.present import Present
 from elastic_launch.rendezvous.node.failure_detector import CutOff
 from elastic_launch.rendezvous.node.membership_events import LinkDown, LinkUp, Opened
 from elastic_launch.rendezvous.run_file import RunAddress
@@ -60,6 +62,7 @@ class NodeAgent(ElasticAgent):
     Attributes:
         state: what the node knows of itself and its run.
         error_file: where the worker whose failure ended the run may have left its exception; None: on another node.
+        last_present: how the node was once it had ended.
     """
 
     def __init__(self, parts: AgentParts) -> None:
@@ -72,6 +75,7 @@ class NodeAgent(ElasticAgent):
         self._group = group_of(self._config, MembershipHandler(self._config, self._membership))
         self._outcome: NodeOutcome | None = None
         self.error_file: Path | None = None
+        self.last_present = Present("leaving")
         self._run_address: RunAddress | None = None
         self._restored: dict[int, int] = {}  # the training that workers of the round have restored, by local rank
         self._handlers = self._handled()
@@ -122,6 +126,7 @@ class NodeAgent(ElasticAgent):
                 parts.hanging.follow()
             if self._outcome.code == ExitCode.DONE:
                 self._await_children()
+            self.last_present = self._present()
         return self._result(self._outcome)
 
     def _await_children(self) -> None:
@@ -146,7 +151,8 @@ class NodeAgent(ElasticAgent):
                 reporting.children(left, "they go on")
 
     def _result(self, outcome: NodeOutcome) -> RunResult:
-        self._events.emit(ev.NodeEnded(outcome.code, outcome.cause))
+        cause = root_cause(outcome.failure) if outcome.failure is not None else ""
+        self._events.emit(ev.NodeEnded(outcome.code, outcome.cause, outcome.where, cause))
         self._parts.write_run_file(partial(self._parts.run_file.end, outcome.code, outcome.cause))
         error_files = {rank: logs.kept_error or logs.error_file for rank, logs in self._starts.logs.items()}
         failure = outcome.failure
@@ -295,8 +301,11 @@ class NodeAgent(ElasticAgent):
         cause = f"internal error: the agent's thread {died.name!r} ended by {died.error}"
         self._outcome = self._outcome or NodeOutcome(ExitCode.TRAINING_FAILED, cause, self.state.restarts)
 
+    def _present(self) -> Present:
+        return status.present(self.state, self._control, self._membership, self._snapshot_store, self._workers)
+
     def _answer(self, asked: HowAreYou) -> None:
-        asked.answer(status.present(self.state, self._control, self._membership, self._snapshot_store, self._workers))
+        asked.answer(self._present())
         if asked.every is not None:
             self._inbox.put_later(asked.every, asked)
 

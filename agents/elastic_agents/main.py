@@ -245,6 +245,8 @@ def _run(config: LaunchConfig, begun: Bootstrap | None, consoles: Consoles, watc
         if watcher is not None:
             watcher.ended(agent, result)
         shown.close()
+        if pages is not None:
+            pages.ended(_last(config, agent))
         events.ended(agent.outcome.code, agent.outcome.cause, agent.outcome.restarts)
         if line := journal.ledger.summary(agent.state.max_restarts):
             _log.info("%s", line)
@@ -367,6 +369,16 @@ def _check(config: LaunchConfig) -> None:
             from elastic_agents.torch_events import check_handler
 
             check_handler(options.event_log_handler)
+
+
+def _last(config: LaunchConfig, agent: NodeAgent) -> Present:
+    """Return how this node is at its end, for its pages."""
+    from elastic_launch.observe.present import HowEnded
+
+    outcome = agent.outcome
+    cause = "" if outcome.failure is None else root_cause(outcome.failure)
+    end = HowEnded(_told(config, outcome.code), outcome.cause, agent.state.run_over, outcome.where, cause)
+    return replace(agent.last_present, phase="ended", end=end)
 
 
 def _tell(config: LaunchConfig, outcome: NodeOutcome, kept: Kept | None, files: Writer) -> int:

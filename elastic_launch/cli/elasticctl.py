@@ -34,11 +34,12 @@ from elastic_launch.config.settings import Setting
 from elastic_launch.errors import ElasticLaunchError, EndpointError, ExitCode, RendezvousError, StoreError, UsageError
 from elastic_launch.events.types import counted
 from elastic_launch.observe.node_watch import span
-from elastic_launch.observe.report import show_report
+from elastic_launch.observe.reading import read
+from elastic_launch.observe.report import end_of, last_run, show_report
 from elastic_launch.rendezvous.admin import messages as a
 from elastic_launch.rendezvous.admin.client import Address, AdminClient, RunEndedError
 from elastic_launch.rendezvous.old_runs import prune, runs_in
-from elastic_launch.rendezvous.run_file import FoundRun, RunAddress, damaged, find
+from elastic_launch.rendezvous.run_file import FoundRun, damaged, find
 from elastic_launch.secret import read_token
 from elastic_launch.system.plain_text import plain
 from elastic_launch.system.private_files import untrusted
@@ -96,9 +97,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return int(options.act(options, address))
         except (EndpointError, StoreError):
-            if found is not None and found.code is not None:
-                raise RunEndedError(found.run_id, found.code, found.cause) from None
-            raise
+            if found is None or found.run.code is None:
+                raise
+            ended = RunEndedError(found.run.run_id, found.run.code, found.run.cause)
+        except RunEndedError as error:
+            ended = error
+        ended = _with_files(ended, found)
+        if getattr(options, "json", False):
+            print(_as_json(ended))
+        raise ended
     except ElasticLaunchError as error:
         print(plain(f"{PROGRAM}: error: {error}"), file=sys.stderr)
         return error.exit_code
@@ -186,20 +193,19 @@ def parser() -> argparse.ArgumentParser:
 # Finding the run.
 
 
-def _address(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[Address, RunAddress | None]:
+def _address(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[Address, FoundRun | None]:
     """Return how to reach the run, and the file by which it was found, if any."""
     values = _values(options, environ)
     backend, endpoint, run_id, log_dir, token_file = (values.text(name) for name in _WHERE)
     if "--log-dir" in values.given and "--rdzv-endpoint" not in values.given:
         endpoint = None
     token = read_token(token_file, environ)
-    found = None
+    found, leader = None, None
     if endpoint is None:
-        left = _found(log_dir, run_id, environ)
-        found = left.run
-        backend, endpoint, run_id = found.backend, found.endpoint, found.run_id
-        token = token or left.token()
-    leader = parse_endpoint(found.leader) if found is not None and found.leader else None
+        found = _found(log_dir, run_id, environ)
+        backend, endpoint, run_id = found.run.backend, found.run.endpoint, found.run.run_id
+        token = token or found.token()
+        leader = parse_endpoint(found.run.leader) if found.run.leader else None
     backend = LaunchConfig.backend if backend is None else backend
     kind = kind_of(backend)
     if not kind.own:
@@ -254,6 +260,7 @@ def _status(options: argparse.Namespace, address: Address) -> int:
         return ExitCode.DONE
     lost_at: float | None = None
     seen = False
+    _, found = _address(options, os.environ)
     while True:
         try:
             with AdminClient(address) as client:
@@ -267,7 +274,7 @@ def _status(options: argparse.Namespace, address: Address) -> int:
         except RunEndedError as error:
             if not seen:
                 raise
-            return _ended(error, as_json=options.json)
+            return _ended(_with_files(error, found), as_json=options.json)
         except RendezvousError:
             lost_at = time.monotonic() if lost_at is None else lost_at
             if not seen or time.monotonic() - lost_at > LOST_FOR:
@@ -275,14 +282,26 @@ def _status(options: argparse.Namespace, address: Address) -> int:
             # The leader's last message may be lost with the link; the file by which the run was found has it, too.
             options.rdzv_id = address.run_id
             address, found = _address(options, os.environ)
-            if found is not None and found.code is not None:
-                return _ended(RunEndedError(found.run_id, found.code, found.cause), as_json=options.json)
+            if found is not None and found.run.code is not None:
+                ended = RunEndedError(found.run.run_id, found.run.code, found.run.cause)
+                return _ended(_with_files(ended, found), as_json=options.json)
             time.sleep(0.5)
 
 
 def _ended(error: RunEndedError, *, as_json: bool) -> int:
-    print(json.dumps({"ended": error.code}) if as_json else plain(error.message), flush=True)
+    print(_as_json(error) if as_json else plain(str(error)), flush=True)
     return ExitCode.DONE
+
+
+def _as_json(error: RunEndedError) -> str:
+    told = {"ended": error.code, "cause": error.cause, "saved": error.saved, "root_cause": error.root_cause}
+    return json.dumps(told)
+
+
+def _with_files(error: RunEndedError, found: FoundRun | None) -> RunEndedError:
+    """Add what the run's files tell of its end."""
+    paths = found.directory.glob("events-*.jsonl") if found is not None else ()
+    return RunEndedError(error.run_id, error.code, error.cause, *end_of(last_run([read(path) for path in paths])))
 
 
 def _drain(options: argparse.Namespace, address: Address) -> int:
@@ -411,8 +430,8 @@ def _doctor(options: argparse.Namespace) -> int:
         if any(values.text(name) is not None for name in _WHERE[:3]):
             raise
         about = error.message  # no run is alive, or several are: the host itself can be examined
-    if found is not None and found.code is not None:
-        address, about = None, f"run {found.run_id} has ended with exit code {found.code}: {found.cause}"
+    if found is not None and (run := found.run).code is not None:
+        address, about = None, f"run {run.run_id} has ended with exit code {run.code}: {run.cause}"
     logs = Path(values.text("--log-dir") or state_directory(os.environ))
     return examine(address, logs, os.environ, about, options.checkpoint)
 

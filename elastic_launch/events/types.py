@@ -537,6 +537,8 @@ class NodeEnded(Event):
 
     code: int
     cause: str
+    saved: str = ""  # where the latest state is, and what was lost; empty if this node does not know it
+    root_cause: str = ""  # of a run that a worker's failure has ended, in several lines
 
 
 def counted(number: int, noun: str) -> str:

@@ -70,6 +70,8 @@ class Chronicle:
         self.over = False
         self.code: int | None = None
         self.why = ""
+        self.agent_ended = False  # a run that is over may still be saved
+        self.where = self.root_cause = ""  # of its end, see NodeEnded
         self.saved: int | None = None  # steps in the last checkpoint that this host knows of
         self.lost_ahead = 0  # workers of this host that had started ahead, and ended before they had a place in a round
         self.link_cause = ""  # why the link to the leader is down; empty if it is up
@@ -135,7 +137,8 @@ class Chronicle:
             case ev.RunEnded(restarts=restarts, code=code, cause=cause):
                 self.restarts, self.over = max(self.restarts, restarts), True
                 self.code, self.why = code, cause
-            case ev.NodeEnded(code=code, cause=cause):
+            case ev.NodeEnded(code=code, cause=cause, saved=where, root_cause=root_cause):
+                self.agent_ended, self.where, self.root_cause = True, where, root_cause
                 self.code, self.why = code, self.why if self.over and self.why else cause
             case ev.CheckpointSaved(round=number, step=step):
                 self.saved = step

@@ -82,6 +82,7 @@ class Now(TypedDict):
     doing: str
     figures: list[tuple[str, str]]
     ranks: list[int]
+    ended: bool
 
 
 class Document(TypedDict):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from elastic_launch.clock import Clock
@@ -82,15 +83,19 @@ class LiveLedger:
         """Return what a function makes of the ledger with the time, and the steps, since the last event."""
         chronicle = self._chronicle
         told = chronicle.rounds[max(chronicle.rounds)] if chronicle.rounds else RoundTold(0)
-        before = chronicle.until, told.last, told.trained
+        before = chronicle.until, told.last, told.trained, chronicle.code
+        saves = bool(chronicle.code) and not chronicle.agent_ended
+        if saves:
+            chronicle.code = None
         if not chronicle.over and chronicle.since is not None:
             chronicle.until = max(chronicle.until, self._clock.now())
             if step is not None and told.begun is not None and not told.closed and told.ended is None:
                 told.last, told.trained = max(told.last, step), chronicle.until - told.begun
         try:
-            return look(build(chronicle))
+            ledger = build(chronicle)
+            return look(replace(ledger, lost_steps=None) if saves else ledger)  # not known until the state is saved
         finally:
-            chronicle.until, told.last, told.trained = before
+            chronicle.until, told.last, told.trained, chronicle.code = before
 
     def summary(self, max_restarts: int) -> str:
         """Return the run in one line; empty if another host leads it, no round was formed, or nothing happened."""

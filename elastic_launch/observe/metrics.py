@@ -27,7 +27,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 PHASES = (
     *("starting", "waiting", "running", "held", "draining", "suspended", "stopping", "saving"),
-    *("finished", "over", "leaving"),
+    *("finished", "over", "leaving", "ended"),
 )
 
 
@@ -61,6 +61,10 @@ METRICS = {
     "elastic_launch_phase": _Kind(
         "gauge", "1 for the phase that the node's agent is in, 0 for the others.", {"phase": PHASES}
     ),
+    "elastic_launch_ended": _gauge(
+        "1 if the run has ended, or the node's part of it, else 0.", lambda p: p.end is not None
+    ),
+    "elastic_launch_exit_code": _gauge("Exit code, once that is so.", lambda p: p.end.code if p.end else None),
     "elastic_launch_leads": _Kind("gauge", "1 if the node made the run's last decision, else 0."),
     "elastic_launch_round": _gauge("Number of the current or last round.", lambda p: p.round),
     "elastic_launch_nodes": _gauge("Nodes in the round that trains; 0 if none does.", lambda p: _trains(p) * p.nodes),

@@ -31,7 +31,7 @@ QUIET = 5.0, 5.0
 PARTS_SHOWN = 2
 """Parts of an incident in progress that are shown: those that have taken the longest, and a tenth of it at least."""
 
-_STILL = ("waiting", "suspended", "stopping")
+_STILL = ("waiting", "suspended", "stopping", "ended")
 """Phases of an agent in which none of its workers trains."""
 
 _RANDOM = re.compile("-[0-9a-f]{6}$")
@@ -129,6 +129,8 @@ class NodeWatch:
         Args:
             width: a longer line has its cause cut, so that the rest is seen.
         """
+        if present.end is not None:
+            return _plain(present.end.line(), present)
         last = self._ledger.incident()
         with self._lock:
             now = self._clock.now()

@@ -6,6 +6,22 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class HowEnded:
+    """How a run, or a node's part of it, has ended: what the console says last."""
+
+    code: int  # the launcher's exit code
+    cause: str
+    run: bool  # whether the run is over; if not, this node's part of it
+    saved: str = ""  # where the state is and what was lost; empty if another node says so, or if that is not known
+    root_cause: str = ""  # the failure that ended the run, in several lines; empty if it was none of a worker
+
+    def line(self) -> str:
+        """Return it in one line."""
+        what = "the run" if self.run else "this node's part of the run"
+        return f"{what} has ended with exit code {self.code}: {self.cause}"
+
+
+@dataclass(frozen=True, slots=True)
 class Present:
     """One node's part of a run at a moment; times in seconds, None if unknown."""
 
@@ -33,4 +49,5 @@ class Present:
     checkpoint_age: float | None = None  # since it was written
     steps_s: float = 0.0  # of all steps of this node's workers
     durations: tuple[int, ...] = ()  # numbers of these by duration, see shared_progress.STEP_BOUNDS; last, the longer
+    end: HowEnded | None = None  # None until it has ended
     unconfirmed: float | None = None  # since membership was last confirmed, if the workers train all the same

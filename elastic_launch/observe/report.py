@@ -116,10 +116,12 @@ def standing(host: Host, hosts: Sequence[Host], *, alive: bool | None) -> list[s
         alive: whether an agent of the run is alive on this host; None if that is not known.
     """
     known = [one for one in (host, *hosts) if one.chronicle.code is not None]
+    told_last: list[str] = []
     ended = next((one for one in known if one.chronicle.over), host if host in known and not alive else None)
     if ended is not None:
         told = ended.chronicle
         lines = [f"ended at {when(ended, told.until)} with exit code {told.code}: {told.why}"]
+        told_last = [plain(line) for text in end_of(hosts) for line in text.splitlines()]
     else:
         until = f"figures until {when(host, host.chronicle.known)}"
         lines = [f"{'in progress' if alive else 'the events end without an end of the run'}; {until}"]
@@ -130,7 +132,16 @@ def standing(host: Host, hosts: Sequence[Host], *, alive: bool | None) -> list[s
         if told.code is None and not alive:
             end = f"the events of node {one.node} end at {when(one, told.until)} without an end of its agent"
             lines.append(f"{end}, which was killed" + (" or lost" if alive is not None else ", or runs"))
-    return [one_line(line) for line in lines]
+    first, *others = map(one_line, lines)
+    return [first, *told_last, *others]
+
+
+def end_of(hosts: Sequence[Host]) -> tuple[str, str]:
+    """Return where the state of a run that has ended is saved, and its root cause; empty if no file tells of it."""
+    where = root_cause = ""
+    for host in sorted(hosts, key=lambda one: time.timestamp() if (time := one.time(one.chronicle.until)) else 0.0):
+        where, root_cause = host.chronicle.where or where, host.chronicle.root_cause or root_cause
+    return where, root_cause
 
 
 def when(host: Host, moment: float) -> str:
@@ -162,6 +173,16 @@ def _nodes(hosts: Sequence[Host]) -> NodeTable:
     return {"about": [], "heads": heads, "rows": rows}
 
 
+def last_run(hosts: Sequence[Host]) -> list[Host]:
+    """Leave out files that cannot be used, and those of earlier runs."""
+    return of_last_run([host for host in hosts if _tells(host)])
+
+
+def _tells(host: Host) -> bool:
+    # Of a file that is mostly something else, what was understood says little of the run.
+    return host.chronicle.since is not None and host.usable
+
+
 def show_report(directory: Path, *, as_object: bool, html: Path | None, alive: bool | None = None) -> None:
     """Print the ledger of a run's directory, or write it to a file.
 
@@ -173,17 +194,15 @@ def show_report(directory: Path, *, as_object: bool, html: Path | None, alive: b
     Raises:
         UsageError: if there is nothing to read, or the file cannot be written.
     """
-    hosts = [read(path) for path in event_files(directory)]
-    for host in hosts:
+    every = [read(path) for path in event_files(directory)]
+    for host in every:
         for complaint in host.complaints:
             left_out = "" if host.usable else "; the file is left out"
             print(plain(f"{complaint}{left_out}"), file=sys.stderr)
-    # Of a file that is mostly something else, what was understood says little of the run.
-    hosts = [host for host in hosts if host.chronicle.since is not None and host.usable]
+    hosts = last_run(every)
     if not hosts:
         raise UsageError(f"There is no event file in {directory} of which most can be read.", "See the lines above.")
-    every, hosts = len(hosts), of_last_run(hosts)
-    if earlier := every - len(hosts):
+    if earlier := sum(_tells(host) for host in every) - len(hosts):
         files = counted(earlier, "event file")
         print(
             plain(f"{files} of an earlier run in {directory} {'is' if earlier == 1 else 'are'} left out"),

@@ -125,6 +125,39 @@ def test_a_page_shows_what_the_agent_has_just_said_and_a_probe_asks_anew(monkeyp
         assert asked(f"http://{served.endpoint}/livez")[0] == 503
 
 
+def test_the_end_is_served_until_all_who_follow_a_page_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that asks once, and another that asks again: the server ends once the second has the end."""
+    monkeypatch.setattr(module, "LAST", 60.0)
+    pages: dict[str, module.Page] = {"/live": lambda present, _: HttpResponse.text(200, present.phase)}
+    served = Health(listen("127.0.0.1"), pages)
+    served.ask(Inbox(MonotonicClock()))
+    served.heard(Present("running"))
+    one, other = (f"http://{served.endpoint}/live?page={page}" for page in "ab")
+    assert [asked(one), asked(other)] == [(200, "running")] * 2
+    served.ended(Present("ended"))
+    closing = threading.Thread(target=served.close)
+    closing.start()
+    assert asked(one) == (200, "ended")
+    assert closing.is_alive()
+    assert asked(other) == (200, "ended")
+    closing.join(30)
+    assert not closing.is_alive()
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_the_end_is_not_served_for_long(monkeypatch: pytest.MonkeyPatch, read: bool) -> None:
+    """Not at all to nobody, and to a reader that asks no more only for so long."""
+    monkeypatch.setattr(module, "LAST", 0.2 if read else 60.0)
+    pages: dict[str, module.Page] = {"/live": lambda present, _: HttpResponse.text(200, present.phase)}
+    served = Health(listen("127.0.0.1"), pages)
+    if read:
+        assert asked(f"http://{served.endpoint}/live") == (200, "starting")
+    served.ended(Present("ended"))
+    began = time.monotonic()
+    served.close()
+    assert time.monotonic() - began < 30
+
+
 def test_clients_that_hang_up_or_send_other_requests_do_no_harm(health: Health) -> None:
     with socket.create_connection((health.endpoint.host, health.endpoint.port), timeout=20) as connection:
         connection.sendall(b"GET /livez")

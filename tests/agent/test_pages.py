@@ -6,6 +6,7 @@ import json
 import math
 import re
 import time
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -21,7 +22,7 @@ from elastic_launch.observe.ledger import build
 from elastic_launch.observe.live import LiveLedger
 from elastic_launch.observe.metrics import NodeMetrics
 from elastic_launch.observe.node_watch import NodeWatch
-from elastic_launch.observe.present import Present
+from elastic_launch.observe.present import HowEnded, Present
 from elastic_launch.observe.reading import Host
 from elastic_launch.rendezvous.admin import messages as a
 
@@ -97,6 +98,33 @@ def test_a_run_in_progress_is_shown_until_now() -> None:
     assert served.ledger.goodput(10) == (True, 10 / 12)
     served.add(ev.RoundSteps(1, 0, 12, 11.0))
     assert "in 12 steps" in served.live(Present("running", step=12))["summary"]
+
+
+def test_the_end_is_shown_at_once_with_what_is_saved_and_lost() -> None:
+    """While the run saves its state, no step is known to be lost."""
+    served = Served()
+    served.add(*begun(1), ev.RoundSteps(1, 0, 34, 3.0), ev.RunEnded(91, "crash", 1, 1, 9.0))
+    pages = served.made()
+    before = json.loads(pages["/live"](Present("saving", 1, step=34), "").body)
+    assert "34 steps" in before["summary"]
+    assert "lost" not in before["summary"]
+    assert "end" not in before["now"]["doing"]
+    served.add(ev.CheckpointSaved(1, 34, "/c"), ev.NodeEnded(91, "crash", "step 34 is saved in /c", ""))
+    last = Present(
+        "ended", 1, step=34, end=HowEnded(91, "crash", True, "step 34 is saved in /c", "root cause: x\n    y")
+    )
+    found = json.loads(pages["/live"](last, "").body)
+    assert found["now"]["doing"] == "the run has ended with exit code 91: crash"
+    assert found["lines"] == ["step 34 is saved in /c", "root cause: x", "    y"]
+    assert found["now"]["ended"]
+    assert ", no steps lost" in found["summary"]
+    status = json.loads(pages["/status"](last, "").body)
+    assert (status["phase"], status["end"]["code"], status["end"]["cause"]) == ("ended", 91, "crash")
+    metrics = pages["/metrics"](last, "").body.decode()
+    assert 'elastic_launch_exit_code{node="a",run_id="<r>"} 91.0' in metrics
+    assert 'elastic_launch_ended{node="a",run_id="<r>"} 1.0' in metrics
+    left = served.live(replace(last, end=HowEnded(143, "SIGTERM", False)))
+    assert left["now"]["doing"] == "this node's part of the run has ended with exit code 143: SIGTERM"
 
 
 def test_the_page_of_a_node_that_does_not_lead_says_so() -> None:

@@ -9,9 +9,12 @@ import os
 import re
 import signal
 import socket
+import threading
+import time
 from typing import Any
 
-from changes import Changes
+import pytest
+from changes import Changes, ctl
 from harness import Job, asked, free_port, wait_for
 from otlp_receiver import receiver
 from prometheus_client.parser import text_string_to_metric_families
@@ -138,6 +141,46 @@ def test_a_service_or_proxy_is_named(job: Job) -> None:
     assert [status(x) for x in ("train.example.org", "train.default.svc:80", "example.org")] == [200, 200, 421]
     job.finish()
     assert agent.wait() == 0
+
+
+@pytest.mark.parametrize("code", [0, 137])
+def test_all_who_watch_see_the_end_and_then_the_files_tell_it(job: Job, code: int) -> None:
+    """By then the workers have ended."""
+    port, last = free_port(), dict[str, str]()
+    plan = FaultPlan.fail_at(1, 5) if code else None
+    changes = Changes(job, step_time=0.05, live=True)
+    agent = changes.alone("--nproc", "2", "--max-restarts", "0", "--http", str(port), plan=plan)
+    agent.says("a page of this run: ")
+    wait_for("a status", lambda: asked(f"http://127.0.0.1:{port}/status")[0] == 200)
+    changes.hurry()
+
+    def follow(path: str) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                last[path] = asked(f"http://127.0.0.1:{port}/{path}")[1]
+                time.sleep(0.5)
+
+    threads = [threading.Thread(target=follow, args=(path,)) for path in ("status", "live", "metrics")]
+    for thread in threads:
+        thread.start()
+    assert agent.wait() == code
+    for thread in threads:
+        thread.join(30)
+    status, live = (json.loads(last[path]) for path in ("status", "live"))
+    assert (status["phase"], status["end"]["code"], status["end"]["run"]) == ("ended", code, True)
+    assert (status["workers"], live["now"]["ended"]) == (0, True)
+    assert f"the run has ended with exit code {code}: " in live["now"]["doing"]
+    assert f"{code}.0" in next(x for x in last["metrics"].splitlines() if x.startswith("elastic_launch_exit_code"))
+    assert live["summary"].split("; restarts")[0] in agent.output
+    over = ctl("status", "--log-dir", str(job.logs), "--json")
+    assert over.returncode == 1
+    told = json.loads(over.stdout)
+    assert (told["ended"], told["cause"]) == (code, status["end"]["cause"])
+    assert (told["saved"], told["root_cause"]) == (status["end"]["saved"], status["end"]["root_cause"])
+    assert bool(told["root_cause"]) == bool(code)
+    assert all(line in agent.output for line in [told["saved"], *told["root_cause"].splitlines()])
+    report = ctl("report", "--log-dir", str(job.logs)).stdout
+    assert all(line in report for line in [told["saved"], *told["root_cause"].splitlines()])
 
 
 def test_port_0_means_any_free_port(job: Job) -> None:

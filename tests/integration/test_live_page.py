@@ -172,7 +172,8 @@ def test_the_page_tells_of_a_node_that_joins_and_a_killed_worker(job: Job) -> No
         assert page.errors == []
         changes.hurry()
         assert [agent.wait(60) for agent in (a, b)] == [0, 0]
-        wait_for("the end to be told", lambda: "the run has ended" in text(page, "#state"))
+        wait_for("the end", lambda: text(page, "#headline").startswith("the run has ended with exit code 0: "))
+        assert text(page, "#state") == "no longer updated"
         assert figure(page, "world size"), "what was shown last stays"
 
 

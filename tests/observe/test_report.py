@@ -400,6 +400,21 @@ def test_a_node_that_comes_back_has_not_ended(tmp_path: Path, capsys: pytest.Cap
     assert "with exit code 0: all workers finished" in capsys.readouterr().out
 
 
+def test_the_end_is_told_with_what_is_saved_and_the_root_cause(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the node says that has ended last, of those that know."""
+    ended = (60.0, ev.RunEnded(91, "all restarts spent", 1, 2, 60.0))
+    last = ev.NodeEnded(91, "all restarts spent", "step 41 is saved in /c", "root cause: rank 0\n    Traceback")
+    write(tmp_path, "b", [*WORKERS[:4], (20.0, ev.NodeEnded(143, "SIGTERM", "step 9 is saved in /c"))])
+    write(tmp_path, "a", [*LEADER[:-1], *WORKERS, ended, (61.0, last)])
+    assert main([str(tmp_path)]) == 0
+    *_, end, saved, cause, trace = capsys.readouterr().out.splitlines()
+    assert "with exit code 91: all restarts spent" in end
+    assert [saved, cause, trace] == ["step 41 is saved in /c", "root cause: rank 0", "    Traceback"]
+    assert as_json(tmp_path, capsys)["standing"][1:] == [saved, cause, trace]
+
+
 def test_advice_follows_causes_and_costs() -> None:
     def told(kind: str, cause: str, code: int | None = None, **costs: float) -> RoundIncident:
         spent = [costs.get(part, 0.0) for part in PARTS]

@@ -34,8 +34,14 @@ Called in the connection's thread, so by several at the same time.
 PATIENCE = 5.0
 """Seconds that the agent may take to answer."""
 
+FOLLOWED = ("/live", "/status", "/metrics")
+"""Pages that clients ask for again and again."""
+
 FRESH = 1.0
 """Seconds for which pages show what the agent has said: a probe is always a new question."""
+
+LAST = 2.0
+"""Seconds for which the end is served at most, to those who have asked within as many seconds before it."""
 
 ASK_EVERY = 0.05
 """Seconds between two questions to the agent's loop: more clients do not cause more questions."""
@@ -98,10 +104,13 @@ class Health:
         self._asked_at = 0.0
         self._asking = False
         self._said: tuple[Present, float] | None = None  # the agent's last answer, and when it was given
+        self._ended: tuple[Present, float] | None = None  # how the node was at its end, and when that was told
+        self._readers: dict[tuple[str, str, str], float] = {}  # clients that follow a page: when each has last asked
         probes: dict[str, Page] = {"/livez": _livez, "/healthz": _livez, "/readyz": _readyz}
         routes = {path: partial(self._show, page, 0.0) for path, page in probes.items()}
         routes |= {path: partial(self._show, page, FRESH) for path, page in (pages or {}).items()}
-        self._server = HttpServer(listener, routes, name="http" if pages else "health", hosts=hosts)
+        name = "http" if pages else "health"
+        self._server = HttpServer(listener, routes, name=name, hosts=hosts, sent=self._sent)
 
     @property
     def endpoint(self) -> Endpoint:
@@ -119,8 +128,19 @@ class Health:
             self._said = present, time.monotonic()
             self._turn.notify_all()
 
+    def ended(self, present: Present) -> None:
+        """From now on, show how the node was at its end."""
+        with self._turn:
+            self._ended = present, time.monotonic()
+            self._turn.notify_all()
+
     def close(self) -> None:
-        """Stop answering."""
+        """Stop answering, once those who follow a page have been told of the end."""
+        if self._ended is not None:
+            since = self._ended[1] - LAST
+            with self._turn:
+                told = lambda: all(asked < since for asked in self._readers.values())  # noqa: E731
+                self._turn.wait_for(told, max(0.0, since + 2 * LAST - time.monotonic()))
         self._server.close()
         self._listener.close()
 
@@ -130,6 +150,10 @@ class Health:
         Args:
             fresh: seconds before the request in which the agent may have said what is shown.
         """
+        if request.path in FOLLOWED:
+            with self._turn:
+                self._readers = {reader: at for reader, at in self._readers.items() if at > request.at - LAST}
+                self._readers[request.client, request.path, request.query] = request.at
         present = self._present(request.at - fresh, request.at + PATIENCE)
         if present is None:
             return HttpResponse.text(503, f"no answer within {PATIENCE:g} s")
@@ -139,6 +163,8 @@ class Health:
         """Return what the agent says of its node, not before ``since``; None if it says nothing until ``until``."""
         with self._turn:
             while True:
+                if self._ended is not None:
+                    return self._ended[0]
                 if self._inbox is None:
                     return Present("starting")
                 if self._inbox.closed:
@@ -153,6 +179,12 @@ class Health:
                     self._asking, self._asked_at = True, now
                     self._inbox.put(HowAreYou(self._answered))
                 self._turn.wait(min(ASK_EVERY, until - now))
+
+    def _sent(self, request: HttpRequest) -> None:
+        with self._turn:
+            if self._ended is not None and request.at >= self._ended[1]:
+                self._readers.pop((request.client, request.path, request.query), None)
+                self._turn.notify_all()
 
     def _answered(self, present: Present) -> None:
         self._asking = False

@@ -57,6 +57,7 @@ class HttpRequest:
     path: str
     query: str  # the part after the question mark
     at: float  # when it was complete, by ``time.monotonic``
+    client: str = ""  # its host, and the program that it says it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,7 @@ class HttpServer(ThreadingHTTPServer):
     Args:
         listener: keeps listening after the server is closed: its owner closes it.
         routes: responders by path.
+        sent: called with each request that a responder has answered, once the response is sent.
         hosts: names by which it may be asked for, besides addresses and ``localhost``; None: any. A website that has
             its own name resolve to this host (DNS rebinding) could otherwise read what a browser can reach here.
 
@@ -107,11 +109,12 @@ class HttpServer(ThreadingHTTPServer):
         *,
         name: str = "http",
         hosts: Collection[str] | None = None,
+        sent: Callable[[HttpRequest], object] = lambda request: None,
     ) -> None:
         super().__init__(listener.getsockname()[:2], _Handler, bind_and_activate=False)
         self.socket.close()
         self.socket = listener
-        self.routes, self._hosts = routes, hosts
+        self.routes, self._hosts, self.sent = routes, hosts, sent
         self._connections: dict[socket.socket, _Connection] = {}  # the oldest first
         self._lock = threading.Lock()  # a socket is used by other threads than its own only with it
         self._accepted = 0
@@ -252,6 +255,7 @@ class _Handler(BaseHTTPRequestHandler):
         path, _, query = re.sub(r"^https?://[^/?]*", "", self.path, flags=re.IGNORECASE).partition("?")
         host = re.sub(r":[0-9]*$", "", self.headers.get("Host", "").strip())
         responder = self.server.routes.get(path or "/")
+        request = None
         if path not in OPEN and not self.server.asked_for(host):
             hint = "Ask by its address or its host's name, or start the agent with --http-host and this name."
             response = HttpResponse.text(421, f"This server is not {host}. {hint}")
@@ -259,8 +263,12 @@ class _Handler(BaseHTTPRequestHandler):
             response = HttpResponse.text(404, f"There is {', '.join(self.server.routes)}.")
         else:
             self.server.note(self.request, worth=2)
-            response = responder(HttpRequest(path or "/", query, time.monotonic()))
+            client = f"{self.client_address[0]} {self.headers.get('User-Agent', '')}"
+            request = HttpRequest(path or "/", query, time.monotonic(), client)
+            response = responder(request)
         self._send(response)
+        if request is not None:
+            self.server.sent(request)
 
     do_HEAD = do_GET
 

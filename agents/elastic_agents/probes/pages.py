@@ -60,17 +60,25 @@ def node_pages(
 
     def shown(present: Present) -> Document:
         with lock:
-            if not drawn or time.monotonic() - drawn[0][0] >= REDRAW:
+            ended = present.end is not None and not (drawn and drawn[0][1]["now"] and drawn[0][1]["now"]["ended"])
+            if not drawn or ended or time.monotonic() - drawn[0][0] >= REDRAW:
                 now: Now = {
                     "node": config.node_id,
                     "doing": watch.doing(present),
                     "figures": watch.figures(present),
                     "ranks": list(present.ranks),
+                    "ended": present.end is not None,
                 }
+                lines = [] if (end := present.end) is None else [end.saved, *end.root_cause.splitlines()]
                 nodes, samples = node_table(roster.look(), silent), history.samples()
                 made = ledger.drawn(
                     lambda chronicle, told, found: document(
-                        Host(config.node_id, chronicle, (), tuple(told)), found, samples=samples, nodes=nodes, now=now
+                        Host(config.node_id, chronicle, (), tuple(told)),
+                        found,
+                        lines=[line for line in lines if line],
+                        samples=samples,
+                        nodes=nodes,
+                        now=now,
                     ),
                     present.step,
                 )

@@ -139,7 +139,7 @@ function drawNodes({about, heads, rows}) {
 function drawNow({doing, figures, ranks, node}) {
   const now = find('now');
   now.hidden = false;
-  now.querySelector('.doing').textContent = doing;
+  headline.textContent = doing;
   show('figures', figures, now.querySelector('dl'), () =>
     figures.map(([name, value]) => make('div', {}, make('dt', {}, name), make('dd', {}, value))));
   const before = rank.value;
@@ -148,9 +148,10 @@ function drawNow({doing, figures, ranks, node}) {
   find('node').textContent = node;
 }
 
-const [rank, log, state, pause] = ['rank', 'log', 'state', 'pause'].map(find);
+const [headline, rank, log, state, pause] = ['headline', 'rank', 'log', 'state', 'pause'].map(find);
+const me = Math.random().toString(36).slice(2);  // the server tells each page of the end
 const base = location.origin + location.pathname.replace(/\/*$/, '/');  // a proxy may leave the last slash out
-let turn = 0, tries = 0;
+let turn = 0, tries = 0, answered = Date.now();
 
 async function ask(path) {
   const answer = await fetch(base + path, {signal: AbortSignal.timeout(PATIENCE)});
@@ -169,22 +170,29 @@ async function output() {
 }
 
 async function look(mine) {
-  const text = await ask('live').catch(() => null);
+  const text = await ask('live?page=' + me).catch(() => null);
   if (mine !== turn) return;
   if (text !== null) {
+    const run = last = JSON.parse(text);
     tries = 0;
-    state.textContent = 'live';
-    draw(JSON.parse(text));
+    state.textContent = run.now.ended ? 'no longer updated' : 'live';
+    pause.hidden = run.now.ended;
+    draw(run);
     await output();
+    if (run.now.ended) return;
+    answered = Date.now();
   } else if (++tries > 3) {
-    state.textContent = 'the agent does not answer: the run has ended, or it cannot be reached';
+    state.textContent = 'the agent does not answer';
+    const when = new Date(answered).toISOString().slice(11, 19);
+    headline.textContent = `No answer from the agent since ${when} UTC: the run has ended, or the agent cannot be reached. ` +
+      `Before: ${last.now.doing}`;
   }
   if (mine === turn) setTimeout(() => mine === turn && look(mine), LOOK_EVERY);
 }
 
-const first = JSON.parse(find('document').textContent);
-draw(first);
-if (first.now) {
+let last = JSON.parse(find('document').textContent);
+draw(last);
+if (last.now) {
   find('live').hidden = find('output').hidden = false;
   rank.onchange = () => { log.textContent = ''; output(); };
   pause.onclick = () => {

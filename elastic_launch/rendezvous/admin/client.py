@@ -41,11 +41,14 @@ class RunEndedError(ElasticLaunchError):
 
     Args:
         code, cause: the recorded exit code and cause.
+        saved, root_cause: what the run's files tell, see :class:`elastic_launch.events.types.NodeEnded`.
     """
 
-    def __init__(self, run_id: str, code: int, cause: str) -> None:
-        super().__init__(f"Run {run_id!r} has ended with exit code {code}: {cause}.")
-        self.code = code
+    def __init__(self, run_id: str, code: int, cause: str, saved: str = "", root_cause: str = "") -> None:
+        hint = "\n".join(text for text in (saved, root_cause) if text)
+        super().__init__(f"Run {run_id!r} has ended with exit code {code}: {cause}.", hint)
+        self.run_id, self.code, self.cause = run_id, code, cause
+        self.saved, self.root_cause = saved, root_cause
 
 
 @dataclass(frozen=True, slots=True)
