@@ -293,7 +293,7 @@ def _live_view(
     from elastic_agents.live_view import LiveView
 
     assert journal.watch is not None
-    return closing(LiveView(f"run {config.run_id}, node {config.node_id}", journal.watch, inbox, consoles))
+    return closing(LiveView(f"{config.title}, node {config.node_id}", journal.watch, inbox, consoles))
 
 
 def _observe(config: LaunchConfig, journal: _Journal, clock: Clock) -> None:
@@ -323,16 +323,15 @@ def _pages(config: LaunchConfig, journal: _Journal, inbox: Inbox[object], clock:
     from elastic_agents.probes.roster import Roster
     from elastic_launch.observe.history import History
 
-    metrics, history, listener = journal.metrics, History(clock), page_listener(config)
+    metrics, watch, history, listener = journal.metrics, journal.watch, History(clock), page_listener(config)
     roster = Roster(config, lambda: journal.leader())
-    made = node_pages(
-        config, metrics, journal.ledger, journal.watch, history, lambda rank: journal.output(rank), roster
-    )
+    made = node_pages(config, metrics, journal.ledger, watch, history, lambda rank: journal.output(rank), roster)
     with closing(roster), closing(Health(listener, made, own_names(config))) as pages:
 
         def sample(present: Present) -> None:
             metrics.see(present)
             history.add(present)
+            watch.state(present)
             pages.heard(present)
 
         inbox.put(HowAreYou(sample, SAMPLE_EVERY))

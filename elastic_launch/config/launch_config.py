@@ -308,6 +308,11 @@ class LaunchConfig:
         return self.log_dir / (self.log_name or self.run_id)
 
     @property
+    def title(self) -> str:
+        """What readers know the run by: its id, or what it runs if it was given none."""
+        return f"run {self.run_id}" if self.run_id != LaunchConfig.run_id else f"run of {self.command.target[1]}"
+
+    @property
     def alone(self) -> bool:
         """Whether no other node can join: the run has one node, and its store's port is not published."""
         unknown = self.endpoint is None or self.endpoint.port == 0

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from string import Template
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 from elastic_launch.events.sentences import sentence
 from elastic_launch.events.types import counted
@@ -73,12 +73,21 @@ class NodeTable(TypedDict):
     about: list[str]
     heads: list[str]
     rows: list[list[str | int | None]]
+    marked: NotRequired[list[int]]  # numbers of the rows of nodes in question
 
 
 class Now(TypedDict):
-    """How this node's part of a run in progress is; ``ranks`` are those whose output can be chosen."""
+    """How this node's part of a run in progress is; ``ranks`` are those whose output can be chosen.
+
+    ``state`` is what the run does in a word or two, ``since`` that moment; ``safe`` says where its state is, and
+    ``happened`` what was decided and found last.
+    """
 
     node: str
+    state: str
+    since: float
+    safe: str
+    happened: list[tuple[float, str]]
     doing: str
     figures: list[tuple[str, str]]
     ranks: list[int]
@@ -161,11 +170,11 @@ def document(
     }
 
 
-def page(run: str, shown: Document) -> str:
+def page(title: str, shown: Document) -> str:
     """Return the page as HTML; it needs no other file, and no other host."""
     index, style, script = (_file(name) for name in ("index.html", "style.css", "page.js"))
     return Template(index).substitute(
-        title=escape(run),
+        title=escape(title),
         style=style,
         style_hash=_hash(style),
         script=script,

@@ -47,6 +47,12 @@ class LiveLedger:
             told, self._told = self._told, max(self._told, len(over))
             return over[told:]
 
+    @property
+    def since(self) -> float:
+        """When the first event happened; now, if none has."""
+        with self._lock:
+            return self._clock.now() if self._chronicle.since is None else self._chronicle.since
+
     def incident(self) -> tuple[RoundIncident, float] | None:
         """Return the last incident, and the seconds since its end; None if there was none.
 

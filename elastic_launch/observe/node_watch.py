@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 
 from elastic_launch.clock import Clock
+from elastic_launch.errors import ExitCode
 from elastic_launch.events import types as ev
 from elastic_launch.events.sentences import sentence
 from elastic_launch.events.types import counted
-from elastic_launch.observe.ledger import PARTS, spoken
+from elastic_launch.observe.ledger import PARTS, RoundIncident, spoken
 from elastic_launch.observe.live import LiveLedger
 from elastic_launch.observe.present import Present
 from elastic_launch.system.plain_text import one_line
@@ -33,6 +35,14 @@ PARTS_SHOWN = 2
 
 _STILL = ("waiting", "suspended", "stopping", "ended")
 """Phases of an agent in which none of its workers trains."""
+
+_ENDED = (ExitCode.DONE, ExitCode.INTERRUPTED, ExitCode.TERMINATED)
+"""Exit codes of a run that has not failed."""
+
+HAPPENED = 8
+"""Events that are told with their times: the last ones."""
+
+_PLANNED = ("membership", "preemption")
 
 _RANDOM = re.compile("-[0-9a-f]{6}$")
 """The end of a node's default name."""
@@ -56,10 +66,22 @@ class NodeWatch:
         self._snapshot: tuple[int, float] | None = None
         self._steps: deque[tuple[float, int, float]] = deque()
         self._moved = 0, self._since  # the steps done, and when they were first seen
+        self._stepped = self._parked = self._planned = False
+        self._path = ""  # of the checkpoint
+        self._word = "starting", self._since
+        self._slow: dict[str, int] = {}  # ranks found to be slow in this round, by node
+        self._happened: deque[tuple[float, str]] = deque(maxlen=HAPPENED)
 
     def add(self, event: ev.Event) -> None:
         with self._lock:
+            ahead = isinstance(event, ev.WorkerExited) and not event.round and event.failed
+            if event.printed or ahead or isinstance(event, ev.StragglerFound):
+                self._happened.append((self._clock.now(), sentence(event)))
+            if isinstance(event, ev.RoundDraining | ev.RoundBroken | ev.OrderReceived) and event.kind:
+                self._planned = event.kind in _PLANNED
             match event:
+                case ev.StragglerFound(node=node, rank=rank):
+                    self._slow[node] = rank
                 case ev.LinkChanged(up=True):
                     # Of the leader's node, more may be known already.
                     self._next = self._next if self._linked else "waits for a round to form"
@@ -70,11 +92,12 @@ class NodeWatch:
                 case ev.NodeJoined(next=following):
                     self._linked, self._next = True, following
                 case ev.Parked():
-                    self._next = sentence(event)
+                    self._next, self._parked = sentence(event), True
                 case ev.RoundDraining(cause=cause) | ev.RoundBroken(cause=cause):
                     self._next = cause
                 case ev.OrderReceived(order="form"):
-                    self._started, self._stepless = 0, "workers start"
+                    self._started, self._stepless, self._parked = 0, "workers start", False
+                    self._slow.clear()
                 case ev.OrderReceived(order="drain" | "break" | "evicted", cause=cause):
                     self._next = cause
                     self._ends(cause)
@@ -88,10 +111,10 @@ class NodeWatch:
                 case ev.TrainingBegun():
                     self._stepless = "first step"
                 case ev.FirstStep():
-                    self._stepless = None
+                    self._stepless, self._stepped = None, True
                     self._moved = self._moved[0], self._clock.now()
-                case ev.CheckpointSaved(step=step):
-                    self._checkpoint = step, self._clock.now()
+                case ev.CheckpointSaved(step=step, path=path):
+                    self._checkpoint, self._path = (step, self._clock.now()), path
 
     def figures(self, present: Present, named: int = NODES) -> list[tuple[str, str]]:
         """Return names and values, the most important first; at most ``named`` nodes are named."""
@@ -122,6 +145,70 @@ class NodeWatch:
                 found.append(("global batch", f"{present.batch}, accumulation {present.passes}"))
             found.append(("running for", span(now - self._since)))
             return found
+
+    def state(self, present: Present) -> tuple[str, float]:
+        """Return what the run, as far as this node knows, does now in one word or two, and since when by the clock."""
+        last = self._ledger.incident()
+        with self._lock:
+            now = self._clock.now()
+            word, since = self._state(present, last[0] if last is not None and not last[0].recovered else None, now)
+            if word != self._word[0] or since is not None:
+                self._word = word, now if since is None else since
+            return self._word
+
+    def _state(self, present: Present, incident: RoundIncident | None, now: float) -> tuple[str, float | None]:
+        if present.end is not None:
+            return "ended" if present.end.code in _ENDED else "failed", None
+        if present.phase in ("saving", "over", "leaving"):
+            return "saving", None
+        if present.phase == "starting" or (present.phase == "waiting" and not present.round):
+            return "starting", None
+        if self._parked or (present.phase == "waiting" and (incident is None or "waiting for" in present.outlook)):
+            return "parked", None
+        if incident is not None:
+            word = "changing" if incident.drained and incident.kind in _PLANNED else "standing still"
+            return word, now - incident.still_s
+        if present.phase == "draining":
+            return "changing", None
+        if present.phase in (*_STILL, "held"):
+            return "changing" if self._planned else "standing still", None if self._still is None else self._still[0]
+        if (quiet := self._quiet(present, now)) is not None:
+            return "standing still", now - quiet
+        begins = self._stepless == "first step" or self._started < present.workers
+        return "starting" if begins and not self._stepped else "training", None
+
+    def safe(self, present: Present) -> str:
+        """Return where the state is, in one line; empty as long as nothing is known of it."""
+        if present.end is not None and present.end.saved:
+            return present.end.saved
+        with self._lock:
+            now, saved = self._clock.now(), self._saved(present, self._clock.now())
+            held = present.snapshot is not None and present.end is None
+            memory = f"step {present.snapshot} in this node's memory" if held else ""
+            if saved is None:
+                nothing = "nothing is saved that the launcher knows of" if present.step else ""
+                return f"no checkpoint yet; {memory}" if memory else nothing
+            path = f" in {self._path}" if self._path and saved == self._checkpoint else ""
+            clock = time.strftime("%H:%M:%S", time.gmtime(time.time() - (now - saved[1])))
+            text = f"step {saved[0]} is saved{path}, at {clock} UTC, {span(now - saved[1])} ago"
+            return f"{text}; {memory}" if memory else text
+
+    def in_question(self, present: Present) -> str:
+        """Return the cause of what the run stands still or has failed for; empty if there is none."""
+        if present.end is not None:
+            return f"{present.end.cause} {present.end.root_cause}" if present.end.code not in _ENDED else ""
+        last = self._ledger.incident()
+        return last[0].cause if last is not None and not last[0].recovered else ""
+
+    def slow(self) -> dict[str, int]:
+        """Return the ranks that were found to be slow in this round, by node."""
+        with self._lock:
+            return dict(self._slow)
+
+    def happened(self) -> tuple[float, list[tuple[float, str]]]:
+        """Return the time by the clock, and the last decisions and findings with theirs, the last one first."""
+        with self._lock:
+            return self._clock.now(), list(self._happened)[::-1]
 
     def doing(self, present: Present, width: int | None = None) -> str:
         """Return what the node does or waits for, and the last incident, in one line.

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.errors import UsageError
 from elastic_launch.events import types as ev
 from elastic_launch.events.types import counted
@@ -211,12 +212,13 @@ def show_report(directory: Path, *, as_object: bool, html: Path | None, alive: b
     node, ledger = joined(hosts)
     (host,) = (host for host in hosts if host.node == node)
     stands = standing(host, hosts, alive=alive)
-    name = event_files(directory)[0].resolve().parent.name
     if html is not None:
+        here = event_files(directory)[0].resolve().parent
+        title = f"Run in {here}" if here.name == LaunchConfig.run_id else f"Run {here.name}"
         try:
             lines = [f"From {when(host, host.chronicle.since or 0.0)} to {when(host, host.chronicle.until)}.", *stands]
             shown = document(host, ledger, lines=lines, nodes=_nodes(hosts))
-            html.write_bytes(page(name, shown).encode(errors="replace"))
+            html.write_bytes(page(title, shown).encode(errors="replace"))
         except OSError as error:
             raise UsageError(f"--html {html} cannot be written: {error.strerror}.") from error
     elif as_object:

@@ -115,7 +115,8 @@ def test_the_end_is_shown_at_once_with_what_is_saved_and_lost() -> None:
     )
     found = json.loads(pages["/live"](last, "").body)
     assert found["now"]["doing"] == "the run has ended with exit code 91: crash"
-    assert found["lines"] == ["step 34 is saved in /c", "root cause: x", "    y"]
+    assert found["lines"] == ["root cause: x", "    y"]
+    assert found["now"]["safe"] == "step 34 is saved in /c"
     assert found["now"]["ended"]
     assert ", no steps lost" in found["summary"]
     status = json.loads(pages["/status"](last, "").body)
@@ -147,7 +148,7 @@ def test_it_has_the_document_of_a_report() -> None:
     whole = served.ledger.drawn(
         lambda chronicle, told, ledger: document(Host("a", chronicle, (), tuple(told)), ledger), 5
     )
-    same = whole.keys() - {"nodes", "now"}
+    same = whole.keys() - {"nodes", "now", "zero"}
     assert {name: parts[name] for name in same} == json.loads(json.dumps({name: whole[name] for name in same}))
     assert [(mark["tone"], mark["text"]) for mark in parts["marks"]] == [
         ("bad", "round 1 broken after 3.0 s: <b>"),
@@ -256,6 +257,25 @@ def test_the_nodes_are_shown_as_the_leader_sees_them() -> None:
     status = json.loads(shown(served, "/status").body)["roster"]
     assert (status["nodes"][1]["node_id"], status["nodes"][1]["step"], status["problem"]) == ("b", 7, "")
     assert 0 <= status["age"] < 5
+
+
+def test_the_node_and_the_rank_in_question_are_marked() -> None:
+    """Not a node whose name begins like it."""
+    served = Served()
+    nodes = [a.NodeStatus(name, "10.0.0.1", 1, "stopping", 0.1) for name in ("b", "b.x", "b-1", "c")]
+    served.roster.answer = LastStatus(standing(*nodes), time.monotonic())
+    served.add(*begun(1), ev.StragglerFound(1, 0, "c", "compute", 2.0))
+    served.add(ev.RoundBroken(1, "crash", "rank 1 on node b: exit code 1", 3.0, ""))
+    found = served.live(Present("stopping", 1))
+    table = found["nodes"]
+    assert [(row[0], row[2]) for row in table["rows"]] == [
+        ("b", "stopping, rank 1 in question"),
+        ("b-1", "stopping"),
+        ("b.x", "stopping"),
+        ("c", "stopping, rank 0 is slow"),
+    ]
+    assert table["marked"] == [0, 3]
+    assert (found["now"]["state"], found["now"]["happened"][0][1][:14]) == ("standing still", "round 1 broken")
 
 
 def test_a_table_that_is_old_says_so() -> None:

@@ -204,7 +204,7 @@ def test_a_report_is_drawn_from_its_file(tmp_path: Path) -> None:
     host = Host("a", chronicle, (), tuple(told))
     shown = document(host, build(chronicle), lines=["ended <b>"], samples=samples, nodes=table)
     path = tmp_path / "report.html"
-    path.write_text(html("<r>", shown))
+    path.write_text(html("Run <r>", shown))
     with browser() as page:
         page.open(f"file://{path}")
         wait_for("a drawn page", lambda: page.value("document.querySelectorAll('.round').length") == 2)

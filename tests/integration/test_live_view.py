@@ -31,7 +31,7 @@ def shows(seen: Terminal, pattern: str, seconds: float = 20.0) -> None:
 def test_it_tells_of_a_killed_worker_and_of_a_node_that_joins(job: Job) -> None:
     changes = Changes(job, live=True, step_time=0.3)
     with terminal(*flags(job), *changes.command, NODE="a") as seen:
-        shows(seen, r"-- elastic-launch: run none, node a -+ running for \d+ s --$")
+        shows(seen, r"-- elastic-launch: run of changes.py, node a -+ running for \d+ s --$")
         shows(seen, r"world size 1 on 1 node: a 1 step \d+ of 200 \(\d+%\) steps/s [\d.]+ time left \d+ s loss [\d.]+")
         shows(seen, r"restarts left 3 of 3 snapshot step \d+, \d+ s ago global batch \d+, accumulation \d+")
         shows(seen, r"^ trains$")  # no incident so far
@@ -45,7 +45,7 @@ def test_it_tells_of_a_killed_worker_and_of_a_node_that_joins(job: Job) -> None:
         shows(seen, r"^ trains; incident \d+, \d+ s ago, cost [\d.]+ s: crash, rank")
         changes.trains(2, after=before)
         seen.resize(30, 60)
-        shows(seen, r"^-- elastic-launch: run none, node a -+ running for \d+ s --$")
+        shows(seen, r"^-- elastic-launch: run of changes.* running for \d+ s --$")
         shows(seen, r"^ trains; incident")
         assert seen.shown.count("-- elastic-launch:") == 1
         changes.hurry()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from elastic_launch.events import types as ev
 from elastic_launch.observe.live import LiveLedger
 from elastic_launch.observe.node_watch import NodeWatch, short_names, span
-from elastic_launch.observe.present import Present
+from elastic_launch.observe.present import HowEnded, Present
 
 
 class Told:
@@ -95,6 +97,76 @@ def test_what_a_start_waits_for() -> None:
     assert told.watch.doing(running) == "trains; first step"
     told.add(first)
     assert told.watch.doing(running) == "trains"
+
+
+def test_a_state_is_a_word_and_when_it_began() -> None:
+    told = Told()
+    begins = told.at
+
+    def state(phase: str, **more: Any) -> tuple[str, float]:
+        return told.watch.state(Present(phase, **{"round": 1, "workers": 2, "trained": 5, "trained_s": 1.0, **more}))
+
+    assert state("starting", round=0, trained=0) == ("starting", begins)
+    told.at += 3
+    assert state("waiting", round=0, trained=0) == ("starting", begins)
+    told.add(*begun(1, 0)[:-1])
+    assert state("running", trained=0) == ("starting", begins)
+    told.add(begun(1, 0)[-1])
+    first = told.at
+    assert state("running") == ("training", first)
+    told.at += 20
+    assert state("running") == ("standing still", first), "since the last step, not since it was noticed"
+    told.add(ev.RoundBroken(1, "hang", "rank 1 on node b hangs", 3.0, ""))
+    assert state("stopping")[0] == "standing still"
+    told.add(ev.Parked(1, 2, 600.0))
+    assert state("waiting")[0] == "parked"
+    told.add(*begun(2, 5))
+    assert state("running", round=2, trained=6)[0] == "training"
+    told.add(ev.RoundDraining(2, "membership", "node c joined", 30.0))
+    assert state("draining", round=2, trained=7)[0] == "changing"
+    told.add(ev.RoundDrained(2, 9, "membership", "node c joined", 3.0, "a new round forms"))
+    assert state("suspended", round=2, trained=7)[0] == "changing"
+    told.add(*begun(3, 9))
+    assert state("running", round=3, trained=8)[0] == "training"
+    told.at += 1
+    assert state("saving", round=3, trained=8) == ("saving", told.at)
+    for code, word in ((0, "ended"), (143, "ended"), (91, "failed")):
+        assert state("ended", end=HowEnded(code, "x", True))[0] == word
+
+
+def test_a_plain_script_trains_once_its_workers_have_started() -> None:
+    told = Told()
+    *starts, last = begun(1, 0)[:4]
+    told.add(*starts)
+    assert told.watch.state(Present("running", 1, workers=2))[0] == "starting"
+    told.add(last)
+    assert told.watch.state(Present("running", 1, workers=2))[0] == "training"
+
+
+def test_it_is_told_where_the_state_is() -> None:
+    told = Told()
+    assert told.watch.safe(Present("running", 1)) == ""
+    assert told.watch.safe(Present("running", 1, step=4)) == "nothing is saved that the launcher knows of"
+    present = Present("running", 1, step=4, snapshot=4)
+    assert told.watch.safe(present) == "no checkpoint yet; step 4 in this node's memory"
+    told.add(ev.CheckpointSaved(1, 3, "/c/step-3"))
+    text = told.watch.safe(present)
+    assert re.fullmatch(
+        r"step 3 is saved in /c/step-3, at \d\d:\d\d:\d\d UTC, 0 s ago; step 4 in this node's memory", text
+    )
+
+
+def test_what_happened_last_has_stragglers_refused_nodes_and_workers_lost_ahead() -> None:
+    told = Told()
+    told.add(*begun(1, 0), ev.NodeRefused("x", "another command"), ev.StragglerFound(1, 1, "b", "compute", 2.0))
+    told.add(ev.WorkerExited(0, None, 0, 42, 1, 2.0, False))
+    assert told.watch.slow() == {"b": 1}
+    texts = [text for _, text in told.watch.happened()[1]]
+    assert texts[0].startswith("the worker of local rank 0 started ahead (pid 42) ended with exit code 1")
+    assert texts[1].startswith("rank 1 on node b is slow")
+    assert texts[2] == "node x refused: another command"
+    told.add(ev.OrderReceived("form", 2, 1, "first", workers=2))
+    assert told.watch.slow() == {}
 
 
 def test_an_incident_is_told_with_its_phases_until_training_goes_on() -> None:

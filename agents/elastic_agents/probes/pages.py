@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from types import MappingProxyType
 
 from elastic_agents.probes.health import Page
 from elastic_agents.probes.http_server import HttpResponse
@@ -62,20 +63,27 @@ def node_pages(
         with lock:
             ended = present.end is not None and not (drawn and drawn[0][1]["now"] and drawn[0][1]["now"]["ended"])
             if not drawn or ended or time.monotonic() - drawn[0][0] >= REDRAW:
+                doing, begun = watch.doing(present), ledger.since
+                word, since = watch.state(present)
+                clock, happened = watch.happened()
                 now: Now = {
                     "node": config.node_id,
-                    "doing": watch.doing(present),
+                    "state": word,
+                    "since": max(0.0, since - begun),
+                    "safe": watch.safe(present),
+                    "happened": [(at - begun, text) for at, text in happened],
+                    "doing": doing,
                     "figures": watch.figures(present),
                     "ranks": list(present.ranks),
                     "ended": present.end is not None,
                 }
-                lines = [] if (end := present.end) is None else [end.saved, *end.root_cause.splitlines()]
-                nodes, samples = node_table(roster.look(), silent), history.samples()
+                nodes = node_table(roster.look(), silent, watch.in_question(present), watch.slow())
+                samples = history.samples()
                 made = ledger.drawn(
                     lambda chronicle, told, found: document(
-                        Host(config.node_id, chronicle, (), tuple(told)),
+                        Host(config.node_id, chronicle, (), tuple(told), time.time() - clock),
                         found,
-                        lines=[line for line in lines if line],
+                        lines=present.end.root_cause.splitlines() if present.end else (),
                         samples=samples,
                         nodes=nodes,
                         now=now,
@@ -86,7 +94,7 @@ def node_pages(
             return drawn[0][1]
 
     def show_page(present: Present, query: str = "") -> HttpResponse:
-        return HttpResponse(200, page(config.run_id, shown(present)).encode(), "text/html; charset=utf-8")
+        return HttpResponse(200, page(f"R{config.title[1:]}", shown(present)).encode(), "text/html; charset=utf-8")
 
     def show_live(present: Present, query: str = "") -> HttpResponse:
         return HttpResponse(200, json.dumps(shown(present)).encode(), "application/json")
@@ -123,11 +131,15 @@ def node_pages(
     return {"/": show_page, "/live": show_live, "/log": show_log, "/metrics": show_metrics, "/status": show_status}
 
 
-def node_table(answer: LastStatus, silent: float) -> NodeTable:
+def node_table(
+    answer: LastStatus, silent: float, cause: str = "", slow: Mapping[str, int] = MappingProxyType({})
+) -> NodeTable:
     """Return the run's nodes as the leader sees them.
 
     Args:
         silent: seconds without a message after which a node is silent.
+        cause: of what the run stands still for; the nodes that it names are in question.
+        slow: ranks that were found to be slow, by node.
     """
     status, age = answer.status, time.monotonic() - answer.at
     about = [f"This is how it was {span(age)} ago."] if status is not None and (answer.problem or age > OLD) else []
@@ -140,11 +152,20 @@ def node_table(answer: LastStatus, silent: float) -> NodeTable:
         about.append(f"{MOST} of {len(nodes)} nodes: first those that are silent, or do not train.")
         nodes.sort(key=lambda node: (node.silence <= silent, node.state == "training", node.ranks))
     rows: list[list[str | int | None]] = []
+    marked: list[int] = []
     for node in sorted(nodes[:MOST], key=lambda node: (not node.ranks, node.ranks, node.node_id)):
         name = node.node_id + (" (leads)" if status is not None and node.node_id == status.leader else "")
-        state = node.state + (f", silent for {node.silence:.0f} s" if node.silence > silent else "")
+        notes = [f"silent for {node.silence:.0f} s"] if node.silence > silent else []
+        if found := re.search(rf"(?:rank (\d+) on )?node {re.escape(node.node_id)}(?![\w-]|\.\w)", cause):
+            notes.append("in question" if found[1] is None else f"rank {found[1]} in question")
+        if node.node_id in slow:
+            notes.append(f"rank {slow[node.node_id]} is slow")
+        if notes or node.doing == "late":
+            marked.append(len(rows))
+        state = ", ".join([node.state, *notes])
         ranks = "-".join(map(str, dict.fromkeys(node.ranks))) or None
         rows.append(
             [name, node.address, state, ranks, f"{node.workers} {_DOING.get(node.doing, '')}".strip(), node.step]
         )
-    return {"about": about, "heads": ["node", "address", "state", "ranks", "workers", "step"], "rows": rows}
+    heads = ["node", "address", "state", "ranks", "workers", "step"]
+    return {"about": about, "heads": heads, "rows": rows, "marked": marked}

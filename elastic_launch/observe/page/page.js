@@ -8,6 +8,10 @@ const WIDTH = 960, HEIGHT = 140, FLOOR = 128, MARGIN = 4, BAR = 160, TICKS = 4, 
 
 const find = name => document.getElementById(name);
 const SVG = document.querySelector('svg').namespaceURI;
+const SHAPE_OF = {
+  starting: '◔', training: '●', changing: '◆', 'standing still': '▲', parked: '■', saving: '▼', ended: '✔', failed: '✖',
+};
+const title = document.title;
 const SHAPES = new Set(['svg', 'rect', 'line', 'polyline', 'title']);
 
 // All texts go through here, and become text.
@@ -33,8 +37,17 @@ function time(run, at) {
   return run.zero === null ? `+${at.toFixed(1)} s` : new Date(1000 * (run.zero + at)).toISOString().slice(11, 19);
 }
 
-function cell(value) {
-  return make('td', typeof value === 'number' ? {class: 'number'} : {}, `${value ?? '-'}`);
+// The wall clock, and the seconds since the first event.
+const clock = (run, at) => run.zero === null ? time(run, at) : `${time(run, at)} (+${ago(at)})`;
+
+function ago(seconds) {
+  const minutes = Math.round(seconds / 60);
+  return seconds < 100 ? `${Math.round(seconds)} s` : minutes < 120 ? `${minutes} min` : `${Math.round(minutes / 60)} h`;
+}
+
+// Its heading is shown beside it on a narrow screen.
+function cell(head, value, kind = typeof value === 'number' ? 'number' : '') {
+  return make('td', {class: kind, 'data-head': head}, value instanceof Node ? value : `${value ?? '-'}`);
 }
 
 function figure(caption, range, label, shapes, run) {
@@ -95,10 +108,10 @@ function incident(run, it) {
   });
   const spent = it.parts.map((seconds, part) => `${run.parts[part]} ${(seconds ?? 0).toFixed(2)} s`).join(', ');
   return make('tr', {},
-    cell(it.id), cell(time(run, it.since)), cell(it.rounds), cell(it.kind),
-    make('td', {class: 'number'}, `${it.still_s.toFixed(2)} s`),
-    make('td', {}, make('svg', {width: BAR, height: 12, role: 'img', 'aria-label': spent}, ...bars)),
-    make('td', {class: 'number'}, `${it.lost_steps ?? '-'}`), cell(it.cause));
+    cell('incident', it.id), cell('at', clock(run, it.since)), cell('rounds', it.rounds, 'place'), cell('kind', it.kind),
+    cell('stood still', `${it.still_s.toFixed(2)} s`, 'number'),
+    cell('parts', make('svg', {width: BAR, height: 12, role: 'img', 'aria-label': spent}, ...bars), 'parts'),
+    cell('steps lost', it.lost_steps, 'number'), cell('cause', it.cause));
 }
 
 function legend(parts) {
@@ -124,19 +137,33 @@ function draw(run) {
   show('advice', run.advice, find('advice').querySelector('ul'), () => run.advice.map(line => make('li', {}, line)));
   find('advice').hidden = !run.advice.length;
   if (run.nodes) drawNodes(run.nodes);
-  if (run.now) drawNow(run.now);
+  if (run.now) drawNow(run, run.now);
 }
 
-function drawNodes({about, heads, rows}) {
+function drawNodes({about, heads, rows, marked = []}) {
   const table = find('nodes');
   find('roster').hidden = false;
   show('about', about, find('about'), () => paragraphs(about));
   show('heads', heads, table.tHead.rows[0], () => heads.map(head => make('th', {scope: 'col'}, head)));
-  show('nodes', rows, table.tBodies[0], () => rows.map(row => make('tr', {}, ...row.map(cell))));
+  const kind = row => marked.includes(row) ? {class: 'marked'} : {};
+  show('nodes', [rows, marked], table.tBodies[0], () => rows.map((row, at) => make('tr', kind(at), ...row.map((value, column) => cell(heads[column], value)))));
   table.parentElement.hidden = !rows.length;
 }
 
-function drawNow({doing, figures, ranks, node}) {
+function drawState(word, since) {
+  find('word').className = word.replace(' ', '-');
+  find('shape').textContent = SHAPE_OF[word] ?? '?';
+  find('word').querySelector('strong').textContent = word;
+  find('since').textContent = since;
+  document.title = `${word} - ${title}`;
+}
+
+function drawNow(run, {doing, figures, ranks, node, state, since, safe, happened}) {
+  drawState(state, `since ${time(run, since)} UTC, for ${ago(Math.max(0, run.until - since))}`);
+  find('safe').textContent = safe && `State: ${safe}.`;
+  const lines = happened.map(([at, text]) => `${time(run, at)}, ${ago(Math.max(0, run.until - at))} ago: ${text}`);
+  show('happened', lines, find('last').querySelector('ul'), () => lines.map(line => make('li', {}, line)));
+  find('last').hidden = !lines.length;
   const now = find('now');
   now.hidden = false;
   headline.textContent = doing;
@@ -184,8 +211,8 @@ async function look(mine) {
   } else if (++tries > 3) {
     state.textContent = 'the agent does not answer';
     const when = new Date(answered).toISOString().slice(11, 19);
-    headline.textContent = `No answer from the agent since ${when} UTC: the run has ended, or the agent cannot be reached. ` +
-      `Before: ${last.now.doing}`;
+    drawState('no answer', `from the agent since ${when} UTC: the run has ended, or the agent cannot be reached`);
+    headline.textContent = `Before: ${last.now.state}; ${last.now.doing}`;
   }
   if (mine === turn) setTimeout(() => mine === turn && look(mine), LOOK_EVERY);
 }
