@@ -30,6 +30,9 @@ FRAMEWORKS = ("frameworks", "ray")
 APART = "torchx"
 """The extra that it adds in an environment within the environment: it needs an older urllib3 than the others."""
 
+AXE = "axe-playwright-python"
+"""The package whose axe-core a test lets a browser run; what it depends on is not needed for that."""
+
 LEFT_OUT = (*FRAMEWORKS, APART, "deepspeed")
 """The extras that an environment does not begin with."""
 
@@ -127,6 +130,7 @@ def add_frameworks() -> None:
     together = [line for name in FRAMEWORKS for line in extras[name]]
     with pins_without("torch==", f"torch=={version('torch')}") as constraints:
         pip_install(*together, constraints=constraints)
+    pip_install("--no-deps", AXE)
     apart = Path(sys.prefix) / APART
     venv.create(apart, symlinks=True)
     with pins_without("urllib3==") as constraints:

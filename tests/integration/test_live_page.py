@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from harness import Job, asked, free_port, wait_for
 
 from elastic_launch.events import types as ev
 from elastic_launch.observe.chronicle import Chronicle
-from elastic_launch.observe.document import NodeTable, document
+from elastic_launch.observe.document import NodeTable, Now, document
 from elastic_launch.observe.document import page as html
 from elastic_launch.observe.history import Sample
 from elastic_launch.observe.ledger import build
@@ -225,6 +226,63 @@ def test_a_report_is_drawn_from_its_file(tmp_path: Path) -> None:
             0,
             1,
         ]
+        assert page.errors == []
+
+
+WORDS = ("starting", "training", "changing", "standing still", "parked", "saving", "ended", "failed")
+AXE = "axe.run().then(found => found.violations.map(it => [it.id, it.nodes.map(node => node.html)]))"
+VISIBLE = (
+    "[...document.querySelectorAll('#incidents td')].filter(it => {"
+    "const box = it.getBoundingClientRect(); return box.width && box.left >= 0 && box.right <= innerWidth;"
+    "}).map(it => it.dataset.head)"
+)
+
+
+@pytest.mark.system
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
+@pytest.mark.skipif(not find_spec("axe_playwright_python"), reason="needs axe-playwright-python, for its axe-core")
+def test_the_page_is_accessible_in_each_state(tmp_path: Path) -> None:
+    """In light and dark colours, wide and on a phone, which shows cause, cost and lost steps of an incident."""
+    chronicle = Chronicle()
+    for at, event in (
+        (10.0, ev.RoundFormed(1, 1, ("a", "b"), 2, 0, "first", 2.0)),
+        (11.0, ev.TrainingBegun(1, 0, 0, 50, 0.0)),
+        (12.0, ev.FirstStep(1, 1)),
+        (30.0, ev.RoundBroken(1, "crash", "rank 1 on node b: " + 9 * "/a/long/path", 20.0, "")),
+    ):
+        chronicle.add(at, event)
+    heads = ["node", "address", "state", "ranks", "workers", "step"]
+    table: NodeTable = {"about": ["old"], "heads": heads, "rows": [["b", "::1", "x", "1", "1", 3]], "marked": [0]}
+    spec = find_spec("axe_playwright_python")
+    assert spec is not None
+    assert spec.origin is not None
+    axe = (Path(spec.origin).parent / "axe.min.js").read_text()
+    with browser() as page:
+        for number, word in enumerate(WORDS):
+            now: Now = {
+                "node": "a",
+                "state": word,
+                "since": 1.0,
+                "safe": "step 3 is saved",
+                "happened": [(2.0, "x")],
+                "doing": "x",
+                "figures": [("step", "3")],
+                "ranks": [0],
+                "ended": number > 5,
+            }
+            shown = document(Host("a", chronicle, (), (), 1e9), build(chronicle), lines=["x"], nodes=table, now=now)
+            path = tmp_path / f"{number}.html"
+            path.write_text(html("Run r", shown))
+            page.open(f"file://{path}")
+            wait_for(word, lambda: page.value("document.getElementById('shape')?.textContent"))
+            assert word in page.value("document.title") or "no answer" in page.value("document.title")
+            page.ask("Runtime.evaluate", expression=axe)
+            for scheme, width in (("light", 1000), ("dark", 1000), ("light", 360), ("dark", 360)):
+                page.colours(scheme)
+                page.width(width)
+                found = page.ask("Runtime.evaluate", expression=AXE, awaitPromise=True, returnByValue=True)
+                assert found["result"]["value"] == [], (word, scheme, width)
+            assert {"cause", "stood still", "steps lost"} <= set(page.value(VISIBLE))
         assert page.errors == []
 
 
