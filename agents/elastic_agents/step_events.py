@@ -38,7 +38,8 @@ class StepEvents:
             self._began = self._at = self._clock.now()
             self._due = None
             took = round(ready.restore_s, 6)
-            self._events.emit(TrainingBegun(who.round, who.rank, ready.step, ready.total, took, ready.uncompared))
+            about = who.round, who.rank, ready.step, ready.total, took, ready.uncompared
+            self._events.emit(TrainingBegun(*about, saves_itself=not who.saves))
         self._open += 1
 
     def step(self, round_number: int, step: int, at: float) -> None:

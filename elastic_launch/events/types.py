@@ -485,6 +485,7 @@ class TrainingBegun(Event):
     total: int  # steps of the whole training; 0 if unknown
     restore_s: float  # seconds that it took to restore the state
     uncompared: int = 0  # steps since the ranks' states were last compared; 0 if the snapshot was, or if none are
+    saves_itself: bool = False  # whether the script saves its state, if anything does: nothing is known of that here
 
 
 class FirstStep(Event):

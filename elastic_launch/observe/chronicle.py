@@ -73,6 +73,7 @@ class Chronicle:
         self.agent_ended = False  # a run that is over may still be saved
         self.where = self.root_cause = ""  # of its end, see NodeEnded
         self.saved: int | None = None  # steps in the last checkpoint that this host knows of
+        self.saves_itself = False  # what the script has saved is not known
         self.lost_ahead = 0  # workers of this host that had started ahead, and ended before they had a place in a round
         self.link_cause = ""  # why the link to the leader is down; empty if it is up
         self._led_term = self._seen_term = 0
@@ -166,7 +167,8 @@ class Chronicle:
                 told.ahead += isinstance(event, ev.WorkerPlaced)
             case ev.WorkerExited():
                 self._exited(clock, event)
-            case ev.TrainingBegun(round=number, step=step, restore_s=seconds):
+            case ev.TrainingBegun(round=number, step=step, restore_s=seconds, saves_itself=alone):
+                self.saves_itself = alone
                 told = self._of(number)
                 told.begun, told.restore = clock, max(0.0, seconds)
                 told.step, told.last = step, max(step, told.last)

@@ -74,7 +74,8 @@ class Ledger:
 
     Attributes:
         productive_s, total_s: see the module.
-        unsaved_steps: steps since the last checkpoint, if the run ended before its work was done; None if unknown.
+        unsaved_steps: steps since the last checkpoint, if the run ended before its work was done; None if unknown, as
+            with a script that saves its state itself.
         lost_steps: these, plus those of all incidents that training went on after; None if unknown, also if one of them
             ended a round in which this host had no workers.
     """
@@ -91,6 +92,7 @@ class Ledger:
     lost_ahead: int = 0  # workers of this host that had started ahead, and ended before they had a place in a round
     started: bool = False  # whether workers of this host have been started in a round
     unseen_s: float = 0.0  # seconds of rounds in which this host had no workers, which no other figure counts
+    drained_last: bool = False  # whether the last round was drained, which is no incident unless another one follows
 
     @property
     def goodput(self) -> float | None:
@@ -115,6 +117,7 @@ class Ledger:
         kinds = Counter(incident.kind for incident in self.incidents)
         named = ", ".join(f"{number} {' '.join(kind.split())}" for kind, number in sorted(kinds.items()))
         incidents = counted(len(self.incidents), "incident") + (f" ({named})" if named else "")
+        incidents += " before the last round was drained" if self.drained_last else ""
         lost = "" if self.lost_steps is None else f", {_steps(self.lost_steps)} lost"
         restarts = f"restarts {self.restarts}" + ("" if most is None else f" of {most}")
         ahead = f"; {counted(self.lost_ahead, 'worker')} lost before a round" if self.lost_ahead else ""
@@ -146,7 +149,7 @@ def build(chronicle: Chronicle) -> Ledger:
         at = round(fault - (chronicle.since or 0.0), 6)
         incidents.append(replace(incident, at_s=at, exit_code=told.exit_code))
     unsaved = _unsaved(chronicle, rounds) if by_steps else 0
-    kept, productive = _productive(rounds, by_steps=by_steps, until=until, unsaved=unsaved)
+    kept, productive = _productive(rounds, by_steps=by_steps, until=until, unsaved=unsaved or 0)
     unseen = _unseen(rounds, until)
     total = max(0.0, until - (chronicle.since or 0.0) - unseen)
     known = [x.lost_steps for x in incidents if x.lost_steps is not None]
@@ -158,12 +161,13 @@ def build(chronicle: Chronicle) -> Ledger:
         round(total, 6),
         kept if by_steps else None,
         unsaved if by_steps else None,
-        unsaved + sum(known) if by_steps and complete else None,
+        unsaved + sum(known) if by_steps and complete and unsaved is not None else None,
         chronicle.restarts,
         chronicle.max_restarts,
         chronicle.lost_ahead,
         any(told.started is not None for told in rounds),
         round(unseen, 6),
+        bool(rounds) and faults[-1] is not None and rounds[-1].kind in _PLANNED and _drained(rounds[-1]),
     )
 
 
@@ -282,12 +286,14 @@ def _lost(told: RoundTold, later: list[RoundTold]) -> int | None:
     return max(0, told.last - resumed)
 
 
-def _unsaved(chronicle: Chronicle, rounds: list[RoundTold]) -> int:
+def _unsaved(chronicle: Chronicle, rounds: list[RoundTold]) -> int | None:
     """Return the steps that cannot be resumed from: their memory ended with the run, or with a node alone."""
     final = rounds[-1]
     alone = final.nodes == 1 or (bool(final.members) and not final.drained and final.gone >= set(final.members))
     if not chronicle.code or not (chronicle.over or alone):
         return 0
+    if chronicle.saves_itself:
+        return None
     last = next(told.last for told in reversed(rounds) if told.begun is not None)
     return max(0, last - (chronicle.saved or 0))
 

@@ -67,6 +67,7 @@ class NodeWatch:
         self._steps: deque[tuple[float, int, float]] = deque()
         self._moved = 0, self._since  # the steps done, and when they were first seen
         self._stepped = self._parked = self._planned = False
+        self._saves_itself = False  # the script does, or nothing
         self._path = ""  # of the checkpoint
         self._word = "starting", self._since
         self._slow: dict[str, int] = {}  # ranks found to be slow in this round, by node
@@ -108,8 +109,8 @@ class NodeWatch:
                     self._next = "its workers start ahead of a round"
                 case ev.WorkerAhead():
                     self._next = "its workers wait for a place in a round"
-                case ev.TrainingBegun():
-                    self._stepless = "first step"
+                case ev.TrainingBegun(saves_itself=alone):
+                    self._stepless, self._saves_itself = "first step", alone
                 case ev.FirstStep():
                     self._stepless, self._stepped = None, True
                     self._moved = self._moved[0], self._clock.now()
@@ -187,6 +188,7 @@ class NodeWatch:
             memory = f"step {present.snapshot} in this node's memory" if held else ""
             if saved is None:
                 nothing = "nothing is saved that the launcher knows of" if present.step else ""
+                nothing += "; the script saves its state itself, if it does" if nothing and self._saves_itself else ""
                 return f"no checkpoint yet; {memory}" if memory else nothing
             path = f" in {self._path}" if self._path and saved == self._checkpoint else ""
             clock = time.strftime("%H:%M:%S", time.gmtime(time.time() - (now - saved[1])))

@@ -39,7 +39,8 @@ def joined(hosts: Sequence[Host]) -> tuple[str, Ledger]:
     lost = [incident.lost_steps for incident in incidents if incident.lost_steps is not None]
     restarts = max(other.restarts for other in ledgers.values())
     most = max((x for other in ledgers.values() if (x := other.max_restarts) is not None), default=None)
-    unknown = ledger.lost_steps is None and len(lost) < len(incidents)
+    own = ledger.by_steps and ledger.unsaved_steps is None  # of a script that saves its state itself
+    unknown = ledger.lost_steps is None and (own or len(lost) < len(incidents))
     total_lost = (ledger.unsaved_steps or 0) + sum(lost) if lost and not unknown else ledger.lost_steps
     ahead = sum(other.lost_ahead for other in ledgers.values())
     ledger = replace(ledger, incidents=incidents, lost_steps=total_lost, lost_ahead=ahead)
@@ -140,7 +141,12 @@ def standing(host: Host, hosts: Sequence[Host], *, alive: bool | None) -> list[s
 def end_of(hosts: Sequence[Host]) -> tuple[str, str]:
     """Return where the state of a run that has ended is saved, and its root cause; empty if no file tells of it."""
     where = root_cause = ""
-    for host in sorted(hosts, key=lambda one: time.timestamp() if (time := one.time(one.chronicle.until)) else 0.0):
+
+    def ended(host: Host) -> tuple[bool, float]:
+        time = host.time(host.chronicle.until)
+        return host.chronicle.over, time.timestamp() if time else 0.0  # a node may have left long before the run's end
+
+    for host in sorted(hosts, key=ended):
         where, root_cause = host.chronicle.where or where, host.chronicle.root_cause or root_cause
     return where, root_cause
 

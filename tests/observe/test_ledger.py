@@ -542,6 +542,25 @@ def test_steps_are_lost_if_all_members_leave_at_once_without_a_drain(others: lis
     assert told.unsaved_steps == unsaved
 
 
+@pytest.mark.parametrize("saves_itself", [True, False])
+def test_what_a_script_has_saved_itself_is_not_said_to_be_lost(saves_itself: bool) -> None:
+    """Its drain is printed as an incident, which the summary does not deny."""
+    told = ledger(
+        (2.0, formed(1)),
+        (2.0, form(1)),
+        (3.0, ev.TrainingBegun(1, 0, 0, 0, 0.0, saves_itself=saves_itself)),
+        (4.0, ev.FirstStep(1, 1)),
+        (12.0, ev.RoundSteps(1, 0, 13, 8.0)),
+        (12.0, ev.RoundDrained(1, 13, "preemption", "node a leaves (SIGTERM)", 1.0, "x")),
+        (12.0, ev.RunEnded(143, "SIGTERM", 0, 1, 10.0)),
+    )
+    end = "0 incidents before the last round was drained"
+    if saves_itself:
+        assert told.line() == f"goodput 75.8 %: 7.6 of 10.0 s in 13 steps; {end}; restarts 0"
+    else:
+        assert told.line() == f"goodput 0.0 %: 0.0 of 10.0 s in no steps; {end}, 13 steps lost; restarts 0"
+
+
 def test_a_round_whose_workers_are_all_kept_has_begun() -> None:
     told = ledger(
         *[(2.0, formed(1)), (2.0, form(1)), (2.1, started(1)), (32.0, broken(1)), (33.0, formed(2)), (33.0, form(2))],
