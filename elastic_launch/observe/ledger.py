@@ -18,7 +18,8 @@ from elastic_launch.observe.chronicle import Chronicle, RoundTold
 PARTS = ("detect_s", "stop_s", "form_s", "start_s", "restore_s", "first_step_s")
 """An incident's parts, in order."""
 
-_PLANNED = ("membership", "preemption")
+PLANNED = ("membership", "preemption")
+"""Kinds of incidents that are no faults."""
 
 _SPOKEN = ("detected", "stopped", "formed", "started", "restored", "first step")
 
@@ -138,7 +139,7 @@ def build(chronicle: Chronicle) -> Ledger:
     faults = _faults(rounds, chronicle.since or 0.0, chronicle.until)
     for index, (told, fault) in enumerate(zip(rounds, faults, strict=True)):
         following = rounds[index + 1] if index + 1 < len(rounds) else None
-        if fault is None or (following is None and told.kind in _PLANNED):
+        if fault is None or (following is None and told.kind in PLANNED):
             continue  # a planned end without a next round is the end of the run, or of this node's part
         end = next((moment for moment in faults[index + 1 :] if moment is not None), until)
         if (following is None and chronicle.over) or (following is not None and _unknown(following)):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from elastic_launch.clock import Clock
 from elastic_launch.events import types as ev
 from elastic_launch.events.sentences import sentence
-from elastic_launch.observe.ledger import PARTS, RoundIncident, spoken
+from elastic_launch.observe.ledger import PARTS, PLANNED, RoundIncident, spoken
 from elastic_launch.system.plain_text import one_line
 
 if TYPE_CHECKING:
@@ -150,7 +150,8 @@ class Spans:
         names = ("round", "next_round", "kind", "cause", "drained", "lost_steps", "kept", "anew", "ahead")
         about = {name: value for name in names if (value := asdict(incident)[name]) is not None}
         about["incident"] = incident.round
-        self._make(f"incident: {incident.kind}", start, at, about, phases)
+        fault = "" if incident.kind in (*PLANNED, "unknown") else incident.cause or incident.kind
+        self._make(f"incident: {incident.kind}", start, at, about, phases, fault=fault)
 
     def close(self) -> None:
         """Send the last spans, within a bounded time."""
@@ -186,12 +187,16 @@ class Spans:
         about: Mapping[str, AttributeValue],
         phases: Sequence[tuple[str, float, float]],
         events: Sequence[tuple[float, str, dict[str, AttributeValue]]] = (),
+        *,
+        fault: str = "",
     ) -> None:
         from opentelemetry import trace
         from opentelemetry.context import Context
 
         known = self._about | {f"elastic_launch.{key}": value for key, value in about.items()}
         span = self._tracer.start_span(name, Context(), attributes=known, start_time=self._wall(start))
+        if fault:
+            span.set_status(trace.StatusCode.ERROR, fault)
         for at, what, more in events:
             span.add_event(what, more, self._wall(at))
         within = trace.set_span_in_context(span, Context())

@@ -11,6 +11,7 @@ from harness import wait_for
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
 from otlp_receiver import receiver
 
 from elastic_launch.events import types as ev
@@ -95,6 +96,27 @@ def test_rounds_and_an_incident_with_their_phases(monkeypatch: pytest.MonkeyPatc
     assert {f"elastic_launch.{name}": value for name, value in expected.items()}.items() <= about.items()
     assert [event.name for event in told.roots()["round 1"].events] == ["round_broken"]
     assert told.roots()["round 1"].resource.attributes["service.instance.id"] == "a"
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "description"),
+    [
+        ("crash", StatusCode.ERROR, "rank 0"),
+        ("hang", StatusCode.ERROR, "rank 0"),
+        ("node loss", StatusCode.ERROR, "rank 0"),
+        ("membership", StatusCode.UNSET, None),
+        ("preemption", StatusCode.UNSET, None),
+    ],
+)
+def test_an_incident_that_is_a_fault_has_the_status_error(
+    monkeypatch: pytest.MonkeyPatch, kind: str, status: StatusCode, description: str | None
+) -> None:
+    told = Told(monkeypatch)
+    broken = ev.RoundBroken(1, kind, "rank 0", 20.0, "a new round forms")
+    told.add([(at, broken if isinstance(event, ev.RoundBroken) else event) for at, event in CRASH])
+    found = told.roots()[f"incident: {kind}"].status
+    assert (found.status_code, found.description) == (status, description)
+    assert told.roots()["round 1"].status.status_code is StatusCode.UNSET
 
 
 def test_a_round_of_a_plain_script_ends_with_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
