@@ -320,11 +320,13 @@ class SlowRank(Message):
     Attributes:
         phase: what it needs longer for.
         ratio: its time divided by the median of the other ranks.
+        load: load average of its host in the last minute, per CPU.
     """
 
     rank: Count
     phase: Text
     ratio: Seconds
+    load: Seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,7 +165,7 @@ MESSAGES = [
     c.WorkerSaved(7, "the disk is full"),
     c.Noted(),
     c.FaultDue(3, 20, 1),
-    c.SlowRank(3, "data", 2.5),
+    c.SlowRank(3, "data", 2.5, 0.9),
     c.Restored(1),
     c.NoSnapshots("3 of 0.20 GiB each need 0.60 GiB more"),
     c.FaultOrder(strikes=True),

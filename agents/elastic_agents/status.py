@@ -27,6 +27,7 @@ def present(
     trained, trained_s = timer.trained
     reports = control.reports(number)
     steps_s, durations = control.steps()
+    of_round = timer.of_round(view.round)
     told = view.round > 0  # until then others may have used up what this node's own flags allow
     return Present(
         phase="held" if workers.held and view.alive else view.phase.value,
@@ -55,6 +56,7 @@ def present(
         steps_s=steps_s,
         durations=durations,
         unconfirmed=membership.unconfirmed,
+        round_steps=(of_round[1] - of_round[0] if of_round else 0) if number else None,
     )
 
 

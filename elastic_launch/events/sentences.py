@@ -168,9 +168,10 @@ def _checked(event: ev.NodeChecked) -> str:
 
 def _straggles(event: ev.StragglerFound) -> str:
     what = "waits longer for data" if event.phase == "data" else "computes longer"
+    why = f"; its host is overloaded, with a load of {event.load:.1f} per CPU" if event.load > ev.OVERLOADED else ""
     return (
         f"rank {event.rank} on node {event.node} is slow: it {what}, and needs {event.ratio:.1f} times as long "
-        "for its part of a step as the other ranks, which wait for it"
+        f"for its part of a step as the other ranks, which wait for it{why}"
     )
 
 

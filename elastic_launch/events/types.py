@@ -21,6 +21,11 @@ Tone = Literal["", "good", "bad", "note"]
 ROUND_ENDS = ("membership", "preemption", "node loss", "fatal", "startup", "out of memory", "hang", "crash")
 """Why a round can end before its work is done; see :class:`elastic_launch.rendezvous.leader.verdict.Kind`."""
 
+OVERLOADED = 1.25
+"""A host is overloaded if its load average in the last minute, per CPU, is more."""
+
+HOSTS = ("normal", "overloaded")
+
 KINDS: dict[str, type[Event]] = {}
 """All events by their names."""
 
@@ -404,18 +409,24 @@ class StragglerFound(Event):
     counter = Counter(
         "stragglers_total",
         "Ranks found to be slow, on the node of rank 0.",
-        {"slow_node": (), "phase": ("data", "compute")},
+        {"slow_node": (), "phase": ("data", "compute"), "host": HOSTS},
     )
 
     @property
     def slow_node(self) -> str:
         return self.node
 
+    @property
+    def host(self) -> str:
+        """One of :data:`HOSTS`, so that an alert can tell other work on the host from a slow host."""
+        return HOSTS[self.load > OVERLOADED]
+
     round: int
     rank: int
     node: str  # the rank's node
     phase: str  # what it needs longer for: ``data``, or ``compute`` for everything else but waiting for other ranks
     ratio: float  # its time for a micro-batch divided by the median of the other ranks
+    load: float = 0.0  # load average of its host in the last minute, per CPU
 
 
 class WorkerStarted(Event):

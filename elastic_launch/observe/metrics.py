@@ -79,6 +79,10 @@ METRICS = {
     "elastic_launch_remaining_seconds": _gauge(
         "Time until the training ends at this pace, if that is known.", lambda p: p.remaining
     ),
+    "elastic_launch_round_steps": _gauge(
+        "Optimizer steps done in the round that trains; 0 if none does.",
+        lambda p: None if p.round_steps is None else _trains(p) * p.round_steps,
+    ),
     "elastic_launch_step_seconds": _Kind(
         "histogram", "Optimizer steps of the node's workers, repeated ones included, each from the end of the last."
     ),
@@ -170,6 +174,11 @@ class NodeMetrics:
         if present.snapshot != self._present.snapshot:
             self._snapshot = time.time()
         self._present = present
+        if 0 in present.ranks:  # this node tells which ranks are slow
+            name = "elastic_launch_stragglers_total"
+            known = {**self._metrics[name].labels, "slow_node": tuple(node for node, _ in present.members)}
+            with self._lock:
+                self._counters[name] = dict.fromkeys(product(*known.values()), 0.0) | self._counters[name]
 
     def text(self, present: Present, *, leads: bool, goodput: float | None) -> bytes:
         """Return all metrics in Prometheus' text format.

@@ -51,3 +51,4 @@ class Present:
     durations: tuple[int, ...] = ()  # numbers of these by duration, see shared_progress.STEP_BOUNDS; last, the longer
     end: HowEnded | None = None  # None until it has ended
     unconfirmed: float | None = None  # since membership was last confirmed, if the workers train all the same
+    round_steps: int | None = None  # done in the current or last round; None until a worker reports that it trains

@@ -59,7 +59,15 @@ def test_a_node_that_starts_shows_what_is_known() -> None:
         for how in ("broken", "drained"):
             assert shown[f"elastic_launch_rounds_ended_total{{how={how},kind={kind.text}}}"] == 0
     assert shown["elastic_launch_notices_total{kind=maintenance,source=GCP}"] == 0
-    unknown = {"step", "total_steps", "remaining_seconds", "snapshot_step", "checkpoint_step", "goodput_ratio"}
+    unknown = {
+        "step",
+        "round_steps",
+        "total_steps",
+        "remaining_seconds",
+        "snapshot_step",
+        "checkpoint_step",
+        "goodput_ratio",
+    }
     unknown |= {"restarts", "max_restarts"}  # a budget of 0 would look as if it were used up
     assert not {f"elastic_launch_{name}" for name in unknown} & shown.keys()
 
@@ -99,8 +107,9 @@ def test_a_snapshot_has_the_time_at_which_it_was_first_seen(monkeypatch: pytest.
 
 
 def test_a_world_that_does_not_train_has_no_size() -> None:
-    shown = values(metrics(), Present("waiting", 3, 2, 8))
-    assert (shown["elastic_launch_world_size"], shown["elastic_launch_nodes"]) == (0, 0)
+    shown = values(metrics(), Present("waiting", 3, 2, 8, round_steps=5))
+    names = ("world_size", "nodes", "round_steps")
+    assert [shown[f"elastic_launch_{name}"] for name in names] == [0, 0, 0]
 
 
 def test_events_are_counted() -> None:
@@ -116,7 +125,7 @@ def test_events_are_counted() -> None:
         ev.RoundDrained(2, 7, "membership", "resize", 0.1, ""),
         ev.NodeLost("b", "silent", 5.0, 0, ""),
         ev.NoticeReceived("AWS", "preemption", "spot", 120.0, True),
-        ev.StragglerFound(2, 1, "b", "data", 2.0),
+        ev.StragglerFound(2, 1, "b", "data", 2.0, 0.5),
         ev.CheckpointSaved(2, 7, "/c"),
     ):
         found.add(event)
@@ -128,9 +137,22 @@ def test_events_are_counted() -> None:
     assert shown["elastic_launch_nodes_lost_total"] == 1
     assert shown["elastic_launch_worker_failures_total"] == 1, "the stopped one did not fail"
     assert shown["elastic_launch_notices_total{kind=preemption,source=AWS}"] == 1
-    assert shown["elastic_launch_stragglers_total{phase=data,slow_node=b}"] == 1
+    assert shown["elastic_launch_stragglers_total{host=normal,phase=data,slow_node=b}"] == 1
     assert (shown["elastic_launch_checkpoint_step"], shown["elastic_launch_checkpoints_total"]) == (7, 1)
     assert shown["elastic_launch_checkpoint_timestamp_seconds"] > 1.7e9
+
+
+def test_the_first_straggler_of_a_node_raises_a_counter_that_was_there() -> None:
+    found = metrics()
+    members = (("a", 1), ("b", 1))
+    name = "elastic_launch_stragglers_total{host=overloaded,phase=compute,slow_node=b}"
+    assert name not in values(found, Present("running", members=members, ranks=(1,))), (
+        "another node tells of stragglers"
+    )
+    present = Present("running", members=members, ranks=(0,))
+    assert values(found, present)[name] == 0
+    found.add(ev.StragglerFound(1, 1, "b", "compute", 2.0, 3.0))
+    assert values(found, present)[name] == 1
 
 
 def test_the_parts_of_incidents_add_up() -> None:

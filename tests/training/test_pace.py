@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+from itertools import takewhile
 from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from elastic_launch.training.ranks.pace import FIRST_WINDOW, WINDOWS, Pace, Straggler, slow_ranks
+from elastic_launch.events import types as ev
+from elastic_launch.events.sentences import sentence
+from elastic_launch.training.ranks.pace import FIRST_WINDOW, WINDOWS, Pace, Persistence, Straggler, slow_ranks
 
 
 @pytest.mark.parametrize(
@@ -28,18 +33,37 @@ def test_slow_ranks(times: list[tuple[float, float]], found: list[Straggler]) ->
     assert slow_ranks(times) == found
 
 
-def test_a_rank_is_reported_once_after_two_windows() -> None:
+@given(st.lists(st.sets(st.integers(0, 3)), max_size=30))
+def test_a_rank_is_found_when_it_has_been_slow_in_enough_windows_on_end(windows: list[set[int]]) -> None:
+    persistence = Persistence()
+    for last, slow in enumerate(windows, 1):
+        found = persistence.add([Straggler(rank, "compute", 2.0) for rank in sorted(slow)])
+        expected = [
+            rank
+            for rank in range(4)
+            if sum(1 for _ in takewhile(lambda window: rank in window, reversed(windows[:last]))) == WINDOWS  # noqa: B023
+        ]
+        assert [one.rank for one in found] == expected
+
+
+def test_a_pause_that_is_in_two_windows_is_not_persistent() -> None:
+    persistence = Persistence()
+    slow = [Straggler(1, "compute", 9.0)]
+    assert [persistence.add(window) for window in (slow, slow, [], slow, slow, [])] == [[]] * 6
+
+
+def test_a_rank_is_reported_once_after_three_windows() -> None:
     found: list[Straggler] = []
     pace = Pace(0, 2, 100, on_host=True, report=found.append)
     other = 0.1
 
     def reduce(table: torch.Tensor) -> None:
-        table[1] = torch.tensor([0.0, other, 2.0])
+        table[1] = torch.tensor([0.0, other, 2.0, 2.5])
 
     step = 100
     with mock.patch("torch.distributed.all_reduce", reduce):
-        for window in range(1, 6):
-            other = 0.01 if window == 4 else 0.1
+        for window in range(1, 7):
+            other = 0.01 if window == WINDOWS + 1 else 0.1
             before = len(found)
             while True:
                 step += 1
@@ -48,5 +72,12 @@ def test_a_rank_is_reported_once_after_two_windows() -> None:
                 if pace._count == 0:
                     break
             assert len(found) - before == (window == WINDOWS), window
-    assert found == [Straggler(1, "compute", 10.0)]
-    assert step >= 100 + 5 * FIRST_WINDOW
+    assert found == [Straggler(1, "compute", 10.0, load=2.5)]
+    assert step >= 100 + 6 * FIRST_WINDOW
+
+
+@pytest.mark.parametrize(("load", "told"), [(0.9, False), (1.25, False), (2.34, True)])
+def test_a_finding_says_that_the_host_is_overloaded(load: float, told: bool) -> None:
+    found = ev.StragglerFound(1, 2, "b", "compute", 2.0, load)
+    assert sentence(found).endswith("which wait for it; its host is overloaded, with a load of 2.3 per CPU") == told
+    assert found.host == ("overloaded" if told else "normal")

@@ -7,9 +7,10 @@ From time to time the ranks exchange these, so that the first one can report who
 from __future__ import annotations
 
 import math
+import os
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -26,8 +27,8 @@ FIRST_WINDOW = 20
 WINDOW_S, LONGEST_WINDOW = 5.0, 10_000
 """Seconds that a later window lasts, and its maximum number of steps."""
 
-WINDOWS = 2
-"""Consecutive windows in which a rank must be slow: a single one may have had other work beside it."""
+WINDOWS = 3
+"""Consecutive windows in which a rank must be slow: a single pause may be in two of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class Straggler:
     rank: int
     phase: str  # what it needs more time for: ``data``, or ``compute`` for everything else
     ratio: float  # its time divided by the median of the other ranks
+    load: float = 0.0  # load average of its host in the last minute, per CPU
 
 
 def slow_ranks(times: Sequence[tuple[float, float]]) -> list[Straggler]:
@@ -56,13 +58,25 @@ def slow_ranks(times: Sequence[tuple[float, float]]) -> list[Straggler]:
     return found
 
 
+class Persistence:
+    """Finds the ranks that remain slow."""
+
+    def __init__(self) -> None:
+        self._windows: dict[int, int] = {}  # consecutive windows in which a rank was slow
+
+    def add(self, slow: Sequence[Straggler]) -> list[Straggler]:
+        """Add a window; return the ranks that have now been slow in :data:`WINDOWS` windows, each of them once."""
+        self._windows = {found.rank: self._windows.get(found.rank, 0) + 1 for found in slow}
+        return [found for found in slow if self._windows[found.rank] == WINDOWS]
+
+
 class Pace:
     """Compares the ranks of one round.
 
     Args:
         on_host: whether the host's clock shows what a step takes; on a device that computes by itself, only the wait
             for data is compared.
-        report: called on rank 0 for each rank that has become slow.
+        report: called on rank 0 for each rank that remains slow.
     """
 
     def __init__(
@@ -76,7 +90,7 @@ class Pace:
         self._began = step
         self._wall = self._data = self._compute = 0.0
         self._count = 0
-        self._windows: dict[int, int] = {}  # consecutive windows in which a rank was slow
+        self._persistence = Persistence()
 
     def add(self, wall: float, data: float, exchange: float, micro_batches: int) -> None:
         """Count a step.
@@ -94,19 +108,20 @@ class Pace:
         if step < self._next or self._world_size == 1:
             return
         count = self._count or math.nan
-        mine = [self._data / count, self._compute / count if self._on_host else 0.0 * count, self._wall]
+        mine = [self._data / count, self._compute / count if self._on_host else 0.0 * count, self._wall, _load()]
         table = torch.zeros(self._world_size, len(mine), dtype=torch.float64, device="cpu")
         table[self._rank] = torch.tensor(mine, dtype=torch.float64, device="cpu")
         dist.all_reduce(table)
-        rows = [(data, compute) for data, compute, _ in table.tolist()]
+        rows = table.tolist()
         # The same on all ranks, as the next window must be.
         each = max(float(table[:, 2].max()) / max(1, step - self._began), 1e-9)
         self._began, self._next = step, step + min(max(FIRST_WINDOW, math.ceil(WINDOW_S / each)), LONGEST_WINDOW)
         self._wall = self._data = self._compute = 0.0
         self._count = 0
-        slow = {found.rank: found for found in slow_ranks(rows)}
-        self._windows = {rank: self._windows.get(rank, 0) + 1 for rank in slow}
-        if self._rank == 0:
-            for rank, found in slow.items():
-                if self._windows[rank] == WINDOWS:
-                    self._report(found)
+        for found in self._persistence.add(slow_ranks([(data, compute) for data, compute, _, _ in rows])):
+            if self._rank == 0:
+                self._report(replace(found, load=round(rows[found.rank][3], 2)))
+
+
+def _load() -> float:
+    return os.getloadavg()[0] / (os.cpu_count() or 1)
