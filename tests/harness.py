@@ -42,6 +42,12 @@ _INTERPRETERS = re.compile("PYTHON|LD_|TORCH_|OMP_|PATH$")
 T = TypeVar("T")
 
 
+def make_unwritable(directory: Path) -> None:
+    """Move a directory away, and leave a link in its place through which nothing can be made, also by the superuser."""
+    directory.rename(directory.with_name(f"{directory.name}-moved"))
+    directory.symlink_to("/sys/elastic-launch-test")
+
+
 def wait_for(what: str, probe: Callable[[], T], timeout: float = 30.0) -> T:
     """Return the first true value of probe; on timeout, fail with a message that names what was waited for.
 

@@ -1,4 +1,7 @@
-"""A run whose last state could not be saved fails at the end, even if it has saved others before."""
+"""A run whose last state could not be saved fails at the end, even if it has saved others before.
+
+If it could not save at all, it does not begin.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +11,38 @@ from pathlib import Path
 
 import pytest
 from changes import Changes
-from harness import Job, wait_for
-
-NOWHERE = "/sys/elastic-launch-test"
-"""In /sys no directory can be made, not even by the superuser, to whom file modes do not apply."""
+from harness import Job, make_unwritable, wait_for
 
 
 @pytest.mark.slow
-def test_a_restart_and_a_drain_do_not_hide_that_nothing_was_saved(job: Job) -> None:
-    changes = Changes(job, "--checkpoint", NOWHERE, "--every", "10")
+@pytest.mark.parametrize("nproc", ["1", "2"])
+def test_a_run_does_not_begin_with_a_directory_that_cannot_be_written_to(job: Job, nproc: str) -> None:
+    directory = job.directory / "file" / "checkpoints"
+    directory.parent.touch()
+    changes = Changes(job, "--checkpoint", str(directory))
+    agent = changes.alone("--nproc", nproc)
+    assert agent.wait(100) == 93, agent.output
+    cause = agent.output.partition("root cause: ")[2]
+    assert f"UsageError: Checkpoints cannot be saved to {directory} on host " in cause
+    assert "Give Checkpoint() a directory that exists, or can be made," in agent.output
+    assert not changes.steps()
+    assert not job.events("restart_charged")
+
+
+@pytest.mark.slow
+def test_a_restart_and_a_drain_do_not_hide_that_nothing_was_saved(job: Job, tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    changes = Changes(job, "--checkpoint", str(directory), "--every", "1000")
     agent = changes.alone("--nproc", "2")
     number = changes.trains(2, steps=15)
+    make_unwritable(directory)
     os.kill(job.events("worker_started")[-1]["pid"], signal.SIGKILL)
     number = changes.trains(2, after=number, steps=2)
     os.kill(job.events("worker_started")[-1]["pid"], signal.SIGTERM)
     changes.trains(2, after=number)
     changes.hurry()
     assert agent.wait(100) == 93, agent.output
-    failed = f"No checkpoint of this run could be saved in {NOWHERE}: Could not write a checkpoint in {NOWHERE}"
+    failed = f"No checkpoint of this run could be saved in {directory}: Could not write a checkpoint in {directory}"
     end = agent.output.partition("exit code 93: ")[2]
     assert failed in end
     assert "Traceback" not in end

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from changes import Changes, ctl
-from harness import SCRIPTS, Job
+from harness import SCRIPTS, Job, make_unwritable
 
 
 def test_a_drained_run_that_reports_its_state_as_saved_has_saved_it(job: Job, tmp_path: Path) -> None:
@@ -29,15 +29,16 @@ def test_a_drained_run_that_reports_its_state_as_saved_has_saved_it(job: Job, tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpoint", [[], ["--checkpoint", "/sys/elastic-launch-test"]], ids=["none", "impossible"])
-def test_a_drained_run_that_cannot_be_saved_reports_it(job: Job, checkpoint: list[str]) -> None:
-    changes = Changes(job, *checkpoint)
+@pytest.mark.parametrize("checkpoint", [False, True], ids=["none", "impossible"])
+def test_a_drained_run_that_cannot_be_saved_reports_it(job: Job, tmp_path: Path, checkpoint: bool) -> None:
+    directory = tmp_path / "checkpoints"
+    changes = Changes(job, *(["--checkpoint", str(directory), "--every", "1000"] if checkpoint else []))
     agent = changes.alone()
     changes.trains(1, steps=5)
+    if checkpoint:
+        make_unwritable(directory)
     done = ctl("drain", "--log-dir", str(job.logs))
-    why = (
-        "Could not write a checkpoint in /sys/elastic-launch-test" if checkpoint else "the script saves no checkpoints"
-    )
+    why = f"Could not write a checkpoint in {directory}" if checkpoint else "the script saves no checkpoints"
     assert done.returncode == 1, done
     assert f"its state not saved: {why}" in done.stdout
     assert agent.wait() == 143

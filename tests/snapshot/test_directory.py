@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import shutil
@@ -21,7 +22,7 @@ from elastic_launch.snapshot import CheckpointGoneError, CheckpointInfo, find, i
 from elastic_launch.snapshot.format.manifest import directory_name, parse_name
 from elastic_launch.snapshot.storage import directory as drafts
 from elastic_launch.snapshot.storage import listing, saving
-from elastic_launch.snapshot.storage.directory import Directory
+from elastic_launch.snapshot.storage.directory import Directory, check_writable
 
 
 def numbers(infos: list[CheckpointInfo]) -> list[tuple[int, int]]:
@@ -360,3 +361,27 @@ def test_concurrent_readers_and_writers_that_prune(tmp_path: Path) -> None:
     in_threads(writers, reader, reader)
     assert len(os.listdir(tmp_path)) <= 2
     assert numbers(find(tmp_path, refuse))[0] == (1, 41)
+
+
+def test_a_directory_that_can_be_written_to_is_made_and_left_empty(tmp_path: Path) -> None:
+    check_writable(tmp_path / "a" / "b")
+    check_writable(tmp_path / "a" / "b")
+    assert os.listdir(tmp_path / "a" / "b") == []
+
+
+@pytest.mark.parametrize("where", ["/proc/elastic-launch-test", "/sys/elastic-launch-test", "file", "file/a/b", "link"])
+def test_a_directory_that_cannot_be_written_to_is_a_wrong_argument(where: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("/sys/elastic-launch-test")
+    with pytest.raises(UsageError, match=f"Checkpoints cannot be saved to {tmp_path / where} on host .*: "):
+        check_writable(tmp_path / where)
+
+
+def test_a_directory_that_is_full_when_the_run_begins_may_have_room_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(directory: Directory, name: str, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Directory, "put", full)
+    check_writable(tmp_path)

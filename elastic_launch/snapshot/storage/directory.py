@@ -14,10 +14,12 @@ import errno
 import fcntl
 import os
 import secrets
+import socket
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from elastic_launch.errors import UsageError
 from elastic_launch.snapshot.errors import MalformedError
 from elastic_launch.snapshot.format.files import (
     FileSum,
@@ -54,7 +56,33 @@ _FIRST_SHARE = "tensors-00001-of-"
 _ATTEMPTS = 10
 """Maximum number of attempts. An attempt fails only if a sweeper comes between the writer's first two calls."""
 
+_LASTING = {
+    *(errno.EROFS, errno.EACCES, errno.EPERM),
+    *(errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.ELOOP, errno.ENAMETOOLONG),
+}
+"""Errors of a path that stay until a user changes something; others, such as a full disk, may pass by themselves."""
+
 _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
+
+
+def check_writable(path: Path) -> None:
+    """Make a directory of checkpoints if it does not exist, and in it a file, which is removed.
+
+    Raises:
+        UsageError: if that fails, and would fail again.
+    """
+    file = f"probe-{new_nonce()}"
+    try:
+        Directory(path).put(file, b"")
+        (path / file).unlink()
+    except OSError as error:
+        if error.errno in _LASTING:
+            where = error.filename if error.filename in map(str, (path, *path.parents)) else path
+            raise UsageError(
+                f"Checkpoints cannot be saved to {path} on host {socket.gethostname()}: {os.strerror(error.errno)} "
+                f"({where}).",
+                "Give Checkpoint() a directory that exists, or can be made, and that this user can write to.",
+            ) from error
 
 
 class Directory:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from elastic_launch.errors import UsageError
 from elastic_launch.snapshot.location import Place, Url, place
 from elastic_launch.snapshot.room import MORE_MEMORY, below_peak, room
 from elastic_launch.snapshot.stall import while_advancing
+from elastic_launch.snapshot.storage.directory import check_writable
 from elastic_launch.snapshot.storage.lineage import epoch_of, same_run
 from elastic_launch.snapshot.storage.listing import positions
 from elastic_launch.snapshot.storage.owner import claim, epoch_in, other_owner, owned_by
@@ -127,7 +129,8 @@ class CheckpointManager:
             The state to resume from; None if no intact checkpoint is newer than the state in memory.
 
         Raises:
-            UsageError: if the checkpoint belongs to another training; the message names what differs.
+            UsageError: if the checkpoint belongs to another training; the message names what differs. Also if the run
+                begins and its directory cannot be written to.
             CheckpointError: if the directory cannot be read or does not respond, or the URL cannot be used.
         """
         where = self.directory
@@ -138,7 +141,7 @@ class CheckpointManager:
             )
         self._writers = writers(where, world)
         # A read that is merely slow must not make the training resume from an older state.
-        read = partial(_read, where, above)
+        read = partial(_read, where, above, begins=world.round <= 1)
         found = read_together(world, where, read, parts.taking, reads=self._writers.reads)
         self._highest = max(self._highest, found.known, found.round, *(above or (0,))[:1])
         if found.state is None and above is not None:
@@ -522,14 +525,16 @@ def _listed(directory: Place) -> list[tuple[int, int]]:
         time.sleep(LOOK_AGAIN)
 
 
-def _read(where: Place, above: tuple[int, int] | None, taking: Taking) -> LocationRead:
+def _read(where: Place, above: tuple[int, int] | None, taking: Taking, *, begins: bool) -> LocationRead:
     """Return the newest intact checkpoint above a position, and the highest round in any checkpoint's name.
 
     Args:
         above: round and step; None: consider all checkpoints.
+        begins: whether the run begins: later, a directory that cannot be written to was writable before, and may
+            become so again.
 
     Raises:
-        UsageError: if there is no driver for a URL.
+        UsageError: if there is no driver for a URL, or if the run begins and a directory cannot be written to.
         CheckpointError: if the location cannot be read, or a URL not written to, and ``above`` is None.
     """
     damaged: list[snapshot.CheckpointReadError] = []
@@ -538,6 +543,8 @@ def _read(where: Place, above: tuple[int, int] | None, taking: Taking) -> Locati
     try:
         if isinstance(where, Url) and above is None:
             try_out(where, size=16)
+        elif isinstance(where, Path) and above is None and begins:
+            check_writable(where)
         taken = epoch_in(where)
         if above is not None and (other := other_owner(where, run_id())):
             _log.warning("training goes on from memory: %s was taken by run %s", where, other)
