@@ -150,7 +150,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class WorkerHello(Message):
-    """First message; the agent answers with ``SnapshotSlots``.
+    """First message; the agent answers with ``SnapshotSlots``, or with ``PlaceTaken``.
 
     Attributes:
         saves: whether the library saves the worker's state; else its script does, if anything does.
@@ -562,6 +562,13 @@ class FaultOrder(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class PlaceTaken(Message):
+    """The answer to a :class:`WorkerHello` if another process that still runs has its place."""
+
+    pid: Count
+
+
+@dataclass(frozen=True, slots=True)
 class Noted(Message):
     """The agent knows what the worker has reported: ``Drained``, ``Differs`` or ``RestoreFailed``."""
 
@@ -591,7 +598,22 @@ FROM_WORKERS: frozenset[type[Message]] = frozenset(
 """The messages that a worker may send to its agent."""
 
 _FROM_AGENTS: frozenset[type[Message]] = frozenset(
-    {SnapshotSlots, Fetched, Use, CommitAnswer, Copied, Copying, Stop, Suspend, Place, Exit, Save, FaultOrder, Noted}
+    {
+        SnapshotSlots,
+        PlaceTaken,
+        Fetched,
+        Use,
+        CommitAnswer,
+        Copied,
+        Copying,
+        Stop,
+        Suspend,
+        Place,
+        Exit,
+        Save,
+        FaultOrder,
+        Noted,
+    }
 )
 
 _MESSAGES: Messages[Message] = Messages([*FROM_WORKERS, *_FROM_AGENTS], MAX_LINE)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from elastic_launch import contract as c
 from elastic_launch.collective_dump import dump_collectives_on_request
+from elastic_launch.errors import UsageError
 from elastic_launch.shared_progress import Activity, SharedProgress
 from elastic_launch.snapshot.memory.slot import Slot
 from elastic_launch.stack_dump import dump_stacks_on_signal
@@ -110,6 +111,7 @@ class AgentLink:
         self._suspend: c.Suspend | None = None
         self._place: c.Place | None = None
         self._exit = False
+        self._taken_by: int | None = None  # the process that has this one's place
 
     @staticmethod
     def connect(world: World, *, saves: bool = True) -> AgentLink:
@@ -117,6 +119,9 @@ class AgentLink:
 
         Args:
             saves: whether the library saves this worker's state.
+
+        Raises:
+            UsageError: if this process was started by a worker, with the worker's environment.
         """
         if not world.round:
             return AgentLink()
@@ -150,6 +155,14 @@ class AgentLink:
         link._round, link._local_rank = hello.round, hello.local_rank
         link.say(hello)
         link._take_slots()
+        if link._taken_by is not None:
+            link.close()
+            raise UsageError(
+                f"This process (pid {os.getpid()}) has the environment of rank {hello.rank}, which is the running "
+                f"process {link._taken_by} of the training.",
+                "Start a program that is not to train with the others without RANK and WORLD_SIZE in its environment: "
+                "it is then a world of one.",
+            )
         return link
 
     def say(self, message: c.Message) -> None:
@@ -511,6 +524,8 @@ class AgentLink:
                 case c.SnapshotSlots() as slots:
                     self._take_use(slots)
                     self.patience, self.split = slots.patience_s, slots.split
+                case c.PlaceTaken(pid=pid):
+                    self._taken_by = pid
                 case c.Suspend(round=number) as suspend:
                     if number == self._round:
                         self._suspend = suspend

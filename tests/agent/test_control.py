@@ -8,6 +8,8 @@ import queue
 import resource
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 import zlib
@@ -101,6 +103,31 @@ def worker(control: Control, said: Said, rank: int, round_number: int = 1) -> so
     assert isinstance(c.unpack(slots.strip()), c.SnapshotSlots)
     assert said.get(timeout=WAIT) == v.Reported(round_number, rank, c.Ready(5))
     return sock
+
+
+def answer(control: Control, hello: c.WorkerHello) -> c.Message:
+    """What another process, which ends then, is told."""
+    program = (
+        "import socket, sys; sock = socket.socket(socket.AF_UNIX); sock.connect('\\0' + sys.argv[1]);"
+        "sock.sendall(sys.argv[2].encode()); print(sock.recv(4096).decode(), end='')"
+    )
+    command = [sys.executable, "-c", program, control.address[1:], c.pack(hello).decode()]
+    return c.unpack(subprocess.run(command, check=True, capture_output=True, timeout=60).stdout.strip())
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_another_process_is_refused_a_place_as_long_as_its_holder_runs(
+    control: Control, said: Said, closed: bool
+) -> None:
+    with worker(control, said, 0, round_number=2) as sock:
+        if closed:
+            sock.close()
+        assert answer(control, c.WorkerHello(2, 0, 0)) == c.PlaceTaken(os.getpid())
+        assert answer(control, c.WorkerHello(1, 0, 0)) == c.PlaceTaken(os.getpid()), "started before the last change"
+        assert isinstance(answer(control, c.WorkerHello(2, 1, 1)), c.SnapshotSlots)
+        assert isinstance(answer(control, c.WorkerHello(3, 0, 0)), c.SnapshotSlots), "the next process of this rank"
+        assert isinstance(answer(control, c.WorkerHello(3, 0, 0)), c.SnapshotSlots), "the one before it has ended"
+        assert isinstance(answer(control, c.WorkerHello(0, 0, 0)), c.SnapshotSlots), "started ahead"
 
 
 def test_only_rank_0_of_the_round_is_asked_to_save(control: Control, said: Said) -> None:

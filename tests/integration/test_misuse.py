@@ -35,6 +35,67 @@ with el.session() as run:
 """
 
 
+CHILDREN = """
+import os, subprocess, sys
+from pathlib import Path
+import torch
+from torch import nn
+import elastic_launch as el
+
+os.chdir(Path(__file__).parent)
+
+def evaluate(name):
+    with el.session() as run:
+        Path(name).write_text(f"{run.rank} of {run.world_size}")
+
+if sys.argv[1:]:
+    evaluate(sys.argv[1])
+    sys.exit()
+
+def forked():
+    pid = os.fork()
+    if pid == 0:
+        try:
+            evaluate("forked")
+        except el.UsageError:
+            os._exit(3)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+with el.session() as run:
+    model = nn.Linear(4, 1)
+    loader = el.ElasticLoader(torch.ones(64, 4), el.GlobalBatch(8, micro=2))
+    for step in run.steps(loader, model, torch.optim.SGD(model.parameters(), lr=0.01), until=8):
+        for x in step:
+            step.backward(model(x).mean())
+        step.update()
+        if step.number == 4 and run.rank == 1:
+            alone = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+            program = [sys.executable, __file__]
+            codes = [
+                subprocess.run([*program, "alone"], env=alone).returncode,
+                subprocess.run([*program, "inherited"], start_new_session=True).returncode,
+                forked(),
+            ]
+            Path("codes").write_text(repr(codes))
+"""
+
+
+@pytest.mark.parametrize("flags", [[], ["--no-warm"]], ids=["forked", "executed"])
+def test_a_session_in_a_child_of_a_worker_is_refused_and_disturbs_nothing(
+    job: Job, tmp_path: Path, flags: list[str]
+) -> None:
+    script = tmp_path / "children.py"
+    script.write_text(CHILDREN)
+    agent = job.launch("--standalone", "--nproc", "2", "--hang-timeout", "off", *flags, command=[str(script)])
+    assert agent.wait(100) == 0, agent.output
+    assert (tmp_path / "codes").read_text() == "[0, 1, 3]"
+    assert (tmp_path / "alone").read_text() == "0 of 1"
+    assert "has the environment of rank 1, which is the running process " in agent.output
+    assert len(job.events("round_formed")) == 1
+    assert not job.events("restart_charged")
+
+
 @pytest.mark.parametrize("warm", [False, True], ids=["executed", "forked"])
 def test_misuse_on_one_node_ends_all_nodes(job: Job, tmp_path: Path, warm: bool) -> None:
     """Also with an exception class derived from the library's."""

@@ -134,6 +134,7 @@ class Control:
         self._lock = threading.Lock()
         self._save_asked: int | None = None  # steps that were done when a checkpoint was asked for
         self._peers: dict[socket.socket, _Peer] = {}
+        self._places: dict[int, c.WorkerHello] = {}  # by pid, also of processes that have closed their connection
         self._crowded = False
         self._accept_at = 0.0
         self._thread = VitalThread(self._run, "control")
@@ -163,6 +164,7 @@ class Control:
         with self._lock:  # the worker must not be informed of a fetch before this
             for peer in self._waiting([local_rank]):
                 peer.hello = c.WorkerHello(place.round, place.placement.rank, local_rank)
+                self._places[peer.pid] = peer.hello
                 peer.waits = False
                 slots, _ = self._snapshot_store.offer()
                 place = replace(place, use=slots.use, sequence=slots.sequence, fetching=slots.fetching)
@@ -358,6 +360,9 @@ class Control:
         if isinstance(message, c.WorkerHello):
             if peer.hello is not None or message.local_rank >= self._workers:
                 raise ProtocolError(f"{message} is not the one WorkerHello of one of {self._workers} workers.")
+            if holder := self._holder(peer.pid, message):
+                self._send(peer, c.PlaceTaken(holder))
+                return
             self._offer(peer, message)
             return
         if isinstance(message, c.WorkerEnding):
@@ -412,6 +417,19 @@ class Control:
         if isinstance(message, c.Drained | c.Differs | c.RestoreFailed):
             self._send(peer, c.Noted())
 
+    def _holder(self, pid: int, hello: c.WorkerHello) -> int:
+        """Return the running process whose place a process claims that it has started; 0 if there is none.
+
+        A worker's next process has a later round, and one that is started ahead has none yet.
+        """
+        with self._lock:
+            self._places = {pid: place for pid, place in self._places.items() if os.path.exists(f"/proc/{pid}")}
+            for holder, place in self._places.items():
+                same = place.local_rank == hello.local_rank and place.round >= hello.round > 0
+                if same and holder != pid:
+                    return holder
+        return 0
+
     def _order_fault(self, sock: socket.socket, strikes: bool) -> None:
         with self._lock:
             if (peer := self._peers.get(sock)) is not None:
@@ -420,6 +438,7 @@ class Control:
     def _offer(self, peer: _Peer, hello: c.WorkerHello) -> None:
         with self._lock:  # the worker must not be informed of a fetch before this
             peer.hello, self.durable.library_saves = hello, hello.saves
+            self._places[peer.pid] = hello
             slots, descriptors = self._snapshot_store.offer()
             slots = replace(slots, patience_s=self._patience_s)
             try:
