@@ -68,7 +68,7 @@ class Step:
 
     @property
     def skipped(self) -> bool:
-        """Whether the scaler skipped the optimizer step because gradients overflowed."""
+        """Whether the optimizer did not step: the scaler found that gradients overflowed, or all weights are 0."""
         return self._transaction.skipped
 
     @property
@@ -101,7 +101,8 @@ class Step:
         Args:
             loss: mean loss over the micro-batch, or over what ``weight`` counts in it; a tensor with one element.
             weight: weight of the micro-batch in the mean over the global batch, for example its number of tokens; None:
-                its number of samples. Give it for all micro-batches of a step, or for none.
+                its number of samples. Give it for all micro-batches of a step, or for none. With a weight of 0 the
+                micro-batch counts as if its loss, its metrics and all its gradients were 0, even if they are NaN.
             metrics: further means over the micro-batch, each a number or a tensor with one element, by the names given
                 to ``run.steps(metrics=...)``.
 
@@ -114,7 +115,8 @@ class Step:
     def update(self, clip_norm: float | None = None, *, optimizer: str | None = None) -> None:
         """Step the optimizer. Call it once, after the loop over the step.
 
-        When that loop has ended, ``.grad`` holds the gradients of the global batch on all ranks.
+        When that loop has ended, ``.grad`` holds the gradients of the global batch on all ranks. If all weights of the
+        global batch are 0, nothing changes, and :attr:`skipped` is set.
 
         Args:
             clip_norm: maximum 2-norm of all gradients together; None: no clipping. With several optimizers, the norm is

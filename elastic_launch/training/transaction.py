@@ -26,6 +26,7 @@ from elastic_launch.training.data.batches import versions
 from elastic_launch.training.data.epochs import Epochs
 from elastic_launch.training.engine import Engine
 from elastic_launch.training.gradients.accumulation import Bits, ExactGradients
+from elastic_launch.training.gradients.means import Means
 from elastic_launch.training.live.rehearsal import unchanged
 from elastic_launch.training.passes import Pass, Share
 from elastic_launch.training.positions import Positions
@@ -357,7 +358,7 @@ class Transaction:
             loss.backward()  # type: ignore[no-untyped-call]
             return
         if self._bits is not None:
-            self._bits.loss = checksums([loss.detach()])
+            self._bits.loss, gradients.void = checksums([loss.detach()]), weight == 0
             gradients.differentiate(self._weighted(loss, weight, 0))
             return
         if this.current is None or this.done != this.current:
@@ -377,7 +378,7 @@ class Transaction:
             )
         self.in_training_mode = self.model.training
         values = self._checked(metrics)
-        to_do = self._weighted(loss, weight, this.current)
+        to_do, gradients.void = self._weighted(loss, weight, this.current), weight == 0
         this.add(loss, weight, values)
         try:
             if this.current == plan.grad_accum - 1 and gradients.talks_in_between and gradients.on_cpu:
@@ -482,6 +483,11 @@ class Transaction:
         means, gradients, optimizers = self._pass.means, self.share.gradients, self._rules.optimizers
         assert means is not None
         self._check_losses()
+        if not means.correction:
+            gradients.discard()
+            self.skipped = True
+            self._end_pass(means)
+            return
         gradients.finish_buffers()
         optimizers.unscale(chosen, gradients, f"step {self.number}")
         if clip_norm is not None:
@@ -491,11 +497,14 @@ class Transaction:
         self._owner.engine.saver.settle()
         gradients.waiting = False
         self.skipped = optimizers.step(chosen)
+        self._end_pass(means)
+
+    def _end_pass(self, means: Means) -> None:
         self.loss, *metrics = means.values
         self.metrics = dict(zip(self._rules.metrics, metrics, strict=True))
         self._open = False
         self._done.append((self.loss, self.metrics))
-        if optimizers.several:
+        if self._rules.optimizers.several:
             self._owner.pass_updated(len(self._done))
 
     def exchange(self) -> None:

@@ -98,6 +98,43 @@ def test_weights_make_the_mean_over_what_they_count(exact: bool) -> None:
 
 
 @pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("masked", [[0], [1], [2], [0, 2], [1, 2]])
+def test_a_micro_batch_of_weight_0_counts_as_a_loss_of_0_whatever_its_own_is(masked: list[int], exact: bool) -> None:
+    def trained(value: float) -> tuple[str, list[float]]:
+        def backward(step: Step, sample: tuple[Tensor, Tensor]) -> None:
+            count = 0 if any((sample[0][0] == INPUTS[3 * place]).all() for place in masked) else len(sample[0])
+            step.backward(_mse(step, sample) * (1.0 if count else value), weight=count)
+
+        model, losses = _train(3, exact, backward)
+        return weights_sha256(model), losses
+
+    assert trained(float("nan")) == trained(float("inf")) == trained(0.0)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_step_in_which_all_weights_are_0_updates_nothing(exact: bool) -> None:
+    def trained(until: int, first: float) -> tuple[str, list[bool]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        run, skipped = Run(Engine(World(), torch.device("cpu"))), []
+        for step in run.steps(_loader(4), model, optimizer, until=f"{until}ba", exact=exact):
+            weight = first if step.number == 1 else 1.0
+            for sample in step:
+                step.backward(_mse(step, sample) / weight if weight else _mse(step, sample) * torch.nan, weight=weight)
+            step.update(clip_norm=1.0)
+            skipped.append(step.skipped)
+            assert (step.loss == 0) == step.skipped
+        return weights_sha256(model), skipped
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
+    assert trained(1, 0.0) == (weights_sha256(model), [True])
+    assert trained(2, 0.0)[1] == [True, False]
+    assert trained(1, 1.0)[0] != weights_sha256(model)
+
+
+@pytest.mark.parametrize("exact", [False, True])
 def test_a_loss_that_is_not_a_number_names_its_place_and_changes_nothing(exact: bool) -> None:
     model = _model()
     before = [parameter.clone() for parameter in model.parameters()]

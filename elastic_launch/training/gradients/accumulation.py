@@ -116,6 +116,7 @@ class Gradients:
         self._recorded: Bits | None = None
         self._repeats = False  # whether gradients are only recorded
         self.took = False  # whether the last backward pass has computed any gradient
+        self.void = False  # whether the micro-batch has a weight of 0: its gradients count as 0 even if they are NaN
         self._totals: Values | None = None  # autograd adds to these in place
         self._carried = False  # whether the step's table is sent with gradients
         if world_size > 1:
@@ -211,9 +212,9 @@ class Gradients:
         self.took = False
         self._reduction.begin_pass(last=number == self._plan.grad_accum - 1)
         if self._shards is not None:
-            self._shards.begin_pass(number)
+            self._shards.begin_pass(number, void=self.void)
         trained = self.parameters.reduced.values()
-        self._totals = self._reduction.totals() if number else None
+        self._totals = self._reduction.totals() if number and not self.void else None
         try:
             for parameter, total in zip(trained, self._totals or [], strict=False):
                 parameter.grad = total
@@ -241,6 +242,8 @@ class Gradients:
         if not self._taking or gradient is None:
             return
         self.took = True
+        if self.void:
+            gradient = torch.zeros_like(gradient)
         if self._recorded is not None:
             self._recorded.gradients.setdefault(which, []).append(checksums([gradient]))
             if self._repeats:

@@ -37,7 +37,7 @@ class Means:
     """Means over the global batch."""
 
     values: list[float]  # one mean for each column
-    correction: float  # factor for the gradients: samples / sum of the weights; 1 without weights
+    correction: float  # factor for the gradients: samples / sum of the weights; 1 without weights, 0 if all are 0
 
 
 class MeanTable:
@@ -76,7 +76,7 @@ class MeanTable:
         self._work: dist.Work | None = None
 
     def fill(self, row: int, values: Sequence[float | Tensor], share: float, weight: float | None = None) -> None:
-        """Fill in a row.
+        """Fill in a row; with a weight of 0 its values count as 0, whatever they are.
 
         Args:
             share: the row's weight if ``weight`` is None.
@@ -84,7 +84,7 @@ class MeanTable:
         """
         start = _HEAD + row * self._width
         for place, value in enumerate(values, start):
-            self._numbers[place] = float(value)
+            self._numbers[place] = 0.0 if weight == 0 else float(value)
         self._numbers[start + self._width - 2] = float(share if weight is None else weight)
         self._numbers[start + self._width - 1] = float(weight is not None)
 
@@ -154,12 +154,15 @@ class MeanTable:
         """Return the means of the columns.
 
         Raises:
-            UsageError: if only some rows were given a weight, or the weights do not sum to a positive number.
+            UsageError: if only some rows were given a weight, or the weights sum up to no positive number and are not
+                all 0.
         """
         weights, given = self.column(self._width - 2), int(sum(self.column(self._width - 1)))
         if given not in (0, len(weights)):
             raise UsageError(f"{where}: step.backward() got a weight for some micro-batches only.", "Give it for all.")
         total = sum(weights)
+        if not any(weights):
+            return Means([0.0] * (self._width - 2), 0.0)
         if not total > 0:
             raise UsageError(f"{where}: the weights sum up to {total:g}.", "Give positive ones.")
         sums = [

@@ -41,6 +41,7 @@ class ShardSums:
         self._index: int | None = None  # of the micro-batch; None: the pass counts nothing
         self._last = False
         self._signature = 0
+        self._void = False  # whether the current pass counts nothing
         self._reduced = 0  # elements in the current pass
         self._plan = BatchPlan((), 1, ())
         for name, parameter in parameters.sharded.items():
@@ -80,10 +81,11 @@ class ShardSums:
         for scatter in self._scatters:
             scatter.stacks.clear()
 
-    def begin_pass(self, number: int) -> None:
-        """Begin this rank's number-th pass."""
+    def begin_pass(self, number: int, *, void: bool = False) -> None:
+        """Begin this rank's number-th pass; ``void``: its gradients count as 0."""
         micros = self._plan.micro_batches
         self._index = micros[number].index if number < len(micros) else None
+        self._void = void or self._index is None
         self._last = number == self.passes(self._plan) - 1
         self._reduced = 0
         for scatter in self._scatters:
@@ -101,9 +103,9 @@ class ShardSums:
 
     def reduce(self, scatter: _Scatter, output: Tensor, given: Tensor, group: dist.ProcessGroup | None) -> None:
         """Reduce a group's gradients; called within the backward pass, with one shard for each rank."""
+        if self._void:
+            given.zero_()
         if not self._exact:
-            if self._index is None:
-                given.zero_()
             dist.reduce_scatter_tensor(output, given, group=group)
             return
         stack = scatter.stack()
@@ -135,6 +137,8 @@ class ShardSums:
     def count(self, scatter: _Scatter, output: Tensor) -> None:
         """Record that a group's gradients were reduced."""
         self._reduced += len(output) * self._world_size
+        if self._void:
+            output.zero_()
         if self._world_size == 1 and self._exact:
             # FSDP does not call the reduction then. The output is going to be the gradients' memory.
             self.reduce(scatter, output, output.clone(), None)
