@@ -103,6 +103,26 @@ def test_the_error_file_of_record(error_file: Path, monkeypatch: pytest.MonkeyPa
     assert abs(found.at - time.time()) < 60
 
 
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("RuntimeError: \n\n  it is empty\nmore", "RuntimeError: it is empty"),
+        ("RuntimeError:\n", "RuntimeError:"),
+        ("ValueError: boom\nmore", "ValueError: boom"),
+        ("\nout of luck", "out of luck"),
+    ],
+)
+def test_a_cause_of_one_line_is_the_first_one_with_text(error_file: Path, message: str, said: str) -> None:
+    write_error_file(error_file, ErrorFile(message, TRACEBACK))
+    assert failed(error_file).error == said
+
+
+def test_a_printed_exception_whose_message_begins_with_an_empty_line(error_file: Path) -> None:
+    printed = [*TRACEBACK[:-1], "RuntimeError: ", "  it is empty", FINAL_NOTE]
+    found = failed(error_file, stderr=printed)
+    assert (found.error, found.kind) == ("RuntimeError: it is empty", "fatal")
+
+
 def test_an_error_file_with_a_plain_message(error_file: Path) -> None:
     error_file.write_text('{"message": "out of luck"}')
     found = read_error_file(error_file)

@@ -204,8 +204,10 @@ def disconnection(known: Failure, error: str, done: Sequence[int] = ()) -> Failu
 
 
 def _first_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return clipped(one_line(lines[0]), _LINE_BYTES) if lines else ""
+    """Return an exception's first line; if that is its type alone, with the first line of the message that has text."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    said = " ".join(lines[:2] if lines and lines[0].endswith(":") else lines[:1])
+    return clipped(one_line(said), _LINE_BYTES)
 
 
 def raised_in(stderr: Sequence[str], *, stopped: bool) -> int | None:
@@ -249,7 +251,9 @@ def _last_words(
     index = raised_in(stderr, stopped=stopped) if raised else None
     if index is None:
         return "", tuple(stderr), ()
-    return _RANK.sub("", stderr[index]), tuple(stderr), tuple(_RANK.sub("", line) for line in stderr[index + 1 :])
+    notes = tuple(_RANK.sub("", line) for line in stderr[index + 1 :])
+    text = _RANK.sub("", stderr[index])
+    return "\n".join([text, *notes]) if text.endswith((":", ": ")) else text, tuple(stderr), notes
 
 
 def _cannot_start(exit_code: int, text: str, detail: Sequence[str], stderr: Sequence[str]) -> bool:
