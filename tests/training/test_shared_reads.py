@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -48,6 +49,20 @@ def test_three_workers_read_a_checkpoint_once(job: Job, saved: Path) -> None:
     assert asked[0] >= 2 * 2_000_000  # the damaged one, too
     assert asked[1] == asked[2] == 0
     assert output.count("a checkpoint is skipped") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", ["a", "ab"])
+def test_a_run_whose_checkpoints_are_all_damaged_ends_at_once(job: Job, saved: Path, nodes: str) -> None:
+    for checkpoint in snapshot.find(saved):
+        os.truncate(Path(str(checkpoint.path)) / "manifest.json", 10)
+    command = [SCRIPT, str(saved), "500"]
+    agents = [job.node(name, nnodes=str(len(nodes)), nproc=2, command=command) for name in nodes]
+    assert [agent.wait(100) for agent in agents] == [93] * len(nodes), agents[0].output
+    for agent in agents:
+        assert "is damaged: " in agent.output.partition("root cause: ")[2]
+    assert len(job.events("round_formed")) == 1
+    assert not job.events("restart_charged")
 
 
 @pytest.mark.slow

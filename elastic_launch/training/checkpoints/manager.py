@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from elastic_launch import snapshot
 from elastic_launch.contract import Copied, CopyJob
-from elastic_launch.errors import UsageError
+from elastic_launch.errors import FINAL_NOTE, UsageError
 from elastic_launch.snapshot.location import Place, Url, place
 from elastic_launch.snapshot.room import MORE_MEMORY, below_peak, room
 from elastic_launch.snapshot.stall import while_advancing
@@ -551,6 +551,9 @@ def _read(where: Place, above: tuple[int, int] | None, taking: Taking, *, begins
         else:
             epoch = None if above is None else taken
             loaded = snapshot.newest(where, damaged.append, above=above, epoch=epoch, taking=taking)
+            if all(isinstance(x, snapshot.DamagedCheckpointError | snapshot.ForeignCheckpointError) for x in damaged):
+                for error in damaged:
+                    error.add_note(FINAL_NOTE)  # a restart would read the same, unless the storage has failed
         taken = max(taken, (epoch_of(loaded.info.meta) or 0) if loaded is not None else 0)
         known = max((number for number, _ in positions(where)), default=0)
     except snapshot.CheckpointError as error:

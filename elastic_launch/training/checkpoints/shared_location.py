@@ -150,7 +150,12 @@ def read_together(
 
 def _first_of(world: World, error: Failure | None) -> Failure | None:
     """Return this rank's error, or else that of the first rank that has one; called by all ranks."""
-    mine = [] if error is None else [isinstance(error, UsageError), error.message, error.hint]
-    for usage, message, hint in filter(None, map(json.loads, bytes_of_all(world, json.dumps(mine).encode()))):
-        return error or (UsageError if usage else snapshot.CheckpointError)(message, hint)
+    mine: list[Any] = []
+    if error is not None:
+        mine = [isinstance(error, UsageError), error.message, error.hint, getattr(error, "__notes__", [])]
+    for usage, message, hint, notes in filter(None, map(json.loads, bytes_of_all(world, json.dumps(mine).encode()))):
+        if error is None:
+            error = (UsageError if usage else snapshot.CheckpointError)(message, hint)
+            error.__notes__ = notes
+        return error
     return None
