@@ -37,7 +37,7 @@ def test_sources_of_the_node_rank(node_rank: int | None, environ: dict[str, str]
     [
         (
             {"hosts": True},
-            "hosts the run at 127.0.0.1:29400: 127.0.0.1 is an address of this host, and the",
+            "hosts the run at 127.0.0.1:29400: the port was free, and only this host reaches 127.0.0.1",
         ),
         ({"hosts": True, "is_host": True}, "hosts the run at 127.0.0.1:29400: is_host is true"),
         ({"taken": True}, "does not host the run at 127.0.0.1:29400: the port is in use on this host"),
@@ -50,6 +50,15 @@ def test_each_reason_is_logged(how: dict[str, Any], why: str) -> None:
     assert level == logging.INFO
     assert why in text
     assert "although" not in text
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_a_run_of_several_nodes_at_loopback_tells_that_other_hosts_cannot_reach_it(host: str) -> None:
+    said = f", and only this host reaches {host}"
+    assert line(Endpoint(host, 29400), hosts=True)[1].endswith(said)
+    assert line(Endpoint(host, 29400), hosts=True, is_host=True)[1].endswith(f"is_host is true{said}")
+    assert said not in line(Endpoint(host, 29400), hosts=True, nodes=1)[1]
+    assert said not in line(THERE, hosts=True)[1]
 
 
 def test_a_contradiction_by_the_scheduler_is_logged_too() -> None:

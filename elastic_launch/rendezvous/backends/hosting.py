@@ -49,8 +49,11 @@ def explain(
     """
     if hosts:
         why = "is_host is true" if is_host else f"{wanted.host} is an address of this host, and the port was free"
+        local = nodes > 1 and is_loopback(wanted)
+        if local:
+            why = f"{'is_host is true' if is_host else 'the port was free'}, and only this host reaches {wanted.host}"
         text = f"this node hosts the run at {wanted}: {why}"
-        if said is not None and said[0] > 0 and not is_host and nodes > 1 and is_loopback(wanted):
+        if said is not None and said[0] > 0 and not is_host and local:
             return logging.WARNING, (
                 f"{text}. But {said[1]} says that it is not the first, and {wanted.host} is every host's own: "
                 "unless all nodes are on this one, give the first node's address with --rdzv-endpoint"
