@@ -168,7 +168,7 @@ def build(chronicle: Chronicle) -> Ledger:
         chronicle.lost_ahead,
         any(told.started is not None for told in rounds),
         round(unseen, 6),
-        bool(rounds) and faults[-1] is not None and rounds[-1].kind in _PLANNED and _drained(rounds[-1]),
+        bool(rounds) and faults[-1] is not None and rounds[-1].kind in PLANNED and _drained(rounds[-1]),
     )
 
 
