@@ -283,6 +283,10 @@ def test_the_page_is_accessible_in_each_state(tmp_path: Path) -> None:
                 found = page.ask("Runtime.evaluate", expression=AXE, awaitPromise=True, returnByValue=True)
                 assert found["result"]["value"] == [], (word, scheme, width)
             assert {"cause", "stood still", "steps lost"} <= set(page.value(VISIBLE))
+            if word == "starting":  # no agent answers; a page that has the end keeps it
+                wait_for("a headline that says so", lambda: page.value("document.title") == "no answer - Run r")
+                assert text(page, "#headline") == "Before: starting; x"
+            assert now["ended"] == (text(page, "#state") == "no longer updated")
         assert page.errors == []
 
 

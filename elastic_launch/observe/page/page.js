@@ -229,5 +229,6 @@ if (last.now) {
     if (paused) state.textContent = 'paused';
     else look(turn);
   };
-  look(turn);
+  if (last.now.ended) [state.textContent, pause.hidden] = ['no longer updated', true];
+  else look(turn);
 }
