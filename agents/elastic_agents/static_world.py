@@ -11,15 +11,16 @@ import re
 import shlex
 import signal
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from elastic_agents import reporting
 from elastic_agents.console import Consoles, configure_logging
 from elastic_agents.inbox import REPEAT, Inbox, SignalCaught, dropping, signals_to
 from elastic_agents.workers.guard import Guard
 from elastic_agents.workers.processes import ExecProcesses, StartRequest
-from elastic_agents.workers.sessions import kill_sessions
+from elastic_agents.workers.sessions import kill_sessions, session_members
 from elastic_launch.clock import MonotonicClock
 from elastic_launch.config.torch_options import STOP_SIGNALS, untested_torch
 from elastic_launch.error_file import read_error_file
@@ -185,6 +186,8 @@ class _Agent:
             self._start(outputs)
             while any(worker.exit_code is None for worker in self._workers.values()):
                 self._handle(self._inbox.take())
+            if not self._failed_start and not any(worker.exit_code for worker in self._workers.values()):
+                self._leave_children()
         return self._tell()
 
     def _outputs(self, stack: ExitStack) -> Iterator[tuple[int, int]]:
@@ -271,6 +274,14 @@ class _Agent:
             if worker.exit_code is None:
                 _log.warning("killing rank %d: %s", worker.rank, cause)
                 self._processes.signal(worker.pid, signal.SIGKILL)
+
+    def _leave_children(self) -> None:
+        """Leave alone what the workers have left behind, such as an upload, as they have all ended with 0."""
+        with suppress(OSError):  # no descriptor is left to read what there is
+            reporting.children(session_members(self._sessions), "they go on")
+        for sid in self._sessions:
+            self._guard.remove(sid)
+        self._sessions.clear()
 
     def _end_sessions(self, sids: set[int] | None = None) -> None:
         """Kill the processes that workers (None: all) have left behind, grandchildren included."""
