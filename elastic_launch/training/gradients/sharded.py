@@ -137,11 +137,11 @@ class ShardSums:
     def count(self, scatter: _Scatter, output: Tensor) -> None:
         """Record that a group's gradients were reduced."""
         self._reduced += len(output) * self._world_size
-        if self._void:
-            output.zero_()
+        # FSDP does not call the reduction in a world of one. The output is going to be the gradients' memory.
         if self._world_size == 1 and self._exact:
-            # FSDP does not call the reduction then. The output is going to be the gradients' memory.
             self.reduce(scatter, output, output.clone(), None)
+        elif self._world_size == 1 and self._void:
+            output.zero_()
 
 
 class _Scatter:
