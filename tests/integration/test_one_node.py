@@ -51,7 +51,7 @@ def test_workers_get_every_variable_of_torchrun_and_their_arguments(job: Job, mo
 
 
 def test_a_killed_worker_ends_the_round_and_the_next_one_starts(job: Job) -> None:
-    agent = job.launch("--standalone", "--nproc", "2", script_flags=["--child"])
+    agent = job.launch("--standalone", "--nproc", "2", "--wait-for-children", "0", script_flags=["--child"])
     first = job.world(2)
     os.kill(first[0]["pid"], signal.SIGKILL)
     second = job.world(2, after=1)
@@ -59,6 +59,8 @@ def test_a_killed_worker_ends_the_round_and_the_next_one_starts(job: Job) -> Non
     assert not [pid for worker in first for pid in (worker["pid"], *worker["children"]) if alive(pid)]
     job.finish()
     assert agent.wait() == 0
+    for child in (pid for worker in second for pid in worker["children"]):
+        os.kill(child, signal.SIGKILL)  # what finished workers leave behind goes on
     assert "signal 9 (SIGKILL)" in agent.output
     assert "restart 1 of 3 (--max-restarts 3)" in agent.output
     names = [event["event"] for event in job.events()]

@@ -152,10 +152,11 @@ def test_a_spare_waits_and_takes_over(job: Job) -> None:
 
 
 def test_a_node_with_other_arguments_and_limits_takes_part_by_those_of_the_first(job: Job) -> None:
-    host = job.node("a")
+    run = ["--rdzv-id", "run"]  # without an id, such a node would be refused: it may be of another job
+    host = job.node("a", *run)
     job.world(1)
     spelled = f"{Path(LOOP).parent}/../scripts/{Path(LOOP).name}"
-    own = ["--node-id", "b", "--rdzv-endpoint", f"127.0.0.1:{job.port}", "--max-restarts", "7"]
+    own = [*run, "--node-id", "b", "--rdzv-endpoint", f"127.0.0.1:{job.port}", "--max-restarts", "7"]
     other = job.launch(*own, name="b", command=[spelled, str(job.work), "--node-rank", "1"])
     workers = job.world(2, after=1)
     assert [worker["argv"][1:] for worker in workers] == [[], ["--node-rank", "1"]]
