@@ -61,7 +61,11 @@ def test_torch_is_imported_once_where_the_script_has_nothing_before_it(job: Job,
     workers = job.world(2)
     wait_for("the server to learn what comes first", lambda: (_shared(agent) > SHARED) == shares)
     assert isinstance(command, list)
-    assert _command(agent.process.pid) == [" ".join(command)]
+    assert _command(agent.process.pid) == command
+    for worker in workers:
+        assert Path(f"/proc/{worker['pid']}/cmdline").read_bytes().split(b"\0")[-3:-1] == [
+            *map(os.fsencode, command[-2:])
+        ]
     assert Path(f"/proc/{agent.process.pid}/comm").read_text() == name
     assert {os.getsid(worker["pid"]) for worker in workers} == {worker["pid"] for worker in workers}
     job.finish()

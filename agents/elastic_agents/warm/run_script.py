@@ -16,6 +16,7 @@ import pkgutil
 import runpy
 import signal
 import socket
+import struct
 import sys
 import time
 import types
@@ -33,6 +34,9 @@ BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.
 
 
 MOST_BYTES = 8 * 1024 * 1024
+
+_SET_MM, _SET_MM_MAP = 35, 14
+"""Of <linux/prctl.h>."""
 
 
 def run_script(agent: int, mask: Collection[int], changed: Mapping[str, str | None]) -> NoReturn:
@@ -200,18 +204,29 @@ def _forget_server() -> None:
 
 
 def show(argv: list[str]) -> None:
-    """Make ``ps`` show a command: write it over this process' own, which is at least as long.
+    """Make ``ps`` and ``/proc/self/cmdline`` show a command: write it over this process' own, at least as long.
 
-    A last byte other than 0 tells the kernel that the rest is one string, as setproctitle(3) leaves it (get_mm_cmdline
-    in fs/proc/base.c).
+    The kernel is told where it ends, as PR_SET_MM(2const) allows without privileges. Where it refuses, as one without
+    CONFIG_CHECKPOINT_RESTORE does, the arguments have spaces between them: a last byte other than 0 says that the rest
+    is one string, as setproctitle(3) leaves it (get_mm_cmdline in fs/proc/base.c).
     """
     with open("/proc/self/stat", "rb") as file:
-        # proc_pid_stat(5): fields 48 and 49 are arg_start and arg_end; the name in parentheses ends the second.
-        fields = file.read().rpartition(b")")[2].split()
-    start, end = int(fields[45]), int(fields[46])
+        # proc_pid_stat(5): field 3 follows the name in parentheses.
+        fields = [0, 0, 0, 0, *map(int, file.read().rpartition(b")")[2].split()[1:])]
+    start, end = fields[48], fields[49]
+    words = list(map(os.fsencode, argv))
+    text = b"".join(word + b"\0" for word in words)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.sbrk.restype = ctypes.c_void_p
+    if len(text) <= end - start:
+        # struct prctl_mm_map: code, data, heap, stack, arguments, environment; auxv and executable remain.
+        places = (*fields[26:28], *fields[45:48], libc.sbrk(0), fields[28], start, start + len(text), *fields[50:52], 0)
+        area = struct.pack("=12QIi", *places, 0, -1)
+        if libc.prctl(_SET_MM, _SET_MM_MAP, area, ctypes.c_ulong(len(area)), ctypes.c_ulong(0)) == 0:
+            ctypes.memmove(start, text, len(text))
+            return
     room = end - start
-    text = b" ".join(map(os.fsencode, argv))[: room - 2]
-    ctypes.memmove(start, text.ljust(room - 1, b"\0") + b" ", room)
+    ctypes.memmove(start, b" ".join(words)[: room - 2].ljust(room - 1, b"\0") + b" ", room)
 
 
 def _run(argv: list[str]) -> BaseException | None:
