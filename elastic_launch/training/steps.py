@@ -68,7 +68,7 @@ class Step:
 
     @property
     def skipped(self) -> bool:
-        """Whether the optimizer did not step: the scaler found that gradients overflowed, or all weights are 0."""
+        """Whether the optimizer did not step, since gradients overflowed (the scaler saw it) or all weights are 0."""
         return self._transaction.skipped
 
     @property
