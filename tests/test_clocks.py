@@ -23,6 +23,13 @@ KNOWN = {
     "elastic_launch/clock.py": ["time.clock_gettime"],  # of CLOCK_BOOTTIME, which does not jump
     "elastic_launch/events/sinks.py": ["datetime.now"],  # an event's time, beside that of the monotonic clock
     "elastic_launch/rendezvous/run_file.py": ["path.stat().st_mtime"],  # which of several runs is the newest
+    # Which launches are the newest, and whether a run that has recorded no end has been silent for a week.
+    "elastic_launch/rendezvous/old_runs.py": [
+        *("run.stat().st_mtime", "time.time", "found.st_mtime", "path.stat().st_mtime"),
+        "(path / FILE).stat().st_mtime",
+    ],
+    "elastic_launch/observe/node_watch.py": ["time.strftime", "time.gmtime", "time.time"],  # when a state was saved
+    "agents/elastic_agents/probes/pages.py": ["time.time"],  # times of day on the page
     "elastic_launch/cli/event_lines.py": ["datetime.now"],  # --since is compared with events' times
     "elastic_launch/observe/metrics.py": ["time.time"] * 2,  # of checkpoint and snapshot, as Prometheus wants it
     "elastic_launch/rendezvous/admin/server.py": ["time.time"],  # what doctor compares, for its report

@@ -163,6 +163,7 @@ MESSAGES = [
     c.Stop("node b leaves"),
     c.Save(),
     c.WorkerSaved(7, "the disk is full"),
+    c.PlaceTaken(4242),
     c.Noted(),
     c.FaultDue(3, 20, 1),
     c.SlowRank(3, "data", 2.5, 0.9),

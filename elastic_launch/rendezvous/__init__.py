@@ -10,5 +10,6 @@
 ``record``              the control record, one value per run; ``continuity`` decides which values a node accepts
 ``worker_store``        the TCPStore through which the workers of a round meet
 ``run_file``            ``run.json``: how to reach a run
+``old_runs``            the directories of runs that are over, removed except for the newest
 ``torch_handler``       the rendezvous for plain torchrun, registered by ``torch_entry_points``
 """
