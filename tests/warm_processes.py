@@ -19,7 +19,7 @@ from elastic_agents.warm.client import WarmServer
 from elastic_agents.warm.processes import WarmProcesses
 from elastic_agents.workers.placement import shared_environment
 from elastic_agents.workers.processes import ExecProcesses, StartRequest
-from elastic_agents.workers.sessions import kill_sessions, reap_orphans
+from elastic_agents.workers.sessions import kill_sessions, reap_last
 from elastic_launch.config.launch_config import Command, LaunchConfig
 
 WAYS = ("warm", "exec")
@@ -66,7 +66,7 @@ class Starter:
         ended = self.wait()
         assert ended[0] == pid
         kill_sessions({pid})
-        reap_orphans({pid})
+        reap_last({pid})
         server, learned = self.processes._server, self.processes._learned
         server.training()
         wait_for("the server's imports", lambda: not learned.length() and server._known)
@@ -87,7 +87,7 @@ class Starter:
             ended, code = self.wait()
             assert ended == pid
             kill_sessions({pid})
-            reap_orphans({pid})
+            reap_last({pid})
             texts = []
             for file in (out, err):
                 file.seek(0)

@@ -38,6 +38,9 @@ MOST_BYTES = 8 * 1024 * 1024
 _SET_MM, _SET_MM_MAP = 35, 14
 """Of <linux/prctl.h>."""
 
+_ends: dict[int, int] = {}
+"""Where the area for the command of a process ended before this program wrote to it, by its beginning."""
+
 
 def run_script(agent: int, mask: Collection[int], changed: Mapping[str, str | None]) -> NoReturn:
     """Wait for orders, perhaps for days, and carry them out, to the end of the process.
@@ -213,7 +216,8 @@ def show(argv: list[str]) -> None:
     with open("/proc/self/stat", "rb") as file:
         # proc_pid_stat(5): field 3 follows the name in parentheses.
         fields = [0, 0, 0, 0, *map(int, file.read().rpartition(b")")[2].split()[1:])]
-    start, end = fields[48], fields[49]
+    start, end = fields[48], max(fields[49], _ends.get(fields[48], 0))
+    _ends[start] = end
     words = list(map(os.fsencode, argv))
     text = b"".join(word + b"\0" for word in words)
     libc = ctypes.CDLL(None, use_errno=True)

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from elastic_agents.child import UNKNOWN, Child, started
-from elastic_agents.workers.sessions import dead_strangers, reap, reap_orphans, status_of
+from elastic_agents.workers.sessions import dead_strangers, reap, reap_last, reap_orphans, status_of
 from elastic_launch.system.threads import VitalThread
 from elastic_launch.system.wake import Waker
 
@@ -123,6 +123,8 @@ class ExecProcesses:
         for child in self._running.values():
             child.signal(signal.SIGKILL)
             child.reap()
+        with suppress(OSError):  # no descriptor is left
+            reap_last(self._sessions)
         self._selector.close()
         self._waker.close()
 

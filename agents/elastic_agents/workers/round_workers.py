@@ -20,7 +20,7 @@ from elastic_agents.workers.guard import Guard
 from elastic_agents.workers.logs import WorkerLogs, keep_error
 from elastic_agents.workers.output import PAGE_LINES, OutputPump, Stream
 from elastic_agents.workers.processes import ExecProcesses, StartRequest, heeds, ignores
-from elastic_agents.workers.sessions import empty_sessions, is_tracked, kill_sessions, reap_orphans, resume, session_of
+from elastic_agents.workers.sessions import are_tracked, empty_sessions, kill_sessions, reap_orphans, resume, session_of
 from elastic_agents.workers.stuck import StuckDetector
 from elastic_agents.workers.watchdog import TimerExpired
 from elastic_launch.clock import Clock
@@ -269,7 +269,7 @@ class RoundWorkers:
         worker, reaped = self._reaped[local_rank]
         self.end_failed()  # they may hold its stderr open
         # A resource tracker writes to it, too, and ends some time after the worker.
-        if worker.stopped is None and not worker.stderr.ended.wait(_LAST_LINES) and not is_tracked(worker.pid):
+        if worker.stopped is None and not worker.stderr.ended.wait(_LAST_LINES) and not are_tracked({worker.pid}):
             worker.stderr.ended.wait(_END_OF_STDERR - _LAST_LINES)
         stderr = [line for line in worker.stderr.tail() if line[0] >= worker.placed]
         lines = tuple(line for _, line in stderr)

@@ -18,6 +18,9 @@ _STAND = (b"T", b"t", b"Z", b"X")
 _STOPPING = 1.0
 """Seconds after which processes that do not stop yet (in uninterruptible sleep) are not waited for."""
 
+_TRACKERS = 1.0
+"""Seconds in which resource trackers end once all other processes have."""
+
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
@@ -74,6 +77,18 @@ def reap_orphans(sids: set[int]) -> None:
     for pid, state, parent, _ in list(_processes(sids)):
         if state == b"Z" and parent == me and pid not in sids:
             reap(pid)
+
+
+def reap_last(sids: set[int]) -> None:
+    """Reap what is dead in sessions that are over, resource trackers included, which end a moment after the others."""
+    deadline = time.monotonic() + _TRACKERS
+    while True:
+        reap_orphans(sids)
+        others = [pid for pid, _, _, _ in _processes(sids) if pid not in sids]
+        # One that ends has no command line any more.
+        if not any(_tracks_resources(pid) or not command_of(pid) for pid in others) or time.monotonic() > deadline:
+            return
+        time.sleep(0.01)
 
 
 def dead_strangers() -> set[int]:
@@ -185,9 +200,9 @@ def command_of(pid: int) -> str:
     return read_proc(f"/proc/{pid}/cmdline").replace("\0", " ").strip()
 
 
-def is_tracked(sid: int) -> bool:
-    """Whether a resource tracker of Python's multiprocessing still runs in a session."""
-    return any(_tracks_resources(pid) for pid, state, _, _ in _processes({sid}) if state not in (b"Z", b"X"))
+def are_tracked(sids: set[int]) -> bool:
+    """Whether a resource tracker of Python's multiprocessing still runs in any of the sessions."""
+    return any(_tracks_resources(pid) for pid, state, _, _ in _processes(sids) if state not in (b"Z", b"X"))
 
 
 def _tracks_resources(pid: int) -> bool:
