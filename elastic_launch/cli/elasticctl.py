@@ -242,7 +242,8 @@ def _found(log_dir: str | None, run_id: str | None, environ: Mapping[str, str]) 
     if not alive and not log_dir and not run_id:
         last = runs[0].run
         ended = "was killed" if last.code is None else f"ended with exit code {last.code}: {last.cause}"
-        raise EndpointError(f"There is no {which} alive in {base}; the last one, {last.run_id}, {ended}.", flags)
+        hint = f"For the last one add --rdzv-id {last.run_id}; name another one with its --log-dir."
+        raise EndpointError(f"There is no {which} alive in {base}; the last one, {last.run_id}, {ended}.", hint)
     if len(runs) > 1 and (alive or not run_id):
         names = ", ".join(f"{run.run_id} at {run.endpoint}" for run, _ in runs[:10])
         ended = "" if alive else ", none with an agent alive on this host"

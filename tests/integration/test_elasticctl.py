@@ -241,6 +241,8 @@ def test_the_only_live_run_in_the_state_directory_is_the_one_that_is_meant(job: 
     ended = ctl("status", env=env)
     assert ended.returncode == 95
     assert "the last one, one, ended with exit code 143: stopped by SIGTERM" in ended.stderr
+    assert "add --rdzv-id one;" in ended.stderr
+    assert "143: stopped by SIGTERM" in ctl("report", "--rdzv-id", "one", env=env).stdout
     launch("two")
     assert "run two at" in ctl("status", env=env).stdout
     third = launch("three")
