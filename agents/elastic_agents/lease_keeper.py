@@ -70,7 +70,7 @@ class LeaseKeeper:
         """The guard has stopped processes of the workers."""
         if not self._workers.held:
             self._held_since = stopped.at
-            text = "this agent did not run for %g s, and the others may have continued without this node: %s"
+            text = "this agent did not run for %g s or longer, and the others may have continued without this node: %s"
             _log.warning(text, self._renewal.term, "its guard has stopped the workers until the leader answers")
         self._workers.hold(stopped.pids)
         self._renewal.doubt(self._inbox.clock.now())

@@ -79,10 +79,10 @@ def kept(start: StartWorkers, started: int, missing: int) -> None:
 
 
 def ahead(local_ranks: frozenset[int], seconds: float | None) -> None:
-    """Print that workers start ahead of a place in a round, and how long that takes, if it is known."""
+    """Print that workers start ahead of a place in a round, and how long earlier starts took, if that is known."""
     workers, ranks = counted(len(local_ranks), "worker"), ", ".join(map(str, sorted(local_ranks)))
-    about = "" if seconds is None else f", which takes about {seconds:.1f} s"
-    _log.info("%s (local rank %s) started ahead of a round%s: the others do not wait", workers, ranks, about)
+    about = "" if seconds is None else f"earlier starts took about {seconds:.1f} s; "
+    _log.info("%s (local rank %s) started ahead of a round: %sthe others do not wait", workers, ranks, about)
 
 
 def lost_ahead(exited: WorkerExit, failure: Failure | None, following: str) -> None:

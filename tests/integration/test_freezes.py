@@ -218,6 +218,7 @@ def test_workers_whose_agent_is_back_before_the_others_go_on_lose_nothing(job: J
         assert job.noted("steps.jsonl", "b")[-1]["step"] == before
         other.signal(signal.SIGCONT)
     thawed = now()
+    other.says("this agent did not run for 8 s or longer")
     other.says("the leader has answered: the workers go on")
     wait_for("a step", lambda: job.noted("steps.jsonl", "b")[-1]["clock"] > thawed)
     wait_for("a step of its child", lambda: job.noted("children.jsonl", "b")[-1]["clock"] > thawed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from typing import Any
 
@@ -62,6 +63,7 @@ def test_the_others_go_on_without_a_killed_worker_until_another_one_has_started(
     assert begun(job, 3) == {0: new, 1: first[1]}
     job.finish()
     assert agent.wait() == 0
+    assert re.search(r"ahead of a round: (earlier starts took about [\d.]+ s; )?the others do not wait", agent.output)
     assert "round 2: 1 worker kept, 0 started; 1 more worker of this node will join" in agent.output
     assert "round 3: 1 worker kept, 0 started, 1 started ahead" in agent.output
     formed = [(event["round"], event["world_size"]) for event in job.events("round_formed")]
