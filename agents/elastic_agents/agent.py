@@ -140,13 +140,13 @@ class NodeAgent(ElasticAgent):
                 return
             if limit:
                 reporting.children(left, f"waiting for up to {limit:g} s (--wait-for-children)")
-            deadline = self._clock.now() + limit
+            deadline, look = self._clock.now() + limit, object()
             while (left := session_members(sids)) and self._clock.now() < deadline:
-                self._inbox.put_later(_LOOK_EVERY, None)
-                item = self._inbox.take()
-                if isinstance(item, SignalCaught):
+                self._inbox.put_later(_LOOK_EVERY, look)
+                while (item := self._inbox.take()) is not look and not isinstance(item, SignalCaught):
+                    self._react(item)
+                if item is not look:
                     break
-                self._react(item)
             if left:
                 reporting.children(left, "they go on")
 

@@ -264,7 +264,9 @@ def _prune(config: LaunchConfig, keep: int) -> None:
     try:
         removed = sum(1 for _ in prune(base, keep, named=named, own=own))
     except OSError as error:
-        _log.warning("--keep-runs %d: not all directories of old runs in %s are removed: %s", keep, base, error)
+        _log.warning(
+            "not all directories of old runs in %s can be removed (--keep-runs all keeps them): %s", base, error
+        )
     else:
         level = logging.INFO if removed else logging.DEBUG
         _log.log(level, "the files of %s are removed (--keep-runs %d)", counted(removed, "old run"), keep)

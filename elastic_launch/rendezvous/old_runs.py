@@ -12,7 +12,6 @@ import re
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 from elastic_launch.rendezvous.run_file import FILE, is_inhabited
@@ -70,34 +69,47 @@ def prune(base: Path, keep: int, *, named: bool, own: Path | None = None, now: f
         now: the time since the epoch, in seconds; None for that of the clock.
 
     Raises:
-        OSError: if a directory cannot be read or removed.
+        OSError: at the end, if a directory could not be read or removed.
     """
+    failed: OSError | None = None
     now = time.time() if now is None else now
     others = [path for path in runs_in(base, named=named) if path != own]
     for path in others[keep if own is None else keep - 1 :]:
-        with suppress(FileNotFoundError):  # another agent removes it, too
+        try:
             runs = [path] if named else [Path(each.path) for each in os.scandir(path)]
-            if all(_is_over(run, now) for run in runs) and now - path.stat().st_mtime > (0 if runs else SILENCE):
-                for run in runs:
-                    _remove(run)
-                if not named:
-                    path.rmdir()
-                yield path
+            if not runs and now - path.stat().st_mtime <= SILENCE:
+                continue  # its agent has only just made it
+            written = {run: _if_over(run, now) for run in runs}
+            if None in written.values():
+                continue
+            for run, paths in written.items():
+                _remove(run, paths or [])
+            if not named:
+                path.rmdir()
+        except FileNotFoundError:
+            continue  # another agent removes it, too
+        except OSError as error:
+            failed = failed or error
+            continue
+        yield path
+    if failed is not None:
+        raise failed
 
 
-def _is_over(run: Path, now: float) -> bool:
-    """Whether a run's directory has only what agents made, and none of them lives."""
+def _if_over(run: Path, now: float) -> list[Path] | None:
+    """Return what is below a run's directory if only agents made it, and none of them lives; else None."""
     if run.is_symlink() or not run.is_dir() or is_inhabited(run):
-        return False
-    newest = run.stat().st_mtime
-    for path in _walk(run):
+        return None
+    newest, paths = run.stat().st_mtime, list(_walk(run))
+    for path in paths:
         found = path.lstat()
         regular = stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode) or stat.S_ISFIFO(found.st_mode)
         if not regular or not _WRITTEN.fullmatch(str(path.relative_to(run))):
-            return False
+            return None
         newest = max(newest, found.st_mtime)
     nodes = list(run.glob("events-*.jsonl"))
-    return (bool(nodes) and all(map(_has_ended, nodes))) or now - newest > SILENCE
+    over = (bool(nodes) and all(map(_has_ended, nodes))) or now - newest > SILENCE
+    return paths if over else None
 
 
 def _walk(run: Path) -> Iterator[Path]:
@@ -113,9 +125,9 @@ def _has_ended(events: Path) -> bool:
     return last.startswith(b'{"event": "node_ended"')
 
 
-def _remove(run: Path) -> None:
-    """Remove what :func:`_is_over` has seen; ``run.json``, by which the directory is known as a run's, at the end."""
-    for path in _walk(run):
+def _remove(run: Path, paths: list[Path]) -> None:
+    """Remove what a run has left; ``run.json``, by which the directory is known as a run's, at the end."""
+    for path in paths:
         if path.is_dir() and not path.is_symlink():
             path.rmdir()
         elif path != run / FILE:

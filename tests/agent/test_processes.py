@@ -428,3 +428,24 @@ def test_a_console_whose_reader_is_gone_stops_nothing(pump: OutputPump, tmp_path
     assert pump.flush()
     os.close(console)
     assert (tmp_path / "log").read_bytes() == b"still here\n"
+
+
+SHARED = """
+import sys, time
+from multiprocessing import shared_memory
+block = shared_memory.SharedMemory(create=True, size=1000)
+print(block.name, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_resource_tracker_that_the_guard_has_stopped_ends_once_its_session_is_killed() -> None:
+    command = [sys.executable, "-c", SHARED]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True) as worker:
+        assert worker.stdout is not None
+        block = Path("/dev/shm", worker.stdout.readline().decode().strip().lstrip("/"))
+        assert block.exists()
+        stop_sessions({worker.pid}, lambda pids: None)
+        assert kill_sessions({worker.pid}) == []
+        wait_for("the removal of what was shared", lambda: not block.exists())
+        wait_for("the end of the tracker", lambda: empty_sessions({worker.pid}))

@@ -19,6 +19,7 @@ from elastic_launch.events.types import (
     RoundBroken,
     RoundFormed,
 )
+from elastic_launch.rendezvous.leader import machine
 from elastic_launch.rendezvous.leader.admission import differences
 from elastic_launch.rendezvous.record import ControlRecord, Leader, Member, Round
 from elastic_launch.rendezvous.wire import messages as m
@@ -319,6 +320,18 @@ def test_a_job_with_other_arguments_and_no_id_is_refused_once_the_first_round_ha
     named.join("a")
     named.hello("b", command="train.py --lr 2")
     assert "b" in named.links
+
+
+def test_nodes_with_more_differences_than_are_noted_are_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "MOST_COMPARED", 1)
+    record = ControlRecord("none", "digest", 1, Leader("a", "a1", "10.0.0.1", 1)).renewed()
+    run = Run("2:4", record=record)
+    run.hello("a", run_id="none")
+    run.hello("b", run_id="none", command="train.py --lr 3")
+    run.advance(2.1)
+    run.join("a", "b")
+    run.hello("c", run_id="none", command="train.py --lr 1 --seed 2")
+    assert "c" in run.links
 
 
 def test_a_replaced_node_may_differ_as_before_after_another_leader_took_over() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -110,6 +111,22 @@ def test_an_interrupted_removal_is_completed_by_the_next_one(tmp_path: Path) -> 
     shutil.rmtree(run / "round_1")
     (run / "events-node-a.jsonl").unlink()
     assert removed(tmp_path, 0, later=2 * SILENCE) == [run.parent.name]
+
+
+def test_a_directory_that_cannot_be_removed_keeps_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = launch(tmp_path, 1), launch(tmp_path, 2)
+    rmdir = Path.rmdir
+
+    def refusing(path: Path) -> None:
+        if path == second:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        rmdir(path)
+
+    monkeypatch.setattr(Path, "rmdir", refusing)
+    gone = prune(tmp_path, 0, named=False, now=tmp_path.stat().st_mtime + 60)
+    assert next(gone).name == first.parent.name
+    with pytest.raises(PermissionError, match="run2"):
+        next(gone)
 
 
 def test_elasticctl_prunes_a_log_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,6 +26,7 @@ from elastic_agents.snapshots.durable_state import SAVES_ITSELF, DurableState
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
 from elastic_agents.step_events import StepEvents
 from elastic_agents.step_timer import StepTimer
+from elastic_agents.workers.sessions import start_of
 from elastic_launch import contract as c
 from elastic_launch.clock import Clock
 from elastic_launch.codec import LineReader
@@ -134,7 +135,8 @@ class Control:
         self._lock = threading.Lock()
         self._save_asked: int | None = None  # steps that were done when a checkpoint was asked for
         self._peers: dict[socket.socket, _Peer] = {}
-        self._places: dict[int, c.WorkerHello] = {}  # by pid, also of processes that have closed their connection
+        # By pid and start, also of processes that have closed their connection.
+        self._places: dict[tuple[int, str], c.WorkerHello] = {}
         self._crowded = False
         self._accept_at = 0.0
         self._thread = VitalThread(self._run, "control")
@@ -164,7 +166,7 @@ class Control:
         with self._lock:  # the worker must not be informed of a fetch before this
             for peer in self._waiting([local_rank]):
                 peer.hello = c.WorkerHello(place.round, place.placement.rank, local_rank)
-                self._places[peer.pid] = peer.hello
+                self._places[peer.pid, start_of(peer.pid)] = peer.hello
                 peer.waits = False
                 slots, _ = self._snapshot_store.offer()
                 place = replace(place, use=slots.use, sequence=slots.sequence, fetching=slots.fetching)
@@ -423,8 +425,8 @@ class Control:
         A worker's next process has a later round, and one that is started ahead has none yet.
         """
         with self._lock:
-            self._places = {pid: place for pid, place in self._places.items() if os.path.exists(f"/proc/{pid}")}
-            for holder, place in self._places.items():
+            self._places = {key: place for key, place in self._places.items() if key[1] and start_of(key[0]) == key[1]}
+            for (holder, _), place in self._places.items():
                 same = place.local_rank == hello.local_rank and place.round >= hello.round > 0
                 if same and holder != pid:
                     return holder
@@ -438,7 +440,7 @@ class Control:
     def _offer(self, peer: _Peer, hello: c.WorkerHello) -> None:
         with self._lock:  # the worker must not be informed of a fetch before this
             peer.hello, self.durable.library_saves = hello, hello.saves
-            self._places[peer.pid] = hello
+            self._places[peer.pid, start_of(peer.pid)] = hello
             slots, descriptors = self._snapshot_store.offer()
             slots = replace(slots, patience_s=self._patience_s)
             try:

@@ -39,6 +39,12 @@ def status_of(pid: int) -> dict[str, str]:
     return {name: value.strip() for name, _, value in lines}
 
 
+def start_of(pid: int) -> str:
+    """Return what tells a process from a later one of its number; empty if it has ended, waited for or not."""
+    fields = read_proc(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return fields[19] if fields and fields[0] not in "ZX" else ""  # proc_pid_stat(5): state, and starttime
+
+
 def threads_of(pid: int) -> list[int]:
     """Return the threads of a process; none if it has ended."""
     try:
@@ -53,7 +59,14 @@ def session_members(sids: set[int]) -> list[int]:
     Zombies don't count. Nor do resource trackers of Python's multiprocessing, which remove what the others have left in
     shared memory; nothing else would.
     """
-    return [pid for pid, state, _, _ in _processes(sids) if state not in (b"Z", b"X") and not _tracks_resources(pid)]
+    return _members(sids)[0]
+
+
+def _members(sids: set[int]) -> tuple[list[int], list[int]]:
+    """Return the processes of the given sessions that still run; resource trackers apart."""
+    running = [pid for pid, state, _, _ in _processes(sids) if state not in (b"Z", b"X")]
+    trackers = [pid for pid in running if _tracks_resources(pid)]
+    return [pid for pid in running if pid not in trackers], trackers
 
 
 def empty_sessions(sids: set[int]) -> set[int]:
@@ -142,7 +155,7 @@ def _processes(sids: Set[int] | None = None) -> Iterator[tuple[int, bytes, int, 
 
 
 def kill_sessions(sids: set[int], timeout: float = 5.0) -> list[int]:
-    """Kill sessions until no process in them runs.
+    """Kill sessions until no process in them runs; their resource trackers, which may be stopped, end by themselves.
 
     Args:
         timeout: seconds after which unkillable processes (in uninterruptible sleep) are given up.
@@ -157,13 +170,14 @@ def kill_sessions(sids: set[int], timeout: float = 5.0) -> list[int]:
     delay = 0.001
     while sids:
         try:
-            members = session_members(sids)
+            members, trackers = _members(sids)
         except OSError:  # possibly temporary
             if time.monotonic() > deadline:
                 raise
             time.sleep(delay)
             continue
         if not members or time.monotonic() > deadline:
+            _send(trackers, signal.SIGCONT)
             return members
         _send(members, signal.SIGKILL)
         time.sleep(delay)

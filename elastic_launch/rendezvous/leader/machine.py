@@ -340,6 +340,8 @@ class LeaderMachine:
         if hello.node_id in self.nodes or self.record.end is not None:
             return None
         known = [places for places, _ in self._compared]
+        if len(known) >= MOST_COMPARED:  # no more are noted
+            known.append(differences(self._command, hello.command)[1])
         nodes = self.nodes.values()
         return intrusion(hello, self.record, nodes, self._command, hosted=self._hosted, known=known)
 

@@ -74,7 +74,7 @@ def check_writable(path: Path) -> None:
     file = f"probe-{new_nonce()}"
     try:
         Directory(path).put(file, b"")
-        (path / file).unlink()
+        (path / file).unlink(missing_ok=True)
     except OSError as error:
         if error.errno in _LASTING:
             where = error.filename if error.filename in map(str, (path, *path.parents)) else path
