@@ -135,6 +135,7 @@ class NodeAgent(ElasticAgent):
         The streams that it writes to end with this agent, as may everything in a container.
         """
         sids, limit = self._workers.release(), self._config.wait_for_children
+        self._workers.close()  # those ahead, which may hold devices, and which nobody leases any more
         with suppress(OSError):  # no descriptor is left to read what there is
             if not (left := session_members(sids)):
                 return

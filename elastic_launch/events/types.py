@@ -25,6 +25,7 @@ OVERLOADED = 1.25
 """A host is overloaded if its load average in the last minute, per CPU, is more."""
 
 HOSTS = ("normal", "overloaded")
+"""How a host is, by its load; a label of a metric."""
 
 KINDS: dict[str, type[Event]] = {}
 """All events by their names."""

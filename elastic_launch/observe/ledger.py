@@ -19,7 +19,7 @@ PARTS = ("detect_s", "stop_s", "form_s", "start_s", "restore_s", "first_step_s")
 """An incident's parts, in order."""
 
 PLANNED = ("membership", "preemption")
-"""Kinds of incidents that are no faults."""
+"""Kinds of incidents that are not faults: changes of membership."""
 
 _SPOKEN = ("detected", "stopped", "formed", "started", "restored", "first step")
 
@@ -93,7 +93,7 @@ class Ledger:
     lost_ahead: int = 0  # workers of this host that had started ahead, and ended before they had a place in a round
     started: bool = False  # whether workers of this host have been started in a round
     unseen_s: float = 0.0  # seconds of rounds in which this host had no workers, which no other figure counts
-    drained_last: bool = False  # whether the last round was drained, which is no incident unless another one follows
+    drained_last: bool = False  # whether the last round was drained; it counts as an incident only if a round follows
 
     @property
     def goodput(self) -> float | None:

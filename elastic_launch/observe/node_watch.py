@@ -13,7 +13,7 @@ from elastic_launch.errors import ExitCode
 from elastic_launch.events import types as ev
 from elastic_launch.events.sentences import sentence
 from elastic_launch.events.types import counted
-from elastic_launch.observe.ledger import PARTS, RoundIncident, spoken
+from elastic_launch.observe.ledger import PARTS, PLANNED, RoundIncident, spoken
 from elastic_launch.observe.live import LiveLedger
 from elastic_launch.observe.present import Present
 from elastic_launch.system.plain_text import one_line
@@ -41,8 +41,6 @@ _ENDED = (ExitCode.DONE, ExitCode.INTERRUPTED, ExitCode.TERMINATED)
 
 HAPPENED = 8
 """Events that are told with their times: the last ones."""
-
-_PLANNED = ("membership", "preemption")
 
 _RANDOM = re.compile("-[0-9a-f]{6}$")
 """The end of a node's default name."""
@@ -79,7 +77,7 @@ class NodeWatch:
             if event.printed or ahead or isinstance(event, ev.StragglerFound):
                 self._happened.append((self._clock.now(), sentence(event)))
             if isinstance(event, ev.RoundDraining | ev.RoundBroken | ev.OrderReceived) and event.kind:
-                self._planned = event.kind in _PLANNED
+                self._planned = event.kind in PLANNED
             match event:
                 case ev.StragglerFound(node=node, rank=rank):
                     self._slow[node] = rank
@@ -164,10 +162,10 @@ class NodeWatch:
             return "saving", None
         if present.phase == "starting" or (present.phase == "waiting" and not present.round):
             return "starting", None
-        if self._parked or (present.phase == "waiting" and (incident is None or "waiting for" in present.outlook)):
+        if self._parked or (present.phase == "waiting" and incident is None):
             return "parked", None
         if incident is not None:
-            word = "changing" if incident.drained and incident.kind in _PLANNED else "standing still"
+            word = "changing" if incident.drained and incident.kind in PLANNED else "standing still"
             return word, now - incident.still_s
         if present.phase == "draining":
             return "changing", None
@@ -188,7 +186,7 @@ class NodeWatch:
             memory = f"step {present.snapshot} in this node's memory" if held else ""
             if saved is None:
                 nothing = "nothing is saved that the launcher knows of" if present.step else ""
-                nothing += "; the script saves its state itself, if it does" if nothing and self._saves_itself else ""
+                nothing += "; a script with its own loop may save by itself" if nothing and self._saves_itself else ""
                 return f"no checkpoint yet; {memory}" if memory else nothing
             path = f" in {self._path}" if self._path and saved == self._checkpoint else ""
             clock = time.strftime("%H:%M:%S", time.gmtime(time.time() - (now - saved[1])))

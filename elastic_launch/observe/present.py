@@ -13,7 +13,7 @@ class HowEnded:
     cause: str
     run: bool  # whether the run is over; if not, this node's part of it
     saved: str = ""  # where the state is and what was lost; empty if another node says so, or if that is not known
-    root_cause: str = ""  # the failure that ended the run, in several lines; empty if it was none of a worker
+    root_cause: str = ""  # the failure that ended the run, in several lines; empty if no worker failed
 
     def line(self) -> str:
         """Return it in one line."""

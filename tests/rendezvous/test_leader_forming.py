@@ -303,13 +303,18 @@ def test_a_second_job_at_the_endpoint_of_a_full_run_of_one_node_is_refused() -> 
     assert "b" in elected.links, "it may take over once the leader is gone"
 
 
-def test_a_job_with_other_arguments_and_no_id_is_refused_once_the_first_round_has_formed() -> None:
-    record = ControlRecord("none", "digest", 1, Leader("a", "a1", "10.0.0.1", 1)).renewed()
-    run = Run("2:4", record=record)
+def without_id() -> Run:
+    """A run that trains, whose nodes were given no id, and differ in an argument."""
+    run = Run("2:4", record=ControlRecord("none", "digest", 1, Leader("a", "a1", "10.0.0.1", 1)).renewed())
     run.hello("a", run_id="none")
     run.hello("b", run_id="none", command="train.py --lr 3")
     run.advance(2.1)
     run.join("a", "b")
+    return run
+
+
+def test_a_job_with_other_arguments_and_no_id_is_refused_once_the_first_round_has_formed() -> None:
+    run = without_id()
     run.hello("c", run_id="none", command="train.py --lr 2")
     assert "c" in run.links, "those of the run differ in the same argument"
     run.hello("d", run_id="none", command="train.py --lr 1 --seed 2")
@@ -324,12 +329,7 @@ def test_a_job_with_other_arguments_and_no_id_is_refused_once_the_first_round_ha
 
 def test_nodes_with_more_differences_than_are_noted_are_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "MOST_COMPARED", 1)
-    record = ControlRecord("none", "digest", 1, Leader("a", "a1", "10.0.0.1", 1)).renewed()
-    run = Run("2:4", record=record)
-    run.hello("a", run_id="none")
-    run.hello("b", run_id="none", command="train.py --lr 3")
-    run.advance(2.1)
-    run.join("a", "b")
+    run = without_id()
     run.hello("c", run_id="none", command="train.py --lr 1 --seed 2")
     assert "c" in run.links
 

@@ -1,4 +1,4 @@
-"""The directories of runs that are over: the newest stay, and whatever is not known to be a run's."""
+"""The directories of runs that are over: the newest stay, and all that an agent did not make."""
 
 from __future__ import annotations
 

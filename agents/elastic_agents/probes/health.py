@@ -138,8 +138,11 @@ class Health:
         """Stop answering, once those who follow a page have been told of the end."""
         if self._ended is not None:
             since = self._ended[1] - LAST
+
+            def told() -> bool:
+                return all(asked < since for asked in self._readers.values())
+
             with self._turn:
-                told = lambda: all(asked < since for asked in self._readers.values())  # noqa: E731
                 self._turn.wait_for(told, max(0.0, since + 2 * LAST - time.monotonic()))
         self._server.close()
         self._listener.close()

@@ -94,7 +94,8 @@ def node_pages(
             return drawn[0][1]
 
     def show_page(present: Present, query: str = "") -> HttpResponse:
-        return HttpResponse(200, page(f"R{config.title[1:]}", shown(present)).encode(), "text/html; charset=utf-8")
+        heading = config.title[0].upper() + config.title[1:]
+        return HttpResponse(200, page(heading, shown(present)).encode(), "text/html; charset=utf-8")
 
     def show_live(present: Present, query: str = "") -> HttpResponse:
         return HttpResponse(200, json.dumps(shown(present)).encode(), "application/json")

@@ -58,7 +58,7 @@ def refusal(hello: NodeHello, record: ControlRecord, command: str) -> tuple[str,
 def intrusion(
     hello: NodeHello, record: ControlRecord, nodes: Collection[Node], command: str, *, hosted: bool, known: Places
 ) -> tuple[str, str] | None:
-    """Return why a new node seems to belong to another run, whose endpoint is this one by mistake; None if it does not.
+    """Return why a new node seems to belong to another run, which was given this endpoint by mistake; None if not.
 
     Args:
         nodes: those that the run has.

@@ -76,7 +76,7 @@ class MeanTable:
         self._work: dist.Work | None = None
 
     def fill(self, row: int, values: Sequence[float | Tensor], share: float, weight: float | None = None) -> None:
-        """Fill in a row; with a weight of 0 its values count as 0, whatever they are.
+        """Fill in a row; with a weight of 0 its values count as 0, even if they are NaN.
 
         Args:
             share: the row's weight if ``weight`` is None.
