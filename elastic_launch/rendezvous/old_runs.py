@@ -34,8 +34,8 @@ _WRITTEN = re.compile(
 )
 """Paths in a run's directory that an agent makes, see docs/reference/files.md."""
 
-_LAST_LINE = 8192
-"""Bytes in which the last event of a node is."""
+_LAST_LINE = 1 << 18
+"""Bytes in which the last event of a node is; that of its end has the root cause, with lines of a worker's output."""
 
 
 def runs_in(base: Path, *, named: bool) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 from pathlib import Path
@@ -99,6 +100,11 @@ def test_a_run_of_which_a_node_has_not_recorded_its_end_stays_for_a_week(tmp_pat
     (run / "events-node-b.jsonl").write_text(BEGIN)
     assert removed(tmp_path, 0, later=SILENCE - 600) == []
     assert removed(tmp_path, 0, later=SILENCE + 600) == [run.parent.name]
+
+
+def test_a_long_root_cause_in_the_last_event_is_no_obstacle(tmp_path: Path) -> None:
+    end = END.replace('"done"', json.dumps("x" * 100_000))
+    assert removed(launch(tmp_path, 1, BEGIN + end).parents[1], 0)
 
 
 def test_a_launch_that_has_made_its_directory_only_stays(tmp_path: Path) -> None:
