@@ -267,7 +267,7 @@ class NodeWatch:
                 return f"trains; membership not confirmed for {span(present.unconfirmed)}", added
             case "running":
                 quiet = self._quiet(present, now)
-                return "trains" if quiet is None else f"trains; no step for {span(quiet)}", ""
+                return "trains" if quiet is None else f"no step for {span(quiet)}", ""
             case "held":
                 return "the workers are stopped until the leader answers", "this agent did not run"
             case "leaving" | "over" | "finished" | "saving":

@@ -288,6 +288,9 @@ def test_a_table_that_is_old_says_so() -> None:
     assert found["rows"][0][0] == "a (leads)"
     served.roster.answer = LastStatus(told, time.monotonic() - 7)
     assert served.live(Present("running"))["nodes"]["about"] == ["This is how it was 7 s ago."]
+    served.roster.answer = LastStatus(told, time.monotonic() - 2.2, "It has ended.")
+    last = Present("ended", end=HowEnded(0, "done", run=True))
+    assert served.live(last)["nodes"]["about"] == ["This is how it was before the end, 2 s ago."]
 
 
 def test_of_many_nodes_those_are_shown_first_that_do_not_train() -> None:

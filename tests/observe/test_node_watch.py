@@ -245,7 +245,7 @@ def test_a_round_without_steps_does_not_look_as_if_it_trained() -> None:
     present = Present("running", 1, 1, 2, 2, 30, 100, 61.0, 30, 3.0)
     assert told.watch.doing(present) == "trains"
     told.at += 20
-    assert told.watch.doing(present) == "trains; no step for 20 s"
+    assert told.watch.doing(present) == "no step for 20 s"
     assert not told.figures(present).keys() & {"steps/s", "time left"}
     slow = replace(present, trained_s=300.0)
     assert told.watch.doing(slow) == "trains", "a step takes 10 s"

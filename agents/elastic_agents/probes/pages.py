@@ -77,7 +77,8 @@ def node_pages(
                     "ranks": list(present.ranks),
                     "ended": present.end is not None,
                 }
-                nodes = node_table(roster.look(), silent, watch.in_question(present), watch.slow())
+                cause, slow = watch.in_question(present), watch.slow()
+                nodes = node_table(roster.look(), silent, cause, slow, ended=present.end is not None)
                 samples = history.samples()
                 made = ledger.drawn(
                     lambda chronicle, told, found: document(
@@ -133,7 +134,12 @@ def node_pages(
 
 
 def node_table(
-    answer: LastStatus, silent: float, cause: str = "", slow: Mapping[str, int] = MappingProxyType({})
+    answer: LastStatus,
+    silent: float,
+    cause: str = "",
+    slow: Mapping[str, int] = MappingProxyType({}),
+    *,
+    ended: bool = False,
 ) -> NodeTable:
     """Return the run's nodes as the leader sees them.
 
@@ -141,10 +147,15 @@ def node_table(
         silent: seconds without a message after which a node is silent.
         cause: of what the run stands still for; the nodes that it names are in question.
         slow: ranks that were found to be slow, by node.
+        ended: whether this node's part of the run has ended, so that the leader may say nothing more.
     """
     status, age = answer.status, time.monotonic() - answer.at
-    about = [f"This is how it was {span(age)} ago."] if status is not None and (answer.problem or age > OLD) else []
-    if answer.problem:
+    about: list[str] = []
+    if status is not None and ended:
+        about.append(f"This is how it was before the end, {span(age)} ago.")
+    elif status is not None and (answer.problem or age > OLD):
+        about.append(f"This is how it was {span(age)} ago.")
+    if answer.problem and not ended:
         about.append(f"The leader does not answer: {answer.problem.rstrip('.')}.")
     elif status is None:
         about.append("The leader is asked.")
