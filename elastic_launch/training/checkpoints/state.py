@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from elastic_launch.errors import UsageError
 from elastic_launch.snapshot.format import tree
@@ -23,6 +23,7 @@ from elastic_launch.training.checkpoints.matching import (
     other_dtype,
     reordered,
 )
+from elastic_launch.training.checkpoints.optimizer_loading import load_optimizer
 from elastic_launch.training.checkpoints.options import Given
 from elastic_launch.training.checkpoints.parts import Gathered, Group, Stateful, flat, is_stateful
 from elastic_launch.training.checkpoints.pruned import prune_alike
@@ -253,6 +254,8 @@ class TrainingState:
             part = self._parts[name]
             saved = self._frozen.filled(name, part, state[name], origin, resumed.frozen.get(name))
             _load(name, part, saved, origin, resumed.classes, known)
+        # Within autocast, torch keeps converted copies of the parameters.
+        torch.clear_autocast_cache()
         for function in self._on_restore:
             function()
 
@@ -301,33 +304,13 @@ def _load(
     if isinstance(part, torch.optim.Optimizer) and holds_shards(part) and "param_groups" not in saved:
         _refuse(name, origin, "it has a format of its own, of which it is not known how it is sharded")
     try:
-        part.load_state_dict(saved)
+        load_optimizer(part, saved) if isinstance(part, torch.optim.Optimizer) else part.load_state_dict(saved)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         found, hint = module_differences(part, saved) if isinstance(part, nn.Module) else ("", "")
         _refuse(name, origin, found or f"{type(error).__name__}: {error}", hint, error)
-    if isinstance(part, torch.optim.Optimizer):
-        _keep_dtypes(part, saved)
     if isinstance(part, torch.amp.GradScaler) and part.is_enabled():
         # It makes its tensors when it is first used, and a script may change its scale before that.
         part.scale(torch.zeros((), device=part._device))
-
-
-def _keep_dtypes(optimizer: torch.optim.Optimizer, saved: Any) -> None:
-    """Give an optimizer's state the dtypes that it was saved with; torch converts it to those of the parameters.
-
-    NAdam and ASGD, for example, have float32 numbers for parameters of any dtype. An optimizer that loads its state
-    itself is left alone.
-    """
-    if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
-        return
-    numbers = (number for group in saved["param_groups"] for number in group["params"])
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    for number, parameter in zip(numbers, parameters, strict=True):
-        own = optimizer.state[parameter] if number in saved["state"] else {}
-        for key, value in own.items():
-            was = saved["state"][number].get(key)
-            if isinstance(value, Tensor) and isinstance(was, Tensor) and value.dtype != was.dtype:
-                own[key] = was.to(value.device, copy=True)
 
 
 def _elsewhere(names: Collection[str]) -> str:

@@ -1,0 +1,59 @@
+"""Loads the state of an optimizer into the tensors that it has, which compiled code and CUDA graphs may hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Load a state as ``load_state_dict`` does, but keep the tensors and dtypes.
+
+    Torch makes new tensors, in the dtypes of the parameters; NAdam and ASGD, for example, have float32 numbers for
+    parameters of any dtype. Here a tensor that the optimizer has already gets the saved values, without a second copy
+    of it in memory. An optimizer that loads its state itself is left alone.
+
+    Raises:
+        ValueError: or another error of ``load_state_dict``, if the state does not fit.
+    """
+    if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+        optimizer.load_state_dict(dict(saved))
+        return
+    before = {key: dict(state) for key, state in optimizer.state.items() if isinstance(state, dict)}
+    options = [dict(group) for group in optimizer.param_groups]
+    states = dict(saved["state"])
+    for number, parameter in _pairs(optimizer, saved):
+        own, there = before.get(parameter, {}), states.get(number)
+        if own and isinstance(there, dict):
+            states[number] = {key: _into(own.get(key), value) for key, value in there.items()}
+    optimizer.load_state_dict({**saved, "state": states})
+    for number, parameter in _pairs(optimizer, saved):
+        found, there = optimizer.state.get(parameter), saved["state"].get(number)
+        if not isinstance(found, dict) or not isinstance(there, dict):
+            continue
+        for key, value in found.items():
+            was = there.get(key)
+            if isinstance(value, Tensor) and isinstance(was, Tensor) and value.dtype != was.dtype:
+                value = was.to(value.device, copy=True)
+            found[key] = _into(before.get(parameter, {}).get(key), value)
+    for then, group in zip(options, optimizer.param_groups, strict=True):
+        group.update({key: _into(then.get(key), value) for key, value in group.items() if key != "params"})
+
+
+def _pairs(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> Iterator[tuple[int, Tensor]]:
+    """Yield each parameter with its number in the state."""
+    numbers = (number for group in saved["param_groups"] for number in group["params"])
+    yield from zip(numbers, (p for group in optimizer.param_groups for p in group["params"]), strict=True)
+
+
+def _into(mine: object, value: Any) -> Any:
+    """Return the tensor that was there, with the new values, if it can have them; else the new value."""
+    if mine is value or type(mine) is not Tensor or type(value) is not Tensor:
+        return value
+    if (mine.shape, mine.dtype, mine.layout) != (value.shape, value.dtype, value.layout) or mine.requires_grad:
+        return value
+    with torch.no_grad():
+        return mine.copy_(value)

@@ -1,0 +1,93 @@
+"""An optimizer's state is loaded into the tensors that it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elastic_launch.training.checkpoints.optimizer_loading import load_optimizer
+
+Makes = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, Makes] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+    "fused AdamW": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), fused=True),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.01),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+}
+
+
+def step(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for number, parameter in enumerate(group["params"]):
+            parameter.grad = torch.full_like(parameter, 0.25 * (number + 1))
+    optimizer.step()
+
+
+def made(makes: Makes, dtype: torch.dtype) -> torch.optim.Optimizer:
+    return makes([nn.Parameter(torch.ones(3, 2, dtype=dtype)), nn.Parameter(torch.ones(4, dtype=dtype))])
+
+
+def tensors(optimizer: torch.optim.Optimizer) -> dict[tuple[int, str], torch.Tensor]:
+    states = [optimizer.state[p] for group in optimizer.param_groups for p in group["params"]]
+    found = {(n, k): v for n, state in enumerate(states) for k, v in state.items() if isinstance(v, torch.Tensor)}
+    for group in optimizer.param_groups:
+        found |= {(-1, key): value for key, value in group.items() if isinstance(value, torch.Tensor)}
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_tensors_stay_and_have_the_saved_values_and_dtypes(name: str, dtype: torch.dtype) -> None:
+    optimizer = made(OPTIMIZERS[name], dtype)
+    step(optimizer)
+    saved: dict[str, Any] = deepcopy(optimizer.state_dict())
+    at = tensors(optimizer)
+    values = {key: value.clone() for key, value in at.items()}
+    step(optimizer)
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
+    load_optimizer(optimizer, saved)
+    now = tensors(optimizer)
+    assert now.keys() == at.keys() != set()
+    for key, value in now.items():
+        assert value is at[key], key
+        assert value.dtype == values[key].dtype
+        assert torch.equal(value, values[key]), key
+    assert optimizer.param_groups[0]["lr"] == saved["param_groups"][0]["lr"]
+    shared = {
+        value.data_ptr() for state in saved["state"].values() for value in state.values() if torch.is_tensor(value)
+    }
+    assert not shared & {value.data_ptr() for value in now.values()}, "what was loaded may be loaded once more"
+
+
+def test_a_state_without_steps_takes_the_steps_back() -> None:
+    optimizer = made(OPTIMIZERS["AdamW"], torch.float32)
+    saved = deepcopy(optimizer.state_dict())
+    step(optimizer)
+    load_optimizer(optimizer, saved)
+    assert not optimizer.state
+
+
+class Clearing(torch.optim.SGD):
+    """One that empties its tensors before it reads the state that it is given."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for state in self.state.values():
+            state["momentum_buffer"].zero_()
+        super().load_state_dict(state_dict)
+
+
+def test_an_optimizer_that_loads_its_state_itself_gets_the_state_as_it_was_saved() -> None:
+    optimizer = made(lambda p: Clearing(p, lr=0.1, momentum=0.9), torch.float32)
+    step(optimizer)
+    saved = deepcopy(optimizer.state_dict())
+    load_optimizer(optimizer, saved)
+    assert all(state["momentum_buffer"].any() for state in optimizer.state.values())
