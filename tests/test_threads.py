@@ -25,6 +25,7 @@ BARE = {
     "elastic_launch/collective_dump.py": ["threading.Thread"],  # without it, the agent has no dump to look at
     "elastic_launch/training/link.py": ["threading.Thread"],  # without it, the agent has its late worker killed
     "elastic_launch/training/live/sockets.py": ["threading.Thread"],  # as for link; lives while a group is being formed
+    "elastic_launch/training/live/timeout_watch.py": ["threading.Thread"],  # without it, a timeout ends no collective
     "elastic_launch/training/live/turns.py": ["threading.Thread"],  # without it, groups take their time to end
 }
 """Threads whose death is not reported as a VitalThread's is: by module, with the reason."""

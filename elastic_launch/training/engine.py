@@ -25,7 +25,7 @@ from elastic_launch.training.checkpoints.checkpoint import Checkpoint
 from elastic_launch.training.checkpoints.manager import CheckpointManager
 from elastic_launch.training.checkpoints.resumed import Resumed
 from elastic_launch.training.checkpoints.saving import Live, Saver, Trained
-from elastic_launch.training.checkpoints.schedules import forgotten, has_forgotten_average
+from elastic_launch.training.checkpoints.schedules import forgotten, has_forgotten_average, has_forgotten_scaler
 from elastic_launch.training.checkpoints.state import TrainingState
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.live.groups import RoundGroups
@@ -35,7 +35,7 @@ from elastic_launch.training.ranks.exchange import is_of_exchange, telling
 from elastic_launch.training.ranks.place import refuse_in_rehearsal, rehearsing
 from elastic_launch.training.ranks.replicas import Named, ReplicaCheck, ReplicasDifferError
 from elastic_launch.training.ranks.world import GROUP_TIMEOUT, World
-from elastic_launch.training.rounds import WorkerRounds
+from elastic_launch.training.rounds import AskedLive, WorkerRounds
 from elastic_launch.training.stopping import DrainedExit, StopSource, Termination
 from elastic_launch.training.trainings import Trainings
 
@@ -58,7 +58,7 @@ class Engine:
         groups: RoundGroups | None = None,
         settings: Determinism | None = None,
         timeout: float = GROUP_TIMEOUT,
-        live: bool | None = None,
+        live: AskedLive = None,
     ) -> None:
         link, groups = link or AgentLink(), groups or RoundGroups()
         self.rounds = WorkerRounds(world, device, link, groups, timeout=timeout, live=live)
@@ -70,7 +70,7 @@ class Engine:
         self.checkpoint: CheckpointManager | None = None  # where to save to, once a state was restored
         # The same one in every round, and for a second training that goes on with the first one's checkpoints.
         self._managers: dict[Checkpoint, CheckpointManager] = {}
-        self.saver = Saver(world or World(), link)
+        self.saver = Saver(world or World(), link, self.rounds.confirm_state)
         self.trainings = Trainings()
         self._termination = Termination()
         self._stop_wanted = StopSource.NO
@@ -173,6 +173,7 @@ class Engine:
             self.worlds = [*resumed.worlds, self.world.world_size]
             self._restore_seconds += time.monotonic() - began
             self._uncompared = resumed.uncompared
+            self.rounds.in_doubt = False
             if live is None:
                 # Checked now, and again once the optimizer has state: at the first save, hours of work may be lost.
                 self._check(state)
@@ -213,6 +214,8 @@ class Engine:
             wishes = replace(wishes, evaluate=True)
         self._exchange(wishes, by_step=stays is not None)
         last = self.stopped or end
+        if last:
+            self.rounds.confirm_state()
         if self.draining:
             faults.reached("drain", step)
         if self._replicas is not None and (last or self.saver.is_durable(step, self.checkpoint)):
@@ -366,6 +369,7 @@ class Engine:
     def release(self) -> None:
         """Restore the signal handler, and release the memory and the agent's socket."""
         self._termination.close()
+        self.rounds.close()
         self.saver.close()
         self.rounds.link.close()
 
@@ -380,6 +384,8 @@ class Engine:
         found = {}
         if has_forgotten_average(state.parts):
             found["an AveragedModel"] = 'run.register("average", averaged) before the loop'
+        if has_forgotten_scaler(state.parts):
+            found["a GradScaler"] = "run.steps(scaler=...), Trainer(scaler=...) or run.register()"
         if forgotten(state.parts):
             where = "run.steps(scheduler=...), Trainer(scheduler=...) or run.register()"
             found["the learning-rate scheduler of the optimizer"] = where

@@ -165,6 +165,11 @@ class AgentLink:
             )
         return link
 
+    @property
+    def keeps(self) -> bool:
+        """Whether snapshots are kept in this node's memory."""
+        return bool(self.slots) and self.writes
+
     def say(self, message: c.Message) -> None:
         """Send a message to the agent; it gets lost if the agent is gone."""
         if not self.present:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from elastic_launch import snapshot
 from elastic_launch.batch import BatchError, GlobalBatch, halved, settled
+from elastic_launch.errors import UsageError
 from elastic_launch.shared_progress import Activity
 from elastic_launch.system.threads import within
 from elastic_launch.training.checkpoints.checkpoint import Checkpoint
@@ -47,7 +48,7 @@ from elastic_launch.training.ranks.world import World
 from elastic_launch.training.steps import Step
 from elastic_launch.training.stopping import DrainedExit
 from elastic_launch.training.together import OptimizerSteps, as_model, as_optimizer
-from elastic_launch.training.transaction import Recovered, Rehearsal, StepRules, Transaction
+from elastic_launch.training.transaction import Recovered, Rehearsal, RoundOverError, StepRules, Transaction
 from elastic_launch.training.wrapped import sharding_modules
 
 _log = logging.getLogger(__name__)
@@ -104,6 +105,7 @@ class Loop:
         # What follows the last step, on all ranks:
         self._owes_evaluation = self._owes_boundary = False
         self._bounded = -1  # the last step whose boundary has begun
+        self._reached = 0  # steps done at most, by any rank of the current round
         # Of the current round:
         self._gradients: Gradients | None = None
         self._batches: Generator[object] | None = None
@@ -151,6 +153,7 @@ class Loop:
                     self._take(self._received)
                 else:
                     self._step += 1
+                    self._reached = max(self._reached, self._step)
                     self._last = step.loss, step.metrics
                     if step.share.plan.grad_accum:  # a rank without samples compiles nothing
                         self._first = Activity.RESUMED_STEP
@@ -219,7 +222,7 @@ class Loop:
         """Take part in the current round: restore the newest state, and exchange with its ranks from now on."""
         engine, rounds, world = self.engine, self._rounds, self.engine.world
         check_same(world, self._given, rounds.link, goes_on=live is not None)
-        resumed = self._resume(live)
+        resumed = self._resume(live) if live is None or not live.in_doubt else self._resume_in_place(live)
         self._has_state = True
         if live is None:
             self._step, self._last = resumed.step, resumed.last or self._last
@@ -244,6 +247,11 @@ class Loop:
         engine.compare_replicas(replicated(self._model, self._optimizer, ranks_own))
         on_host, report = rounds.device.type == "cpu", rounds.report_straggler
         self._pace = Pace(world.rank, world.world_size, resumed.step, on_host=on_host, report=report)
+        if rounds.doubts and live is None and resumed.state is None and not resumed.step:
+            # A process that is kept may have to go back to it.
+            engine.saver.keep(
+                self._after(0, evaluated=not self._owes_evaluation), stays_of(self._optimizer, self._model.parameters())
+            )
         # Last: a process that is interrupted before has received only a part of the state.
         engine.begin(resumed.step, self._end, live=self._live, rehearses=self._rehearses, arguments=told(self._given))
         rounds.link.watch(resumed.step, self._first)
@@ -256,13 +264,17 @@ class Loop:
         """
         micro = len(self._epochs.batch.micro_batches()[0])
         aborts = self._rounds.may_abort and self._live
-        numbers = [self._lacks_evaluation(step), self._bounded == step, -micro, aborts, not self._agreed]
+        numbers = [self._lacks_evaluation(step), self._bounded == step, -micro, aborts, not self._agreed, self._reached]
         if self.engine.world.world_size > 1:
             found = torch.tensor(numbers, dtype=torch.int64, device="cpu")
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
             numbers = found.tolist()
         lacking, bounded, least = bool(numbers[0]), bool(numbers[1]), -numbers[2]
-        self._rounds.confirms = self.engine.world.world_size > 1 and bool(numbers[3])
+        self._rounds.agreed(aborts=self.engine.world.world_size > 1 and bool(numbers[3]))
+        self._reached = numbers[5]
+        if (again := self._reached - step) > 0 and self.engine.world.rank == 0:
+            what = f"step {step + 1} is" if again == 1 else f"steps {step + 1} to {self._reached} are"
+            _log.warning("training goes back to the state of step %d: %s done again", step, what)
         self._owes_evaluation = lacking
         self._options.evaluations.begin_round(step if lacking else None)
         # With evaluations done, the ranks do not know whether the others have begun the boundary: it is left out.
@@ -301,19 +313,20 @@ class Loop:
         engine, received = self.engine, self._received
         self._leave()
         step, last, done = self._step, self._last, tuple(passes)
+        in_doubt = self._rounds.in_doubt
         if received is not None:
             step, last, done = received.step, received.last or self._last, received.passes
         try:
-            engine.suspend(error, spoiled=self.positions.spoiled())
+            engine.suspend(error, spoiled=[] if in_doubt else self.positions.spoiled())
         except DrainedExit:
-            if self._has_state and not done:  # else it is a state within a step
+            if self._has_state and not done and not in_doubt:  # else it is a state within a step
                 engine.keep_newer(self._after(step, evaluated=not self._owes_evaluation))
             raise
 
         def join() -> None:
             with self._rounds.link.forming():
                 self._rounds.join()
-                live = Live(step, engine.worlds, last, done, self._trained_there(), received)
+                live = Live(step, engine.worlds, last, done, self._trained_there(), received, in_doubt)
                 self._enter(live if self._has_state else None)
 
         return self._rounds.attempt(join)
@@ -341,7 +354,7 @@ class Loop:
             return recovered
         if self._is_midway:
             return replace(recovered, passes=received.passes)
-        return replace(recovered, done=received.last or self._last)
+        return replace(recovered, done=received.last or self._last, again=received.step <= self._step)
 
     def pass_updated(self, passes: int) -> None:
         """Note that so many passes of the current step are updated, here or by other ranks."""
@@ -403,7 +416,7 @@ class Loop:
             self._rounds.note_exchanges()
         seed_all(derive("step", epochs.seed, number), devices=True)
         done = self._received.passes if self._received is not None else ()
-        return Transaction(self, self._rules, epochs, number, self._share(), done)
+        return Transaction(self, self._rules, epochs, number, self._share(), done, again=number < self._reached)
 
     def _share(self) -> Share:
         """Return what this rank does of the current step; its micro-batches go on to the end of the epoch."""
@@ -464,13 +477,27 @@ class Loop:
         if self._options.gradients is not None:
             return self._options.gradients(world_size, rank)
         # An exchange between GPUs that is aborted may go unnoticed, see RoundGroups.confirm().
-        how: dict[str, Any] = {"buffers": self._options.buffers, "same": same, "by_host": self._rounds.confirms}
+        how: dict[str, Any] = {"buffers": self._options.buffers, "same": same, "by_host": self._rounds.by_host}
         if self._options.exact:
             return ExactGradients(self._model, self._optimizer, world_size, rank, **how)
         rows = len(self._epochs.batch.micro_batches())
         room = cargo_size(rows, 1 + len(self._options.metrics), len(NOTHING.counts()))
         overlap = not self._options.redo
         return Gradients(self._model, self._optimizer, world_size, rank, overlap=overlap, room=room, **how)
+
+    def _resume_in_place(self, live: Live) -> Resumed:
+        """Get a state that is not in doubt; a process that cannot take it ends, for a new one."""
+        rounds, why = self._rounds, ""
+        try:
+            resumed = self._resume(live)
+        except UsageError as error:
+            why = str(error)
+        else:
+            if resumed.state is not None:
+                return resumed
+            why = "there is no snapshot in memory"
+        rounds.start_again(why)
+        raise RoundOverError(why)
 
     def _resume(self, live: Live | None) -> Resumed:
         if live is None and self._step and self.engine.trainings.was_last(self._trained):
@@ -501,7 +528,8 @@ class Loop:
 
     def _after(self, step: int, *, evaluated: bool = True) -> Trained:
         engine = self.engine
-        return Trained(step, engine.checkpoint, self._epochs.identity, self._state, engine.worlds, evaluated)
+        trained = self._trains if self._rounds.doubts else dict
+        return Trained(step, engine.checkpoint, self._epochs.identity, self._state, engine.worlds, evaluated, trained)
 
     def _complete(self) -> None:
         """Do what follows the last step, in the next round if this one ends meanwhile."""

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from elastic_launch.contract import Ready, SlowRank
 from elastic_launch.symptoms import symptom_in
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.live.groups import GroupsRemainError, RoundGroups
+from elastic_launch.training.live.timeout_watch import TimeoutWatch
 from elastic_launch.training.ranks.exchange import is_of_exchange
 from elastic_launch.training.ranks.pace import Straggler
 from elastic_launch.training.ranks.place import take, wait_for_place
@@ -24,13 +26,25 @@ from elastic_launch.training.ranks.world import World, can_abort, environment, j
 _log = logging.getLogger(__name__)
 
 
+CONFIRMED = "confirmed"
+"""What ``session(live=)`` gets if each step on GPUs is to be confirmed, so that none is repeated."""
+
+AskedLive = bool | Literal["confirmed"] | None
+"""What ``session(live=)`` gets."""
+
+
+def may_end_wrong(device: torch.device) -> bool:
+    """Whether an exchange that another rank aborts may end with wrong values and without an error, as NCCL's may."""
+    return device.type == "cuda"
+
+
 class WorkerRounds:
     """The round that this worker is in, and whether it can go on in another one.
 
     Args:
         world: this process' ranks and the world's sizes; None: it was started ahead of its place in a round.
         timeout: that of the process groups, in seconds.
-        live: whether it may go on in another round; None: on CPUs.
+        live: whether it may go on in another round, see :func:`elastic_launch.session`; None: it may.
 
     Attributes:
         link: to the agent.
@@ -40,6 +54,8 @@ class WorkerRounds:
         lives: whether this process can go on in another round.
         barred: whether it never can, because a process that joins would begin with another state.
         confirms: whether the exchange of each step is confirmed in this round.
+        doubts: whether it is not, and may have ended with wrong values, so that only confirmed states count.
+        in_doubt: whether this process' state follows from an exchange that is not confirmed.
     """
 
     def __init__(
@@ -50,7 +66,7 @@ class WorkerRounds:
         groups: RoundGroups,
         *,
         timeout: float,
-        live: bool | None,
+        live: AskedLive,
     ) -> None:
         self.device = device
         self.link = link
@@ -58,9 +74,12 @@ class WorkerRounds:
         self.timeout = timeout
         self.asked_live = live
         self.step = 0
-        self.begun = self.lives = self.barred = self.confirms = False
+        self.begun = self.lives = self.barred = self.confirms = self.doubts = self.in_doubt = False
+        self._gpus: set[torch.device] = set()  # those of the last exchange
         self._world = world
         self._noted = 0  # the library's own exchanges
+        self._timeouts: TimeoutWatch | None = None
+        self._watch_timeouts()
 
     @property
     def world(self) -> World:
@@ -84,7 +103,20 @@ class WorkerRounds:
         if self.is_over:  # the order came before there was anything to disconnect
             self.groups.disconnect()
         with self.link.forming(), self.groups.forming():
-            join(self.world, self.timeout, abortable=self.asked_live is True and self.link.patience > 0)
+            join(self.world, self.timeout, abortable=self.asked_live is not False and self.link.patience > 0)
+        self._watch_timeouts()
+
+    def _watch_timeouts(self) -> None:
+        """Do what torch's watchdog does not where communicators may be aborted: end collectives that take too long."""
+        joined = self.device.type == "cuda" and dist.is_initialized()
+        if joined and self._timeouts is None and self.asked_live is not False and self.link.patience > 0:
+            self._timeouts = TimeoutWatch(RoundGroups.of_gpus)
+
+    def close(self) -> None:
+        """End the thread that looks for timeouts."""
+        if self._timeouts is not None:
+            self._timeouts.close()
+            self._timeouts = None
 
     @contextmanager
     def forming(self) -> Iterator[None]:
@@ -106,8 +138,8 @@ class WorkerRounds:
         self._live(live and self.groups.breakable and not self.groups.foreign)
         if not self.lives and self.asked_live and self.device.type == "cuda" and self.link.patience > 0:
             _log.warning(
-                "session(live=True): this process ends with its round all the same, and no time-out ends its "
-                "collectives on GPUs: leave live out, see docs/training.md, On GPUs"
+                "session(live=%r): this process ends with its round all the same, see docs/training.md, On GPUs",
+                self.asked_live,
             )
 
     def _live(self, lives: bool) -> None:
@@ -117,19 +149,44 @@ class WorkerRounds:
 
     @property
     def _may_live(self) -> bool:
-        on_cpu = self.device.type == "cpu"
-        wanted = on_cpu if self.asked_live is None else self.asked_live
-        return wanted and self.link.patience > 0 and (on_cpu or can_abort()) and not self.barred
+        wanted = self.asked_live is not False and self.link.patience > 0 and not self.barred
+        if not wanted or not may_end_wrong(self.device):
+            return wanted
+        return can_abort() and (self.asked_live == CONFIRMED or self.link.keeps)
 
     @property
     def may_abort(self) -> bool:
         """Whether this process may abort exchanges of GPUs and go on, if the training can."""
-        return self.device.type == "cuda" and self._may_live
+        return may_end_wrong(self.device) and self._may_live
+
+    def agreed(self, *, aborts: bool) -> None:
+        """Take note, as a round begins, whether exchanges may be aborted on any rank."""
+        self.confirms, self.doubts = aborts and self.asked_live == CONFIRMED, aborts and self.asked_live != CONFIRMED
+
+    @property
+    def by_host(self) -> bool:
+        """Whether what ranks send each other as they enter this round goes through the hosts' memory."""
+        return self.confirms or self.doubts
 
     def confirm(self, gpus: set[torch.device]) -> None:
-        """Confirm an exchange of all ranks if that is needed in this round, see :meth:`RoundGroups.confirm`."""
+        """Confirm an exchange of all ranks if each is confirmed, see :meth:`RoundGroups.confirm`."""
+        self._gpus = gpus
         if self.confirms:
             self.groups.confirm(gpus, self.timeout)
+
+    def updates(self) -> None:
+        """The state is about to change by what was exchanged."""
+        self.in_doubt = self.doubts
+
+    def confirm_state(self) -> None:
+        """Confirm the exchanges that the current state follows from, unless each was; called by all ranks.
+
+        Raises:
+            RuntimeError: see :meth:`RoundGroups.confirm`.
+        """
+        if self.doubts:
+            self.groups.confirm(self._gpus, self.timeout)
+            self.in_doubt = False
 
     def report_straggler(self, found: Straggler) -> None:
         """Report a rank that is slower than the others."""

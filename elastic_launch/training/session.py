@@ -42,6 +42,7 @@ from elastic_launch.training.ranks.world import (
     leave,
     variables_restored,
 )
+from elastic_launch.training.rounds import CONFIRMED, AskedLive
 from elastic_launch.training.steps import Step
 from elastic_launch.training.stopping import DrainedExit
 from elastic_launch.training.together import as_part
@@ -342,7 +343,7 @@ def session(
     threads: int | None = None,
     deterministic: bool | None = None,
     timeout: float | timedelta | None = None,
-    live: bool | None = None,
+    live: AskedLive = None,
 ) -> AbstractContextManager[Run]:
     """Take part in a training run: join the world on entry, leave it on exit. ``with`` gets the :class:`Run`.
 
@@ -359,8 +360,9 @@ def session(
         timeout: timeout of the process groups, in seconds or as a timedelta: a collective that not all ranks join
             fails after it; None: 600 s.
         live: whether this process goes on in the next round, where its loop allows that, instead of ending with its
-            round; None: if it trains on the CPU. On GPUs each step then waits until those of all ranks have exchanged
-            its gradients, and the timeout does not end other exchanges between them. The same on all ranks.
+            round; None: as True. On GPUs it then goes back to the last snapshot in memory after a fault, and repeats
+            the steps since, see :attr:`elastic_launch.Step.repeated`. With ``"confirmed"`` each step there waits until
+            all ranks have confirmed its exchange, and none is repeated. The same on all ranks.
 
     Raises:
         UsageError: on entry, if an argument is invalid, the environment describes the world only in part, or
@@ -394,11 +396,13 @@ class _Session(AbstractContextManager[Run]):
 
 @contextmanager
 def _take_part(
-    threads: int | None, deterministic: bool | None, timeout: float | timedelta | None, live: bool | None
+    threads: int | None, deterministic: bool | None, timeout: float | timedelta | None, live: AskedLive
 ) -> Iterator[Run]:
     seconds = _seconds(timeout)
-    if live is not None and not isinstance(live, bool):
-        raise UsageError(f"session(live={live!r}) says neither yes nor no.", "Give True or False, or leave it out.")
+    if live is not None and not isinstance(live, bool) and live != CONFIRMED:
+        raise UsageError(
+            f"session(live={live!r}) is not known.", f"Give True, False or {CONFIRMED!r}, or leave it out."
+        )
     with closing(Determinism(threads, deterministic)) as settings, variables_restored():
         found = dist.is_initialized()
         if found and timeout is not None:
@@ -418,12 +422,12 @@ def _take_part(
             engine.release()
 
 
-def _joined(settings: Determinism, timeout: float, live: bool | None) -> Engine:
+def _joined(settings: Determinism, timeout: float, live: AskedLive) -> Engine:
     world, groups = environment(), RoundGroups()
     link = AgentLink.connect(world)
     try:
         with link.forming(), groups.forming():
-            device = join(world, timeout, abortable=live is True and link.patience > 0)
+            device = join(world, timeout, abortable=live is not False and link.patience > 0)
     except BaseException:
         link.close()
         raise

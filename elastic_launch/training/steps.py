@@ -72,6 +72,16 @@ class Step:
         return self._transaction.skipped
 
     @property
+    def repeated(self) -> bool:
+        """Whether this run has done the step before, or, after :meth:`update`, will do it again.
+
+        On GPUs a fault takes the processes that go on back to the last snapshot in memory. They do the steps since then
+        once more. The step that the fault has interrupted changes nothing, and is repeated, too. Where a script counts
+        or logs steps, ``if not step.repeated`` does it once for each.
+        """
+        return self._transaction.repeated
+
+    @property
     def checking(self) -> bool:
         """Whether the current micro-batch is given once more, with ``verify=True``; nothing of it counts."""
         return self._transaction.checking

@@ -58,6 +58,7 @@ class Recovered:
     share: Share
     done: Outcome | None = None  # of the step if other ranks have done it, so that this rank only receives the result
     passes: Sequence[Outcome] = ()  # that other ranks have done, if they are further in the same step than this one
+    again: bool = False  # whether the step is not done, but will be done again from its head, or from an earlier step's
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +93,10 @@ class Transaction:
         epochs: has the samples of the step, and the seed from which all randomness derives.
         number: the step, counted from 0.
         done: loss and metrics of each pass that other ranks have done before this process joined them.
+        again: whether the step was done before, by any rank.
 
     Attributes:
+        repeated: whether it was, or it is broken off, and will be done again.
         loss, metrics, updated, skipped, checking, clipped_norm: see :class:`elastic_launch.Step`.
         too_large: whether the step is repeated, because a micro-batch did not fit into some rank's memory.
         all_know: whether all ranks know that; otherwise it is repeated with micro-batches of the same size.
@@ -109,7 +112,10 @@ class Transaction:
         number: int,
         share: Share,
         done: Sequence[Outcome] = (),
+        *,
+        again: bool = False,
     ) -> None:
+        self.repeated = again
         self.position = epochs.position(number)
         self.samples = epochs.samples_in(number)  # in the global batch
         self.share = share
@@ -206,6 +212,7 @@ class Transaction:
         self._moved |= self._passes > 1 or bool(recovered.passes)
         self.share = recovered.share
         self._pass = Pass(self.share, len(self._rules.metrics))
+        self.repeated |= recovered.again
         if recovered.done is not None:
             self._done_elsewhere = True
             self.loss, self.metrics = recovered.done
@@ -488,6 +495,7 @@ class Transaction:
             self.skipped = True
             self._end_pass(means)
             return
+        self._rounds.updates()
         gradients.finish_buffers()
         optimizers.unscale(chosen, gradients, f"step {self.number}")
         if clip_norm is not None:

@@ -166,7 +166,7 @@ def main() -> None:
         if args.forget == "average":
             average = torch.optim.swa_utils.AveragedModel(model)
         for step in run.steps(loader, model, optimizer, checkpoint=checkpoint, until=f"{args.steps}ba", exact=True):
-            began = time.monotonic()
+            began, again = time.monotonic(), step.repeated
             notes.resumed()
             for features, targets, *numbers in step:
                 features, targets = features.to(run.device), targets.to(run.device)
@@ -184,8 +184,8 @@ def main() -> None:
             if average is not None:
                 average.update_parameters(model)
             notes.resumed()  # the round may have changed within the step
-            if run.rank == 0:
-                notes.note("steps.jsonl", step=step.number, interval=notes.interval, **seen(args))
+            if run.rank == 0 and step.repeated == again:  # else it was broken off
+                notes.note("steps.jsonl", step=step.number, again=again, interval=notes.interval, **seen(args))
         if run.rank == 0:
             result = {"hash": el.weights_sha256(model), "worlds": run.worlds, "restarts": run.restarts}
             (args.directory / "result.json").write_text(json.dumps(result | {"resumed": run.resumed_step}))

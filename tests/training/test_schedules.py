@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import elastic_launch as el
 from elastic_launch.training.checkpoints.parts import Group, flat
-from elastic_launch.training.checkpoints.schedules import forgotten, has_forgotten_average
+from elastic_launch.training.checkpoints.schedules import forgotten, has_forgotten_average, has_forgotten_scaler
 from elastic_launch.training.engine import Engine
 from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
@@ -163,3 +163,15 @@ def test_the_schedule_continues_after_a_kill(job: Job, nproc: int) -> None:
     assert "is not saved" not in agents["killed"].output
     assert "the learning-rate scheduler of the optimizer is not saved" in agents["forgets"].output
     assert "rate 0.0476" not in agents["forgets"].output
+
+
+def test_a_scaler_is_forgotten_unless_it_or_its_holder_is_saved() -> None:
+    gc.collect()
+    assert not has_forgotten_scaler([])
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    assert not has_forgotten_scaler([])
+    scaler = torch.amp.GradScaler("cpu")
+    assert has_forgotten_scaler([])
+    assert not has_forgotten_scaler([scaler])
+    assert not has_forgotten_scaler([Holder(scaler)])
+    del off

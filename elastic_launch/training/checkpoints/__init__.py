@@ -18,6 +18,7 @@
 ``frozen``             frozen weights that are not saved
 ``pruned``             prunes a model as its saved state
 ``matching``           whether a saved state fits the objects that load it
+``optimizer_loading``  loads an optimizer's state into the tensors that it has
 ``options``            options of optimizers and schedulers: the script's, and a saved state's
 ``schedules``          detects schedulers that are missing in a checkpoint
 ``shared_location``    which ranks use a location, and what all ranks read there

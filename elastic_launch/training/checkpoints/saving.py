@@ -53,6 +53,7 @@ class Live:
     passes: tuple[Outcome, ...] = ()  # the same of each updated pass of the next step
     trained: dict[str, bool] = field(default_factory=dict)  # whether each parameter needs a gradient, by name
     received: Resumed | None = None  # the state, if it came from another process and was not taken over yet
+    in_doubt: bool = False  # the state that this process has may be wrong: it is to get another one
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,7 @@ class Trained:
     state: TrainingState  # what the script trains and has registered
     worlds: list[int]  # world sizes of the rounds that it has been through
     evaluated: bool = True  # whether no evaluation of this state is to come
+    trained: Callable[[], dict[str, bool]] = dict  # returns whether each parameter needs a gradient, by name
 
     @property
     def phase(self) -> int:
@@ -99,15 +101,19 @@ class Saver:
 
     The link's agent keeps snapshots in memory and copies them. Without one, there are only durable checkpoints, written
     by a thread of this process.
+
+    Args:
+        confirm: confirms, together with all ranks, that the current state is right; raises a RuntimeError otherwise.
     """
 
-    def __init__(self, world: World, link: AgentLink) -> None:
+    def __init__(self, world: World, link: AgentLink, confirm: Callable[[], None] = lambda: None) -> None:
         self.failure: snapshot.CheckpointError | None = None  # why the last checkpoint could not be saved
         self.seconds = 0.0  # duration of the last save
         self.compares = False  # whether the ranks' states are compared in the current training, see `replicas`
         self.joins_live = False  # whether the state that this process began with came from a process that was kept
         self._world = world
         self._link = link
+        self._confirm = confirm
         self._memory = MemorySnapshots(link, world)
         self._checkpoint: CheckpointManager | None = None
         self._training = -1
@@ -179,13 +185,16 @@ class Saver:
         self, checkpoint: CheckpointManager | None, identity: dict[str, int], state: TrainingState, live: Live | None
     ) -> Resumed:
         """Return the newest state, and continue its branch; called by all ranks."""
-        mine = None if live is None else (self._branch.round, live.step, len(live.passes))
+        mine = None if live is None or live.in_doubt else (self._branch.round, live.step, len(live.passes))
         kept = newest(self._memory, self._world, self._training, mine) if self._world.round else None
         resumed: Resumed | None = None
         if checkpoint is not None and (kept is None or checkpoint.has_newer(self._world, kept.position)):
             above = None if kept is None else kept.position
             resumed = checkpoint.open(self._world, identity, above=above, parts=state)
             self._branch = checkpoint.branch
+            if resumed is not None:
+                # The script may have been changed since.
+                resumed = replace(resumed, trained={})
             if kept is None and resumed is not None and resumed.state is not None:
                 resumed = replace(resumed, stored=True)
                 if checkpoint.settings.override:
@@ -377,6 +386,7 @@ class Saver:
         if not durable and not agreed.keep and not ((draining or keep) and self._world.round):
             return
         with self._link.doing(Activity.CHECKPOINT):
+            self._confirm()
             # Several nodes may leave, and no checkpoint has the shards that these alone have then.
             whole = draining and checkpoint is None
             self._save(after, durable=durable, last=last, stays=stays, whole=whole)
@@ -474,6 +484,7 @@ class Saver:
             return
         began = time.monotonic()
         with self._link.doing(Activity.CHECKPOINT):
+            self._confirm()
             taken = self._take(after.state, after.step, None)
             meta = self._meta_after(after, now=False)
             if self._memory.writes:
@@ -497,6 +508,8 @@ class Saver:
         if self._world.world_size == 1:
             self.equal_after(step)
         meta = self._meta(after.identity, after.worlds, after.state)
+        if trained := after.trained():
+            meta["trained"] = trained
         if self.compares or self._world.world_size == 1:
             meta["compared"] = self._equal == (self._branch.round, step)
         if checkpoint is not None:

@@ -1,4 +1,4 @@
-"""Detects schedulers and averaged models of a training that its checkpoints do not have."""
+"""Detects schedulers, averaged models and gradient scalers of a training that its checkpoints do not have."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 
 from elastic_launch.training.checkpoints.parts import Stateful
+
+_SCALERS = (torch.amp.GradScaler, torch.cuda.amp.GradScaler)
 
 _PLATEAU = {"optimizer", "num_bad_epochs", "cooldown_counter"}
 """Attributes of a ReduceLROnPlateau."""
@@ -40,6 +42,13 @@ def has_forgotten_average(parts: Sequence[Stateful]) -> bool:
             saved |= set(map(id, holder.modules())) if isinstance(holder, nn.Module) else {id(holder)}
     # The garbage collector finds objects through their class, too.
     return any(type(x) is AveragedModel and id(x) not in saved for x in gc.get_referrers(AveragedModel))
+
+
+def has_forgotten_scaler(parts: Sequence[Stateful]) -> bool:
+    """Whether the process has an enabled gradient scaler that is neither in ``parts`` nor belongs to one of them."""
+    saved = {id(holder) for part in parts for holder in (part, *getattr(part, "__dict__", {}).values())}
+    scalers = [x for kind in _SCALERS for x in gc.get_referrers(kind) if type(x) is kind]
+    return any(scaler.is_enabled() and id(scaler) not in saved for scaler in scalers)
 
 
 def _has_plateau(optimizer: torch.optim.Optimizer) -> bool:

@@ -1,7 +1,8 @@
 """Live rounds: a worker leaves one round and joins the next without ending its process.
 
-``groups``     the process groups of one round
-``rehearsal``  what a rehearsal of a step must not leave behind
-``sockets``    the connections of these groups
-``turns``      what ends these groups without delay
+``groups``         the process groups of one round
+``rehearsal``      what a rehearsal of a step must not leave behind
+``sockets``        the connections of these groups
+``timeout_watch``  ends a process whose collective takes too long
+``turns``          what ends these groups without delay
 """

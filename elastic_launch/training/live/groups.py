@@ -58,7 +58,7 @@ class RoundGroups:
     Other backends, such as NCCL's: :meth:`disconnect` aborts them. TORCH_NCCL_ASYNC_ERROR_HANDLING must be 0 in the
     worker's environment: with any other value, NCCL's watchdog may end the process when a peer fails. With 0, no
     collective raises after an abort: it ends, and what it has written is undefined, so check :attr:`disconnected` after
-    waiting for the device. Nor does the watchdog end a collective that outlasts the timeout.
+    waiting for the device. Nor does the watchdog end a collective that outlasts the timeout; see ``timeout_watch``.
     """
 
     def __init__(self) -> None:
@@ -130,6 +130,11 @@ class RoundGroups:
     def unbreakable(self) -> list[str]:
         """The names of the backends whose collectives nothing can end, such as ``ucc``."""
         return sorted({each.name() for each in self._backends() if not _is_gloo(each) and not _can_abort(each)})
+
+    @staticmethod
+    def of_gpus() -> list[Any]:
+        """Return the backends of all process groups of this process that are not gloo's."""
+        return [each for group in _groups() for each in _backends(group) if not _is_gloo(each)]
 
     @property
     def foreign(self) -> bool:

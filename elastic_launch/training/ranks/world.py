@@ -138,8 +138,8 @@ def join(world: World, timeout: float = GROUP_TIMEOUT, *, abortable: bool = Fals
                 os.environ.update(_ABORTABLE)
             else:
                 _log.warning(
-                    "session(live=True) has no effect: by %s, TORCH_DISTRIBUTED_DEBUG or TORCH_NCCL_DESYNC_DEBUG "
-                    "torch ends this process if the communicator of another one is aborted",
+                    "this process ends with its round: by %s, TORCH_DISTRIBUTED_DEBUG or TORCH_NCCL_DESYNC_DEBUG "
+                    "torch ends it if the communicator of another one is aborted",
                     ASYNC_ERROR_HANDLING,
                 )
         # gloo exchanges control values, which live on the CPU.

@@ -1,0 +1,120 @@
+"""Real trainings whose processes stay, but go back to a snapshot, as on GPUs, in exact mode: one hash."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+from changes import Changes, undisturbed_hash
+from harness import SCRIPTS, Job
+
+SCRIPT = str(SCRIPTS / "in_doubt.py")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return undisturbed_hash(tmp_path_factory.mktemp("undisturbed"))
+
+
+def training(job: Job, *options: str, **how: Any) -> Changes:
+    changes = Changes(job, *options, live=True, **how)
+    changes.command.insert(0, SCRIPT)
+    return changes
+
+
+def pids(job: Job, number: int) -> dict[int, int]:
+    """The processes of a round so far, by rank."""
+    starts = ("worker_started", "worker_kept", "worker_placed")
+    return {e["rank"]: e["pid"] for e in job.events() if e["event"] in starts and e["round"] == number}
+
+
+def repeated(changes: Changes) -> int:
+    """How many steps were done again, each of which must have known it."""
+    again = changes.done_again()
+    assert sum(step["again"] for step in changes.steps()) == again
+    return again
+
+
+@pytest.mark.executed
+def test_the_others_keep_their_processes_and_repeat_what_followed_the_last_snapshot(job: Job, undisturbed: str) -> None:
+    changes = training(job)
+    agent = changes.alone("--nproc", "3")
+    changes.trains(3, steps=10)
+    first = pids(job, 1)
+    os.kill(first[1], signal.SIGKILL)
+    changes.trains(3, after=1)
+    result = changes.finish(agent)
+    last = len(job.events("round_formed"))
+    assert {pids(job, last)[rank] for rank in (0, 2)} == {first[0], first[2]}
+    lost = changes.assert_no_more_lost_than_an_interval(1)
+    (incident,) = (each for each in changes.ledger()["incidents"] if each["kind"] == "crash")
+    assert repeated(changes) == lost == incident["lost_steps"], incident
+    assert (f"training goes back to the state of step {changes.resumed(2)}" in agent.output) == (lost > 0)
+    assert result["hash"] == undisturbed
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.slow
+def test_an_update_that_came_out_wrong_on_the_others_is_undone(job: Job, undisturbed: str, rank: int) -> None:
+    changes = training(job)
+    agent = changes.alone("--nproc", "3", env={"SPOIL": f"1:9:{rank}"})
+    changes.trains(3, after=1)
+    result = changes.finish(agent)
+    assert changes.kinds()[0] == ("broken", 1, "crash")
+    assert {*pids(job, 1).values()} & {*pids(job, 2).values()}
+    assert result["hash"] == undisturbed
+
+
+@pytest.mark.slow
+def test_without_a_later_snapshot_they_go_back_to_the_first_step(job: Job, undisturbed: str) -> None:
+    changes = training(job, "--due-until", "0")
+    agent = changes.alone("--nproc", "2")
+    changes.trains(2, steps=6)
+    first = pids(job, 1)
+    os.kill(first[1], signal.SIGKILL)
+    changes.trains(2, after=1)
+    result = changes.finish(agent)
+    assert changes.resumed(2) == 0
+    assert pids(job, 2)[0] == first[0]
+    assert repeated(changes) >= 6
+    assert result["hash"] == undisturbed
+
+
+@pytest.mark.slow
+def test_planned_changes_cost_no_step_and_a_lost_node_those_since_the_last_snapshot(job: Job, undisturbed: str) -> None:
+    changes = training(job, step_time=0.2)  # it lasts until all have come
+    a = changes.node("a")
+    changes.trains(1, steps=3)
+    b = changes.node("b")
+    joined = changes.trains(2, steps=3)
+    b.signal(signal.SIGTERM)
+    left = changes.trains(1, after=joined, steps=3)
+    assert b.wait() == 143
+    done = [step["step"] for step in changes.steps()]
+    assert len(done) == len(set(done))
+    c = changes.node("c", nproc=2)
+    again = changes.trains(3, after=left, steps=3)
+    c.kill()
+    changes.trains(1, after=again, steps=3)
+    result = changes.finish(a)
+    assert changes.kinds()[:2] == [("drained", 1, "membership"), ("drained", joined, "preemption")]
+    assert changes.kinds()[3] == ("broken", again, "node loss")
+    repeated(changes)
+    events = [e for e in job.events() if e["event"] == "worker_kept"]
+    assert {e["pid"] for e in events if e["round"] > again} == {pids(job, 1)[0]}
+    assert result["hash"] == undisturbed
+
+
+@pytest.mark.slow
+def test_where_nothing_is_kept_in_memory_each_process_ends_with_its_round(job: Job, undisturbed: str) -> None:
+    saving = ["--checkpoint", str(job.directory / "checkpoints"), "--every", "5"]
+    changes = training(job, *saving)
+    agent = changes.alone("--nproc", "2", "--no-snapshots")
+    changes.trains(2, steps=12)
+    os.kill(pids(job, 1)[1], signal.SIGKILL)
+    changes.trains(2, after=1)
+    result = changes.finish(agent)
+    assert not {*pids(job, 1).values()} & {*pids(job, 2).values()}
+    assert result["hash"] == undisturbed
