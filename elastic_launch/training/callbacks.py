@@ -21,6 +21,7 @@ class StepEnd:
         loss, metrics: means over the global batch, the same on all ranks.
         seconds: its duration on this rank, including time spent waiting for other ranks.
         lrs: the learning rate of each parameter group in this step.
+        repeated: whether the step was made before, see :attr:`elastic_launch.Step.repeated`.
     """
 
     step: int
@@ -31,6 +32,7 @@ class StepEnd:
     seconds: float
     lrs: tuple[float, ...] = ()
     norm: Tensor | None = field(default=None, repr=False)
+    repeated: bool = False
 
     @property
     def grad_norm(self) -> float | None:

@@ -214,6 +214,8 @@ class Trainer:
             if step.too_large:
                 self._tell_incident("out of memory", f"a micro-batch of {self.loader.batch.micro} samples")
                 continue
+            if step.broken_off:
+                continue
             self.step, self.loss, self.metrics = step.number, step.loss, step.metrics
             self._schedules.step_done(step.number, skipped=step.skipped)
             self._tell_step(step, time.monotonic() - started, lrs)
@@ -388,7 +390,7 @@ class Trainer:
 
     def _tell_step(self, step: Transaction, seconds: float, lrs: tuple[float, ...]) -> None:
         epoch, norm = step.position.epoch, step.clipped_norm
-        end = StepEnd(step.number, epoch, step.samples, step.loss, step.metrics, seconds, lrs, norm)
+        end = StepEnd(step.number, epoch, step.samples, step.loss, step.metrics, seconds, lrs, norm, step.repeated)
         for callback in self._callbacks:
             callback.on_step(end)
 

@@ -96,7 +96,7 @@ class Transaction:
         again: whether the step was done before, by any rank.
 
     Attributes:
-        repeated: whether it was, or it is broken off, and will be done again.
+        broken_off: whether it has changed nothing, and will be done again.
         loss, metrics, updated, skipped, checking, clipped_norm: see :class:`elastic_launch.Step`.
         too_large: whether the step is repeated, because a micro-batch did not fit into some rank's memory.
         all_know: whether all ranks know that; otherwise it is repeated with micro-batches of the same size.
@@ -115,7 +115,6 @@ class Transaction:
         *,
         again: bool = False,
     ) -> None:
-        self.repeated = again
         self.position = epochs.position(number)
         self.samples = epochs.samples_in(number)  # in the global batch
         self.share = share
@@ -126,6 +125,8 @@ class Transaction:
         self.too_large = self.all_know = False
         self.in_training_mode: bool | None = None
         self.data_s = self.exchange_s = 0.0
+        self.broken_off = False
+        self._again = again
         self._owner = owner
         self._rounds = owner.engine.rounds
         self._rules = rules
@@ -146,6 +147,11 @@ class Transaction:
     def number(self) -> int:
         """The step's number, from 1."""
         return self.position.step + 1
+
+    @property
+    def repeated(self) -> bool:
+        """See :attr:`elastic_launch.Step.repeated`."""
+        return self._again or self.broken_off
 
     @property
     def model(self) -> Any:
@@ -212,7 +218,7 @@ class Transaction:
         self._moved |= self._passes > 1 or bool(recovered.passes)
         self.share = recovered.share
         self._pass = Pass(self.share, len(self._rules.metrics))
-        self.repeated |= recovered.again
+        self.broken_off |= recovered.again
         if recovered.done is not None:
             self._done_elsewhere = True
             self.loss, self.metrics = recovered.done

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 from changes import Changes, undisturbed_hash
-from harness import SCRIPTS, Job
+from harness import SCRIPTS, Job, read_lines, run_script
+
+from elastic_launch.faults import FaultPlan
 
 SCRIPT = str(SCRIPTS / "in_doubt.py")
 
@@ -118,3 +122,41 @@ def test_where_nothing_is_kept_in_memory_each_process_ends_with_its_round(job: J
     result = changes.finish(agent)
     assert not {*pids(job, 1).values()} & {*pids(job, 2).values()}
     assert result["hash"] == undisturbed
+
+
+@pytest.mark.slow
+def test_all_that_is_saved_goes_back_in_place(job: Job, tmp_path: Path) -> None:
+    """Compiled model, scheduler, average, scaler, and a layer that is unfrozen between the snapshot and the fault."""
+    script = str(SCRIPTS / "registered.py")
+    run_script(script, str(tmp_path))
+    (alone,) = read_lines(tmp_path / "results.jsonl")
+    plan = FaultPlan.fail_at(1, 14).environment()
+    agent = job.launch("--standalone", "--nproc", "2", command=[SCRIPT, script, str(job.work)], env=plan)
+    assert agent.wait(100) == 0, agent.output
+    assert job.event("training_begun")["step"] == 0
+    (went_back,) = [event["pid"] for event in job.events("worker_kept")]
+    results = read_lines(job.work / "results.jsonl")
+    for result in results:
+        for name in ("hash", "average", "averaged", "scale", "lr"):
+            assert result[name] == alone[name], name
+    (kept,) = [result for result in results if result["pid"] == went_back]
+    assert "training goes back to the state of step 6: steps 7 to 1" in agent.output
+    assert kept["losses"] == alone["losses"], "each step once"
+    assert kept["seen"] - kept["broken_off"] in (alone["seen"] + 7, alone["seen"] + 8)
+    assert kept["graphs"] == alone["graphs"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["between", pytest.param("second", marks=pytest.mark.soak)])
+def test_a_step_of_two_passes_is_done_again_as_a_whole(job: Job, tmp_path: Path, place: str) -> None:
+    script = str(SCRIPTS / "passes.py")
+    run_script(script, str(tmp_path))
+    alone = json.loads((tmp_path / "result.json").read_text())
+    ends = ["--end", f"1:1:5:{place}:kill", "--end", f"2:0:10:{place}:kill"]
+    command = [SCRIPT, script, str(job.directory), *ends]
+    agent = job.launch("--standalone", "--nproc", "2", command=command)
+    assert agent.wait(150) == 0, agent.output
+    result = json.loads((job.directory / "result.json").read_text())
+    assert result["hashes"] == alone["hashes"]
+    assert (result["updates"], result["restarts"]) == (alone["updates"], 2)
+    assert len(job.events("worker_kept")) == 2

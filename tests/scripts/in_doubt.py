@@ -37,4 +37,5 @@ def step(self: OptimizerSteps, chosen: list[torch.optim.Optimizer]) -> Any:
 OptimizerSteps.step = step  # type: ignore[method-assign]
 rounds.may_end_wrong = lambda device: True
 del sys.argv[0]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
 runpy.run_path(sys.argv[0], run_name="__main__")
