@@ -66,7 +66,7 @@ def test_an_update_that_came_out_wrong_on_the_others_is_undone(job: Job, undistu
     agent = changes.alone("--nproc", "3", env={"SPOIL": f"1:9:{rank}"})
     changes.trains(3, after=1)
     result = changes.finish(agent)
-    assert changes.kinds()[0] == ("broken", 1, "crash")
+    assert [kind for kind in changes.kinds() if kind[0] == "broken"] == [("broken", 1, "crash")]
     assert {*pids(job, 1).values()} & {*pids(job, 2).values()}
     assert result["hash"] == undisturbed
 
