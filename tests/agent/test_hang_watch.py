@@ -29,7 +29,7 @@ from elastic_agents.hangs.processes import (
     stacks_of,
     usage,
 )
-from elastic_agents.hangs.stacks import Frame
+from elastic_agents.workers.frames import Frame
 from elastic_agents.workers.processes import catches
 from elastic_launch import collective_dump
 from elastic_launch.collective_dump import REQUESTS

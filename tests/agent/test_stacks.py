@@ -9,7 +9,6 @@ import torch
 
 from elastic_agents.hangs import stacks
 from elastic_agents.hangs.stacks import (
-    Frame,
     debugged,
     in_exchange,
     in_loader,
@@ -17,8 +16,8 @@ from elastic_agents.hangs.stacks import (
     parse_py_spy,
     prepares,
     text_of,
-    user_frame,
 )
+from elastic_agents.workers.frames import Frame, user_frame
 from elastic_launch.errors import ProtocolError
 from elastic_launch.training.gradients import means
 

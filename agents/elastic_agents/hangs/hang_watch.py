@@ -25,7 +25,8 @@ from elastic_agents.hangs.processes import (
     stopped_after,
     usage,
 )
-from elastic_agents.hangs.stacks import Stack, debugged, in_exchange, in_loader, prepares, text_of, user_frame
+from elastic_agents.hangs.stacks import debugged, in_exchange, in_loader, prepares, text_of
+from elastic_agents.workers.frames import Stack, user_frame
 from elastic_launch.errors import ProtocolError
 from elastic_launch.rendezvous.wire.messages import Collective, StacksTaken, Stalled, StalledWorker
 from elastic_launch.shared_progress import Activity, WorkerProgress

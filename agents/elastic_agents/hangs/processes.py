@@ -12,7 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_agents.hangs.stacks import Stack, parse_dump, parse_py_spy
+from elastic_agents.hangs.stacks import parse_dump, parse_py_spy
+from elastic_agents.workers.frames import Stack
 from elastic_agents.workers.processes import catches
 from elastic_agents.workers.sessions import read_proc, session_members, status_of, threads_of
 from elastic_launch.collective_dump import COLLECTIVES, LONGEST_DUMP, REQUESTS

@@ -3,37 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
 
-import elastic_agents
-import elastic_launch
+from elastic_agents.workers.frames import Frame, Stack, frame_in
 from elastic_launch.errors import ProtocolError
 
-
-class Frame(NamedTuple):
-    """One frame of a stack."""
-
-    file: str
-    line: int
-    function: str
-
-    def __str__(self) -> str:
-        return f"{os.path.basename(self.file)}:{self.line} in {self.function}"
-
-
-Stack = tuple[Frame, ...]
-"""The frames of a thread, innermost first."""
-
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
-_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)$')
-
-_OURS = tuple(os.path.dirname(os.path.abspath(str(x.__file__))) + "/" for x in (elastic_launch, elastic_agents))
-_STANDARD = re.compile(r"^<frozen |/lib(64)?/python3\.\d+/(?!site-packages/|dist-packages/)")
-_PACKAGES = re.compile(r"/(site|dist)-packages/")
-_TORCH = re.compile(r"/torch/")
 _WAITS_IN_PYTHON = re.compile(
     r"/(threading|queue|selectors|subprocess|multiprocessing/\w+|concurrent/futures/\w+)\.py$"
 )
@@ -61,8 +37,8 @@ def parse_dump(text: str) -> list[Stack]:
     for line in text.splitlines():
         if _THREAD.match(line):
             stacks.append([])
-        elif stacks and (found := _FRAME.match(line)):
-            stacks[-1].append(Frame(found[1], int(found[2]), found[3]))
+        elif stacks and (frame := frame_in(line)):
+            stacks[-1].append(frame)
     return [tuple(stack) for stack in stacks if stack]
 
 
@@ -87,17 +63,6 @@ def text_of(stacks: Sequence[Stack]) -> str:
     """Return stacks as text, the main thread's first."""
     threads = ["\n".join(f'  File "{x.file}", line {x.line}, in {x.function}' for x in stack) for stack in stacks]
     return "\n\n".join(f"Thread {number} (innermost frame first):\n{x}" for number, x in enumerate(reversed(threads)))
-
-
-def user_frame(stack: Stack) -> Frame | None:
-    """Return the innermost frame of the user's code: of no installed package, if there is any; else not of torch."""
-    if len(stack) > 1 and stack[-1].file == "<string>" and stack[-2].file.startswith(_OURS):
-        stack = stack[:-1]  # the command by which the warm server runs, of which a worker is a fork
-    own = [x for x in stack if not _STANDARD.search(x.file) and not x.file.startswith(_OURS)]
-    for refused in (_PACKAGES, _TORCH):
-        if found := next((x for x in own if not refused.search(x.file)), None):
-            return found
-    return next(iter(stack), None)
 
 
 def in_exchange(stack: Stack) -> bool:
