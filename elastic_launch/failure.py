@@ -74,6 +74,19 @@ class Hang:
 
 
 @dataclass(frozen=True, slots=True)
+class Mistake:
+    """An exception that says that the script itself is wrong, so that a restarted worker may well raise it again.
+
+    Attributes:
+        exception: its type, such as ``KeyError``.
+        frame: the innermost frame of the user's code, as ``file:line in function``.
+    """
+
+    exception: str
+    frame: str
+
+
+@dataclass(frozen=True, slots=True)
 class Failure:
     """One worker's failure, as its node saw it.
 
@@ -97,6 +110,7 @@ class Failure:
         timer: the name of its timer that had expired; empty if none had.
         hang: how it hangs, if it was found to.
         repeats: where it failed, if a restart computes the same numbers there again; else empty.
+        mistake: the exception that ended it, if that says that the script is wrong.
         alive: whether the worker goes on: its connection to another rank broke, and it waits for a place.
         alike: for each rank of the round, the lowest rank with the same arguments, if the ranks compared them and they
             differ; else empty.
@@ -125,6 +139,7 @@ class Failure:
     timer: str = ""
     hang: Hang | None = None
     repeats: str = ""
+    mistake: Mistake | None = None
     alive: bool = False
     alike: tuple[int, ...] = ()
     restoring: bool = False

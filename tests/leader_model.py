@@ -361,6 +361,8 @@ class LeaderModel:
                 if record.round.index(node.node_id, node.incarnation) is not None:
                     assert node.done
                     assert node.holding == record.round.number
+        elif record.end.code == ExitCode.DO_NOT_RETRY:
+            assert record.restarts == 1, "a mistake that was not tried again, or more than once"
         elif record.end.code != ExitCode.TOO_FEW_NODES:
             assert record.restarts == self.limits.max_restarts
 

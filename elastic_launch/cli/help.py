@@ -18,7 +18,7 @@ EXIT_CODES: tuple[tuple[ExitCode, str], ...] = (
     (ExitCode.STARTUP_FAILURE, "the script cannot run as it is (not under --max-restarts 0)"),
     (ExitCode.BUDGET_SPENT, "--max-restarts is spent"),
     (ExitCode.NO_PROGRESS, "--max-restarts is spent by restarts without progress"),
-    (ExitCode.DO_NOT_RETRY, "a retry would fail: a worker says so, misuse, or the last save failed"),
+    (ExitCode.DO_NOT_RETRY, "a retry would fail: a worker says so, a mistake, or a failed last save"),
     (ExitCode.TOO_FEW_NODES, "below the minimum of nodes for --min-wait"),
     (ExitCode.RENDEZVOUS, "the rendezvous was lost, or refused this node"),
     (ExitCode.INTERRUPTED, "interrupted, as by Ctrl-C"),

@@ -140,7 +140,7 @@ def test_failures_at_the_start_are_retried_within_the_budget(job: Job) -> None:
     agent.says("restart 1 of 1")
     job.tell("raise-0")
     assert agent.wait() == 91
-    assert "RuntimeError: rank 0 was told to fail" in agent.output.split("root cause")[-1]
+    assert "OSError: rank 0 was told to fail" in agent.output.split("root cause")[-1]
     assert "Traceback (most recent call last):" in agent.output.split("root cause")[-1]
     assert agent.output.count("a round forms") == 2, "at the start, and once more"
 

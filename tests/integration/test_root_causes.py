@@ -45,6 +45,13 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 
 INTERRUPTED = "import torch\nraise KeyboardInterrupt('enough')\n"
 
+WRONG = """
+import torch
+def main():
+    torch.nn.Linear(4, 2)(torch.ones(3, 5))
+main()
+"""
+
 ODD = """
 import os
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
@@ -137,3 +144,28 @@ def test_an_exception_with_any_text_costs_one_restart(job: Job, tmp_path: Path) 
     ours = [line for line in agent.output.splitlines() if "[elastic-launch]" in line]
     assert any("ValueError" in line and "more characters]" in line for line in ours)
     assert all(line.isprintable() for line in ours)
+
+
+WRONG_TWICE = (
+    "a restart would fail again (RuntimeError at script.py:4 in main has ended both rounds as they began: "
+    "mend it, and run the same command again): rank "
+)
+
+
+@WAYS
+def test_a_mistake_in_a_script_is_tried_twice(job: Job, tmp_path: Path, flags: tuple[str, ...]) -> None:
+    agent = job.launch("--standalone", "--nproc", "2", *flags, command=script(tmp_path, WRONG))
+    assert agent.wait(60) == 93
+    assert job.event("run_ended")["cause"].startswith(WRONG_TWICE)
+    assert agent.output.count(WRONG_TWICE) == 1
+    assert len(job.events("restart_charged")) == 1
+    assert "RuntimeError: mat1 and mat2 shapes cannot be multiplied" in agent.output.split("root cause: ")[1]
+
+
+@pytest.mark.timeout(300)
+def test_a_mistake_in_a_script_is_tried_twice_on_two_nodes(job: Job, tmp_path: Path) -> None:
+    command = script(tmp_path, WRONG)
+    agents = [job.node(name, nnodes="2", command=command) for name in "ab"]
+    assert [agent.wait(60) for agent in agents] == [93, 93]
+    assert [agent.output.count(WRONG_TWICE) for agent in agents] == [1, 1]
+    assert len(job.events("restart_charged")) == 1

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from elastic_launch.config.launch_config import Limits
-from elastic_launch.failure import Failure
+from elastic_launch.failure import Failure, Mistake
 from elastic_launch.rendezvous.leader.phases import Broken
 from elastic_launch.rendezvous.leader.restart_budget import FREE as MORE
 from elastic_launch.rendezvous.leader.restart_budget import JITTER, LONG, LONGEST_DELAY, BudgetDecision, RestartBudget
@@ -29,10 +29,17 @@ def budget_with(limits: Limits, **recorded: Any) -> RestartBudget:
 
 
 def rule(
-    budget: RestartBudget, failure: Failure | None, imposed: Kind | None = None, nodes: int = 1, **known: object
+    budget: RestartBudget,
+    failure: Failure | None,
+    imposed: Kind | None = None,
+    nodes: int = 1,
+    *,
+    alone: bool = False,
+    **known: object,
 ) -> BudgetDecision:
     broken = Broken(10.0, imposed, "the cause", [] if failure is None else [(10.0, failure)])
-    return budget.rule(replace(broken, **{"lasted": 5.0, **known}), nodes)  # type: ignore[arg-type]
+    broken = replace(broken, **{"lasted": 5.0, **known})  # type: ignore[arg-type]
+    return budget.rule(broken, nodes, alone=alone)
 
 
 def verdict(budget: RestartBudget, failure: Failure, ruling: BudgetDecision) -> tuple[int, str]:
@@ -98,6 +105,90 @@ def test_a_failure_after_something_new_is_not_repeated(between: tuple[Failure, K
         rule(budget, NAN, begun=0)
     rule(budget, failure, imposed, begun=begun)
     assert rule(budget, NAN, begun=0).charged
+
+
+MISTAKE = Mistake("KeyError", "train.py:4 in main")
+BAD = replace(SOON, mistake=MISTAKE)
+
+
+@pytest.mark.parametrize("known", [{}, {"begun": 0}, {"begun": 500, "reached": 500, "lasted": 3 * LONG}])
+def test_a_mistake_before_the_first_step_gets_one_restart(known: dict[str, Any]) -> None:
+    """Also if the run resumes a training; a script that reports steps may take any time before the first one."""
+    budget = budget_with(Limits(max_restarts=3))
+    bad = replace(BAD, ran=2 * LONG, trained=0) if known else BAD
+    assert rule(budget, bad, **known).charged
+    again = replace(bad, rank=1)
+    assert verdict(budget, again, rule(budget, again, **known)) == (
+        93,
+        "a restart would fail again (KeyError at train.py:4 in main has ended both rounds as they began: "
+        "mend it, and run the same command again): the cause",
+    )
+    assert budget.spent == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({}, {"mistake": None}),
+        ({}, {"mistake": replace(MISTAKE, exception="TypeError")}),
+        ({}, {"mistake": replace(MISTAKE, frame="train.py:5 in main")}),
+        ({}, {"ran": LONG}),
+        ({"ran": LONG}, {}),
+        ({"trained": 1}, {"trained": 0}),
+        ({"trained": 0}, {"trained": 1}),
+    ],
+    ids=["no exception", "another type", "another line", "late", "late at first", "step done", "new step"],
+)
+def test_another_failure_than_the_first_is_no_repeated_mistake(first: dict[str, Any], second: dict[str, Any]) -> None:
+    budget = budget_with(Limits(max_restarts=9))
+    assert rule(budget, replace(BAD, **first)).charged
+    assert rule(budget, replace(BAD, **second)).charged
+    assert rule(budget, replace(BAD, **second)).charged, "nor is any later one"
+
+
+@pytest.mark.parametrize("known", [{"begun": 0, "reached": 3}, {"reached": 3}])
+def test_a_mistake_in_a_round_in_which_another_node_has_done_steps_is_not_the_scripts_alone(
+    known: dict[str, int],
+) -> None:
+    budget = budget_with(Limits(max_restarts=9))
+    assert all(rule(budget, BAD, **known).charged for _ in range(3))
+
+
+@pytest.mark.parametrize("imposed", [None, Kind.NODE_LOSS], ids=["another failure", "node lost"])
+@pytest.mark.parametrize("at", [0, 1])
+def test_only_a_runs_first_two_faults_may_be_a_repeated_mistake(imposed: Kind | None, at: int) -> None:
+    budget = budget_with(Limits(max_restarts=9))
+    for number in range(4):
+        if number == at:
+            rule(budget, SOON, imposed)
+        assert rule(budget, BAD).charged
+
+
+def test_a_resize_between_two_rounds_with_the_same_mistake_changes_nothing() -> None:
+    budget = budget_with(Limits(max_restarts=9))
+    rule(budget, BAD)
+    rule(budget, None, Kind.MEMBERSHIP)
+    assert rule(budget, BAD).kind is Kind.FATAL
+
+
+def test_a_mistake_of_one_node_that_the_run_can_spare_is_charged() -> None:
+    budget = budget_with(Limits(max_restarts=9))
+    assert all(rule(budget, BAD, alone=True).charged for _ in range(3))
+    budget = budget_with(Limits(max_restarts=9))
+    rule(budget, BAD, alone=True)
+    assert rule(budget, BAD).kind is Kind.FATAL, "another node's, too"
+
+
+def test_without_restarts_a_mistake_ends_the_run_with_the_scripts_own_code() -> None:
+    budget = budget_with(Limits(max_restarts=0))
+    assert verdict(budget, BAD, rule(budget, BAD))[0] == 1
+
+
+def test_a_new_leader_knows_the_first_mistake() -> None:
+    limits = Limits(max_restarts=9)
+    budget = budget_with(limits)
+    rule(budget, BAD)
+    assert rule(budget_of_another_leader(budget, limits), BAD).kind is Kind.FATAL
 
 
 # Restarts that are free.

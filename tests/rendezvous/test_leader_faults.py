@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from leader_run import Run, failure, running
 
@@ -15,10 +17,11 @@ from elastic_launch.events.types import (
     RoundBroken,
     RunEnded,
 )
+from elastic_launch.failure import Mistake
 from elastic_launch.rendezvous.leader.exclusion import FAULTS, SECONDS
 from elastic_launch.rendezvous.leader.phases import COLLECT, LATE
 from elastic_launch.rendezvous.leader.restart_budget import FREE as MORE
-from elastic_launch.rendezvous.leader.restart_budget import JITTER
+from elastic_launch.rendezvous.leader.restart_budget import JITTER, LONGEST_DELAY
 from elastic_launch.rendezvous.wire import messages as m
 
 FREE = MORE + 1
@@ -392,6 +395,40 @@ def test_a_script_that_cannot_run_ends_the_run_with_90_at_once() -> None:
     assert run.record.end.cause.startswith(
         "a restart would fail again (the script cannot run as it is): rank 0 on node a"
     )
+
+
+BAD: dict[str, Any] = {"ran": 1.0, "mistake": Mistake("KeyError", "train.py:4 in main")}
+
+
+@pytest.mark.parametrize("nodes", ["2:2", "1:2"])
+def test_a_mistake_on_all_nodes_in_two_rounds_ends_the_run_with_93(nodes: str) -> None:
+    run = running(nodes, "ab")
+    for number in (1, 2):
+        assert (run.number, run.end) == (number, None)
+        run.fail("a", **BAD)
+        run.fail("b", rank=1, **BAD)
+        run.stop("a", "b")
+        run.join("a", "b")
+    cause = "a restart would fail again (KeyError at train.py:4 in main has ended both rounds as they began: "
+    assert run.end == (
+        93,
+        f"{cause}mend it, and run the same command again): rank 0 on node a: exit code 1: ValueError: boom",
+    )
+    assert run.orders("b", m.RunEnd)[0].failure == failure("a", **BAD, round=2)
+
+
+@pytest.mark.parametrize(("nodes", "code"), [("2:2", 93), ("1:2", None)])
+def test_a_node_with_a_mistake_that_the_run_can_spare_is_left_out(nodes: str, code: int | None) -> None:
+    run = running(nodes, "ab")
+    for _ in range(FAULTS):
+        run.fail("b", rank=1, **BAD)
+        run.fail("a", symptom="broken connection", error="RuntimeError: Connection closed by peer")
+        run.stop("a", "b")
+        run.advance(LONGEST_DELAY)
+        if run.end is None:
+            run.join(*run.members)
+    assert run.code == code
+    assert run.members == ("ab" if code else "a")
 
 
 def test_other_failures_at_the_start_are_charged_and_tried_again_after_a_delay() -> None:

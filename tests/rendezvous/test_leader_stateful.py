@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from leader_model import TIMING, LeaderModel, SimNode
 
 from elastic_launch.config.launch_config import Limits, Timing
-from elastic_launch.failure import Failure
+from elastic_launch.failure import Failure, Mistake
 
 EXAMPLES = os.environ.get("HYPOTHESIS_EXAMPLES")
 
@@ -79,12 +79,14 @@ class LeaderRun(LeaderModel, RuleBasedStateMachine):
         symptom=st.sampled_from(["", "", "broken connection"]),
         ran=st.sampled_from([1.0, 60.0]),
         lost=st.sampled_from(["one", "all", ""]),
+        mistake=st.sampled_from([None, None, Mistake("KeyError", "train.py:4 in main")]),
     )
-    def worker_fails(self, index: int, kind: str, symptom: str, ran: float, lost: str) -> None:
+    def worker_fails(self, index: int, kind: str, symptom: str, ran: float, lost: str, mistake: Mistake | None) -> None:
         node = self._pick(index, _can_change)
         assert node is not None
         node.stopping, node.lost = True, lost
-        failure = Failure(node.node_id, kind, 0, 0, 42, 1, "", ran=ran, symptom=symptom)
+        mistake = None if symptom or kind != "crash" else mistake
+        failure = Failure(node.node_id, kind, 0, 0, 42, 1, "", ran=ran, symptom=symptom, mistake=mistake)
         self._say(node, replace(failure, round=node.holding))
 
     @precondition(lambda self: self._where(lambda node: node.stopping and node.link is not None and not node.frozen))

@@ -19,6 +19,7 @@ from leader_run import COMMAND, Run, failure
 
 from elastic_launch.config.launch_config import Limits
 from elastic_launch.events.types import RestartCharged
+from elastic_launch.failure import Mistake
 from elastic_launch.rendezvous.leader.exclusion import FAULTS
 from elastic_launch.rendezvous.node.machine import NodeMachine
 from elastic_launch.rendezvous.record import ControlRecord, Leader
@@ -35,6 +36,7 @@ FAILURES: dict[str, dict[str, Any]] = {
     "soon": {"ran": 1.0},
     "same loss": {"repeats": NAN},
     "other loss": {"repeats": "The loss is inf"},
+    "mistake": {"mistake": Mistake("KeyError", "train.py:4 in main")},
     "SIGKILL": {"exit_code": -9},
     "SIGTERM": {"kind": "preemption", "exit_code": -15},
 }

@@ -46,5 +46,5 @@ while not (directory / "finish").exists():
         print(f"rank {rank} leaves with {code}", file=sys.stderr, flush=True)
         sys.exit(int(code))
     if take(f"raise-{rank}") is not None:
-        raise RuntimeError(f"rank {rank} was told to fail")
+        raise OSError(f"rank {rank} was told to fail")
     time.sleep(0.02)

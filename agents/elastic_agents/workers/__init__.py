@@ -11,6 +11,7 @@
 ``output``             the workers' output
 ``logs``               log directories; ``logs_specs`` supports torchrun's
 ``failures``           what a dead worker left behind
+``mistakes``           whether its exception says that the script is wrong
 ``frames``             the frames of a stack, and which is of the user's code
 ``stuck``              detects interpreters that deadlock on the GIL at exit
 ``watchdog``           torch's timers

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from elastic_agents.workers.mistakes import mistake_in
 from elastic_launch.clock import Clock
 from elastic_launch.contract import Placement
 from elastic_launch.error_file import ErrorFile
@@ -132,6 +133,7 @@ def report(
     ago: float,
     error: ErrorFile | None,
     stderr: Sequence[str],
+    earlier: Sequence[str] = (),
     only_crashes: bool = False,
     fatal_codes: Collection[int] = (),
     stopped: bool,
@@ -147,6 +149,7 @@ def report(
         only_crashes: whether each failure counts as a crash, unless the script calls ``do_not_retry``.
         fatal_codes: exit codes (128 + N for signal N) after which a restart would not help.
         stderr: the end of its stderr.
+        earlier: what it had written to it before, where a long traceback may begin.
         stopped: it had failed, and was stopped before it ended; the exit code is that of the stop.
         out_of_memory: whether the kernel's kill of a process explains it; asked only if the worker or a child of it was
             killed.
@@ -174,6 +177,11 @@ def report(
     symptom = ""
     if kind == "crash" and world_size > 1:
         symptom = symptom_in(text) if exit_code != -signal.SIGABRT else symptom_of_abort("\n".join(stderr))
+    mistake = None
+    # The interpreter's own code for an exception; with any other, a script says something itself.
+    if kind == "crash" and exit_code == ExitCode.TRAINING_FAILED and not (symptom or supposed or only_crashes):
+        printed = [_RANK.sub("", line) for line in (*earlier, *stderr)]
+        mistake = mistake_in(text, printed if error is None else error.traceback)
     return replace(
         known,
         kind=kind,
@@ -187,6 +195,7 @@ def report(
         supposed=supposed,
         named=named,
         repeats=next((clipped(line, _LINE_BYTES) for line in notes if line.startswith(REPEATS_NOTE)), ""),
+        mistake=mistake,
     )
 
 

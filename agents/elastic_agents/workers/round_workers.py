@@ -18,7 +18,7 @@ from elastic_agents.step_timer import StepTimer
 from elastic_agents.workers.failures import OutOfMemoryKills, about, disconnection, printed_last, raised_in, report
 from elastic_agents.workers.guard import Guard
 from elastic_agents.workers.logs import WorkerLogs, keep_error
-from elastic_agents.workers.output import PAGE_LINES, OutputPump, Stream
+from elastic_agents.workers.output import PAGE_LINES, TAIL_LINES, OutputPump, Stream
 from elastic_agents.workers.processes import ExecProcesses, StartRequest, heeds, ignores
 from elastic_agents.workers.sessions import are_tracked, empty_sessions, kill_sessions, reap_orphans, resume, session_of
 from elastic_agents.workers.stuck import StuckDetector
@@ -271,7 +271,8 @@ class RoundWorkers:
         # A resource tracker writes to it, too, and ends some time after the worker.
         if worker.stopped is None and not worker.stderr.ended.wait(_LAST_LINES) and not are_tracked({worker.pid}):
             worker.stderr.ended.wait(_END_OF_STDERR - _LAST_LINES)
-        stderr = [line for line in worker.stderr.tail() if line[0] >= worker.placed]
+        written = [line for line in worker.stderr.tail(PAGE_LINES) if line[0] >= worker.placed]
+        stderr, earlier = written[-TAIL_LINES:], written[:-TAIL_LINES]
         lines = tuple(line for _, line in stderr)
         now, error = self._clock.now(), self._read(worker.logs)
         index = raised_in(lines, stopped=worker.stopped is not None)
@@ -296,6 +297,7 @@ class RoundWorkers:
             ago=now - failed,
             error=error,
             stderr=lines,
+            earlier=[line for _, line in earlier],
             only_crashes=self._config.torchrun,
             fatal_codes=self._config.fatal_exit_codes,
             stopped=worker.stopped is not None,

@@ -91,11 +91,12 @@ class RestartBudget:
         if self._limits.restart_refill:
             self.refilled = max(self.refilled, self.spent - self._limits.max_restarts)
 
-    def rule(self, broken: Broken, nodes: int = 1) -> BudgetDecision:
+    def rule(self, broken: Broken, nodes: int = 1, *, alone: bool = False) -> BudgetDecision:
         """Judge a broken round and charge it; a charge is one restart, however many workers failed.
 
         Args:
             nodes: the number of nodes that the run may have.
+            alone: whether all that failed is on one node, without which the run can go on.
         """
         kind = judge(broken.imposed, broken.failures)
         failure = root_cause(broken.failures)
@@ -108,10 +109,8 @@ class RestartBudget:
             return BudgetDecision(kind)
         if kind.is_final:
             return self.end(kind)
-        if broken.imposed is None and failure is not None and self._repeated(failure, broken.begun or 0):
-            return BudgetDecision(
-                Kind.FATAL, ends="a restart would fail again (the same step has failed in the same way twice)"
-            )
+        if broken.imposed is None and failure is not None and (twice := self._repeated(failure, broken, alone=alone)):
+            return BudgetDecision(Kind.FATAL, ends=f"a restart would fail again ({twice})")
         most_vain, tried = self._limits.max_idle_restarts, self.vain - 1  # without the one that would follow
         if most_vain and tried >= most_vain:
             ends = f"no new step in {counted(tried, 'restart')} (--max-idle-restarts {most_vain})"
@@ -189,13 +188,34 @@ class RestartBudget:
         """Whether a round that was broken for an event on its nodes is free; see :meth:`rule`."""
         return broken.imposed is Kind.MEMBERSHIP or self._gained(broken) or self.idle < FREE + nodes
 
-    def _repeated(self, failure: Failure, begun: int) -> bool:
-        """Whether a restart failed with the same numbers and no new step; a single failure may be a flipped bit."""
-        before, reached = self._repeats, begun + (failure.trained or 0)
-        found = _identity(failure.repeats)
+    def _repeated(self, failure: Failure, broken: Broken, *, alone: bool) -> str:
+        """Return what has failed twice without a new step, as text; empty if nothing has.
+
+        A single failure with the same numbers may be a flipped bit.
+        """
+        before, reached = self._repeats, (broken.begun or 0) + (failure.trained or 0)
+        mistake = self._early_mistake(failure, broken)
+        found = _identity(failure.repeats or mistake)
         if found or reached > self._repeats_step:
             self._repeats, self._repeats_step = found, reached
-        return bool(found) and found == before
+        if not found or found != before:
+            return ""
+        if failure.repeats:
+            return "the same step has failed in the same way twice"
+        text = f"{mistake} has ended both rounds as they began: mend it, and run the same command again"
+        return "" if alone else text
+
+    def _early_mistake(self, failure: Failure, broken: Broken) -> str:
+        """Return the script's mistake as text, if no step was done and this is the run's first or second fault.
+
+        A script that reports no steps is believed to have done none if it fails soon.
+        """
+        mistake, begun = failure.mistake, broken.begun
+        knows = begun is not None or failure.trained is not None
+        done = failure.trained or (broken.reached or 0) > (begun or 0) or (not knows and failure.ran >= LONG)
+        if mistake is None or done or self.spent > 1 or self.vain != self.spent + 1:
+            return ""
+        return f"{mistake.exception} at {mistake.frame}"
 
     def _gained(self, broken: Broken) -> bool:
         """Whether the training advances: the round began at a higher step than any before."""

@@ -664,7 +664,9 @@ class Rounds:
         if broken.ends:
             return  # no other round follows
         self._leave_out_newcomers(broken, now)
-        ruling = self._state.budget.rule(broken, self._state.limits.max_nodes)
+        failed = {failure.node_id for _, failure in broken.failures if is_own(failure)}
+        alone = len(failed) == 1 and self._state.spares(*failed)
+        ruling = self._state.budget.rule(broken, self._state.limits.max_nodes, alone=alone)
         if broken.imposed is None and (ruling.kind.is_fault or ruling.ends):
             broken.failure = root_cause(broken.failures)
         if ruling.ends:

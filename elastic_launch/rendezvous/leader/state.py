@@ -123,9 +123,13 @@ class LeaderState:
             node.released = True
             self.send(node.link, m.Released(self.record.term))
 
+    def spares(self, node_id: str) -> bool:
+        """Whether there are enough nodes without this one."""
+        return len(self.nodes.keys() - {node_id}) >= self.limits.min_nodes
+
     def fault(self, node_id: str, now: float) -> None:
         """Count a fault on a node; one with too many is left out for a while if there are enough others."""
-        if len(self.nodes.keys() - {node_id}) < self.limits.min_nodes:
+        if not self.spares(node_id):
             return
         if seconds := self.exclusion.fault(node_id, now):
             self.emit(NodeExcluded(node_id, FAULTS, seconds))
