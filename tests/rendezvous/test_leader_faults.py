@@ -417,6 +417,17 @@ def test_a_mistake_on_all_nodes_in_two_rounds_ends_the_run_with_93(nodes: str) -
     assert run.orders("b", m.RunEnd)[0].failure == failure("a", **BAD, round=2)
 
 
+def test_a_mistake_on_one_node_and_then_on_another_is_the_scripts() -> None:
+    """Each time, the other node was stopped before it came to it."""
+    run = running("1:2", "ab")
+    for node_id in "ab":
+        assert run.end is None
+        run.fail(node_id, **BAD)
+        run.stop("a", "b")
+        run.join("a", "b")
+    assert run.code == 93
+
+
 @pytest.mark.parametrize(("nodes", "code"), [("2:2", 93), ("1:2", None)])
 def test_a_node_with_a_mistake_that_the_run_can_spare_is_left_out(nodes: str, code: int | None) -> None:
     run = running(nodes, "ab")

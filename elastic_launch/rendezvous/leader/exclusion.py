@@ -79,6 +79,10 @@ class Exclusion:
         self._until[node_id] = now + seconds
         return seconds
 
+    def last(self, now: float) -> str:
+        """Return the node of the last fault; empty if there was none within :data:`WINDOW`."""
+        return self._node_id if any(at > now - WINDOW for at in self._faults) else ""
+
     @property
     def node_ids(self) -> Set[str]:
         """Nodes that are, or once were, left out."""

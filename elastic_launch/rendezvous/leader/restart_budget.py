@@ -96,7 +96,7 @@ class RestartBudget:
 
         Args:
             nodes: the number of nodes that the run may have.
-            alone: whether all that failed is on one node, without which the run can go on.
+            alone: whether all that failed, in the last fault too, is on one node without which the run can go on.
         """
         kind = judge(broken.imposed, broken.failures)
         failure = root_cause(broken.failures)

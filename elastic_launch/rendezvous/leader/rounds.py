@@ -655,6 +655,12 @@ class Rounds:
         # A node may send any value.
         return broken.at + self._state.timing.return_after + (grace if 0 <= grace <= LONGEST_WAIT else 0.0)
 
+    def _is_alone(self, broken: Broken, now: float) -> bool:
+        """Whether all that failed, in the last fault too, is on one node without which the run can go on."""
+        failed = {failure.node_id for _, failure in broken.failures if is_own(failure)}
+        last = self._state.exclusion.last(now)
+        return len(failed) == 1 and (not last or last in failed) and self._state.spares(*failed)
+
     def _judge(self, broken: Broken, now: float) -> None:
         if self._state.seen > self._state.record.round.number:  # the leader that formed that round has judged this one
             self._impose(broken, Kind.NODE_LOSS, f"round {self._state.seen} has been formed since")
@@ -664,9 +670,7 @@ class Rounds:
         if broken.ends:
             return  # no other round follows
         self._leave_out_newcomers(broken, now)
-        failed = {failure.node_id for _, failure in broken.failures if is_own(failure)}
-        alone = len(failed) == 1 and self._state.spares(*failed)
-        ruling = self._state.budget.rule(broken, self._state.limits.max_nodes, alone=alone)
+        ruling = self._state.budget.rule(broken, self._state.limits.max_nodes, alone=self._is_alone(broken, now))
         if broken.imposed is None and (ruling.kind.is_fault or ruling.ends):
             broken.failure = root_cause(broken.failures)
         if ruling.ends:
