@@ -13,8 +13,7 @@ from pathlib import Path
 
 from harness import ENTER_GROUP
 
-from elastic_launch.snapshot.room import inactive_cache
-from elastic_launch.system.memory_groups import MemoryGroup, memory_groups
+from elastic_launch.system.memory_groups import MemoryGroup, inactive_cache, memory_groups
 
 __all__ = ["Group", "group", "missing"]
 

@@ -63,6 +63,7 @@ from elastic_launch.snapshot.format.manifest import TENSORS, Manifest, parse_jso
 from elastic_launch.snapshot.format.tree import decode, encode
 from elastic_launch.snapshot.memory.slot import Header, Slot
 from elastic_launch.snapshot.storage import owner, shares
+from elastic_launch.system.host_load import GpuLoad, HostLoad
 
 KEY = b"k" * 32
 TOKEN = Token("correct-horse-battery-staple", "test")
@@ -313,6 +314,7 @@ WORKERS = (
 LINES = (
     HELLO,
     m.Beat(),
+    m.ProgressBeat(1, 2, load=HostLoad(51, 3 << 30, 8 << 30, (GpuLoad(97, 71 << 30, 80 << 30), GpuLoad(None, 0, 1)))),
     m.RankOffer((0, 2)),
     m.RunEnd(1, 0, "done", 0),
     m.Refused(1, "no", "hint"),

@@ -26,6 +26,7 @@ from elastic_launch.contract import ENV_AHEAD, Placement, worker_environment
 from elastic_launch.errors import ExitCode
 from elastic_launch.events.types import KINDS, Event, event_name
 from elastic_launch.rendezvous.admin import messages as asking
+from elastic_launch.system.host_load import GpuLoad, HostLoad
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -131,7 +132,7 @@ def test_the_fields_of_a_status_are_shown() -> None:
     section = sections(REFERENCE / "elasticctl.md", "##")["elasticctl status"]
     shown = {name for row in rows(section) for name in names(row[0])} - {"field", "--json", "--watch"}
     assert shown == {"backend", *(item.name for item in fields(asking.Status))}
-    for kind in (asking.NodeStatus, asking.LastSave, asking.Decision):
+    for kind in (asking.NodeStatus, asking.LastSave, asking.Decision, HostLoad, GpuLoad):
         assert {item.name for item in fields(kind)} <= {name for row in rows(section) for name in names(row[1])}, kind
 
 

@@ -18,6 +18,7 @@ from elastic_launch.cli.elasticctl import main, shown
 from elastic_launch.errors import ExitCode
 from elastic_launch.rendezvous.admin import messages as a
 from elastic_launch.rendezvous.run_file import RunAddress, RunFile
+from elastic_launch.system.host_load import GpuLoad, HostLoad
 
 
 def record(path: Path, ago: float, **event: object) -> None:
@@ -338,13 +339,16 @@ def test_a_log_that_is_not_here_is_a_mistake(
 
 def test_a_status_fits_the_terminal_and_is_whole_elsewhere() -> None:
     name = "node-" + "x" * 60
-    node = a.NodeStatus(name, "10.0.0.1", 4, "starting", 0.5, (0, 3), "start")
+    gpus = (GpuLoad(97, 71 << 30, 80 << 30), GpuLoad(None, 1 << 29, 80 << 30))
+    load = HostLoad(51, 12 << 30, 64 << 30, gpus)
+    node = a.NodeStatus(name, "10.0.0.1", 4, "starting", 0.5, (0, 3), "start", None, load)
     status = a.Status("run", "next", 1, name, 2, 4, 1, 4, 0, 3, (node,), 7, 0.05, 61.0, 0.25, time=0.0)
     lines = shown(status, "c10d 127.0.0.1:29400")
     assert f"leader {name}; next" in lines[1]
     assert lines[2] == "world size 4 on 1 node of 1:4, step 7, restarts 0 of 3"
     assert lines[3] == "20 steps/s, about 61 s left, loss 0.25"
-    assert any(line.startswith(f"{name}  10.0.0.1        4  starting     0.5 s") for line in lines)
+    row = f"{name}  10.0.0.1        4  starting     0.5 s  CPU 51 %, 12 of 64 GiB; GPU 97 ? %, 71 0.5 of 80 GiB"
+    assert row in lines
     for width in (60, 80, 120):
         assert max(map(len, shown(status, "c10d 127.0.0.1:29400", width))) <= width
         assert "0.5 s" in "\n".join(shown(status, "c10d 127.0.0.1:29400", width))

@@ -9,6 +9,7 @@
 ``final_save``    what the node saves when it or the run ends
 ``lease_keeper``  renews the guard's lease, and has stopped workers go on
 ``status``        what the node says about itself
+``host_watch``    how busy the node's host is
 ``inbox``         one queue for all events
 ``departure``     leaving the run before its end
 ``drill``         planned faults of this node's workers

@@ -118,6 +118,7 @@ class NodeAgent(ElasticAgent):
             # Now rather than as workers start, which would wait for its imports.
             parts.processes.when_lost(lambda: self._inbox.put(parts.processes.replace_lost))
             self._snapshot_store.start()
+            parts.host.start()
             self._membership.start()
             parts.lease.wake()
             while self._outcome is None:
@@ -303,7 +304,8 @@ class NodeAgent(ElasticAgent):
         self._outcome = self._outcome or NodeOutcome(ExitCode.TRAINING_FAILED, cause, self.state.restarts)
 
     def _present(self) -> Present:
-        return status.present(self.state, self._control, self._membership, self._snapshot_store, self._workers)
+        parts = self._control, self._membership, self._snapshot_store, self._workers, self._parts.host
+        return status.present(self.state, *parts)
 
     def _answer(self, asked: HowAreYou) -> None:
         asked.answer(self._present())

@@ -14,6 +14,7 @@ from elastic_agents.drill import NodeDrill
 from elastic_agents.exits import Exits
 from elastic_agents.final_save import FinalSave
 from elastic_agents.hangs.hanging import Hanging
+from elastic_agents.host_watch import HostWatch
 from elastic_agents.inbox import Inbox
 from elastic_agents.lease_keeper import LeaseKeeper, StoppedByGuard
 from elastic_agents.node_state import NodeState
@@ -75,6 +76,7 @@ class AgentParts:
     departure: Departure
     drill: NodeDrill
     hanging: Hanging
+    host: HostWatch
     ends: tuple[Callable[[], object], ...]
 
     def write_run_file(self, act: Callable[[], None]) -> None:
@@ -111,7 +113,7 @@ def make_parts(
         return worker_store.reserve()
 
     def beat() -> m.Beat | m.ProgressBeat:
-        return status.beat(control, snapshot_store.newest_step)
+        return status.beat(control, snapshot_store.newest_step, host.news())
 
     def on_exit(pid: int, exit_code: int) -> None:
         inbox.put(partial(exits.reaped, pid, exit_code))
@@ -120,6 +122,7 @@ def make_parts(
         return final_save.copied(copied)
 
     timing, post = config.timing, inbox.put
+    host = HostWatch(clock)
     state = NodeState(config)
     start_timer = StartTimer(timing.start_wait if config.keeps_workers else math.inf)
     state.view = View(ahead=AheadWorkers(slow=start_timer.slow))
@@ -159,6 +162,7 @@ def make_parts(
         snapshot_store.close,
         pump.close,
         membership.close,
+        host.close,
         worker_store.close,
         places.close,
         guard.close,
@@ -188,5 +192,6 @@ def make_parts(
         departure,
         drill,
         hanging,
+        host,
         ends,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from elastic_agents.host_watch import HostWatch
 from elastic_agents.node_state import NodeState
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
 from elastic_agents.workers.control import Control
@@ -12,6 +13,7 @@ from elastic_launch.observe.present import Present
 from elastic_launch.rendezvous.node.membership import Membership
 from elastic_launch.rendezvous.wire.messages import Beat, ProgressBeat
 from elastic_launch.shared_progress import WorkerProgress
+from elastic_launch.system.host_load import HostLoad
 
 
 def present(
@@ -20,6 +22,7 @@ def present(
     membership: Membership,
     snapshot_store: SnapshotStore,
     workers: RoundWorkers,
+    host: HostWatch,
 ) -> Present:
     """Return how this node's part of the run is."""
     view, formed, timer, saved = state.view, state.formed, control.step_timer, membership.checkpoint
@@ -57,17 +60,18 @@ def present(
         durations=durations,
         unconfirmed=membership.unconfirmed,
         round_steps=(of_round[1] - of_round[0] if of_round else 0) if number else None,
+        load=host.last(),
     )
 
 
-def beat(control: Control, snapshot: int | None) -> Beat | ProgressBeat:
-    """Return what a beat tells the leader: how far the workers are, once they train."""
+def beat(control: Control, snapshot: int | None, load: HostLoad | None) -> Beat | ProgressBeat:
+    """Return what a beat tells the leader: how far the workers are, once they train, and the host's load if given."""
     timer = control.step_timer
     number, step = timer.reached
     if not number:
-        return Beat()
+        return Beat(load)
     loss = _loss_in(control.reports(number))
-    return ProgressBeat(number, step, snapshot, timer.step_seconds, timer.remaining(), loss)
+    return ProgressBeat(number, step, snapshot, timer.step_seconds, timer.remaining(), loss, load)
 
 
 def _loss_in(reports: Iterable[WorkerProgress]) -> float | None:

@@ -472,10 +472,11 @@ def shown(status: a.Status, where: str, width: int | None = None) -> list[str]:
     most = max(16, (width - COLUMNS) // 2) if width else None
     longest = [max(len(row[column]) for row in rows) for column in (0, 1)]
     first, second = (min(x, most) if most else x for x in longest)
-    lines.append(f"{'NODE':<{first}}  {'ADDRESS':<{second}}  WORKERS  {'STATE':<9} {'SILENT':>8}")
+    lines.append(f"{'NODE':<{first}}  {'ADDRESS':<{second}}  WORKERS  {'STATE':<9} {'SILENT':>8}  LOAD")
     for node in status.nodes:
         names = f"{_cut(node.node_id, first):<{first}}  {_cut(node.address, second):<{second}}"
-        lines.append(f"{names}  {node.workers:>7}  {node.state:<9} {node.silence:>6.1f} s")
+        load = "-" if node.load is None else node.load
+        lines.append(f"{names}  {node.workers:>7}  {node.state:<9} {node.silence:>6.1f} s  {load}")
     if status.incidents:
         lines += ["", "the leader's last decisions:"]
         lines += [f"  {_ago(incident.ago):>12}  {incident.text}" for incident in status.incidents]

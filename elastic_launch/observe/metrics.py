@@ -92,6 +92,16 @@ METRICS = {
     "elastic_launch_checkpoint_timestamp_seconds": _Kind("gauge", "When that was committed, in Unix time."),
     "elastic_launch_restarts": _gauge("Restarts charged to the run's budget.", lambda p: p.restarts),
     "elastic_launch_max_restarts": _gauge("The budget: restarts that may be charged.", lambda p: p.max_restarts),
+    "elastic_launch_host_cpu_ratio": _gauge(
+        "Share of the time of the host's CPUs in which they were not idle.",
+        lambda p: p.load.cpu / 100 if p.load else None,
+    ),
+    "elastic_launch_host_memory_used_bytes": _gauge(
+        "Memory in use on the host, or in the container if that has a limit.", lambda p: p.load.used if p.load else None
+    ),
+    "elastic_launch_host_memory_bytes": _gauge(
+        "Memory of the host, or the container's limit if that is lower.", lambda p: p.load.total if p.load else None
+    ),
     "elastic_launch_incidents_total": _Kind(
         "counter", "Incidents that are over, on the leader's node.", {"kind": (*ev.ROUND_ENDS, "unknown")}
     ),

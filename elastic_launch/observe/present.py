@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from elastic_launch.system.host_load import HostLoad
+
 
 @dataclass(frozen=True, slots=True)
 class HowEnded:
@@ -52,3 +54,4 @@ class Present:
     end: HowEnded | None = None  # None until it has ended
     unconfirmed: float | None = None  # since membership was last confirmed, if the workers train all the same
     round_steps: int | None = None  # done in the current or last round; None until a worker reports that it trains
+    load: HostLoad | None = None  # how busy its host is; None if that is not known

@@ -26,8 +26,7 @@ def room(proc: Path = Path("/proc"), cgroups: Path = CGROUPS) -> tuple[int, str]
 
     This is the minimum of the host's available memory and of what is left below each limit of the memory control groups
     of the process and all their ancestors, see :class:`~elastic_launch.system.memory_groups.MemoryGroup`. Swap does not
-    count as free. Inactive page cache, such as a dataset that was read, does not count as used, because the kernel
-    drops it first.
+    count as free.
     """
     return min([(_available(proc), "on this host"), *_left_in_groups(proc, cgroups)])
 
@@ -77,31 +76,6 @@ def _available(proc: Path) -> int:
 def _left_in_groups(proc: Path, cgroups: Path) -> list[tuple[int, str]]:
     found = []
     for group in memory_groups(proc, cgroups):
-        for names in group.limits:
-            limit, used = (_number(group.path / name) for name in names)
-            if limit is not None and used is not None:
-                left = limit - max(0, used - inactive_cache(group.path))
-                found.append((max(0, left), f"within the container's limit of {limit / 2**30:.2f} GiB ({group.path})"))
+        where = "within the container's limit of {:.2f} GiB ({})"
+        found += [(max(0, most - used), where.format(most / 2**30, group.path)) for used, most in group.usage()]
     return found
-
-
-def inactive_cache(group: Path) -> int:
-    """Return the bytes of page cache in a group and those below it that are not in use.
-
-    They are "filesystem-backed" memory on a list of the page reclaim algorithm. Snapshots are not among them: shared
-    memory is "swap-backed" (https://docs.kernel.org/admin-guide/cgroup-v2.html, ``memory.stat``).
-    """
-    try:
-        lines = [line.split() for line in (group / "memory.stat").read_text().splitlines()]
-    except OSError:
-        return 0
-    found = {name: int(value) for name, value in lines}
-    # Version 1 counts the groups below in the total alone.
-    return found.get("total_inactive_file", found.get("inactive_file", 0))
-
-
-def _number(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None  # "max", or not this hierarchy

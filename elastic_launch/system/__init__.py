@@ -10,6 +10,7 @@
 ``private_files``    directories and files that other users cannot read or replace
 ``plain_text``       makes untrusted text safe for logs and terminals
 ``memory_groups``    control groups that limit memory
+``host_load``        how busy a node's host is
 ``findings``         what ``elasticctl doctor`` finds, and the bound of its waits
 ``termination_log``  the termination message that Kubernetes shows for a container
 """

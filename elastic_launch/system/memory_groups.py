@@ -37,6 +37,16 @@ class MemoryGroup:
     limits: tuple[tuple[str, str], ...]
     events: str
 
+    def usage(self) -> Iterator[tuple[int, int]]:
+        """Yield the bytes in use within each limit that there is, and the limit.
+
+        Inactive page cache, such as a dataset that was read, does not count, because the kernel drops it first.
+        """
+        for names in self.limits:
+            limit, used = (_number(self.path / name) for name in names)
+            if limit is not None and used is not None:
+                yield max(0, used - inactive_cache(self.path)), limit
+
 
 _VERSION_1 = (
     ("memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -64,3 +74,25 @@ def memory_groups(proc: Path = Path("/proc"), cgroups: Path = CGROUPS) -> Iterat
             yield MemoryGroup(place, limits, events)
             if place == root:
                 break
+
+
+def inactive_cache(group: Path) -> int:
+    """Return the bytes of page cache in a group and those below it that are not in use.
+
+    They are "filesystem-backed" memory on a list of the page reclaim algorithm. Snapshots are not among them: shared
+    memory is "swap-backed" (https://docs.kernel.org/admin-guide/cgroup-v2.html, ``memory.stat``).
+    """
+    try:
+        lines = [line.split() for line in (group / "memory.stat").read_text().splitlines()]
+    except OSError:
+        return 0
+    found = {name: int(value) for name, value in lines}
+    # Version 1 counts the groups below in the total alone.
+    return found.get("total_inactive_file", found.get("inactive_file", 0))
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None  # "max", or not this hierarchy

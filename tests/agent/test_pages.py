@@ -25,6 +25,7 @@ from elastic_launch.observe.node_watch import NodeWatch
 from elastic_launch.observe.present import HowEnded, Present
 from elastic_launch.observe.reading import Host
 from elastic_launch.rendezvous.admin import messages as a
+from elastic_launch.system.host_load import HostLoad
 
 
 class Told(Roster):
@@ -242,20 +243,21 @@ def test_the_nodes_are_shown_as_the_leader_sees_them() -> None:
     served = Served()
     told = standing(
         a.NodeStatus("<c>", "10.0.0.3", 1, "spare", 0.4),
-        a.NodeStatus("b", "10.0.0.2", 1, "training", 4.2, (2, 2), "late", 7),
+        a.NodeStatus("b", "10.0.0.2", 1, "training", 4.2, (2, 2), "late", 7, HostLoad(51, 3 << 29, 64 << 30)),
         a.NodeStatus("a", "10.0.0.1", 2, "training", 0.2, (0, 1), "train", 8),
     )
     served.roster.answer = LastStatus(told, time.monotonic())
     found = served.live(Present("running"))["nodes"]
     assert found["rows"] == [
-        ["a (leads)", "10.0.0.1", "training", "0-1", "2 train", 8],
-        ["b", "10.0.0.2", "training, silent for 4 s", "2", "1 make no step", 7],
-        ["<c>", "10.0.0.3", "spare", None, "1", None],
+        ["a (leads)", "10.0.0.1", "training", "0-1", "2 train", 8, None],
+        ["b", "10.0.0.2", "training, silent for 4 s", "2", "1 make no step", 7, "CPU 51 %, 1.5 of 64 GiB"],
+        ["<c>", "10.0.0.3", "spare", None, "1", None, None],
     ]
-    assert len(found["heads"]) == 6
+    assert len(found["heads"]) == 7
     assert found["about"] == []
     status = json.loads(shown(served, "/status").body)["roster"]
     assert (status["nodes"][1]["node_id"], status["nodes"][1]["step"], status["problem"]) == ("b", 7, "")
+    assert status["nodes"][1]["load"] == {"cpu": 51, "used": 3 << 29, "total": 64 << 30, "gpus": []}
     assert 0 <= status["age"] < 5
 
 

@@ -130,11 +130,11 @@ def test_the_page_tells_of_a_node_that_joins_and_a_killed_worker(job: Job) -> No
             page.open(at)
             wait_for("a live page", lambda: page.value("document.getElementById('state')?.textContent") == "live")
         wait_for("one node", lambda: figure(page, "world size") == "1 on 1 node: a 1")
-        wait_for("its row", lambda: re.fullmatch(r"a \(leads\)\|.*\|training\|0\|1 train\|\d+", nodes(page)))
+        wait_for("its row", lambda: re.fullmatch(r"a \(leads\)\|.*\|training\|0\|1 train\|\d+\|.*", nodes(page)))
         b = changes.node("b")
         wait_for("both nodes", lambda: figure(page, "world size") == "2 on 2 nodes: a 1, b 1")
         before = changes.trains(2)
-        row = r"{}\|127.0.0.1\|training\|{}\|1 train\|\d+"
+        row = r"{}\|127.0.0.1\|training\|{}\|1 train\|\d+\|.*"
         both = row.format(r"a \(leads\)", 0) + "\n" + row.format("b", 1)
         wait_for("both rows", lambda: re.fullmatch(both, nodes(page)))
         wait_for("the resize", lambda: "membership, drained" in text(page, "#incidents"))
@@ -251,8 +251,9 @@ def test_the_page_is_accessible_in_each_state(tmp_path: Path) -> None:
         (30.0, ev.RoundBroken(1, "crash", "rank 1 on node b: " + 9 * "/a/long/path", 20.0, "")),
     ):
         chronicle.add(at, event)
-    heads = ["node", "address", "state", "ranks", "workers", "step"]
-    table: NodeTable = {"about": ["old"], "heads": heads, "rows": [["b", "::1", "x", "1", "1", 3]], "marked": [0]}
+    heads = ["node", "address", "state", "ranks", "workers", "step", "load"]
+    row = ["b", "::1", "x", "1", "1", 3, "CPU 51 %, 12 of 64 GiB; GPU 97 97 %, 71 71 of 80 GiB"]
+    table: NodeTable = {"about": ["old"], "heads": heads, "rows": [row], "marked": [0]}
     spec = find_spec("axe_playwright_python")
     assert spec is not None
     assert spec.origin is not None

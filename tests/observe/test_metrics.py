@@ -20,6 +20,7 @@ from elastic_launch.observe.ledger import PARTS, build
 from elastic_launch.observe.metrics import PHASES, NodeMetrics, all_metrics
 from elastic_launch.observe.present import Present
 from elastic_launch.rendezvous.leader.verdict import Kind
+from elastic_launch.system.host_load import HostLoad
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "how-to" / "monitoring.md"
@@ -67,6 +68,7 @@ def test_a_node_that_starts_shows_what_is_known() -> None:
         "snapshot_step",
         "checkpoint_step",
         "goodput_ratio",
+        "host_cpu_ratio",
     }
     unknown |= {"restarts", "max_restarts"}  # a budget of 0 would look as if it were used up
     assert not {f"elastic_launch_{name}" for name in unknown} & shown.keys()
@@ -74,12 +76,14 @@ def test_a_node_that_starts_shows_what_is_known() -> None:
 
 def test_a_node_that_trains_shows_its_progress() -> None:
     steps = {"steps_s": 6.5, "durations": (0, 0, 0, 100, 28, *(0,) * 9, 1, 1)}
-    present = Present("running", 3, 2, 8, 4, 120, 500, 38.0, 130, 6.5, 118, 1, 3, **steps)
+    load = HostLoad(51, 3 << 30, 8 << 30)
+    present = Present("running", 3, 2, 8, 4, 120, 500, 38.0, 130, 6.5, 118, 1, 3, **steps, load=load)
     shown = values(metrics(), present, goodput=0.9)
     expected = {
         "round": 3, "nodes": 2, "world_size": 8, "workers": 4, "step": 120, "total_steps": 500, "remaining_seconds": 38,
         "step_seconds_count": 130, "step_seconds_sum": 6.5, "snapshot_step": 118, "restarts": 1, "max_restarts": 3,
-        "goodput_ratio": 0.9, "leads": 1,
+        "goodput_ratio": 0.9, "leads": 1, "host_cpu_ratio": 0.51, "host_memory_used_bytes": 3 << 30,
+        "host_memory_bytes": 8 << 30,
     }  # fmt: skip
     assert {name: shown[f"elastic_launch_{name}"] for name in expected} == expected
     buckets = {bound: shown[f"elastic_launch_step_seconds_bucket{{le={bound}}}"] for bound in ("0.025", "0.05", "0.1")}

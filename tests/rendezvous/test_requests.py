@@ -15,6 +15,7 @@ from elastic_launch.rendezvous.admin.server import LATE, MAX_CALLERS, AdminReque
 from elastic_launch.rendezvous.leader.types import Close, Instruction, Send
 from elastic_launch.rendezvous.record import ControlRecord, Leader
 from elastic_launch.rendezvous.wire import messages as m
+from elastic_launch.system.host_load import HostLoad
 
 CALLER = 1000
 """The links of callers count up from here."""
@@ -107,6 +108,16 @@ def test_a_status_lists_every_node_and_counts_no_caller() -> None:
     assert status.next == "round is full, 1 spare"
     assert status.time == 1.7e9
     assert len(run.machine.nodes) == 3
+
+
+def test_a_status_has_the_load_that_each_node_has_said_last() -> None:
+    run = asked("1:2", "ab")
+    run.hello("c")
+    load = HostLoad(51, 3 << 30, 8 << 30)
+    run.report("b", m.ProgressBeat(1, 40, load=load))
+    run.report("b", m.ProgressBeat(1, 41))
+    run.report("c", m.Beat(load))
+    assert [node.load for node in run.status().nodes] == [None, load, load]
 
 
 def test_a_status_counts_the_restarts_that_the_present_round_has_given_back() -> None:

@@ -177,7 +177,10 @@ def node_table(
         state = ", ".join([node.state, *notes])
         ranks = "-".join(map(str, dict.fromkeys(node.ranks))) or None
         rows.append(
-            [name, node.address, state, ranks, f"{node.workers} {_DOING.get(node.doing, '')}".strip(), node.step]
+            [
+                *(name, node.address, state, ranks, f"{node.workers} {_DOING.get(node.doing, '')}".strip(), node.step),
+                None if node.load is None else str(node.load),
+            ]
         )
-    heads = ["node", "address", "state", "ranks", "workers", "step"]
+    heads = ["node", "address", "state", "ranks", "workers", "step", "load"]
     return {"about": about, "heads": heads, "rows": rows, "marked": marked}

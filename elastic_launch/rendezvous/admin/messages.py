@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from elastic_launch.system.host_load import HostLoad
+
 # Requests.
 
 
@@ -97,6 +99,7 @@ class NodeStatus:
         doing: what its workers do in the round: ``start``, ``run`` (they report no steps), ``train``, are ``late`` (no
             step has come for long) or ``done``; empty if it has none.
         step: optimizer steps done in the round, as this node reported them last; None if it has reported none.
+        load: how busy its host is, as it reported last; None if it has not.
     """
 
     node_id: str
@@ -107,6 +110,7 @@ class NodeStatus:
     ranks: tuple[int, ...] = ()
     doing: str = ""
     step: int | None = None
+    load: HostLoad | None = None
 
 
 @dataclass(frozen=True, slots=True)

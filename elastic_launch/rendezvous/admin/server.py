@@ -388,12 +388,12 @@ class AdminRequests:
         hello, silence = node.hello, round(now - node.heard, 3)
         if not node.active:
             state = "leaving" if node.leaving else idle
-            return a.NodeStatus(hello.node_id, hello.address, node.workers, state, silence)
+            return a.NodeStatus(hello.node_id, hello.address, node.workers, state, silence, load=node.load)
         step = self._heard.steps.get(hello.node_id) if self._heard.round == self._machine.record.round.number else None
         mine, doing = ranks.get(hello.node_id, ()), _doing(node, step)
         busy = ("starting" if doing == "start" else "training") if self._machine.running else "stopping"
         state = "leaving" if node.leaving else busy
-        return a.NodeStatus(hello.node_id, hello.address, node.workers, state, silence, mine, doing, step)
+        return a.NodeStatus(hello.node_id, hello.address, node.workers, state, silence, mine, doing, step, node.load)
 
     def _answer(self, link: int, done: bool, text: str, step: int | None = None) -> None:
         self._callers[link] = None

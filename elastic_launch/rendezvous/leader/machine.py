@@ -174,6 +174,7 @@ class LeaderMachine:
         node.silence, node.heard = 0.0, now
         current = self.record.round.number
         if isinstance(report, m.Beat | m.ProgressBeat):
+            node.load = report.load or node.load
             if isinstance(report, m.ProgressBeat) and node.active and report.round == current:
                 self._rounds.progressed(node, report.step)
             return []  # timers are left to the next turn: every node sends a beat each second

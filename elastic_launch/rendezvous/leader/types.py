@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from elastic_launch.events.types import Event
 from elastic_launch.rendezvous.record import ControlRecord
 from elastic_launch.rendezvous.wire import messages as m
+from elastic_launch.system.host_load import HostLoad
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,7 @@ class Node:
         trained: whether it has completed a step in this run; see ``messages.Stopped``.
         veteran: whether it had when the current round was formed.
         barred: whether its host is left out of all rounds for now; see ``newcomers``.
+        load: how busy its host is, as it said last; only those who ask for the status are told.
     """
 
     hello: m.NodeHello
@@ -88,6 +90,7 @@ class Node:
     trained: bool = False
     veteran: bool = False
     barred: bool = False
+    load: HostLoad | None = None
 
     @property
     def host(self) -> str:

@@ -13,6 +13,7 @@ from elastic_launch.codec import Messages
 from elastic_launch.failure import Failure
 from elastic_launch.rendezvous.admin import messages as asking
 from elastic_launch.rendezvous.record import LocalRanks, Round, Seconds
+from elastic_launch.system.host_load import HostLoad
 
 PROTOCOL_VERSION = 12
 
@@ -123,7 +124,13 @@ class NodeHello:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """Heartbeat of a node."""
+    """Heartbeat of a node.
+
+    Attributes:
+        load: how busy its host is; None if that was said by an earlier beat, or is not known.
+    """
+
+    load: HostLoad | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +142,7 @@ class ProgressBeat:
         step_s: seconds of a step, the median of the last ones; None if that is not known, as with the others below.
         remaining: seconds until the training ends at this pace.
         loss: loss of the last step.
+        load: see :class:`Beat`.
     """
 
     round: int
@@ -143,6 +151,7 @@ class ProgressBeat:
     step_s: float | None = None
     remaining: float | None = None
     loss: float | None = None
+    load: HostLoad | None = None
 
 
 @dataclass(frozen=True, slots=True)
