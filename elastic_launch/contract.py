@@ -321,12 +321,14 @@ class SlowRank(Message):
         phase: what it needs longer for.
         ratio: its time divided by the median of the other ranks.
         load: load average of its host in the last minute, per CPU.
+        pressure: share of the last 10 s in which tasks of its host waited for a CPU; None if that is not known.
     """
 
     rank: Count
     phase: Text
     ratio: Seconds
     load: Seconds
+    pressure: Seconds | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,6 +167,7 @@ MESSAGES = [
     c.Noted(),
     c.FaultDue(3, 20, 1),
     c.SlowRank(3, "data", 2.5, 0.9),
+    c.SlowRank(3, "data", 2.5, 0.9, 0.25),
     c.Restored(1),
     c.NoSnapshots("3 of 0.20 GiB each need 0.60 GiB more"),
     c.FaultOrder(strikes=True),

@@ -283,9 +283,9 @@ class NodeAgent(ElasticAgent):
                 self._workers.failing(said.round, said.local_rank, alike=alike, restoring=False)
             case c.RestoreFailed():
                 self._workers.failing(said.round, said.local_rank, alike=(), restoring=True)
-            case c.SlowRank(rank=rank, phase=phase, ratio=ratio, load=load):
+            case c.SlowRank(rank=rank, phase=phase, ratio=ratio, load=load, pressure=pressure):
                 if said.round == self.state.formed.number and (node := self.state.formed.node_of(rank)):
-                    event = ev.StragglerFound(said.round, rank, node, phase, ratio, load)
+                    event = ev.StragglerFound(said.round, rank, node, phase, ratio, load, pressure)
                     self._events.emit(event)
                     _log.warning("%s", sentence(event))
             case c.Restored(training=training):

@@ -168,7 +168,10 @@ def _checked(event: ev.NodeChecked) -> str:
 
 def _straggles(event: ev.StragglerFound) -> str:
     what = "waits longer for data" if event.phase == "data" else "computes longer"
-    why = f"; its host is overloaded, with a load of {event.load:.1f} per CPU" if event.load > ev.OVERLOADED else ""
+    load = f"with a load of {event.load:.1f} per CPU"
+    if event.pressure is not None:
+        load = f"tasks waited for a CPU in {event.pressure:.0%} of the last 10 s"
+    why = f"; its host is overloaded, {load}" if event.host == "overloaded" else ""
     return (
         f"rank {event.rank} on node {event.node} is slow: it {what}, and needs {event.ratio:.1f} times as long "
         f"for its part of a step as the other ranks, which wait for it{why}"

@@ -22,7 +22,11 @@ ROUND_ENDS = ("membership", "preemption", "node loss", "fatal", "startup", "out 
 """Why a round can end before its work is done; see :class:`elastic_launch.rendezvous.leader.verdict.Kind`."""
 
 OVERLOADED = 1.25
-"""A host is overloaded if its load average in the last minute, per CPU, is more."""
+"""A host is overloaded if its load average in the last minute, per CPU, is more, unless :data:`PRESSED` can tell."""
+
+PRESSED = OVERLOADED - 1
+"""A host is overloaded if tasks waited for a CPU in a larger share of the time. The load average would be late, counts
+tasks that wait for a disk, too, and says nothing of the host in some containers."""
 
 HOSTS = ("normal", "overloaded")
 """How a host is, by its load; a label of a metric."""
@@ -420,7 +424,7 @@ class StragglerFound(Event):
     @property
     def host(self) -> str:
         """One of :data:`HOSTS`, so that an alert can tell other work on the host from a slow host."""
-        return HOSTS[self.load > OVERLOADED]
+        return HOSTS[self.load > OVERLOADED if self.pressure is None else self.pressure > PRESSED]
 
     round: int
     rank: int
@@ -428,6 +432,7 @@ class StragglerFound(Event):
     phase: str  # what it needs longer for: ``data``, or ``compute`` for everything else but waiting for other ranks
     ratio: float  # its time for a micro-batch divided by the median of the other ranks
     load: float = 0.0  # load average of its host in the last minute, per CPU
+    pressure: float | None = None  # share of the last 10 s in which tasks of its host waited for a CPU, if it is known
 
 
 class WorkerStarted(Event):

@@ -191,7 +191,7 @@ class WorkerRounds:
     def report_straggler(self, found: Straggler) -> None:
         """Report a rank that is slower than the others."""
         if self.link.present:
-            self.link.say(SlowRank(found.rank, found.phase, found.ratio, found.load))
+            self.link.say(SlowRank(found.rank, found.phase, found.ratio, found.load, found.pressure))
         else:
             _log.warning("rank %d is slow in %s: %.1f times the others' time", found.rank, found.phase, found.ratio)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import takewhile
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -13,7 +14,15 @@ from hypothesis import strategies as st
 
 from elastic_launch.events import types as ev
 from elastic_launch.events.sentences import sentence
-from elastic_launch.training.ranks.pace import FIRST_WINDOW, WINDOWS, Pace, Persistence, Straggler, slow_ranks
+from elastic_launch.training.ranks.pace import (
+    FIRST_WINDOW,
+    WINDOWS,
+    Pace,
+    Persistence,
+    Straggler,
+    _pressure,
+    slow_ranks,
+)
 
 
 @pytest.mark.parametrize(
@@ -52,13 +61,14 @@ def test_a_pause_that_is_in_two_windows_is_not_persistent() -> None:
     assert [persistence.add(window) for window in (slow, slow, [], slow, slow, [])] == [[]] * 6
 
 
-def test_a_rank_is_reported_once_after_three_windows() -> None:
+@pytest.mark.parametrize(("waited", "pressure"), [(-1.0, None), (0.504, 0.5)], ids=["not counted", "counted"])
+def test_a_rank_is_reported_once_after_three_windows(waited: float, pressure: float | None) -> None:
     found: list[Straggler] = []
     pace = Pace(0, 2, 100, on_host=True, report=found.append)
     other = 0.1
 
     def reduce(table: torch.Tensor) -> None:
-        table[1] = torch.tensor([0.0, other, 2.0, 2.5])
+        table[1] = torch.tensor([0.0, other, 2.0, 2.5, waited])
 
     step = 100
     with mock.patch("torch.distributed.all_reduce", reduce):
@@ -72,7 +82,7 @@ def test_a_rank_is_reported_once_after_three_windows() -> None:
                 if pace._count == 0:
                     break
             assert len(found) - before == (window == WINDOWS), window
-    assert found == [Straggler(1, "compute", 10.0, load=2.5)]
+    assert found == [Straggler(1, "compute", 10.0, load=2.5, pressure=pressure)]
     assert step >= 100 + 6 * FIRST_WINDOW
 
 
@@ -81,3 +91,27 @@ def test_a_finding_says_that_the_host_is_overloaded(load: float, told: bool) -> 
     found = ev.StragglerFound(1, 2, "b", "compute", 2.0, load)
     assert sentence(found).endswith("which wait for it; its host is overloaded, with a load of 2.3 per CPU") == told
     assert found.host == ("overloaded" if told else "normal")
+
+
+@pytest.mark.parametrize(("pressure", "told"), [(0.0, False), (0.25, False), (0.634, True)])
+def test_where_the_kernel_counts_who_waits_for_a_cpu_the_load_average_does_not_matter(
+    pressure: float, told: bool
+) -> None:
+    found = ev.StragglerFound(1, 2, "b", "compute", 2.0, 0.5 if told else 9.0, pressure)
+    assert sentence(found).endswith("its host is overloaded, tasks waited for a CPU in 63% of the last 10 s") == told
+    assert found.host == ("overloaded" if told else "normal")
+
+
+@pytest.mark.parametrize(
+    ("text", "pressure"),
+    [
+        ("some avg10=62.63 avg60=16.23 avg300=7.62 total=1\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=0\n", 0.6263),
+        ("some\n", -1.0),
+        (None, -1.0),
+    ],
+    ids=["counted", "of another kind", "not counted"],
+)
+def test_the_pressure_is_what_the_kernel_says(tmp_path: Path, text: str | None, pressure: float) -> None:
+    if text is not None:
+        (tmp_path / "cpu").write_text(text)
+    assert _pressure(tmp_path / "cpu") == pytest.approx(pressure)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -39,6 +41,7 @@ class Straggler:
     phase: str  # what it needs more time for: ``data``, or ``compute`` for everything else
     ratio: float  # its time divided by the median of the other ranks
     load: float = 0.0  # load average of its host in the last minute, per CPU
+    pressure: float | None = None  # share of the last 10 s in which tasks of its host waited for a CPU, if it is known
 
 
 def slow_ranks(times: Sequence[tuple[float, float]]) -> list[Straggler]:
@@ -108,7 +111,8 @@ class Pace:
         if step < self._next or self._world_size == 1:
             return
         count = self._count or math.nan
-        mine = [self._data / count, self._compute / count if self._on_host else 0.0 * count, self._wall, _load()]
+        compute = self._compute / count if self._on_host else 0.0 * count
+        mine = [self._data / count, compute, self._wall, _load(), _pressure()]
         table = torch.zeros(self._world_size, len(mine), dtype=torch.float64, device="cpu")
         table[self._rank] = torch.tensor(mine, dtype=torch.float64, device="cpu")
         dist.all_reduce(table)
@@ -118,10 +122,20 @@ class Pace:
         self._began, self._next = step, step + min(max(FIRST_WINDOW, math.ceil(WINDOW_S / each)), LONGEST_WINDOW)
         self._wall = self._data = self._compute = 0.0
         self._count = 0
-        for found in self._persistence.add(slow_ranks([(data, compute) for data, compute, _, _ in rows])):
+        for found in self._persistence.add(slow_ranks([(data, compute) for data, compute, *_ in rows])):
             if self._rank == 0:
-                self._report(replace(found, load=round(rows[found.rank][3], 2)))
+                load, pressure = (round(figure, 2) for figure in rows[found.rank][3:])
+                self._report(replace(found, load=load, pressure=None if pressure < 0 else pressure))
 
 
 def _load() -> float:
     return os.getloadavg()[0] / (os.cpu_count() or 1)
+
+
+def _pressure(file: Path = Path("/proc/pressure/cpu")) -> float:
+    """Return what the kernel says of that (https://docs.kernel.org/accounting/psi.html); -1 if it does not count it."""
+    try:
+        found = re.match(r"some avg10=([0-9.]+)", file.read_text())
+        return float(found[1]) / 100 if found else -1.0
+    except (OSError, ValueError):
+        return -1.0
