@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from elastic_launch.batch import GlobalBatch
 from elastic_launch.cli.elasticctl import main, shown
+from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.errors import ExitCode
 from elastic_launch.rendezvous.admin import messages as a
 from elastic_launch.rendezvous.run_file import RunAddress, RunFile
@@ -344,6 +346,10 @@ def test_a_status_fits_the_terminal_and_is_whole_elsewhere() -> None:
     node = a.NodeStatus(name, "10.0.0.1", 4, "starting", 0.5, (0, 3), "start", None, load)
     status = a.Status("run", "next", 1, name, 2, 4, 1, 4, 0, 3, (node,), 7, 0.05, 61.0, 0.25, time=0.0)
     lines = shown(status, "c10d 127.0.0.1:29400")
+    assert lines[0] == "run run at c10d 127.0.0.1:29400"
+    assert (
+        shown(replace(status, run_id=LaunchConfig.run_id), "c10d 127.0.0.1:29400")[0] == "run at c10d 127.0.0.1:29400"
+    )
     assert f"leader {name}; next" in lines[1]
     assert lines[2] == "world size 4 on 1 node of 1:4, step 7, restarts 0 of 3"
     assert lines[3] == "20 steps/s, about 61 s left, loss 0.25"

@@ -209,7 +209,7 @@ def announce(config: LaunchConfig) -> None:
     if config.found_out:
         _log.info("%s", config.found_out)
     kept = ", logs in" if config.output.keep else "; output is not kept in files; events in"
-    _log.info("run %s%s %s", config.run_id, kept, config.run_directory)
+    _log.info("%s%s %s", config.title, kept, config.run_directory)
     if ignored := ", ".join(number.name for number in config.signals.ignored):
         text = "ignored since this process was started, by nohup or in a shell's background, and still: %s"
         _log.info(text, ignored)

@@ -458,7 +458,7 @@ def shown(status: a.Status, where: str, width: int | None = None) -> list[str]:
     step = "no step reported" if status.step is None else f"step {status.step}"
     members = [node for node in status.nodes if node.ranks] if status.world_size else []
     lines = [
-        f"run {status.run_id} at {where}",
+        f"run at {where}" if status.run_id == LaunchConfig.run_id else f"run {status.run_id} at {where}",
         f"round {status.round}, term {status.term}, leader {status.leader}; {status.next}",
         f"world size {status.world_size} on {counted(len(members), 'node')} of {limits}, {step}, "
         f"restarts {status.restarts} of {status.max_restarts}",

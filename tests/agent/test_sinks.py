@@ -453,6 +453,13 @@ def test_an_unknown_level_is_mentioned(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 @pytest.mark.usefixtures("logging_as_it_was")
+def test_a_run_without_an_id_is_named_by_what_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("plain")
+    announce(config(Path("/logs"), LaunchConfig.run_id))
+    assert capsys.readouterr().err == "[elastic-launch] run of x, logs in /logs/none\n"
+
+
+@pytest.mark.usefixtures("logging_as_it_was")
 def test_the_level_is_that_of_the_variable(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("LOGLEVEL", "warning")
     configure_logging("plain")
