@@ -197,6 +197,20 @@ def test_the_report_names_its_run_by_a_directory(run: Path, capsys: pytest.Captu
     assert "no-such-run" in capsys.readouterr().err
 
 
+def test_the_status_of_a_run_that_has_ended_names_it_by_a_directory(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = RunFile(run)
+    file.write(RunAddress("mine", "c10d", "127.0.0.1:1", "a"))
+    file.end(91, "a worker failed")
+    assert main(["status", str(run)]) == ExitCode.TRAINING_FAILED
+    assert "Run 'mine' has ended with exit code 91: a worker failed." in capsys.readouterr().err
+    assert main(["status", str(run), "--json"]) == ExitCode.TRAINING_FAILED
+    assert json.loads(capsys.readouterr().out)["ended"] == 91
+    assert main(["status", str(run), "--rdzv-id", "mine"]) == ExitCode.USAGE
+    assert "Name it once" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", [["events"], ["report"], ["logs", "0"]])
 def test_another_id_than_that_of_the_directory_is_an_error(
     command: list[str], run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -91,6 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = parser().parse_args(argv)
     try:
+        if getattr(options, "run", None):
+            _name_run(options)
         if options.offline:
             return int(options.act(options))
         address, found = _address(options, os.environ)
@@ -142,6 +144,7 @@ def parser() -> argparse.ArgumentParser:
         return made
 
     status = command("status", _status, "show the run's status")
+    status.add_argument("run", metavar="RUN", nargs="?", help="the run's directory, or its id [--rdzv-id]")
     status.add_argument("--json", action="store_true", help="one JSON object in a line")
     status.add_argument("--watch", action="store_true", help=f"show it again every {WATCH:g} s, until the run ends")
 
@@ -191,6 +194,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 # Finding the run.
+
+
+def _name_run(options: argparse.Namespace) -> None:
+    """Take the run that is named without a flag for the one of a flag."""
+    if options.rdzv_id or (options.log_dir and Path(options.run).is_dir()):
+        raise UsageError(f"{options.run!r} names the run, and so does a flag.", "Name it once.")
+    # A directory is one that elastic-launch has named in its first line; anything else is an id.
+    setattr(options, "log_dir" if Path(options.run).is_dir() else "rdzv_id", options.run)
 
 
 def _address(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[Address, FoundRun | None]:
@@ -360,12 +371,6 @@ def _logs(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    if options.run:
-        if options.rdzv_id or (options.log_dir and Path(options.run).is_dir()):
-            raise UsageError(f"report {options.run!r} names the run, and so does a flag.", "Name it once.")
-        # A directory is one that elastic-launch has named in its first line; anything else is an id.
-        name = "log_dir" if Path(options.run).is_dir() else "rdzv_id"
-        setattr(options, name, options.run)
     directory = _directory(options)
     alive = True if _has_agent(directory) else None  # other hosts' agents are not seen
     html = Path(options.html) if options.html else None
