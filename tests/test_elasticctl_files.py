@@ -367,6 +367,9 @@ def test_a_status_fits_the_terminal_and_is_whole_elsewhere() -> None:
     assert f"leader {name}; next" in lines[1]
     assert lines[2] == "world size 4 on 1 node of 1:4, step 7, restarts 0 of 3"
     assert lines[3] == "20 steps/s, about 61 s left, loss 0.25"
+    quiet = replace(status, stepped=5.0), replace(status, stepped=312.0), replace(status, step_s=None, stepped=6.0)
+    assert [shown(one, "")[3] for one in quiet] == [lines[3], "no step for 5 min", "no step for 6 s"]
+    assert shown(replace(status, step_s=2.0, stepped=9.0), "")[3].startswith("0.5 steps/s")
     row = f"{name}  10.0.0.1        4  starting     0.5 s  CPU 51 %, 12 of 64 GiB; GPU 97 ? %, 71 0.5 of 80 GiB"
     assert row in lines
     for width in (60, 80, 120):

@@ -33,7 +33,7 @@ from elastic_launch.config.launch_config import LaunchConfig, parse_nnodes, stat
 from elastic_launch.config.settings import Setting
 from elastic_launch.errors import ElasticLaunchError, EndpointError, ExitCode, RendezvousError, StoreError, UsageError
 from elastic_launch.events.types import counted
-from elastic_launch.observe.node_watch import span
+from elastic_launch.observe.node_watch import QUIET, span
 from elastic_launch.observe.reading import read
 from elastic_launch.observe.report import end_of, last_run, show_report
 from elastic_launch.rendezvous.admin import messages as a
@@ -467,7 +467,7 @@ def shown(status: a.Status, where: str, width: int | None = None) -> list[str]:
         f"round {status.round}, term {status.term}, leader {status.leader}; {status.next}",
         f"world size {status.world_size} on {counted(len(members), 'node')} of {limits}, {step}, "
         f"restarts {status.restarts} of {status.max_restarts}",
-        *([_pace(status, status.step_s)] if status.step_s else []),
+        *_pace(status),
         f"last checkpoint: {_kept(status.checkpoint)}; last snapshot: {_kept(status.snapshot)}",
         *([] if status.unconfirmed is None else [UNCONFIRMED.format(status.unconfirmed)]),
         "",
@@ -488,10 +488,15 @@ def shown(status: a.Status, where: str, width: int | None = None) -> list[str]:
     return [_cut(line, width) if width else line for line in lines]
 
 
-def _pace(status: a.Status, step_s: float) -> str:
+def _pace(status: a.Status) -> list[str]:
+    least, times = QUIET
+    if status.stepped is not None and status.stepped > max(least, times * (status.step_s or 0.0)):
+        return [f"no step for {span(status.stepped)}"]
+    if not status.step_s:
+        return []
     left = "" if status.remaining is None else f", about {span(status.remaining)} left"
     loss = "" if status.loss is None else f", loss {status.loss:.4g}"
-    return f"{1 / step_s:.3g} steps/s{left}{loss}"
+    return [f"{1 / status.step_s:.3g} steps/s{left}{loss}"]
 
 
 def _kept(save: a.LastSave | None) -> str:

@@ -120,7 +120,8 @@ class NodeWatch:
         with self._lock:
             now = self._clock.now()
             rate = self._rate(present, now)
-            advances = present.phase not in (*_STILL, "held") and self._quiet(present, now) is None
+            steps = present.phase not in (*_STILL, "held") and self._stepless is None
+            advances = steps and self._quiet(present, now) is None
             if present.snapshot is None:
                 self._snapshot = None
             elif self._snapshot is None or self._snapshot[0] != present.snapshot:

@@ -249,6 +249,9 @@ def test_a_round_without_steps_does_not_look_as_if_it_trained() -> None:
     assert not told.figures(present).keys() & {"steps/s", "time left"}
     slow = replace(present, trained_s=300.0)
     assert told.watch.doing(slow) == "trains", "a step takes 10 s"
+    assert "steps/s" in told.figures(slow)
+    told.add(ev.RoundBroken(1, "crash", "rank 1", 3.0, ""), *begun(2, 30)[:-1])
+    assert "steps/s" not in told.figures(replace(slow, round=2)), "no step of this round yet"
 
 
 def test_a_checkpoint_of_another_node_has_its_age() -> None:

@@ -623,6 +623,26 @@ def test_there_are_no_stacks_before_a_round() -> None:
     assert run.answer().text.startswith("no workers run; ")
 
 
+def test_a_status_says_how_long_ago_the_last_step_was() -> None:
+    run = asked("1:2", "ab")
+    assert run.status().stepped is None
+    run.report("a", m.ProgressBeat(1, 0))
+    run.advance(3.0)
+    assert run.status().stepped == 3.0
+    run.report("a", m.ProgressBeat(1, 41))
+    run.report("b", m.ProgressBeat(1, 41))
+    run.advance(7.0)
+    run.report("b", m.ProgressBeat(1, 41))
+    run.report("a", m.ProgressBeat(1, 40))
+    assert run.status().stepped == 7.0
+    run.fail("b")
+    assert run.status().stepped is None
+    run.stop("a", "b")
+    run.advance(5.0)
+    run.join("a", "b")
+    assert run.status().stepped is None, "what was reported is of the last round"
+
+
 def test_a_status_has_the_pace_of_the_node_that_is_ahead() -> None:
     run = asked("1:2", "ab")
     assert (run.status().step_s, run.status().remaining, run.status().loss) == (None, None, None)

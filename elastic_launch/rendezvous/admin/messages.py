@@ -136,6 +136,8 @@ class Status:
     Attributes:
         next: what happens next, as text.
         step: optimizer steps done; None until a worker has reported some to this leader.
+        stepped: seconds since the round's workers reported their last further step, or the first number of them; None
+            if no round trains, or none of them has.
         step_s: seconds of a step, the median of the last ones; None if that is not known, as with the next two.
         remaining: seconds until the training ends at this pace.
         loss: loss of the last step that has one.
@@ -166,3 +168,4 @@ class Status:
     incidents: tuple[Decision, ...] = ()
     time: float = field(kw_only=True)
     unconfirmed: float | None = None
+    stepped: float | None = None

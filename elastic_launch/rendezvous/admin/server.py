@@ -68,6 +68,7 @@ class _Heard:
 
     round: int = 0
     step: int | None = None
+    stepped: float | None = None  # when the round's first number of steps came, or one that was higher
     progress: m.ProgressBeat | None = None  # the last report of the node that is ahead
     checkpoint: tuple[int, float] | None = None
     snapshot: tuple[int, float] | None = None
@@ -148,14 +149,14 @@ class AdminRequests:
             return
         match report:
             case m.ProgressBeat(round=round_number, step=step, snapshot=snapshot) if round_number == number:
-                self._reached(number, step)
+                self._reached(number, step, now)
                 self._heard.steps[node.hello.node_id] = step
                 if step == self._heard.step:
                     self._heard.progress = report
                 if snapshot is not None and (self._heard.snapshot is None or snapshot > self._heard.snapshot[0]):
                     self._heard.snapshot = snapshot, now
             case m.Stopped(round=round_number, drained=step) if round_number == number and step is not None:
-                self._reached(number, step)
+                self._reached(number, step, now)
                 for _, waiting in self._pending():
                     waiting.step = max(step, waiting.step or 0)
                     waiting.saved |= report.saved
@@ -171,7 +172,7 @@ class AdminRequests:
                         self._told_stacks(caller, asked, now)
             case m.NodeSaved(round=round_number, step=step) if round_number == number:
                 if not report.error:
-                    self._reached(number, step)  # this report may arrive before that of the step
+                    self._reached(number, step, now)  # this report may arrive before that of the step
                     self._heard.checkpoint = step, now
                 if report.asked:
                     self._wrote(report)
@@ -190,6 +191,8 @@ class AdminRequests:
         machine, record, unsure = self._machine, self._machine.record, self._unsure_for()
         found = self._heard.progress if machine.running else None
         progress = found if found is not None and found.round == record.round.number else m.ProgressBeat(0, 0)
+        trains = machine.running and self._heard.round == record.round.number
+        stepped = round(now - self._heard.stepped, 3) if trains and self._heard.stepped is not None else None
         ends = [*accumulate(member.workers for member in record.round.members)]
         ranks = {x.node_id: (end - x.workers, end - 1) for x, end in zip(record.round.members, ends, strict=True)}
         return a.Status(
@@ -213,6 +216,7 @@ class AdminRequests:
             incidents=tuple(a.Decision(text, round(now - at, 3)) for at, text in self._incidents),
             time=self._wall(),
             unconfirmed=round(unsure, 1) if unsure >= machine.timing.dead_after else None,
+            stepped=stepped,
         )
 
     # Requests.
@@ -375,12 +379,13 @@ class AdminRequests:
     def _pending(self) -> list[tuple[int, _Waiting]]:
         return [(link, waiting) for link, waiting in self._callers.items() if waiting is not None]
 
-    def _reached(self, number: int, step: int) -> None:
+    def _reached(self, number: int, step: int, now: float) -> None:
         heard = self._heard
         # A later round may continue from an earlier step; within a round, nodes report at different times.
         if number > heard.round:
-            heard.round, heard.step, heard.snapshot, heard.steps = number, step, None, {}
-        heard.step = max(heard.step or 0, step)
+            heard.round, heard.step, heard.stepped, heard.snapshot, heard.steps = number, step, now, None, {}
+        if step > (heard.step or 0):
+            heard.step, heard.stepped = step, now
 
     def _node(self, node: Node, ranks: Mapping[str, tuple[int, int]], now: float) -> a.NodeStatus:
         idle = "spare" if self._machine.running else "waiting"
