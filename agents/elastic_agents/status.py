@@ -54,6 +54,7 @@ def present(
         lr=next((report.lr for report in reports if report.lr is not None), None),
         ranks=tuple(mine.rank for mine in formed.ranks_of(state.rank)) if formed.members else (),
         outlook=membership.outlook if state.member else "",
+        parked=membership.parked and state.member,
         checkpoint=None if saved is None else saved[0],
         checkpoint_age=None if saved is None else control.clock.now() - saved[1],
         steps_s=steps_s,

@@ -64,7 +64,7 @@ class NodeWatch:
         self._snapshot: tuple[int, float] | None = None
         self._steps: deque[tuple[float, int, float]] = deque()
         self._moved = 0, self._since  # the steps done, and when they were first seen
-        self._stepped = self._parked = self._planned = False
+        self._stepped = self._planned = False
         self._saves_itself = False  # the script does, or nothing
         self._path = ""  # of the checkpoint
         self._word = "starting", self._since
@@ -91,11 +91,11 @@ class NodeWatch:
                 case ev.NodeJoined(next=following):
                     self._linked, self._next = True, following
                 case ev.Parked():
-                    self._next, self._parked = sentence(event), True
+                    self._next = sentence(event)
                 case ev.RoundDraining(cause=cause) | ev.RoundBroken(cause=cause):
                     self._next = cause
                 case ev.OrderReceived(order="form"):
-                    self._started, self._stepless, self._parked = 0, "workers start", False
+                    self._started, self._stepless = 0, "workers start"
                     self._slow.clear()
                 case ev.OrderReceived(order="drain" | "break" | "evicted", cause=cause):
                     self._next = cause
@@ -163,7 +163,7 @@ class NodeWatch:
             return "saving", None
         if present.phase == "starting" or (present.phase == "waiting" and not present.round):
             return "starting", None
-        if self._parked or (present.phase == "waiting" and incident is None):
+        if present.parked or (present.phase == "waiting" and incident is None):
             return "parked", None
         if incident is not None:
             word = "changing" if incident.drained and incident.kind in PLANNED else "standing still"

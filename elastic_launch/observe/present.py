@@ -54,4 +54,5 @@ class Present:
     end: HowEnded | None = None  # None until it has ended
     unconfirmed: float | None = None  # since membership was last confirmed, if the workers train all the same
     round_steps: int | None = None  # done in the current or last round; None until a worker reports that it trains
+    parked: bool = False  # whether the run waits for nodes, as its leader says
     load: HostLoad | None = None  # how busy its host is; None if that is not known

@@ -113,6 +113,23 @@ def test_each_node_shows_all_nodes_as_the_leader_sees_them(job: Job) -> None:
     assert b.wait() == 143
 
 
+def test_each_node_says_that_the_run_is_parked_after_a_fault(job: Job) -> None:
+    ports, changes = {"a": free_port(), "b": free_port()}, Changes(job)
+    a, b = (changes.node(name, "--http", str(ports[name]), nnodes="3") for name in ports)
+    c = changes.node("c", nnodes="3")
+    changes.trains(3)
+    c.signal(signal.SIGKILL)
+    for name in ports:
+        wait_for("a parked run", lambda: state(ports[name]) == "parked")  # noqa: B023
+    for agent in (b, a):
+        agent.signal(signal.SIGTERM)
+        assert agent.wait() == 143
+
+
+def state(port: int) -> str:
+    return str(json.loads(asked(f"http://127.0.0.1:{port}/live")[1])["now"]["state"])
+
+
 def roster(port: int) -> dict[str, Any]:
     return dict(json.loads(asked(f"http://127.0.0.1:{port}/status")[1])["roster"])
 

@@ -118,8 +118,8 @@ def test_a_state_is_a_word_and_when_it_began() -> None:
     assert state("running") == ("standing still", first), "since the last step, not since it was noticed"
     told.add(ev.RoundBroken(1, "hang", "rank 1 on node b hangs", 3.0, ""))
     assert state("stopping")[0] == "standing still"
-    told.add(ev.Parked(1, 2, 600.0))
-    assert state("waiting")[0] == "parked"
+    assert state("waiting")[0] == "standing still"
+    assert state("waiting", parked=True)[0] == "parked", "on nodes that do not lead, too, which have no event of it"
     told.add(*begun(2, 5))
     assert state("running", round=2, trained=6)[0] == "training"
     told.add(ev.RoundDraining(2, "membership", "node c joined", 30.0))

@@ -131,6 +131,11 @@ class LeaderMachine:
         """What happens next, as text."""
         return self._rounds.outlook
 
+    @property
+    def parked(self) -> bool:
+        """Whether no round can form, since too few nodes are there."""
+        return isinstance(self._rounds.phase, ParkedRun)
+
     # Input.
 
     def hello(self, link: int, hello: m.NodeHello, now: float) -> list[Instruction]:

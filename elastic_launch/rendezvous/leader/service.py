@@ -345,7 +345,7 @@ class LeaderService:
         machine, record = self._machine, self._machine.record
         told = machine.outlook, self._requests.checkpoint(now)
         most = record.limits.max_nodes, machine.max_restarts(now)
-        pulse = m.pack(m.Pulse(record.term, record.round.number, record.restarts, *most, *told))
+        pulse = m.pack(m.Pulse(record.term, record.round.number, record.restarts, *most, *told, machine.parked))
         for number, link in list(self._links.open.items()):
             if link.greeted and not link.closing:
                 link.channel.send(pulse)

@@ -79,6 +79,7 @@ class Membership:
     Attributes:
         round: number of the run's last round, as the leader last said; 0 until it has.
         outlook: what the leader last said happens next; empty until it has.
+        parked: whether it said that too few nodes are there for a round.
         max_restarts: the budget, with restarts given back so far, as the leader last said; None until it has.
         checkpoint: steps in the newest checkpoint on storage that a leader has told of, and when it was reported, by
             the node's clock; None until then.
@@ -113,7 +114,7 @@ class Membership:
         self._most_nodes = config.limits.max_nodes  # until the leader sends the run's limit
         self._led_by = ""  # incarnation of the node whose orders came last
         self.round = 0
-        self.outlook = ""
+        self.outlook, self.parked = "", False
         self.max_restarts: int | None = None
         self.checkpoint: tuple[int, float] | None = None
         timing = config.timing
@@ -476,9 +477,9 @@ class Membership:
         if isinstance(order, m.Welcome | m.Pulse):
             self._most_nodes = order.max_nodes or self._most_nodes
         match order:
-            case m.Pulse(outlook=outlook, checkpoint=saved, max_restarts=most):
-                self.round = order.round
-                self.outlook, self.max_restarts = outlook, most
+            case m.Pulse(checkpoint=saved):
+                self.round, self.max_restarts = order.round, order.max_restarts
+                self.outlook, self.parked = order.outlook, order.parked
                 if saved is not None:
                     self.checkpoint = saved.step, self._clock.now() - saved.ago
             case asking.AdminAnswer() | asking.Status() | asking.NodeStacks():
@@ -496,7 +497,7 @@ class Membership:
             case m.RunEnd(cause=cause):
                 self._notify(replace(order, cause=self._end_cause(cause)))
             case _:
-                self.outlook = ""  # what was to happen next has happened
+                self.outlook, self.parked = "", False  # what was to happen next has happened
                 if isinstance(order, m.Form):
                     self._detector.formed()
                     self._formed(order)

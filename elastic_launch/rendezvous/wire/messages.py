@@ -450,6 +450,7 @@ class Pulse:
         max_restarts: restarts that may be charged in all, with those given back so far; None if not told.
         outlook: what happens next, as text for users.
         checkpoint: the newest on storage; None until one was reported to this leader.
+        parked: whether no round can form, since too few nodes are there.
     """
 
     term: int
@@ -459,6 +460,7 @@ class Pulse:
     max_restarts: int | None = None
     outlook: str = ""
     checkpoint: asking.LastSave | None = None
+    parked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
