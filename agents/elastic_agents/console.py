@@ -178,13 +178,18 @@ def configure_logging(
         level: level of the lines; None: as described above.
     """
     handler: logging.Handler = logging.StreamHandler() if consoles is None else _Handler(consoles)
-    handler.setFormatter(_Json(node) if form == "json" else _Text(stamped=form == "time"))
+    handler.setFormatter(formatter(form, node))
     _log.handlers[:] = [handler]
     _log.propagate = False
     default = "WARNING" if quiet else "INFO"
     named = _LEVELS.get((os.environ.get("LOGLEVEL") or default).upper(), _LEVELS[default])
     _log.setLevel(named if level is None else level)
     _name_level(os.environ.get("LOGLEVEL"), named)
+
+
+def formatter(form: str, node: str) -> logging.Formatter:
+    """Return what makes the launcher's lines; see :func:`configure_logging`."""
+    return _Json(node) if form == "json" else _Text(stamped=form == "time")
 
 
 def _name_level(text: str | None, level: int) -> None:

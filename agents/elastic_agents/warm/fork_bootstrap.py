@@ -15,7 +15,7 @@ import pickle
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,12 @@ from elastic_agents.warm.run_script import BLOCKED, show
 from elastic_agents.warm.server import open_log, serve_as
 
 SERVER = "the warm server"
+
+LOOK = 0.1
+"""Seconds between two looks for a signal while torch is imported."""
+
+PATIENCE = 5.0
+"""Seconds for which the thread that looks may take to end; it prints to a console that is not read, for example."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +131,9 @@ def bootstrap(argument: str) -> Callable[[], object]:
 
     Args:
         argument: a server's settings as JSON, without its descriptors, with ``agent`` (the function that continues as
-            the agent, as ``module:name``), and ``state`` and ``health`` (descriptors of the agent's state and of the
-            socket that listens at its health port, or null).
+            the agent, as ``module:name``), ``state`` and ``health`` (descriptors of the agent's state and of the socket
+            that listens at its health port, or null), ``leave`` (signals by which the node leaves), and ``told`` (how a
+            line that tells of one is formatted, or null if none is wanted).
     """
     settings = json.loads(argument)
     set_dumpable(False)  # the agent holds the token
@@ -175,7 +182,7 @@ def _torch(settings: Mapping[str, Any], health: socket.socket | None) -> Preload
     """Import torch, if there is room to watch that; otherwise each of the two processes imports it."""
     preload = Preload(settings["preload"], settings["without"])
     try:
-        preload.add(["torch"], meanwhile=answering(health) if health is not None else None)
+        preload.add(["torch"], meanwhile=_meanwhile(settings, health))
     except OSError:
         return None
     return preload
@@ -214,6 +221,56 @@ def _be_agent(
     state.restore()
     module, _, name = agent.partition(":")
     getattr(importlib.import_module(module), name)(state, Bootstrap(state.mask, health, server), error)
+
+
+@contextlib.contextmanager
+def _meanwhile(settings: Mapping[str, Any], health: socket.socket | None) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        if health is not None:
+            stack.enter_context(answering(health))
+        if settings["told"] is not None:
+            stack.enter_context(telling(settings["leave"], settings["told"]))
+        yield
+
+
+@contextlib.contextmanager
+def telling(numbers: Iterable[int], told: Mapping[str, str]) -> Iterator[None]:
+    """Print a line once one of these signals, which are blocked, is pending; the agent handles it later.
+
+    As for :func:`answering`, no thread may exist at a fork, and without room for one the line is missing.
+
+    Args:
+        told: arguments of :func:`elastic_agents.console.formatter`.
+    """
+    import threading
+
+    from elastic_launch.system.threads import VitalThread
+
+    over = threading.Event()
+
+    def watch() -> None:
+        while not (found := signal.sigpending().intersection(numbers)):
+            if over.wait(LOOK):
+                return
+        # Only now: what this process has imported, the workers have, too, and now there will be none.
+        import logging
+
+        from elastic_agents.console import formatter
+
+        text = f"{signal.Signals(min(found)).name} received: this node leaves once torch is imported"
+        line = formatter(**told).format(logging.LogRecord("elastic_launch", logging.INFO, "", 0, text, None, None))
+        with contextlib.suppress(OSError):
+            os.write(2, f"{line}\n".encode(errors="backslashreplace"))
+
+    thread = VitalThread(watch, "early signals", owner=lambda died: None)
+    try:
+        with contextlib.suppress(RuntimeError):
+            thread.start()
+        yield
+    finally:
+        over.set()
+        if thread.ident is not None:
+            thread.join(PATIENCE)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import pickle
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -57,12 +58,13 @@ def reexec(config: LaunchConfig) -> Bootstrap | None:
     with contextlib.closing(Consoles()) as consoles:
         configure_logging(config.log_format, node=config.node_id, consoles=consoles, quiet=config.torchrun)
         announce(config)
+        told = {"form": config.log_format, "node": config.node_id} if _log.isEnabledFor(logging.INFO) else None
         if not consoles.flush():  # the console is not being read; the lines are kept until it is
             return Bootstrap(mask, health)
     try:
         state = _state(config, mask).put()
         try:
-            _execute(config, mask, state, health)
+            _execute(config, mask, state, health, told)
         finally:
             os.close(state)
     except OSError as error:  # for example, the command is too long
@@ -99,9 +101,12 @@ def _state(config: LaunchConfig, mask: list[int]) -> AgentState:
     )
 
 
-def _execute(config: LaunchConfig, mask: list[int], state: int, health: socket.socket | None) -> NoReturn:
+def _execute(
+    config: LaunchConfig, mask: list[int], state: int, health: socket.socket | None, told: Mapping[str, str] | None
+) -> NoReturn:
     health_descriptor = health.fileno() if health is not None else None
     settings = {**server_settings(config), "mask": mask, "agent": AGENT, "state": state, "health": health_descriptor}
+    settings |= {"told": told, "leave": sorted(config.signals.leave)}
     env = server_environment(shared_environment(config))
     code = entered("from elastic_agents.warm.fork_bootstrap import bootstrap", "bootstrap(sys.argv[1])()")
     python, *_ = argv = config.command.argv
