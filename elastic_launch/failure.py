@@ -6,6 +6,14 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class Suspect:
+    """A node to which the end of a round is put down, or one of its ranks."""
+
+    node: str
+    rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class StallPlace:
     """Where a worker stands still.
 

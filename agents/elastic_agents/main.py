@@ -374,11 +374,14 @@ def _check(config: LaunchConfig) -> None:
 
 def _last(config: LaunchConfig, agent: NodeAgent) -> Present:
     """Return how this node is at its end, for its pages."""
+    from elastic_launch.failure import Suspect
     from elastic_launch.observe.present import HowEnded
 
     outcome = agent.outcome
-    cause = "" if outcome.failure is None else root_cause(outcome.failure)
-    end = HowEnded(_told(config, outcome.code), outcome.cause, agent.state.run_over, outcome.where, cause)
+    failure = outcome.failure
+    cause = "" if failure is None else root_cause(failure)
+    suspects = () if failure is None else (Suspect(failure.node_id, failure.rank),)
+    end = HowEnded(_told(config, outcome.code), outcome.cause, agent.state.run_over, outcome.where, cause, suspects)
     return replace(agent.last_present, phase="ended", end=end)
 
 

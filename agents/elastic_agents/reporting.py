@@ -115,7 +115,9 @@ def received(order: MemberOrder, present: int, node_id: str) -> OrderReceived:
     why = order.kind if isinstance(order, m.DrainRound | m.Break) else ""
     members = order.round.members if isinstance(order, m.Form) else ()
     workers = sum(member.workers for member in members if member.node_id == node_id)
-    return OrderReceived(kind, number, order.term, cause, why, workers, sum(member.workers for member in members))
+    suspects = order.suspects if isinstance(order, m.Break) else ()
+    world = sum(member.workers for member in members)
+    return OrderReceived(kind, number, order.term, cause, why, workers, world, suspects)
 
 
 def ordered(order: MemberOrder, number: int, cause: str) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, dataclass_transform
 
-from elastic_launch.failure import SplitCollective, StallPlace
+from elastic_launch.failure import SplitCollective, StallPlace, Suspect
 
 Tone = Literal["", "good", "bad", "note"]
 """How a mark on the page's time axis looks; an event without a tone has no mark."""
@@ -235,6 +235,7 @@ class RoundBroken(LeaderEvent):
     lasted_s: float | None  # seconds since it was formed; None if an earlier leader formed it, whose clock is unknown
     next: str  # what follows; empty if that is reported once the round is judged
     exit_code: int | None = None  # that of the worker whose failure is the cause; None if it is none that has ended
+    suspects: tuple[Suspect, ...] = ()  # of which the cause is; empty if it is of none
 
 
 class HangFound(LeaderEvent):
@@ -263,6 +264,7 @@ class CauseFound(LeaderEvent):
     kind: str
     cause: str
     exit_code: int | None = None  # as of a broken round
+    suspects: tuple[Suspect, ...] = ()  # likewise
 
 
 class RoundDraining(LeaderEvent):
@@ -364,6 +366,7 @@ class OrderReceived(Event):
     kind: str = ""  # for a break or drain, the kind as of a broken round
     workers: int = 0  # for the forming of a round, how many workers of this node are in it
     world_size: int = 0  # likewise, how many workers of all nodes
+    suspects: tuple[Suspect, ...] = ()  # for a break, those of a broken round
 
 
 class LinkChanged(Event):

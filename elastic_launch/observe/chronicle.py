@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from elastic_launch.events import types as ev
+from elastic_launch.failure import Suspect
 
 
 @dataclass(slots=True)
@@ -48,6 +49,7 @@ class RoundTold:
     kind: str = ""
     cause: str = ""
     exit_code: int | None = None  # of the worker whose failure is the cause
+    suspects: tuple[Suspect, ...] = ()  # of which the cause is
     members: tuple[str, ...] = ()
     gone: set[str] = field(default_factory=set)
 
@@ -120,7 +122,7 @@ class Chronicle:
             case ev.RoundBroken(round=number, kind=kind, cause=cause, exit_code=code):
                 told = self._of(number)
                 told.ended, told.drained = clock, False
-                told.kind, told.cause, told.exit_code = kind, cause, code
+                told.kind, told.cause, told.exit_code, told.suspects = kind, cause, code, event.suspects
             case ev.NodeLost(node=node, broke=number, detect_s=seconds):
                 self._gone(node)
                 if number:
@@ -131,7 +133,7 @@ class Chronicle:
                 self._of(number).silent = max(0.0, seconds)
             case ev.CauseFound(round=number, kind=kind, cause=cause, exit_code=code):
                 told = self._of(number)
-                told.kind, told.cause, told.exit_code = kind, cause, code
+                told.kind, told.cause, told.exit_code, told.suspects = kind, cause, code, event.suspects
             case ev.RestartCharged(round=number, kind=kind, restarts=restarts, max_restarts=most):
                 self._of(number).kind = kind
                 self.restarts, self.max_restarts = max(self.restarts, restarts), most
@@ -205,7 +207,7 @@ class Chronicle:
             case "drain" if told.draining is None:
                 told.draining, told.kind, told.cause = clock, event.kind, event.cause
             case "break" | "evicted" if told.ended is None:
-                told.ended, told.cause = clock, event.cause
+                told.ended, told.cause, told.suspects = clock, event.cause, event.suspects
                 told.kind = event.kind or told.kind
 
     def _exited(self, clock: float, event: ev.WorkerExited) -> None:

@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from elastic_launch.events.types import counted
+from elastic_launch.failure import Suspect
 from elastic_launch.observe.chronicle import Chronicle, RoundTold
 
 PARTS = ("detect_s", "stop_s", "form_s", "start_s", "restore_s", "first_step_s")
@@ -55,6 +56,7 @@ class RoundIncident:
     ahead: int = 0
     at_s: float = 0.0  # when training stopped advancing, in seconds from the host's first event
     exit_code: int | None = None  # of the worker whose failure is the cause; None if it is none that has ended
+    suspects: tuple[Suspect, ...] = ()  # the nodes and ranks of which the cause is
 
     def line(self) -> str:
         """Return the incident in one line."""
@@ -258,6 +260,7 @@ def _incident(
         following.kept if following else 0,
         following.anew if following else 0,
         following.ahead if following else 0,
+        suspects=told.suspects,
     )
 
 

@@ -13,6 +13,7 @@ from elastic_launch.errors import ExitCode
 from elastic_launch.events import types as ev
 from elastic_launch.events.sentences import sentence
 from elastic_launch.events.types import counted
+from elastic_launch.failure import Suspect
 from elastic_launch.observe.ledger import PARTS, PLANNED, RoundIncident, spoken
 from elastic_launch.observe.live import LiveLedger
 from elastic_launch.observe.present import Present
@@ -194,12 +195,12 @@ class NodeWatch:
             text = f"step {saved[0]} is saved{path}, at {clock} UTC, {span(now - saved[1])} ago"
             return f"{text}; {memory}" if memory else text
 
-    def in_question(self, present: Present) -> str:
-        """Return the cause of what the run stands still or has failed for; empty if there is none."""
-        if present.end is not None:
-            return f"{present.end.cause} {present.end.root_cause}" if present.end.code not in _ENDED else ""
+    def in_question(self, present: Present) -> tuple[Suspect, ...]:
+        """Return the nodes and ranks for which the run stands still or has failed."""
+        if present.end is not None and (present.end.code in _ENDED or present.end.suspects):
+            return present.end.suspects if present.end.code not in _ENDED else ()
         last = self._ledger.incident()
-        return last[0].cause if last is not None and not last[0].recovered else ""
+        return last[0].suspects if last is not None and not last[0].recovered else ()
 
     def slow(self) -> dict[str, int]:
         """Return the ranks that were found to be slow in this round, by node."""

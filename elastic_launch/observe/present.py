@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from elastic_launch.failure import Suspect
 from elastic_launch.system.host_load import HostLoad
 
 
@@ -16,6 +17,7 @@ class HowEnded:
     run: bool  # whether the run is over; if not, this node's part of it
     saved: str = ""  # where the state is and what was lost; empty if another node says so, or if that is not known
     root_cause: str = ""  # the failure that ended the run, in several lines; empty if no worker failed
+    suspects: tuple[Suspect, ...] = ()  # whose failure that is
 
     def line(self) -> str:
         """Return it in one line."""

@@ -15,6 +15,7 @@ from elastic_agents.probes.pages import node_pages
 from elastic_agents.probes.roster import FRESH, LastStatus, Roster
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.events import types as ev
+from elastic_launch.failure import Suspect
 from elastic_launch.observe.document import MOST, document
 from elastic_launch.observe.history import MOST as SAMPLES
 from elastic_launch.observe.history import History
@@ -267,7 +268,7 @@ def test_the_node_and_the_rank_in_question_are_marked() -> None:
     nodes = [a.NodeStatus(name, "10.0.0.1", 1, "stopping", 0.1) for name in ("b", "b.x", "b-1", "c")]
     served.roster.answer = LastStatus(standing(*nodes), time.monotonic())
     served.add(*begun(1), ev.StragglerFound(1, 0, "c", "compute", 2.0))
-    served.add(ev.RoundBroken(1, "crash", "rank 1 on node b: exit code 1", 3.0, ""))
+    served.add(ev.RoundBroken(1, "crash", "rank 1 on node c: exit code 1", 3.0, "", 1, (Suspect("b", 1),)))
     found = served.live(Present("stopping", 1))
     table = found["nodes"]
     assert [(row[0], row[2]) for row in table["rows"]] == [

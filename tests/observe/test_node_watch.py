@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from elastic_launch.events import types as ev
+from elastic_launch.failure import Suspect
 from elastic_launch.observe.live import LiveLedger
 from elastic_launch.observe.node_watch import NodeWatch, short_names, span
 from elastic_launch.observe.present import HowEnded, Present
@@ -167,6 +168,20 @@ def test_what_happened_last_has_stragglers_refused_nodes_and_workers_lost_ahead(
     assert texts[2] == "node x refused: another command"
     told.add(ev.OrderReceived("form", 2, 1, "first", workers=2))
     assert told.watch.slow() == {}
+
+
+def test_what_is_in_question_is_what_the_round_or_the_run_has_ended_by() -> None:
+    told = Told()
+    b, c = Suspect("b", 1), Suspect("c", 2)
+    told.add(*begun(1, 0), ev.OrderReceived("break", 1, 1, "text", kind="crash", suspects=(b,)))
+    assert told.watch.in_question(Present("stopping", 1)) == (b,)
+    told.add(ev.CauseFound(1, "crash", "text", 1, (c,)))
+    assert told.watch.in_question(Present("stopping", 1)) == (c,)
+    assert told.watch.in_question(Present("ended", 1, end=HowEnded(91, "x", True, suspects=(b,)))) == (b,)
+    assert told.watch.in_question(Present("ended", 1, end=HowEnded(91, "x", True))) == (c,), "no worker has failed"
+    assert told.watch.in_question(Present("ended", 1, end=HowEnded(143, "x", True, suspects=(b,)))) == ()
+    told.add(*begun(2, 5))
+    assert told.watch.in_question(Present("running", 2)) == ()
 
 
 def test_an_incident_is_told_with_its_phases_until_training_goes_on() -> None:

@@ -11,7 +11,7 @@ from leader_run import Run, running
 
 from elastic_launch.events.sentences import divided, how_failed
 from elastic_launch.events.types import CauseFound, HangFound, RestartCharged, RoundBroken
-from elastic_launch.failure import StallPlace
+from elastic_launch.failure import StallPlace, Suspect
 from elastic_launch.rendezvous.leader.hangs import ALIKE, Verdict, judge_stalled
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.rendezvous.wire.messages import Collective, Stalled, StalledWorker
@@ -348,6 +348,7 @@ def test_a_report_ends_with_the_link_that_it_came_by() -> None:
     assert run.told(RoundBroken) == []
     stalls(run, "a")
     assert [event.cause.split(":")[0] for event in run.told(RoundBroken)] == ["rank 1 on node b"]
+    assert [event.suspects for event in run.told(RoundBroken)] == [(Suspect("b", 1),)]
 
 
 def test_a_round_in_which_no_rank_stands_out_is_broken_and_charged() -> None:

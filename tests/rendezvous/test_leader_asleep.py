@@ -5,6 +5,7 @@ from __future__ import annotations
 from leader_run import Run, running
 
 from elastic_launch.events.types import NodeLeft, RoundBroken
+from elastic_launch.failure import Suspect
 from elastic_launch.rendezvous.wire import messages as m
 
 
@@ -63,3 +64,4 @@ def test_a_node_that_holds_a_round_but_has_not_started_its_workers_is_still_wait
     run.hello("b", holding=1)
     run.advance(31)
     assert run.told(RoundBroken)[0].cause == "node b did not start its workers within join_timeout"
+    assert run.told(RoundBroken)[0].suspects == (Suspect("b"),)

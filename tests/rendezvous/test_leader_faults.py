@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from leader_run import Run, failure, running
 
+from elastic_agents import reporting
 from elastic_launch.events.sentences import sentence
 from elastic_launch.events.types import (
     CauseFound,
@@ -17,7 +18,7 @@ from elastic_launch.events.types import (
     RoundBroken,
     RunEnded,
 )
-from elastic_launch.failure import Mistake
+from elastic_launch.failure import Mistake, Suspect
 from elastic_launch.rendezvous.leader.exclusion import FAULTS, SECONDS
 from elastic_launch.rendezvous.leader.phases import COLLECT, LATE
 from elastic_launch.rendezvous.leader.restart_budget import FREE as MORE
@@ -188,7 +189,7 @@ def test_a_symptom_is_charged_at_once_and_the_cause_reported_when_it_is_known() 
     run.fail("a", ago=1.0)
     run.stop("a")
     (found,) = run.told(CauseFound)
-    assert found == CauseFound(1, "crash", "rank 0 on node a: exit code 1: ValueError: boom", 1)
+    assert found == CauseFound(1, "crash", "rank 0 on node a: exit code 1: ValueError: boom", 1, (Suspect("a", 0),))
     assert run.orders("a", m.Form)[-1].cause == found.cause
     assert run.number == 2
     assert run.record.restarts == 1
@@ -217,6 +218,20 @@ def test_the_other_nodes_learn_once_that_the_first_one_has_finished() -> None:
     assert len(run.orders("a", m.PeerDone)) == 2
     run.done("a")
     assert run.end is not None
+
+
+def test_the_end_of_a_round_has_the_node_and_rank_of_which_its_cause_is() -> None:
+    crashes = running("1:3", "abc")
+    crashes.fail("b", rank=1)
+    loses = running("1:3", "abc")
+    loses.close("b")
+    for run, suspects in ((crashes, (Suspect("b", 1),)), (loses, (Suspect("b"),))):
+        assert [event.suspects for event in run.told(RoundBroken)] == [suspects]
+        (order,) = run.orders("c", m.Break)
+        assert order.suspects == suspects
+        assert reporting.received(order, 1, "c").suspects == suspects, "as the page of a node that does not lead has it"
+    crashes.close("c")
+    assert crashes.told(CauseFound)[-1].suspects == (Suspect("c"),)
 
 
 def test_a_symptom_names_the_ranks_of_other_nodes_that_had_ended_before() -> None:
@@ -285,7 +300,9 @@ def test_a_lost_node_is_the_cause_of_earlier_reports_of_others() -> None:
     run.close("b")
     run.stop("a")
     assert (run.number, run.record.restarts) == (2, 0)
-    assert run.told(CauseFound) == [CauseFound(1, "node loss", "node b lost: its connection closed")]
+    assert run.told(CauseFound) == [
+        CauseFound(1, "node loss", "node b lost: its connection closed", None, (Suspect("b"),))
+    ]
 
 
 def test_no_round_is_announced_before_it_is_known_that_one_forms() -> None:

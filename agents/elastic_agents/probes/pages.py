@@ -14,6 +14,7 @@ from elastic_agents.probes.health import Page
 from elastic_agents.probes.http_server import HttpResponse
 from elastic_agents.probes.roster import FRESH, LastStatus, Roster
 from elastic_launch.config.launch_config import LaunchConfig
+from elastic_launch.failure import Suspect
 from elastic_launch.observe.document import MOST, Document, NodeTable, Now, document, page
 from elastic_launch.observe.history import History
 from elastic_launch.observe.live import LiveLedger
@@ -77,8 +78,8 @@ def node_pages(
                     "ranks": list(present.ranks),
                     "ended": present.end is not None,
                 }
-                cause, slow = watch.in_question(present), watch.slow()
-                nodes = node_table(roster.look(), silent, cause, slow, ended=present.end is not None)
+                suspects, slow = watch.in_question(present), watch.slow()
+                nodes = node_table(roster.look(), silent, suspects, slow, ended=present.end is not None)
                 samples = history.samples()
                 made = ledger.drawn(
                     lambda chronicle, told, found: document(
@@ -136,7 +137,7 @@ def node_pages(
 def node_table(
     answer: LastStatus,
     silent: float,
-    cause: str = "",
+    suspects: Sequence[Suspect] = (),
     slow: Mapping[str, int] = MappingProxyType({}),
     *,
     ended: bool = False,
@@ -145,7 +146,7 @@ def node_table(
 
     Args:
         silent: seconds without a message after which a node is silent.
-        cause: of what the run stands still for; the nodes that it names are in question.
+        suspects: the nodes and ranks for which the run stands still.
         slow: ranks that were found to be slow, by node.
         ended: whether this node's part of the run has ended, so that the leader may say nothing more.
     """
@@ -168,8 +169,11 @@ def node_table(
     for node in sorted(nodes[:MOST], key=lambda node: (not node.ranks, node.ranks, node.node_id)):
         name = node.node_id + (" (leads)" if status is not None and node.node_id == status.leader else "")
         notes = [f"silent for {node.silence:.0f} s"] if node.silence > silent else []
-        if found := re.search(rf"(?:rank (\d+) on )?node {re.escape(node.node_id)}(?![\w-]|\.\w)", cause):
-            notes.append("in question" if found[1] is None else f"rank {found[1]} in question")
+        blamed = {suspect.rank for suspect in suspects if suspect.node == node.node_id}
+        if ranks_blamed := sorted(rank for rank in blamed if rank is not None):
+            notes.append(f"rank {', '.join(map(str, ranks_blamed))} in question")
+        elif blamed:
+            notes.append("in question")
         if node.node_id in slow:
             notes.append(f"rank {slow[node.node_id]} is slow")
         if notes or node.doing == "late":

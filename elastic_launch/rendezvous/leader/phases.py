@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from elastic_launch.failure import Failure
+from elastic_launch.failure import Failure, Suspect
 from elastic_launch.rendezvous.leader.verdict import Kind
 
 COLLECT = 0.2
@@ -128,6 +128,7 @@ class Broken:
             another one may know of the failure that was the reason.
         cause: the cause known so far, as text.
         told: the failure that the text is of; None if it is of an event on its nodes.
+        suspects: the nodes and ranks that it is of.
         failures: the reports received, each with the leader's time of receipt.
         lasted: seconds from its forming to its end.
         taken_over: another leader formed it.
@@ -153,6 +154,7 @@ class Broken:
     presumed: bool = False
     taken_over: bool = False
     told: Failure | None = None
+    suspects: tuple[Suspect, ...] = ()
 
     @property
     def disconnected(self) -> bool:

@@ -4,7 +4,7 @@
 # mypy: enable-error-code="exhaustive-match"
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from elastic_launch.config.launch_config import LONGEST_WAIT
@@ -20,7 +20,7 @@ from elastic_launch.events.types import (
     RoundDraining,
     counted,
 )
-from elastic_launch.failure import Failure, StallPlace
+from elastic_launch.failure import Failure, StallPlace, Suspect
 from elastic_launch.rendezvous.leader.forming import gather, outlook, start_ahead
 from elastic_launch.rendezvous.leader.hangs import judge_stalled
 from elastic_launch.rendezvous.leader.newcomers import code_of, difference, is_own, newcomers_failures
@@ -167,7 +167,7 @@ class Rounds:
             return self._leave_out_ended(broken, now)
         broken.imposed = Kind.MEMBERSHIP
         first = next(iter(found.values()))
-        self._found(broken, kind_of(first), worker_failed(first), first)
+        self._found(broken, kind_of(first), worker_failed(first), [_suspect(first)], first)
         for node_id, failure in found.items():
             node = state.nodes.get(node_id)
             if node is not None and not node.leaving:
@@ -182,10 +182,12 @@ class Rounds:
         fails = any(is_own(failure) or failure.alike for _, failure in broken.failures)
         if fails or not broken.failures or not ended or not any(node.veteran for node in others):
             return False
-        names = ", ".join(node.hello.node_id for node in ended)
-        cause = f"the workers of node {names} ended with exit code 0 before their first step, while others train"
+        names = [node.hello.node_id for node in ended]
+        cause = (
+            f"the workers of node {', '.join(names)} ended with exit code 0 before their first step, while others train"
+        )
         broken.imposed = Kind.MEMBERSHIP
-        self._found(broken, Kind.MEMBERSHIP, cause)
+        self._found(broken, Kind.MEMBERSHIP, cause, map(Suspect, names))
         for node in ended:
             if not node.leaving:
                 self._state.leave_out(node, ExitCode.DO_NOT_RETRY, cause, None, now)
@@ -223,7 +225,7 @@ class Rounds:
     def _break_by(self, failure: Failure, phase: Running | Draining, now: float) -> None:
         broken = over(phase, now, None, worker_failed(failure))
         broken.failures.append((now, failure))
-        broken.told = failure
+        broken.told, broken.suspects = failure, (_suspect(failure),)
         self._end_round(phase, broken, kind_of(failure), lambda: "")
 
     def stalled(self, node: Node, report: m.Stalled, now: float) -> None:
@@ -256,6 +258,7 @@ class Rounds:
         broken = over(running, now, None if verdict.failures else Kind.HANG, verdict.cause)
         broken.failures += [(now, failure) for failure in verdict.failures]
         broken.told = next(iter(verdict.failures), None)
+        broken.suspects = tuple(map(_suspect, verdict.failures))
         self._state.emit(verdict.event(number))
         self._end_round(running, broken, Kind.HANG, lambda: "")
 
@@ -271,7 +274,8 @@ class Rounds:
 
     def _stopped(self, phase: Running | Draining, node: Node, report: m.Stopped, now: float) -> None:
         if report.drained is None:
-            self.break_round(phase, Kind.NODE_LOSS, f"node {node.hello.node_id} stopped its workers", now)
+            name = node.hello.node_id
+            self.break_round(phase, Kind.NODE_LOSS, f"node {name} stopped its workers", [name], now)
             return
         if isinstance(phase, Running):
             # The ranks agreed by themselves, because a worker was asked to stop, not its agent.
@@ -289,20 +293,21 @@ class Rounds:
         node.leaving = True
         # Workers started under a leader that is about to leave would be started for nothing.
         self._state.departing = self._state.departing or node.hello.incarnation == self._state.record.leader.incarnation
-        cause = f"node {node.hello.node_id} leaves ({reason})"
+        name = node.hello.node_id
+        cause = f"node {name} leaves ({reason})"
         broke = 0
         match self.phase:
             case Running() | Draining():
                 if node.active:
                     broke = self._state.record.round.number
-                    self._stop_round(self.phase, Kind.PREEMPTION, cause, seconds, now)
+                    self._stop_round(self.phase, Kind.PREEMPTION, cause, [name], seconds, now)
             case Broken():
                 if node.active:
                     # Other workers crashed because this node's workers ended before it could report that it leaves.
-                    self._impose(self.phase, Kind.PREEMPTION, cause)
+                    self._impose(self.phase, Kind.PREEMPTION, cause, [name])
             case Gathering() | ParkedRun() | Ending() | Ended():
                 pass
-        self._state.emit(NodeLeft(node.hello.node_id, reason, broke, self.outlook))
+        self._state.emit(NodeLeft(name, reason, broke, self.outlook))
 
     def lose(self, node: Node, cause: str, now: float, silence: float = 0.0) -> None:
         """Handle the loss of a node."""
@@ -310,14 +315,15 @@ class Rounds:
         trains = self.running and node.active
         if node.leaving and not trains:
             return  # it announced that it leaves, and no other node waits for it
-        text = f"node {node.hello.node_id} lost: {cause}"
+        name = node.hello.node_id
+        text = f"node {name} lost: {cause}"
         match self.phase:
             case Running() | Draining():
                 if node.active:
-                    self.break_round(self.phase, Kind.NODE_LOSS, text, now)
+                    self.break_round(self.phase, Kind.NODE_LOSS, text, [name], now)
             case Broken():
                 if node.active:
-                    self._impose(self.phase, Kind.NODE_LOSS, text)
+                    self._impose(self.phase, Kind.NODE_LOSS, text, [name])
             case Gathering() | ParkedRun() | Ending() | Ended():
                 pass
         broke = self._state.record.round.number if trains else 0
@@ -335,7 +341,7 @@ class Rounds:
                 name = node.hello.node_id
                 # A lost member makes workers crash.
                 if failure is None or any(member.node_id != name for member in self._lost(now)):
-                    self.break_round(self.phase, Kind.NODE_LOSS, f"node {name} {how} without its workers", now)
+                    self.break_round(self.phase, Kind.NODE_LOSS, f"node {name} {how} without its workers", [name], now)
                     if isinstance(self.phase, Broken):
                         self.phase.presumed = failure is None and node.hello.broken
                 else:
@@ -368,11 +374,11 @@ class Rounds:
         ends = f"stopped by {reason}"
         match self.phase:
             case Running():
-                self._stop_round(self.phase, Kind.PREEMPTION, reason, seconds, now, ends)
+                self._stop_round(self.phase, Kind.PREEMPTION, reason, (), seconds, now, ends)
             case Draining():
                 if self.phase.ends:
                     return
-                self._stop_round(self.phase, Kind.PREEMPTION, reason, seconds, now, ends)
+                self._stop_round(self.phase, Kind.PREEMPTION, reason, (), seconds, now, ends)
             case Gathering() | Broken():
                 if self.phase.ends:
                     return
@@ -392,9 +398,20 @@ class Rounds:
     # Transitions from Running and Draining.
 
     def _stop_round(
-        self, phase: Running | Draining, kind: Kind, cause: str, seconds: float | None, now: float, ends: str = ""
+        self,
+        phase: Running | Draining,
+        kind: Kind,
+        cause: str,
+        nodes: Iterable[str],
+        seconds: float | None,
+        now: float,
+        ends: str = "",
     ) -> None:
-        """Drain the round if all members can within ``seconds`` (None: no limit), else break it."""
+        """Drain the round if all members can within ``seconds`` (None: no limit), else break it.
+
+        Args:
+            nodes: ids of those of which the cause is.
+        """
         in_time = seconds is None or seconds > 0  # False for NaN
         deadline = None if seconds is None or seconds >= MOST_SECONDS else now + seconds
         if isinstance(phase, Draining) and in_time:
@@ -406,7 +423,7 @@ class Rounds:
         elif isinstance(phase, Running) and in_time and self._can_drain():
             self._drain(phase, kind, cause, deadline, now, ends)
         else:
-            self.break_round(phase, kind, cause, now, ends)
+            self.break_round(phase, kind, cause, nodes, now, ends)
 
     def _can_drain(self) -> bool:
         members = self._state.members()
@@ -430,9 +447,18 @@ class Rounds:
         order = m.DrainRound(self._state.record.term, number, drain.kind.text, drain.cause, seconds, bool(drain.ends))
         self._state.send(node.link, order)
 
-    def break_round(self, phase: Running | Draining, kind: Kind, cause: str, now: float, ends: str = "") -> None:
-        """Break the round because of an event on its nodes."""
+    def break_round(
+        self,
+        phase: Running | Draining,
+        kind: Kind,
+        cause: str,
+        nodes: Iterable[str],
+        now: float,
+        ends: str = "",
+    ) -> None:
+        """Break the round because of an event on its nodes, of which these are the ids."""
         broken = over(phase, now, kind, cause, ends)
+        broken.suspects = tuple(map(Suspect, nodes))
         free = self._state.budget.spares(broken, self._state.limits.max_nodes)
         self._end_round(phase, broken, kind, lambda: self.outlook if free else "")
 
@@ -442,7 +468,7 @@ class Rounds:
             self._send_break(node, broken, kind)
         lasted = None if broken.taken_over else broken.lasted
         number, code = self._state.record.round.number, _exit_code(broken.told)
-        self._state.emit(RoundBroken(number, kind.text, broken.cause, lasted, outlook(), code))
+        self._state.emit(RoundBroken(number, kind.text, broken.cause, lasted, outlook(), code, broken.suspects))
 
     def _send_break(self, node: Node, broken: Broken, kind: Kind | None = None) -> None:
         number = self._state.record.round.number
@@ -450,15 +476,16 @@ class Rounds:
         hung = tuple(
             failure.rank for _, failure in broken.failures if failure.rank is not None and kind_of(failure) is Kind.HANG
         )
-        self._state.send(node.link, m.Break(self._state.record.term, number, kind.text, broken.cause, hung))
+        order = m.Break(self._state.record.term, number, kind.text, broken.cause, hung, broken.suspects)
+        self._state.send(node.link, order)
 
     # Findings about a round that is over.
 
-    def _impose(self, broken: Broken, kind: Kind, cause: str) -> None:
-        """Record an event on a node of the broken round, which made workers elsewhere fail."""
+    def _impose(self, broken: Broken, kind: Kind, cause: str, nodes: Iterable[str]) -> None:
+        """Record an event on nodes of the broken round, which made workers elsewhere fail."""
         if broken.judged_at is None and (broken.imposed is None or broken.presumed or broken.imposed > kind):
             broken.imposed, broken.presumed = kind, False
-            self._found(broken, kind, cause)
+            self._found(broken, kind, cause, map(Suspect, nodes))
 
     def _also_failed(self, broken: Broken, failure: Failure, now: float, *, brought: bool = False) -> None:
         """Record that another worker of the broken round failed; it may be the root cause."""
@@ -472,17 +499,20 @@ class Rounds:
         if broken.imposed is not None or root_cause(broken.failures) is not failure:
             return
         kind = kind_of(failure)
-        self._found(broken, kind, worker_failed(failure), failure)
+        self._found(broken, kind, worker_failed(failure), [_suspect(failure)], failure)
         ends = broken.judged_at is not None and kind.is_final and not isinstance(self.phase, Ending)
         if broken.failure is not None or ends:
             broken.failure = failure
         if ends:
             self.phase = Ending(broken, self._state.budget.end(kind), now)
 
-    def _found(self, broken: Broken, kind: Kind, cause: str, failure: Failure | None = None) -> None:
+    def _found(
+        self, broken: Broken, kind: Kind, cause: str, suspects: Iterable[Suspect], failure: Failure | None = None
+    ) -> None:
         if failure is None or failure is not broken.told:
-            broken.cause, broken.told = cause, failure
-            event = CauseFound(self._state.record.round.number, kind.text, cause, _exit_code(failure))
+            broken.cause, broken.told, broken.suspects = cause, failure, tuple(suspects)
+            number = self._state.record.round.number
+            event = CauseFound(number, kind.text, cause, _exit_code(failure), broken.suspects)
             self._state.emit(event)
             for node in self._state.nodes.values():
                 if node.hello.incarnation != self._state.record.leader.incarnation:  # this node shows the event itself
@@ -549,18 +579,19 @@ class Rounds:
         start_ahead(self._state, running)
         if len(members) < size and (lost := self._lost(now)):
             # Only a leader that took over a running round can lack members: they are dead, or never connected to it.
-            self.break_round(running, Kind.NODE_LOSS, f"node {lost[0].node_id} did not come to the new leader", now)
+            name = lost[0].node_id
+            self.break_round(running, Kind.NODE_LOSS, f"node {name} did not come to the new leader", [name], now)
             self.consider(now)
         elif len(members) == size and all(node.done for node in members):
             self.end(ExitCode.DONE, "all workers finished", now)
         elif not all(node.joined for node in members):
             if now - running.formed_at >= self._state.timing.join_timeout:
                 late = [node for node in members if not node.joined]
-                names = ", ".join(node.hello.node_id for node in late)
-                cause = f"node {names} did not start its workers within join_timeout"
-                self.break_round(running, Kind.NODE_LOSS, cause, now)
+                names = [node.hello.node_id for node in late]
+                cause = f"node {', '.join(names)} did not start its workers within join_timeout"
+                self.break_round(running, Kind.NODE_LOSS, cause, names, now)
         elif len(members) == size > most and not any(node.done for node in members):
-            self._stop_round(running, Kind.MEMBERSHIP, f"resize: at most {counted(most, 'node')}", None, now)
+            self._stop_round(running, Kind.MEMBERSHIP, f"resize: at most {counted(most, 'node')}", (), None, now)
             self.consider(now)
         else:
             self._consider_resize(running, now)
@@ -582,7 +613,7 @@ class Rounds:
         causes = [
             _names(nodes) + text for nodes, text in ((joining, "waits to join"), (back, "has workers back")) if nodes
         ]
-        self._stop_round(running, Kind.MEMBERSHIP, f"resize: {', '.join(causes)}", None, now)
+        self._stop_round(running, Kind.MEMBERSHIP, f"resize: {', '.join(causes)}", (), None, now)
         self.consider(now)
 
     def _lost(self, now: float) -> list[Member]:
@@ -615,15 +646,17 @@ class Rounds:
         elif len(left) == everybody and all(node.done for node in left):
             self.end(ExitCode.DONE, "all workers finished", now)
         elif all(node.done for node in left):
-            self.break_round(drain, drain.kind, f"{drain.cause}; some had finished, others had not", now)
+            self.break_round(drain, drain.kind, f"{drain.cause}; some had finished, others had not", (), now)
         elif drain.deadline is not None and now >= drain.deadline:
-            late = ", ".join(node.hello.node_id for node in left)
-            self.break_round(drain, drain.kind, f"{drain.cause}; node {late} did not stop in time", now)
+            names = [node.hello.node_id for node in left]
+            cause = f"{drain.cause}; node {', '.join(names)} did not stop in time"
+            self.break_round(drain, drain.kind, cause, names, now)
 
     def _consider_broken(self, broken: Broken, now: float) -> None:
         active = self._state.members()
         if overdue := self._state.overdue(now):
-            self._impose(broken, Kind.NODE_LOSS, f"node {', '.join(sorted(overdue))} did not come to the new leader")
+            names = sorted(overdue)
+            self._impose(broken, Kind.NODE_LOSS, f"node {', '.join(names)} did not come to the new leader", names)
             self._state.owed -= overdue
         # A member that died with the previous leader makes the others crash: first find out which are missing.
         # The worker that broke connections may still be ending; until its node has stopped, nothing waits for this.
@@ -663,7 +696,7 @@ class Rounds:
 
     def _judge(self, broken: Broken, now: float) -> None:
         if self._state.seen > self._state.record.round.number:  # the leader that formed that round has judged this one
-            self._impose(broken, Kind.NODE_LOSS, f"round {self._state.seen} has been formed since")
+            self._impose(broken, Kind.NODE_LOSS, f"round {self._state.seen} has been formed since", ())
             broken.judged_at = now
             return
         broken.judged_at = now
@@ -684,6 +717,10 @@ class Rounds:
             spent, most, idle = self._state.budget.spent, self._state.budget.allowed, ruling.idle
             back = self._state.budget.refilled
             self._state.emit(RestartCharged(number, kind, spent, most, self.outlook, idle, ruling.delay, back))
+
+
+def _suspect(failure: Failure) -> Suspect:
+    return Suspect(failure.node_id, failure.rank)
 
 
 def _exit_code(failure: Failure | None) -> int | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from elastic_launch.codec import Messages
-from elastic_launch.failure import Failure
+from elastic_launch.failure import Failure, Suspect
 from elastic_launch.rendezvous.admin import messages as asking
 from elastic_launch.rendezvous.record import LocalRanks, Round, Seconds
 from elastic_launch.system.host_load import HostLoad
@@ -516,6 +516,7 @@ class Break:
     Attributes:
         kind: see :class:`elastic_launch.rendezvous.leader.verdict.Kind`.
         hung: ranks of the workers that hang: they are killed.
+        suspects: the nodes and ranks of which the cause is.
     """
 
     term: int
@@ -523,6 +524,7 @@ class Break:
     kind: str
     cause: str
     hung: tuple[int, ...] = ()
+    suspects: tuple[Suspect, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
