@@ -10,6 +10,7 @@ import json
 import os
 import resource
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -319,8 +320,9 @@ def become_subreaper() -> None:
 
 
 def program(name: str) -> str:
-    """The path of a console script in the environment whose Python runs this."""
-    return str(Path(sys.executable).with_name(name))
+    """The path of a console script in the environment whose Python runs this, else the one that PATH has."""
+    beside = Path(sys.executable).with_name(name)
+    return str(beside) if beside.exists() else shutil.which(name) or str(beside)
 
 
 def free_port() -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from jobs import RUN_ID, Job, descendants, free_port, program, signal_all
 
-__all__ = ["ALL", "BOTH", "CONTENDERS", "LIVE", "Contender", "Node", "Nodes", "start_alone"]
+__all__ = ["ALL", "BOTH", "CONTENDERS", "LIVE", "LIVE_ON_GPUS", "Contender", "Node", "Nodes", "start_alone"]
 
 RESTARTS = ["--max-restarts", "1000"]
 """Passed to all: with torchrun's default, the first fault would end a run."""
@@ -28,6 +28,7 @@ class Contender:
         library: whether the script trains with this project's library; otherwise it saves and loads by itself.
         options: additional options of the launcher.
         conf: of its rendezvous, with several nodes.
+        script_options: additional options of the library's script.
     """
 
     title: str
@@ -35,12 +36,13 @@ class Contender:
     library: bool = False
     options: tuple[str, ...] = ()
     conf: str = ""
+    script_options: tuple[str, ...] = ()
     environ: dict[str, str] = field(default_factory=dict)
 
     def script(self, job: Job, *options: str) -> list[str]:
         """The command of the script."""
         if self.library:
-            return job.script("elastic_workload.py", *options)
+            return job.script("elastic_workload.py", *self.script_options, *options)
         return job.script("workload.py", "--snapshot", str(job.directory / "snapshot.pt"), *options)
 
     def start(self, job: Job, nproc: int, node: str, options: list[str], script: list[str]) -> tuple[int, float]:
@@ -61,10 +63,14 @@ CONTENDERS = {
     ),
     "torchrun-default": Contender("torchrun, defaults", False),
     "ours-live": Contender("elastic-launch, library", True, library=True),
+    "ours-confirmed": Contender(
+        'elastic-launch, library, live="confirmed"', True, library=True, script_options=("--live", "confirmed")
+    ),
 }
 ALL = ("ours", "ours-plain", "torchrun", "torchrun-default")
 BOTH = ("ours", "torchrun")
 LIVE = ("ours-live", "ours", "torchrun")
+LIVE_ON_GPUS = ("ours-live", "ours-confirmed", "ours", "torchrun")
 
 
 def start_alone(job: Job, who: str, nproc: int = 2, *options: str) -> tuple[int, float]:

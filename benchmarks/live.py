@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from jobs import Figures, Job, Record, descendants, life
-from launchers import LIVE, Nodes, start_alone
+from launchers import LIVE, LIVE_ON_GPUS, Nodes, start_alone
 from tables import Goal, NewJob, Row, Scenario, parser, positive, run
 
 SECTION = "live"
@@ -197,7 +197,7 @@ def chosen(kinds: list[str], starts: list[float], busy: bool, workers: int) -> d
     changes = [Change(kind, start, busy, workers=workers) for kind in kinds if kind != "compiled" for start in starts]
     if "compiled" in kinds:
         changes.append(Change("killed", compiled=True, workers=workers))
-    return {each.name: Scenario(each.measure, LIVE, rows(each)) for each in changes}
+    return {each.name: Scenario(each.measure, LIVE_ON_GPUS, rows(each)) for each in changes}
 
 
 KINDS = ("killed", "joins", "leaves", "compiled")
@@ -206,7 +206,7 @@ KINDS = ("killed", "joins", "leaves", "compiled")
 def main() -> int:
     options = parser("Measure what changes of membership cost those that train on.", runs=5, timeout=TIMEOUT)
     options.add_argument("--only", choices=KINDS, action="append", help="measure this one; may be repeated")
-    options.add_argument("--who", choices=LIVE, action="append", help="measure this one; may be repeated")
+    options.add_argument("--who", choices=LIVE_ON_GPUS, action="append", help="measure this one; may be repeated")
     options.add_argument(
         "--start",
         type=float,

@@ -21,7 +21,7 @@ BASE = "torchrun"
 """The contender that ratios and goals compare with."""
 
 COLOURS = {"ours": "#1b6ac9", "ours-plain": "#7fb2ea", "torchrun": "#d9822b", "torchrun-default": "#f0c592"}
-COLOURS |= {"ours-live": "#0b8a5c"}
+COLOURS |= {"ours-live": "#0b8a5c", "ours-confirmed": "#7cc4a8"}
 WIDTH, LABEL, BAR, ROW, GAP = 860, 210, 420, 18, 34
 
 

@@ -5,7 +5,8 @@ line per step to the same file: {"step", "rank", "world", "round", "pid", "clock
 ``time.monotonic()``, which all processes of a Linux host share; the round is 0 if the launcher has none. Lines of
 step 0 have a "mark" instead of a loss: the script begins, before it imports torch (time before this is the launcher's,
 time after it the script's own); torch is imported; the process group is ready; the state is restored. With
-``--snapshot`` it saves every so many steps, and resumes from there.
+``--snapshot`` it saves every so many steps, and resumes from there. With ``WORKLOAD_GPU`` in the environment all ranks
+of this machine train on its first GPU.
 """
 
 # ruff: noqa: E402
@@ -36,6 +37,14 @@ LEARNING_RATE = 0.01
 PLACE = {"rank": "RANK", "world": "WORLD_SIZE", "round": "ELASTIC_LAUNCH_ROUND"}
 """What lines say of a process' place, which changes if the process is kept for another round, and where it is read."""
 COLLECTIVE_TIMEOUT = timedelta(minutes=2)
+GPU = "WORKLOAD_GPU" in os.environ
+
+if GPU:
+    # NCCL refuses a GPU to two ranks of a host.
+    os.environ |= {"NCCL_HOSTID": str(os.getpid()), "NCCL_SOCKET_IFNAME": "lo"}
+    if "LOCAL_RANK" in os.environ:
+        # As --virtual-local-rank does it: the library then takes the first GPU, not the one of the local rank.
+        os.environ["ELASTIC_LAUNCH_LOCAL_RANK"] = os.environ["LOCAL_RANK"]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -108,13 +117,14 @@ def examples() -> tuple[Tensor, Tensor]:
 
 
 def train(args: argparse.Namespace, note: Callable[..., None]) -> None:
-    dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if GPU else "gloo", timeout=COLLECTIVE_TIMEOUT)
+    device = torch.device("cuda", 0) if GPU else torch.device("cpu")
     note(0, mark="initialized")
     rank, world = dist.get_rank(), dist.get_world_size()
     prepare(args)
-    ddp = DistributedDataParallel(model(args.compile))
+    ddp = DistributedDataParallel(model(args.compile).to(device))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=LEARNING_RATE)
-    inputs, targets = examples()
+    inputs, targets = (tensor.to(device) for tensor in examples())
     done = 0
     if args.snapshot and args.snapshot.exists():
         state = torch.load(args.snapshot)
