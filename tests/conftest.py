@@ -115,7 +115,7 @@ LONG = (
     *("drains", "newest_state", "chaos", "tutorial_examples", "torchrun_mode", "clouds", "plain_loops"),
     *("trainer_ranks", "exact", "checkpoint_faults", "exact_matrix", "beginnings", "site", "schedules_resume"),
     *("memory_snapshots", "teardown", "live_objects", "streams", "etcd", "shares", "freezes", "spoiled_record"),
-    *("takeover_midpoints", "kill"),
+    *("takeover_midpoints", "kill", "gpu_check"),
     *("leavers_serve", "takeover_stateful", "first_second", "ledger", "etcd_bad_input", "token", "several_nodes"),
     *("one_node", "snapshot_store", "bad_input", "options", "server", "front_ends", "console", "distributions"),
     *("groups", "trainer", "elected", "hang_watch", "http_pages", "live_ahead", "live_rounds", "composer_rows"),
