@@ -260,6 +260,7 @@ def main() -> int:
     args.directory.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     become_subreaper()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends what was started, too
     # In a process of its own: this one must not open the GPU.
     asked = [sys.executable, "-c", "import torch; raise SystemExit(not torch.cuda.is_available())"]
     gpu = not args.on_cpu and subprocess.run(asked, timeout=120).returncode == 0
