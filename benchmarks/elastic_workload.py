@@ -8,7 +8,6 @@ BEGAN = time.monotonic()
 import json
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 from workload import GLOBAL_BATCH, LEARNING_RATE, SEED, examples, model, noting, parser, prepare
@@ -19,17 +18,6 @@ IMPORTED = time.monotonic()
 
 
 LIVE = {"default": None, "no": False, "confirmed": "confirmed"}
-
-
-def entered(stack: ExitStack, live: str) -> el.Run:
-    """Enter a session; where it knows no "confirmed", it takes True, which means the same on GPUs."""
-    asked: Any = LIVE[live]
-    try:
-        return stack.enter_context(el.session(live=asked))
-    except el.UsageError:
-        if live != "confirmed":
-            raise
-        return stack.enter_context(el.session(live=True))
 
 
 def main() -> None:
@@ -45,7 +33,7 @@ def main() -> None:
         note(0, mark="begin", clock=BEGAN)
         note(0, mark="imported", clock=IMPORTED)
         with ExitStack() as stack:
-            run = entered(stack, args.live)
+            run = stack.enter_context(el.session(live=LIVE[args.live]))
             note(0, mark="initialized")
             prepare(args)
             network = model(args.compile).to(run.device)

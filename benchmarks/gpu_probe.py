@@ -168,19 +168,12 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def facts() -> dict[str, Any]:
-    """What torch has, and whether a session knows "confirmed"."""
-    import elastic_launch as el
-
+    """What torch has."""
     found: dict[str, Any] = {"python": sys.version.split()[0], "torch": torch.__version__, "CUDA": torch.version.cuda}
     found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None
     found["backends"] = [name for name in ("gloo", *GPU_BACKENDS) if dist.is_backend_available(name)]
     found["shrink_group"] = hasattr(dist, "shrink_group")
-    try:
-        asked: Any = "confirmed"
-        with el.session(live=asked):
-            return {**found, "confirmed": True}
-    except el.UsageError:
-        return {**found, "confirmed": False}
+    return found
 
 
 def main() -> None:

@@ -36,7 +36,7 @@ def measured(millions: float) -> tuple[int, int]:
 def work(file: Path, number: int, kind: str) -> None:
     """A worker: build everything, wait for its turn, and train."""
     import torch
-    from elastic_workload import entered
+    from elastic_workload import LIVE as ASKED
     from workload import noting
 
     import elastic_launch as el
@@ -44,7 +44,7 @@ def work(file: Path, number: int, kind: str) -> None:
     millions, dtype, extra, live = kind.split(",")
     with noting(file) as note, ExitStack() as stack:
         try:
-            run = entered(stack, "default" if live == "--no-live" else live)
+            run = stack.enter_context(el.session(live=ASKED["default" if live == "--no-live" else live]))
             width = round((float(millions) * 1e6 / LAYERS) ** 0.5)
             layers = [torch.nn.Linear(width, width) for _ in range(LAYERS)]
             model = torch.nn.Sequential(*layers).to(run.device, getattr(torch, dtype))

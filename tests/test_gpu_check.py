@@ -69,7 +69,7 @@ def test_the_states_of_tests_are_read_of_one_process_and_of_several(benchmark: C
     assert found == [("tests/a.py::test_one[x y]", "PASSED"), ("tests/b.py::test_two[no live]", "FAILED")]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_all_parts_pass_with_gloo(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "scripts" / "gpu-check"), str(tmp_path), "--on-cpu"]

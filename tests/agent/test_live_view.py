@@ -155,6 +155,7 @@ def test_fewer_nodes_are_named_rather_than_a_figure_left_out(columns: int, named
     clock = MonotonicClock()
     watch = NodeWatch(clock, LiveLedger(clock))
     watch.add(CheckpointSaved(1, 180_000, "/c"))
+    watch._stepless = None
     nodes = [(f"rack-{number}-train-job-worker.train.cluster.example.com", 8) for number in range(8)]
     present = Present("running", 1, 8, 64, 8, 182_345, 1_000_000, 45_000.0, 182_345, 9117.0, 182_345, 1, 3)
     present = replace(present, members=tuple(nodes), loss=2.345, batch=4096, passes=4)
