@@ -91,3 +91,67 @@ def test_an_optimizer_that_loads_its_state_itself_gets_the_state_as_it_was_saved
     saved = deepcopy(optimizer.state_dict())
     load_optimizer(optimizer, saved)
     assert all(state["momentum_buffer"].any() for state in optimizer.state.values())
+
+
+class Listing(torch.optim.SGD):
+    """One whose state is not a mapping."""
+
+    def state_dict(self) -> Any:
+        return [group["lr"] for group in self.param_groups]
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        for group, rate in zip(self.param_groups, state_dict, strict=True):
+            group["lr"] = rate
+
+
+def test_an_optimizer_may_have_a_format_of_its_own() -> None:
+    optimizer = made(lambda p: Listing(p, lr=0.1), torch.float32)
+    load_optimizer(optimizer, [0.5])  # type: ignore[arg-type]
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize("other", [0.25, 0.5])
+def test_a_tensor_that_two_groups_share_stays_only_where_it_has_their_value(other: float) -> None:
+    def makes(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        groups = [{"params": [parameter]} for parameter in parameters]
+        return torch.optim.SGD(groups, lr=torch.tensor(0.125))
+
+    optimizer = made(makes, torch.float32)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    assert rates[0] is rates[1], "as torch makes them"
+    saved = deepcopy(optimizer.state_dict())
+    for group, rate in zip(saved["param_groups"], (0.25, other), strict=True):
+        group["lr"] = torch.tensor(rate)
+    load_optimizer(optimizer, saved)
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [0.25, other]
+    assert [group["lr"] is rates[0] for group in optimizer.param_groups] == [True, other == 0.25]
+
+
+def test_two_values_that_are_one_tensor_now_become_two() -> None:
+    optimizer = made(OPTIMIZERS["SGD"], torch.float32)
+    step(optimizer)
+    for state in optimizer.state.values():
+        state["before"] = state["momentum_buffer"].clone()
+    saved = deepcopy(optimizer.state_dict())
+    step(optimizer)
+    for state in optimizer.state.values():
+        state["before"] = state["momentum_buffer"].mul_(2)
+    for state in saved["state"].values():
+        state["before"].add_(1)
+    load_optimizer(optimizer, saved)
+    for number, state in enumerate(optimizer.state.values()):
+        for key, value in state.items():
+            assert torch.equal(value, saved["state"][number][key]), key
+
+
+def test_what_torch_cannot_write_to_is_replaced() -> None:
+    optimizer = made(OPTIMIZERS["SGD"], torch.float32)
+    step(optimizer)
+    saved = deepcopy(optimizer.state_dict())
+    first, second = optimizer.state.values()
+    first["momentum_buffer"] = torch.zeros(()).expand(3, 2)
+    with torch.inference_mode():
+        second["momentum_buffer"] = torch.zeros(4)
+    load_optimizer(optimizer, saved)
+    for number, state in enumerate(optimizer.state.values()):
+        assert torch.equal(state["momentum_buffer"], saved["state"][number]["momentum_buffer"])

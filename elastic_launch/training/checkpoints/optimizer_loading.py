@@ -20,15 +20,16 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -
         ValueError: or another error of ``load_state_dict``, if the state does not fit.
     """
     if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
-        optimizer.load_state_dict(dict(saved))
+        optimizer.load_state_dict(saved)  # type: ignore[arg-type] # which may have a format of its own
         return
+    written: set[int] = set()
     before = {key: dict(state) for key, state in optimizer.state.items() if isinstance(state, dict)}
     options = [dict(group) for group in optimizer.param_groups]
     states = dict(saved["state"])
     for number, parameter in _pairs(optimizer, saved):
         own, there = before.get(parameter, {}), states.get(number)
         if own and isinstance(there, dict):
-            states[number] = {key: _into(own.get(key), value) for key, value in there.items()}
+            states[number] = {key: _into(own.get(key), value, written) for key, value in there.items()}
     optimizer.load_state_dict({**saved, "state": states})
     for number, parameter in _pairs(optimizer, saved):
         found, there = optimizer.state.get(parameter), saved["state"].get(number)
@@ -38,9 +39,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -
             was = there.get(key)
             if isinstance(value, Tensor) and isinstance(was, Tensor) and value.dtype != was.dtype:
                 value = was.to(value.device, copy=True)
-            found[key] = _into(before.get(parameter, {}).get(key), value)
+            found[key] = _into(before.get(parameter, {}).get(key), value, written)
     for then, group in zip(options, optimizer.param_groups, strict=True):
-        group.update({key: _into(then.get(key), value) for key, value in group.items() if key != "params"})
+        group.update({key: _into(then.get(key), value, written) for key, value in group.items() if key != "params"})
 
 
 def _pairs(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> Iterator[tuple[int, Tensor]]:
@@ -49,11 +50,20 @@ def _pairs(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> Iterat
     yield from zip(numbers, (p for group in optimizer.param_groups for p in group["params"]), strict=True)
 
 
-def _into(mine: object, value: Any) -> Any:
-    """Return the tensor that was there, with the new values, if it can have them; else the new value."""
+def _into(mine: object, value: Any, written: set[int]) -> Any:
+    """Return the tensor that was there, with the new values, if it can have them; else the new value.
+
+    ``written`` are the addresses of those that have theirs. Several groups may have one tensor, as torch gives them one
+    learning rate: it stays only where it has the right values already.
+    """
     if mine is value or type(mine) is not Tensor or type(value) is not Tensor:
         return value
     if (mine.shape, mine.dtype, mine.layout) != (value.shape, value.dtype, value.layout) or mine.requires_grad:
         return value
+    if mine.layout is not torch.strided or 0 in mine.stride() or mine.is_inference():  # torch could not write to it
+        return value
     with torch.no_grad():
+        if mine.data_ptr() in written:
+            return mine if torch.equal(mine, value.to(mine.device)) else value
+        written.add(mine.data_ptr())
         return mine.copy_(value)
