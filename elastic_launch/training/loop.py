@@ -105,7 +105,7 @@ class Loop:
         # What follows the last step, on all ranks:
         self._owes_evaluation = self._owes_boundary = False
         self._bounded = -1  # the last step whose boundary has begun
-        self._reached = 0  # steps done at most, by any rank of the current round
+        self._reached = 0  # steps that this process has done at most; if it began later than others, that they had
         # Of the current round:
         self._gradients: Gradients | None = None
         self._batches: Generator[object] | None = None
@@ -271,9 +271,11 @@ class Loop:
             numbers = found.tolist()
         lacking, bounded, least = bool(numbers[0]), bool(numbers[1]), -numbers[2]
         self._rounds.agreed(aborts=self.engine.world.world_size > 1 and bool(numbers[3]))
-        self._reached = numbers[5]
-        if (again := self._reached - step) > 0 and self.engine.world.rank == 0:
-            what = f"step {step + 1} is" if again == 1 else f"steps {step + 1} to {self._reached} are"
+        reached = numbers[5]
+        if not self._agreed:
+            self._reached = max(reached, step)
+        if (again := reached - step) > 0 and self.engine.world.rank == 0:
+            what = f"step {step + 1} is" if again == 1 else f"steps {step + 1} to {reached} are"
             _log.warning("training goes back to the state of step %d: %s done again", step, what)
         self._owes_evaluation = lacking
         self._options.evaluations.begin_round(step if lacking else None)
@@ -384,6 +386,7 @@ class Loop:
             # A second time, since the script may have changed its objects after the step, as it has there.
             self._state.load(received, again=bool(received.passes))
             self._step = received.step
+            self._reached = max(self._reached, self._step)
             if not received.passes:
                 self._received = None
             self._close_batches()

@@ -73,7 +73,7 @@ class Step:
 
     @property
     def repeated(self) -> bool:
-        """Whether this run has done the step before, or, after :meth:`update`, will do it again.
+        """Whether this process has done the step before, or, after :meth:`update`, will do it again.
 
         On GPUs a fault takes the processes that go on back to the last snapshot in memory. They do the steps since then
         once more. The step that the fault has interrupted changes nothing, and is repeated, too. Where a script counts

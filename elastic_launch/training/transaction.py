@@ -93,7 +93,7 @@ class Transaction:
         epochs: has the samples of the step, and the seed from which all randomness derives.
         number: the step, counted from 0.
         done: loss and metrics of each pass that other ranks have done before this process joined them.
-        again: whether the step was done before, by any rank.
+        again: whether this process has done the step before, or others had when it began.
 
     Attributes:
         broken_off: whether it has changed nothing, and will be done again.

@@ -147,6 +147,24 @@ def test_all_that_is_saved_goes_back_in_place(job: Job, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_each_process_that_is_kept_is_told_which_steps_it_has_done_itself(job: Job, tmp_path: Path) -> None:
+    """One of two has done the step that a third has died in, and the other one has not."""
+    script = str(SCRIPTS / "registered.py")
+    run_script(script, str(tmp_path))
+    (alone,) = read_lines(tmp_path / "results.jsonl")
+    spoiled = {"SPOIL": "1:9:1", "LATE": "2"}
+    agent = job.launch("--standalone", "--nproc", "3", command=[SCRIPT, script, str(job.work)], env=spoiled)
+    assert agent.wait(100) == 0, agent.output
+    kept = {event["pid"] for event in job.events("worker_kept")}
+    assert len(kept) == 2
+    assert "training goes back to the state of step 6: steps 7 to 9" in agent.output
+    results = read_lines(job.work / "results.jsonl")
+    assert {result["hash"] for result in results} == {alone["hash"]}
+    for result in results:
+        assert result["losses"] == alone["losses"] or result["pid"] not in kept
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["between", pytest.param("second", marks=pytest.mark.soak)])
 def test_a_step_of_two_passes_is_done_again_as_a_whole(job: Job, tmp_path: Path, place: str) -> None:
     script = str(SCRIPTS / "passes.py")
