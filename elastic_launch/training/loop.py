@@ -497,6 +497,9 @@ class Loop:
             why = str(error)
         else:
             if resumed.state is not None:
+                self._bounded = -1
+                if self.engine.checkpoint is not None:
+                    self.engine.checkpoint.forget_results()
                 return resumed
             why = "there is no snapshot in memory"
         rounds.start_again(why)

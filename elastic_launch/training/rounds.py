@@ -109,7 +109,8 @@ class WorkerRounds:
     def _watch_timeouts(self) -> None:
         """Do what torch's watchdog does not where communicators may be aborted: end collectives that take too long."""
         joined = self.device.type == "cuda" and dist.is_initialized()
-        if joined and self._timeouts is None and self.asked_live is not False and self.link.patience > 0:
+        wanted = self.asked_live is not False and self.link.patience > 0 and can_abort()
+        if joined and wanted and self._timeouts is None:
             self._timeouts = TimeoutWatch(RoundGroups.of_gpus)
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ import elastic_launch as el
 from elastic_launch import snapshot
 from elastic_launch.errors import UsageError
 from elastic_launch.faults import FaultPlan
+from elastic_launch.training.checkpoints.manager import CheckpointManager
 from elastic_launch.training.session import Run
 
 SCRIPT = str(SCRIPTS / "keeping.py")
@@ -53,6 +54,19 @@ def test_a_killed_worker_changes_nothing_of_what_is_kept(job: Job, at: int) -> N
     found = kept(directory)
     assert {9, 7, 1} <= set(found.values()) <= {9, 5, 7, 1}, agent.output
     assert next(step for step, score in found.items() if score == 9) in (8, 9, 10)
+
+
+@pytest.mark.parametrize("step", [8, None])
+def test_a_process_that_goes_back_has_no_results_of_later_states(tmp_path: Path, step: int | None) -> None:
+    """Else it alone would save after that step, which all ranks do together, or an earlier state with its results."""
+    checkpoint = CheckpointManager(el.Checkpoint(tmp_path, every=100, keep_best=el.Best("score")))
+    checkpoint.record({"score": 3.0}, step)
+    assert checkpoint.due_everywhere(8) is (step == 8)
+    assert checkpoint.wanted(4)
+    checkpoint.forget_results()
+    assert not checkpoint.due_everywhere(8)
+    assert not checkpoint.wanted(4)
+    assert not checkpoint.metrics
 
 
 def _written(run: Run) -> None:

@@ -222,6 +222,10 @@ class CheckpointManager:
             )
         self.metrics, self._evaluated = {name: float(value) for name, value in metrics.items()}, step
 
+    def forget_results(self) -> None:
+        """Forget the results of an evaluation for the next checkpoint: this process goes back to an earlier state."""
+        self.metrics, self._evaluated = {}, None
+
     def route(self, world: World, now: bool, job: CopyJob, size: int) -> CopyJob:
         """Complete the job to copy a snapshot, or a share of it, to this directory.
 

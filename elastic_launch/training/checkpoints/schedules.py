@@ -47,7 +47,7 @@ def has_forgotten_average(parts: Sequence[Stateful]) -> bool:
 def has_forgotten_scaler(parts: Sequence[Stateful]) -> bool:
     """Whether the process has an enabled gradient scaler that is neither in ``parts`` nor belongs to one of them."""
     saved = {id(holder) for part in parts for holder in (part, *getattr(part, "__dict__", {}).values())}
-    scalers = [x for kind in _SCALERS for x in gc.get_referrers(kind) if type(x) is kind]
+    scalers = [x for x in gc.get_referrers(*_SCALERS) if type(x) in _SCALERS]
     return any(scaler.is_enabled() and id(scaler) not in saved for scaler in scalers)
 
 

@@ -9,7 +9,15 @@ import threading
 from enum import Enum
 from typing import Any
 
+import pytest
+import torch
+import torch.distributed as dist
+
+from elastic_launch.training import rounds
+from elastic_launch.training.link import AgentLink
+from elastic_launch.training.live.groups import RoundGroups
 from elastic_launch.training.live.timeout_watch import TimeoutWatch
+from elastic_launch.training.ranks.world import World
 
 WAIT = 30.0
 
@@ -63,3 +71,17 @@ def test_the_process_ends_by_a_signal_as_torchs_watchdog_ends_it() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, cwd=path)
     assert done.returncode == -signal.SIGABRT
     assert "a collective has outlasted the timeout of its process group: this process is ended" in done.stderr
+
+
+@pytest.mark.parametrize(("value", "watches"), [("1", 1), ("0", 1), ("2", 0), ("3", 0)])
+def test_who_has_torch_leave_timeouts_alone_gets_no_watch(
+    monkeypatch: pytest.MonkeyPatch, value: str, watches: int
+) -> None:
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", value)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    made: list[Any] = []
+    monkeypatch.setattr(rounds, "TimeoutWatch", made.append)
+    link = AgentLink()
+    link.patience = 1.0
+    rounds.WorkerRounds(World(), torch.device("cuda"), link, RoundGroups(), timeout=1.0, live=None)
+    assert len(made) == watches
