@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import os
 import random
-from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from voter_world import DEAD_AFTER, READER, VoterProcess, VoterWorld, WantedValue
 
 from elastic_launch.rendezvous.voters.messages import (
     Accept,
@@ -23,219 +23,11 @@ from elastic_launch.rendezvous.voters.messages import (
     Prepare,
     ReadValue,
     Release,
-    ValuePosition,
     VoterAnswer,
-    VoterRequest,
-    group_of,
 )
-from elastic_launch.rendezvous.voters.register import Register, RegisterOutcome
-from elastic_launch.rendezvous.voters.voter import Voter, VoterState
+from elastic_launch.rendezvous.voters.register import RegisterOutcome
 
 EXAMPLES = os.environ.get("HYPOTHESIS_EXAMPLES")
-
-DEAD_AFTER = 5.0
-
-READER = "reader"
-"""A process without a voter."""
-
-
-@dataclass(eq=False)
-class Operation:
-    """What a process wants; ``floor`` is the depth of the newest value that was known when it began."""
-
-    floor: int
-    expected: str | None = None
-    value: str | None = None
-
-
-@dataclass(eq=False)
-class Process:
-    name: str
-    register: Register
-    voter: Voter | None
-    alive: bool = True
-    doing: Operation | None = None
-
-
-@dataclass
-class World:
-    """Some voters, a reader, and the messages between them."""
-
-    size: int
-    random: random.Random
-    now: float = 0.0
-    processes: dict[str, Process] = field(default_factory=dict)
-    files: dict[str, VoterState] = field(default_factory=dict)
-    discarded: set[str] = field(default_factory=set)
-    wire: list[tuple[Process, str, VoterRequest | VoterAnswer]] = field(default_factory=list)
-    parents: dict[str, str | None] = field(default_factory=dict)
-    known: set[str] = field(default_factory=set)
-    newest: int = 0
-    values: dict[ValuePosition, str] = field(default_factory=dict)
-    writers: dict[Ballot, Process] = field(default_factory=dict)
-    lives: int = 0
-    done: int = 0
-
-    def __post_init__(self) -> None:
-        self.names = frozenset("abcdefg"[: self.size])
-        self.group = group_of("run", self.names)
-        for name in sorted(self.names):
-            self.start(name)
-        self.start(READER)
-
-    def start(self, name: str) -> None:
-        voter = None
-        if name in self.names:
-            self.lives += 1
-            state = self.files.get(name)
-            voter = Voter(name, self.names - {name}, self.group, state, DEAD_AFTER, self.now, f"{name}{self.lives}")
-        register = Register(self.group, self.names, name if voter else "", DEAD_AFTER)
-        self.processes[name] = Process(name, register, voter)
-
-    def stop(self, name: str, *, lose_file: bool) -> None:
-        process = self.processes[name]
-        process.alive, process.doing = False, None
-        others = [self.files.get(x) for x in self.names if x != name]
-        if lose_file and all(x is not None and x.founded and x.life not in self.discarded for x in others):
-            self.files.pop(name, None)
-
-    # Messages.
-
-    def send(self, process: Process) -> None:
-        for voter, request in process.register.take():
-            if isinstance(request, Accept):
-                assert self.values.setdefault(request.position, request.value) == request.value, "two values"
-                assert self.writers.setdefault(request.position.ballot, process) is process, "two writers"
-            if voter == process.name:
-                self.serve(process, voter, request)
-            else:
-                self.wire.append((process, voter, request))
-
-    def serve(self, client: Process, name: str, request: VoterRequest) -> None:
-        process = self.processes[name]
-        if not process.alive:
-            return
-        assert process.voter is not None
-        answer = process.voter.handle(request, self.now)
-        self.save(process)
-        if client is process:
-            self.hear(client, answer)
-        else:
-            self.wire.append((client, "", answer))
-
-    def save(self, process: Process) -> None:
-        assert process.voter is not None
-        if process.voter.born:
-            self.files[process.name] = process.voter.state
-        elif process.name in self.files:  # as of a voter that began again: its old file stays until it is born
-            self.discarded.add(self.files[process.name].life)
-
-    def hear(self, process: Process, answer: VoterAnswer) -> None:
-        if not process.alive:
-            return
-        if process.voter is not None:
-            process.voter.heard(answer, self.now)
-            self.save(process)
-        process.register.hear(answer)
-        self.send(process)
-        self.finish(process)
-
-    def deliver(self, index: int, *, keep: bool = False) -> None:
-        if not self.wire:
-            return
-        index %= len(self.wire)
-        client, voter, message = self.wire[index]
-        if not keep:
-            del self.wire[index]
-        if isinstance(message, VoterAnswer):
-            self.hear(client, message)
-        else:
-            self.serve(client, voter, message)
-
-    def pass_on(self, kind: type, *, to: str) -> None:
-        """Deliver the messages of one kind to one process, and only these."""
-        chosen = [x for x in self.wire if isinstance(x[2], kind) and (x[1] or x[0].name) == to]
-        self.wire = [x for x in self.wire if x not in chosen]
-        for client, voter, message in chosen:
-            if isinstance(message, VoterAnswer):
-                self.hear(client, message)
-            else:
-                self.serve(client, voter, message)
-
-    # Operations.
-
-    def begin(self, process: Process, *, swap: bool, settle: bool = False, stale: bool = False) -> None:
-        if process.doing is not None or not process.alive:
-            return
-        register, voter = process.register, process.voter
-        process.doing = Operation(self.newest)
-        if voter is None or not (swap or settle):
-            register.begin_read(leading=swap)
-        elif settle:
-            register.begin_settle(voter.state.life, voter.state.promised)
-        else:
-            value = f"{process.name}{len(self.parents)}"
-            expected = self.random.choice([None, *self.parents]) if stale else register.read[1]
-            self.parents[value] = expected
-            process.doing = Operation(self.newest, expected, value)
-            register.begin_swap(expected, value, voter.state.life, voter.state.promised)
-        self.send(process)
-        self.finish(process)
-
-    def give_up(self, process: Process) -> None:
-        if process.alive:
-            process.doing = None
-            process.register.give_up()
-
-    def finish(self, process: Process) -> None:
-        outcome, doing = process.register.outcome, process.doing
-        if outcome is None or doing is None:
-            return
-        process.doing = None
-        if not outcome.known:
-            return
-        self.done += 1
-        if doing.value is not None and not outcome.written:
-            assert outcome.value != doing.expected, "refused, although the value was the expected one"
-        if outcome.written:
-            assert outcome.value == doing.value
-            assert self.depth(doing.expected) >= doing.floor, "written over a value that it had not read"
-        self.learned(outcome.value, doing.floor)
-
-    def learned(self, value: str | None, floor: int) -> None:
-        depth = self.depth(value)
-        assert depth >= floor, f"{value} is older than what was known before"
-        if value is not None:
-            chain = set(self.chain(value))
-            newest = max(self.known, key=self.depth, default=None)
-            assert newest is None or newest in chain or value in set(self.chain(newest)), f"{value} and {newest}"
-            self.known.add(value)
-        self.newest = max(self.newest, depth)
-
-    def chain(self, value: str | None) -> list[str]:
-        found = []
-        while value is not None:
-            found.append(value)
-            value = self.parents[value]
-        return found
-
-    def depth(self, value: str | None) -> int:
-        return len(self.chain(value))
-
-    def report(self, process: Process) -> None:
-        voter = process.voter
-        if process.alive and voter is not None and not (voter.born and voter.state.founded):
-            for other in sorted(voter.others):
-                self.wire.append((process, other, voter.report_to(other, 0)))
-
-    def calm(self, seconds: float = 0.0) -> None:
-        """Deliver everything in order, and let voters report to each other until nothing changes."""
-        self.now += seconds
-        for _ in range(6):
-            for process in list(self.processes.values()):
-                self.report(process)
-            while self.wire:
-                self.deliver(0)
 
 
 class Voting(RuleBasedStateMachine):
@@ -243,11 +35,11 @@ class Voting(RuleBasedStateMachine):
         seed=st.integers(0, 10_000), size=st.sampled_from([3, 3, 3, 5]), calm=st.sampled_from([True, True, False])
     )
     def set_up(self, seed: int, size: int, calm: bool) -> None:
-        self.world = World(size, random.Random(seed))
+        self.world = VoterWorld(size, random.Random(seed))
         if calm:
             self.world.calm()
 
-    def pick(self, index: int) -> Process:
+    def pick(self, index: int) -> VoterProcess:
         names = sorted(self.world.processes)
         return self.world.processes[names[index % len(names)]]
 
@@ -258,7 +50,7 @@ class Voting(RuleBasedStateMachine):
         swap = what in ("swap", "stale", "renew", "release")
         process = self.pick(index)
         if what in ("renew", "release") and process.doing is None and process.alive:
-            process.doing = Operation(self.world.newest)
+            process.doing = WantedValue(self.world.newest)
             if what == "renew":
                 process.register.begin_read(leading=True)
             else:
@@ -361,7 +153,7 @@ def test_many_random_faults() -> None:
     run_state_machine_as_test(Voting, settings=_profile(5000, random=False))
 
 
-def _written(world: World, name: str) -> None:
+def _written(world: VoterWorld, name: str) -> None:
     """A node writes a value, and all voters accept it."""
     world.calm(DEAD_AFTER)
     world.begin(world.processes[name], swap=True)
@@ -369,7 +161,7 @@ def _written(world: World, name: str) -> None:
     assert world.newest == len(world.known)
 
 
-def _lose_file(world: World, name: str) -> Process:
+def _lose_file(world: VoterWorld, name: str) -> VoterProcess:
     """A voter comes back without its file, and is born again."""
     world.stop(name, lose_file=True)
     world.start(name)
@@ -384,7 +176,7 @@ def _lose_file(world: World, name: str) -> Process:
 
 
 def test_an_answer_from_before_the_loss_of_a_file_does_not_count() -> None:
-    world = World(3, random.Random(0))
+    world = VoterWorld(3, random.Random(0))
     _written(world, "c")
     reader = world.processes[READER]
     world.begin(world.processes["c"], swap=True)  # on the way to the others
@@ -402,7 +194,7 @@ def test_an_answer_from_before_the_loss_of_a_file_does_not_count() -> None:
 
 
 def test_a_value_that_was_taken_over_from_another_voter_does_not_count_under_a_higher_promise() -> None:
-    world = World(3, random.Random(0))
+    world = VoterWorld(3, random.Random(0))
     _written(world, "b")
     candidate, reader = world.processes["a"], world.processes[READER]
     world.begin(world.processes["b"], swap=True)
@@ -425,7 +217,7 @@ def test_a_value_that_was_taken_over_from_another_voter_does_not_count_under_a_h
 
 
 def test_a_run_begins_only_with_all_voters_and_then_needs_a_majority() -> None:
-    world = World(3, random.Random(0))
+    world = VoterWorld(3, random.Random(0))
     world.stop("c", lose_file=False)
     world.calm()
     assert not world.files
@@ -437,7 +229,7 @@ def test_a_run_begins_only_with_all_voters_and_then_needs_a_majority() -> None:
 
 
 def test_two_voters_that_have_lost_their_files_do_not_vote() -> None:
-    world = World(3, random.Random(0))
+    world = VoterWorld(3, random.Random(0))
     _written(world, "a")
     for name in "ab":
         world.stop(name, lose_file=False)
@@ -451,7 +243,7 @@ def test_two_voters_that_have_lost_their_files_do_not_vote() -> None:
 
 
 def test_another_candidate_waits_for_the_leader_it_has_heard_and_for_its_own_start() -> None:
-    world = World(3, random.Random(0))
+    world = VoterWorld(3, random.Random(0))
     _written(world, "a")
     candidate = world.processes["b"]
     world.begin(candidate, swap=True)
@@ -476,7 +268,7 @@ def test_another_candidate_waits_for_the_leader_it_has_heard_and_for_its_own_sta
 @pytest.mark.parametrize("late", [ReadValue, Accept])
 def test_what_a_leader_sent_before_it_left_does_not_bring_its_lease_back(late: type) -> None:
     """It may come on another connection than the farewell, which overtakes it."""
-    world = World(3, random.Random(0))
+    world = VoterWorld(3, random.Random(0))
     _written(world, "a")
     leader, voter = world.processes["a"], world.processes["c"].voter
     assert voter is not None
@@ -502,7 +294,7 @@ def test_what_a_leader_sent_before_it_left_does_not_bring_its_lease_back(late: t
 @pytest.mark.parametrize("lose_file", [True, False])
 def test_a_voter_that_comes_back_waits_for_a_leader_of_which_it_may_have_heard_before(lose_file: bool) -> None:
     """It may have confirmed the leader just before it was lost, and the leader may not hear it any more."""
-    world = World(3, random.Random(0))
+    world = VoterWorld(3, random.Random(0))
     _written(world, "b")
     candidate, leader = world.processes["a"], world.processes["b"]
     world.now += DEAD_AFTER  # the candidate, cut off from the leader, waits for it no longer
@@ -534,7 +326,7 @@ def test_a_voter_that_comes_back_waits_for_a_leader_of_which_it_may_have_heard_b
 
 
 def test_a_voter_that_is_another_process_by_now_begins_again() -> None:
-    world = World(3, random.Random(0))
+    world = VoterWorld(3, random.Random(0))
     _written(world, "a")
     old = world.processes["c"].voter
     assert old is not None
@@ -548,7 +340,7 @@ def test_a_voter_that_is_another_process_by_now_begins_again() -> None:
 
 def test_a_voter_that_begins_again_waits_for_a_leader_that_it_cannot_know() -> None:
     """Another process was this voter meanwhile, and may have heard a leader a moment ago."""
-    world = World(3, random.Random(0))
+    world = VoterWorld(3, random.Random(0))
     _written(world, "a")
     old = world.processes["c"].voter
     assert old is not None
