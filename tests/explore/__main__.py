@@ -1,0 +1,54 @@
+"""Explores worlds, and prints how many states they have, and which events came in which phase, as Markdown.
+
+python tests/explore [--soak] [--most STATES] [NAME ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from explore.cases import MOST, QUICK, QUICK_VOTERS, SOAK, SOAK_VOTERS
+from explore.run_world import MET, RunWorld
+from explore.search import WorldState, explore
+from explore.voting import VotingWorld
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--soak", action="store_true", help="the worlds of make soak")
+    parser.add_argument("--most", type=int, default=MOST, help="most states of each world")
+    parser.add_argument("names", nargs="*", help="only these worlds")
+    args = parser.parse_args()
+    runs, voters = (SOAK, SOAK_VOTERS) if args.soak else (QUICK, QUICK_VOTERS)
+    worlds: list[tuple[str, WorldState, int]] = [
+        *((name, RunWorld(bounds), most) for name, (bounds, most) in runs.items()),
+        *((name, VotingWorld(bounds), most) for name, (bounds, most) in voters.items()),
+    ]
+    print("| world | states | moves | longest path | all |\n|---|---|---|---|---|")
+    for name, world, most in worlds:
+        if not args.names or name in args.names:
+            found = explore(world, min(most, args.most))
+            whole = "yes" if found.whole else "no"
+            print(f"| {name} | {found.states} | {found.moves} | {found.depth} | {whole} |", flush=True)
+    for machine in ("leader", "policy"):
+        print(f"\n{table(machine)}")
+
+
+def table(machine: str) -> str:
+    """The events that came to a machine, by its phase."""
+    met = {
+        (phase.removeprefix(f"{machine} "), event): n for (phase, event), n in MET.items() if phase.startswith(machine)
+    }
+    phases = sorted({phase for phase, _ in met})
+    lines = [f"| {machine} | {' | '.join(phases)} |", "|---" * (len(phases) + 1) + "|"]
+    for event in sorted({event for _, event in met}):
+        lines.append(f"| {event} | {' | '.join(str(met.get((phase, event), '')) for phase in phases)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

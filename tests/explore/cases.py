@@ -1,0 +1,64 @@
+"""The worlds that are explored: what may happen in each, and after how many states the search stops."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from explore.bounds import Bounds
+from explore.voting import VoterBounds
+
+__all__ = ["MOST", "QUICK", "QUICK_VOTERS", "SOAK", "SOAK_VOTERS"]
+
+MOST = 10**9
+"""No limit."""
+
+ROUND = Bounds(comes_back=0, formed=True, finishes=False)
+"""Two nodes of one worker train in a round."""
+
+DEATHS = ("crash", "dies", "loses power", "dies after its write")
+
+QUICK: dict[str, tuple[Bounds, int]] = {
+    "a run begins": (Bounds(faults=0, comes_back=0), MOST),
+    "a process dies in a round": (replace(ROUND, kinds=DEATHS), MOST),
+    "a node leaves a round": (replace(ROUND, kinds=("leaves",)), MOST),
+    "a process dies as the run begins": (Bounds(comes_back=0, kinds=DEATHS), 600),
+    "an agent dies and comes back": (replace(ROUND, kinds=("dies",), comes_back=1), 600),
+    "a link breaks": (replace(ROUND, kinds=("loses its link",)), 600),
+    "a host freezes": (replace(ROUND, kinds=("freezes",)), 600),
+    "all is late": (replace(ROUND, kinds=("late",)), 600),
+    "a process dies, live": (replace(ROUND, live=True, kinds=DEATHS), 600),
+    "a newcomer starts ahead": (
+        replace(ROUND, live=True, nodes="1:3", newcomers="c", faults=0, kinds=()),
+        600,
+    ),
+}
+"""By name, with the most states."""
+
+SOAK: dict[str, tuple[Bounds, int]] = {
+    "one fault at any time": (Bounds(), 150_000),
+    "one fault at any time, live": (Bounds(live=True), 150_000),
+    "two nodes are needed": (Bounds(nodes="2:2"), 150_000),
+    "three nodes, two workers, two faults": (Bounds(nodes="2:3", start="abc", nproc=2, faults=2, formed=True), 150_000),
+    "a newcomer starts ahead, and the leader changes": (
+        replace(ROUND, live=True, nodes="1:3", newcomers="c", kinds=("dies", "is lost ahead", "crash"), comes_back=1),
+        150_000,
+    ),
+    "three nodes, two workers, two faults, live": (
+        Bounds(nodes="1:3", start="abc", nproc=2, faults=2, formed=True, live=True),
+        150_000,
+    ),
+}
+
+QUICK_VOTERS: dict[str, tuple[VoterBounds, int]] = {
+    "two candidates": (VoterBounds(faults=0), MOST),
+    "two candidates, and a voter is lost": (VoterBounds(), 2000),
+    "one candidate, and a file is lost": (VoterBounds(candidates="a", lost_files=1), 2000),
+    "an end that only one voter has": (VoterBounds(candidates="abc", faults=0, ends=True, tried=True), 2000),
+}
+
+SOAK_VOTERS: dict[str, tuple[VoterBounds, int]] = {
+    "two candidates, and a file is lost": (VoterBounds(lost_files=1), 300_000),
+    "the run begins, and a voter is lost": (VoterBounds(founded=False), 300_000),
+    "a message is lost": (VoterBounds(faults=0, lost_messages=1, gives_up=1), 300_000),
+    "an end that only one voter has": (VoterBounds(candidates="abc", faults=0, ends=True, tried=True), 300_000),
+}
