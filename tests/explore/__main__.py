@@ -11,9 +11,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from explore.cases import MOST, QUICK, QUICK_VOTERS, SOAK, SOAK_VOTERS
+from explore.cases import MOST, QUICK, QUICK_BESIDE, QUICK_VOTERS, SOAK, SOAK_BESIDE, SOAK_VOTERS
 from explore.run_world import MET, RunWorld
-from explore.search import WorldState, explore
+from explore.search import WorldState, explore, explore_beside
 from explore.voting import VotingWorld
 
 
@@ -34,6 +34,13 @@ def main() -> None:
             found = explore(world, min(most, args.most))
             whole = "yes" if found.whole else "no"
             print(f"| {name} | {found.states} | {found.moves} | {found.depth} | {whole} |", flush=True)
+    for name, (bounds, most) in (SOAK_BESIDE if args.soak else QUICK_BESIDE).items():
+        if not args.names or name in args.names:
+            beside = RunWorld(bounds)
+            for node_id in bounds.newcomers:
+                beside.do(("arrives", node_id))
+            found = explore_beside(beside, min(most, args.most))
+            print(f"| {name} | {found.states} | {found.moves} | {found.depth} | no |", flush=True)
     for machine in ("leader", "policy"):
         print(f"\n{table(machine)}")
 

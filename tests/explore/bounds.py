@@ -6,7 +6,17 @@ from dataclasses import dataclass
 
 __all__ = ["FAULTS", "Bounds"]
 
-FAULTS = ("crash", "dies", "loses power", "loses its link", "freezes", "leaves", "late", "dies after its write")
+FAULTS = (
+    "crash",
+    "ends by SIGTERM",
+    "dies",
+    "loses power",
+    "loses its link",
+    "freezes",
+    "leaves",
+    "late",
+    "dies after its write",
+)
 
 
 @dataclass(frozen=True)

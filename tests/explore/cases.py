@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from explore.bounds import Bounds
+from explore.bounds import FAULTS, Bounds
 from explore.voting import VoterBounds
 
-__all__ = ["MOST", "QUICK", "QUICK_VOTERS", "SOAK", "SOAK_VOTERS"]
+__all__ = ["MOST", "QUICK", "QUICK_BESIDE", "QUICK_VOTERS", "ROUND", "SOAK", "SOAK_BESIDE", "SOAK_VOTERS"]
 
 MOST = 10**9
 """No limit."""
@@ -21,15 +21,18 @@ QUICK: dict[str, tuple[Bounds, int]] = {
     "a run begins": (Bounds(faults=0, comes_back=0), MOST),
     "a process dies in a round": (replace(ROUND, kinds=DEATHS), MOST),
     "a node leaves a round": (replace(ROUND, kinds=("leaves",)), MOST),
-    "a process dies as the run begins": (Bounds(comes_back=0, kinds=DEATHS), 600),
-    "an agent dies and comes back": (replace(ROUND, kinds=("dies",), comes_back=1), 600),
-    "a link breaks": (replace(ROUND, kinds=("loses its link",)), 600),
-    "a host freezes": (replace(ROUND, kinds=("freezes",)), 600),
-    "all is late": (replace(ROUND, kinds=("late",)), 600),
-    "a process dies, live": (replace(ROUND, live=True, kinds=DEATHS), 600),
+    "a process dies as the run begins": (Bounds(comes_back=0, kinds=DEATHS), 400),
+    "an agent dies and comes back": (replace(ROUND, kinds=("dies",), comes_back=1), 400),
+    "a link breaks": (replace(ROUND, kinds=("loses its link",)), 400),
+    "a host freezes": (replace(ROUND, kinds=("freezes",)), 400),
+    "a worker ends by SIGTERM": (replace(ROUND, kinds=("ends by SIGTERM",)), 400),
+    "no restart is allowed": (replace(ROUND, kinds=("crash",), max_restarts=0), 400),
+    "both nodes are needed": (replace(ROUND, nodes="2:2", kinds=("dies",), comes_back=1), 400),
+    "all is late": (replace(ROUND, kinds=("late",)), 400),
+    "a process dies, live": (replace(ROUND, live=True, kinds=DEATHS), 400),
     "a newcomer starts ahead": (
         replace(ROUND, live=True, nodes="1:3", newcomers="c", faults=0, kinds=()),
-        600,
+        400,
     ),
 }
 """By name, with the most states."""
@@ -49,11 +52,30 @@ SOAK: dict[str, tuple[Bounds, int]] = {
     ),
 }
 
+SWITCH = replace(ROUND, live=True, nodes="1:3", newcomers="c")
+
+QUICK_BESIDE: dict[str, tuple[Bounds, int]] = {
+    "a process dies at each point of a switch": (replace(SWITCH, kinds=("dies",)), 2),
+}
+"""Worlds of which only the fair schedule is visited, and so many states after each fault at each of its points."""
+
+SOAK_BESIDE: dict[str, tuple[Bounds, int]] = {
+    "a fault at each point of a switch": (replace(SWITCH, kinds=(*FAULTS, "is lost ahead")), 300),
+    "a fault at each point of a run of three nodes": (
+        Bounds(nodes="2:3", start="abc", nproc=2, comes_back=1, finishes=False),
+        300,
+    ),
+    "a fault at each point of a live run of three nodes": (
+        Bounds(nodes="1:3", start="abc", nproc=2, comes_back=1, finishes=False, live=True),
+        300,
+    ),
+}
+
 QUICK_VOTERS: dict[str, tuple[VoterBounds, int]] = {
     "two candidates": (VoterBounds(faults=0), MOST),
-    "two candidates, and a voter is lost": (VoterBounds(), 2000),
-    "one candidate, and a file is lost": (VoterBounds(candidates="a", lost_files=1), 2000),
-    "an end that only one voter has": (VoterBounds(candidates="abc", faults=0, ends=True, tried=True), 2000),
+    "two candidates, and a voter is lost": (VoterBounds(), 1000),
+    "one candidate, and a file is lost": (VoterBounds(candidates="a", lost_files=1), 1000),
+    "an end that only one voter has": (VoterBounds(candidates="abc", faults=0, ends=True, tried=True), 1000),
 }
 
 SOAK_VOTERS: dict[str, tuple[VoterBounds, int]] = {

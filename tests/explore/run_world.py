@@ -6,6 +6,7 @@ at which something is due. A move that lets time pass earlier counts as a fault 
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -262,8 +263,8 @@ class RunWorld(WorldState):
             if agent.frozen or agent.code is not None:
                 continue
             for rank, worker in sorted(agent.workers.by_rank.items()):
-                if "crash" in kinds and worker.state in ("starts", "trains"):
-                    yield "crash", name, rank
+                if worker.state in ("starts", "trains"):
+                    yield from ((kind, name, rank) for kind in ("crash", "ends by SIGTERM") if kind in kinds)
                 if "is lost ahead" in kinds and worker.state in ("suspended", "ahead", "waits"):
                     yield "crash", name, rank
             yield from ((kind, name) for kind in ("dies", "loses power", "freezes") if kind in kinds)
@@ -343,8 +344,8 @@ class RunWorld(WorldState):
         agent = self.incarnation(rest[0])
         assert agent is not None
         match what:
-            case "crash":
-                agent.workers.crash(rest[1], 1)
+            case "crash" | "ends by SIGTERM":
+                agent.workers.crash(rest[1], 1 if what == "crash" else -signal.SIGTERM)
             case "dies" | "loses power":
                 agent.die(silent=what == "loses power")
             case "loses its link":

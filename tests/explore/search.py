@@ -6,12 +6,13 @@ import gc
 import time
 import traceback
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from explore.states import drop, fork
 
-__all__ = ["Found", "Label", "Moves", "QuietError", "Violation", "WorldState", "explore", "play"]
+__all__ = ["Found", "Label", "Moves", "QuietError", "Violation", "WorldState", "explore", "explore_beside", "play"]
 
 Label = tuple[Any, ...]
 """A move: what happens, and to what."""
@@ -80,6 +81,44 @@ def play(world: WorldState, path: list[Label]) -> None:
     for label in path:
         assert label in [move for move, _ in world.moves()], f"{label} is not possible"
         world.do(label)
+
+
+def explore_beside(start: WorldState, most: int) -> Found:
+    """From each state of the fair schedule take each move that need not be, and explore so many states after it.
+
+    Raises:
+        Violation: as :func:`explore`.
+    """
+    total, began = Found(), time.process_time()
+    world, made = fork(start)
+    path: list[Label] = []
+    following: Label | None = ()
+    while following is not None:
+        following = None
+        for label, fair in world.moves():
+            child, others = fork(world)
+            if (fair and following is not None) or not _try(total, 0, child, label, path):
+                continue
+            if fair:
+                following = label
+                continue
+            try:
+                found = explore(child, most)
+            except Violation as error:
+                raise Violation([*path, label, *error.path], error.why) from error.__cause__
+            drop(others)
+            total.states, total.moves, total.ends = (
+                total.states + found.states,
+                total.moves + found.moves,
+                total.ends + found.ends,
+            )
+        if following is not None:
+            world.do(following)
+            path.append(following)
+            total.depth = len(path)
+    drop(made)
+    total.seconds = time.process_time() - began
+    return total
 
 
 class _Parent:
@@ -172,14 +211,14 @@ def _expand(found: Found, state: int, depth: int, here: _Parent, seen: set[int],
     return following
 
 
-def _try(found: Found, state: int, world: WorldState, label: Label) -> bool:
+def _try(found: Found, state: int, world: WorldState, label: Label, path: Sequence[Label] = ()) -> bool:
     try:
         world.do(label)
     except QuietError:
         return False
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1].line
-        raise Violation([*found.path(state), label], f"{type(error).__name__}: {error or where}") from error
+        raise Violation([*path, *found.path(state), label], f"{type(error).__name__}: {error or where}") from error
     return True
 
 

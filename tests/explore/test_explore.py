@@ -26,9 +26,9 @@ from elastic_launch.rendezvous.voters.register import Register
 from elastic_launch.rendezvous.voters.server import VoterServer
 from elastic_launch.rendezvous.voters.voter import Voter
 from explore.bounds import Bounds
-from explore.cases import QUICK, QUICK_VOTERS, ROUND, SOAK, SOAK_VOTERS
+from explore.cases import QUICK, QUICK_BESIDE, QUICK_VOTERS, ROUND, SOAK, SOAK_BESIDE, SOAK_VOTERS
 from explore.run_world import RunWorld
-from explore.search import Violation, explore, play
+from explore.search import Violation, explore, explore_beside, play
 from explore.states import fork
 from explore.voting import VoterBounds, VotingWorld
 
@@ -48,6 +48,28 @@ def test_voters_keep_their_invariants_and_all_candidates_come_to_know_a_value(na
     bounds, most = QUICK_VOTERS[name]
     found = explore(VotingWorld(bounds), most)
     assert found.whole or found.states == most
+
+
+@pytest.mark.parametrize("name", QUICK_BESIDE)
+def test_a_fault_at_each_point_of_a_change_leads_to_the_end(name: str) -> None:
+    bounds, most = QUICK_BESIDE[name]
+    _beside(bounds, most)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("name", SOAK_BESIDE)
+def test_many_states_after_a_fault_at_each_point(name: str) -> None:
+    bounds, most = SOAK_BESIDE[name]
+    _beside(bounds, most)
+
+
+def _beside(bounds: Bounds, most: int) -> None:
+    world = RunWorld(bounds)
+    for node_id in bounds.newcomers:
+        world.do(("arrives", node_id))
+    found = explore_beside(world, most)
+    assert found.states > found.depth
 
 
 @pytest.mark.soak

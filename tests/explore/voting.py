@@ -126,21 +126,20 @@ class VotingWorld(VoterWorld):
         channels = self._channels()
         for channel in channels:
             yield "comes", *channel
-        for name, process in self.processes.items():
-            if not process.alive:
-                continue
-            voter = process.voter
-            assert voter is not None
-            if name in self.leave_by:
-                if self._exits(name):
-                    yield "exits", name
-                continue
-            founded = self._votes(name)
-            if not founded and not any(channel[0] == name for channel in channels) and name not in self._asked():
+        asked = self._asked()
+        alive = [(name, process) for name, process in self.processes.items() if process.alive]
+        staying = [(name, process) for name, process in alive if name not in self.leave_by]
+        busy = {channel[0] for channel in channels}
+        for name, _ in staying:
+            if not self._votes(name) and name not in busy and name not in asked:
                 yield "reports", name
-            elif founded and process.doing is None and self.stage.get(name) in ("reads", "settles", "writes"):
+        for name, _ in alive:
+            if name in self.leave_by and self._exits(name):
+                yield "exits", name
+        for name, process in staying:
+            if self._votes(name) and process.doing is None and self.stage.get(name) in ("reads", "settles", "writes"):
                 yield "begins", name
-            if process.doing is not None and not any(channel[0] == name for channel in channels):
+            if process.doing is not None and name not in busy:
                 yield "gives up", name
 
     def _votes(self, name: str) -> bool:
