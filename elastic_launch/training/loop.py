@@ -103,7 +103,7 @@ class Loop:
         self._given: dict[str, object] = {}
         self._received: Resumed | None = None  # a state that takes effect when the step has ended
         # What follows the last step, on all ranks:
-        self._owes_evaluation = self._owes_boundary = False
+        self._owes_snapshot = self._owes_evaluation = self._owes_boundary = False
         self._bounded = -1  # the last step whose boundary has begun
         self._reached = 0  # steps that this process has done at most; if it began later than others, that they had
         # Of the current round:
@@ -527,10 +527,7 @@ class Loop:
             self._parts[OWN] = OwnParameters(self._model, self._optimizer)
             self._follow(self.engine.state.extended(self._parts))
         self._owes_evaluation, self._owes_boundary = self._lacks_evaluation(self._step), True
-        if self._owes_evaluation:
-            # An evaluation may take longer than many steps: a fault within it must not cost those before.
-            stays = stays_of(self._optimizer, self._model.parameters())
-            self.engine.step_done(self._after(self._step, evaluated=False), stays)
+        self._owes_snapshot = self._owes_evaluation
 
     def _after(self, step: int, *, evaluated: bool = True) -> Trained:
         engine = self.engine
@@ -543,6 +540,11 @@ class Loop:
         while self._owes_evaluation or self._owes_boundary:
             error: RuntimeError | None = None
             try:
+                if self._owes_snapshot:
+                    # An evaluation may take longer than many steps: a fault within it must not cost those before.
+                    self._owes_snapshot = False
+                    stays = stays_of(self._optimizer, self._model.parameters())
+                    self.engine.step_done(self._after(self._step, evaluated=False), stays)
                 if self._owes_evaluation:
                     self._evaluate()
                     evaluated = True

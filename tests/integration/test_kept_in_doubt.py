@@ -165,6 +165,22 @@ def test_each_process_that_is_kept_is_told_which_steps_it_has_done_itself(job: J
 
 
 @pytest.mark.slow
+def test_the_others_keep_their_processes_if_one_dies_before_an_evaluation(job: Job, tmp_path: Path) -> None:
+    """They find it as they confirm the state that is to be evaluated."""
+    script = str(SCRIPTS / "evaluating.py")
+    run_script(script, str(tmp_path))
+    (alone,) = read_lines(tmp_path / "results.jsonl")
+    command = [SCRIPT, script, str(job.work)]
+    agent = job.launch("--standalone", "--nproc", "3", command=command, env={"SPOIL": "1:10:1"})
+    assert agent.wait(100) == 0, agent.output
+    kept = {event["pid"] for event in job.events("worker_kept")}
+    assert len(kept) == 2
+    for result in read_lines(job.work / "results.jsonl"):
+        assert (result["hash"], result["history"]) == (alone["hash"], alone["history"])
+        assert result["evaluations"] == alone["evaluations"] or result["pid"] not in kept
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["between", pytest.param("second", marks=pytest.mark.soak)])
 def test_a_step_of_two_passes_is_done_again_as_a_whole(job: Job, tmp_path: Path, place: str) -> None:
     script = str(SCRIPTS / "passes.py")
