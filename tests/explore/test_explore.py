@@ -110,8 +110,8 @@ def _waits_for_no_worker(patch: Patch) -> None:
 def _charges_twice(patch: Patch) -> None:
     rule = RestartBudget.rule
 
-    def twice(self: RestartBudget, broken: Broken, nodes: int = 1) -> Any:
-        ruling = rule(self, broken, nodes)
+    def twice(self: RestartBudget, broken: Broken, *args: Any, **options: Any) -> Any:
+        ruling = rule(self, broken, *args, **options)
         self.spent += ruling.charged
         return ruling
 
