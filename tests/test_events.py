@@ -14,7 +14,7 @@ import pytest
 from elastic_launch.events import types as ev
 from elastic_launch.events.sentences import sentence
 from elastic_launch.events.sinks import JsonLines
-from elastic_launch.failure import BegunInstead, SplitCollective, StallPlace
+from elastic_launch.failure import BegunInstead, SplitCollective, StallPlace, Suspect
 from elastic_launch.observe.reading import parse
 from elastic_launch.testing import FakeClock
 
@@ -33,6 +33,7 @@ def example(kind: type[ev.Event]) -> ev.Event:
         "tuple[str, ...]": ("a", "b"),
         "tuple[int, ...]": (0, 2),
         "tuple[StallPlace, ...]": (StallPlace("code", "x:1 in f"),),
+        "tuple[Suspect, ...]": (Suspect("b", 1), Suspect("c")),
         "tuple[SplitCollective, ...]": (SplitCollective("x", 7, "g", (0,), (), (BegunInstead("y", (1,)),)),),
     }
     return kind(**{item.name: samples[str(item.type)] for item in fields(kind)})

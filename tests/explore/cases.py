@@ -37,18 +37,19 @@ QUICK: dict[str, tuple[Bounds, int]] = {
 }
 """By name, with the most states."""
 
+# A state that waits keeps the one before it, of some 50 KiB.
 SOAK: dict[str, tuple[Bounds, int]] = {
-    "one fault at any time": (Bounds(), 150_000),
-    "one fault at any time, live": (Bounds(live=True), 150_000),
-    "two nodes are needed": (Bounds(nodes="2:2"), 150_000),
-    "three nodes, two workers, two faults": (Bounds(nodes="2:3", start="abc", nproc=2, faults=2, formed=True), 150_000),
+    "one fault at any time": (Bounds(), 60_000),
+    "one fault at any time, live": (Bounds(live=True), 60_000),
+    "two nodes are needed": (Bounds(nodes="2:2"), 60_000),
+    "three nodes, two workers, two faults": (Bounds(nodes="2:3", start="abc", nproc=2, faults=2, formed=True), 30_000),
     "a newcomer starts ahead, and the leader changes": (
         replace(ROUND, live=True, nodes="1:3", newcomers="c", kinds=("dies", "is lost ahead", "crash"), comes_back=1),
-        150_000,
+        30_000,
     ),
     "three nodes, two workers, two faults, live": (
         Bounds(nodes="1:3", start="abc", nproc=2, faults=2, formed=True, live=True),
-        150_000,
+        30_000,
     ),
 }
 
@@ -79,8 +80,8 @@ QUICK_VOTERS: dict[str, tuple[VoterBounds, int]] = {
 }
 
 SOAK_VOTERS: dict[str, tuple[VoterBounds, int]] = {
-    "two candidates, and a file is lost": (VoterBounds(lost_files=1), 300_000),
-    "the run begins, and a voter is lost": (VoterBounds(founded=False), 300_000),
-    "a message is lost": (VoterBounds(faults=0, lost_messages=1, gives_up=1), 300_000),
-    "an end that only one voter has": (VoterBounds(candidates="abc", faults=0, ends=True, tried=True), 300_000),
+    "two candidates, and a file is lost": (VoterBounds(lost_files=1), 100_000),
+    "the run begins, and a voter is lost": (VoterBounds(founded=False), 100_000),
+    "a message is lost": (VoterBounds(faults=0, lost_messages=1, gives_up=1), 100_000),
+    "an end that only one voter has": (VoterBounds(candidates="abc", faults=0, ends=True, tried=True), 100_000),
 }
