@@ -176,8 +176,8 @@ def test_a_session_that_is_not_to_be_live_ends_with_its_round(agent: PlayedAgent
     assert not any(ready.live for ready in worker.said(c.Ready))
 
 
-def test_whether_a_session_is_live_is_yes_or_no() -> None:
-    with pytest.raises(UsageError, match="session\\(live='gpu'\\) says neither yes nor no"), el.session(live="gpu"):  # type: ignore[arg-type]
+def test_a_session_refuses_an_unknown_value_of_live() -> None:
+    with pytest.raises(UsageError, match="session\\(live='gpu'\\) is not known"), el.session(live="gpu"):  # type: ignore[arg-type]
         pass
 
 
