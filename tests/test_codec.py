@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from elastic_launch import codec
 from elastic_launch.config.launch_config import Limits
+from elastic_launch.contract import Count
 from elastic_launch.errors import ProtocolError
 from elastic_launch.failure import Failure
 from elastic_launch.rendezvous.record import ControlRecord, LocalRanks, Member, Round, Seconds
@@ -32,11 +33,13 @@ LOCAL_RANKS = st.sets(st.integers(0, 65535), max_size=3).map(lambda ranks: tuple
 
 def values(hint: Any) -> st.SearchStrategy[Any]:
     """Values of a field's type."""
+    if hint == Count:
+        return st.integers(0, 2**53 - 1)
     if hint == LocalRanks:
         return LOCAL_RANKS
     if hint == Seconds:
         return st.floats(0.0, 1e9, exclude_max=True)
-    if typing.get_origin(hint) is types.UnionType:
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
         (inner,) = (arm for arm in typing.get_args(hint) if arm is not type(None))
         return st.none() | values(inner)
     if typing.get_origin(hint) is tuple:
@@ -91,7 +94,7 @@ def test_any_value_survives_a_round_trip(value: Any) -> None:
 
 def test_a_message_begins_with_its_type() -> None:
     assert m.pack(m.Joined(3)) == b'{"type":"joined","round":3}\n'
-    assert m.pack(m.Beat()) == b'{"type":"beat"}\n'
+    assert m.pack(m.Beat()) == b'{"type":"beat","load":null}\n'
 
 
 def test_text_that_is_not_unicode_is_kept() -> None:

@@ -101,6 +101,7 @@ class Loop:
         self._has_state = False  # whether this process has the state of a step, restored or initial
         self._agreed = False  # whether it has once got what is not in the state, such as unsaved buffers, from rank 0
         self._given: dict[str, object] = {}
+        self._trained_first: dict[str, bool] = {}  # whether each parameter needed a gradient as the loop began
         self._received: Resumed | None = None  # a state that takes effect when the step has ended
         # What follows the last step, on all ranks:
         self._owes_snapshot = self._owes_evaluation = self._owes_boundary = False
@@ -132,6 +133,7 @@ class Loop:
         self._given = self._arguments()
         self.engine.meet(told(self._given))
         self._live = self._can_live()
+        self._trained_first = self._trains() if self._live else {}
         self._begin()
         try:
             self._complete()
@@ -494,10 +496,12 @@ class Loop:
         try:
             resumed = self._resume(live)
         except UsageError as error:
-            why = str(error)
+            why = error.message
         else:
             if resumed.state is not None:
                 self._bounded = -1
+                if not resumed.trained:  # a checkpoint, from which new processes go on as the script has made them
+                    self._train_the_same(self._trained_first)
                 if self.engine.checkpoint is not None:
                     self.engine.checkpoint.forget_results()
                 return resumed

@@ -171,6 +171,8 @@ def test_a_scaler_is_forgotten_unless_it_or_its_holder_is_saved() -> None:
     off = torch.amp.GradScaler("cpu", enabled=False)
     assert not has_forgotten_scaler([])
     scaler = torch.amp.GradScaler("cpu")
+    assert not has_forgotten_scaler([]), "it may be for a later training"
+    scaler.scale(torch.ones(()))
     assert has_forgotten_scaler([])
     assert not has_forgotten_scaler([scaler])
     assert not has_forgotten_scaler([Holder(scaler)])

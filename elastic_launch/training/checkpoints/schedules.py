@@ -45,10 +45,10 @@ def has_forgotten_average(parts: Sequence[Stateful]) -> bool:
 
 
 def has_forgotten_scaler(parts: Sequence[Stateful]) -> bool:
-    """Whether the process has an enabled gradient scaler that is neither in ``parts`` nor belongs to one of them."""
+    """Whether the process has used a gradient scaler that is neither in ``parts`` nor belongs to one of them."""
     saved = {id(holder) for part in parts for holder in (part, *getattr(part, "__dict__", {}).values())}
     scalers = [x for x in gc.get_referrers(*_SCALERS) if type(x) in _SCALERS]
-    return any(scaler.is_enabled() and id(scaler) not in saved for scaler in scalers)
+    return any(scaler.is_enabled() and scaler._scale is not None and id(scaler) not in saved for scaler in scalers)
 
 
 def _has_plateau(optimizer: torch.optim.Optimizer) -> bool:
