@@ -133,7 +133,7 @@ class Loop:
         self._given = self._arguments()
         self.engine.meet(told(self._given))
         self._live = self._can_live()
-        self._trained_first = self._trains() if self._live else {}
+        self._trained_first = self._trains() if self._live and self._rounds.may_abort else {}
         self._begin()
         try:
             self._complete()

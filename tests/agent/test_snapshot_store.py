@@ -679,7 +679,10 @@ def test_a_copy_that_fails_gives_way_to_this_nodes_share_of_a_later_one(
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[copiers.Copier]:
-    """The copiers that are created: a test decides when one is given up. The next attempt follows immediately."""
+    """The copiers that are created: a test decides when one is given up. The next attempt follows immediately.
+
+    The first one does not begin: one that copies may be done before a test on a busy machine has stopped it.
+    """
     monkeypatch.setattr(module, "PAUSE", 0.01)
     monkeypatch.setattr(copiers, "WARN_AFTER", 0.2)
     monkeypatch.setattr(copiers, "KILLED_WITHIN", 0.2)
@@ -691,6 +694,12 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[copiers.Copier]:
         made.append(copier)
 
     monkeypatch.setattr(copiers.Copier, "__init__", beginning)
+    command = copiers.helper_command
+
+    def first_without_beginning(code: str, *arguments: str) -> list[str]:
+        return command(code if made else f"import time; time.sleep(600); {code}", *arguments)
+
+    monkeypatch.setattr(copiers, "helper_command", first_without_beginning)
     return made
 
 
@@ -699,7 +708,6 @@ def test_a_copying_process_that_hangs_is_warned_of_and_replaced(
 ) -> None:
     node.store(1)
     hanging = wait_for("the copying process", _copier)
-    os.kill(hanging, signal.SIGSTOP)
     late = f"the process that copies to {node.directory} has not begun"
     wait_for("the warning", lambda: late in caplog.text)
     assert alive(hanging)
