@@ -184,6 +184,12 @@ def test_without_restarts_a_mistake_ends_the_run_with_the_scripts_own_code() -> 
     assert verdict(budget, BAD, rule(budget, BAD))[0] == 1
 
 
+def test_a_repeated_mistake_that_spends_the_budget_ends_the_run_as_any_fault_does() -> None:
+    budget = budget_with(Limits(max_restarts=1))
+    assert rule(budget, BAD).charged
+    assert verdict(budget, BAD, rule(budget, BAD)) == (91, "all restarts spent (--max-restarts 1): the cause")
+
+
 def test_a_new_leader_knows_the_first_mistake() -> None:
     limits = Limits(max_restarts=9)
     budget = budget_with(limits)

@@ -203,7 +203,7 @@ class RestartBudget:
         if failure.repeats:
             return "the same step has failed in the same way twice"
         text = f"{mistake} has ended both rounds as they began: mend it, and run the same command again"
-        return "" if alone else text
+        return "" if alone or self.spent >= self.allowed else text  # the budget ends the run anyway
 
     def _early_mistake(self, failure: Failure, broken: Broken) -> str:
         """Return the script's mistake as text, if no step was done and this is the run's first or second fault.
