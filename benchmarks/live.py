@@ -197,7 +197,8 @@ def chosen(kinds: list[str], starts: list[float], busy: bool, workers: int) -> d
     changes = [Change(kind, start, busy, workers=workers) for kind in kinds if kind != "compiled" for start in starts]
     if "compiled" in kinds:
         changes.append(Change("killed", compiled=True, workers=workers))
-    return {each.name: Scenario(each.measure, LIVE_ON_GPUS, rows(each)) for each in changes}
+    who = LIVE_ON_GPUS if "WORKLOAD_GPU" in os.environ else LIVE
+    return {each.name: Scenario(each.measure, who, rows(each)) for each in changes}
 
 
 KINDS = ("killed", "joins", "leaves", "compiled")
