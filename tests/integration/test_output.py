@@ -227,5 +227,8 @@ def test_the_console_shows_what_torchrun_shows(job: Job) -> None:
     expected = run_script(*command, env={"OMP_NUM_THREADS": "1"}).splitlines()
     ours = job.launch("--nproc", "3", *flags, command=[str(script)], env={"LOGLEVEL": "ERROR"})
     assert ours.wait() == 0
-    assert sorted(ours.output.splitlines()) == sorted(expected)
-    assert len(expected) == 4
+    lines = ours.output.splitlines()
+    assert all(re.fullmatch(r"(\[default\d\]:)?(out|err) \d", line) for line in lines), lines
+    # torchrun's threads write a prefix and its line one after the other: on a busy machine they come between others'.
+    assert sorted("".join(lines)) == sorted("".join(expected))
+    assert len(lines) == 4
