@@ -136,7 +136,7 @@ def rank_main(case: Case, rank: int, ports: tuple[int, int], pipe: Connection) -
     error = None
     try:
         Rank(case, rank, pipe).run(ports)
-    except Exception as raised:  # noqa: BLE001  whatever it is, it is what is measured
+    except Exception as raised:  # noqa: BLE001  the error is the result of the probe
         error = f"{type(raised).__name__}: {raised}"[:300]
     pipe.send(("end", error))
     time.sleep(LIMIT)  # the end of a process may hang, and is not measured

@@ -144,6 +144,12 @@ class Changes:
         return "\n".join(f"--- {agent.name}\n{agent.output}" for agent in self.job.agents)
 
 
+def pids(job: Job, number: int) -> dict[int, int]:
+    """The processes of a round so far, by rank."""
+    starts = ("worker_started", "worker_kept", "worker_placed")
+    return {e["rank"]: e["pid"] for e in job.events() if e["event"] in starts and e["round"] == number}
+
+
 def ctl(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run elasticctl on a run that the flags name."""
     command = [sys.executable, "-m", "elastic_launch.cli.elasticctl", *arguments]

@@ -133,7 +133,7 @@ def nvml(library: str = "libnvidia-ml.so.1") -> Callable[[], tuple[GpuLoad, ...]
     """Return a function that samples NVIDIA's GPUs (https://docs.nvidia.com/deploy/nvml-api).
 
     Raises:
-        OSError, AttributeError: if there is no driver, or it lacks a function; the function that is returned, too.
+        OSError, AttributeError: if there is no driver, or it lacks a function. The returned function raises them, too.
     """
     driver = ctypes.CDLL(library)
 

@@ -142,7 +142,7 @@ class RunWorld(WorldState):
         formed = record.round
         if formed.members:
             ranks = [place.rank for index in range(len(formed.members)) for place in formed.ranks_of(index)]
-            assert ranks == list(range(formed.world_size)), "the ranks are no permutation"
+            assert ranks == list(range(formed.world_size)), "the ranks must be a permutation"
             self.formed.setdefault(formed.number, formed)
 
     def lost_peer(self, number: int, agent: Agent, rank: int) -> None:
@@ -216,7 +216,10 @@ class RunWorld(WorldState):
                 yield "step", number
 
     def _commutes(self, urgent: Moves) -> Moves:
-        """A move whose order with all others does not count, once there are no faults: a node without workers reads."""
+        """Return a move that has the same result before and after all others, if there is one and no fault can follow.
+
+        A node without workers reads an order.
+        """
         for label, fair in urgent:
             agent = self.incarnation(label[1]) if label[0] == "reads" else None
             if agent is not None and not agent.workers.by_rank and agent.office is None:

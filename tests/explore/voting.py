@@ -1,7 +1,7 @@
 """Voters of a record in which any event may come next: each candidate reads the value, and writes another one.
 
 A candidate is done once it has written a value or read one that is not the first. In a world that ends, each value but
-the first is the end of the run: whoever knows it leaves, as :class:`VotingBackend` does.
+the first is the end of the run: a voter that knows it leaves, as :class:`VotingBackend` does.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from changes import Changes, undisturbed_hash
+from changes import Changes, pids, undisturbed_hash
 from harness import SCRIPTS, Job, read_lines, run_script
 
 from elastic_launch.faults import FaultPlan
@@ -26,12 +26,6 @@ def training(job: Job, *options: str, **how: Any) -> Changes:
     changes = Changes(job, *options, live=True, **how)
     changes.command.insert(0, SCRIPT)
     return changes
-
-
-def pids(job: Job, number: int) -> dict[int, int]:
-    """The processes of a round so far, by rank."""
-    starts = ("worker_started", "worker_kept", "worker_placed")
-    return {e["rank"]: e["pid"] for e in job.events() if e["event"] in starts and e["round"] == number}
 
 
 def repeated(changes: Changes) -> int:

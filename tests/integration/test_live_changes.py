@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from changes import STEPS, Changes, undisturbed_hash
+from changes import STEPS, Changes, pids, undisturbed_hash
 from etcd_servers import cluster, endpoints
 from harness import SCRIPTS, Job, now, read_lines, wait_for
 
@@ -17,12 +17,6 @@ from harness import SCRIPTS, Job, now, read_lines, wait_for
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return undisturbed_hash(tmp_path_factory.mktemp("undisturbed"))
-
-
-def pids(job: Job, number: int) -> dict[int, int]:
-    """The processes of a round so far, by rank."""
-    events = [e for e in job.events() if e["event"] in ("worker_started", "worker_kept") and e["round"] == number]
-    return {event["rank"]: event["pid"] for event in events}
 
 
 @pytest.mark.executed

@@ -7,7 +7,7 @@ import re
 import signal
 
 import pytest
-from changes import Changes, undisturbed_hash
+from changes import Changes, pids, undisturbed_hash
 from harness import SCRIPTS, Job, wait_for
 
 pytestmark = pytest.mark.slow
@@ -18,12 +18,6 @@ FROZEN = str(SCRIPTS / "frozen.py")
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return undisturbed_hash(tmp_path_factory.mktemp("undisturbed"))
-
-
-def pids(job: Job, number: int) -> dict[int, int]:
-    """The processes of a round so far, by rank."""
-    events = [e for e in job.events() if e["event"] in ("worker_started", "worker_kept") and e["round"] == number]
-    return {event["rank"]: event["pid"] for event in events}
 
 
 def frozen(job: Job, where: str, who: str, *options: str) -> Changes:

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from changes import STEPS, Changes, undisturbed_hash
+from changes import STEPS, Changes, pids, undisturbed_hash
 from harness import SCRIPTS, Agent, Job, alive, freeze, read_lines, wait_for
 
 from elastic_launch.faults import FaultPlan
@@ -28,12 +28,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def training(job: Job, start: float = START, step_time: float = 0.1) -> Changes:
     return Changes(job, "--start-time", str(start), live=True, step_time=step_time)
-
-
-def pids(job: Job, number: int) -> dict[int, int]:
-    """The processes of a round so far, by rank."""
-    starts = ("worker_started", "worker_kept", "worker_placed")
-    return {e["rank"]: e["pid"] for e in job.events() if e["event"] in starts and e["round"] == number}
 
 
 def started_ahead(job: Job, *former: int) -> int:

@@ -72,7 +72,7 @@ def test_a_killed_worker_passes_the_stations_that_the_documentation_lists(tmp_pa
     found = json.loads(walk.read_text())
     entries = [entry for entry in found["entries"] if entry != "StartsTake"]  # on a slow machine
     assert entries[: entries.index("Ready")] == ["WorkerExit", "Break", "Form"]
-    # The host's load is looked at every few seconds, whatever happens.
+    # The agent samples the host's load every few seconds, also without a fault.
     new = {name for name in found["new"] if not name.startswith((*TOOLS, "elastic_agents.host_watch"))}
     listed = documented()
     assert new - listed == set(), "the walk has a station that is not listed"

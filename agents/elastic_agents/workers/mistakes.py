@@ -1,7 +1,7 @@
 """Whether the exception that ended a worker says that the script is wrong, by its traceback: pure.
 
 A run whose first two rounds end by the same mistake gets no third one. So what may be different another time, or is not
-known, is no mistake: files, networks, devices, memory, time-outs, and the types of other packages.
+known, does not count: files, networks, devices, memory, time-outs, and the types of other packages.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _is_mistake(kind: str) -> bool:
 
 
 def _may_pass(kind: str) -> bool:
-    """Whether it is the name of an exception that is no mistake; so is that of any package's own."""
+    """Whether this is the name of an exception that may be absent another time, as each package's own types may."""
     known = vars(builtins).get(kind)
     is_exception = isinstance(known, type) and issubclass(known, BaseException)
     return not _is_mistake(kind) and (is_exception or "." in kind or kind.endswith(("Error", "Exception")))

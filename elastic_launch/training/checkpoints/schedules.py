@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from elastic_launch.training.checkpoints.parts import Stateful
 
 _SCALERS = (torch.amp.GradScaler, torch.cuda.amp.GradScaler)
+"""Both are in use; the garbage collector finds objects by their own class only."""
 
 _PLATEAU = {"optimizer", "num_bad_epochs", "cooldown_counter"}
 """Attributes of a ReduceLROnPlateau."""
