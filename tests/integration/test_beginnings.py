@@ -125,7 +125,8 @@ def test_a_signal_during_torchs_import_is_handled(job: Job, number: signal.Signa
     assert agent.wait() == code
     assert not job.started()
     first = f"{number.name} received: this node leaves once torch is imported"
-    assert -1 < agent.output.find(first) < agent.output.find("joined from"), agent.output
+    # A node that is told to leave early enough does not join at all.
+    assert first in agent.output.partition("joined from")[0], agent.output
     assert f"exit code {code}" in agent.output
     assert message.read_text().startswith(f"exit code {code}")
 
