@@ -34,6 +34,7 @@ from elastic_launch.training.gradients.accumulation import ExactGradients, Gradi
 from elastic_launch.training.gradients.buffer_rules import buffers_of, ruled_names
 from elastic_launch.training.gradients.means import cargo_size
 from elastic_launch.training.gradients.parameters import OwnParameters, Parameters
+from elastic_launch.training.live import resharding
 from elastic_launch.training.live.rehearsal import graphs_fit_any_world, randomness_kept, unchanged
 from elastic_launch.training.loop_options import LoopOptions
 from elastic_launch.training.passes import Share
@@ -249,7 +250,7 @@ class Loop:
         engine.compare_replicas(replicated(self._model, self._optimizer, ranks_own))
         on_host, report = rounds.device.type == "cpu", rounds.report_straggler
         self._pace = Pace(world.rank, world.world_size, resumed.step, on_host=on_host, report=report)
-        if rounds.doubts and live is None and resumed.state is None and not resumed.step:
+        if rounds.goes_back and live is None and resumed.state is None and not resumed.step:
             # A process that is kept may have to go back to it.
             engine.saver.keep(
                 self._after(0, evaluated=not self._owes_evaluation), stays_of(self._optimizer, self._model.parameters())
@@ -299,8 +300,14 @@ class Loop:
     def _can_live(self) -> bool:
         """Whether this training can continue in another round: a process that begins must meet it at the same place."""
         alone = self._options.start == 0 and self._rounds.untouched and not self._state.calls_functions
-        # What is sharded keeps the round's process groups, and no process has all of the state.
-        return alone and not self._state.sharded
+        if not alone or not self._state.sharded:
+            return alone
+        skips = self._checkpoint is not None and self._checkpoint.skip_frozen
+        why = "Checkpoint(skip_frozen=True)" if skips else self._state.fixed_shards or resharding.obstacle(self._model)
+        if why and self._rounds.asked_live is not False and self.engine.world.rank == 0:
+            _log.info("the model stays sharded over the ranks of one round, with which this process ends: %s", why)
+        self._rounds.shards = not why
+        return not why
 
     def _change_round(self, error: RuntimeError | None, passes: Sequence[Outcome] = ()) -> None:
         """Continue in the next round, or in the one after it if that breaks, too.
@@ -317,7 +324,9 @@ class Loop:
         engine, received = self.engine, self._received
         self._leave()
         step, last, done = self._step, self._last, tuple(passes)
-        in_doubt = self._rounds.in_doubt
+        in_doubt = self._rounds.in_doubt or self._rounds.shards
+        if self._rounds.shards:
+            resharding.let_go(self._model)
         if received is not None:
             step, last, done = received.step, received.last or self._last, received.passes
         try:
@@ -330,6 +339,8 @@ class Loop:
         def join() -> None:
             with self._rounds.link.forming():
                 self._rounds.join()
+                if self._rounds.shards:
+                    resharding.reshard(self._model, self._optimizer)
                 live = Live(step, engine.worlds, last, done, self._trained_there(), received, in_doubt)
                 self._enter(live if self._has_state else None)
 
@@ -483,6 +494,7 @@ class Loop:
             return self._options.gradients(world_size, rank)
         # An exchange between GPUs that is aborted may go unnoticed, see RoundGroups.confirm().
         how: dict[str, Any] = {"buffers": self._options.buffers, "same": same, "by_host": self._rounds.by_host}
+        how["outlives"] = self._rounds.shards
         if self._options.exact:
             return ExactGradients(self._model, self._optimizer, world_size, rank, **how)
         rows = len(self._epochs.batch.micro_batches())
@@ -535,7 +547,7 @@ class Loop:
 
     def _after(self, step: int, *, evaluated: bool = True) -> Trained:
         engine = self.engine
-        trained = self._trains if self._rounds.doubts else dict
+        trained = self._trains if self._rounds.goes_back else dict
         return Trained(step, engine.checkpoint, self._epochs.identity, self._state, engine.worlds, evaluated, trained)
 
     def _complete(self) -> None:
@@ -555,6 +567,8 @@ class Loop:
                 if not self._owes_boundary or not self._boundary(keep=evaluated):
                     return
             except RuntimeError as broken:
+                if self._gradients is not None and broken is self._gradients.failed:
+                    broken.__traceback__ = None  # which has frames of the script, whose evaluation has used the model
                 if not self._rounds.caused(broken):
                     raise
                 error = broken

@@ -56,6 +56,8 @@ class WorkerRounds:
         confirms: whether the exchange of each step is confirmed in this round.
         doubts: whether it is not, and may have ended with wrong values, so that only confirmed states count.
         in_doubt: whether this process' state follows from an exchange that is not confirmed.
+        shards: whether each process has only a part of the state, so that those of the next round, which divide it in
+            another way, all begin with a snapshot.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class WorkerRounds:
         self.timeout = timeout
         self.asked_live = live
         self.step = 0
-        self.begun = self.lives = self.barred = self.confirms = self.doubts = self.in_doubt = False
+        self.begun = self.lives = self.barred = self.confirms = self.doubts = self.in_doubt = self.shards = False
         self._gpus: set[torch.device] = set()  # those of the last exchange
         self._world = world
         self._noted = 0  # the library's own exchanges
@@ -151,6 +153,8 @@ class WorkerRounds:
     @property
     def _may_live(self) -> bool:
         wanted = self.asked_live is not False and self.link.patience > 0 and not self.barred
+        if self.shards:
+            wanted = wanted and self.link.keeps
         if not wanted or not may_end_wrong(self.device):
             return wanted
         return can_abort() and (self.asked_live == CONFIRMED or self.link.keeps)
@@ -163,6 +167,11 @@ class WorkerRounds:
     def agreed(self, *, aborts: bool) -> None:
         """Take note, as a round begins, whether exchanges may be aborted on any rank."""
         self.confirms, self.doubts = aborts and self.asked_live == CONFIRMED, aborts and self.asked_live != CONFIRMED
+
+    @property
+    def goes_back(self) -> bool:
+        """Whether this process goes on from a snapshot when this round breaks, and not from the state that it has."""
+        return self.doubts or self.shards
 
     @property
     def by_host(self) -> bool:

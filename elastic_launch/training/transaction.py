@@ -505,7 +505,14 @@ class Transaction:
         gradients.finish_buffers()
         optimizers.unscale(chosen, gradients, f"step {self.number}")
         if clip_norm is not None:
-            self.clipped_norm = gradients.clip(optimizers.parameters(chosen, gradients), clip_norm)
+            try:
+                self.clipped_norm = gradients.clip(optimizers.parameters(chosen, gradients), clip_norm)
+            except RuntimeError as error:  # as in grad_norm()
+                if not self._goes_on(error):
+                    raise
+                self._open = False
+                self._owner.pass_updated(self._passes)
+                return
         if self.number == 1:
             optimizers.warn_without_gradients(chosen, gradients, f"pass {self._passes} of the first step")
         self._owner.engine.saver.settle()
@@ -573,7 +580,14 @@ class Transaction:
     def grad_norm(self, optimizer: str | None) -> float:
         """Return the 2-norm of all gradients together; see :meth:`elastic_launch.Step.grad_norm`."""
         found = self.gradients(optimizer)
-        return math.nan if self._left_out else float(self.share.gradients.norm(list(found.values())))
+        if self._left_out:
+            return math.nan
+        try:
+            return float(self.share.gradients.norm(list(found.values())))
+        except RuntimeError as error:  # of a sharded model's ranks, which exchange their parts of it
+            if not self._goes_on(error):
+                raise
+            return math.nan
 
     def check_complete(self, *, more_passes: bool) -> None:
         """Check that the script has gone through the step.

@@ -6,7 +6,7 @@ before the training begins, and ``--later-time``, too, in a process of a later r
 ``--step-time`` until there is a file ``hurry``. With ``--die-within R:S:K`` rank K of round R kills itself in the
 forward pass of step S. With ``--stream`` the data are in shards. With ``--stream`` or ``--samples`` each rank notes in
 ``samples.jsonl`` which samples it has loaded. With ``--forget`` there is a scheduler, or an average of the model, that
-nothing saves.
+nothing saves. With ``--shard`` the model is sharded over all ranks.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
 import elastic_launch as el
@@ -131,6 +133,7 @@ def main() -> None:
     parser.add_argument("--later-time", type=float, default=0.0)
     parser.add_argument("--samples", action="store_true")
     parser.add_argument("--stream", choices=["seek", "skip"])
+    parser.add_argument("--shard", action="store_true")
     parser.add_argument("--forget", choices=["scheduler", "average"])
     args = parser.parse_args()
     deadly = tuple(map(int, args.die_within.split(":")))
@@ -148,6 +151,10 @@ def main() -> None:
         first = os.environ.get("ELASTIC_LAUNCH_ROUND", "1") == "1"  # not a number in a worker that starts ahead
         time.sleep(args.start_time if first else args.start_time + args.later_time)
         model = network().to(run.device)
+        if args.shard:
+            mesh = init_device_mesh(run.device.type, (run.world_size,))
+            for layer in (model[0], model):
+                fully_shard(layer, mesh=mesh)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         saving = {"every": args.every, "split": args.split}
         checkpoint = el.Checkpoint(args.checkpoint, **saving) if args.checkpoint else None
@@ -186,8 +193,9 @@ def main() -> None:
             notes.resumed()  # the round may have changed within the step
             if run.rank == 0 and step.repeated == again:  # else it was broken off
                 notes.note("steps.jsonl", step=step.number, again=again, interval=notes.interval, **seen(args))
+        weights = el.weights_sha256(model)
         if run.rank == 0:
-            result = {"hash": el.weights_sha256(model), "worlds": run.worlds, "restarts": run.restarts}
+            result = {"hash": weights, "worlds": run.worlds, "restarts": run.restarts}
             (args.directory / "result.json").write_text(json.dumps(result | {"resumed": run.resumed_step}))
 
 

@@ -39,6 +39,7 @@ from elastic_launch.training.checkpoints.sharded import (
 from elastic_launch.training.checkpoints.step_start import StepStart, copied, overlay
 from elastic_launch.training.gradients.parameters import OwnParameters
 from elastic_launch.training.kinds import found
+from elastic_launch.training.wrapped import is_zero
 
 
 class TrainingState:
@@ -126,6 +127,14 @@ class TrainingState:
     def divisible(self) -> bool:
         """Whether each rank has shards of a model's parameters."""
         return any(isinstance(part, nn.Module) and holds_shards(part) for part in self._parts.values())
+
+    @property
+    def fixed_shards(self) -> str:
+        """Why the state cannot be divided among other ranks in this process; empty if it can."""
+        for name, part in self.members():
+            if (holds_shards(part) and not isinstance(part, nn.Module | torch.optim.Optimizer)) or is_zero(part):
+                return f"of {name} each rank has a share"
+        return ""
 
     def whole_bytes(self) -> int:
         """Return the bytes of the tensors that :meth:`captured` returns on ranks that need them, without it."""

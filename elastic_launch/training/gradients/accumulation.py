@@ -9,7 +9,7 @@ parameter stays None if no micro-batch of any rank gave it one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
@@ -75,6 +75,7 @@ class Gradients:
         buffers: rules for buffers, by pattern of their names.
         same: whether the ranks have the same parameters and buffers already; otherwise they get rank 0's.
         by_host: whether they get these through the hosts' memory, also for GPUs.
+        outlives: whether this process goes on after an exchange of a sharded model that has failed.
     """
 
     exact = False
@@ -91,6 +92,7 @@ class Gradients:
         buffers: Mapping[str, str] | None = None,
         same: bool = False,
         by_host: bool = False,
+        outlives: bool = False,
     ) -> None:
         self.model = model  # what the script calls for the forward pass
         self.world_size = world_size
@@ -123,7 +125,7 @@ class Gradients:
             self.parameters.agree(rank, same=same, by_host=by_host)
         self._shards: ShardSums | None = None
         if self.parameters.sharded:
-            self._shards = ShardSums(model, self.parameters, world_size, rank, exact=self.exact)
+            self._shards = ShardSums(model, self.parameters, world_size, rank, exact=self.exact, outlives=outlives)
         self._follow()
         self._carrier = self._reduction
 
@@ -171,6 +173,11 @@ class Gradients:
         if self._shards is not None:
             self._shards.begin(plan)
 
+    @property
+    def failed(self) -> RuntimeError | None:
+        """The error by which an exchange of a sharded model's passes has failed."""
+        return None if self._shards is None else self._shards.failed
+
     def passes(self, plan: BatchPlan) -> int:
         """Return the number of passes in a step: those for this rank's micro-batches, then :meth:`empty_pass`."""
         return plan.grad_accum if self._shards is None else self._shards.passes(plan)
@@ -179,13 +186,14 @@ class Gradients:
     def empty_pass(self, number: int) -> Iterator[None]:
         """Context for a pass that counts nothing, which this rank makes because another one has more micro-batches."""
         assert self._shards is not None
-        self._shards.begin_pass(number)
-        try:
-            yield
-        finally:
-            for parameter in self.parameters.reduced.values():
-                parameter.grad = None
-        self._shards.end_pass()
+        with self._shards.going_through():
+            self._shards.begin_pass(number)
+            try:
+                yield
+            finally:
+                for parameter in self.parameters.reduced.values():
+                    parameter.grad = None
+            self._shards.end_pass()
         self._buffers.restore()
 
     @contextmanager
@@ -195,7 +203,8 @@ class Gradients:
         self._reduction.begin(index)
         self._taking = True
         try:
-            yield
+            with nullcontext() if self._shards is None else self._shards.going_through():
+                yield
         finally:
             self._taking = False
         self._add_buffers(self._buffers.take(index))
@@ -420,13 +429,10 @@ class ExactGradients(Gradients):
         optimizer: Any,
         world_size: int,
         rank: int,
-        *,
-        buffers: Mapping[str, str] | None = None,
-        same: bool = False,
-        by_host: bool = False,
+        **how: Any,
     ) -> None:
         check_model(model)
-        super().__init__(model, optimizer, world_size, rank, buffers=buffers, same=same, by_host=by_host)
+        super().__init__(model, optimizer, world_size, rank, **how)
         self._states = CarriedStates(model)
 
     def begin(self, plan: BatchPlan) -> None:

@@ -9,7 +9,8 @@ adds element by element, so it does not matter how a group's gradients are laid 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,9 +30,19 @@ class ShardSums:
     Args:
         model: the sharded model, whose modules get the reduction.
         exact: whether sums must be bitwise equal at every world size.
+        outlives: whether this process goes on after an exchange that has failed, see :meth:`going_through`.
     """
 
-    def __init__(self, model: nn.Module, parameters: Parameters, world_size: int, rank: int, *, exact: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Parameters,
+        world_size: int,
+        rank: int,
+        *,
+        exact: bool,
+        outlives: bool = False,
+    ) -> None:
         self._parameters = parameters
         self._world_size = world_size
         self._rank = rank
@@ -43,12 +54,18 @@ class ShardSums:
         self._signature = 0
         self._void = False  # whether the current pass counts nothing
         self._reduced = 0  # elements in the current pass
+        self._outlives = outlives
+        self._going_through = False
+        self.failed: RuntimeError | None = None
+        """The error by which an exchange of this round has failed. From then on all others count nothing."""
         self._plan = BatchPlan((), 1, ())
         for name, parameter in parameters.sharded.items():
             _check_mesh(name, parameter, world_size)
         for module in self._modules:
             scatter = _Scatter(self)
             try:
+                if outlives:
+                    module.set_custom_all_gather(_Gather(self))
                 module.set_custom_reduce_scatter(scatter)
                 module.set_all_reduce_hook(scatter.reduced)
             except ValueError as error:
@@ -81,6 +98,32 @@ class ShardSums:
         for scatter in self._scatters:
             scatter.stacks.clear()
 
+    @contextmanager
+    def going_through(self) -> Iterator[None]:
+        """The context of a pass, within which an exchange that fails raises nothing.
+
+        The script's code goes on with parameters of zeros; the error is raised by :meth:`end_pass`. If it came out of
+        the script's call of the model, nothing could catch it, and it would leave FSDP in the middle of a pass.
+        """
+        self._going_through = self._outlives
+        try:
+            yield
+        finally:
+            self._going_through = False
+
+    def exchanged(self, output: Tensor, exchange: Callable[[], Any]) -> Any:
+        """Return what an exchange returns; if it has failed, None, with an output of zeros."""
+        if self.failed is None:
+            try:
+                return exchange()
+            except RuntimeError as error:
+                self.failed = error
+                if not self._going_through:
+                    raise
+                error.__traceback__ = None  # it may keep a work alive, and thus the process group
+        output.zero_()
+        return None
+
     def begin_pass(self, number: int, *, void: bool = False) -> None:
         """Begin this rank's number-th pass; ``void``: its gradients count as 0."""
         micros = self._plan.micro_batches
@@ -92,7 +135,13 @@ class ShardSums:
             scatter.calls = scatter.made = 0
 
     def end_pass(self) -> None:
-        """End a pass, in which each parameter must have got its gradient."""
+        """End a pass, in which each parameter must have got its gradient.
+
+        Raises:
+            RuntimeError: the error by which an exchange in it has failed.
+        """
+        if self.failed is not None:
+            raise self.failed
         trained = [(n, p) for n, p in self._parameters.sharded.items() if p.requires_grad]
         if self._reduced != sum(_padded(p, self._world_size) for _, p in trained):
             without = ", ".join(name for name, p in trained if p.grad is None)
@@ -144,6 +193,23 @@ class ShardSums:
             output.zero_()
 
 
+class _Gather:
+    """Gathers the parameters of one module, as torch's ``DefaultAllGather``, which is in a private module."""
+
+    def __init__(self, sums: ShardSums) -> None:
+        self._sums = sums
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        # It has another name from torch 2.13 on.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return self._sums.exchanged(output_tensor, lambda: gather(output_tensor, input_tensor, group, async_op))
+
+
 class _Scatter:
     """Reduces the gradients of one module's parameters, instead of ``reduce_scatter_tensor``.
 
@@ -168,7 +234,7 @@ class _Scatter:
             self.sizes.append(len(input_tensor))
         if self.sizes[self.made - 1] != len(input_tensor):
             raise _partial("")  # before the ranks exchange different sizes, which may end a process
-        self._sums.reduce(self, output_tensor, input_tensor, group)
+        self._sums.exchanged(output_tensor, lambda: self._sums.reduce(self, output_tensor, input_tensor, group))
 
     def reduced(self, output: Tensor) -> None:
         _used_here(output)

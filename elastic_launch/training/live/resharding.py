@@ -1,0 +1,110 @@
+"""Shards a model that ``fully_shard`` has sharded over the ranks of another round, in the same process.
+
+Torch has no function for this. What ``fully_shard`` has made of each parameter is made again for the new ranks: hooks,
+modules and parameters stay the same objects, so that optimizers, schedulers and compiled code go on with them. The
+values are not moved: after :func:`reshard` a state must be loaded.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elastic_launch.training.wrapped import is_sharded, sharding_modules
+
+_NEEDS = ("reset_iter_state", "set_custom_all_gather")
+"""Methods of ``FSDPModule`` that not all versions of torch have."""
+
+
+def obstacle(model: nn.Module) -> str:
+    """Return why a model cannot be sharded over other ranks in this process; empty if it can."""
+    modules = sharding_modules(model)
+    if lacking := [name for name in _NEEDS if not all(hasattr(module, name) for module in modules)]:
+        return f"the FSDPModule of torch {torch.__version__} has no {lacking[0]}()"
+    for group in _groups(model):
+        if group.post_forward_mesh_info is not None and group.post_forward_mesh_info is not group.mesh_info:
+            return "fully_shard(reshard_after_forward=...) is a number"
+        if type(group._all_gather_comm).__name__ not in ("DefaultAllGather", "_Gather"):
+            return "it has exchanges of its own, see FSDPModule.set_custom_all_gather"
+        if any(
+            each.is_dtensor or hasattr(each._sharded_local_tensor, "fsdp_pre_all_gather") for each in group.fsdp_params
+        ):
+            return "a parameter was a tensor of its own kind before fully_shard"
+    return ""
+
+
+def let_go(model: nn.Module) -> None:
+    """Drop the process groups of the current round, which is about to be left."""
+    sharded: list[Any] = [parameter for parameter in model.parameters() if is_sharded(parameter)]
+    meshes = {id(each.device_mesh): each.device_mesh for each in sharded}
+    for group in _groups(model):
+        group.mesh_info.shard_process_group = None
+        meshes[id(group.mesh_info.mesh)] = group.mesh_info.mesh
+    for mesh in meshes.values():
+        getattr(mesh, "_pg_registry", {}).clear()
+
+
+def reshard(model: nn.Module, optimizer: Any) -> None:
+    """Shard a model over all ranks of the current round, and drop the optimizer's state, which was sharded alike.
+
+    The parameters' values are undefined afterwards.
+    """
+    from torch.distributed.device_mesh import init_device_mesh  # slow to import
+
+    for module in sharding_modules(model):
+        if module._get_fsdp_state()._is_root:
+            module.reset_iter_state()
+    infos: dict[int, tuple[Any, Any]] = {}  # by the old one's address, which lasts as long as it
+    for group in _groups(model):
+        old = group.mesh_info
+        if id(old) not in infos:
+            mesh = init_device_mesh(
+                old.mesh.device_type, (dist.get_world_size(),), mesh_dim_names=old.mesh.mesh_dim_names
+            )
+            infos[id(old)] = old, type(old)(mesh, shard_mesh_dim=0)
+        _, info = infos[id(old)]
+        group.mesh_info = info
+        if group.post_forward_mesh_info is not None:
+            group.post_forward_mesh_info = info
+        for each in group.fsdp_params:
+            _shard_again(each, info)
+    for each in getattr(optimizer, "optimizers", {"": optimizer}).values():
+        each.state.clear()
+
+
+def _shard_again(each: Any, info: Any) -> None:
+    """Do for one parameter what ``fully_shard`` has done, and keep the object that the optimizer has."""
+    kept, placement = each.sharded_param, each.fsdp_placement
+    whole = nn.Parameter(
+        torch.empty(each._orig_size, dtype=kept.dtype, device=each.device), requires_grad=kept.requires_grad
+    )
+    whole._fsdp_orig_uid = each._orig_param_uid  # type: ignore[attr-defined] # by which torch finds tied parameters
+    each.mesh_info = info
+    each.all_gather_outputs = []
+    each.__dict__.pop("_unsharded_param", None)
+    given = {"param": whole, "device": each.device, "shard_placement_fn": lambda _: placement, "mesh_info": info}
+    wanted = inspect.signature(each._init_sharded_param).parameters  # not the same in all versions of torch
+    each._init_sharded_param(**{name: given[name] for name in wanted})
+    if each.post_forward_mesh_info is not None:
+        each.post_forward_mesh_info = info
+        each._init_sharded_post_forward_param_metadata(whole)
+    made = each.sharded_param
+    kept.grad = None
+    kept._local_tensor, kept._spec = made._local_tensor, made._spec
+    each.sharded_param = kept
+    each._setattr_on_modules(kept)
+
+
+def _groups(model: nn.Module) -> list[Any]:
+    """Return what ``fully_shard`` has made of the parameters that one call got."""
+    found: dict[int, Any] = {}
+    for module in sharding_modules(model):
+        state = module._get_fsdp_state()
+        several = getattr(state, "_fsdp_param_groups", None)
+        groups = [state._fsdp_param_group] if several is None else several
+        found |= {id(group): group for group in groups if group is not None}
+    return [*found.values()]

@@ -1,0 +1,162 @@
+"""Sharded models in a second round of one process; tests/integration/test_kept_shards.py has several processes."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+
+from elastic_launch.training.gradients.parameters import Parameters
+from elastic_launch.training.gradients.sharded import ShardSums
+from elastic_launch.training.live.resharding import let_go, obstacle, reshard
+
+
+def _form() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[None]:
+    _form()
+    try:
+        yield
+    finally:
+        while MADE:
+            let_go(MADE.pop())
+        dist.destroy_process_group()
+        gc.collect()
+
+
+MADE: list[nn.Module] = []
+"""The models of a test, which keep its process group."""
+
+
+def _sharded(**how: Any) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4))
+    mesh = init_device_mesh("cpu", (1,))
+    for module in (model[0], model):
+        fully_shard(module, mesh=mesh, **how)
+    MADE.append(model)
+    return model
+
+
+def _whole(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.full_tensor().clone() for name, value in model.state_dict().items()}
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    loss = model(torch.ones(2, 3)).square().sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"reshard_after_forward": False}, {"shard_placement_fn": lambda p: Shard(p.dim() - 1)}]
+)
+def test_a_model_goes_on_in_the_next_group_with_the_same_parameters(how: dict[str, Any]) -> None:
+    model = _sharded(**how)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    _step(model, optimizer)
+    saved, expected = _whole(model), [*model.parameters()]
+    assert obstacle(model) == ""
+    before = weakref.ref(distributed_c10d._get_default_group())
+    let_go(model)
+    dist.destroy_process_group()
+    gc.collect()
+    assert before() is None
+    _form()
+    reshard(model, optimizer)
+    assert all(now is then for now, then in zip(model.parameters(), expected, strict=True))
+    assert not optimizer.state
+    mesh = next(model.parameters()).device_mesh  # type: ignore[attr-defined]
+    model.load_state_dict(
+        {name: _distributed(whole, like) for (name, whole), like in zip(saved.items(), expected, strict=True)}
+    )
+    assert all(torch.equal(whole, _whole(model)[name]) for name, whole in saved.items())
+    assert mesh.get_group() is distributed_c10d._get_default_group()
+    assert _step(model, optimizer) > _step(model, optimizer)
+
+
+def _distributed(whole: Tensor, like: Any) -> Tensor:
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole, like.device_mesh, like.placements)
+
+
+def test_a_pass_that_broke_off_leaves_nothing() -> None:
+    model = _sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first = _step(model, optimizer)
+    saved = _whole(model)
+    model(torch.ones(2, 3))  # without a backward pass: parameters are gathered
+    let_go(model)
+    reshard(model, optimizer)
+    model.load_state_dict({n: _distributed(w, p) for (n, w), p in zip(saved.items(), model.parameters(), strict=True)})
+    assert _step(model, optimizer) < first
+
+
+def test_within_a_pass_an_exchange_that_fails_gives_zeros_and_the_pass_ends_with_the_error() -> None:
+    model = _sharded()
+    parameters = Parameters(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    sums = ShardSums(model, parameters, 1, 0, exact=False, outlives=True)
+    output, error = torch.ones(3), RuntimeError("Connection closed by peer")
+
+    def fail() -> None:
+        raise error
+
+    with sums.going_through():
+        assert sums.exchanged(output, fail) is None
+        assert not output.any()
+        output.fill_(1.0)
+        assert sums.exchanged(output, lambda: pytest.fail("nothing is exchanged any more")) is None
+        assert not output.any()
+        with pytest.raises(RuntimeError, match="Connection closed") as raised:
+            sums.end_pass()
+        assert raised.value is error is sums.failed
+
+
+def test_an_error_outside_of_a_pass_is_raised_at_once() -> None:
+    model = _sharded()
+    sums = ShardSums(model, Parameters(model, torch.optim.SGD(model.parameters())), 1, 0, exact=False, outlives=True)
+    with pytest.raises(RuntimeError, match="closed"):
+        sums.exchanged(torch.ones(1), lambda: _raise(RuntimeError("closed")))
+    assert str(sums.failed) == "closed"
+
+
+def test_where_the_process_ends_with_its_round_an_error_in_a_pass_is_raised() -> None:
+    model = _sharded()
+    sums = ShardSums(model, Parameters(model, torch.optim.SGD(model.parameters())), 1, 0, exact=False)
+    with sums.going_through(), pytest.raises(RuntimeError, match="closed"):
+        sums.exchanged(torch.ones(1), lambda: _raise(RuntimeError("closed")))
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+class _OwnGather:
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+        output_tensor.copy_(input_tensor)
+
+
+def test_what_cannot_be_sharded_again_is_named() -> None:
+    model = _sharded()
+    model[0].set_custom_all_gather(_OwnGather())
+    assert "set_custom_all_gather" in obstacle(model)
+    assert obstacle(nn.Linear(2, 2)) == ""
