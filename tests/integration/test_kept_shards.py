@@ -7,13 +7,10 @@ import signal
 from typing import Any
 
 import pytest
-from changes import Changes, pids, undisturbed_hash
-from harness import Job
+from changes import Changes, pids
+from harness import SCRIPTS, Job, read_lines, run_script
 
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return undisturbed_hash(tmp_path_factory.mktemp("undisturbed"))
+EVALUATING = str(SCRIPTS / "evaluating.py")
 
 
 def training(job: Job, *options: str, **how: Any) -> Changes:
@@ -68,4 +65,41 @@ def test_planned_changes_cost_no_step_and_a_lost_node_those_since_the_last_snaps
     repeated(changes)
     events = [e for e in job.events() if e["event"] == "worker_kept"]
     assert {e["pid"] for e in events if e["round"] > again} == {pids(job, 1)[0]}
+    assert result["hash"] == undisturbed
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("evaluated")
+    run_script(EVALUATING, str(directory))
+    (result,) = read_lines(directory / "results.jsonl")
+    return dict(result)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["--die-in-step", "--die-in-evaluation"])
+def test_a_kill_within_a_forward_pass_leaves_the_others_in_their_processes(
+    job: Job, evaluated: dict[str, Any], where: str
+) -> None:
+    command = [EVALUATING, str(job.work), "--shard", where, "1:10:1"]
+    agent = job.launch("--standalone", "--nproc", "3", command=command)
+    assert agent.wait(100) == 0, agent.output
+    assert {event["pid"] for event in job.events("worker_kept")} >= {pids(job, 1)[rank] for rank in (0, 2)}
+    results = read_lines(job.work / "results.jsonl")
+    assert len(results) == 3
+    for result in results:
+        assert [result[key] for key in ("hash", "rate", "history")] == [
+            evaluated[key] for key in ("hash", "rate", "history")
+        ]
+
+
+@pytest.mark.slow
+def test_compiled_code_stays_with_the_process(job: Job, undisturbed: str) -> None:
+    changes = training(job, "--compile", "--die-within", "1:9:1")
+    agent = changes.alone("--nproc", "2")
+    before = changes.trains(2, after=1, steps=3)
+    graphs = changes.steps(before)[-1]["graphs"]
+    changes.trains(2, after=before - 1, steps=6)
+    result = changes.finish(agent)
+    assert changes.steps()[-1]["graphs"] == graphs
     assert result["hash"] == undisturbed

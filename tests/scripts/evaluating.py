@@ -5,6 +5,7 @@ Each process notes the evaluations that it begins (``begun.jsonl``) and, at its 
 once the others have come there. Snapshots in memory are complete before training goes on.
 With ``--torn S`` the last exchange of the evaluation after step S succeeds everywhere, but fails for rank 1 of the
 first round, as if the connection had been lost at its very end. With ``--fail S`` a callback fails after step S.
+With ``--shard`` the model is sharded over all ranks.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any
 import torch
 from ranks import await_end, await_ranks, come, end
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
 import elastic_launch as el
@@ -36,6 +39,7 @@ parser.add_argument("--die-in-evaluation", default="0:0:0")
 parser.add_argument("--die-in-step", default="0:0:0")
 parser.add_argument("--fail", type=int, default=0)
 parser.add_argument("--torn", type=int, default=0)
+parser.add_argument("--shard", action="store_true")
 args = parser.parse_args()
 
 
@@ -118,6 +122,10 @@ with el.session() as run:
     inputs = torch.randn(120, 6)
     targets = inputs[:, :3].argmax(dim=1)
     model = Net()
+    if args.shard:
+        mesh = init_device_mesh("cpu", (run.world_size,))
+        for module in (model.body[0], model.body[3], model):
+            fully_shard(module, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     seen = Seen()
     trainer = el.Trainer(
