@@ -1,11 +1,12 @@
 """Explores worlds, and prints how many states they have, and which events came in which phase, as Markdown.
 
-python tests/explore [--soak] [--most STATES] [NAME ...]
+python tests/explore [--soak] [--most STATES] [--seconds SECONDS] [NAME ...]
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
@@ -21,6 +22,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--soak", action="store_true", help="the worlds of make soak")
     parser.add_argument("--most", type=int, default=MOST, help="most states of each world")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="most CPU time of each world")
     parser.add_argument("names", nargs="*", help="only these worlds")
     args = parser.parse_args()
     runs, voters = (SOAK, SOAK_VOTERS) if args.soak else (QUICK, QUICK_VOTERS)
@@ -31,7 +33,7 @@ def main() -> None:
     print("| world | states | moves | longest path | all |\n|---|---|---|---|---|")
     for name, world, most in worlds:
         if not args.names or name in args.names:
-            found = explore(world, min(most, args.most))
+            found = explore(world, min(most, args.most), seconds=args.seconds)
             whole = "yes" if found.whole else "no"
             print(f"| {name} | {found.states} | {found.moves} | {found.depth} | {whole} |", flush=True)
     for name, (bounds, most) in (SOAK_BESIDE if args.soak else QUICK_BESIDE).items():
@@ -39,8 +41,9 @@ def main() -> None:
             beside = RunWorld(bounds)
             for node_id in bounds.newcomers:
                 beside.do(("arrives", node_id))
-            found = explore_beside(beside, min(most, args.most))
-            print(f"| {name} | {found.states} | {found.moves} | {found.depth} | no |", flush=True)
+            found = explore_beside(beside, min(most, args.most), seconds=args.seconds)
+            tried = "no" if found.whole else "no, nor all faults"
+            print(f"| {name} | {found.states} | {found.moves} | {found.depth} | {tried} |", flush=True)
     for machine in ("leader", "policy"):
         print(f"\n{table(machine)}")
 

@@ -22,7 +22,7 @@ from explore.run_identity import identity
 from explore.search import Label, Moves, QuietError, WorldState
 from explore.states import EPOCH
 
-__all__ = ["MET", "RunWorld"]
+__all__ = ["MET", "NETWORK", "NoPartition", "RunChecks", "RunWorld", "name_of"]
 
 TIMING = Timing(
     join_settle=1.0, dead_after=5.0, beat=1.0, resize_delay=0.0, return_after=6.0, join_timeout=15.0, min_wait=20.0
@@ -477,10 +477,13 @@ class RunWorld(WorldState):
     # Coverage.
 
     def met(self, phase: str, event: Any) -> None:
-        name = event if isinstance(event, str) else type(event).__name__
-        if isinstance(event, v.Reported):
-            name = f"Reported {type(event.report).__name__}"
+        name = event if isinstance(event, str) else name_of(event)
         MET[phase, name] = MET.get((phase, name), 0) + 1
+
+
+def name_of(event: Any) -> str:
+    """What kind of event it is; of a worker's report, which."""
+    return f"Reported {type(event.report).__name__}" if isinstance(event, v.Reported) else type(event).__name__
 
 
 MET: dict[tuple[str, str], int] = {}

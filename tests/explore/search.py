@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 import traceback
 from collections import deque
@@ -83,13 +84,16 @@ def play(world: WorldState, path: list[Label]) -> None:
         world.do(label)
 
 
-def explore_beside(start: WorldState, most: int) -> Found:
+def explore_beside(start: WorldState, most: int, *, seconds: float = math.inf) -> Found:
     """From each state of the fair schedule take each move that need not be, and explore so many states after it.
+
+    Args:
+        seconds: CPU time after which no further move is tried; ``whole`` says whether all were.
 
     Raises:
         Violation: as :func:`explore`.
     """
-    total, began = Found(), time.process_time()
+    total, began = Found(whole=True), time.process_time()
     world, made = fork(start)
     path: list[Label] = []
     following: Label | None = ()
@@ -101,6 +105,9 @@ def explore_beside(start: WorldState, most: int) -> Found:
                 continue
             if fair:
                 following = label
+                continue
+            if time.process_time() - began > seconds:
+                total.whole = False
                 continue
             try:
                 found = explore(child, most)
@@ -146,13 +153,14 @@ _Fair = tuple[int, Label] | None
 """What follows a state by the fair schedule, and by which move; None at the goal."""
 
 
-def explore(start: WorldState, most: int, *, longest: int = 400) -> Found:
+def explore(start: WorldState, most: int, *, longest: int = 400, seconds: float = math.inf) -> Found:
     """Visit states in the order of their distance, at most so many.
 
     From each visited state the fair schedule must lead to the world's goal.
 
     Args:
         longest: most moves of the fair schedule to the goal.
+        seconds: CPU time after which no further state is visited.
 
     Raises:
         Violation: an invariant was broken, or no progress is made.
@@ -167,7 +175,7 @@ def explore(start: WorldState, most: int, *, longest: int = 400) -> Found:
         seen = {first}
         fair: dict[int, _Fair] = {}
         left: dict[int, tuple[WorldState, list[Any]]] = {}
-        while waiting and found.states < most:
+        while waiting and found.states < most and time.process_time() - began < seconds:
             state, depth, parent, label = waiting.popleft()
             found.states, found.depth = found.states + 1, depth
             here = _Parent(*parent.child(label))
