@@ -18,7 +18,7 @@ from pathlib import Path
 
 from changes import SCRIPT
 from etcd_servers import Member, cluster, endpoints
-from explore.recorder import TRACES
+from explore.recorder import TRACES, recorded
 from explore.traces import Drift, replay
 from faulty_storage import Storage, storage
 from harness import SLOWNESS, Agent, Job, alive, free_port, read_lines, tree
@@ -511,7 +511,7 @@ class Scene:
     def drifts(self) -> list[str]:
         """Where forked agents, which record their machines, have not kept to these, or to the explorer's invariants."""
         try:
-            replay(self.traces, disturbed=True) if self.traces.exists() else None
+            replay(recorded(self.traces), disturbed=True)
         except Drift as drift:
             return [f"the trace: {drift}"]
         return []

@@ -27,6 +27,13 @@ QUICK: dict[str, tuple[Bounds, int]] = {
     "a host freezes": (replace(ROUND, kinds=("freezes",)), 400),
     "a worker ends by SIGTERM": (replace(ROUND, kinds=("ends by SIGTERM",)), 400),
     "no restart is allowed": (replace(ROUND, kinds=("crash",), max_restarts=0), 400),
+    "no restart is allowed, and reports are late": (
+        replace(ROUND, kinds=("crash", "late"), faults=2, max_restarts=0),
+        300,
+    ),
+    "a host is cut off": (replace(ROUND, kinds=("is cut off",)), 300),
+    "an agent hangs, and its workers go on": (replace(ROUND, kinds=("hangs",)), 300),
+    "an agent hangs, and another one comes": (replace(ROUND, start="a", newcomers="b", kinds=("hangs",)), 300),
     "both nodes are needed": (replace(ROUND, nodes="2:2", kinds=("dies",), comes_back=1), 400),
     "all is late": (replace(ROUND, kinds=("late",)), 400),
     "a process dies, live": (replace(ROUND, live=True, kinds=DEATHS), 400),
@@ -73,6 +80,7 @@ SOAK_BESIDE: dict[str, tuple[Bounds, int]] = {
 }
 
 QUICK_VOTERS: dict[str, tuple[VoterBounds, int]] = {
+    "the run begins": (VoterBounds(founded=False, faults=0), 300),
     "two candidates": (VoterBounds(faults=0), MOST),
     "two candidates, and a voter is lost": (VoterBounds(), 1000),
     "one candidate, and a file is lost": (VoterBounds(candidates="a", lost_files=1), 1000),

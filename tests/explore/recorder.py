@@ -91,9 +91,9 @@ def record(directory: Path) -> None:
 
 
 def recorded(directory: Path) -> list[Line]:
-    """Return what the agents of a host have recorded, in the order of time."""
+    """Return what the agents of a host have recorded, in the order of time; nothing without the directory."""
     found: list[Line] = []
-    for path in sorted(directory.iterdir()):
+    for path in sorted(directory.glob("*")):
         with path.open("rb") as file:
             try:
                 while True:

@@ -13,13 +13,46 @@ from typing import Any, Protocol
 
 from explore.states import drop, fork
 
-__all__ = ["Found", "Label", "Moves", "QuietError", "Violation", "WorldState", "explore", "explore_beside", "play"]
+__all__ = [
+    "MET",
+    "Found",
+    "Label",
+    "Moves",
+    "QuietError",
+    "Violation",
+    "WorldState",
+    "explore",
+    "explore_beside",
+    "meet",
+    "play",
+]
+    "MET",
+    "Found",
+    "Label",
+    "Moves",
+    "QuietError",
+    "Violation",
+    "WorldState",
+    "explore",
+    "explore_beside",
+    "meet",
+    "play",
+]
 
 Label = tuple[Any, ...]
 """A move: what happens, and to what."""
 
 Moves = list[tuple[Label, bool]]
 """Moves in the order of the fair schedule; False: a fault, or something else that need not happen."""
+
+
+MET: dict[tuple[str, str], int] = {}
+"""How often each event came in each phase of a machine, over all worlds of this process."""
+
+
+def meet(phase: str, event: str) -> None:
+    """Count an event that comes to a machine in a phase."""
+    MET[phase, event] = MET.get((phase, event), 0) + 1
 
 
 class QuietError(Exception):

@@ -16,7 +16,7 @@ from elastic_agents import policy_types as v
 from elastic_launch.rendezvous.backends.succession import Succession, Takeover
 from elastic_launch.rendezvous.leader import forming, rounds
 from elastic_launch.rendezvous.leader.machine import LeaderMachine
-from elastic_launch.rendezvous.leader.phases import Broken, Running
+from elastic_launch.rendezvous.leader.phases import Broken, Ending, Running
 from elastic_launch.rendezvous.leader.restart_budget import RestartBudget
 from elastic_launch.rendezvous.leader.state import LeaderState
 from elastic_launch.rendezvous.leader.types import CommitRecord
@@ -25,6 +25,7 @@ from elastic_launch.rendezvous.record import ControlRecord, Round
 from elastic_launch.rendezvous.voters.register import Register
 from elastic_launch.rendezvous.voters.server import VoterServer
 from elastic_launch.rendezvous.voters.voter import Voter
+from explore import run_world
 from explore.bounds import Bounds
 from explore.cases import QUICK, QUICK_BESIDE, QUICK_VOTERS, ROUND, SOAK, SOAK_BESIDE, SOAK_VOTERS
 from explore.run_world import RunWorld
@@ -190,6 +191,25 @@ def _sees_no_closed_link(patch: Patch) -> None:
     patch.setattr(LeaderMachine, "turn", lambda self, now: [])
 
 
+def _notices_no_stop_at_the_end(patch: Patch) -> None:
+    stopped = rounds.Rounds.stopped
+
+    def deaf(self: rounds.Rounds, node: Any, report: Any, now: float) -> None:
+        if not isinstance(self.phase, Ending):
+            stopped(self, node, report, now)
+
+    patch.setattr(rounds.Rounds, "stopped", deaf)
+    patch.setattr(rounds, "LATE", 1e6)
+
+
+def _does_not_wait_for_the_last_leaders_nodes(patch: Patch) -> None:
+    patch.setattr(LeaderState, "overdue", lambda self, now: set(self.owed))
+
+
+def _guard_stops_nothing(patch: Patch) -> None:
+    patch.setattr(run_world, "GUARD", 1e6)
+
+
 CRASH = replace(ROUND, kinds=("crash",))
 
 BEGINNING = Bounds(faults=0, comes_back=0)
@@ -216,6 +236,21 @@ SEEDED: dict[str, tuple[Callable[[Patch], None], Bounds, str]] = {
         _starts_a_second_worker,
         replace(CRASH, live=True),
         "second worker",
+    ),
+    "a run that ends does not notice that its workers stop": (
+        _notices_no_stop_at_the_end,
+        replace(CRASH, kinds=("crash", "late"), faults=2, max_restarts=0),
+        "waits for ever|no progress",
+    ),
+    "a new leader does not wait for the nodes of the one before": (
+        _does_not_wait_for_the_last_leaders_nodes,
+        replace(ROUND, kinds=("is cut off",)),
+        "still trains",
+    ),
+    "the guard does not stop the workers of an agent that hangs": (
+        _guard_stops_nothing,
+        replace(ROUND, start="a", newcomers="b", kinds=("hangs",)),
+        "go on in round 1",
     ),
     "the leader does not see closed links": (_sees_no_closed_link, replace(ROUND, kinds=("dies",)), "waits for ever"),
 }

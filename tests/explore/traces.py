@@ -11,21 +11,21 @@ import traceback
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from simulation.checks import Checks
 
 from elastic_agents import policy_types as v
 from elastic_agents.policy import decide
+from elastic_launch import contract as c
 from elastic_launch.config.launch_config import Limits, Timing
 from elastic_launch.rendezvous.leader import types as to_do
 from elastic_launch.rendezvous.leader.machine import LeaderMachine
 from elastic_launch.rendezvous.node.machine import NodeMachine
 from elastic_launch.rendezvous.record import ControlRecord
 from elastic_launch.rendezvous.wire import messages as m
-from explore.recorder import Line, recorded
-from explore.run_world import NETWORK, NoPartition, RunChecks, name_of
+from explore.recorder import Line
+from explore.run_world import NoPartition, RunChecks, name_of
 
 __all__ = ["Drift", "TracedRun", "replay"]
 
@@ -48,10 +48,12 @@ class TracedWorkers:
 
     Attributes:
         training: number of the round that they are in, 0 for none.
+        left: local ranks that have said that they have left it; their processes may stay.
         done: numbers of the rounds in which they have finished.
     """
 
     training: int = 0
+    left: set[int] = field(default_factory=set)
     done: set[int] = field(default_factory=set)
 
 
@@ -140,7 +142,7 @@ class TracedRun:
 
     @property
     def network(self) -> NoPartition:
-        return NETWORK
+        return NoPartition()
 
     @property
     def nodes(self) -> list[TracedNode]:
@@ -191,15 +193,18 @@ class TracedRun:
         after, actions = decide(view, event, facts)
         _same(line, (after, actions), line.result)
         node.view = after
+        if isinstance(event, v.Reported) and isinstance(event.report, c.Suspended) and event.round == after.round:
+            node.workers.left.add(event.local_rank)
         for action in actions:
             match action:
                 case v.StartWorkers(form=form):
+                    node.workers.left.clear()
                     self.checks.starts(node, form)  # type: ignore[arg-type]
                 case m.Done(round=number):
                     node.workers.done.add(number)
                 case v.Finish(code=code):
                     self.checks.finished(node, code)  # type: ignore[arg-type]
-        node.workers.training = after.round if after.alive else 0
+        node.workers.training = after.round if after.alive - node.workers.left else 0
 
     def _node(self, node: TracedNode, line: Line) -> None:
         if line.method == "__init__":
@@ -269,8 +274,10 @@ class TracedRun:
         machine = LeaderMachine(*line.arguments, **line.options)
         if not self.leaders:
             self.timing, self.limits = timing, record.limits
-        if not record.run:  # a record that was only in the memory of the leader before
-            self.checks.record = None
+        if not record.run:  # the record of the leader before was only in its memory; nodes that live know the rounds
+            rounds = self.checks.rounds if any(other is not node for other in self.nodes) else {}
+            self.checks = RunChecks(self)  # type: ignore[arg-type]
+            self.checks.rounds = rounds
         leader = self._leading[key] = TracedLeader(node, machine, machine._state._silent)
         self.leaders.append(leader)
         node.name = node.incarnation = record.leader.incarnation
@@ -296,10 +303,11 @@ class TracedRun:
         """An order has reached a node: the record has what it says."""
         record = self.checks.record
         if isinstance(order, m.Form):
-            assert self.checks.rounds.get(order.round.number) == tuple(x.node_id for x in order.round.members)
+            names = tuple(x.node_id for x in order.round.members)
+            assert self.checks.rounds.get(order.round.number) == names, "a round was ordered before the record had it"
         if isinstance(order, m.RunEnd):
             assert record is not None
-            assert record.end is not None
+            assert record.end is not None, "an end was ordered before the record had it"
 
     def links(self) -> Iterable[tuple[Talk, Talk]]:
         """Each link that a leader has accepted, as the leader has it and as the node has it.
@@ -317,17 +325,17 @@ class TracedRun:
                 yield talk, theirs[-1]
 
 
-def replay(directory: Path, *, disturbed: bool = False) -> TracedRun:
+def replay(lines: Sequence[Line], *, disturbed: bool = False) -> TracedRun:
     """Replay what all agents of a run have recorded on one host; return what was met.
 
     Args:
+        lines: in the order of time.
         disturbed: whether agents may have been frozen, or cut off.
 
     Raises:
         Drift: a machine returns something else, or something was lost or exchanged on a link.
         AssertionError: an invariant is broken.
     """
-    lines = recorded(directory)
     run = TracedRun(disturbed=disturbed)
     last = {line.process: index for index, line in enumerate(lines)}
     for index, line in enumerate(lines):
