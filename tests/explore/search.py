@@ -26,18 +26,6 @@ __all__ = [
     "meet",
     "play",
 ]
-    "MET",
-    "Found",
-    "Label",
-    "Moves",
-    "QuietError",
-    "Violation",
-    "WorldState",
-    "explore",
-    "explore_beside",
-    "meet",
-    "play",
-]
 
 Label = tuple[Any, ...]
 """A move: what happens, and to what."""

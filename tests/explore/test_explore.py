@@ -249,7 +249,7 @@ SEEDED: dict[str, tuple[Callable[[Patch], None], Bounds, str]] = {
     ),
     "the guard does not stop the workers of an agent that hangs": (
         _guard_stops_nothing,
-        replace(ROUND, start="a", newcomers="b", kinds=("hangs",)),
+        replace(ROUND, nodes="1:1", kinds=("hangs",)),
         "go on in round 1",
     ),
     "the leader does not see closed links": (_sees_no_closed_link, replace(ROUND, kinds=("dies",)), "waits for ever"),

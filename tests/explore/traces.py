@@ -19,6 +19,7 @@ from elastic_agents import policy_types as v
 from elastic_agents.policy import decide
 from elastic_launch import contract as c
 from elastic_launch.config.launch_config import Limits, Timing
+from elastic_launch.errors import ExitCode
 from elastic_launch.rendezvous.leader import types as to_do
 from elastic_launch.rendezvous.leader.machine import LeaderMachine
 from elastic_launch.rendezvous.node.machine import NodeMachine
@@ -40,6 +41,15 @@ STILL = 0.8
 
 class Drift(AssertionError):
     """The processes have not done what the machines do, or have broken an invariant."""
+
+
+class TracedChecks(RunChecks):
+    """The invariants of the explored worlds, in which runs end by a used-up budget only."""
+
+    def _ended(self, record: ControlRecord) -> None:
+        end = record.end
+        if end is not None and end.code in (ExitCode.DONE, ExitCode.TOO_FEW_NODES):
+            super()._ended(record)
 
 
 @dataclass
@@ -128,7 +138,7 @@ class TracedRun:
         self.voters = None
         self.disturbed: set[str] = set()
         self.met: Counter[tuple[str, str]] = Counter()
-        self.checks: Checks = RunChecks(self)  # type: ignore[arg-type]
+        self.checks: Checks = TracedChecks(self)  # type: ignore[arg-type]
         self._disturbed = disturbed
         self._processes: dict[str, TracedNode] = {}
         self._leading: dict[tuple[str, int], TracedLeader] = {}
@@ -276,7 +286,7 @@ class TracedRun:
             self.timing, self.limits = timing, record.limits
         if not record.run:  # the record of the leader before was only in its memory; nodes that live know the rounds
             rounds = self.checks.rounds if any(other is not node for other in self.nodes) else {}
-            self.checks = RunChecks(self)  # type: ignore[arg-type]
+            self.checks = TracedChecks(self)  # type: ignore[arg-type]
             self.checks.rounds = rounds
         leader = self._leading[key] = TracedLeader(node, machine, machine._state._silent)
         self.leaders.append(leader)
