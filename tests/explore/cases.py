@@ -29,7 +29,7 @@ QUICK: dict[str, tuple[Bounds, int]] = {
     "a link breaks": (replace(ROUND, kinds=("loses its link",)), SOME),
     "a host freezes": (replace(ROUND, kinds=("freezes",)), SOME),
     "a worker ends by SIGTERM": (replace(ROUND, kinds=("ends by SIGTERM",)), SOME),
-    "no restart is allowed": (replace(ROUND, kinds=("crash",), max_restarts=0), MOST),
+    "no restart is allowed": (replace(ROUND, kinds=("crash",), max_restarts=0), SOME),
     "no restart is allowed, and reports are late": (
         replace(ROUND, kinds=("crash", "late"), faults=2, max_restarts=0),
         SOME,
