@@ -89,6 +89,15 @@ def test_many_states_of_voters(name: str) -> None:
     explore(VotingWorld(bounds), most)
 
 
+def test_a_crash_is_charged_although_a_sigterm_was_reported_first() -> None:
+    """The soak took this for a violation: a crash outranks a worker's SIGTERM."""
+    world = RunWorld(Bounds(start="a", nproc=2, faults=2, formed=True))
+    play(world, [("ends by SIGTERM", "a1", 0), ("crash", "a1", 1), *[("leader reads", "a1", 1)] * 3])
+    while not world.checks._charged:
+        world.do(next(label for label, fair in world.moves() if fair))
+    assert world.checks._charged == {(1, 1)}
+
+
 # The explorer finds bugs: each takes one guard out.
 
 
