@@ -44,6 +44,8 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+from explore.recorder import TRACES, record
+
 MODULES = (
     "elastic_launch.cli.main",
     "elastic_agents.main",
@@ -380,6 +382,8 @@ def _become(order: dict[str, object], output: int) -> None:
     importlib.import_module("elastic_agents.warm.run_script").show(sys.orig_argv)
     # torch is already imported, but that must not matter here.
     importlib.import_module("elastic_agents.warm.reexec")._is_plain = lambda: True
+    if traces := env.get(TRACES):
+        record(Path(traces))
     os.execve = _begins_anew()
     try:
         runpy.run_module("elastic_launch", run_name="__main__", alter_sys=True)

@@ -18,6 +18,8 @@ from pathlib import Path
 
 from changes import SCRIPT
 from etcd_servers import Member, cluster, endpoints
+from explore.recorder import TRACES, recorded
+from explore.traces import Drift, replay
 from faulty_storage import Storage, storage
 from harness import SLOWNESS, Agent, Job, alive, free_port, read_lines, tree
 from memory_group import Group, group
@@ -155,6 +157,7 @@ class Scene:
         self.voters = [f"127.0.0.1:{free_port()}" for _ in range(3)] if plan.voters else []
         self.temporary = directory / "tmp"
         self.temporary.mkdir()
+        self.traces = directory / "traces"
         self.struck: list[Strike] = []
         self._torn: dict[Path, tuple[float, Path]] = {}  # when, and the newest checkpoint that was left
         self._problem = ""
@@ -285,6 +288,7 @@ class Scene:
             flags += ["--rdzv-conf", f"{CONF},is_host={'true' if name == 'a' else 'false'}"]
         where = endpoints(self.members) if self.members else ",".join(self.voters)
         env, prefix = {"NODE": name, "RES_OPTIONS": "attempts:0", "TMPDIR": str(self.temporary)}, ()
+        env[TRACES] = str(self.traces)
         if self.hosts:
             where = where or f"{self.hosts['a'].address}:{self.job.port}"
             prefix = self.hosts[name].prefix
@@ -504,6 +508,14 @@ class Scene:
         files = self._left_files()
         return [f"files were left: {', '.join(files)}"] if files else []
 
+    def drifts(self) -> list[str]:
+        """Where forked agents, which record their machines, have not kept to these, or to the explorer's invariants."""
+        try:
+            replay(recorded(self.traces), disturbed=True)
+        except Drift as drift:
+            return [f"the trace: {drift}"]
+        return []
+
     def _until(self, what: str, reached: Callable[[], bool]) -> None:
         last, since = self.step(), time.monotonic()
         while not reached():
@@ -646,7 +658,7 @@ def run(plan: Plan, directory: Path, expected: str) -> Outcome:
             outcome.problems.append(str(problem))
         finally:
             left = scene.close()
-        outcome.problems += left
+        outcome.problems += [*left, *scene.drifts()]
     outcome.landed = scene.phases()
     outcome.seconds = time.monotonic() - began
     events = scene.job.events()

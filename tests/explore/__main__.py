@@ -1,19 +1,20 @@
 """Explores worlds, and prints how many states they have, and which events came in which phase, as Markdown.
 
-python tests/explore [--soak] [--most STATES] [NAME ...]
+python tests/explore [--soak] [--most STATES] [--seconds SECONDS] [NAME ...]
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from explore.cases import MOST, QUICK, QUICK_BESIDE, QUICK_VOTERS, SOAK, SOAK_BESIDE, SOAK_VOTERS
-from explore.run_world import MET, RunWorld
-from explore.search import WorldState, explore, explore_beside
+from explore.run_world import RunWorld
+from explore.search import MET, explore, explore_beside
 from explore.voting import VotingWorld
 
 
@@ -21,28 +22,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--soak", action="store_true", help="the worlds of make soak")
     parser.add_argument("--most", type=int, default=MOST, help="most states of each world")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="most CPU time of each world")
     parser.add_argument("names", nargs="*", help="only these worlds")
     args = parser.parse_args()
     runs, voters = (SOAK, SOAK_VOTERS) if args.soak else (QUICK, QUICK_VOTERS)
-    worlds: list[tuple[str, WorldState, int]] = [
-        *((name, RunWorld(bounds), most) for name, (bounds, most) in runs.items()),
-        *((name, VotingWorld(bounds), most) for name, (bounds, most) in voters.items()),
-    ]
     print("| world | states | moves | longest path | all |\n|---|---|---|---|---|")
-    for name, world, most in worlds:
+    begun = [(RunWorld, runs), (VotingWorld, voters)]
+    for kind, name, (bounds, most) in ((kind, *case) for kind, cases in begun for case in cases.items()):
         if not args.names or name in args.names:
-            found = explore(world, min(most, args.most))
+            found = explore(kind(bounds), min(most, args.most), seconds=args.seconds)
             whole = "yes" if found.whole else "no"
             print(f"| {name} | {found.states} | {found.moves} | {found.depth} | {whole} |", flush=True)
+            print(f"{name}: {found.seconds:.1f} s of CPU", file=sys.stderr)
     for name, (bounds, most) in (SOAK_BESIDE if args.soak else QUICK_BESIDE).items():
         if not args.names or name in args.names:
             beside = RunWorld(bounds)
             for node_id in bounds.newcomers:
                 beside.do(("arrives", node_id))
-            found = explore_beside(beside, min(most, args.most))
-            print(f"| {name} | {found.states} | {found.moves} | {found.depth} | no |", flush=True)
-    for machine in ("leader", "policy"):
-        print(f"\n{table(machine)}")
+            found = explore_beside(beside, min(most, args.most), seconds=args.seconds)
+            tried = "no" if found.whole else "no, nor all faults"
+            print(f"| {name} | {found.states} | {found.moves} | {found.depth} | {tried} |", flush=True)
+            print(f"{name}: {found.seconds:.1f} s of CPU", file=sys.stderr)
+    for machine in ("leader", "policy", "voter", "register"):
+        if any(phase.startswith(machine) for phase, _ in MET):
+            print(f"\n{table(machine)}")
 
 
 def table(machine: str) -> str:

@@ -51,6 +51,11 @@ class Link:
         self.down: deque[Any] = deque()
         self.node_open = self.office_open = True
 
+    @property
+    def through(self) -> bool:
+        """Whether anything arrives; what is sent while it does not arrives later."""
+        return self.office.world.joins(self.agent, self.office.node)
+
     def close(self, side: str) -> None:
         """Close one end; what was sent before still arrives, incoming messages are lost."""
         if side == "node" and self.node_open:
@@ -79,6 +84,10 @@ class Agent:
 
     Attributes:
         alive: its process runs, or is frozen.
+        frozen: its process and its workers are stopped.
+        hangs_until: until then only its process is stopped, and its workers run on; then its guard stops these.
+        unheard: what its workers have done since it was stopped.
+        cut: its host and the others do not reach each other; all of them reach the store.
         silent: its host is off, so that it sends no answers.
         due: the times at which events reach the policy.
         retry_at: when it tries to connect, while it has no link.
@@ -90,7 +99,9 @@ class Agent:
         self.world = world
         self.name = self.node_id = node_id
         self.incarnation = incarnation
-        self.alive, self.frozen, self.silent = True, False, False
+        self.alive, self.frozen, self.silent, self.cut = True, False, False, False
+        self.hangs_until: float | None = None
+        self.unheard: list[v.Event] = []
         self.code: int | None = None
         self.view = v.View(ahead=v.AheadWorkers(slow=world.slow))
         self.workers = ExploredWorkers(self)
@@ -134,6 +145,7 @@ class Agent:
     def die(self, *, silent: bool = False) -> None:
         """Kill its process, upon which the guard kills the workers; or switch its host off without a trace."""
         self.alive, self.silent, self.frozen = False, silent, False
+        self.hangs_until, self.unheard = None, []
         self.workers.die()
         if self.office is not None:
             self.office.over = True
@@ -152,18 +164,36 @@ class Agent:
                 link.close("node")
         self.link, self.former, self.retry_at, self.dialed, self.due = None, [], None, None, []
 
+    @property
+    def idle(self) -> bool:
+        """Whether its process is stopped."""
+        return self.frozen or self.hangs_until is not None
+
     def thaw(self) -> None:
-        self.frozen = False
+        self.frozen, self.hangs_until = False, None
         if self.link is not None:
             self.judge(self.detector.turn(self.world.now))
         else:
             self.judge()
+        unheard, self.unheard = self.unheard, []
+        for event in unheard:
+            self.hear(event)
+
+    def guard(self) -> bool:
+        """Let its guard stop the workers of an agent that is stopped, in time; return whether it did."""
+        if self.hangs_until is None or self.world.now < self.hangs_until:
+            return False
+        self.frozen, self.hangs_until = True, None
+        return True
 
     # Its policy.
 
     def hear(self, event: v.Event) -> None:
         """An event reaches the policy, and its actions are carried out."""
         if self.code is not None or not self.alive:
+            return
+        if self.idle:
+            self.unheard.append(event)
             return
         world = self.world
         world.met(f"policy {self.view.phase.value}", event)
@@ -294,7 +324,7 @@ class Agent:
         self.record = record
         host = self.world.incarnation(record.leader.incarnation)
         office = None if host is None else host.office
-        if host is None or host.silent:
+        if host is None or host.silent or not self.world.joins(self, host):
             self.dialed, self.retry_at = record, self.world.now + NEXT_ATTEMPT
             return
         if not host.alive or office is None or office.over or office.machine.record.term < record.term:
@@ -473,7 +503,9 @@ class Office:
         self.news = False
         if not self.alive:
             return False
-        return self.carry_out(self.machine.turn(self.world.now))
+        phase = type(self.machine._rounds.phase)
+        followed = self.carry_out(self.machine.turn(self.world.now))
+        return followed or type(self.machine._rounds.phase) is not phase
 
     def carry_out(self, instructions: list[to_do.Instruction]) -> bool:
         for instruction in instructions:

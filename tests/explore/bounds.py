@@ -13,6 +13,8 @@ FAULTS = (
     "loses power",
     "loses its link",
     "freezes",
+    "hangs",
+    "is cut off",
     "leaves",
     "late",
     "dies after its write",

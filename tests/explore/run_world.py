@@ -19,14 +19,17 @@ from elastic_launch.rendezvous.wire import messages as m
 from explore.agents import Agent, Link, Office
 from explore.bounds import FAULTS, Bounds
 from explore.run_identity import identity
-from explore.search import Label, Moves, QuietError, WorldState
+from explore.search import Label, Moves, QuietError, WorldState, meet
 from explore.states import EPOCH
 
-__all__ = ["MET", "RunWorld"]
+__all__ = ["NoPartition", "RunChecks", "RunWorld", "name_of"]
 
 TIMING = Timing(
     join_settle=1.0, dead_after=5.0, beat=1.0, resize_delay=0.0, return_after=6.0, join_timeout=15.0, min_wait=20.0
 )
+
+GUARD = 0.8
+"""A guard stops the workers of an agent that it has not heard for this many times ``dead_after``."""
 
 HORIZON = 40.0
 """Seconds for which time passes at most until something happens."""
@@ -47,9 +50,6 @@ class NoPartition:
 
     def joins(self, one: object, other: object) -> bool:
         return True
-
-
-NETWORK = NoPartition()
 
 
 class RunWorld(WorldState):
@@ -111,8 +111,12 @@ class RunWorld(WorldState):
         return self
 
     @property
-    def network(self) -> NoPartition:
-        return NETWORK
+    def network(self) -> RunWorld:
+        return self
+
+    def joins(self, one: Agent, other: Agent) -> bool:
+        """Whether two hosts reach each other."""
+        return one is other or not (one.cut or other.cut)
 
     @property
     def nodes(self) -> list[Agent]:
@@ -163,7 +167,8 @@ class RunWorld(WorldState):
         urgent = [(label, True) for label in self._urgent()]
         if not (self.left or self.backs or self.bounds.newcomers) and (alone := self._commutes(urgent)):
             return alone
-        found: Moves = [(("thaws", x.incarnation), True) for x in self.nodes if x.frozen]
+        found: Moves = [(("thaws", x.incarnation), True) for x in self.nodes if x.idle]
+        found += [(("is back", x.incarnation), True) for x in self.nodes if x.cut]
         found += urgent
         if not urgent:
             found.append((("time",), True))
@@ -181,12 +186,12 @@ class RunWorld(WorldState):
     def _urgent(self) -> Iterator[Label]:
         for office in self.leaders:
             node = office.node
-            if office.over or node.frozen or not node.alive:
+            if office.over or node.idle or not node.alive:
                 continue
             if office.succeeded:
                 yield "sees its successor", node.incarnation, office.stored.term
             for number in sorted(office.links):
-                if office.links[number].up:
+                if office.links[number].up and office.links[number].through:
                     yield "leader reads", node.incarnation, number
             if office.news:
                 yield "turns", node.incarnation
@@ -194,11 +199,14 @@ class RunWorld(WorldState):
             if agent.frozen:
                 continue
             name = agent.incarnation
+            if agent.idle:
+                yield from (("worker", name, what, rank) for what, rank in agent.workers.acts())
+                continue
             if agent.code is not None:
                 if self._may_exit(agent):
                     yield "exits", name
                 continue
-            if agent.link is not None and agent.link.down:
+            if agent.link is not None and agent.link.down and agent.link.through:
                 yield "reads", name
             if agent.may_connect():
                 yield "connects", name
@@ -242,7 +250,7 @@ class RunWorld(WorldState):
                 if not well or worker.broken or worker.told & {"kill", "end", "exit"}:
                     return []
             found.append(agent)
-        return found
+        return found if all(self.joins(found[0], agent) for agent in found) else []
 
     def _told(self, agents: list[Agent], order: str) -> bool:
         return any(order in worker.told for agent in agents for worker in agent.workers.by_rank.values())
@@ -256,27 +264,29 @@ class RunWorld(WorldState):
         for agent in self.nodes:
             for rank, worker in sorted(agent.workers.by_rank.items()):
                 idle = worker.state == "trains" and not worker.told and not worker.broken
-                if idle and not agent.frozen and self.stepped >= worker.round:
+                if idle and not agent.idle and self.stepped >= worker.round:
                     yield "finish", agent.incarnation, rank
 
     def _faults(self, urgent: bool) -> Iterator[Label]:
         kinds = self.bounds.kinds
         for agent in self.nodes:
             name = agent.incarnation
-            if agent.frozen or agent.code is not None:
+            if agent.idle or agent.code is not None:
                 continue
             for rank, worker in sorted(agent.workers.by_rank.items()):
                 if worker.state in ("starts", "trains"):
                     yield from ((kind, name, rank) for kind in ("crash", "ends by SIGTERM") if kind in kinds)
                 if "is lost ahead" in kinds and worker.state in ("suspended", "ahead", "waits"):
                     yield "crash", name, rank
-            yield from ((kind, name) for kind in ("dies", "loses power", "freezes") if kind in kinds)
+            yield from ((kind, name) for kind in ("dies", "loses power", "freezes", "hangs") if kind in kinds)
+            if "is cut off" in kinds and not agent.cut:
+                yield "is cut off", name
             if "leaves" in kinds and agent.view.leaving is None:
                 yield "leaves", name
             if "loses its link" in kinds and agent.link is not None and agent.link.office_open:
                 yield "loses its link", name
         for office in self.leaders:
-            if "dies after its write" in kinds and office.alive and office.node.alive and not office.node.frozen:
+            if "dies after its write" in kinds and office.alive and office.node.alive and not office.node.idle:
                 for number in sorted(office.links):
                     if office.links[number].up:
                         yield "dies after its write", office.node.incarnation, number
@@ -333,6 +343,8 @@ class RunWorld(WorldState):
                 agent.workers.finish(rest[0])
             case "thaws":
                 agent.thaw()
+            case "is back":
+                agent.cut = False
             case _:
                 raise AssertionError(what)
 
@@ -355,9 +367,11 @@ class RunWorld(WorldState):
                 assert agent.link is not None
                 self.disturbed.update(agent.incarnation for agent in self.nodes)
                 agent.link.reset()
-            case "freezes":
+            case "freezes" | "hangs" | "is cut off":
                 self.disturbed.update(agent.incarnation for agent in self.nodes)
-                agent.frozen = True
+                agent.frozen, agent.cut = what == "freezes", agent.cut or what == "is cut off"
+                if what == "hangs":
+                    agent.hangs_until = self.now + GUARD * self.timing.dead_after
             case "leaves":
                 agent.hear(v.Leave("SIGTERM", 143, seconds=10.0))
             case "dies after its write":
@@ -406,11 +420,13 @@ class RunWorld(WorldState):
 
     def _due(self) -> Iterator[float]:
         for office in self.leaders:
-            if office.alive and office.node.alive and not office.node.frozen and not office.machine.ended:
+            if office.alive and office.node.alive and not office.node.idle and not office.machine.ended:
                 yield from office.machine._rounds.due()
                 yield from office.machine._state.owed_until()
         for agent in self.nodes:
-            if agent.frozen:
+            if agent.hangs_until is not None:
+                yield agent.hangs_until
+            if agent.idle:
                 yield agent.detector._turned + 4.1 if agent.detector._turned is not None else self.now
                 continue
             yield from (at for at, _ in agent.due)
@@ -421,26 +437,27 @@ class RunWorld(WorldState):
         """Whether some silence is counted."""
         links = [agent.link for agent in self.nodes if agent.link is not None]
         theirs = [link for office in self.leaders if office.alive for link in office.links.values()]
-        lead = any(x.alive and x.node.alive and x.node.frozen for x in self.leaders)
+        lead = any(x.alive and x.node.alive and x.node.idle for x in self.leaders)
         return lead or not all(self._beats(link) and self._pulses(link) for link in [*links, *theirs])
 
     def _beats(self, link: Link) -> bool:
         """Whether the leader gets the node's beats."""
         agent, office = link.agent, link.office
-        there = agent.alive and not agent.frozen and agent.link is link and not link.up
-        return there and link.node_open and link.office_open and office.alive and not office.node.frozen
+        there = agent.alive and not agent.idle and agent.link is link and not link.up and link.through
+        return there and link.node_open and link.office_open and office.alive and not office.node.idle
 
     def _pulses(self, link: Link) -> bool:
         """Whether the node gets the leader's pulses."""
         office = link.office
-        there = office.alive and office.node.alive and not office.node.frozen and link.number in office.greeted
+        there = office.alive and office.node.alive and not office.node.idle and link.number in office.greeted
+        there = there and link.through
         return there and link.node_open and link.office_open and not link.down
 
     def _tick(self) -> bool:
         """Let beats, pulses and timers of the leader come at this time; return whether anything followed."""
         changed = False
         for office in self.leaders:
-            if not office.alive or office.node.frozen or not office.node.alive:
+            if not office.alive or office.node.idle or not office.node.alive:
                 continue
             if not office.succeeded:
                 office.node.sure = self.now
@@ -450,13 +467,14 @@ class RunWorld(WorldState):
                     office.machine.report(number, m.Beat(), self.now)
             changed = office.turn() or changed
         for agent in self.nodes:
-            if agent.frozen or agent.code is not None:
+            changed = agent.guard() or changed
+            if agent.idle or agent.code is not None:
                 continue
             agent.detector.turn(self.now)
             changed = agent.judge() or changed
             if agent.link is not None and self._pulses(agent.link):
                 agent.detector.heard(self.now)
-            if agent.link is not None and agent.detector.leader_lost and not agent.link.down:
+            if agent.link is not None and agent.detector.leader_lost and not (agent.link.down and agent.link.through):
                 agent.ended(silent=True)
                 changed = True
         return changed
@@ -477,11 +495,9 @@ class RunWorld(WorldState):
     # Coverage.
 
     def met(self, phase: str, event: Any) -> None:
-        name = event if isinstance(event, str) else type(event).__name__
-        if isinstance(event, v.Reported):
-            name = f"Reported {type(event.report).__name__}"
-        MET[phase, name] = MET.get((phase, name), 0) + 1
+        meet(phase, event if isinstance(event, str) else name_of(event))
 
 
-MET: dict[tuple[str, str], int] = {}
-"""How often each event came in each phase, over all worlds of this process."""
+def name_of(event: Any) -> str:
+    """What kind of event it is; of a worker's report, which."""
+    return f"Reported {type(event.report).__name__}" if isinstance(event, v.Reported) else type(event).__name__

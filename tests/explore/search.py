@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 import traceback
 from collections import deque
@@ -12,13 +13,34 @@ from typing import Any, Protocol
 
 from explore.states import drop, fork
 
-__all__ = ["Found", "Label", "Moves", "QuietError", "Violation", "WorldState", "explore", "explore_beside", "play"]
+__all__ = [
+    "MET",
+    "Found",
+    "Label",
+    "Moves",
+    "QuietError",
+    "Violation",
+    "WorldState",
+    "explore",
+    "explore_beside",
+    "meet",
+    "play",
+]
 
 Label = tuple[Any, ...]
 """A move: what happens, and to what."""
 
 Moves = list[tuple[Label, bool]]
 """Moves in the order of the fair schedule; False: a fault, or something else that need not happen."""
+
+
+MET: dict[tuple[str, str], int] = {}
+"""How often each event came in each phase of a machine, over all worlds of this process."""
+
+
+def meet(phase: str, event: str) -> None:
+    """Count an event that comes to a machine in a phase."""
+    MET[phase, event] = MET.get((phase, event), 0) + 1
 
 
 class QuietError(Exception):
@@ -83,13 +105,16 @@ def play(world: WorldState, path: list[Label]) -> None:
         world.do(label)
 
 
-def explore_beside(start: WorldState, most: int) -> Found:
+def explore_beside(start: WorldState, most: int, *, seconds: float = math.inf) -> Found:
     """From each state of the fair schedule take each move that need not be, and explore so many states after it.
+
+    Args:
+        seconds: CPU time after which no further move is tried; ``whole`` says whether all were.
 
     Raises:
         Violation: as :func:`explore`.
     """
-    total, began = Found(), time.process_time()
+    total, began = Found(whole=True), time.process_time()
     world, made = fork(start)
     path: list[Label] = []
     following: Label | None = ()
@@ -101,6 +126,9 @@ def explore_beside(start: WorldState, most: int) -> Found:
                 continue
             if fair:
                 following = label
+                continue
+            if time.process_time() - began > seconds:
+                total.whole = False
                 continue
             try:
                 found = explore(child, most)
@@ -146,13 +174,14 @@ _Fair = tuple[int, Label] | None
 """What follows a state by the fair schedule, and by which move; None at the goal."""
 
 
-def explore(start: WorldState, most: int, *, longest: int = 400) -> Found:
+def explore(start: WorldState, most: int, *, longest: int = 400, seconds: float = math.inf) -> Found:
     """Visit states in the order of their distance, at most so many.
 
     From each visited state the fair schedule must lead to the world's goal.
 
     Args:
         longest: most moves of the fair schedule to the goal.
+        seconds: CPU time after which no further state is visited.
 
     Raises:
         Violation: an invariant was broken, or no progress is made.
@@ -167,7 +196,7 @@ def explore(start: WorldState, most: int, *, longest: int = 400) -> Found:
         seen = {first}
         fair: dict[int, _Fair] = {}
         left: dict[int, tuple[WorldState, list[Any]]] = {}
-        while waiting and found.states < most:
+        while waiting and found.states < most and time.process_time() - began < seconds:
             state, depth, parent, label = waiting.popleft()
             found.states, found.depth = found.states + 1, depth
             here = _Parent(*parent.child(label))

@@ -16,7 +16,7 @@ from elastic_agents import policy_types as v
 from elastic_launch.rendezvous.backends.succession import Succession, Takeover
 from elastic_launch.rendezvous.leader import forming, rounds
 from elastic_launch.rendezvous.leader.machine import LeaderMachine
-from elastic_launch.rendezvous.leader.phases import Broken, Running
+from elastic_launch.rendezvous.leader.phases import Broken, Ending, Running
 from elastic_launch.rendezvous.leader.restart_budget import RestartBudget
 from elastic_launch.rendezvous.leader.state import LeaderState
 from elastic_launch.rendezvous.leader.types import CommitRecord
@@ -25,6 +25,7 @@ from elastic_launch.rendezvous.record import ControlRecord, Round
 from elastic_launch.rendezvous.voters.register import Register
 from elastic_launch.rendezvous.voters.server import VoterServer
 from elastic_launch.rendezvous.voters.voter import Voter
+from explore import run_world
 from explore.bounds import Bounds
 from explore.cases import QUICK, QUICK_BESIDE, QUICK_VOTERS, ROUND, SOAK, SOAK_BESIDE, SOAK_VOTERS
 from explore.run_world import RunWorld
@@ -86,6 +87,15 @@ def test_many_states_of_a_run(name: str) -> None:
 def test_many_states_of_voters(name: str) -> None:
     bounds, most = SOAK_VOTERS[name]
     explore(VotingWorld(bounds), most)
+
+
+def test_a_crash_is_charged_although_a_sigterm_was_reported_first() -> None:
+    """The soak took this for a violation: a crash outranks a worker's SIGTERM."""
+    world = RunWorld(Bounds(start="a", nproc=2, faults=2, formed=True))
+    play(world, [("ends by SIGTERM", "a1", 0), ("crash", "a1", 1), *[("leader reads", "a1", 1)] * 3])
+    while not world.checks._charged:
+        world.do(next(label for label, fair in world.moves() if fair))
+    assert world.checks._charged == {(1, 1)}
 
 
 # The explorer finds bugs: each takes one guard out.
@@ -190,6 +200,25 @@ def _sees_no_closed_link(patch: Patch) -> None:
     patch.setattr(LeaderMachine, "turn", lambda self, now: [])
 
 
+def _notices_no_stop_at_the_end(patch: Patch) -> None:
+    stopped = rounds.Rounds.stopped
+
+    def deaf(self: rounds.Rounds, node: Any, report: Any, now: float) -> None:
+        if not isinstance(self.phase, Ending):
+            stopped(self, node, report, now)
+
+    patch.setattr(rounds.Rounds, "stopped", deaf)
+    patch.setattr(rounds, "LATE", 1e6)
+
+
+def _does_not_wait_for_the_last_leaders_nodes(patch: Patch) -> None:
+    patch.setattr(LeaderState, "overdue", lambda self, now: set(self.owed))
+
+
+def _guard_stops_nothing(patch: Patch) -> None:
+    patch.setattr(run_world, "GUARD", 1e6)
+
+
 CRASH = replace(ROUND, kinds=("crash",))
 
 BEGINNING = Bounds(faults=0, comes_back=0)
@@ -216,6 +245,21 @@ SEEDED: dict[str, tuple[Callable[[Patch], None], Bounds, str]] = {
         _starts_a_second_worker,
         replace(CRASH, live=True),
         "second worker",
+    ),
+    "a run that ends does not notice that its workers stop": (
+        _notices_no_stop_at_the_end,
+        replace(CRASH, kinds=("crash", "late"), faults=2, max_restarts=0),
+        "waits for ever|no progress",
+    ),
+    "a new leader does not wait for the nodes of the one before": (
+        _does_not_wait_for_the_last_leaders_nodes,
+        replace(ROUND, kinds=("is cut off",)),
+        "still trains",
+    ),
+    "the guard does not stop the workers of an agent that hangs": (
+        _guard_stops_nothing,
+        replace(ROUND, nodes="1:1", kinds=("hangs",)),
+        "go on in round 1",
     ),
     "the leader does not see closed links": (_sees_no_closed_link, replace(ROUND, kinds=("dies",)), "waits for ever"),
 }

@@ -20,7 +20,7 @@ from elastic_launch.rendezvous.voters.messages import VoterAnswer
 from elastic_launch.rendezvous.voters.register import Register
 from elastic_launch.rendezvous.voters.server import VoterServer
 from elastic_launch.rendezvous.voters.voter import Voter
-from explore.search import Label, Moves
+from explore.search import Label, Moves, meet
 from explore.states import EPOCH, Identity
 
 __all__ = ["VoterBounds", "VotingWorld"]
@@ -182,7 +182,7 @@ class VotingWorld(VoterWorld):
         what, *rest = label
         match what:
             case "comes":
-                self.deliver(self._channels()[tuple(rest)])
+                self._comes(self._channels()[tuple(rest)])
             case "lost":
                 self.messages_left -= 1
                 del self.wire[self._channels()[tuple(rest)]]
@@ -216,6 +216,17 @@ class VotingWorld(VoterWorld):
                 self.now += PAUSE
                 for name, stage in self.stage.items():
                     self.stage[name] = "reads" if stage == "waits" else stage
+
+    def _comes(self, index: int) -> None:
+        """A message arrives; a voter has the phases of ``voter``, what asks it those of ``register``."""
+        client, name, message = self.wire[index]
+        if isinstance(message, VoterAnswer):
+            phase = f"register {client.register._phase.name.lower()}"
+            meet(phase, "refusal" if message.refused else "answer")
+        elif (voter := self.processes[name].voter) is not None and self.processes[name].alive:
+            phase = "founded" if voter.state.founded else "born" if voter.born else "unborn"
+            meet(f"voter {phase}", type(message).__name__)
+        self.deliver(index)
 
     def _again(self, name: str) -> None:
         if name in self.stage and not (self.stage[name] == "done" and not self.bounds.ends):

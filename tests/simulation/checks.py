@@ -155,9 +155,10 @@ class Checks:
         self._acts_in_time(leader)
         self._note(f"{leader.node.incarnation} {event}")
         match event:
-            case RoundBroken(round=number, kind=kind, lasted_s=lasted) if kind in FREE:
+            case RoundBroken(round=number, kind=kind, lasted_s=lasted, exit_code=code) if kind in FREE:
                 self._free.add((leader.machine.record.term, number))
-                if lasted is None:  # of a round that it took over: a member may bring the cause later
+                # A member may bring the cause later, if the round was taken over, or ended by a worker's SIGTERM.
+                if lasted is None or code is not None:
                     self._taken_over.add((leader.machine.record.term, number))
             case CauseFound(round=number, kind=kind):
                 key = (leader.machine.record.term, number)
