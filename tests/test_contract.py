@@ -169,6 +169,9 @@ MESSAGES = [
     c.SlowRank(3, "data", 2.5, 0.9),
     c.SlowRank(3, "data", 2.5, 0.9, 0.25),
     c.Restored(1),
+    c.Agreed(20),
+    c.Differing(21, (1,), 5),
+    c.Corrupt(),
     c.NoSnapshots("3 of 0.20 GiB each need 0.60 GiB more"),
     c.FaultOrder(strikes=True),
 ]
