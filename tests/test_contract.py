@@ -283,7 +283,8 @@ def _read(line: bytes) -> None:
     values = asdict(message)
     job = values.pop("job", {})
     best = job.pop("keep_best", None) or {}
-    nested = [*job.values(), *best.values(), *values.pop("placement", {}).values(), *values.pop("alike", ())]
+    listed = [*values.pop("alike", ()), *values.pop("ranks", ())]
+    nested = [*job.values(), *best.values(), *values.pop("placement", {}).values(), *listed]
     for value in [*nested, *values.values()]:
         if isinstance(value, str):
             assert "\0" not in value
