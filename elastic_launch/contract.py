@@ -407,6 +407,34 @@ class RestoreFailed(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class Agreed(Message):
+    """All ranks agreed in a verified step: its state is the last one known to be good, and kept until the next one."""
+
+    step: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Differing(Message):
+    """In a verified step, ranks computed different results for a micro-batch; the agent confirms it with ``Noted``.
+
+    One worker of the round that has not computed wrong says so.
+
+    Attributes:
+        ranks: those that have computed wrong; empty if that is not known.
+        suspect: how many steps since the last agreement are done again, with those since the snapshot before.
+    """
+
+    step: Count
+    ranks: tuple[Count, ...]
+    suspect: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Corrupt(Message):
+    """The worker has computed wrong, as others have found, and ends; the agent confirms it with ``Noted``."""
+
+
+@dataclass(frozen=True, slots=True)
 class MayCommit(Message):
     """Asks whether to commit a durable checkpoint that the sender wrote; answered by ``CommitAnswer``.
 
@@ -572,7 +600,10 @@ class PlaceTaken(Message):
 
 @dataclass(frozen=True, slots=True)
 class Noted(Message):
-    """The agent knows what the worker has reported: ``Drained``, ``Differs`` or ``RestoreFailed``."""
+    """The agent knows what the worker has reported.
+
+    That is ``Drained``, ``Differs``, ``RestoreFailed``, ``Differing`` or ``Corrupt``.
+    """
 
 
 FROM_WORKERS: frozenset[type[Message]] = frozenset(
@@ -592,6 +623,9 @@ FROM_WORKERS: frozenset[type[Message]] = frozenset(
         Ahead,
         Differs,
         RestoreFailed,
+        Agreed,
+        Differing,
+        Corrupt,
         WorkerSaved,
         FaultDue,
         WorkerEnding,

@@ -123,6 +123,7 @@ class Failure:
         alike: for each rank of the round, the lowest rank with the same arguments, if the ranks compared them and they
             differ; else empty.
         restoring: whether it failed as it restored a state in a round of live workers.
+        corrupt: whether it has computed wrong, as other ranks have found.
     """
 
     node_id: str
@@ -151,3 +152,4 @@ class Failure:
     alive: bool = False
     alike: tuple[int, ...] = ()
     restoring: bool = False
+    corrupt: bool = False

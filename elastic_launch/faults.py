@@ -24,7 +24,7 @@ import socket
 import sys
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -56,8 +56,17 @@ WAYS = {
     "hang": "hangs",
     "slow": "waits {seconds:g} s",
     "disconnect": "closes all its TCP connections",
+    "flip": "flips a bit of {of}",
 }
 """The ways in which a worker fails."""
+
+FLIPS = {
+    "gradient": "the gradient of a micro-batch",
+    "parameter": "a parameter",
+    "optimizer": "the optimizer's state",
+    "sums": "the gradients that all ranks have summed, in its own copy",
+}
+"""Of what a worker flips a bit, in its next step; only in a loop of ``run.steps`` or of a ``Trainer``."""
 
 NODE_WAYS = {
     "freeze": "is stopped for {seconds:g} s",
@@ -92,6 +101,8 @@ class Fault:
             only in a drill: any.
         do: one of :data:`WAYS`: SIGKILL; exit code 1 without output; hang forever; wait for some seconds; or close the
             TCP connections of its process. In a drill also one of :data:`NODE_WAYS`.
+        of: one of :data:`FLIPS`: of what ``flip`` flips a bit. Which one derives from rank and step.
+        every: whether it flips the same bit in all later steps of the round, too; a gradient's in each micro-batch.
         seconds: how long ``slow``, ``freeze``, ``cut_link`` and ``fail_copies`` last.
     """
 
@@ -101,6 +112,8 @@ class Fault:
     round: int | None = 1
     do: str = "kill"
     seconds: float = 0.0
+    of: str = ""
+    every: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("rank", 0), ("step", 0), ("round", 1)):
@@ -112,6 +125,12 @@ class Fault:
             if not isinstance(value, str) or value not in known:
                 hint = REFUSED.get(str(value), f"There are {', '.join(known)}.")
                 raise UsageError(f"A fault cannot have {name!r}: {value!r}.", hint)
+        flips, at = self.do == "flip", self.at == "step"
+        if flips != (self.of in FLIPS) or self.of not in ("", *FLIPS) or (flips and not at) or self.every > flips:
+            raise UsageError(
+                f"The fault {self.do!r} cannot have 'at': {self.at!r}, 'of': {self.of!r}, 'every': {self.every!r}.",
+                f'Only flip has "of", one of {", ".join(FLIPS)}, and "every"; it comes after a step.',
+            )
         if isinstance(self.seconds, bool) or not isinstance(self.seconds, int | float) or not 0 <= self.seconds < 1e6:
             raise UsageError(f"A fault cannot take {self.seconds!r} seconds.", "Give a number from 0 to 1,000,000.")
         if (self.seconds > 0) != (self.do in _LASTING):
@@ -122,7 +141,7 @@ class Fault:
         """Return what happens at a step, as text; the rank is that of the worker, if the fault names none."""
         text = f"rank {self.rank if rank is None else rank} {(WAYS | NODE_WAYS)[self.do]} {MOMENTS[self.at]}"
         text += "" if self.round is None else f", in round {self.round}"
-        return text.format(step=step, seconds=self.seconds)
+        return text.format(step=step, seconds=self.seconds, of=FLIPS.get(self.of, ""))
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +245,16 @@ class FaultPlan:
 
 def reached(moment: str, step: int) -> None:
     """Fail if the environment's plan says so; call this when the process reaches one of :data:`MOMENTS` of a step."""
+    for fault in _due(moment, step, flips=False):
+        _strike(fault)
+
+
+def flips(step: int) -> list[Fault]:
+    """Return what the plan has this process flip in the step after ``step``; each is returned once."""
+    return [*_due("step", step, flips=True)]
+
+
+def _due(moment: str, step: int, *, flips: bool) -> Iterator[Fault]:
     text, drill = os.environ.get(ENV_FAULTS, ""), os.environ.get(ENV_DRILL, "")
     if not text and not drill:
         return
@@ -236,13 +265,14 @@ def reached(moment: str, step: int) -> None:
     for entry in tuple(left):
         number, fault, seed = entry
         due = fault.at == moment and fault.step in (None, step) and fault.round in (None, round_number)
+        due = due and flips == (fault.do == "flip")
         failing = zlib.crc32(f"{seed} {number}".encode()) % world_size if fault.rank is None else fault.rank
         if due and rank == failing:
             left.remove(entry)
             if seed is None:
                 print(f"[elastic-launch] planned fault: {fault.told(step)}", file=sys.stderr, flush=True)
             if seed is None or _ordered(number, step, rank):
-                _strike(fault)
+                yield fault
 
 
 @functools.cache

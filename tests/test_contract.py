@@ -169,6 +169,9 @@ MESSAGES = [
     c.SlowRank(3, "data", 2.5, 0.9),
     c.SlowRank(3, "data", 2.5, 0.9, 0.25),
     c.Restored(1),
+    c.Agreed(20),
+    c.Differing(21, (1,), 5),
+    c.Corrupt(),
     c.NoSnapshots("3 of 0.20 GiB each need 0.60 GiB more"),
     c.FaultOrder(strikes=True),
 ]
@@ -280,7 +283,8 @@ def _read(line: bytes) -> None:
     values = asdict(message)
     job = values.pop("job", {})
     best = job.pop("keep_best", None) or {}
-    nested = [*job.values(), *best.values(), *values.pop("placement", {}).values(), *values.pop("alike", ())]
+    listed = [*values.pop("alike", ()), *values.pop("ranks", ())]
+    nested = [*job.values(), *best.values(), *values.pop("placement", {}).values(), *listed]
     for value in [*nested, *values.values()]:
         if isinstance(value, str):
             assert "\0" not in value

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from elastic_launch.cli.main import parse
 from elastic_launch.errors import UsageError
-from elastic_launch.faults import ENV_DRILL, ENV_FAULTS, MOMENTS, WAYS, Fault, FaultPlan, reached
+from elastic_launch.faults import ENV_DRILL, ENV_FAULTS, FLIPS, MOMENTS, WAYS, Fault, FaultPlan, reached
 
 numbers = st.integers(0, 10**6)
 
@@ -24,7 +24,10 @@ def faults(draw: st.DrawFn) -> Fault:
     do = draw(st.sampled_from(sorted(WAYS)))
     seconds = draw(st.floats(0.001, 1e5)) if do == "slow" else 0.0
     step, at = draw(st.none() | numbers), draw(st.sampled_from(sorted(MOMENTS)))
-    return Fault(rank=draw(numbers), step=step, at=at, round=draw(numbers) + 1, do=do, seconds=seconds)
+    how: dict[str, Any] = {"at": at}
+    if do == "flip":
+        how = {"of": draw(st.sampled_from(sorted(FLIPS))), "every": draw(st.booleans())}
+    return Fault(rank=draw(numbers), step=step, round=draw(numbers) + 1, do=do, seconds=seconds, **how)
 
 
 @given(st.lists(faults(), max_size=5))

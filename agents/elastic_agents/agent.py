@@ -280,9 +280,17 @@ class NodeAgent(ElasticAgent):
                 self._starts.came(said.local_rank)
                 self._learned_start()
             case c.Differs(alike=alike):
-                self._workers.failing(said.round, said.local_rank, alike=alike, restoring=False)
+                self._workers.failing(said.round, said.local_rank, alike=alike)
             case c.RestoreFailed():
-                self._workers.failing(said.round, said.local_rank, alike=(), restoring=True)
+                self._workers.failing(said.round, said.local_rank, restoring=True)
+            case c.Corrupt():
+                self._workers.failing(said.round, said.local_rank, corrupt=True)
+            case c.Differing(step=step, ranks=ranks, suspect=suspect):
+                if said.round == (formed := self.state.formed).number:
+                    nodes = tuple(sorted({formed.node_of(rank) or "" for rank in ranks}))
+                    found = ev.CorruptionFound(said.round, step, ranks, nodes, suspect)
+                    self._events.emit(found)
+                    _log.warning("%s", sentence(found))
             case c.SlowRank(rank=rank, phase=phase, ratio=ratio, load=load, pressure=pressure):
                 if said.round == self.state.formed.number and (node := self.state.formed.node_of(rank)):
                     event = ev.StragglerFound(said.round, rank, node, phase, ratio, load, pressure)

@@ -178,6 +178,14 @@ def _straggles(event: ev.StragglerFound) -> str:
     )
 
 
+def _corrupt(event: ev.CorruptionFound) -> str:
+    who = f"{ranks(event.ranks)} on node {listed(event.nodes)} computed a wrong result" if event.ranks else ""
+    who = who or "ranks computed different results, and it is not known which one is right"
+    since = counted(event.suspect, "step")
+    back = f"; the {since} since the last agreement will be done again" if event.suspect else ""
+    return f"silent corruption: step {event.step} was not applied: {who} for a micro-batch{back}"
+
+
 def _ordered(event: ev.OrderReceived) -> str:
     if event.order == "form":
         why = "" if event.cause == "first" else f", because: {event.cause}"
@@ -217,7 +225,7 @@ SENTENCES: dict[type[ev.Event], Callable[[Any], str]] = {
     ev.NodeLost: _lost,
     ev.NodeExcluded: lambda e: (
         f"node {e.node} is left out for {e.seconds:g} s, as long as there are enough others: "
-        f"its workers have caused the last {e.faults} faults"
+        + (f"its workers have caused the last {e.faults} faults" if e.faults else "it has computed wrong")
     ),
     ev.NewcomerLeftOut: lambda e: (
         f"node {e.node} is left out, at no cost to the run: {e.cause.rstrip('.')}; the others go on, and its host may "
@@ -267,6 +275,7 @@ SENTENCES: dict[type[ev.Event], Callable[[Any], str]] = {
     ev.WorkersHeld: lambda e: f"the leader has answered: the workers go on after {e.seconds:.1f} s",
     ev.NoticeReceived: _noticed,
     ev.NodeChecked: _checked,
+    ev.CorruptionFound: _corrupt,
     ev.StragglerFound: _straggles,
     ev.WorkerStarted: _started,
     ev.WorkerKept: lambda e: f"a worker kept its process (pid {e.pid}) and is rank {e.rank} in round {e.round}",

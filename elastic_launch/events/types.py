@@ -125,7 +125,7 @@ class NodeExcluded(LeaderEvent):
     counter = Counter("nodes_excluded_total", "Nodes that this leader left out for a while.")
 
     node: str
-    faults: int  # how many faults in a row its workers have caused
+    faults: int  # how many faults in a row its workers have caused; 0: it has computed wrong
     seconds: float  # for how long it is left out
 
 
@@ -409,6 +409,19 @@ class NodeChecked(Event):
     memory_gb_s: float  # memory written and read, in 10**9 bytes per second
     compute_gflop_s: float  # multiplication of float32 matrices, in 10**9 operations per second
     disk_mb_s: float  # a file written, synchronized and read in the log directory, in 10**6 bytes per second
+
+
+class CorruptionFound(Event):
+    """In a verified step, ranks computed different results for the same micro-batch, though no error occurred."""
+
+    tone = "bad"
+    counter = Counter("corruption_total", "Verified steps in which ranks computed different results.")
+
+    round: int
+    step: int  # the step, which was not applied
+    ranks: tuple[int, ...]  # those that have computed wrong; empty if that is not known
+    nodes: tuple[str, ...]  # their nodes
+    suspect: int  # steps since the last agreement; they are done again, from a snapshot before it
 
 
 class StragglerFound(Event):

@@ -7,6 +7,8 @@
 ``steps``        the step as a script sees it; ``transaction`` is what it does, ``passes`` a pass of it
 ``positions``    where a loop's state can be handed on, and what the script changes between
 ``purity``       whether micro-batches depend on those before them
+``verification`` which steps are verified, by which ranks, and which one has computed wrong; ``verifying`` exchanges it
+``flips``        flips bits, as a plan of faults says
 ``trainer``      ``Trainer``, with ``callbacks`` and ``durations``
 ``deepspeed``    a trainer's model in DeepSpeed's engine; ``deepspeed_config`` completes the configuration
 ``evaluations``  when to evaluate, and what came out; ``schedule`` steps learning-rate schedulers

@@ -9,13 +9,14 @@ import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from elastic_launch import snapshot
 from elastic_launch.batch import BatchError, GlobalBatch, halved, settled
+from elastic_launch.contract import Corrupt
 from elastic_launch.errors import UsageError
 from elastic_launch.shared_progress import Activity
 from elastic_launch.system.threads import within
@@ -30,6 +31,7 @@ from elastic_launch.training.data.epochs import Epochs
 from elastic_launch.training.durations import total_steps
 from elastic_launch.training.engine import Engine
 from elastic_launch.training.evaluations import evaluating
+from elastic_launch.training.flips import Flips
 from elastic_launch.training.gradients.accumulation import ExactGradients, Gradients
 from elastic_launch.training.gradients.buffer_rules import buffers_of, ruled_names
 from elastic_launch.training.gradients.means import cargo_size
@@ -42,6 +44,7 @@ from elastic_launch.training.positions import Positions
 from elastic_launch.training.randomness import derive, seed_all
 from elastic_launch.training.ranks import collectives
 from elastic_launch.training.ranks.agreement import NOTHING
+from elastic_launch.training.ranks.exchange import exchanging
 from elastic_launch.training.ranks.pace import Pace
 from elastic_launch.training.ranks.replicas import replicated
 from elastic_launch.training.ranks.same_arguments import check_same, told
@@ -50,6 +53,8 @@ from elastic_launch.training.steps import Step
 from elastic_launch.training.stopping import DrainedExit
 from elastic_launch.training.together import OptimizerSteps, as_model, as_optimizer
 from elastic_launch.training.transaction import Recovered, Rehearsal, RoundOverError, StepRules, Transaction
+from elastic_launch.training.verification import CorruptionError, NotAgreedError
+from elastic_launch.training.verifying import Verifier
 from elastic_launch.training.wrapped import sharding_modules
 
 _log = logging.getLogger(__name__)
@@ -93,6 +98,8 @@ class Loop:
         options.check(epochs, self._model, self._optimizer, several=isinstance(model, Mapping))
         optimizers = OptimizerSteps(self._optimizer, options.scaler)
         self._rules = StepRules(optimizers, tuple(options.metrics), options.verify)
+        self._verifier: Verifier | None = None
+        self._flips = Flips()
         self._step = options.start
         self._last: tuple[float, dict[str, float]] = math.nan, {}
         self._live = False
@@ -134,7 +141,8 @@ class Loop:
         self._given = self._arguments()
         self.engine.meet(told(self._given))
         self._live = self._can_live()
-        self._trained_first = self._trains() if self._live and self._rounds.may_abort else {}
+        goes_back = self._live and (self._rounds.may_abort or bool(self._options.share))
+        self._trained_first = self._trains() if goes_back else {}
         self._begin()
         try:
             self._complete()
@@ -250,7 +258,11 @@ class Loop:
         engine.compare_replicas(replicated(self._model, self._optimizer, ranks_own))
         on_host, report = rounds.device.type == "cpu", rounds.report_straggler
         self._pace = Pace(world.rank, world.world_size, resumed.step, on_host=on_host, report=report)
-        if rounds.goes_back and live is None and resumed.state is None and not resumed.step:
+        self._verifier = None
+        if (share := self._options.share) and world.world_size > 1:
+            machines_at = None if all_agreed else resumed.step
+            self._verifier = Verifier(self._epochs, world, share, machines_at, goes_on=live is not None)
+        if (rounds.goes_back or share) and live is None and resumed.state is None and not resumed.step:
             # A process that is kept may have to go back to it.
             engine.saver.keep(
                 self._after(0, evaluated=not self._owes_evaluation), stays_of(self._optimizer, self._model.parameters())
@@ -430,6 +442,8 @@ class Loop:
             self._close_batches()
         if self._is_midway:
             self._rounds.note_exchanges()
+        assert self._gradients is not None
+        self._flips.begin(number, self.engine.world.round, self._gradients, self._optimizer)
         seed_all(derive("step", epochs.seed, number), devices=True)
         done = self._received.passes if self._received is not None else ()
         return Transaction(self, self._rules, epochs, number, self._share(), done, again=number < self._reached)
@@ -439,8 +453,10 @@ class Loop:
         assert self._gradients is not None
         world, epochs = self.engine.world, self._epochs
         if self._batches is None:
-            self._batches = epochs.epoch_from(self._step, world.world_size, world.rank)
-        return Share(epochs.plan(self._step, world.world_size, world.rank), self._batches, self._gradients)
+            beside = None if self._verifier is None else self._verifier.beside
+            self._batches = epochs.epoch_from(self._step, world.world_size, world.rank, beside)
+        plan = epochs.plan(self._step, world.world_size, world.rank)
+        return Share(plan, self._batches, self._gradients, self._verifier)
 
     def _close_batches(self) -> None:
         batches, self._batches = self._batches, None
@@ -470,6 +486,44 @@ class Loop:
                 saved = f"unknown: {error}"
         return f"The micro-batch has {self._epochs.contents(step, micro)}. Newest checkpoint: {saved}."
 
+    def verified(self) -> None:
+        """See :class:`StepOwner`."""
+        self.engine.saver.agree_after(self._step + 1)
+
+    def corrupted(self, liars: Sequence[int]) -> NoReturn:
+        """See :class:`StepOwner`.
+
+        Raises:
+            CorruptionError: if this rank is one of these; its process ends.
+            RuntimeError: on the others, by which the round ends for them; the states since the last step in which all
+                agreed are dropped.
+        """
+        engine, rounds, step = self.engine, self._rounds, self._step
+        agreed = min(engine.saver.agreed, step)
+        if not liars and agreed == step:
+            # A verified step does not cover its own update, after which one of the ranks may have another state.
+            agreed = max(0, step - 1)
+        if agreed < step or not liars:
+            engine.saver.drop_after(agreed)
+            rounds.in_doubt = True
+        where = f"step {step + 1}"
+        witness = next(rank for rank in range(engine.world.world_size) if rank not in liars)
+        if engine.world.rank == witness:
+            rounds.report_corruption(step + 1, liars, step - agreed)
+        if engine.world.rank in liars:
+            rounds.link.say_noted(Corrupt())
+            raise CorruptionError(
+                f"{where}: rank {engine.world.rank} computed another result for a micro-batch than two other ranks, or "
+                "than itself.",
+                "A core, the memory or the GPU of its node may compute wrong without an error. Its node is left out if "
+                f"there are enough others. Training goes on from step {agreed}, after which all ranks had agreed.",
+            )
+        if not liars:
+            raise NotAgreedError(f"{where}: ranks computed different results for a micro-batch, and repeat them")
+        with exchanging():
+            dist.barrier()  # until those end, which breaks it
+        raise NotAgreedError(f"{where}: a rank that computed a wrong result has not ended")
+
     def _arguments(self) -> dict[str, object]:
         """Return what must be the same on all ranks, by the names used in errors."""
         options = self._options
@@ -478,6 +532,7 @@ class Loop:
             "micro-batch": self._epochs.batch.micro,
             "until, in steps": self._end,
             "exact": options.exact,
+            "verify": options.share,
             "device": self._rounds.device.type,
             "session(live=)": self._rounds.asked_live,
             "buffers": options.buffers,
@@ -547,7 +602,7 @@ class Loop:
 
     def _after(self, step: int, *, evaluated: bool = True) -> Trained:
         engine = self.engine
-        trained = self._trains if self._rounds.goes_back else dict
+        trained = self._trains if self._rounds.goes_back or self._options.share else dict
         return Trained(step, engine.checkpoint, self._epochs.identity, self._state, engine.worlds, evaluated, trained)
 
     def _complete(self) -> None:

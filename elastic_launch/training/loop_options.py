@@ -26,6 +26,7 @@ class LoopOptions:
 
     exact: bool = False
     verify: bool = False  # in exact mode, whether some micro-batches are given twice, see `purity`
+    share: float = 0.0  # of the steps, in which each rank computes a micro-batch of another one, see `verification`
     buffers: Mapping[str, str] = field(default_factory=dict)  # rules, by pattern of the buffers' names
     parts: Mapping[str, Stateful | None] = field(default_factory=dict)  # of the state, besides model and optimizer
     scaler: torch.amp.GradScaler | None = None
@@ -50,6 +51,8 @@ class LoopOptions:
         """
         if sharding_modules(model):
             self._check_sharded(optimizer, several=several)
+        if self.share:
+            self._check_verified(model, optimizer)
         if not self.exact:
             return
         epochs.check_exact()
@@ -59,6 +62,16 @@ class LoopOptions:
                 "Draw from the global generators, which are seeded for each micro-batch, or make one where you draw: "
                 "torch.Generator().manual_seed(torch.initial_seed()).",
             )
+
+    def _check_verified(self, model: nn.Module, optimizer: Any) -> None:
+        given = {
+            "a sharded model": bool(sharding_modules(model)),
+            "several optimizers": isinstance(optimizer, Optimizers),
+            'micro="auto"': self.redo,
+            "deepspeed_config": self.stepper is not None,
+        }
+        for what in [name for name, there in given.items() if there]:
+            raise UsageError(f"verify=: micro-batches of other ranks cannot be computed with {what}.", "Leave out one.")
 
     def _check_sharded(self, optimizer: Any, *, several: bool) -> None:
         if several:

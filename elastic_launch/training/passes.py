@@ -13,6 +13,7 @@ from elastic_launch.errors import UsageError
 from elastic_launch.training.engine import Engine
 from elastic_launch.training.gradients.accumulation import Gradients
 from elastic_launch.training.gradients.means import Means, MeanTable
+from elastic_launch.training.verifying import Verifier
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,7 @@ class Share:
     plan: BatchPlan
     batches: Iterator[Any]  # its micro-batches
     gradients: Gradients
+    verifier: Verifier | None = None  # of its steps, if some are verified
 
 
 class Pass:
@@ -55,10 +57,9 @@ class Pass:
         """Number of micro-batches whose backward pass was begun and has not failed."""
         return len(self._rows)
 
-    @property
-    def first_loss(self) -> Tensor:
-        """The loss of this rank's first micro-batch."""
-        return self._rows[0][0]
+    def loss_of(self, number: int) -> Tensor:
+        """Return the loss of this rank's number-th micro-batch."""
+        return self._rows[number][0]
 
     def add(self, loss: Tensor, weight: float | None, metrics: list[float | Tensor]) -> None:
         """Add the current micro-batch, before its backward pass."""

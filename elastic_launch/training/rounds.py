@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-from elastic_launch.contract import Ready, SlowRank
+from elastic_launch.contract import Differing, Ready, SlowRank
 from elastic_launch.symptoms import symptom_in
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.live.groups import GroupsRemainError, RoundGroups
@@ -22,6 +22,7 @@ from elastic_launch.training.ranks.pace import Straggler
 from elastic_launch.training.ranks.place import take, wait_for_place
 from elastic_launch.training.ranks.same_arguments import OthersDifferError
 from elastic_launch.training.ranks.world import World, can_abort, environment, join
+from elastic_launch.training.verification import NotAgreedError
 
 _log = logging.getLogger(__name__)
 
@@ -205,6 +206,17 @@ class WorkerRounds:
         else:
             _log.warning("rank %d is slow in %s: %.1f times the others' time", found.rank, found.phase, found.ratio)
 
+    def report_corruption(self, step: int, ranks: Sequence[int], suspect: int) -> None:
+        """Report that ranks have computed wrong in a step, or that it is not known which ones have.
+
+        Args:
+            suspect: how many steps since the last agreement are to be done again.
+        """
+        if self.link.present:
+            self.link.say_noted(Differing(step, tuple(ranks), suspect))
+        else:
+            _log.warning("step %d: ranks computed different results for a micro-batch", step)
+
     def count_exchange(self) -> None:
         """Record that the script has exchanged with other ranks by a call of this library."""
         self._noted -= 1
@@ -243,7 +255,11 @@ class WorkerRounds:
         """Whether an error that was just caught may be due to the round's end."""
         if not self.lives or not is_of_exchange(error):
             return False
-        return self.is_over or isinstance(error, OthersDifferError) or bool(symptom_in(f"RuntimeError: {error}"))
+        return (
+            self.is_over
+            or isinstance(error, OthersDifferError | NotAgreedError)
+            or bool(symptom_in(f"RuntimeError: {error}"))
+        )
 
     def attempt(self, part: Callable[[], object]) -> RuntimeError | None:
         """Do a part of a round; return the error by which the round's end has broken it off, None if it is done."""

@@ -46,6 +46,7 @@ from elastic_launch.training.rounds import CONFIRMED, AskedLive
 from elastic_launch.training.steps import Step
 from elastic_launch.training.stopping import DrainedExit
 from elastic_launch.training.together import as_part
+from elastic_launch.training.verification import share_of
 from elastic_launch.training.wrapped import check_not_flat
 
 _log = logging.getLogger(__name__)
@@ -197,7 +198,7 @@ class Run:
         until: int | str,
         checkpoint: Checkpoint | None = None,
         exact: bool = False,
-        verify: bool = False,
+        verify: bool | str = False,
         buffers: Mapping[str, str] | None = None,
         scheduler: Stateful | Mapping[str, Stateful] | None = None,
         scaler: torch.amp.GradScaler | None = None,
@@ -218,7 +219,9 @@ class Run:
             checkpoint: where to save to and resume from.
             exact: whether the weights must be bitwise equal at every world size.
             verify: with ``exact=True``, whether some steps give a micro-batch once more, while ``step.checking`` is
-                True, to find what its result depends on besides the micro-batch; see docs/training.md.
+                True, to find what its result depends on besides the micro-batch; see docs/training.md. ``"1%"``: in
+                this share of the steps each rank is given a micro-batch of another rank so, to find hardware that
+                computes wrong; see docs/training.md, Silent corruption.
             buffers: rules for buffers that micro-batches change, by pattern of their names, such as
                 ``{"*.queue": "last"}``: ``mean``, ``sum``, ``last``, ``min``, ``max``, ``ignore`` or ``error``; see
                 docs/training.md.
@@ -251,11 +254,15 @@ class Run:
             check_kind("run.steps(evaluator=...)", evaluator, Evaluator, "Give an el.Evaluator of its data.")
             evaluations = evaluations_of(evaluator, self._engine, loader.steps_per_epoch, checkpoint, exact=exact)
             parts["evaluations"] = evaluations
+        share = share_of(verify, "run.steps(verify=...)")
         if verify and not exact:
-            raise UsageError("run.steps(verify=True) checks what only exact=True promises.", "Give both, or neither.")
+            raise UsageError(
+                f"run.steps(verify={verify!r}) checks what only exact=True promises.", "Give both, or neither."
+            )
         options = LoopOptions(
             exact=exact,
-            verify=verify,
+            verify=verify is True,
+            share=share,
             buffers=checked_rules(buffers),
             parts=parts,
             scaler=scaler,

@@ -32,6 +32,7 @@ from elastic_launch.training.schedule import Schedule, Schedules
 from elastic_launch.training.session import Run, engine_of
 from elastic_launch.training.steps import Step
 from elastic_launch.training.transaction import RoundOverError, Transaction
+from elastic_launch.training.verification import share_of
 from elastic_launch.training.wrapped import sharding_modules
 
 _log = logging.getLogger(__name__)
@@ -79,6 +80,8 @@ class Trainer:
             pairs.
         checkpoint: where to save to and resume from.
         exact: whether the weights must be bitwise equal at every world size.
+        verify: with ``exact=True``, the share of the steps, such as ``"1%"``, in which each rank also computes a
+            micro-batch of another rank, to find hardware that computes wrong; see docs/training.md, Silent corruption.
         buffers: rules for buffers that micro-batches change; see :meth:`elastic_launch.Run.steps`.
         callbacks: :class:`Callback` objects that receive the training's progress.
         deepspeed_config: trains with DeepSpeed, by a configuration as in its documentation. What it leaves out, such as
@@ -112,6 +115,7 @@ class Trainer:
         forward: Forward | None = None,
         checkpoint: Checkpoint | None = None,
         exact: bool = False,
+        verify: str | None = None,
         buffers: Mapping[str, str] | None = None,
         callbacks: Sequence[Callback] = (),
         deepspeed_config: Mapping[str, Any] | None = None,
@@ -175,6 +179,9 @@ class Trainer:
         self._forward = forward or _forward_pair
         self._checkpoint = checkpoint
         self._exact = exact
+        self._share = 0.0 if verify is None else share_of(verify, "Trainer(verify=...)")
+        if self._share and not exact:
+            raise UsageError(f"Trainer(verify={verify!r}) checks what only exact=True promises.", "Give both.")
         self._buffers = checked_rules(buffers)
         self._finds_micro = loader.batch.micro == "auto"
         check_kind("Trainer(callbacks=...)", callbacks, Sequence, "Give a list of them.")
@@ -268,7 +275,8 @@ class Trainer:
             gradients = partial(EngineGradients, engine, buffers=self._buffers, spare=self._spare_loss)
         options = LoopOptions(
             exact=self._exact,
-            verify=self._exact,
+            verify=self._exact and not self._share,
+            share=self._share,
             buffers=self._buffers,
             parts=parts,
             scaler=self._scaler,

@@ -15,7 +15,7 @@ import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -36,6 +36,8 @@ from elastic_launch.training.ranks import collectives
 from elastic_launch.training.ranks.checksum import checksums
 from elastic_launch.training.ranks.collectives import MicroBatchContext
 from elastic_launch.training.together import OptimizerSteps
+from elastic_launch.training.verification import Digests, compared, culprit
+from elastic_launch.training.verifying import StepCheck, digest_of
 
 _PLAIN = nullcontext()
 
@@ -84,6 +86,12 @@ class StepOwner(Protocol):
 
     def origin(self, step: int, micro: int) -> str:
         """Describe the samples of a micro-batch, and the newest checkpoint, for errors."""
+
+    def verified(self) -> None:
+        """Note that all ranks agree about the current step."""
+
+    def corrupted(self, liars: Sequence[int]) -> NoReturn:
+        """Leave the round, since ranks differ about the current step: these have computed wrong, if any are known."""
 
 
 class Transaction:
@@ -139,6 +147,8 @@ class Transaction:
         self._moved = bool(done)  # a pass has begun in another round than one before it
         self._error: Exception | None = None  # that ended the last backward pass, exchange or update
         self._bits: Bits | None = None  # of the micro-batch that is given once more
+        self._factor = 1.0  # its weight, unless the script gives one
+        self._check: StepCheck | None = None  # if the current pass is verified
         self._empty = False  # whether the current pass counts nothing, and its backward() is to come
         self._alone = MicroBatchContext(collectives.refuse if share.gradients.exact else collectives.warn)
         self._drawn: list[tuple[Any, list[tuple[int, int]]]] = []  # micro-batches and versions, for a second pass
@@ -190,6 +200,9 @@ class Transaction:
             if not self.too_large:
                 self._owner.positions.pass_ends(self.number, gradients.refuse_changes)
         self._pass.current = None
+        if self._check is not None:
+            with kept(devices=True):
+                yield from self._judged(self._check)
         began = time.perf_counter()
         with self._noting_errors():
             self.exchange()
@@ -229,7 +242,7 @@ class Transaction:
         return True
 
     def _samples_of_pass(self) -> Generator[Any, None, None]:
-        plan, gradients, watch = self.share.plan, self.share.gradients, self._new_watch()
+        plan, gradients, watch, check = self.share.plan, self.share.gradients, self._new_watch(), self._check
         sample: Any = None
         for number, micro in enumerate(plan.micro_batches):
             if self._rounds.is_over:
@@ -247,14 +260,25 @@ class Transaction:
             with gradients.micro_batch(number):
                 self._seed("micro-batch", micro.index)
                 self._pass.current = number
-                with self._alone, watch.first(sample) if watch is not None and number == 0 else _PLAIN:
+                checked = check is not None and check.micro == micro.index
+                with (
+                    self._alone,
+                    watch.first(sample) if watch is not None and number == 0 else _PLAIN,
+                    check.recorded(sample) if check is not None and checked else _PLAIN,
+                ):
                     yield sample
                 if self._pass.broken is not None:
                     raise self._pass.broken
                 if self._pass.done != number + 1:
                     raise self._without_backward(f"micro-batch {micro.index}")
+            if check is not None and checked:
+                check.computed(self._pass.loss_of(number))
         if watch is not None:
             yield from self._checked_by(watch)
+        if check is not None and (author := check.assignment.authors.get(gradients.rank)) is not None:
+            with self._noting_errors(), left_seeded():
+                sample = next(self.share.batches)
+            check.again = yield from self._digested(sample, check.assignment.micros[author])
         for number in range(plan.grad_accum, gradients.passes(plan)):
             if plan.grad_accum == 0:
                 sample = self._epochs.spare(self.position.step)
@@ -290,7 +314,7 @@ class Transaction:
             return
         gradients = self.share.gradients
         assert isinstance(gradients, ExactGradients)
-        watch.bits.loss = checksums([self._pass.first_loss])
+        watch.bits.loss = checksums([self._pass.loss_of(0)])
         self.checking = True
         try:
             with unchanged(self.model):
@@ -306,12 +330,66 @@ class Transaction:
             self.checking, self._bits = False, None
         raise differs(f"step {self.number}", what, one.culprit(two))
 
+    def _new_check(self) -> StepCheck | None:
+        """Return what verifies this pass; None in most steps."""
+        verifier, gradients = self.share.verifier, self.share.gradients
+        if verifier is None or not isinstance(gradients, ExactGradients):
+            return None
+        assignment = verifier.assignment(self.position.step)
+        return StepCheck(assignment, gradients.rank, gradients) if assignment.authors else None
+
+    def _digested(self, sample: Any, micro: int) -> Generator[Any, None, Digests]:
+        """Give the script a micro-batch of any rank, of which nothing remains; return what comes out."""
+        gradients = self.share.gradients
+        assert isinstance(gradients, ExactGradients)
+        samples, self.checking = digest_of(sample), True
+        try:
+            with unchanged(self.model):
+                bits = yield from self._computed_again(sample, micro, gradients)
+            gradients.restore_buffers()
+        finally:
+            self.checking, self._bits = False, None
+        return Digests(samples, bits.number())
+
+    def _judged(self, check: StepCheck) -> Generator[Any, None, None]:
+        """Compare what the ranks have found; if they differ, some compute it again, and all know who is at fault."""
+        verifier, step, assignment = self.share.verifier, self.position.step, check.assignment
+        assert verifier is not None
+        with self._noting_errors():
+            own, again = verifier.exchange(check)
+        comparison = compared(assignment, own, again)
+        if comparison.data:
+            micro = comparison.data[0]
+            raise _data_differ(f"step {self.number}, micro-batch {micro}", self._owner.origin(step, micro))
+        if not comparison.disputes:
+            self._owner.verified()
+            return
+        if assignment.machines:
+            with self._noting_errors():
+                verifier.refuse_machines(f"step {self.number}", assignment, again, self._rounds.link)
+        mine: dict[int, int] = {}
+        for place, dispute in enumerate(comparison.disputes):
+            if verifier.world.rank in dispute.ranks:
+                found = yield from self._digested(self._epochs.spare(step, dispute.micro), dispute.micro)
+                mine[place] = found.result
+        with self._noting_errors():
+            second = verifier.exchange_second(comparison.disputes, mine)
+            liars = set()
+            for dispute, results in zip(comparison.disputes, second, strict=True):
+                first = {dispute.author: own[dispute.author].result, dispute.checker: again[dispute.checker].result}
+                liars.add(culprit(dispute, first, results))
+            self._owner.corrupted(sorted(rank for rank in liars if rank is not None))
+
     def _given_again(self, watch: StepWatch, gradients: ExactGradients) -> Generator[Any, None, Bits]:
+        return self._computed_again(watch.sample(), self.share.plan.micro_batches[0].index, gradients)
+
+    def _computed_again(self, sample: Any, micro: int, gradients: ExactGradients) -> Generator[Any, None, Bits]:
         bits = self._bits = Bits()
+        self._factor = self._epochs.plan(self.position.step, 1, 0).weights[micro]
         with gradients.recording(bits, repeated=True):
-            self._seed("micro-batch", self.share.plan.micro_batches[0].index)
+            self._seed("micro-batch", micro)
             with self._alone:
-                yield watch.sample()
+                yield sample
         if bits.loss is None:
             raise self._misuse(
                 f"step {self.number}: a micro-batch that is computed again (step.checking) ended without "
@@ -343,6 +421,7 @@ class Transaction:
 
     def _start_pass(self) -> None:
         self._pass = Pass(self.share, len(self._rules.metrics))
+        self._check = self._new_check()
         self._rules.optimizers.begin_pass()
         self.share.gradients.begin(self.share.plan)
 
@@ -372,7 +451,7 @@ class Transaction:
             return
         if self._bits is not None:
             self._bits.loss, gradients.void = checksums([loss.detach()]), weight == 0
-            gradients.differentiate(self._weighted(loss, weight, 0))
+            gradients.differentiate(self._weighted(loss, weight, self._factor))
             return
         if this.current is None or this.done != this.current:
             raise UsageError("step.backward() belongs once into each pass of `for sample in step`.")
@@ -391,7 +470,7 @@ class Transaction:
             )
         self.in_training_mode = self.model.training
         values = self._checked(metrics)
-        to_do, gradients.void = self._weighted(loss, weight, this.current), weight == 0
+        to_do, gradients.void = self._weighted(loss, weight, plan.weights[this.current]), weight == 0
         this.add(loss, weight, values)
         try:
             if this.current == plan.grad_accum - 1 and gradients.talks_in_between and gradients.on_cpu:
@@ -411,9 +490,9 @@ class Transaction:
             raise
         self._error = None
 
-    def _weighted(self, loss: Tensor, weight: float | None, number: int) -> Tensor:
+    def _weighted(self, loss: Tensor, weight: float | None, by_samples: float) -> Tensor:
         # A weight is scaled to about the size of a sample's; update() divides by what they sum up to.
-        share = self.share.plan.weights[number] if weight is None else weight / self.samples
+        share = by_samples if weight is None else weight / self.samples
         # Each operation counts in a small step, and again in its backward pass.
         scalar = loss if loss.dim() == 0 else loss.reshape(())
         scaled = scalar if share == 1 else scalar * share
@@ -639,6 +718,14 @@ class Rehearsal(Transaction):
 
     def grad_norm(self, optimizer: str | None) -> float:
         return math.nan
+
+
+def _data_differ(where: str, origin: str) -> ElasticLaunchError:
+    """Return the error that two ranks were given other samples for a micro-batch."""
+    return ElasticLaunchError(
+        f"verify=: {where}: two ranks were given other samples by their loaders.",
+        f"{origin} The dataset must give the same for an index on all nodes and at any time.",
+    )
 
 
 def _check_scalar(what: str, value: Tensor | float) -> None:

@@ -51,6 +51,28 @@ def test_a_slot_in_use_is_never_overwritten(events: list[str]) -> None:
         assert book.sequence == sequence
 
 
+def test_the_good_snapshot_is_not_replaced_before_the_next_agreement() -> None:
+    book = SlotTable()
+    for sequence in range(1, 4):
+        book.stored(HeldSlot(book.use, sequence, sequence, 1))
+    good = book.newest
+    assert good is not None
+    book.agreed()
+    for sequence in range(4, 20):
+        if sequence % 5 == 0:
+            book.pin()
+        if sequence % 5 == 3:
+            book.unpin()
+        assert book.use != good.slot
+        book.stored(HeldSlot(book.use, sequence, sequence, 1))
+    book.agreed()
+    assert book.newest is not None
+    newest = book.newest
+    for sequence in range(20, 24):
+        assert book.use != newest.slot
+        book.stored(HeldSlot(book.use, sequence, sequence, 1))
+
+
 GIVES_WAY = "from elastic_agents.priority import give_way; give_way(); "
 
 

@@ -165,6 +165,13 @@ def has_a_straggler(node: Node) -> None:
     node.wait(5, steps=3)
 
 
+def computes_wrong(node: Node) -> None:
+    node.becomes(TRAINS)
+    node.wait(5, steps=3)
+    node.metrics.add(ev.CorruptionFound(1, 20, (1,), ("b",), 3))
+    node.wait(5, steps=3)
+
+
 @pytest.mark.parametrize(
     ("run", "alerts"),
     [
@@ -180,6 +187,7 @@ def has_a_straggler(node: Node) -> None:
         (training_is_done, ()),
         (training_is_gone, ("ElasticLaunchRunGone",)),
         (has_a_straggler, ("ElasticLaunchStraggler",)),
+        (computes_wrong, ("ElasticLaunchCorruption",)),
     ],
 )
 def test_a_run_raises_these_alerts_and_no_others(

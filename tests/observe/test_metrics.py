@@ -130,6 +130,7 @@ def test_events_are_counted() -> None:
         ev.NodeLost("b", "silent", 5.0, 0, ""),
         ev.NoticeReceived("AWS", "preemption", "spot", 120.0, True),
         ev.StragglerFound(2, 1, "b", "data", 2.0, 0.5),
+        ev.CorruptionFound(2, 7, (1,), ("b",), 0),
         ev.CheckpointSaved(2, 7, "/c"),
     ):
         found.add(event)
@@ -139,6 +140,7 @@ def test_events_are_counted() -> None:
     assert shown["elastic_launch_rounds_ended_total{how=drained,kind=membership}"] == 1
     assert shown["elastic_launch_restarts_charged_total{kind=crash}"] == 1
     assert shown["elastic_launch_nodes_lost_total"] == 1
+    assert shown["elastic_launch_corruption_total"] == 1
     assert shown["elastic_launch_worker_failures_total"] == 1, "the stopped one did not fail"
     assert shown["elastic_launch_notices_total{kind=preemption,source=AWS}"] == 1
     assert shown["elastic_launch_stragglers_total{host=normal,phase=data,slow_node=b}"] == 1

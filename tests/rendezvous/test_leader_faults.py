@@ -537,6 +537,24 @@ def test_a_node_that_fails_again_and_again_is_left_out_for_a_while() -> None:
     assert run.members == "acb"
 
 
+def test_a_node_that_has_computed_wrong_is_left_out_at_once() -> None:
+    run = running("1:3", "abc", max_restarts=9)
+    run.fail("b", corrupt=True)
+    run.stop(*"abc")
+    assert run.members == "ac"
+    (excluded,) = run.told(NodeExcluded)
+    assert sentence(excluded).startswith("node b is left out for 7200 s")
+    assert sentence(excluded).endswith("it has computed wrong")
+
+
+def test_a_node_that_has_computed_wrong_stays_if_there_are_too_few() -> None:
+    run = running("3:3", "abc", max_restarts=9)
+    run.fail("b", corrupt=True)
+    run.stop(*"abc")
+    assert run.members == "abc"
+    assert not run.told(NodeExcluded)
+
+
 def test_workers_that_are_killed_from_outside_are_not_their_nodes_fault() -> None:
     run = running("1:3", "abc", max_restarts=9)
     for _ in range(2 * FAULTS):

@@ -6,7 +6,8 @@ before the training begins, and ``--later-time``, too, in a process of a later r
 ``--step-time`` until there is a file ``hurry``. With ``--die-within R:S:K`` rank K of round R kills itself in the
 forward pass of step S. With ``--stream`` the data are in shards. With ``--stream`` or ``--samples`` each rank notes in
 ``samples.jsonl`` which samples it has loaded. With ``--forget`` there is a scheduler, or an average of the model, that
-nothing saves. With ``--shard`` the model is sharded over all ranks.
+nothing saves. With ``--shard`` the model is sharded over all ranks. ``--verify`` is the share of the steps that are
+verified.
 """
 
 from __future__ import annotations
@@ -134,6 +135,7 @@ def main() -> None:
     parser.add_argument("--samples", action="store_true")
     parser.add_argument("--stream", choices=["seek", "skip"])
     parser.add_argument("--shard", action="store_true")
+    parser.add_argument("--verify", default=False)
     parser.add_argument("--forget", choices=["scheduler", "average"])
     args = parser.parse_args()
     deadly = tuple(map(int, args.die_within.split(":")))
@@ -172,7 +174,8 @@ def main() -> None:
             scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
         if args.forget == "average":
             average = torch.optim.swa_utils.AveragedModel(model)
-        for step in run.steps(loader, model, optimizer, checkpoint=checkpoint, until=f"{args.steps}ba", exact=True):
+        how = {"until": f"{args.steps}ba", "exact": True, "verify": args.verify}
+        for step in run.steps(loader, model, optimizer, checkpoint=checkpoint, **how):
             began, again = time.monotonic(), step.repeated
             notes.resumed()
             for features, targets, *numbers in step:

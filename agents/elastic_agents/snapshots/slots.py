@@ -19,28 +19,49 @@ class HeldSlot:
 
 
 class SlotTable:
-    """Invariant: neither the newest snapshot nor the one being copied is in the slot that is written next."""
+    """Invariant: neither the newest snapshot nor the one being copied is in the slot that is written next.
+
+    Nor is the last one that is known to be good, once ranks verify steps. If it is neither of these two, no slot is
+    left, and the newest is replaced.
+    """
 
     def __init__(self) -> None:
         self.newest: HeldSlot | None = None
         self.pinned: HeldSlot | None = None
+        self._good: HeldSlot | None = None
+        self._next: int | None = None  # the slot that was to be written after the last snapshot
         self.sequence = 0
         """Highest number of a snapshot so far."""
 
     @property
     def use(self) -> int:
         """The slot to write next."""
-        taken = {held.slot for held in (self.newest, self.pinned) if held is not None}
-        return min(set(range(SLOTS)) - taken)
+        taken = {held.slot for held in (self.newest, self.pinned, self._good) if held is not None}
+        free = set(range(SLOTS)) - taken
+        if not free:
+            assert self.newest is not None
+            return self.newest.slot
+        return min(free)
+
+    def agreed(self) -> None:
+        """Record that all ranks agree about the state so far: the newest snapshot is good, and kept until this is
+        called again.
+        """
+        if self.newest is not None and self.newest.slot != self._next:
+            self._good = self.newest
 
     def stored(self, held: HeldSlot) -> None:
         """Record a new snapshot."""
         if held.sequence > self.sequence:
             self.newest, self.sequence = held, held.sequence
+        self._next = self.use
 
     def seen(self, held: Iterable[HeldSlot]) -> None:
         """Record the slots' actual content: workers may have dropped snapshots, or not yet reported some."""
-        self.newest = max(held, key=lambda one: one.sequence, default=None)
+        there = [*held]
+        self.newest = max(there, key=lambda one: one.sequence, default=None)
+        if self._good not in there:
+            self._good = None
         self.sequence = max(self.sequence, self.newest.sequence if self.newest else 0)
 
     def pin(self) -> HeldSlot | None:

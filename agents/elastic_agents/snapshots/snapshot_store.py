@@ -122,6 +122,11 @@ class SnapshotStore:
                 self._changed.notify_all()
             return self._book.use
 
+    def agreed(self) -> None:
+        """Keep the newest snapshot until this is called again: all ranks agree about the state so far."""
+        with self._changed:
+            self._book.agreed()
+
     def leave_out(self) -> int:
         """Have workers of later rounds write no snapshots, and copy the newest to durable storage before it is
         freed.

@@ -50,6 +50,8 @@ _FOR_AGENT = (
     c.Disconnected,
     c.Differs,
     c.RestoreFailed,
+    c.Differing,
+    c.Corrupt,
     c.Suspended,
 )
 """What the agent learns as the worker has said it."""
@@ -405,6 +407,8 @@ class Control:
                 self._send(peer, c.CommitAnswer(asked, self._snapshot_store.may_commit()))
             case c.Stored():
                 self._send(peer, c.Use(self._snapshot_store.stored(message)))
+            case c.Agreed():
+                self._snapshot_store.agreed()
             case c.NoSnapshots(cause=cause):
                 self._events.emit(SnapshotsLeftOut(number, cause))
             case c.WorkerSaved(step=step, error=error):
@@ -416,7 +420,7 @@ class Control:
                 peer.waits = True
         if isinstance(message, _FOR_AGENT):
             self._say(v.Reported(number, local_rank, message))
-        if isinstance(message, c.Drained | c.Differs | c.RestoreFailed):
+        if isinstance(message, c.Drained | c.Differs | c.RestoreFailed | c.Differing | c.Corrupt):
             self._send(peer, c.Noted())
 
     def _holder(self, pid: int, hello: c.WorkerHello) -> int:

@@ -60,7 +60,7 @@ class _Worker:
         stopped: when it was first told to end.
         ended_with: the code with which its script has ended.
         late: the expired timer because of which it was ended.
-        alike, restoring: see :class:`elastic_launch.rendezvous.wire.Failure`.
+        alike, restoring, corrupt: see :class:`elastic_launch.rendezvous.wire.Failure`.
     """
 
     round: int
@@ -77,6 +77,7 @@ class _Worker:
     late: str = ""
     alike: tuple[int, ...] = ()
     restoring: bool = False
+    corrupt: bool = False
 
 
 class RoundWorkers:
@@ -163,7 +164,7 @@ class RoundWorkers:
         """Give the worker of the same local rank, suspended or ahead, a place in another round; return its pid."""
         worker = self._chosen({placement.local_rank})[-1]
         worker.round, worker.placement, worker.placed = round_number, placement, self._clock.now()
-        worker.suspends, worker.alike, worker.restoring = None, (), False
+        worker.suspends, worker.alike, worker.restoring, worker.corrupt = None, (), False, False
         return worker.pid
 
     def logs(self) -> dict[int, WorkerLogs]:
@@ -205,11 +206,19 @@ class RoundWorkers:
         for worker in self._chosen(local_ranks):
             worker.suspends = self._clock.now()
 
-    def failing(self, round_number: int, local_rank: int, *, alike: tuple[int, ...], restoring: bool) -> None:
+    def failing(
+        self,
+        round_number: int,
+        local_rank: int,
+        *,
+        alike: tuple[int, ...] = (),
+        restoring: bool = False,
+        corrupt: bool = False,
+    ) -> None:
         """Record what a worker reports before it fails."""
         for worker in self._chosen({local_rank}):
             if worker.round == round_number:
-                worker.alike, worker.restoring = alike, restoring
+                worker.alike, worker.restoring, worker.corrupt = alike, restoring, corrupt
 
     def ending(self, ending: ProcessEnding) -> Reported | None:
         """Record the code that a worker is about to exit with; None if the process is not a running worker."""
@@ -333,7 +342,7 @@ class RoundWorkers:
             log=worker.logs.directory if self._pump.kept.useful else None,
             trained=None if steps is None else steps[1] - steps[0],
         )
-        return replace(found, alike=worker.alike, restoring=worker.restoring)
+        return replace(found, alike=worker.alike, restoring=worker.restoring, corrupt=worker.corrupt)
 
     def _read(self, logs: WorkerLogs) -> ErrorFile | None:
         if logs.kept_error is not None:

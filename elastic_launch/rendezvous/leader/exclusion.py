@@ -1,7 +1,8 @@
 """Nodes that are left out of rounds for a while because their workers fail again and again.
 
 A node is left out if the last :data:`FAULTS` charged failures of the run, other than by SIGKILL, were all of its own
-workers, within :data:`WINDOW`, and only of rounds that have enough nodes without it.
+workers, within :data:`WINDOW`, or at once if other ranks have found that it has computed wrong, and only of rounds
+that have enough nodes without it.
 """
 
 from __future__ import annotations
@@ -78,6 +79,12 @@ class Exclusion:
         seconds = min(SECONDS * 2.0 ** min(times - 1, 10), LONGEST)
         self._until[node_id] = now + seconds
         return seconds
+
+    def wrong(self, node_id: str, now: float) -> float:
+        """Leave out a node that has computed wrong; return for how many seconds."""
+        self._times[node_id] = self._times.pop(node_id, 0) + 1
+        self._until[node_id] = now + LONGEST
+        return LONGEST
 
     def last(self, now: float) -> str:
         """Return the node of the last fault; empty if there was none within :data:`WINDOW`."""

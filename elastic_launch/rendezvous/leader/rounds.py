@@ -703,6 +703,8 @@ class Rounds:
         if broken.ends:
             return  # no other round follows
         self._leave_out_newcomers(broken, now)
+        for node_id in {failure.node_id for _, failure in broken.failures if failure.corrupt}:
+            self._state.computed_wrong(node_id, now)
         ruling = self._state.budget.rule(broken, self._state.limits.max_nodes, alone=self._is_alone(broken, now))
         if broken.imposed is None and (ruling.kind.is_fault or ruling.ends):
             broken.failure = root_cause(broken.failures)

@@ -135,6 +135,12 @@ class LeaderState:
             self.emit(NodeExcluded(node_id, FAULTS, seconds))
         self.review(now)
 
+    def computed_wrong(self, node_id: str, now: float) -> None:
+        """Leave out a node that has computed wrong, if there are enough others."""
+        if self.spares(node_id) and not self.exclusion.excludes(node_id, now):
+            self.emit(NodeExcluded(node_id, 0, self.exclusion.wrong(node_id, now)))
+            self.review(now)
+
     def review(self, now: float) -> None:
         """Note which nodes are left out now."""
         for node_id in self.exclusion.node_ids & self.nodes.keys():

@@ -225,9 +225,16 @@ class MemorySnapshots:
 
     def drop_above(self, position: tuple[int, int, int], training: int) -> None:
         """Drop this node's snapshots of a training that are newer than a (round, step, phase)."""
+        self._drop(training, lambda header: header.position > position)
+
+    def drop_after(self, step: int, training: int) -> None:
+        """Drop this node's snapshots of a training that are of a later step, whatever their round."""
+        self._drop(training, lambda header: header.step > step)
+
+    def _drop(self, training: int, chosen: Callable[[Header], bool]) -> None:
         for number, slot in enumerate(self._slots if self._world.first_on_node else []):
             header = slot.header()
-            if header is not None and header.training == training and header.position > position:
+            if header is not None and header.training == training and chosen(header):
                 slot.begin()
                 self._dropped = number
 
@@ -296,27 +303,35 @@ class Newest:
     holders: Sequence[int]  # the ranks that have it, themselves or on their nodes; the first sends it
     everywhere: bool  # whether all ranks have it
     passes: int = 0  # updated passes of the next step that it includes, if it is live
+    suspect: bool = False  # whether a process has dropped later states, and what storage has of them is not restored
     parts: Mapping[int, split.SnapshotPart] = field(default_factory=dict)  # what its holders have, if it is split
 
 
 def newest(
-    memory: MemorySnapshots, world: World, training: int, live: tuple[int, int, int] | None = None
+    memory: MemorySnapshots,
+    world: World,
+    training: int,
+    live: tuple[int, int, int] | None = None,
+    suspect: bool = False,
 ) -> Newest | None:
     """Return the newest state of a training in memory; None if there is none. Called by all ranks.
 
     Args:
         live: round, step and updated passes of this process' own state, if it was suspended; of equal ones, a live
             state is taken.
+        suspect: whether this process has dropped later states, see :class:`Newest`.
     """
     held = memory.held(training)
     parts = [split.SnapshotPart.of(*each) for each in held]
     mine = {
         "writes": memory.writes,
+        "suspect": suspect,
         "live": [0, 0, 0] if live is None else live,
         "held": [[*h.position, part.world_size, part.ranks] for (_, h), part in zip(held, parts, strict=True)],
     }
     everybody = [json.loads(each) for each in bytes_of_all(world, json.dumps(mine).encode())]
     memory.decides = memory.writes and not any(each["writes"] for each in everybody[: world.rank])
+    suspect = any(each["suspect"] for each in everybody)
     lives = [tuple(each["live"]) for each in everybody]
     # By rank, what its node has of which snapshot. The newest comes last, as it is taken, if two have one position.
     kept = [{(a, b, c): split.SnapshotPart(tuple(x), n) for a, b, c, n, x in each["held"][::-1]} for each in everybody]
@@ -326,13 +341,16 @@ def newest(
         holders = [rank for rank, each in enumerate(lives) if each == max(lives)]
         is_everywhere = len(holders) == len(lives)
         # A process that has not done its evaluation yet does it with the others.
-        return Newest((number, step), EVALUATED, True, None, holders, is_everywhere, passes) if number or step else None
+        if not number and not step:
+            return None
+        return Newest((number, step), EVALUATED, True, None, holders, is_everywhere, passes, suspect)
     found = {rank: each[position] for rank, each in enumerate(kept) if position in each}
     whole = [rank for rank, part in found.items() if not part.world_size]
     holders = whole or list(found)
     own = next((each for each in held if each[1].position == position), None) if world.rank in holders else None
     number, step, phase = position
-    return Newest((number, step), phase, False, own, holders, len(holders) == len(kept), 0, {} if whole else found)
+    everywhere, split_in = len(holders) == len(kept), {} if whole else found
+    return Newest((number, step), phase, False, own, holders, everywhere, 0, suspect, split_in)
 
 
 def _newest_complete(

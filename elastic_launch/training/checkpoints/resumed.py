@@ -41,6 +41,7 @@ class Resumed:
     starts: Sequence[Start] = ()  # what was small at the start of that step, and of each of its passes so far
     stored: bool = False  # it was read from durable storage, and no process has one
     given: dict[str, Options] = field(default_factory=dict)  # those in effect when it was saved, by part
+    agreed: int | None = None  # the last step before it in which all ranks agreed; None: not known
 
     @property
     def uncompared(self) -> int:
@@ -63,6 +64,7 @@ class Resumed:
             equal=int(meta.get("equal", (0, 0))[1]),
             last=_outcome(meta["last"]) if "last" in meta else None,
             passes=tuple(map(_outcome, meta.get("passes", ()))),
+            agreed=meta.get("agreed"),
             **named,
         )
 

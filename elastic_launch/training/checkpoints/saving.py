@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from elastic_launch import faults, snapshot
-from elastic_launch.contract import CopyJob
+from elastic_launch.contract import Agreed, CopyJob
 from elastic_launch.shared_progress import Activity
 from elastic_launch.snapshot.memory.slot import EVALUATED, PART, STEPPED
 from elastic_launch.snapshot.room import forget_peak, remedy_of
@@ -126,6 +126,8 @@ class Saver:
         self._listeners: list[Callable[[snapshot.WriteOutcome], None]] = []
         self._layouts = Layouts()
         self._equal = (0, 0)  # round and step of the last state found equal on all ranks
+        self.agreed = 0  # the last step in which all ranks agreed, if steps are verified
+        self._suspect = False  # whether later states were dropped, and what storage has of them is not to be restored
 
     def listen(self, function: Callable[[snapshot.WriteOutcome], None]) -> None:
         """Call a function with the outcome of each checkpoint that was written or failed."""
@@ -163,7 +165,7 @@ class Saver:
         if live is None:
             self.finish(wait=True)
             self._training += 1
-            self.compares, self._equal = False, (0, 0)
+            self.compares, self._equal, self.agreed = False, (0, 0), 0
             state.skip_frozen(checkpoint is not None and checkpoint.settings.skip_frozen)
             state.given.begin(state.members(), () if checkpoint is None else checkpoint.settings.override)
         self._checkpoint = checkpoint
@@ -172,6 +174,8 @@ class Saver:
         except RuntimeError:
             self._branch, self._training = before  # those of the state which this process still has
             raise
+        self.agreed = resumed.step if resumed.agreed is None else resumed.agreed
+        self._suspect = False
         if resumed.state is not None:
             with self._options_judged(checkpoint, resumed, state) if live is None else nullcontext():
                 # A process that goes on takes it over later, see Loop, but exchanges parameters with others now.
@@ -186,15 +190,16 @@ class Saver:
     ) -> Resumed:
         """Return the newest state, and continue its branch; called by all ranks."""
         mine = None if live is None or live.in_doubt else (self._branch.round, live.step, len(live.passes))
-        kept = newest(self._memory, self._world, self._training, mine) if self._world.round else None
+        kept = newest(self._memory, self._world, self._training, mine, self._suspect) if self._world.round else None
         resumed: Resumed | None = None
-        if checkpoint is not None and (kept is None or checkpoint.has_newer(self._world, kept.position)):
+        newer = checkpoint is not None and kept is not None and checkpoint.has_newer(self._world, kept.position)
+        if checkpoint is not None and (kept is None or (newer and not kept.suspect)):
             above = None if kept is None else kept.position
             resumed = checkpoint.open(self._world, identity, above=above, parts=state)
             self._branch = checkpoint.branch
             if resumed is not None:
                 # The script may have been changed since.
-                resumed = replace(resumed, trained={})
+                resumed = replace(resumed, trained={}, agreed=None)
             if kept is None and resumed is not None and resumed.state is not None:
                 resumed = replace(resumed, stored=True)
                 if checkpoint.settings.override:
@@ -321,7 +326,7 @@ class Saver:
         meta = meta_of(dict(identity), worlds)
         meta |= {"branch": self._branch.meta(run_id()), "classes": state.classes(), "orders": state.orders()}
         meta |= {"parts": state.names, "weights": state.weights, "frozen": state.frozen()}
-        return meta | {"equal": self._equal, "given": state.given.in_effect}
+        return meta | {"equal": self._equal, "agreed": self.agreed, "given": state.given.in_effect}
 
     def _judge(self, resumed: Resumed) -> None:
         """Warn if a checkpoint was not compared among the ranks, so that their states may have differed."""
@@ -530,6 +535,18 @@ class Saver:
         """Drop the snapshots in memory that are newer than the last state that was equal on all ranks."""
         self.settle()
         self._memory.drop_above((*self._equal, EVALUATED), self._training)
+
+    def agree_after(self, step: int) -> None:
+        """Record that all ranks agree in a verified step; the newest snapshot up to it is kept until the next one."""
+        self.agreed = step
+        if self._memory.writes:
+            self._link.say(Agreed(step))
+
+    def drop_after(self, step: int) -> None:
+        """Drop the snapshots in memory of later steps."""
+        self.settle()
+        self._memory.drop_after(step, self._training)
+        self._suspect = True
 
     def settle(self) -> None:
         """Wait until parameters and the optimizer's state may change."""

@@ -16,7 +16,9 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sized
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
+from itertools import groupby, islice
 from multiprocessing.context import BaseContext
+from operator import attrgetter
 from typing import Any, Self, TypedDict
 
 import torch
@@ -35,6 +37,9 @@ from elastic_launch.training.randomness import derive
 
 AT_A_TIME = 16384
 """Number of positions requested from a sampler at a time; a request for few would take as long."""
+
+Beside = Callable[[int], int | None]
+"""``step -> micro``: see :meth:`Epochs.epoch_from`."""
 
 LIST_OF_SHARDS = "list of shards (as a hash)"
 """Name of the fingerprint of a stream in a checkpoint's identity."""
@@ -134,10 +139,10 @@ class Epochs(ABC):
         other._data_loader = other._made()
         return other
 
-    def spare(self, step: int) -> Any:
-        """Return the first micro-batch of a step's global batch, on any rank."""
+    def spare(self, step: int, micro: int = 0) -> Any:
+        """Return a micro-batch of a step's global batch, by its index there, on any rank."""
         with closing(self.apart().epoch_from(step, 1, 0)) as batches:
-            return next(batches)
+            return next(islice(batches, micro, None))
 
     def check_exact(self) -> None:
         """Check, as far as possible, that the data will be the same after a restart."""
@@ -184,11 +189,16 @@ class Epochs(ABC):
         if self.batch.micro == "auto" and "micro-batch" in identity:
             self.batch = GlobalBatch(self.batch.size, identity["micro-batch"])
 
-    def epoch_from(self, step: int, world_size: int, rank: int) -> Generator[Any]:
-        """Yield a rank's collated micro-batches one by one, from a step to the end of its epoch."""
+    def epoch_from(self, step: int, world_size: int, rank: int, beside: Beside | None = None) -> Generator[Any]:
+        """Yield a rank's collated micro-batches one by one, from a step to the end of its epoch.
+
+        Args:
+            beside: returns the index of the micro-batch of a step that follows the rank's own; None: none does.
+        """
         first = self.position(step)
         steps = range(step, step + self.steps_per_epoch - first.step_in_epoch)
-        self._feed.requests = requests = self._requests(steps, world_size, rank)
+        requests = self._requests(steps, world_size, rank)
+        self._feed.requests = requests = requests if beside is None else self._with_others(requests, beside)
         self._generator.manual_seed(derive("loader", self.seed, first.epoch))
         for batch in self._data_loader:
             yield batch
@@ -210,6 +220,12 @@ class Epochs(ABC):
             )
         except (ValueError, TypeError) as error:
             raise UsageError(f"{self.loader}: {error}", "These options go on to torch's DataLoader.") from None
+
+    def _with_others(self, requests: Iterator[MicroBatchRequest], beside: Beside) -> Iterator[MicroBatchRequest]:
+        for step, own in groupby(requests, attrgetter("step")):
+            yield from own
+            if (micro := beside(step)) is not None:
+                yield from islice(self._requests(range(step, step + 1), 1, 0), micro, micro + 1)
 
     def _requests(self, steps: range, world_size: int, rank: int) -> Iterator[MicroBatchRequest]:
         """Yield a rank's requests for some steps of one epoch."""

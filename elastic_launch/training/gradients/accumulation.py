@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from elastic_launch.training.gradients.means import MeanTable
 from elastic_launch.training.gradients.parameters import Parameters
 from elastic_launch.training.gradients.reduction import ExactReduction
 from elastic_launch.training.gradients.sharded import ShardSums, clip, total_norm
+from elastic_launch.training.randomness import derive
 from elastic_launch.training.ranks.checksum import checksums
 
 
@@ -53,6 +54,13 @@ class Bits:
     loss: Tensor | None = None
     gradients: dict[int, list[Tensor]] = field(default_factory=dict)
 
+    def number(self) -> int:
+        """Return one number for all of them; it waits for the device."""
+        assert self.loss is not None
+        parts = [self.loss, *(part for which in sorted(self.gradients) for part in self.gradients[which])]
+        places = [f"{which}:{len(self.gradients[which])}" for which in sorted(self.gradients)]
+        return derive("bits", *places, *torch.cat(parts).tolist())
+
     def differing(self, other: Bits, names: Sequence[str]) -> str | None:
         """Return what differs, the loss or the gradient of the first such parameter; None: nothing."""
         if self.loss is None or other.loss is None or not torch.equal(self.loss, other.loss):
@@ -62,6 +70,16 @@ class Bits:
             if len(mine) != len(theirs) or not all(map(torch.equal, mine, theirs)):
                 return f"gradient of {name}"
         return None
+
+
+class Spoiler(Protocol):
+    """Computes wrong without an error, see `flips`."""
+
+    def spoil_gradient(self, which: int, gradient: Tensor, count: int) -> None:
+        """Change the gradient of a micro-batch, that of one of ``count`` parameters."""
+
+    def spoil_sums(self, gradients: Sequence[Tensor]) -> None:
+        """Change the gradients that all ranks have summed."""
 
 
 class Gradients:
@@ -114,8 +132,9 @@ class Gradients:
             for each in getattr(optimizer, "optimizers", {"": optimizer}).values()
             if hasattr(each, "_optimizer_step_pre_hooks")  # an optimizer that only wraps others lacks it
         ]
+        self.spoiler: Spoiler | None = None  # flips bits, as a plan of faults says
         self._taking = False
-        self._recorded: Bits | None = None
+        self._recorded: tuple[Bits, ...] = ()
         self._repeats = False  # whether gradients are only recorded
         self.took = False  # whether the last backward pass has computed any gradient
         self.void = False  # whether the micro-batch has a weight of 0: its gradients count as 0 even if they are NaN
@@ -253,8 +272,12 @@ class Gradients:
         self.took = True
         if self.void:
             gradient = torch.zeros_like(gradient)
-        if self._recorded is not None:
-            self._recorded.gradients.setdefault(which, []).append(checksums([gradient]))
+        if self.spoiler is not None:
+            self.spoiler.spoil_gradient(which, gradient, len(self.parameters.reduced))
+        if self._recorded:
+            found = checksums([gradient])
+            for bits in self._recorded:
+                bits.gradients.setdefault(which, []).append(found)
             if self._repeats:
                 parameter.grad = None
                 return
@@ -307,6 +330,8 @@ class Gradients:
                 is new and differs between ranks.
         """
         sums = self._reduce(whole)
+        if self.spoiler is not None:
+            self.spoiler.spoil_sums([p.grad for p in self.parameters.trained.values() if p.grad is not None])
         self._buffers.exchange(sums if self.exact else None)
         self.waiting = True
 
@@ -453,14 +478,14 @@ class ExactGradients(Gradients):
             repeated: whether it is computed once more, after all others, and nothing else remains of it. Afterwards
                 call :meth:`restore_buffers`.
         """
-        self._recorded, self._repeats = bits, repeated
+        before, self._recorded, self._repeats = self._recorded, (*self._recorded, bits), repeated
         if repeated:
             self._states.begin_micro_batch()
             self._taking = True
         try:
             yield
         finally:
-            self._recorded, self._repeats = None, False
+            self._recorded, self._repeats = before, False
             if repeated:
                 self._taking = False
 

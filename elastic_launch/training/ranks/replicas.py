@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -126,9 +126,9 @@ class ReplicaCheck:
         others = [rank for rank, value in enumerate(column) if value != common]
         same = [rank for rank, value in enumerate(column) if value == common]
         where = (
-            f"{_ranks(others)} differ{'s' if len(others) == 1 else ''} from {_ranks(same)}"
+            f"{ranks_text(others)} differ{'s' if len(others) == 1 else ''} from {ranks_text(same)}"
             if 2 * most > len(column)
-            else f"{_ranks(list(range(len(column))))} differ"
+            else f"{ranks_text(list(range(len(column))))} differ"
         )
         more = f" So it is with {len(differing) - 1} more tensors." if len(differing) > 1 else ""
         return f"After step {taken.step} the ranks do not have the same {name}: {where}.{more}", hint
@@ -187,7 +187,8 @@ def _mark(device: torch.device) -> torch.cuda.Event:
     return event
 
 
-def _ranks(ranks: list[int]) -> str:
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Name ranks, at most eight of them."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
