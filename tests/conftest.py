@@ -21,7 +21,7 @@ from hypothesis.internal.conjecture import providers
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from harness import SLOWNESS, Job, forks, job_in, share_forks
+from harness import BUSY, SLOWNESS, Job, forks, job_in, share_forks
 
 # Until all tests are collected nearly all objects are kept, so that a search for garbage finds none.
 gc.disable()
@@ -139,7 +139,11 @@ def _names_marks(path: Path) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest files, so that none of them runs alone at the end."""
+    """Begin with the longest files, so that none of them runs alone at the end; tests have more time if it is busy."""
+    for item in items if BUSY > 1.5 else ():
+        own = item.get_closest_marker("timeout")
+        limit = own.args[0] if own is not None else float(item.config.getini("timeout"))
+        item.add_marker(pytest.mark.timeout(limit * BUSY), append=False)
     marked = {item.path for item in items if any(map(item.get_closest_marker, ("system", "slow")))}
     if unnamed := [str(path) for path in marked if not _names_marks(path)]:
         raise pytest.UsageError(f"name the marks of slow and system tests in their own files: {', '.join(unnamed)}")

@@ -40,6 +40,7 @@ from elastic_launch.rendezvous.run_file import RunAddress
 from elastic_launch.rendezvous.torch_handler import MembershipHandler
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.rendezvous.wire.addresses import listen
+from elastic_launch.system.allowance import LOOK, Allowance
 from elastic_launch.system.descriptors import explained
 from elastic_launch.system.threads import ThreadDied
 from elastic_launch.system.writer_thread import IDLE
@@ -347,7 +348,8 @@ class NodeAgent(ElasticAgent):
                 self._workers.resume()  # they have to leave their round
                 self._workers.suspends(local_ranks)
                 self._control.suspend(number, local_ranks, cause)
-                self._inbox.put_later(self._suspension(), v.SuspendOver(number))
+                pids = (pid for where, pid, _ in self._workers.running(number) if where.local_rank in local_ranks)
+                self._await_suspended(number, Allowance(self._suspension(), *pids, most=self._longest_suspension))
             case v.SendExit(local_ranks=local_ranks):
                 self._workers.resume()
                 self._control.dismiss(local_ranks)
@@ -397,8 +399,18 @@ class NodeAgent(ElasticAgent):
 
     def _suspension(self) -> float:
         """Seconds that workers have to leave a round: less than the leader waits for this node."""
-        most = self._config.shutdown_timeout + self._config.timing.return_after / 2
-        return min(self._control.step_timer.suspend_seconds(), most)
+        return min(self._control.step_timer.suspend_seconds(), self._longest_suspension)
+
+    @property
+    def _longest_suspension(self) -> float:
+        return self._config.shutdown_timeout + self._config.timing.return_after / 2
+
+    def _await_suspended(self, number: int, allowance: Allowance) -> v.SuspendOver | None:
+        """Return once the time is over that workers have to leave a round; those that wait for a CPU do not hang."""
+        if (left := allowance.left()) <= 0 or number != self.state.view.round:
+            return v.SuspendOver(number)
+        self._inbox.put_later(min(left, LOOK), partial(self._await_suspended, number, allowance))
+        return None
 
     def _estimate(self, number: int) -> None:
         if number == self.state.view.round and self.state.view.phase is v.Phase.RUNNING:

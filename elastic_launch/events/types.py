@@ -14,19 +14,13 @@ from dataclasses import Field, dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, dataclass_transform
 
 from elastic_launch.failure import SplitCollective, StallPlace, Suspect
+from elastic_launch.system.host_load import overloaded
 
 Tone = Literal["", "good", "bad", "note"]
 """How a mark on the page's time axis looks; an event without a tone has no mark."""
 
 ROUND_ENDS = ("membership", "preemption", "node loss", "fatal", "startup", "out of memory", "hang", "crash")
 """Why a round can end before its work is done; see :class:`elastic_launch.rendezvous.leader.verdict.Kind`."""
-
-OVERLOADED = 1.25
-"""A host is overloaded if its load average in the last minute, per CPU, is more, unless :data:`PRESSED` can tell."""
-
-PRESSED = OVERLOADED - 1
-"""A host is overloaded if tasks waited for a CPU in a larger share of the time. The load average would be late, counts
-tasks that wait for a disk, too, and says nothing of the host in some containers."""
 
 HOSTS = ("normal", "overloaded")
 """How a host is, by its load; a label of a metric."""
@@ -440,7 +434,7 @@ class StragglerFound(Event):
     @property
     def host(self) -> str:
         """One of :data:`HOSTS`, so that an alert can tell other work on the host from a slow host."""
-        return HOSTS[self.load > OVERLOADED if self.pressure is None else self.pressure > PRESSED]
+        return HOSTS[overloaded(self.load, self.pressure)]
 
     round: int
     rank: int

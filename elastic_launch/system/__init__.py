@@ -11,6 +11,7 @@
 ``plain_text``       makes untrusted text safe for logs and terminals
 ``memory_groups``    control groups that limit memory
 ``host_load``        how busy a node's host is
+``allowance``        limits of time that do not count waits for a CPU
 ``findings``         what ``elasticctl doctor`` finds, and the bound of its waits
 ``termination_log``  the termination message that Kubernetes shows for a container
 """

@@ -6,6 +6,13 @@ from dataclasses import dataclass
 
 from elastic_launch.contract import Count
 
+OVERLOADED = 1.25
+"""A host is overloaded if its load average in the last minute, per CPU, is more, unless :data:`PRESSED` can tell."""
+
+PRESSED = OVERLOADED - 1
+"""A host is overloaded if tasks waited for a CPU in a larger share of the time. The load average would be late, counts
+tasks that wait for a disk, too, and says nothing of the host in some containers."""
+
 
 @dataclass(frozen=True, slots=True)
 class GpuLoad:
@@ -44,6 +51,16 @@ class HostLoad:
         used = " ".join(_gib(gpu.used) for gpu in self.gpus)
         total = " ".join(dict.fromkeys(_gib(gpu.total) for gpu in self.gpus))  # mostly the same
         return f"{text}; GPU {busy} %, {used} of {total} GiB"
+
+
+def overloaded(load: float, pressure: float | None) -> bool:
+    """Return whether a host has more to do than its CPUs can.
+
+    Args:
+        load: its load average in the last minute, per CPU.
+        pressure: share of the last 10 s in which tasks waited for a CPU; None if that is not known.
+    """
+    return load > OVERLOADED if pressure is None else pressure > PRESSED
 
 
 def _gib(size: int) -> str:

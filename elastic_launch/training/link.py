@@ -7,6 +7,7 @@ import logging
 import os
 import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from elastic_launch.errors import UsageError
 from elastic_launch.shared_progress import Activity, SharedProgress
 from elastic_launch.snapshot.memory.slot import Slot
 from elastic_launch.stack_dump import dump_stacks_on_signal
+from elastic_launch.system.allowance import LOOK, Allowance
 
 if TYPE_CHECKING:
     from elastic_launch.training.ranks.world import World
@@ -80,6 +82,7 @@ class AgentLink:
         self.split = False  # whether snapshots of sharded states are to be split among the nodes
         if sock is not None:
             sock.settimeout(BUSY_TIMEOUT)
+        self._agent = _peer(sock) if sock is not None else 0  # its pid
         self.present = sock is not None  # whether this process has, or had, an agent
         # Seconds to wait for an order after an exchange with other ranks has failed; 0 if this worker is not suspended.
         self.patience = 0.0
@@ -456,15 +459,19 @@ class AgentLink:
         self._understand(data)
 
     def _hear_until(self, done: Callable[[], bool], timeout: float) -> None:
-        """Process messages until something is done, the agent is gone, or the timeout in seconds has passed."""
+        """Process messages until something is done, the agent is gone, or the timeout in seconds has passed.
+
+        What this process and the agent wait for a CPU does not count: an answer may be on its way.
+        """
+        allowance = Allowance(timeout, *((os.getpid(), self._agent) if timeout > LOOK and not done() else ()))
         if self._reader is not None:
             with self._news:
-                self._news.wait_for(lambda: done() or self._sock is None, max(0.0, timeout))
+                while not done() and self._sock is not None and (left := allowance.left()) > 0:
+                    self._news.wait(min(left, LOOK))
             return
-        deadline = time.monotonic() + timeout
         while not done() and self._sock is not None:
-            self._hear(deadline - time.monotonic())
-            if time.monotonic() >= deadline:
+            self._hear(min(allowance.left(), LOOK))
+            if allowance.left() <= 0:
                 return
 
     def _hear_at_length(self, done: Callable[[], bool], timeout: float, what: str) -> bool:
@@ -559,3 +566,8 @@ class AgentLink:
                     self._save_asked = True
                 case c.Noted():
                     self._noted = True
+
+
+def _peer(sock: socket.socket) -> int:
+    """Return the pid of the process at the other end."""
+    return int(struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))[0])

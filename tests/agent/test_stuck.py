@@ -25,6 +25,7 @@ def test_a_process_hangs_if_a_thread_holds_the_lock_and_does_not_run(
 ) -> None:
     call, hangs = PROGRAMS[name]
     monkeypatch.setattr(stuck, "STUCK_AFTER", 1.0)
+    monkeypatch.setattr(stuck, "LOOK_EVERY", 0.1)
     code = (
         "import ctypes, threading, time\n"
         "def beat():\n"

@@ -12,6 +12,10 @@ import torch
 from torch import nn
 
 import elastic_launch as el
+from elastic_launch.training.ranks import pace
+
+# Other programs may keep the host of the tests busy.
+pace.overloaded = lambda load, pressure: False
 
 work, slow, phase = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 mine = int(os.environ["RANK"]) == slow

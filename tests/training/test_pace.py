@@ -21,6 +21,7 @@ from elastic_launch.training.ranks.pace import (
     Persistence,
     Straggler,
     _pressure,
+    comparable,
     slow_ranks,
 )
 
@@ -42,6 +43,24 @@ def test_slow_ranks(times: list[tuple[float, float]], found: list[Straggler]) ->
     assert slow_ranks(times) == found
 
 
+@pytest.mark.parametrize(
+    ("pressed", "found"),
+    [
+        ([False, False, False, False], [0, 2]),
+        ([False, False, True, False], [0, 2]),
+        ([False, False, True, True], [0, 2]),
+        ([False, True, True, True], [0]),
+        ([True, True, True, True], []),
+    ],
+    ids=["none", "the slow one", "one host of two", "all but one", "the only host"],
+)
+def test_ranks_on_overloaded_hosts_are_compared_only_with_those_on_others(
+    pressed: list[bool], found: list[int]
+) -> None:
+    slow = [Straggler(rank, "compute", 2.0) for rank in (0, 2)]
+    assert [each.rank for each in comparable(slow, pressed)] == found
+
+
 @given(st.lists(st.sets(st.integers(0, 3)), max_size=30))
 def test_a_rank_is_found_when_it_has_been_slow_in_enough_windows_on_end(windows: list[set[int]]) -> None:
     persistence = Persistence()
@@ -61,13 +80,25 @@ def test_a_pause_that_is_in_two_windows_is_not_persistent() -> None:
     assert [persistence.add(window) for window in (slow, slow, [], slow, slow, [])] == [[]] * 6
 
 
-@pytest.mark.parametrize(("waited", "pressure"), [(-1.0, None), (0.504, 0.5)], ids=["not counted", "counted"])
-def test_a_rank_is_reported_once_after_three_windows(waited: float, pressure: float | None) -> None:
+@pytest.mark.parametrize(
+    ("waited", "pressure", "first", "told"),
+    [
+        (-1.0, None, (0.5, -1.0), True),
+        (0.504, 0.5, (9.0, 0.1), True),
+        (0.504, 0.5, (0.5, 0.504), False),
+        (-1.0, None, (2.5, -1.0), False),
+    ],
+    ids=["not counted", "counted", "all overloaded", "all overloaded, not counted"],
+)
+def test_a_rank_is_reported_once_after_three_windows(
+    waited: float, pressure: float | None, first: tuple[float, float], told: bool
+) -> None:
     found: list[Straggler] = []
     pace = Pace(0, 2, 100, on_host=True, report=found.append)
     other = 0.1
 
     def reduce(table: torch.Tensor) -> None:
+        table[0, 3:] = torch.tensor(first)
         table[1] = torch.tensor([0.0, other, 2.0, 2.5, waited])
 
     step = 100
@@ -81,8 +112,8 @@ def test_a_rank_is_reported_once_after_three_windows(waited: float, pressure: fl
                 pace.compare(step)
                 if pace._count == 0:
                     break
-            assert len(found) - before == (window == WINDOWS), window
-    assert found == [Straggler(1, "compute", 10.0, load=2.5, pressure=pressure)]
+            assert len(found) - before == (told and window == WINDOWS), window
+    assert found == [Straggler(1, "compute", 10.0, load=2.5, pressure=pressure)] * told
     assert step >= 100 + 6 * FIRST_WINDOW
 
 

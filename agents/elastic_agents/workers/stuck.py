@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import platform
-import time
 from dataclasses import dataclass
 
 from elastic_agents.workers.sessions import read_proc, status_of, threads_of
@@ -19,7 +18,7 @@ LOOK_EVERY = 2.0
 """Seconds between two checks of a process."""
 
 STUCK_AFTER = 60.0
-"""Seconds for which a main thread must not have run."""
+"""Seconds for which a main thread must not have run, by the number of checks: the agent itself may not have run."""
 
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
 """The number of futex(2), with which threads wait for locks."""
@@ -31,12 +30,10 @@ class _Seen:
 
     Attributes:
         switches: how often it had run.
-        since: when this was first seen.
         looks, waited: number of checks, and in how many of them a thread waited for the lock.
     """
 
     switches: int
-    since: float
     looks: int = 0
     waited: int = 0
 
@@ -56,7 +53,7 @@ class StuckDetector:
         switches = _switches(pid)
         seen = self._seen.get(pid)
         if seen is None or switches < 0 or seen.switches != switches:
-            return _Seen(switches, time.monotonic())
+            return _Seen(switches)
         seen.looks += 1
         seen.waited += _waits_for_interpreter(pid)
         return seen
@@ -64,7 +61,7 @@ class StuckDetector:
 
 def _hangs(seen: _Seen) -> bool:
     # A waiting thread may just be awake.
-    return seen.waited > seen.looks / 2 and time.monotonic() - seen.since >= STUCK_AFTER
+    return seen.waited > seen.looks / 2 and seen.looks * LOOK_EVERY >= STUCK_AFTER
 
 
 def _switches(pid: int) -> int:

@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import Backend
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from elastic_launch.collective_dump import forget_collectives
+from elastic_launch.system.allowance import Allowance
 from elastic_launch.training.live.sockets import GroupSockets
 from elastic_launch.training.live.turns import quick_turns
 
@@ -284,7 +285,7 @@ def _is_gloo(backend: object) -> bool:
 
 def _wait_until_gone(held: list[tuple[weakref.ref[ProcessGroup], str]], sockets: GroupSockets) -> None:
     """Wait until groups and sockets are gone: a thread of gloo or autograd may be the last to drop its reference."""
-    deadline, collected = time.monotonic() + _LEFT_S, False
+    allowance, collected = Allowance(_LEFT_S, os.getpid()), False
     while True:
         left = [name for ref, name in held if ref() is not None]
         still_open = sockets.still_open()
@@ -294,7 +295,7 @@ def _wait_until_gone(held: list[tuple[weakref.ref[ProcessGroup], str]], sockets:
             gc.collect()  # cycles may hold them, such as that of an error and its traceback
             collected = True
             continue
-        if time.monotonic() > deadline:
+        if allowance.left() <= 0:
             break
         time.sleep(_POLL)
     if left:

@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from elastic_launch.system.host_load import overloaded
+
 SLOW = 1.5
 """A rank is slow if a micro-batch takes it this many times the median of the other ranks."""
 
@@ -59,6 +61,19 @@ def slow_ranks(times: Sequence[tuple[float, float]]) -> list[Straggler]:
             more = [mine[phase] - statistics.median(time[phase] for time in others) for phase in (0, 1)]
             found.append(Straggler(rank, "data" if more[0] > more[1] else "compute", round(sum(mine) / usual, 2)))
     return found
+
+
+def comparable(slow: Sequence[Straggler], pressed: Sequence[bool]) -> list[Straggler]:
+    """Return the slow ranks of which a window says something.
+
+    Ranks that compete for CPUs get them in turn, so any of them may be slow in a window. But if only a few hosts are
+    overloaded, this is why their ranks are slow.
+
+    Args:
+        pressed: for each rank, whether its host is overloaded.
+    """
+    most = 2 * sum(pressed) > len(pressed)
+    return [found for found in slow if not (most and pressed[found.rank])]
 
 
 class Persistence:
@@ -122,10 +137,13 @@ class Pace:
         self._began, self._next = step, step + min(max(FIRST_WINDOW, math.ceil(WINDOW_S / each)), LONGEST_WINDOW)
         self._wall = self._data = self._compute = 0.0
         self._count = 0
-        for found in self._persistence.add(slow_ranks([(data, compute) for data, compute, *_ in rows])):
+        hosts = [(load, None if pressure < 0 else pressure) for *_, load, pressure in rows]
+        slow = comparable(slow_ranks([(data, compute) for data, compute, *_ in rows]), [overloaded(*x) for x in hosts])
+        for found in self._persistence.add(slow):
             if self._rank == 0:
-                load, pressure = (round(figure, 2) for figure in rows[found.rank][3:])
-                self._report(replace(found, load=load, pressure=None if pressure < 0 else pressure))
+                load, pressure = hosts[found.rank]
+                pressure = None if pressure is None else round(pressure, 2)
+                self._report(replace(found, load=round(load, 2), pressure=pressure))
 
 
 def _load() -> float:
