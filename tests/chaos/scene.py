@@ -19,15 +19,15 @@ from pathlib import Path
 from changes import SCRIPT
 from etcd_servers import Member, cluster, endpoints
 from faulty_storage import Storage, storage
-from harness import SLOWNESS, Agent, Job, alive, free_port, read_lines, tree
+from harness import SCRIPTS, SLOWNESS, Agent, Job, alive, free_port, read_lines, tree
 from memory_group import Group, group
 from netns import Host, net
 
 from chaos.plan import STEPS, Fault, Plan
-from chaos.strikes import STRIKES
+from chaos.strikes import STRIKES, copier
 from elastic_launch import stack_dump
 
-__all__ = ["Outcome", "Scene", "run"]
+__all__ = ["Outcome", "Scene", "run", "trained"]
 
 STEP_TIME = 0.1
 """Seconds of a step, until the training is told to hurry."""
@@ -61,6 +61,16 @@ leak of one a round is what the soak looks for."""
 CHANGES = ("round_draining", "round_drained", "round_broken", "round_formed", "node_lost")
 """Events that begin or end a change of the round."""
 
+ORDERED = {
+    "suspending": ("round_broken", "round_draining"),
+    "forming": ("round_formed",),
+    "placing": ("worker_kept", "worker_placed", "worker_started"),
+}
+"""Events at moments of a plan."""
+
+AIMED = 8.0
+"""Seconds for which a fault waits for the moment at which it is aimed; then it happens all the same."""
+
 DRAINED = ("notice", "term agent", "term worker")
 """Kinds after which all ranks stop after the same step."""
 
@@ -81,6 +91,7 @@ class Outcome:
             change (between a round's end, or the order to end it, and the next step), or in the last steps.
         rounds, restarts, resizes: of the run, as far as its nodes know.
         kept: places that workers took without a new process.
+        aimed: moments at which faults were aimed, and whether each came.
         steps: that were done; ``again``: of these, more than once.
         seconds: from the first agent's start to the last one's end.
     """
@@ -91,6 +102,7 @@ class Outcome:
     restarts: int = 0
     resizes: int = 0
     kept: int = 0
+    aimed: list[tuple[str, bool]] = field(default_factory=list)
     steps: int = 0
     again: int = 0
     seconds: float = 0.0
@@ -101,7 +113,7 @@ class Outcome:
         plan = self.plan
         store = f"etcd of {plan.members}" if plan.members else "three voters" if plan.voters else "c10d"
         where = f"{plan.nodes}x{plan.nproc} on {store}"
-        how = "live" if plan.live else "no-live"
+        how = f"{plan.form}, {'live' if plan.live else 'no-live'}"
         kinds = ", ".join(fault.kind for fault in plan.all)
         verdict = "ok" if not self.problems else f"FAILED: {'; '.join(self.problems)}"
         counts = f"{self.rounds} rounds, {self.restarts} restarts, {self.kept} kept, {self.again} steps again"
@@ -156,6 +168,7 @@ class Scene:
         self.temporary = directory / "tmp"
         self.temporary.mkdir()
         self.struck: list[Strike] = []
+        self.aimed: list[tuple[str, bool]] = []
         self._torn: dict[Path, tuple[float, Path]] = {}  # when, and the newest checkpoint that was left
         self._problem = ""
         self._started = self._back = 0.0  # when an agent was started last, and when anything came back
@@ -176,6 +189,11 @@ class Scene:
         """The agent of the fault's node, or of another one; None if none runs."""
         here = sorted(self._running.items())
         return here[fault.node % len(here)][1] if here else None
+
+    def leader(self, fault: Fault) -> Agent | None:
+        """The agent that leads the run, if it runs; else the fault's."""
+        elected = [e["node"] for e in self.job.events("leader_elected")] or ["a"]
+        return self._running.get(elected[-1]) or self.agent(fault)
 
     def agents(self) -> list[Agent]:
         """The agents that run."""
@@ -274,9 +292,10 @@ class Scene:
         self._started = self._starts[name] = time.monotonic()
         plan = self.plan
         flags = [*FLAGS, *([] if plan.live else ["--no-live"]), "--notice", f"file:{self.notice_of(name)}"]
-        command = [SCRIPT, str(self.job.work), "--steps", str(STEPS), "--step-time", str(STEP_TIME)]
+        script, options = trained(plan.form)
+        command = [script, str(self.job.work), "--steps", str(STEPS), "--step-time", str(STEP_TIME), *options]
         command += ["--checkpoint", str(self.checkpoints), "--every", str(plan.every)]
-        command += ["--start-time", str(plan.start), "--samples"]
+        command += ["--start-time", str(plan.start)]
         if plan.members:
             flags += ["--rdzv-backend", "etcd", "--rdzv-id", "chaos", "--rdzv-conf", CONF]
         elif self.voters:
@@ -311,7 +330,9 @@ class Scene:
         for fault in self.plan.faults:
             if fault.gap is None:
                 self._until(f"step {fault.step}", lambda fault=fault: self.step() >= fault.step)
-            else:
+            if fault.moment:
+                self._aim(fault.moment)
+            if fault.gap is not None:
                 until = time.monotonic() + fault.gap
                 self._until("the next fault", lambda until=until: time.monotonic() >= until)
             self._strike(fault)
@@ -326,6 +347,24 @@ class Scene:
             self._strike(last)
             self.job.tell("hurry")
         self._until("the run to end", lambda: all(agent.process.poll() is not None for agent in self._running.values()))
+
+    def _aim(self, moment: str) -> None:
+        """Wait for a moment; not for long, because faults can keep it from coming."""
+        since = self.struck[-1].when if self.struck else 0.0
+        deadline = time.monotonic() + AIMED
+        self._until(f"{moment} or no longer", lambda: self._comes(moment, since) or time.monotonic() > deadline)
+        self.aimed.append((moment, time.monotonic() <= deadline))
+
+    def _comes(self, moment: str, since: float) -> bool:
+        """Whether a moment has come after a time, or is now."""
+        if moment == "commit":
+            return copier(self) is not None
+        file = {"place": "places.jsonl", "restoring": "resumed.jsonl"}.get(moment)
+        noted = read_lines(self.job.work / file) if file else self.job.events()
+        names = ORDERED.get(moment)
+        # A place is passed often: only one that was reached right now counts.
+        since = max(since, time.monotonic() - LOOK) if moment == "place" else since
+        return any(x["clock"] > since and (names is None or x["event"] in names) for x in noted)
 
     def _strike(self, fault: Fault) -> None:
         deadline = time.monotonic() + LAND
@@ -575,6 +614,15 @@ class Scene:
         return bool(clocks) and max(clocks) - max(min(clocks), self._back) > SETTLED
 
 
+def trained(form: str) -> tuple[str, list[str]]:
+    """Return the script of a form of training, and its options."""
+    if form == "plain":
+        return SCRIPT, ["--samples"]
+    if form == "stream":
+        return SCRIPT, ["--stream", "skip", "--loader-workers", "1"]
+    return str(SCRIPTS / "forms.py"), ["--form", form]
+
+
 def _start(pid: int) -> str:
     return _text(f"/proc/{pid}/stat").rpartition(")")[2].split()[19] if alive(pid) else ""
 
@@ -647,7 +695,7 @@ def run(plan: Plan, directory: Path, expected: str) -> Outcome:
         finally:
             left = scene.close()
         outcome.problems += left
-    outcome.landed = scene.phases()
+    outcome.landed, outcome.aimed = scene.phases(), scene.aimed
     outcome.seconds = time.monotonic() - began
     events = scene.job.events()
     outcome.rounds = sum(e["event"] == "round_formed" for e in events)
