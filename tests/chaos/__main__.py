@@ -39,7 +39,7 @@ def undisturbed(base: Path, forms: set[str]) -> dict[str, str]:
     """Return the hash with which one process ends each form of training."""
     found = {}
     for form in sorted(forms):
-        (base / f"undisturbed-{form}").mkdir()
+        (base / f"undisturbed-{form}").mkdir(parents=True)
         script, options = trained(form)
         found[form] = undisturbed_hash(base / f"undisturbed-{form}", STEPS, *options, script=script)
     return found
@@ -54,12 +54,13 @@ def main() -> int:
     parser.add_argument("--pairs", action="store_true", help="plans with pairs of faults and other trainings")
     parser.add_argument("--directory", type=Path, help="keep what all plans leave here")
     parser.add_argument(
-        "--record", type=Path, default=Path("build/chaos.jsonl"), help="append the outcomes to this file"
+        "--record", type=Path, help="append the outcomes to this file; build/chaos.jsonl, or build/pairs.jsonl"
     )
     parser.add_argument("--report", type=Path, help="run nothing: write the figures of --record into this page")
     args = parser.parse_args()
+    args.record = args.record or Path(f"build/{'pairs' if args.pairs else 'chaos'}.jsonl")
     if args.report is not None:
-        report(args.record, args.report)
+        report(args.record, args.report, args.pairs)
         return 0
     args.record.parent.mkdir(parents=True, exist_ok=True)
     base = args.directory or Path(tempfile.mkdtemp(prefix="elastic-launch-chaos-"))

@@ -498,7 +498,9 @@ class Scene:
 
     def _left_files(self) -> list[str]:
         """What is left in the directories for temporary files and shared memory."""
-        found = [str(path) for path in self.temporary.iterdir() if not path.name.startswith("torchinductor_")]
+        # A process of the script that is killed leaves directories of multiprocessing's, as it does anywhere.
+        names = [name for name in os.listdir(self.temporary) if not name.startswith(("torchinductor_", "pymp-"))]
+        found = [str(self.temporary / name) for name in names]
         pids = {str(pid) for pid in self._seen}
         found += [f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if pids & {*re.split(r"[^0-9]", name)}]
         return found
@@ -619,7 +621,7 @@ def trained(form: str) -> tuple[str, list[str]]:
     if form == "plain":
         return SCRIPT, ["--samples"]
     if form == "stream":
-        return SCRIPT, ["--stream", "skip", "--loader-workers", "1"]
+        return SCRIPT, ["--stream", "skip", "--loader-workers", "1", "--persistent"]
     return str(SCRIPTS / "forms.py"), ["--form", form]
 
 

@@ -10,8 +10,9 @@ import pytest
 from changes import undisturbed_hash
 from harness import Job
 
-from chaos.plan import FOR_GOOD, KINDS, NEEDS, STEPS, draw
-from chaos.report import BEGIN, END, figures, report
+from chaos.__main__ import undisturbed
+from chaos.plan import FOR_GOOD, FORMS, KINDS, MOMENTS, NEEDS, PAIRED, STEPS, draw, draw_pairs
+from chaos.report import figures, marks, report
 from chaos.scene import Outcome, run
 
 SEEDS = (318, 495, 1524, 3157, 3364)
