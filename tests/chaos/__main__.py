@@ -21,28 +21,17 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import faulty_storage
 import memory_group
 import netns
-from changes import undisturbed_hash
 from harness import forks
 
-from chaos.plan import STEPS, Plan, draw, draw_pairs
+from chaos.plan import Plan, draw, draw_pairs
 from chaos.report import report
-from chaos.scene import run, trained
+from chaos.scene import run, undisturbed
 
 
 def lacking(plan: Plan) -> str:
     """Return what this machine lacks for a plan, or nothing."""
     needed = [(plan.hosts or plan.disk, netns), (plan.faulty, faulty_storage), (plan.limited, memory_group)]
     return next((reason for needs, module in needed if needs and (reason := module.missing())), "")
-
-
-def undisturbed(base: Path, forms: set[str]) -> dict[str, str]:
-    """Return the hash with which one process ends each form of training."""
-    found = {}
-    for form in sorted(forms):
-        (base / f"undisturbed-{form}").mkdir(parents=True)
-        script, options = trained(form)
-        found[form] = undisturbed_hash(base / f"undisturbed-{form}", STEPS, *options, script=script)
-    return found
 
 
 def main() -> int:

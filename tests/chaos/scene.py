@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from changes import SCRIPT
+from changes import SCRIPT, undisturbed_hash
 from etcd_servers import Member, cluster, endpoints
 from faulty_storage import Storage, storage
 from harness import SCRIPTS, SLOWNESS, Agent, Job, alive, free_port, read_lines, tree
@@ -27,7 +27,7 @@ from chaos.plan import STEPS, Fault, Plan
 from chaos.strikes import STRIKES, copier
 from elastic_launch import stack_dump
 
-__all__ = ["Outcome", "Scene", "run", "trained"]
+__all__ = ["Outcome", "Scene", "run", "undisturbed"]
 
 STEP_TIME = 0.1
 """Seconds of a step, until the training is told to hurry."""
@@ -292,7 +292,7 @@ class Scene:
         self._started = self._starts[name] = time.monotonic()
         plan = self.plan
         flags = [*FLAGS, *([] if plan.live else ["--no-live"]), "--notice", f"file:{self.notice_of(name)}"]
-        script, options = trained(plan.form)
+        script, options = _trained(plan.form)
         command = [script, str(self.job.work), "--steps", str(STEPS), "--step-time", str(STEP_TIME), *options]
         command += ["--checkpoint", str(self.checkpoints), "--every", str(plan.every)]
         command += ["--start-time", str(plan.start)]
@@ -616,13 +616,23 @@ class Scene:
         return bool(clocks) and max(clocks) - max(min(clocks), self._back) > SETTLED
 
 
-def trained(form: str) -> tuple[str, list[str]]:
+def _trained(form: str) -> tuple[str, list[str]]:
     """Return the script of a form of training, and its options."""
     if form == "plain":
         return SCRIPT, ["--samples"]
     if form == "stream":
         return SCRIPT, ["--stream", "skip", "--loader-workers", "1", "--persistent"]
     return str(SCRIPTS / "forms.py"), ["--form", form]
+
+
+def undisturbed(base: Path, forms: set[str]) -> dict[str, str]:
+    """Return the hash with which one process ends each form of training."""
+    found = {}
+    for form in sorted(forms):
+        (base / f"undisturbed-{form}").mkdir(parents=True)
+        script, options = _trained(form)
+        found[form] = undisturbed_hash(base / f"undisturbed-{form}", STEPS, *options, script=script)
+    return found
 
 
 def _start(pid: int) -> str:
