@@ -11,6 +11,9 @@ __all__ = ["FORMS", "FOR_GOOD", "KINDS", "MOMENTS", "NEEDS", "PAIRED", "STEPS", 
 STEPS = 400
 """Optimizer steps of the training."""
 
+PAIRED_STEPS = 200
+"""Optimizer steps of the trainings in plans with pairs, which need more for each."""
+
 LAST = 120
 """Faults begin before so many steps are done, so that the run can come back to its full size before it ends."""
 
@@ -141,6 +144,7 @@ class Plan:
         executed: whether agents are executed, not forked from a process that has imported torch.
         last: a fault in the last steps; None: none.
         form: of the training, one of ``FORMS``.
+        steps: of the training; together, they take the same time in all plans, as long as it is not told to hurry.
     """
 
     seed: int
@@ -160,6 +164,7 @@ class Plan:
     faults: tuple[Fault, ...]
     last: Fault | None
     form: str = "plain"
+    steps: int = STEPS
 
     @property
     def all(self) -> tuple[Fault, ...]:
@@ -266,4 +271,5 @@ def draw_pairs(seed: int, most: int = 2) -> Plan:
         faults=tuple(faults),
         last=None,
         form=form,
+        steps=PAIRED_STEPS,
     )

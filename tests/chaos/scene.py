@@ -12,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -23,14 +23,14 @@ from harness import SCRIPTS, SLOWNESS, Agent, Job, alive, free_port, read_lines,
 from memory_group import Group, group
 from netns import Host, net
 
-from chaos.plan import STEPS, Fault, Plan
+from chaos.plan import Fault, Plan
 from chaos.strikes import STRIKES, copier
 from elastic_launch import stack_dump
 
 __all__ = ["Outcome", "Scene", "run", "undisturbed"]
 
-STEP_TIME = 0.1
-"""Seconds of a step, until the training is told to hurry."""
+LASTS = 40.0
+"""Seconds of all steps together, if the training is not told to hurry."""
 
 STANDSTILL = 60.0
 """Seconds without a step after which a run counts as stuck; a round that parks waits for as long as a node is away."""
@@ -293,7 +293,15 @@ class Scene:
         plan = self.plan
         flags = [*FLAGS, *([] if plan.live else ["--no-live"]), "--notice", f"file:{self.notice_of(name)}"]
         script, options = _trained(plan.form)
-        command = [script, str(self.job.work), "--steps", str(STEPS), "--step-time", str(STEP_TIME), *options]
+        command = [
+            script,
+            str(self.job.work),
+            "--steps",
+            str(plan.steps),
+            "--step-time",
+            str(LASTS / plan.steps),
+            *options,
+        ]
         command += ["--checkpoint", str(self.checkpoints), "--every", str(plan.every)]
         command += ["--start-time", str(plan.start)]
         if plan.members:
@@ -341,7 +349,7 @@ class Scene:
         self._check_descriptors()
         self.job.tell("hurry")
         if (last := self.plan.last) is not None:
-            self._until("the last steps", lambda: self.step() >= STEPS - 60)
+            self._until("the last steps", lambda: self.step() >= self.plan.steps - 60)
             (self.job.work / "hurry").unlink()
             self._until(f"step {last.step}", lambda: max(x["step"] for x in self._steps()) >= last.step)
             self._strike(last)
@@ -394,8 +402,8 @@ class Scene:
             raise Problem(f"another hash: {result['hash'][:12]}, not {expected[:12]}")
         done = {x["step"] for x in self._steps()}
         # A rank that was killed may not have noted its last step.
-        if max(done) != STEPS or len(done) < STEPS - len(self.plan.all) - 1:
-            raise Problem(f"{len(done)} steps of {STEPS} were noted")
+        if max(done) != self.plan.steps or len(done) < self.plan.steps - len(self.plan.all) - 1:
+            raise Problem(f"{len(done)} steps of {self.plan.steps} were noted")
         self._check_samples()
         self._check_saved()
         self._check_drained()
@@ -444,7 +452,7 @@ class Scene:
             if used.setdefault(step, {}).setdefault(micro, numbers) != numbers:
                 raise Problem(f"micro-batch {micro} of step {step} has had samples {used[step][micro]} and {numbers}")
         epoch: list[int] = []
-        for step in range(1, STEPS + 1):
+        for step in range(1, self.plan.steps + 1):
             epoch += [number for micro in used.get(step, {}).values() for number in micro]
             whole = step * BATCH % SAMPLES == 0
             if len({*epoch}) != len(epoch) or (whole and sorted(epoch) != [*range(SAMPLES)]):
@@ -625,13 +633,13 @@ def _trained(form: str) -> tuple[str, list[str]]:
     return str(SCRIPTS / "forms.py"), ["--form", form]
 
 
-def undisturbed(base: Path, forms: set[str]) -> dict[str, str]:
-    """Return the hash with which one process ends each form of training."""
+def undisturbed(base: Path, plans: Iterable[Plan]) -> dict[str, str]:
+    """Return the hash with which one process ends each form of the plans' trainings, which have as many steps."""
     found = {}
-    for form in sorted(forms):
+    for form, steps in sorted({(plan.form, plan.steps) for plan in plans}):
         (base / f"undisturbed-{form}").mkdir(parents=True)
         script, options = _trained(form)
-        found[form] = undisturbed_hash(base / f"undisturbed-{form}", STEPS, *options, script=script)
+        found[form] = undisturbed_hash(base / f"undisturbed-{form}", steps, *options, script=script)
     return found
 
 

@@ -42,7 +42,7 @@ def test_runs_survive_two_faults_at_almost_the_same_time(job: Job) -> None:
 
 
 def survive(plans: list[Plan], base: Path) -> None:
-    expected = undisturbed(base, {plan.form for plan in plans})
+    expected = undisturbed(base, plans)
     with ThreadPoolExecutor(JOBS) as pool:
         outcomes = [*pool.map(lambda plan: run(plan, base / f"seed-{plan.seed}", expected[plan.form]), plans)]
     failed = [outcome.line() for outcome in outcomes if outcome.problems]
