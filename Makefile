@@ -40,7 +40,7 @@ help:
 	@echo '                which ALLOW_APT=1 installs, or transformers, Lightning and so on, which are added to the environment'
 	@echo 'make test-gpu   the tests that need a GPU, with PYTHON= of an interpreter whose torch has CUDA; one GPU is enough'
 	@echo 'make soak       the exhaustive tests, which repeat what may fail once in a hundred times: hours, and outside CI'
-	@echo 'make chaos      random plans of faults against real runs, outside CI: SEED=1 PLANS=100'
+	@echo 'make chaos      random plans of faults against real runs, outside CI: SEED=1 PLANS=100 [PAIRS=1]'
 	@echo 'make matrix     the tests of single parts, one node, exactness and torch'\''s launcher with each Python and torch that'
 	@echo '                pyproject.toml declares, or with MATRIX="3.11:2.13 3.12:2.14"; KEEP=1 keeps the environments (gigabytes)'
 	@echo 'make check      linter, formatter, types, who may import whom, that no class name is there twice, that no module uses'
@@ -114,7 +114,7 @@ soak: env
 	"$(BIN)/python" -m pytest -rfEs $(call parallel,3) -m soak --junitxml=build/junit-soak.xml $(PYTEST_ARGS)
 
 chaos: env
-	"$(BIN)/python" tests/chaos --seed $(or $(SEED),1) --plans $(or $(PLANS),100)
+	"$(BIN)/python" tests/chaos --seed $(or $(SEED),1) --plans $(or $(PLANS),100) $(if $(PAIRS),--pairs)
 
 # Each pair has an environment of its own; nothing of VENV is used.
 matrix:

@@ -37,6 +37,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -367,6 +368,7 @@ def _become(order: dict[str, object], output: int) -> None:
     if group := order["group"]:
         Path(str(group), "cgroup.procs").write_text(str(os.getpid()))
     os.chdir(cwd)
+    tempfile.tempdir = None  # TMPDIR has been read for the process that forks
     if order["script"]:
         if threads := env.get("OMP_NUM_THREADS"):
             importlib.import_module("torch").set_num_threads(int(threads))

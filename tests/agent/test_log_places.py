@@ -2,22 +2,46 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from contextlib import closing
 from pathlib import Path
 
-from elastic_agents.workers.logs import LogPlaces, keep_error
+import pytest
+
+from elastic_agents.workers.logs import PREFIX, LogPlaces, keep_error
 from elastic_launch.config.launch_config import Command, LaunchConfig
 from elastic_launch.contract import Placement
 from elastic_launch.system.writer_thread import Writer
 
+PLACEMENT = Placement(0, 0, 0, 1, 1, 1, "127.0.0.1", 29500, 0, 1, True)
+
+
+def test_what_killed_agents_have_left_is_removed_and_what_is_in_use_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left, of_others = tmp_path / f"{PREFIX}left", tmp_path / "elastic-launch-other"
+    (left / "round_1").mkdir(parents=True)
+    of_others.mkdir()
+    config = LaunchConfig(Command(("true",), ("true",)), log_dir=tmp_path / "logs")
+    with closing(Writer("files", limit=1 << 20, patience=3.0)) as files:
+        places = [LogPlaces(config, files) for _ in range(2)]
+        logs = [each.prepare(1, [PLACEMENT], lambda placement, error_file: {}, {})[0][0] for each in places]
+        files.flush()
+        assert not left.exists()
+        assert of_others.exists()
+        assert all(each.error_file.parent.exists() for each in logs)
+        for each in places:
+            each.close()
+    assert sorted(tmp_path.iterdir()) == [of_others, tmp_path / "logs"]
+
 
 def test_an_exception_is_copied_before_its_directory_is_removed(tmp_path: Path) -> None:
     config = LaunchConfig(Command(("true",), ("true",)), log_dir=tmp_path)
-    placement = Placement(0, 0, 0, 1, 1, 1, "127.0.0.1", 29500, 0, 1, True)
     with closing(Writer("files", limit=1 << 20, patience=3.0)) as files:
         places = LogPlaces(config, files)
-        logs = places.prepare(1, [placement], lambda placement, error_file: {}, {})[0][0]
+        logs = places.prepare(1, [PLACEMENT], lambda placement, error_file: {}, {})[0][0]
         logs.error_file.write_text("what it raised")
         files.put(lambda data: time.sleep(0.2))  # a slow disk
         files.put(lambda data: keep_error(logs))

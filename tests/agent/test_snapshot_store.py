@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -737,6 +738,28 @@ def test_a_copying_process_that_hangs_is_warned_of_and_replaced(
     assert node.copied() == [1]
     assert f"{late[0].upper()}{late[1:]} within 0.5 s. Tried again" in caplog.text
     assert not alive(hanging)
+
+
+@pytest.mark.slow
+def test_a_copying_process_that_waits_for_a_processor_is_not_replaced(
+    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another one would wait as long, and so nothing would ever be saved while the machine is busy."""
+    processor, command = min(os.sched_getaffinity(0)), copiers.helper_command
+    here = f"import os; os.sched_setaffinity(0, {{{processor}}}); "
+    monkeypatch.setattr(copiers, "helper_command", lambda code, *arguments: command(here + code, *arguments))
+    monkeypatch.setattr(copiers, "STALL", 1.5)
+    busy = [subprocess.Popen([sys.executable, "-c", f"{here}\nwhile True: pass"]) for _ in range(3)]
+    try:
+        began = time.monotonic()
+        node.store(1)
+        assert node.copied() == [1]
+        assert time.monotonic() - began > 2 * copiers.STALL
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    assert "Tried again" not in caplog.text
 
 
 def test_an_agent_that_ends_does_not_wait_for_a_copying_process_that_the_kernel_holds(

@@ -21,12 +21,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import faulty_storage
 import memory_group
 import netns
-from changes import undisturbed_hash
 from harness import forks
 
-from chaos.plan import STEPS, Plan, draw
+from chaos.plan import Plan, draw, draw_pairs
 from chaos.report import report
-from chaos.scene import run
+from chaos.scene import run, undisturbed
 
 
 def lacking(plan: Plan) -> str:
@@ -41,21 +40,24 @@ def main() -> int:
     parser.add_argument("--plans", type=int, default=10, help="how many plans")
     parser.add_argument("--jobs", type=int, default=4, help="how many plans side by side; most of a plan is waiting")
     parser.add_argument("--faults", type=int, default=6, help="at most so many faults in a plan")
+    parser.add_argument("--pairs", action="store_true", help="plans with pairs of faults and other trainings")
     parser.add_argument("--directory", type=Path, help="keep what all plans leave here")
     parser.add_argument(
-        "--record", type=Path, default=Path("build/chaos.jsonl"), help="append the outcomes to this file"
+        "--record", type=Path, help="append the outcomes to this file; build/chaos.jsonl, or build/pairs.jsonl"
     )
     parser.add_argument("--report", type=Path, help="run nothing: write the figures of --record into this page")
     args = parser.parse_args()
+    args.record = args.record or Path(f"build/{'pairs' if args.pairs else 'chaos'}.jsonl")
     if args.report is not None:
-        report(args.record, args.report)
+        report(args.record, args.report, args.pairs)
         return 0
     args.record.parent.mkdir(parents=True, exist_ok=True)
     base = args.directory or Path(tempfile.mkdtemp(prefix="elastic-launch-chaos-"))
-    (base / "undisturbed").mkdir(parents=True)
-    expected, began = undisturbed_hash(base / "undisturbed", STEPS), time.monotonic()
+    base.mkdir(parents=True, exist_ok=True)
     failed: list[int] = []
-    plans = {seed: draw(seed, args.faults) for seed in range(args.seed, args.seed + args.plans)}
+    seeds = range(args.seed, args.seed + args.plans)
+    plans = {seed: draw_pairs(seed) if args.pairs else draw(seed, args.faults) for seed in seeds}
+    expected, began = undisturbed(base, plans.values()), time.monotonic()
     left_out = {seed: reason for seed, plan in plans.items() if (reason := lacking(plan))}
     for seed, reason in left_out.items():
         print(f"seed {seed}: left out: {reason}", flush=True)
@@ -63,7 +65,7 @@ def main() -> int:
     # Threads: the ports, networks and control groups of all plans then have numbers from the same counters.
     with ThreadPoolExecutor(args.jobs) as pool:
         runs = [
-            pool.submit(run, plan, base / f"seed-{seed}", expected)
+            pool.submit(run, plan, base / f"seed-{seed}", expected[plan.form])
             for seed, plan in plans.items()
             if seed not in left_out
         ]

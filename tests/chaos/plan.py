@@ -6,10 +6,13 @@ import json
 import random
 from dataclasses import asdict, dataclass
 
-__all__ = ["FOR_GOOD", "KINDS", "NEEDS", "STEPS", "Fault", "Plan", "draw"]
+__all__ = ["FORMS", "FOR_GOOD", "KINDS", "MOMENTS", "NEEDS", "PAIRED", "STEPS", "Fault", "Plan", "draw", "draw_pairs"]
 
 STEPS = 400
 """Optimizer steps of the training."""
+
+PAIRED_STEPS = 200
+"""Optimizer steps of the trainings in plans with pairs, which need more for each."""
 
 LAST = 120
 """Faults begin before so many steps are done, so that the run can come back to its full size before it ends."""
@@ -56,6 +59,50 @@ AT_END = ("kill worker", "freeze worker", "freeze agent", "kill guard", "kill he
 FOR_GOOD = "lose node"
 """A node is lost in the last steps, and does not come back."""
 
+PAIRED = {
+    "kill worker": 6,
+    "kill agent": 5,
+    "kill leader": 5,
+    "kill tree": 3,
+    "freeze leader": 2,
+    "freeze worker": 2,
+    "freeze agent": 2,
+    "freeze node": 1,
+    "term worker": 2,
+    "term agent": 3,
+    "notice": 2,
+    "kill guard": 2,
+    "kill helper": 3,
+    "kill copier": 1,
+    "lose all": 1,
+    "kill etcd": 2,
+    "freeze etcd": 2,
+    "fail storage": 2,
+    "hang storage": 1,
+}
+"""Kinds of faults in pairs, with their weights."""
+
+FORMS = {"plain": 2, "evaluating": 3, "trainer": 3, "passes": 3, "heads": 3, "sharded": 2, "stream": 2, "own": 1}
+"""Forms of the training in plans with pairs, with their weights."""
+
+MOMENTS = {
+    "place": 3,
+    "commit": 2,
+    "suspending": 2,
+    "forming": 3,
+    "placing": 3,
+    "restoring": 2,
+}
+"""Moments at which the second fault of a pair may be aimed, with their weights: the script begins an evaluation, a head
+or a later pass; a checkpoint is being written; the end of a round is ordered; the next one is formed; its first worker
+has its place; its first rank has the state. The first fault of a pair may be aimed at the first two."""
+
+PLACES = ("evaluating", "trainer", "passes", "heads")
+"""Forms that note places."""
+
+APART = 0.3
+"""Seconds within which the second fault of a pair follows."""
+
 
 @dataclass(frozen=True, slots=True)
 class Fault:
@@ -66,6 +113,7 @@ class Fault:
         gap: it happens so many seconds after the last one instead; None: the step counts.
         node, worker: which node, and which of its workers; taken modulo what there is.
         seconds: for how long something is frozen, or gone.
+        moment: one of ``MOMENTS``, from which the gap counts, or which is awaited after the step; "": none.
     """
 
     kind: str
@@ -74,6 +122,7 @@ class Fault:
     node: int
     worker: int
     seconds: float
+    moment: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +143,8 @@ class Plan:
         limited: whether each node has a memory control group, which needs root.
         executed: whether agents are executed, not forked from a process that has imported torch.
         last: a fault in the last steps; None: none.
+        form: of the training, one of ``FORMS``.
+        steps: of the training; together, they take the same time in all plans, as long as it is not told to hurry.
     """
 
     seed: int
@@ -112,6 +163,8 @@ class Plan:
     executed: bool
     faults: tuple[Fault, ...]
     last: Fault | None
+    form: str = "plain"
+    steps: int = STEPS
 
     @property
     def all(self) -> tuple[Fault, ...]:
@@ -172,4 +225,51 @@ def draw(seed: int, most: int = 6) -> Plan:
         executed=then.random() < 0.2,
         faults=tuple(faults),
         last=last,
+    )
+
+
+def draw_pairs(seed: int, most: int = 2) -> Plan:
+    """Return the plan of a seed in which up to ``most`` times two faults happen at almost the same time."""
+    random_ = random.Random(f"pairs {seed}")
+    nodes, members = random_.choice((1, 2, 2, 2, 3)), random_.choice((0, 0, 0, 1))
+    nproc = random_.choice((1, 2)) if nodes < 3 else 1
+    faulty = random_.random() < 0.2
+    has = {"members": members > 0, "faulty": faulty}
+    (form,) = random_.choices(list(FORMS), list(FORMS.values()))
+    kinds = {kind: weight for kind, weight in PAIRED.items() if has.get(NEEDS.get(kind, ""), True)}
+    moments = {each: weight for each, weight in MOMENTS.items() if each != "place" or form in PLACES}
+
+    def one(step: int, gap: float | None, moment: str) -> Fault:
+        (kind,) = random_.choices(list(kinds), list(kinds.values()))
+        seconds = round(random_.choice((0.2, 1.0, 4.0)) * random_.uniform(0.5, 1.5), 3)
+        return Fault(kind, step, gap, random_.randrange(nodes), random_.randrange(nproc), seconds, moment)
+
+    faults: list[Fault] = []
+    step = random_.randrange(3, 25)
+    for _ in range(random_.randint(1, most)):
+        first = random_.choice([*[each for each in ("place", "commit") if each in moments], "", ""])
+        faults.append(one(step, None, first))
+        second = "" if random_.random() < 0.5 else random_.choices(list(moments), list(moments.values()))[0]
+        gap = random_.uniform(0.0, 0.05 if second else APART)
+        faults.append(one(step, round(gap, 3), second))
+        step = min(LAST, step + random_.randrange(10, 40))
+    return Plan(
+        seed,
+        nodes,
+        nproc,
+        members,
+        voters=nodes > 2 and not members and random_.random() < 0.5,
+        live=random_.random() < 0.85,
+        start=random_.choice((0.0, 0.0, 1.0)),
+        late=0,
+        every=random_.choice((3, 10)),
+        hosts=False,
+        disk=False,
+        faulty=faulty,
+        limited=False,
+        executed=random_.random() < 0.1,
+        faults=tuple(faults),
+        last=None,
+        form=form,
+        steps=PAIRED_STEPS,
     )

@@ -8,9 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BEGIN", "END", "figures", "report"]
-
-BEGIN, END = "<!-- figures -->", "<!-- end of the figures -->"
+__all__ = ["figures", "marks", "report"]
 
 PHASES = {
     "start": "before the first step",
@@ -20,11 +18,18 @@ PHASES = {
 }
 
 
-def report(record: Path, page: Path) -> None:
+def marks(pairs: bool) -> tuple[str, str]:
+    """Return the lines of a page between which the figures are, of plans with pairs or of others."""
+    what = "figures of pairs" if pairs else "figures"
+    return f"<!-- {what} -->", f"<!-- end of the {what} -->"
+
+
+def report(record: Path, page: Path, pairs: bool = False) -> None:
     """Replace what is between the marks of a page by the figures of a record."""
     outcomes = [json.loads(line) for line in record.read_text().splitlines()]
-    before, rest = page.read_text().split(BEGIN)
-    page.write_text(f"{before}{BEGIN}\n{figures(outcomes)}{END}{rest.split(END)[1]}")
+    begin, end = marks(pairs)
+    before, rest = page.read_text().split(begin)
+    page.write_text(f"{before}{begin}\n{figures(outcomes)}{end}{rest.split(end)[1]}")
 
 
 def figures(outcomes: list[dict[str, Any]]) -> str:
@@ -40,6 +45,9 @@ def figures(outcomes: list[dict[str, Any]]) -> str:
         landed[kind] += 1
         when[kind, phase] += 1
     live = sum(plan["live"] for plan in plans)
+    forms = Counter(plan.get("form", "plain") for plan in plans)
+    aimed = Counter(moment for outcome in outcomes for moment, _ in outcome.get("aimed", []))
+    came = Counter(moment for outcome in outcomes for moment, hit in outcome.get("aimed", []) if hit)
     where = f"{os.cpu_count()} cores shared with other work (load {min(loads):.0f} to {max(loads):.0f})"
     lines = [
         f"{' and '.join(dates)}, {where}.",
@@ -50,6 +58,7 @@ def figures(outcomes: list[dict[str, Any]]) -> str:
         f"| that failed | {len(failed)}{': seeds ' + ', '.join(failed) if failed else ''} |",
         f"| nodes | {', '.join(f'{n}: {c} plans' for n, c in sorted(Counter(p['nodes'] for p in plans).items()))} |",
         f"| on c10d, on c10d with three voters, on etcd | {', '.join(map(str, _stores(plans)))} |",
+        f"| forms of training | {', '.join(f'{form}: {count}' for form, count in forms.most_common())} |",
         f"| with workers that keep their processes, with workers that restart | {live}, {len(plans) - live} |",
         f"| faults planned, landed | {planned.total()}, {landed.total()} |",
         f"| restarts charged | {_sum(outcomes, 'restarts')} |",
@@ -65,6 +74,9 @@ def figures(outcomes: list[dict[str, Any]]) -> str:
     for kind in planned:
         counts = " | ".join(str(when[kind, phase]) for phase in PHASES)
         lines.append(f"| {kind} | {planned[kind]} | {landed[kind]} | {counts} |")
+    if aimed:
+        lines += ["", "| moment | faults aimed at it | of these, when it came |", "|---|---|---|"]
+        lines += [f"| {moment} | {count} | {came[moment]} |" for moment, count in aimed.most_common()]
     return "\n".join(lines) + "\n"
 
 

@@ -12,27 +12,27 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from changes import SCRIPT
+from changes import SCRIPT, undisturbed_hash
 from etcd_servers import Member, cluster, endpoints
 from explore.recorder import TRACES, recorded
 from explore.traces import Drift, replay
 from faulty_storage import Storage, storage
-from harness import SLOWNESS, Agent, Job, alive, free_port, read_lines, tree
+from harness import SCRIPTS, SLOWNESS, Agent, Job, alive, free_port, read_lines, tree
 from memory_group import Group, group
 from netns import Host, net
 
-from chaos.plan import STEPS, Fault, Plan
-from chaos.strikes import STRIKES
+from chaos.plan import Fault, Plan
+from chaos.strikes import STRIKES, copier
 from elastic_launch import stack_dump
 
-__all__ = ["Outcome", "Scene", "run"]
+__all__ = ["Outcome", "Scene", "run", "undisturbed"]
 
-STEP_TIME = 0.1
-"""Seconds of a step, until the training is told to hurry."""
+LASTS = 40.0
+"""Seconds of all steps together, if the training is not told to hurry."""
 
 STANDSTILL = 60.0
 """Seconds without a step after which a run counts as stuck; a round that parks waits for as long as a node is away."""
@@ -63,6 +63,16 @@ leak of one a round is what the soak looks for."""
 CHANGES = ("round_draining", "round_drained", "round_broken", "round_formed", "node_lost")
 """Events that begin or end a change of the round."""
 
+ORDERED = {
+    "suspending": ("round_broken", "round_draining"),
+    "forming": ("round_formed",),
+    "placing": ("worker_kept", "worker_placed", "worker_started"),
+}
+"""Events at moments of a plan."""
+
+AIMED = 8.0
+"""Seconds for which a fault waits for the moment at which it is aimed; then it happens all the same."""
+
 DRAINED = ("notice", "term agent", "term worker")
 """Kinds after which all ranks stop after the same step."""
 
@@ -83,6 +93,7 @@ class Outcome:
             change (between a round's end, or the order to end it, and the next step), or in the last steps.
         rounds, restarts, resizes: of the run, as far as its nodes know.
         kept: places that workers took without a new process.
+        aimed: moments at which faults were aimed, and whether each came.
         steps: that were done; ``again``: of these, more than once.
         seconds: from the first agent's start to the last one's end.
     """
@@ -93,6 +104,7 @@ class Outcome:
     restarts: int = 0
     resizes: int = 0
     kept: int = 0
+    aimed: list[tuple[str, bool]] = field(default_factory=list)
     steps: int = 0
     again: int = 0
     seconds: float = 0.0
@@ -103,7 +115,7 @@ class Outcome:
         plan = self.plan
         store = f"etcd of {plan.members}" if plan.members else "three voters" if plan.voters else "c10d"
         where = f"{plan.nodes}x{plan.nproc} on {store}"
-        how = "live" if plan.live else "no-live"
+        how = f"{plan.form}, {'live' if plan.live else 'no-live'}"
         kinds = ", ".join(fault.kind for fault in plan.all)
         verdict = "ok" if not self.problems else f"FAILED: {'; '.join(self.problems)}"
         counts = f"{self.rounds} rounds, {self.restarts} restarts, {self.kept} kept, {self.again} steps again"
@@ -159,6 +171,7 @@ class Scene:
         self.temporary.mkdir()
         self.traces = directory / "traces"
         self.struck: list[Strike] = []
+        self.aimed: list[tuple[str, bool]] = []
         self._torn: dict[Path, tuple[float, Path]] = {}  # when, and the newest checkpoint that was left
         self._problem = ""
         self._started = self._back = 0.0  # when an agent was started last, and when anything came back
@@ -179,6 +192,11 @@ class Scene:
         """The agent of the fault's node, or of another one; None if none runs."""
         here = sorted(self._running.items())
         return here[fault.node % len(here)][1] if here else None
+
+    def leader(self, fault: Fault) -> Agent | None:
+        """The agent that leads the run, if it runs; else the fault's."""
+        elected = [e["node"] for e in self.job.events("leader_elected")] or ["a"]
+        return self._running.get(elected[-1]) or self.agent(fault)
 
     def agents(self) -> list[Agent]:
         """The agents that run."""
@@ -277,9 +295,18 @@ class Scene:
         self._started = self._starts[name] = time.monotonic()
         plan = self.plan
         flags = [*FLAGS, *([] if plan.live else ["--no-live"]), "--notice", f"file:{self.notice_of(name)}"]
-        command = [SCRIPT, str(self.job.work), "--steps", str(STEPS), "--step-time", str(STEP_TIME)]
+        script, options = _trained(plan.form)
+        command = [
+            script,
+            str(self.job.work),
+            "--steps",
+            str(plan.steps),
+            "--step-time",
+            str(LASTS / plan.steps),
+            *options,
+        ]
         command += ["--checkpoint", str(self.checkpoints), "--every", str(plan.every)]
-        command += ["--start-time", str(plan.start), "--samples"]
+        command += ["--start-time", str(plan.start)]
         if plan.members:
             flags += ["--rdzv-backend", "etcd", "--rdzv-id", "chaos", "--rdzv-conf", CONF]
         elif self.voters:
@@ -315,7 +342,9 @@ class Scene:
         for fault in self.plan.faults:
             if fault.gap is None:
                 self._until(f"step {fault.step}", lambda fault=fault: self.step() >= fault.step)
-            else:
+            if fault.moment:
+                self._aim(fault.moment)
+            if fault.gap is not None:
                 until = time.monotonic() + fault.gap
                 self._until("the next fault", lambda until=until: time.monotonic() >= until)
             self._strike(fault)
@@ -324,12 +353,30 @@ class Scene:
         self._check_descriptors()
         self.job.tell("hurry")
         if (last := self.plan.last) is not None:
-            self._until("the last steps", lambda: self.step() >= STEPS - 60)
+            self._until("the last steps", lambda: self.step() >= self.plan.steps - 60)
             (self.job.work / "hurry").unlink()
             self._until(f"step {last.step}", lambda: max(x["step"] for x in self._steps()) >= last.step)
             self._strike(last)
             self.job.tell("hurry")
         self._until("the run to end", lambda: all(agent.process.poll() is not None for agent in self._running.values()))
+
+    def _aim(self, moment: str) -> None:
+        """Wait for a moment; not for long, because faults can keep it from coming."""
+        since = self.struck[-1].when if self.struck else 0.0
+        deadline = time.monotonic() + AIMED
+        self._until(f"{moment} or no longer", lambda: self._comes(moment, since) or time.monotonic() > deadline)
+        self.aimed.append((moment, time.monotonic() <= deadline))
+
+    def _comes(self, moment: str, since: float) -> bool:
+        """Whether a moment has come after a time, or is now."""
+        if moment == "commit":
+            return copier(self) is not None
+        file = {"place": "places.jsonl", "restoring": "resumed.jsonl"}.get(moment)
+        noted = read_lines(self.job.work / file) if file else self.job.events()
+        names = ORDERED.get(moment)
+        # A place is passed often: only one that was reached right now counts.
+        since = max(since, time.monotonic() - LOOK) if moment == "place" else since
+        return any(x["clock"] > since and (names is None or x["event"] in names) for x in noted)
 
     def _strike(self, fault: Fault) -> None:
         deadline = time.monotonic() + LAND
@@ -359,8 +406,8 @@ class Scene:
             raise Problem(f"another hash: {result['hash'][:12]}, not {expected[:12]}")
         done = {x["step"] for x in self._steps()}
         # A rank that was killed may not have noted its last step.
-        if max(done) != STEPS or len(done) < STEPS - len(self.plan.all) - 1:
-            raise Problem(f"{len(done)} steps of {STEPS} were noted")
+        if max(done) != self.plan.steps or len(done) < self.plan.steps - len(self.plan.all) - 1:
+            raise Problem(f"{len(done)} steps of {self.plan.steps} were noted")
         self._check_samples()
         self._check_saved()
         self._check_drained()
@@ -409,7 +456,7 @@ class Scene:
             if used.setdefault(step, {}).setdefault(micro, numbers) != numbers:
                 raise Problem(f"micro-batch {micro} of step {step} has had samples {used[step][micro]} and {numbers}")
         epoch: list[int] = []
-        for step in range(1, STEPS + 1):
+        for step in range(1, self.plan.steps + 1):
             epoch += [number for micro in used.get(step, {}).values() for number in micro]
             whole = step * BATCH % SAMPLES == 0
             if len({*epoch}) != len(epoch) or (whole and sorted(epoch) != [*range(SAMPLES)]):
@@ -463,7 +510,9 @@ class Scene:
 
     def _left_files(self) -> list[str]:
         """What is left in the directories for temporary files and shared memory."""
-        found = [str(path) for path in self.temporary.iterdir() if not path.name.startswith("torchinductor_")]
+        # A process of the script that is killed leaves directories of multiprocessing's, as it does anywhere.
+        names = [name for name in os.listdir(self.temporary) if not name.startswith(("torchinductor_", "pymp-"))]
+        found = [str(self.temporary / name) for name in names]
         pids = {str(pid) for pid in self._seen}
         found += [f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if pids & {*re.split(r"[^0-9]", name)}]
         return found
@@ -587,6 +636,25 @@ class Scene:
         return bool(clocks) and max(clocks) - max(min(clocks), self._back) > SETTLED
 
 
+def _trained(form: str) -> tuple[str, list[str]]:
+    """Return the script of a form of training, and its options."""
+    if form == "plain":
+        return SCRIPT, ["--samples"]
+    if form == "stream":
+        return SCRIPT, ["--stream", "skip", "--loader-workers", "1", "--persistent"]
+    return str(SCRIPTS / "forms.py"), ["--form", form]
+
+
+def undisturbed(base: Path, plans: Iterable[Plan]) -> dict[str, str]:
+    """Return the hash with which one process ends each form of the plans' trainings, which have as many steps."""
+    found = {}
+    for form, steps in sorted({(plan.form, plan.steps) for plan in plans}):
+        (base / f"undisturbed-{form}").mkdir(parents=True)
+        script, options = _trained(form)
+        found[form] = undisturbed_hash(base / f"undisturbed-{form}", steps, *options, script=script)
+    return found
+
+
 def _start(pid: int) -> str:
     return _text(f"/proc/{pid}/stat").rpartition(")")[2].split()[19] if alive(pid) else ""
 
@@ -659,7 +727,7 @@ def run(plan: Plan, directory: Path, expected: str) -> Outcome:
         finally:
             left = scene.close()
         outcome.problems += [*left, *scene.drifts()]
-    outcome.landed = scene.phases()
+    outcome.landed, outcome.aimed = scene.phases(), scene.aimed
     outcome.seconds = time.monotonic() - began
     events = scene.job.events()
     outcome.rounds = sum(e["event"] == "round_formed" for e in events)

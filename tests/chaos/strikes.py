@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 from harness import alive, freeze, tree
 
 if TYPE_CHECKING:
+    from harness import Agent
+
     from chaos.plan import Fault
     from chaos.scene import Scene
 
-__all__ = ["STRIKES"]
+__all__ = ["STRIKES", "copier"]
 
 GUARD = b"guard_process"
 COPIER = b"snapshots.copying"
@@ -71,7 +73,24 @@ def _freeze_worker(scene: Scene, fault: Fault) -> bool:
 
 
 def _kill_agent(scene: Scene, fault: Fault) -> bool:
+    return _kill_this(scene, fault, scene.agent(fault))
+
+
+def _kill_leader(scene: Scene, fault: Fault) -> bool:
+    return _kill_this(scene, fault, scene.leader(fault))
+
+
+def _kill_tree(scene: Scene, fault: Fault) -> bool:
+    """Kill a node's agent with all its processes, so that none of them can remove what they have made."""
     agent = scene.agent(fault)
+    if agent is None:
+        return False
+    for pid in agent.freeze():
+        _send(pid, signal.SIGKILL)
+    return _kill_this(scene, fault, agent)
+
+
+def _kill_this(scene: Scene, fault: Fault, agent: Agent | None) -> bool:
     if agent is None:
         return False
     agent.kill()
@@ -170,7 +189,14 @@ def _tear_checkpoint(scene: Scene, fault: Fault) -> bool:
 
 
 def _freeze_agent(scene: Scene, fault: Fault) -> bool:
-    agent = scene.agent(fault)
+    return _freeze_this(scene, fault, scene.agent(fault))
+
+
+def _freeze_leader(scene: Scene, fault: Fault) -> bool:
+    return _freeze_this(scene, fault, scene.leader(fault))
+
+
+def _freeze_this(scene: Scene, fault: Fault, agent: Agent | None) -> bool:
     if agent is None:
         return False
     pid = agent.process.pid
@@ -200,11 +226,16 @@ def _kill_helper(scene: Scene, fault: Fault) -> bool:
 
 def _kill_copier(scene: Scene, fault: Fault) -> bool:
     """Kill a process that copies a snapshot to the checkpoints, whichever node's it is."""
+    return (pid := copier(scene)) is not None and _send(pid, signal.SIGKILL)
+
+
+def copier(scene: Scene) -> int | None:
+    """A process that copies a snapshot to the checkpoints now; None: none does."""
     for agent in scene.agents():
         for pid in tree(agent.process.pid)[1:]:
             if COPIER in _command(pid) and alive(pid):
-                return _send(pid, signal.SIGKILL)
-    return False
+                return pid
+    return None
 
 
 def _out_of_memory(scene: Scene, fault: Fault) -> bool:
@@ -311,8 +342,11 @@ STRIKES: dict[str, Callable[[Scene, Fault], bool]] = {
     "term worker": _term_worker,
     "freeze worker": _freeze_worker,
     "kill agent": _kill_agent,
+    "kill leader": _kill_leader,
+    "kill tree": _kill_tree,
     "term agent": _term_agent,
     "freeze agent": _freeze_agent,
+    "freeze leader": _freeze_leader,
     "freeze node": _freeze_node,
     "kill guard": _kill_guard,
     "kill helper": _kill_helper,

@@ -245,3 +245,22 @@ def test_no_temporary_files_are_left_by_an_agent_that_is_killed(job: Job, tmp_pa
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
     wait_for("an empty directory", lambda: not list(temporary.iterdir()))
+
+
+def test_the_next_agent_removes_the_temporary_files_of_one_that_was_killed_with_all_its_processes(
+    job: Job, tmp_path: Path
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    killed = job.launch("--standalone", env={"TMPDIR": str(temporary)})
+    (first,) = job.world(1)
+    for pid in killed.freeze():
+        os.kill(pid, signal.SIGKILL)
+    (left,) = temporary.iterdir()
+    agent = job.launch("--standalone", name="next", env={"TMPDIR": str(temporary)})
+    wait_for("the next one's worker", lambda: [x for x in job.started() if x["pid"] != first["pid"]])
+    wait_for("the removal", lambda: not left.exists())
+    assert len([*temporary.iterdir()]) == 1
+    job.finish()
+    assert agent.wait() == 0
+    assert not [*temporary.iterdir()]

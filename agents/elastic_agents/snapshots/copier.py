@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import ClassVar
 
 from elastic_agents.helpers import helper_command, helper_environment
@@ -30,7 +31,8 @@ WARN_AFTER = 10.0
 """Seconds without progress after which a warning names the storage location."""
 
 STALL = 60.0
-"""Seconds without progress after which a copier is killed. Files are synced to disk 64 MiB at a time."""
+"""Seconds without progress after which a copier is killed; those in which it waited for a processor do not count, since
+another one would wait as long. Files are synced to disk 64 MiB at a time."""
 
 URL_STALL = 300.0
 """The same for a URL, where a driver may send an entire file in one call, and retries on its own."""
@@ -158,11 +160,11 @@ class Copier:
         """Return the next line, an incomplete one at the end of file, or None if the process makes no progress."""
         assert self._process.stdout is not None
         source = self._process.stdout.fileno()
-        silent, warned = 0.0, False
+        silent, warned, waited = 0.0, False, self._waited()
         with selectors.DefaultSelector() as selector:
             selector.register(source, selectors.EVENT_READ)
             while b"\n" not in self._pending and len(self._pending) < MAX_LINE:
-                if silent >= self._stall or self._given_up:
+                if silent - (self._waited() - waited) >= self._stall or self._given_up:
                     return None
                 if not warned and silent >= WARN_AFTER:
                     warned = True
@@ -172,7 +174,7 @@ class Copier:
                     text += "; after %g s another one is tried"
                     _log.warning(text, self._directory, WARN_AFTER, self._stall)
                 began = time.monotonic()
-                if not selector.select(min(_TURN, self._stall - silent)):
+                if not selector.select(min(_TURN, self._stall)):
                     # An agent that was frozen itself has not read what the process wrote meanwhile.
                     silent += min(time.monotonic() - began, 2 * _TURN)
                     continue
@@ -184,6 +186,15 @@ class Copier:
         self._begun = True
         line, end, self._pending = self._pending.partition(b"\n")
         return line + end
+
+    def _waited(self) -> float:
+        """Return for how many seconds the process was ready to run and had no processor; 0 if the kernel does not say.
+
+        A wait counts once it is over.
+        """
+        with suppress(OSError, ValueError, IndexError):
+            return int(Path(f"/proc/{self._process.pid}/schedstat").read_text().split()[1]) / 1e9
+        return 0.0
 
     def _say(self, answer: CommitAnswer) -> None:
         assert self._process.stdin is not None

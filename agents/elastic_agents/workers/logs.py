@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import secrets
@@ -22,6 +23,9 @@ from elastic_launch.system.private_files import make_private, open_private, read
 from elastic_launch.system.writer_thread import Writer
 
 _log = logging.getLogger("elastic_launch.agent")
+
+PREFIX = f"elastic-launch-errors-{os.uname().nodename.replace('/', '-')}-"
+"""How the names of this host's directories for the exceptions of running workers begin."""
 
 PATIENCE = 3.0
 """Seconds that workers wait for their directories to be made."""
@@ -53,7 +57,9 @@ class LogPlaces:
 
     For a worker that is started ahead of a round this is ``<run>/ahead_<n>/<node>/<local rank>/...``, n counting these.
 
-    Owns a local directory for the exceptions of running workers, which would block if log directories hang.
+    Owns a local directory for the exceptions of running workers, which would block if log directories hang. It holds a
+    lock on it, since nothing removes it if the agent is killed together with its guard: the next agent of this user
+    removes those that are not locked.
 
     Attributes:
         local: that directory; None until workers are to start, and if no file system has room.
@@ -72,6 +78,7 @@ class LogPlaces:
         named = config.output.logs_specs or config.output.specs is not None
         self._named = NamedLogs(config) if named else None
         self.local: Path | None = None
+        self._lock = -1  # a descriptor of it
         self.made: Callable[[Path], None] = lambda local: None
         self._tried = False
         self._ahead = 0  # how often workers were started ahead
@@ -94,9 +101,11 @@ class LogPlaces:
             LogsSpecsFailed: if the named logs specs fail.
         """
         if not self._tried:  # not before: a node that gets no worker leaves nothing behind
-            self._tried, self.local = True, _local_directory()
+            self._tried = True
+            self.local, self._lock = _local_directory()
             if self.local is not None:
                 self.made(self.local)
+                self._files.put(partial(_remove_left, self.local.parent))
         if not number:
             self._ahead += 1
         name = self._config.output.round_directory(number) if number else f"ahead_{self._ahead}"
@@ -136,6 +145,8 @@ class LogPlaces:
         if self.local is not None:
             self._files.flush()
             shutil.rmtree(self.local, ignore_errors=True)
+            os.close(self._lock)
+            self.local = None
 
     def _own(self, name: str, placement: Placement) -> WorkerLogs:
         config = self._config
@@ -161,13 +172,33 @@ def keep_error(logs: WorkerLogs) -> None:
             file.write(data)
 
 
-def _local_directory() -> Path | None:
-    """Make a directory that is likely on a local file system; None if there is room in none."""
-    with suppress(OSError):
-        return Path(tempfile.mkdtemp(prefix="elastic-launch-"))
-    with suppress(OSError):
-        return Path(tempfile.mkdtemp(prefix="elastic-launch-", dir="/dev/shm"))
-    return None
+def _local_directory() -> tuple[Path | None, int]:
+    """Make a directory that is likely on a local file system, and lock it; None if that is possible nowhere."""
+    for parent in (None, "/dev/shm"):
+        with suppress(OSError):
+            path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            with suppress(OSError):  # file systems without locks: others cannot lock it, and leave it alone, too
+                fcntl.flock(descriptor, fcntl.LOCK_SH)
+            if path.exists():  # else another agent found it before it was locked
+                return path, descriptor
+            os.close(descriptor)
+    return None, -1
+
+
+def _remove_left(parent: Path, data: bytes) -> None:
+    """Remove what agents of this user have left that were killed with all their processes."""
+    for path in parent.iterdir():
+        with suppress(OSError):
+            if not path.name.startswith(PREFIX):
+                continue
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(descriptor).st_uid == os.getuid():
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(descriptor)
 
 
 def _remove_others(directory: Path, names: Collection[str], data: bytes) -> None:
