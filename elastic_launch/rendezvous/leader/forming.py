@@ -29,6 +29,7 @@ from elastic_launch.rendezvous.leader.state import LeaderState
 from elastic_launch.rendezvous.leader.verdict import Kind
 from elastic_launch.rendezvous.record import Member, Round
 from elastic_launch.rendezvous.wire import messages as m
+from elastic_launch.rendezvous.wire.outline import outlined
 
 
 def gather(state: LeaderState, phase: Gathering | ParkedRun, now: float) -> Phase:
@@ -93,11 +94,15 @@ def _form(state: LeaderState, after: Broken | None, now: float) -> Running:
     left_out = {"faulty": state.exclusion.recorded(now), **state.refused(now)}
     state.commit(replace(state.record, round=formed, **left_out, **budget.recorded))
     served = sources(state.nodes, chosen)
-    # One object for all members, so that it is encoded once.
-    order = m.Form(state.record.term, formed, budget.spent, cause, served, budget.allowed)
-    for node in chosen:
+    # One object for all members, or one outline, so that it is encoded once.
+    order = outlined(
+        m.Form(state.record.term, formed, budget.spent, cause, served, budget.allowed),
+        state.record.leader.incarnation,
+    )
+    for index, node in enumerate(chosen):
         node.begins()
-        state.send(node.link, order)
+        placed = order if order.outline is None else replace(order, slots=members[index].slots, index=index)
+        state.send(node.link, placed)
     for node in state.nodes.where(MEMBER, lacks=ACTIVE):
         node.member = False
     for node in waiting(state.nodes):
