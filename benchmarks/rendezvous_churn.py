@@ -25,6 +25,7 @@ from elastic_launch.rendezvous.leader.machine import LeaderMachine
 from elastic_launch.rendezvous.leader.types import Close, Instruction, Send
 from elastic_launch.rendezvous.record import ControlRecord, Leader
 from elastic_launch.rendezvous.wire import messages as m
+from elastic_launch.rendezvous.wire.outline import OrderEncoder
 
 FAILURES_PER_HOUR = 0.01
 """Share of the nodes that fail in an hour."""
@@ -73,7 +74,7 @@ class Run:
         self._awake = False
         self._timer = 0  # number of the one that counts
         self._free_at = self.now
-        self._packed: tuple[m.Order | None, int] = (None, 0)
+        self._encoder = OrderEncoder()
         self._stopped_at: float | None = None  # the training
         self._drained = False
         self._training: set[int] = set()
@@ -165,7 +166,7 @@ class Run:
             else:
                 instructions += self.machine.report(link, report, self.now)
         instructions += self.machine.turn(self.now)
-        sizes = [self._pack(x.order) if isinstance(x, Send) else 0 for x in instructions]
+        sizes = [len(self._encoder.encode(x.order)) if isinstance(x, Send) else 0 for x in instructions]
         took = time.process_time() - began
         self._cpu += took
         self._free_at = self.now + took
@@ -178,12 +179,6 @@ class Run:
         self._observe(inbox)
         self._timer = timer = next(self._numbers)
         self.call(took + self.machine.wait(self.now), lambda: self._wake(0.0) if timer == self._timer else None)
-
-    def _pack(self, order: m.Order) -> int:
-        """As in the service, an order to all nodes is one object, and encoded once."""
-        if self._packed[0] is not order:
-            self._packed = order, len(m.pack(order))
-        return self._packed[1]
 
     def _send(self, link: int, order: m.Order, after: float) -> None:
         self.found.messages += 1

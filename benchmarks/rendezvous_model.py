@@ -11,6 +11,7 @@ from elastic_launch.rendezvous.leader.machine import LeaderMachine
 from elastic_launch.rendezvous.leader.types import Close, CommitRecord, Instruction, Send
 from elastic_launch.rendezvous.record import ControlRecord, Leader
 from elastic_launch.rendezvous.wire import messages as m
+from elastic_launch.rendezvous.wire.outline import OrderEncoder
 
 __all__ = ["ETCD_LIMIT", "simulate", "table"]
 
@@ -34,7 +35,7 @@ class Model:
         self.written = [record.encode()]
         self.messages = self.bytes = 0
         self.machine_seconds = self.encoding_seconds = 0.0
-        self._last: tuple[m.Order | None, int] = (None, 0)
+        self._encoder = OrderEncoder()
 
     def hello(self, node: int) -> m.NodeHello:
         return m.NodeHello(
@@ -86,10 +87,7 @@ class Model:
             case CommitRecord(record=record):
                 self.written.append(record.encode())
             case Send(order=order):
-                # As in the service, an order to all nodes is one object, and encoded once.
-                if self._last[0] is not order:
-                    self._last = order, len(m.pack(order))
-                self.messages, self.bytes = self.messages + 1, self.bytes + self._last[1]
+                self.messages, self.bytes = self.messages + 1, self.bytes + len(self._encoder.encode(order))
             case Close(link=link):
                 raise AssertionError(f"the leader closed link {link}")
 

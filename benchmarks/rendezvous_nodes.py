@@ -212,7 +212,7 @@ class Ours:
             local_addr="127.0.0.1",
             is_host=number == 0,
         )
-        self._number, self._rounds = number, rounds
+        self._number, self._rounds, self._round = number, rounds, 0
         clock = MonotonicClock()
         self._membership = membership.Membership(
             config, backend_of(config, clock, rounds), clock, self._hear, lambda address: _store_port()
@@ -227,10 +227,17 @@ class Ours:
     def _hear(self, event: membership.MembershipEvent) -> None:
         match event:
             case m.Form(round=formed):
+                self._round = formed.number
                 self._membership.report(m.Joined(formed.number))
                 self._rounds.got(self._number, len(formed.members))
             case m.Break(round=number):
                 self._membership.report(m.Stopped(number, _store_port()))
+            case m.Evicted(reason=reason, final=final):
+                # As the agent does, which kills its workers first: on a starved host nodes are silent for too long.
+                if final:
+                    self._rounds.failed(f"node {self._number}: {reason}")
+                else:
+                    self._membership.report(m.Stopped(self._round, _store_port()))
             case membership.RendezvousLost(error=error):
                 self._rounds.failed(f"node {self._number}: {error.message}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from elastic_launch.rendezvous.leader.types import Node
+from elastic_launch.rendezvous.leader.nodes import Node
 from explore.agents import Agent, Link, Office
 from explore.states import Identity
 from explore.workers import ExploredWorker, ExploredWorkers
@@ -76,7 +76,7 @@ def _plain(*names: str) -> Callable[[Any], Any]:
 
 def _node(node: Node) -> Any:
     """A leader's node; only the order of arrivals counts, which is kept with its leader."""
-    return {name: getattr(node, name) for name in Node.__slots__} | {"arrival": 0}
+    return {name: getattr(node, name) for name in Node.__slots__ if name != "nodes"} | {"arrival": 0}
 
 
 def _links(office: Office) -> dict[tuple[str, int], Any]:
@@ -134,5 +134,7 @@ IDENTITY = Identity(
         ),
         Node: _node,
     },
-    ignored=frozenset({"_arrivals", "_owners", "link", "_command", "_compared", "node", "world"}),
+    ignored=frozenset(
+        {"_arrivals", "_owners", "link", "_command", "_compared", "_groups", "_unheard", "node", "world"}
+    ),
 )

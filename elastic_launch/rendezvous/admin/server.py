@@ -16,7 +16,8 @@ from elastic_launch.events.sentences import sentence
 from elastic_launch.events.types import Event, Parked, RoundBroken, RoundDrained, RoundFormed, RunEnded
 from elastic_launch.rendezvous.admin import messages as a
 from elastic_launch.rendezvous.leader.machine import LeaderMachine
-from elastic_launch.rendezvous.leader.types import Close, Emit, Instruction, Node, Send
+from elastic_launch.rendezvous.leader.nodes import ACTIVE, Node
+from elastic_launch.rendezvous.leader.types import Close, Emit, Instruction, Send
 from elastic_launch.rendezvous.wire import messages as m
 
 DRAIN_REASON = "elasticctl drain"
@@ -250,7 +251,7 @@ class AdminRequests:
 
     def _stacks(self, link: int, waiting: _Waiting, now: float) -> None:
         machine = self._machine
-        nodes = [node for node in machine.nodes.values() if node.active]
+        nodes = machine.nodes.where(ACTIVE)
         if not nodes:
             self._answer(link, False, f"no workers run; {machine.outlook}")
             return
@@ -261,7 +262,7 @@ class AdminRequests:
     def _told_stacks(self, link: int, waiting: _Waiting, now: float) -> None:
         """Answer the caller that waits for stacks, if there are no more to come."""
         late = waiting.until is not None and now >= waiting.until
-        active = {node.hello.node_id for node in self._machine.nodes.values() if node.active}
+        active = {node.hello.node_id for node in self._machine.nodes.where(ACTIVE)}
         left = waiting.stacks_of & active
         if left and not late:
             return

@@ -148,8 +148,9 @@ class ElectedBackend:
         match order:
             case m.Welcome(run=run):
                 self._continuity.welcomed(run)
-            case m.Form(term=term, round=formed, restarts=restarts):
-                self._continuity.heard(term, formed, restarts)
+            case m.Form(term=term, round=formed, restarts=restarts, outline=outline):
+                # A record must not hold made-up members: a new leader would wait for them.
+                self._continuity.heard(term, formed if outline is None else Round(formed.number), restarts)
             case m.Pulse(term=term, round=number, restarts=restarts):
                 self._continuity.heard(term, Round(number), restarts)
 

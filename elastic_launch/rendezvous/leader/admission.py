@@ -7,7 +7,7 @@ from collections.abc import Collection
 from difflib import SequenceMatcher
 
 from elastic_launch.config.launch_config import LaunchConfig
-from elastic_launch.rendezvous.leader.types import Node
+from elastic_launch.rendezvous.leader.nodes import Node
 from elastic_launch.rendezvous.record import ControlRecord
 from elastic_launch.rendezvous.wire.messages import PROTOCOL_VERSION, NodeHello
 from elastic_launch.system.plain_text import clipped, one_line

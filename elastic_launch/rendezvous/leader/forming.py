@@ -6,12 +6,12 @@ Also what happens next, as text for users.
 from __future__ import annotations
 
 from dataclasses import replace
-from operator import attrgetter
 
 from elastic_launch.errors import ExitCode
 from elastic_launch.events.sentences import sentence
 from elastic_launch.events.types import Parked, RoundFormed
 from elastic_launch.rendezvous.leader.leavers import is_needed, sources
+from elastic_launch.rendezvous.leader.nodes import ACTIVE, DONE, EXCLUDED, LEAVING, MEMBER, Node
 from elastic_launch.rendezvous.leader.phases import (
     Broken,
     Draining,
@@ -24,45 +24,45 @@ from elastic_launch.rendezvous.leader.phases import (
     last_failure,
 )
 from elastic_launch.rendezvous.leader.ranks import choose
-from elastic_launch.rendezvous.leader.resizing import joinable, prepared, waiting
+from elastic_launch.rendezvous.leader.resizing import NOT_WAITING, joinable, prepared, waiting
 from elastic_launch.rendezvous.leader.state import LeaderState
-from elastic_launch.rendezvous.leader.types import Node
 from elastic_launch.rendezvous.leader.verdict import Kind
 from elastic_launch.rendezvous.record import Member, Round
 from elastic_launch.rendezvous.wire import messages as m
-
-_LEAVING = attrgetter("leaving")
-"""A generator takes several times as long, and this is asked for each node that joins."""
+from elastic_launch.rendezvous.wire.outline import outlined
 
 
 def gather(state: LeaderState, phase: Gathering | ParkedRun, now: float) -> Phase:
     """Form the next round once all expected nodes are there; return the phase that follows."""
     if isinstance(phase, Gathering) and phase.ends:
         return _end(state, phase, ExitCode.TERMINATED, phase.ends, now)
-    there = waiting(state.nodes)
+    there = state.nodes.count(lacks=NOT_WAITING)
     least, most = state.limits.min_nodes, state.limits.max_nodes
     if state.departing and not (
-        len(there) >= least and is_needed(state.nodes, state.record.leader.incarnation) and sources(state.nodes, there)
+        there >= least
+        and is_needed(state.nodes, state.record.leader.incarnation)
+        and sources(state.nodes, waiting(state.nodes))
     ):
         return phase
     settled = phase.after is not None or now - state.last_arrival >= state.timing.join_settle
-    if len(there) >= most or (len(there) >= least and settled):
+    if there >= most or (there >= least and settled):
         return _form(state, phase.after, now)
-    if len(there) >= least:
+    if there >= least:
         return phase
     if isinstance(phase, ParkedRun):
         if now - phase.at < state.timing.min_wait:
             return phase
         waited = f"--min-wait {state.timing.min_wait:g} s"
-        cause = f"{len(there)} of at least {least} nodes (--nnodes) after {waited}"
+        cause = f"{there} of at least {least} nodes (--nnodes) after {waited}"
         return _end(state, phase, ExitCode.TOO_FEW_NODES, cause, now)
     if not there and phase.after is None:
         return phase
-    event = Parked(len(there), least, state.timing.min_wait)
+    event = Parked(there, least, state.timing.min_wait)
     if state.nodes:
         state.emit(event)
-    for node in there:
-        state.send(node.link, m.UserMessage(state.record.term, sentence(event)))
+    order = m.UserMessage(state.record.term, sentence(event))
+    for node in waiting(state.nodes):
+        state.send(node.link, order)
     return ParkedRun(phase.after, now)
 
 
@@ -94,13 +94,17 @@ def _form(state: LeaderState, after: Broken | None, now: float) -> Running:
     left_out = {"faulty": state.exclusion.recorded(now), **state.refused(now)}
     state.commit(replace(state.record, round=formed, **left_out, **budget.recorded))
     served = sources(state.nodes, chosen)
-    # One object for all members, so that it is encoded once.
-    order = m.Form(state.record.term, formed, budget.spent, cause, served, budget.allowed)
-    for node in chosen:
-        node.active, node.joined, node.ready, node.done, node.live = True, False, False, False, False
-        node.ahead, node.apart, node.stalled = False, bool(node.apart), None
-        node.veteran = node.trained
-        state.send(node.link, order)
+    # One object for all members, or one outline, so that it is encoded once.
+    order = outlined(
+        m.Form(state.record.term, formed, budget.spent, cause, served, budget.allowed),
+        state.record.leader.incarnation,
+    )
+    for index, node in enumerate(chosen):
+        node.begins()
+        placed = order if order.outline is None else replace(order, slots=members[index].slots, index=index)
+        state.send(node.link, placed)
+    for node in state.nodes.where(MEMBER, lacks=ACTIVE):
+        node.member = False
     for node in waiting(state.nodes):
         try_reach(state, node)
     names = tuple(member.node_id for member in members)
@@ -127,8 +131,8 @@ def start_ahead(state: LeaderState, phase: Running | Draining | Broken) -> None:
     over = not isinstance(phase, Running) and bool(phase.ends)
     if not state.live or over:
         return
-    found = joinable(state.nodes, state.record.round)
-    if found and any(node.done for node in state.members()):
+    found = joinable(state.nodes)
+    if found and state.nodes.count(ACTIVE | DONE):
         return
     for node in found:
         node.ahead = node.importing = True
@@ -137,7 +141,7 @@ def start_ahead(state: LeaderState, phase: Running | Draining | Broken) -> None:
 
 def outlook(phase: Phase, state: LeaderState) -> str:
     """Return what happens next, as text."""
-    nodes, limits = state.nodes.values(), state.limits
+    nodes, limits = state.nodes, state.limits
     match phase:
         case Ended():
             return "the run has ended"
@@ -152,7 +156,7 @@ def outlook(phase: Phase, state: LeaderState) -> str:
         case ParkedRun():
             first, ends = phase.after is None, ""
     # A node that is still stopping its workers after a broken round counts: it will join the next one.
-    there = len(nodes) - sum(map(_LEAVING, nodes))
+    there = nodes.count(lacks=LEAVING)
     if ends:
         return "the run ends"
     if there >= limits.max_nodes:
@@ -165,10 +169,11 @@ def outlook(phase: Phase, state: LeaderState) -> str:
 
 
 def _while_running(state: LeaderState) -> str:
-    there, most = [node for node in waiting(state.nodes) if not (node.excluded or node.apart)], state.limits.max_nodes
+    there, most = state.nodes.where(lacks=NOT_WAITING | EXCLUDED), state.limits.max_nodes
+    there = [node for node in there if not node.apart]
     if not there:
         return "training goes on"
-    if len(state.members()) >= most:
+    if state.nodes.count(ACTIVE) >= most:
         return f"round is full, {len(there)} spare"
     if not state.resizing.pays(state.record.round, most, state.turned, there):
         return "the run ends before a resize pays"

@@ -29,10 +29,11 @@ from elastic_launch.events.types import FaultLanded, JoinBlocked, NodeDiffers, N
 from elastic_launch.failure import Failure
 from elastic_launch.rendezvous.leader.admission import differences, intrusion, refusal
 from elastic_launch.rendezvous.leader.forming import try_reach
+from elastic_launch.rendezvous.leader.nodes import ACTIVE, DONE, Node
 from elastic_launch.rendezvous.leader.phases import Draining, Ended, ParkedRun, Running, last_failure, over, put_off
 from elastic_launch.rendezvous.leader.rounds import MOST_SECONDS, Rounds
 from elastic_launch.rendezvous.leader.state import LeaderState
-from elastic_launch.rendezvous.leader.types import Instruction, Node
+from elastic_launch.rendezvous.leader.types import Instruction
 from elastic_launch.rendezvous.record import ControlRecord, Round
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.system.plain_text import clipped, one_line
@@ -176,7 +177,7 @@ class LeaderMachine:
         node = self.node_at(link)
         if node is None or self.ended:
             return []
-        node.silence, node.heard = 0.0, now
+        node.heard = now
         current = self.record.round.number
         if isinstance(report, m.Beat | m.ProgressBeat):
             node.load = report.load or node.load
@@ -192,11 +193,11 @@ class LeaderMachine:
                 self._state.arguments = report.arguments or self._state.arguments
                 self._rounds.ready(report, now)
             case m.Done(round=number) if node.active and number == current:
-                first = not any(other.done for other in self.nodes.values() if other.active)
+                first = not self.nodes.count(ACTIVE | DONE)
                 node.joined = node.done = True
-                for other in self.nodes.values():
-                    if first and other.active and not other.done:
-                        self._send(other.link, m.PeerDone(self.record.term, number))
+                order = m.PeerDone(self.record.term, number)
+                for other in self.nodes.where(ACTIVE, lacks=DONE) if first else ():
+                    self._send(other.link, order)
             case Failure(round=number) if number == current:
                 self._rounds.failed(node, report, now)
             case m.StrikeDue(round=number) if node.active and number == current:
@@ -232,7 +233,7 @@ class LeaderMachine:
         if node is None:
             return []
         if self.ended:
-            del self.nodes[node.hello.node_id]
+            self.nodes.remove(node)
             return []
         self._rounds.lose(node, "its connection closed", now)
         self._consider(now)
@@ -244,16 +245,15 @@ class LeaderMachine:
         turned, self._state.turned = self._state.turned, now
         if self.ended:
             return []
-        cap, dead_after = min(TURN_CAP, self.timing.dead_after / 2), self.timing.dead_after
-        silent = []
-        for node in self.nodes.values():  # of which there may be thousands: min and max would take most of the time
-            gap = now - (node.heard if node.heard > turned else turned)
-            node.silence += gap if gap < cap else cap
-            if node.silence >= dead_after:
-                silent.append(node)
-        for node in silent:
+        dead_after = self.timing.dead_after
+        asleep = now - turned - min(TURN_CAP, dead_after / 2)
+        if asleep > 0:
+            for node in self.nodes.values():
+                node.heard = min(node.heard + asleep, now)
+        for node in self.nodes.silent(now, dead_after):
+            silence = now - node.heard
             self._close(node.link)
-            self._rounds.lose(node, f"silent for {node.silence:.1f} s", now, node.silence)
+            self._rounds.lose(node, f"silent for {silence:.1f} s", now, silence)
         self._consider(now)
         return self._flush()
 
@@ -386,8 +386,9 @@ class LeaderMachine:
             self._send(node.link, m.Strike(self.record.term, report.fault, ""))
             return
         self._emit(FaultLanded(report.round, node.hello.node_id, report.fault, report.step))
+        order = m.Strike(self.record.term, report.fault, node.hello.node_id)
         for other in self.nodes.values():
-            self._send(other.link, m.Strike(self.record.term, report.fault, node.hello.node_id))
+            self._send(other.link, order)
 
     def _admit(self, link: int, hello: m.NodeHello, now: float) -> None:
         node = Node(hello, link, self._arrivals, hello.store_port, heard=now)
@@ -396,6 +397,8 @@ class LeaderMachine:
         node.offer(hello.slots)
         self._arrivals += 1
         rank = self.record.round.index(hello.node_id, hello.incarnation)
+        if rank is not None:
+            node.takes_part(self.record.round.members[rank].slots)
         same_round = hello.holding == self.record.round.number and rank is not None
         # A node that comes from the previous leader does not know that the round broke: it receives the order to stop.
         if hello.holding and not (same_round and (self.running or hello.node_id in self._state.owed)):
@@ -409,7 +412,8 @@ class LeaderMachine:
             node.ready, node.done, node.live = hello.ready, hello.done, hello.live
         else:
             self._state.last_arrival = now
-        self.nodes[hello.node_id], self._owners[link] = node, hello.node_id
+        self.nodes.add(node)
+        self._owners[link] = hello.node_id
         self._state.review(now)
         if not hello.holding and rank is not None:
             self._rounds.comes_without_workers(node, "came to the new leader", self._uncharged(hello), now)
@@ -432,7 +436,7 @@ class LeaderMachine:
 
     def _relink(self, node: Node, link: int, hello: m.NodeHello, now: float) -> None:
         """Handle a known node that returns before its old link was seen to close; only what it holds now counts."""
-        node.link, node.silence, node.heard = link, 0.0, now
+        node.link, node.heard = link, now
         self._owners[link] = hello.node_id
         node.store_port, node.hello, node.importing = hello.store_port, hello, hello.importing
         node.held, node.released, node.ahead, node.apart = hello.held, False, False, hello.apart
@@ -485,5 +489,5 @@ class LeaderMachine:
 
     def node_at(self, link: int) -> Node | None:
         """The node at the other end of a link."""
-        node = self.nodes.get(self._owners.get(link, ""))
+        node = self.nodes.find(self._owners.get(link, ""))
         return node if node is not None and node.link == link else None

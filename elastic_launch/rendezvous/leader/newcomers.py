@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from elastic_launch.errors import ExitCode
 from elastic_launch.failure import Failure
+from elastic_launch.rendezvous.leader.nodes import Node
 from elastic_launch.rendezvous.leader.restart_budget import LONG
-from elastic_launch.rendezvous.leader.types import Node
 from elastic_launch.rendezvous.leader.verdict import Kind, killed, kind_of, own_code, root_cause
 from elastic_launch.rendezvous.record import RefusedHost, Round
 from elastic_launch.system.plain_text import clipped, one_line

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from elastic_launch.rendezvous.leader.types import Node
+from elastic_launch.rendezvous.leader.nodes import Node
 from elastic_launch.rendezvous.record import Round
 
 

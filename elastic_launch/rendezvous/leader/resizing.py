@@ -7,57 +7,68 @@ arrive one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from elastic_launch.events.types import ResizeSkipped
+from elastic_launch.rendezvous.leader.nodes import (
+    ACTIVE,
+    AHEAD,
+    BARRED,
+    DONE,
+    EXCLUDED,
+    IMPORTING,
+    LEAVING,
+    MEMBER,
+    NEAR,
+    REGAINS,
+    ConnectedNodes,
+    Node,
+)
 from elastic_launch.rendezvous.leader.resize_payoff import ResizePayoff, saved
-from elastic_launch.rendezvous.leader.types import Node
 from elastic_launch.rendezvous.record import Round
 
+NOT_WAITING = ACTIVE | LEAVING | BARRED
+"""Flags of nodes that do not wait for a round, or may not take part in one."""
 
-def waiting(nodes: Mapping[str, Node]) -> list[Node]:
+_UNPREPARED = NOT_WAITING | IMPORTING | EXCLUDED
+
+
+def waiting(nodes: ConnectedNodes) -> list[Node]:
     """Return the nodes that wait for a round, and may take part in one."""
-    return [node for node in nodes.values() if not (node.active or node.leaving or node.barred)]
+    return nodes.where(lacks=NOT_WAITING)
 
 
-def prepared(nodes: Mapping[str, Node]) -> list[Node]:
+def prepared(nodes: ConnectedNodes) -> list[Node]:
     """Return the waiting nodes whose workers could begin at once, without waiting for imports or a start ahead.
 
     Nodes that are left out for now are not among them, nor those that have not connected to the others.
     """
-    return [node for node in waiting(nodes) if not (node.importing or node.excluded) and node.apart is False]
+    return nodes.where(NEAR, lacks=_UNPREPARED)
 
 
-def joinable(nodes: Mapping[str, Node], formed: Round) -> list[Node]:
-    """Return the waiting nodes that have no part in a round, could begin, and were not ordered to start ahead."""
-    there = [node for node in prepared(nodes) if not node.ahead]
-    return [node for node in there if formed.index(node.hello.node_id, node.hello.incarnation) is None]
+def joinable(nodes: ConnectedNodes) -> list[Node]:
+    """Return the waiting nodes that had no part in the last round, could begin, and were not ordered to start ahead."""
+    return nodes.where(NEAR, lacks=_UNPREPARED | AHEAD | MEMBER)
 
 
-def regained(nodes: Mapping[str, Node], formed: Round) -> list[Node]:
-    """Return the members of a round that could take part with workers that have no part in it."""
-    members = [(member, nodes.get(member.node_id)) for member in formed.members]
-    return [
-        node
-        for member, node in members
-        if node is not None
-        and node.active
-        and node.slots != member.slots
-        and not set(node.local_ranks) <= set(member.local_ranks)
-    ]
+def regained(nodes: ConnectedNodes, formed: Round) -> list[Node]:
+    """Return the members of a round that could take part with workers that have no part in it, in rank order."""
+    return sorted(
+        nodes.where(ACTIVE | REGAINS), key=lambda node: formed.index(node.hello.node_id, node.hello.incarnation) or 0
+    )
 
 
 class Resizing:
     """Decides whether the leader drains a round for a larger one.
 
     Args:
-        nodes: the leader's live mapping of nodes by node id.
+        nodes: the leader's, live.
 
     Attributes:
         wanted: whether a user ordered the size that the running round is to get.
     """
 
-    def __init__(self, nodes: Mapping[str, Node]) -> None:
+    def __init__(self, nodes: ConnectedNodes) -> None:
         self.prices = ResizePayoff()
         self.wanted = False
         self._nodes = nodes
@@ -73,10 +84,10 @@ class Resizing:
 
         Nor before all members have returned to a new leader: until then the round cannot be drained.
         """
-        if everybody >= max_nodes or not prepared(self._nodes):
+        nodes = self._nodes
+        if everybody >= max_nodes or not nodes.count(NEAR, lacks=_UNPREPARED):
             return False
-        members = [node for node in self._nodes.values() if node.active]
-        return len(members) == everybody and not any(node.done for node in members)
+        return nodes.count(ACTIVE) == everybody and not nodes.count(ACTIVE | DONE)
 
     def pays(self, formed: Round, max_nodes: int, now: float, joining: Sequence[Node] | None = None) -> bool:
         """Whether a resize of the running round pays off, or was ordered regardless of its cost.
@@ -98,7 +109,7 @@ class Resizing:
 
     def _sizes(self, formed: Round, max_nodes: int, joining: Sequence[Node] | None = None) -> tuple[int, int]:
         """Workers of the running round, and of a round resized for what waits."""
-        members = [node for node in self._nodes.values() if node.active]
+        members = self._nodes.where(ACTIVE)
         there = prepared(self._nodes) if joining is None else joining
         first = sorted(there, key=lambda node: node.arrival)[: max(0, max_nodes - len(members))]
         return formed.world_size, sum(node.workers for node in [*members, *first])

@@ -24,6 +24,18 @@ from elastic_launch.failure import Failure, StallPlace, Suspect
 from elastic_launch.rendezvous.leader.forming import gather, outlook, start_ahead
 from elastic_launch.rendezvous.leader.hangs import judge_stalled
 from elastic_launch.rendezvous.leader.newcomers import code_of, difference, is_own, newcomers_failures
+from elastic_launch.rendezvous.leader.nodes import (
+    ACTIVE,
+    DONE,
+    JOINED,
+    LIVE,
+    MEMBER,
+    READY,
+    STALLS,
+    TRAINED,
+    VETERAN,
+    Node,
+)
 from elastic_launch.rendezvous.leader.phases import (
     COLLECT,
     LATE,
@@ -42,7 +54,6 @@ from elastic_launch.rendezvous.leader.phases import (
 )
 from elastic_launch.rendezvous.leader.resizing import prepared, regained
 from elastic_launch.rendezvous.leader.state import LeaderState
-from elastic_launch.rendezvous.leader.types import Node
 from elastic_launch.rendezvous.leader.verdict import Kind, judge, killed, kind_of, root_cause
 from elastic_launch.rendezvous.record import Member
 from elastic_launch.rendezvous.wire import messages as m
@@ -176,7 +187,7 @@ class Rounds:
 
     def _leave_out_ended(self, broken: Broken, now: float) -> bool:
         """If a round broke only because workers of newcomers had ended with 0, leave these out; return whether."""
-        members = [node for node in self._state.nodes.values() if self._is_member(node)]
+        members = self._state.nodes.where(MEMBER)
         ended = [node for node in members if node.done and not (node.trained or node.veteran)]
         others = [node for node in members if node not in ended]
         fails = any(is_own(failure) or failure.alike for _, failure in broken.failures)
@@ -197,12 +208,8 @@ class Rounds:
         """Whether a newcomer may yet report the failure that made others of a broken round fail."""
         if broken.imposed is not None or any(is_own(failure) or failure.alike for _, failure in broken.failures):
             return False
-        members = [node for node in self._state.nodes.values() if self._is_member(node)]
-        newcomers = any(node.active and not node.trained for node in members)
-        return newcomers and any(node.veteran for node in members)
-
-    def _is_member(self, node: Node) -> bool:
-        return self._state.record.round.index(node.hello.node_id, node.hello.incarnation) is not None
+        nodes = self._state.nodes
+        return nodes.count(MEMBER | ACTIVE, lacks=TRAINED) > 0 and nodes.count(MEMBER | VETERAN) > 0
 
     def _after_others(self, failure: Failure) -> Failure:
         """Return the report on a broken connection with the ranks of other nodes that had ended with 0 before.
@@ -212,15 +219,9 @@ class Rounds:
         if not failure.symptom or failure.ended_before:
             return failure
         last, nodes = self._state.record.round, self._state.nodes
-        done = [
-            place.rank
-            for index, member in enumerate(last.members)
-            if (node := nodes.get(member.node_id)) is not None
-            and node.done
-            and node.hello.incarnation == member.incarnation
-            for place in last.ranks_of(index)
-        ]
-        return replace(failure, ended_before=tuple(done))
+        done = [last.index(node.hello.node_id, node.hello.incarnation) for node in nodes.where(MEMBER | DONE)]
+        ranks = [place.rank for index in done if index is not None for place in last.ranks_of(index)]
+        return replace(failure, ended_before=tuple(sorted(ranks)))
 
     def _break_by(self, failure: Failure, phase: Running | Draining, now: float) -> None:
         broken = over(phase, now, None, worker_failed(failure))
@@ -236,13 +237,17 @@ class Rounds:
         node.stalled = report if report.seconds > 0 else None
         match self.phase:
             case Running():
+                # Of thousands of members each says that it is late.
+                nodes, size = self._state.nodes, len(self._state.record.round.members)
+                stopped = any(worker.state == "stopped" for worker in report.workers)
+                if not stopped and nodes.count(ACTIVE | STALLS) + nodes.count(ACTIVE | DONE, lacks=STALLS) < size:
+                    return
                 members = self._state.members()
                 late = {each.hello.node_id: each.stalled for each in members if each.stalled is not None}
                 # What reports steps and is left by the others may wait for its last checkpoint.
                 asked = all(report.asked for report in late.values())
                 finished = sum(each.done for each in members if each.stalled is None) if asked else 0
-                stopped = any(worker.state == "stopped" for worker in report.workers)
-                if late and (stopped or len(late) + finished == len(self._state.record.round.members)):
+                if late and (stopped or len(late) + finished == size):
                     self._judge_stalled(self.phase, late, now)
             case Draining() | Broken() | Gathering() | ParkedRun() | Ending() | Ended():
                 pass
@@ -311,7 +316,7 @@ class Rounds:
 
     def lose(self, node: Node, cause: str, now: float, silence: float = 0.0) -> None:
         """Handle the loss of a node."""
-        del self._state.nodes[node.hello.node_id]
+        self._state.nodes.remove(node)
         trains = self.running and node.active
         if node.leaving and not trains:
             return  # it announced that it leaves, and no other node waits for it
@@ -356,14 +361,14 @@ class Rounds:
         """Repeat the orders for a member's round: they may have been lost with its old link."""
         match self.phase:
             case Running():
-                if any(other.done for other in self._state.nodes.values() if other.active):
+                if self._state.nodes.count(ACTIVE | DONE):
                     self._state.send(node.link, m.PeerDone(self._state.record.term, self._state.record.round.number))
             case Draining():
-                self._send_drain(node, self.phase, now)
+                self._send_drain([node], self.phase, now)
             case Broken():
-                self._send_break(node, self.phase)
+                self._send_break([node], self.phase)
             case Ending(after=broken):
-                self._send_break(node, broken)
+                self._send_break([node], broken)
             case Gathering() | ParkedRun() | Ended():
                 pass
 
@@ -417,8 +422,7 @@ class Rounds:
         if isinstance(phase, Draining) and in_time:
             if ends:
                 phase.ends = ends
-                for node in self._state.members():
-                    self._send_drain(node, phase, now)
+                self._send_drain(self._state.members(), phase, now)
             phase.deadline = min((x for x in (phase.deadline, deadline) if x is not None), default=None)
         elif isinstance(phase, Running) and in_time and self._can_drain():
             self._drain(phase, kind, cause, deadline, now, ends)
@@ -426,26 +430,24 @@ class Rounds:
             self.break_round(phase, kind, cause, nodes, now, ends)
 
     def _can_drain(self) -> bool:
-        members = self._state.members()
-        return len(members) == len(self._state.record.round.members) and all(
-            node.ready and not node.done for node in members
-        )
+        nodes, size = self._state.nodes, len(self._state.record.round.members)
+        return nodes.count(ACTIVE) == size == nodes.count(ACTIVE | READY, lacks=DONE)
 
     def _drain(
         self, running: Running, kind: Kind, cause: str, deadline: float | None, now: float, ends: str = ""
     ) -> Draining:
         self.phase = drain = Draining(running, now, kind, cause, deadline, ends)
-        for node in self._state.members():
-            self._send_drain(node, drain, now)
+        self._send_drain(self._state.members(), drain, now)
         seconds = None if deadline is None else round(deadline - now, 3)
         self._state.emit(RoundDraining(self._state.record.round.number, kind.text, cause, seconds))
         return drain
 
-    def _send_drain(self, node: Node, drain: Draining, now: float) -> None:
+    def _send_drain(self, nodes: Iterable[Node], drain: Draining, now: float) -> None:
         seconds = None if drain.deadline is None else round(max(0.0, drain.deadline - now), 3)
         number = self._state.record.round.number
         order = m.DrainRound(self._state.record.term, number, drain.kind.text, drain.cause, seconds, bool(drain.ends))
-        self._state.send(node.link, order)
+        for node in nodes:
+            self._state.send(node.link, order)
 
     def break_round(
         self,
@@ -464,20 +466,20 @@ class Rounds:
 
     def _end_round(self, phase: Running | Draining, broken: Broken, kind: Kind, outlook: Callable[[], str]) -> None:
         self.phase = broken
-        for node in self._state.members():
-            self._send_break(node, broken, kind)
+        self._send_break(self._state.members(), broken, kind)
         lasted = None if broken.taken_over else broken.lasted
         number, code = self._state.record.round.number, _exit_code(broken.told)
         self._state.emit(RoundBroken(number, kind.text, broken.cause, lasted, outlook(), code, broken.suspects))
 
-    def _send_break(self, node: Node, broken: Broken, kind: Kind | None = None) -> None:
+    def _send_break(self, nodes: Iterable[Node], broken: Broken, kind: Kind | None = None) -> None:
         number = self._state.record.round.number
         kind = judge(broken.imposed, broken.failures) if kind is None else kind
         hung = tuple(
             failure.rank for _, failure in broken.failures if failure.rank is not None and kind_of(failure) is Kind.HANG
         )
         order = m.Break(self._state.record.term, number, kind.text, broken.cause, hung, broken.suspects)
-        self._state.send(node.link, order)
+        for node in nodes:  # the same object, so that it is encoded once
+            self._state.send(node.link, order)
 
     # Findings about a round that is over.
 
@@ -514,9 +516,10 @@ class Rounds:
             number = self._state.record.round.number
             event = CauseFound(number, kind.text, cause, _exit_code(failure), broken.suspects)
             self._state.emit(event)
+            order = m.UserMessage(self._state.record.term, sentence(event))
             for node in self._state.nodes.values():
                 if node.hello.incarnation != self._state.record.leader.incarnation:  # this node shows the event itself
-                    self._state.send(node.link, m.UserMessage(self._state.record.term, sentence(event)))
+                    self._state.send(node.link, order)
 
     # Timers and pending transitions.
 
@@ -535,7 +538,7 @@ class Rounds:
                 start_ahead(self._state, self.phase)
                 self._consider_broken(self.phase, now)
             case Ending(after=broken, ruling=ruling):
-                if now - self.phase.since >= LATE or not self._state.members():
+                if now - self.phase.since >= LATE or not self._state.nodes.count(ACTIVE):
                     self.end(*self._state.budget.verdict(ruling, broken), now)
             case Gathering() | ParkedRun():
                 if not self._state.owed:
@@ -557,7 +560,7 @@ class Rounds:
             case Broken(judged_at=None, at=at):
                 return [at + COLLECT]
             case Broken() as broken:
-                return [broken.not_before, *(self._due_back(node, broken) for node in self._state.members())]
+                return [broken.not_before, *(self._due_back(grace, broken) for grace in self._state.nodes.graces)]
             case Gathering():
                 return [self._state.last_arrival + timing.join_settle]
             case ParkedRun(at=at):
@@ -568,29 +571,28 @@ class Rounds:
                 return []
 
     def _consider_running(self, running: Running, now: float) -> None:
-        members = self._state.members()
-        size, most = len(self._state.record.round.members), self._state.limits.max_nodes
-        if len(members) == size and all(node.ready or node.done for node in members):
+        nodes, size, most = self._state.nodes, len(self._state.record.round.members), self._state.limits.max_nodes
+        here, done, ready = nodes.count(ACTIVE), nodes.count(ACTIVE | DONE), nodes.count(ACTIVE | READY)
+        if here == size == ready + nodes.count(ACTIVE | DONE, lacks=READY):
             running.fetching = False
         if not running.fetching:
             self._state.release()
-        if len(members) == size and all(node.ready for node in members):
-            self._state.resizing.prices.trains(now, live=all(node.live for node in members))
+        if here == size == ready:
+            self._state.resizing.prices.trains(now, live=not nodes.count(ACTIVE, lacks=LIVE))
         start_ahead(self._state, running)
-        if len(members) < size and (lost := self._lost(now)):
+        if here < size and (lost := self._lost(now)):
             # Only a leader that took over a running round can lack members: they are dead, or never connected to it.
             name = lost[0].node_id
             self.break_round(running, Kind.NODE_LOSS, f"node {name} did not come to the new leader", [name], now)
             self.consider(now)
-        elif len(members) == size and all(node.done for node in members):
+        elif here == size == done:
             self.end(ExitCode.DONE, "all workers finished", now)
-        elif not all(node.joined for node in members):
+        elif nodes.count(ACTIVE, lacks=JOINED):
             if now - running.formed_at >= self._state.timing.join_timeout:
-                late = [node for node in members if not node.joined]
-                names = [node.hello.node_id for node in late]
+                names = [node.hello.node_id for node in nodes.where(ACTIVE, lacks=JOINED)]
                 cause = f"node {', '.join(names)} did not start its workers within join_timeout"
                 self.break_round(running, Kind.NODE_LOSS, cause, names, now)
-        elif len(members) == size > most and not any(node.done for node in members):
+        elif here == size > most and not done:
             self._stop_round(running, Kind.MEMBERSHIP, f"resize: at most {counted(most, 'node')}", (), None, now)
             self.consider(now)
         else:
@@ -618,9 +620,14 @@ class Rounds:
 
     def _lost(self, now: float) -> list[Member]:
         """Members of the running round that are not connected and need not be waited for."""
-        awaited = self._state.owed - self._state.overdue(now)
+        owed, overdue = self._state.owed, self._state.overdue(now)
+        members = self._state.record.round.members
+        if not overdue and self._state.nodes.count(ACTIVE) + len(owed) - ("" in owed) >= len(members):
+            return []
+        awaited = owed - overdue
         here = {node.hello.node_id for node in self._state.members()}
-        return [x for x in self._state.record.round.members if x.node_id not in here | awaited]
+        known = here | awaited
+        return [member for member in members if member.node_id not in known]
 
     def _room(self) -> bool:
         return self._state.resizing.has_room(len(self._state.record.round.members), self._state.limits.max_nodes)
@@ -631,29 +638,34 @@ class Rounds:
         event = state.resizing.skip(skipped, state.record.round, state.limits.max_nodes, now)
         if event is not None:
             self._state.emit(event)
+            order = m.UserMessage(state.record.term, sentence(event))
             for node in skipped:
-                self._state.send(node.link, m.UserMessage(self._state.record.term, sentence(event)))
+                state.send(node.link, order)
 
     def _consider_draining(self, drain: Draining, now: float) -> None:
-        left = self._state.members()
-        number, everybody = self._state.record.round.number, len(self._state.record.round.members)
+        nodes, number, everybody = (
+            self._state.nodes,
+            self._state.record.round.number,
+            len(self._state.record.round.members),
+        )
+        left, done = nodes.count(ACTIVE), nodes.count(ACTIVE | DONE)
         if not left:
             ends = f"{drain.ends} after step {drain.step}, {drain.kept}" if drain.ends else ""
             self.phase = over(drain, drain.at, drain.kind, drain.cause, ends)
             took = round(now - drain.at, 6)
             self._state.emit(RoundDrained(number, drain.step, drain.kind.text, drain.cause, took, self.outlook))
             self.consider(now)
-        elif len(left) == everybody and all(node.done for node in left):
+        elif left == everybody == done:
             self.end(ExitCode.DONE, "all workers finished", now)
-        elif all(node.done for node in left):
+        elif left == done:
             self.break_round(drain, drain.kind, f"{drain.cause}; some had finished, others had not", (), now)
         elif drain.deadline is not None and now >= drain.deadline:
-            names = [node.hello.node_id for node in left]
+            names = [node.hello.node_id for node in nodes.where(ACTIVE)]
             cause = f"{drain.cause}; node {', '.join(names)} did not stop in time"
             self.break_round(drain, drain.kind, cause, names, now)
 
     def _consider_broken(self, broken: Broken, now: float) -> None:
-        active = self._state.members()
+        nodes = self._state.nodes
         if overdue := self._state.overdue(now):
             names = sorted(overdue)
             self._impose(broken, Kind.NODE_LOSS, f"node {', '.join(names)} did not come to the new leader", names)
@@ -661,20 +673,22 @@ class Rounds:
         # A member that died with the previous leader makes the others crash: first find out which are missing.
         # The worker that broke connections may still be ending; until its node has stopped, nothing waits for this.
         collected = now - broken.at >= COLLECT and not (broken.disconnected or self._awaits_newcomer(broken))
-        if broken.judged_at is None and not self._state.owed and (not active or collected):
+        if broken.judged_at is None and not self._state.owed and (not nodes.count(ACTIVE) or collected):
             self._judge(broken, now)
         if self.phase is not broken:
             self.consider(now)  # this was the last one
             return
         late = now - broken.at >= self._state.timing.return_after  # this is asked after each report
-        for node in [node for node in active if late and now >= self._due_back(node, broken)]:
-            limit = self._due_back(node, broken) - broken.at
+        for node in nodes.where(ACTIVE) if late else ():
+            due = self._due_back(node.hello.shutdown_timeout, broken)
+            if now < due:
+                continue
+            limit = due - broken.at
             reason = f"its workers were not stopped within {limit:g} s, its shutdown timeout and return_after"
             self._state.send(node.link, m.Evicted(self._state.record.term, reason))
             self._state.close(node.link)
             self.lose(node, reason, now)
-            active.remove(node)
-        if active or self._state.owed or broken.judged_at is None:
+        if nodes.count(ACTIVE) or self._state.owed or broken.judged_at is None:
             return
         if now >= broken.not_before or broken.ends:
             self.phase = Gathering(broken, broken.ends)
@@ -682,9 +696,8 @@ class Rounds:
         else:
             self._state.release()
 
-    def _due_back(self, node: Node, broken: Broken) -> float:
+    def _due_back(self, grace: float, broken: Broken) -> float:
         """When a member must have stopped its workers, which may take its whole shutdown timeout."""
-        grace = node.hello.shutdown_timeout
         # A node may send any value.
         return broken.at + self._state.timing.return_after + (grace if 0 <= grace <= LONGEST_WAIT else 0.0)
 

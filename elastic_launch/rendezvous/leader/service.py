@@ -24,6 +24,7 @@ from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.rendezvous.wire.authentication import MissingTokenError, UnexpectedTokenError, link_key
 from elastic_launch.rendezvous.wire.links import Link, Links
 from elastic_launch.rendezvous.wire.log_once import LogOnce
+from elastic_launch.rendezvous.wire.outline import OrderEncoder
 from elastic_launch.secret import HINT_NO_TOKEN, HINT_TOKEN
 from elastic_launch.system.threads import ThreadDied, VitalThread
 
@@ -96,7 +97,7 @@ class LeaderService:
         self._queue: deque[to_do.Instruction] = deque()
         self._carrying = False
         self._news = False
-        self._last_packed: tuple[m.Order | None, bytes] = (None, b"")
+        self._encoder = OrderEncoder()
         self._deposed = False
         self._given_way = ""
         self.died: ThreadDied | None = None  # the internal error that ended it
@@ -299,7 +300,7 @@ class LeaderService:
                     self.depose(UNSURE)
             case to_do.Send(link=number, order=order):
                 if number in self._links.open:
-                    self._links.open[number].channel.send(self._packed(order))
+                    self._links.open[number].channel.send(self._encoder.encode(order))
                     self._flush(number)
             case to_do.Close(link=number):
                 if number in self._links.open:
@@ -307,12 +308,6 @@ class LeaderService:
                     self._flush(number)
             case to_do.Emit(event=event):
                 self._events.emit(event)
-
-    def _packed(self, order: m.Order) -> bytes:
-        """Encode an order; an order that goes to all nodes, such as Form, is encoded only once."""
-        if self._last_packed[0] is not order:
-            self._last_packed = order, m.pack(order)
-        return self._last_packed[1]
 
     def _commit(self, record: ControlRecord) -> bool:
         value = record.encode()

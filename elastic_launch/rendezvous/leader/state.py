@@ -13,9 +13,10 @@ from elastic_launch.faults import MOST
 from elastic_launch.rendezvous.leader.exclusion import FAULTS, Exclusion
 from elastic_launch.rendezvous.leader.leavers import no_longer_needed, saver
 from elastic_launch.rendezvous.leader.newcomers import Refusals
+from elastic_launch.rendezvous.leader.nodes import ACTIVE, BARRED, EXCLUDED, LEAVING, TRAINED, ConnectedNodes, Node
 from elastic_launch.rendezvous.leader.resizing import Resizing
 from elastic_launch.rendezvous.leader.restart_budget import RestartBudget
-from elastic_launch.rendezvous.leader.types import Close, CommitRecord, Emit, Instruction, Node, Send
+from elastic_launch.rendezvous.leader.types import Close, CommitRecord, Emit, Instruction, Send
 from elastic_launch.rendezvous.record import ControlRecord, End
 from elastic_launch.rendezvous.wire import messages as m
 
@@ -57,7 +58,7 @@ class LeaderState:
 
     Attributes:
         record: the record, including what is about to be committed.
-        nodes: the nodes that the leader has a link to, by node id.
+        nodes: the nodes that the leader has a link to.
         began: when this leader's term began.
         owed: members of a previous leader's round: they may be training until they connect, or are :meth:`overdue`.
         floor: rounds up to this number may have been formed.
@@ -73,7 +74,7 @@ class LeaderState:
     ) -> None:
         self.record = record
         self.timing = timing
-        self.nodes: dict[str, Node] = {}
+        self.nodes = ConnectedNodes()
         self.budget = RestartBudget(record)
         self.resizing = Resizing(self.nodes)
         self.began = self.turned = self.last_arrival = now
@@ -103,19 +104,23 @@ class LeaderState:
 
     def overdue(self, now: float) -> set[str]:
         """The owed members that count as dead, because they have not come to this leader in time."""
-        return {x for x in self.owed if now - self.began >= self._patience(x)}
+        waited = now - self.began
+        if waited >= self.timing.dead_after:
+            return set(self.owed)
+        return self.owed & self._silent if waited >= self._grace else set()
 
     def owed_until(self) -> list[float]:
-        """Times at which owed members are overdue."""
-        return [self.began + self._patience(x) for x in self.owed]
+        """Times at which owed members may become overdue."""
+        return [self.began + self._grace, self.began + self.timing.dead_after] if self.owed else []
 
-    def _patience(self, node_id: str) -> float:
-        dead_after = self.timing.dead_after
-        return min(GRACE, dead_after) if node_id in self._silent else dead_after
+    @property
+    def _grace(self) -> float:
+        """Seconds that nodes have that were silent before this term."""
+        return min(GRACE, self.timing.dead_after)
 
     def members(self) -> list[Node]:
         """The nodes that have, or may have, workers of the current round."""
-        return [node for node in self.nodes.values() if node.active]
+        return self.nodes.where(ACTIVE)
 
     def release(self) -> None:
         """Release nodes that have left and stayed to serve their snapshot."""
@@ -125,7 +130,7 @@ class LeaderState:
 
     def spares(self, node_id: str) -> bool:
         """Whether there are enough nodes without this one."""
-        return len(self.nodes.keys() - {node_id}) >= self.limits.min_nodes
+        return len(self.nodes) - (node_id in self.nodes) >= self.limits.min_nodes
 
     def fault(self, node_id: str, now: float) -> None:
         """Count a fault on a node; one with too many is left out for a while if there are enough others."""
@@ -143,11 +148,14 @@ class LeaderState:
 
     def review(self, now: float) -> None:
         """Note which nodes are left out now."""
-        for node_id in self.exclusion.node_ids & self.nodes.keys():
-            self.nodes[node_id].excluded = self.exclusion.excludes(node_id, now)
+        for node_id in self.exclusion.node_ids:
+            if (node := self.nodes.find(node_id)) is not None:
+                node.excluded = self.exclusion.excludes(node_id, now)
         if self.refusals.some or self._reviews:
             self._reviews = self.refusals.some
-            for node in self.nodes.values():
+            newcomers = self.nodes.where(lacks=TRAINED)
+            marked = [*self.nodes.where(TRAINED | BARRED), *self.nodes.where(TRAINED | EXCLUDED)]
+            for node in newcomers + marked:
                 node.barred = not node.trained and self.refusals.bars(node.host, now)
                 closed = bool(self.refusals.closed) and not node.trained
                 node.excluded = closed or self.exclusion.excludes(node.hello.node_id, now)
@@ -155,7 +163,7 @@ class LeaderState:
     @property
     def has_trained(self) -> bool:
         """Whether a node that is there has completed a step in this run."""
-        return any(node.trained for node in self.nodes.values())
+        return self.nodes.count(TRAINED) > 0
 
     def trains(self, node: Node) -> None:
         """Note that a node has completed a step in this run."""
@@ -199,9 +207,9 @@ class LeaderState:
         if self.refusals.closed and not was_closed:
             event = AdmissionClosed(self.refusals.closed)
             self.emit(event)
-            for other in self.nodes.values():
-                if not (other.trained or other.leaving):
-                    self.send(other.link, m.UserMessage(self.record.term, sentence(event)))
+            order = m.UserMessage(self.record.term, sentence(event))
+            for other in self.nodes.where(lacks=TRAINED | LEAVING):
+                self.send(other.link, order)
         self.review(now)
 
     def end(self, code: int, cause: str, failure: Failure | None, now: float) -> None:

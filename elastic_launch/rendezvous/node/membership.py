@@ -47,6 +47,7 @@ from elastic_launch.rendezvous.node.reach import ReachTest
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.rendezvous.wire.authentication import Channel, OtherTokenError, link_key
 from elastic_launch.rendezvous.wire.log_once import LogOnce
+from elastic_launch.rendezvous.wire.outline import completed
 from elastic_launch.secret import HINT_TOKEN
 from elastic_launch.system.descriptors import explained, remedy
 from elastic_launch.system.plain_text import clipped
@@ -453,6 +454,8 @@ class Membership:
         try:
             for line in channel.feed(data):
                 order = m.unpack(line)
+                if isinstance(order, m.Form):
+                    order = completed(order, self._side.hello)
                 if isinstance(order, m.Order):
                     self._answered = True
                     self._obey(order)

@@ -15,7 +15,7 @@ from elastic_launch.rendezvous.admin import messages as asking
 from elastic_launch.rendezvous.record import LocalRanks, Round, Seconds
 from elastic_launch.system.host_load import HostLoad
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 
 
 # From a node to its leader.
@@ -474,6 +474,28 @@ class SnapshotSource:
 
 
 @dataclass(frozen=True, slots=True)
+class MembersAlike:
+    """Members of a round that follow each other and have as many workers, of the same role."""
+
+    count: int
+    workers: int
+    role: str
+
+
+@dataclass(frozen=True, slots=True)
+class RoundOutline:
+    """All members of a large round, of which the order to form it lists only some.
+
+    Attributes:
+        runs: how many workers they have, in rank order.
+        listed: the ranks, among the members, of those that the order lists.
+    """
+
+    runs: tuple[MembersAlike, ...]
+    listed: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Form:
     """The round is formed and recorded: start its workers.
 
@@ -481,6 +503,8 @@ class Form:
         cause: why the last round ended; ``first`` for the first one.
         sources: which nodes serve the newest snapshot, if no member has it.
         max_restarts: the run's limit, which may differ from the node's.
+        outline: of a round with too many members to list them; see :mod:`elastic_launch.rendezvous.wire.outline`.
+        slots, index: then the local ranks of this node's workers, empty for all, and its rank among the members.
     """
 
     term: int
@@ -489,6 +513,9 @@ class Form:
     cause: str
     sources: tuple[SnapshotSource, ...] = ()
     max_restarts: int = 3
+    outline: RoundOutline | None = None
+    slots: LocalRanks = ()
+    index: int = -1
 
 
 @dataclass(frozen=True, slots=True)
