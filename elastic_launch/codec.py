@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 def dumps(value: Any, **extra: str) -> bytes:
     """Encode a dataclass as one line of JSON without the line end; ``extra`` keys come first."""
-    return json.dumps({**extra, **_shallow(value)}, separators=(",", ":"), default=_shallow).encode()
+    return _ENCODER.encode({**extra, **_shallow(value)}).encode()
 
 
 def loads(data: bytes, limit: int = MAX_BYTES) -> dict[str, Any]:
@@ -69,6 +69,9 @@ def decode(kind: type[T], value: Any) -> T:
 def _shallow(value: Any) -> dict[str, Any]:
     """Return the fields of a dataclass; nested dataclasses are left to the encoder's next call."""
     return {name: getattr(value, name) for name, _, _ in _fields(type(value))}  # type: ignore[arg-type]
+
+
+_ENCODER = json.JSONEncoder(separators=(",", ":"), default=_shallow)  # json.dumps would make one for each message
 
 
 @cache

@@ -57,6 +57,15 @@ def test_no_limit_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
         descriptors.release()
 
 
+def test_an_agent_that_cannot_have_a_link_to_each_node_is_refused(limit: tuple[int, int]) -> None:
+    _, hard = limit
+    descriptors.raise_limit(nodes=hard - descriptors.FEWEST)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    with pytest.raises(ElasticLaunchError, match=f"up to {hard} nodes it needs {hard + descriptors.FEWEST}") as caught:
+        descriptors.raise_limit(nodes=hard)
+    assert "smaller maximum to --nnodes" in caught.value.hint
+
+
 def test_the_limit_is_not_lowered_below_descriptors_in_use(limit: tuple[int, int]) -> None:
     descriptors.raise_limit()
     many = [os.open(os.devnull, os.O_RDONLY) for _ in range(limit[0])]

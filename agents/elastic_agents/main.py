@@ -170,7 +170,7 @@ def _run(config: LaunchConfig, begun: Bootstrap | None, consoles: Consoles, watc
     clock = MonotonicClock()
     inbox: Inbox[object] = Inbox(clock)
     set_dumpable(False)
-    raise_limit()
+    raise_limit(1 if config.is_host is False and not config.kind.elected else config.limits.max_nodes)
     reserve()
     signals = signals_to(inbox, (*config.signals.leave, *config.signals.forward, *claimed(config.notices)))
     files = Writer("files", limit=LIMIT, patience=PATIENCE, lost=_tell_lost)

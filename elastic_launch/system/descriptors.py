@@ -41,8 +41,11 @@ _held: list[int] = []
 _told = False
 
 
-def raise_limit() -> None:
+def raise_limit(nodes: int = 1) -> None:
     """Raise the limit to what this user may have.
+
+    Args:
+        nodes: most nodes that the run may have, if this agent may lead it: a leader has a connection to each of them.
 
     Raises:
         ElasticLaunchError: if that is not enough for an agent, which would wait for descriptors forever.
@@ -52,6 +55,11 @@ def raise_limit() -> None:
     if hard != resource.RLIM_INFINITY and hard < FEWEST:
         raise ElasticLaunchError(
             f"This agent may open {hard} files (ulimit -Hn); one with few workers needs {FEWEST}.", _MORE_FILES
+        )
+    if hard != resource.RLIM_INFINITY and hard < (needed := FEWEST + nodes) and nodes > 1:
+        raise ElasticLaunchError(
+            f"This agent may open {hard} files (ulimit -Hn); to lead a run of up to {nodes} nodes it needs {needed}.",
+            f"Raise the limit of open files (ulimit -Hn) to {needed} or more, or give a smaller maximum to --nnodes.",
         )
     with contextlib.suppress(ValueError, OSError):  # more than the kernel's own bound, fs.nr_open
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
