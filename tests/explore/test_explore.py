@@ -16,6 +16,7 @@ from elastic_agents import policy_types as v
 from elastic_launch.rendezvous.backends.succession import Succession, Takeover
 from elastic_launch.rendezvous.leader import forming, rounds
 from elastic_launch.rendezvous.leader.machine import LeaderMachine
+from elastic_launch.rendezvous.leader.nodes import ACTIVE, ConnectedNodes
 from elastic_launch.rendezvous.leader.phases import Broken, Ending, Running
 from elastic_launch.rendezvous.leader.restart_budget import RestartBudget
 from elastic_launch.rendezvous.leader.state import LeaderState
@@ -102,7 +103,7 @@ def test_a_crash_is_charged_although_a_sigterm_was_reported_first() -> None:
 
 
 def _waits_for_no_worker(patch: Patch) -> None:
-    members = LeaderState.members
+    count = ConnectedNodes.count
     considered: list[bool] = []
     consider = rounds.Rounds._consider_broken
 
@@ -114,7 +115,8 @@ def _waits_for_no_worker(patch: Patch) -> None:
             considered.pop()
 
     patch.setattr(rounds.Rounds, "_consider_broken", broken)
-    patch.setattr(LeaderState, "members", lambda self: [] if considered else members(self))
+    blind = lambda self, has=0, lacks=0: 0 if considered and has == ACTIVE else count(self, has, lacks)  # noqa: E731
+    patch.setattr(ConnectedNodes, "count", blind)
 
 
 def _charges_twice(patch: Patch) -> None:

@@ -4,7 +4,8 @@
 ``machine``         the pure state machine: an event in, instructions out
 ``rounds``          how rounds drain, break and end; ``forming`` forms them
 ``state``           the machine's state in every phase
-``types``           nodes and instructions
+``types``           instructions
+``nodes``           the connected nodes, grouped by their flags
 ``admission``       which nodes may take part
 ``ranks``           the members of a round and their order
 ``resizing``        when to interrupt a running round for waiting nodes
