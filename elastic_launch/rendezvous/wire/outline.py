@@ -14,8 +14,8 @@ from elastic_launch.errors import ProtocolError
 from elastic_launch.rendezvous.record import Member, Round
 from elastic_launch.rendezvous.wire import messages as m
 
-MOST_LISTED = 64
-"""Most members of a round that the order to form it lists."""
+MOST_LISTED = 512
+"""Most members of a round that the order to form it lists. In a larger one, a node cannot name the others."""
 
 MOST_MEMBERS = 1_000_000
 """Most members that a node believes a round to have."""

@@ -2,6 +2,7 @@
 
 ``groups``         the process groups of one round
 ``rehearsal``      what a rehearsal of a step must not leave behind
+``resharding``     shards a model over the ranks of another round
 ``sockets``        the connections of these groups
 ``timeout_watch``  ends a process whose collective takes too long
 ``turns``          what ends these groups without delay
