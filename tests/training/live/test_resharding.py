@@ -160,3 +160,14 @@ def test_what_cannot_be_sharded_again_is_named() -> None:
     model[0].set_custom_all_gather(_OwnGather())
     assert "set_custom_all_gather" in obstacle(model)
     assert obstacle(nn.Linear(2, 2)) == ""
+
+
+def test_sharded_tensors_of_the_script_keep_their_mesh() -> None:
+    model = _sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert obstacle(model, [model, optimizer]) == ""
+    average = nn.ParameterList([parameter.detach().clone() for parameter in model.parameters()])
+    MADE.append(average)
+    assert obstacle(model, [model, optimizer, average]).startswith("ParameterList has DTensors")
+    optimizer.add_param_group({"params": [*average]})
+    assert obstacle(model, [model, optimizer]).startswith("SGD has DTensors")
