@@ -232,7 +232,8 @@ class _Scatter:
         self.made += 1
         if len(self.sizes) < self.made:
             self.sizes.append(len(input_tensor))
-        if self.sizes[self.made - 1] != len(input_tensor):
+        # A model may take another path through zeros, in a pass that counts nothing.
+        if self.sizes[self.made - 1] != len(input_tensor) and self._sums.failed is None:
             raise _partial("")  # before the ranks exchange different sizes, which may end a process
         self._sums.exchanged(output_tensor, lambda: self._sums.reduce(self, output_tensor, input_tensor, group))
 

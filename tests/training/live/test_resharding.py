@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
+from elastic_launch.errors import UsageError
 from elastic_launch.training.gradients.parameters import Parameters
 from elastic_launch.training.gradients.sharded import ShardSums
 from elastic_launch.training.live.resharding import let_go, obstacle, reshard
@@ -171,3 +172,17 @@ def test_sharded_tensors_of_the_script_keep_their_mesh() -> None:
     assert obstacle(model, [model, optimizer, average]).startswith("ParameterList has DTensors")
     optimizer.add_param_group({"params": [*average]})
     assert obstacle(model, [model, optimizer]).startswith("SGD has DTensors")
+
+def test_after_a_failed_exchange_gradients_may_have_other_sizes() -> None:
+    model = _sharded()
+    parameters = Parameters(model, torch.optim.SGD(model.parameters()))
+    sums = ShardSums(model, parameters, 1, 0, exact=False, outlives=True)
+    scatter, output = sums._scatters[0], torch.ones(2)
+    scatter.sizes[:] = [20]
+    with pytest.raises(UsageError, match="did not compute one gradient"):
+        scatter(output, torch.ones(2), dist.group.WORLD, dist.ReduceOp.SUM)
+    scatter.made = 0
+    with sums.going_through():
+        sums.exchanged(torch.ones(1), lambda: _raise(RuntimeError("closed")))
+        scatter(output, torch.ones(2), dist.group.WORLD, dist.ReduceOp.SUM)
+    assert not output.any()
