@@ -207,7 +207,9 @@ class _Gather:
     ) -> Any:
         # It has another name from torch 2.13 on.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return self._sums.exchanged(output_tensor, lambda: gather(output_tensor, input_tensor, group, async_op))
+        # Without NCCL, a work raises in wait(), which FSDP calls within the script's code.
+        later = async_op and output_tensor.is_cuda
+        return self._sums.exchanged(output_tensor, lambda: gather(output_tensor, input_tensor, group, later))
 
 
 class _Scatter:

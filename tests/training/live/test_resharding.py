@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard
 
 from elastic_launch.errors import UsageError
 from elastic_launch.training.gradients.parameters import Parameters
-from elastic_launch.training.gradients.sharded import ShardSums
+from elastic_launch.training.gradients.sharded import ShardSums, _Gather
 from elastic_launch.training.live.resharding import let_go, obstacle, reshard
 
 
@@ -173,6 +173,7 @@ def test_sharded_tensors_of_the_script_keep_their_mesh() -> None:
     optimizer.add_param_group({"params": [*average]})
     assert obstacle(model, [model, optimizer]).startswith("SGD has DTensors")
 
+
 def test_after_a_failed_exchange_gradients_may_have_other_sizes() -> None:
     model = _sharded()
     parameters = Parameters(model, torch.optim.SGD(model.parameters()))
@@ -186,3 +187,11 @@ def test_after_a_failed_exchange_gradients_may_have_other_sizes() -> None:
         sums.exchanged(torch.ones(1), lambda: _raise(RuntimeError("closed")))
         scatter(output, torch.ones(2), dist.group.WORLD, dist.ReduceOp.SUM)
     assert not output.any()
+
+
+def test_a_gather_that_is_to_end_later_ends_at_once_where_its_work_could_raise_in_the_scripts_code() -> None:
+    model = _sharded()
+    sums = ShardSums(model, Parameters(model, torch.optim.SGD(model.parameters())), 1, 0, exact=False, outlives=True)
+    output = torch.zeros(2)
+    assert _Gather(sums)(output, torch.ones(2), dist.group.WORLD, async_op=True) is None
+    assert output.all()
