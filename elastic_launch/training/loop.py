@@ -315,7 +315,8 @@ class Loop:
         if not alone or not self._state.sharded:
             return alone
         skips = self._checkpoint is not None and self._checkpoint.skip_frozen
-        why = "Checkpoint(skip_frozen=True)" if skips else self._state.fixed_shards or resharding.obstacle(self._model)
+        fixed = self._state.fixed_shards or resharding.obstacle(self._model, self._state.parts)
+        why = "Checkpoint(skip_frozen=True)" if skips else fixed
         if why and self._rounds.asked_live is not False and self.engine.world.rank == 0:
             _log.info("the model stays sharded over the ranks of one round, with which this process ends: %s", why)
         self._rounds.shards = not why

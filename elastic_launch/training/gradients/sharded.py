@@ -207,7 +207,9 @@ class _Gather:
     ) -> Any:
         # It has another name from torch 2.13 on.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return self._sums.exchanged(output_tensor, lambda: gather(output_tensor, input_tensor, group, async_op))
+        # Without NCCL, a work raises in wait(), which FSDP calls within the script's code.
+        later = async_op and output_tensor.is_cuda
+        return self._sums.exchanged(output_tensor, lambda: gather(output_tensor, input_tensor, group, later))
 
 
 class _Scatter:
@@ -232,7 +234,8 @@ class _Scatter:
         self.made += 1
         if len(self.sizes) < self.made:
             self.sizes.append(len(input_tensor))
-        if self.sizes[self.made - 1] != len(input_tensor):
+        # A model may take another path through zeros, in a pass that counts nothing.
+        if self.sizes[self.made - 1] != len(input_tensor) and self._sums.failed is None:
             raise _partial("")  # before the ranks exchange different sizes, which may end a process
         self._sums.exchanged(output_tensor, lambda: self._sums.reduce(self, output_tensor, input_tensor, group))
 

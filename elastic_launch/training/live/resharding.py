@@ -8,6 +8,7 @@ values are not moved: after :func:`reshard` a state must be loaded.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,8 +21,12 @@ _NEEDS = ("reset_iter_state", "set_custom_all_gather")
 """Methods of ``FSDPModule`` that not all versions of torch have."""
 
 
-def obstacle(model: nn.Module) -> str:
-    """Return why a model cannot be sharded over other ranks in this process; empty if it can."""
+def obstacle(model: nn.Module, parts: Sequence[Any] = ()) -> str:
+    """Return why a model cannot be sharded over other ranks in this process; empty if it can.
+
+    Args:
+        parts: what else has a state: modules, optimizers and others.
+    """
     modules = sharding_modules(model)
     if lacking := [name for name in _NEEDS if not all(hasattr(module, name) for module in modules)]:
         return f"the FSDPModule of torch {torch.__version__} has no {lacking[0]}()"
@@ -34,6 +39,11 @@ def obstacle(model: nn.Module) -> str:
             each.is_dtensor or hasattr(each._sharded_local_tensor, "fsdp_pre_all_gather") for each in group.fsdp_params
         ):
             return "a parameter was a tensor of its own kind before fully_shard"
+    again = {id(each.sharded_param) for group in _groups(model) for each in group.fsdp_params}
+    for part in [model, *parts]:
+        # Others stay on the mesh of the round in which the script made them, on which this rank may be another one.
+        if any(is_sharded(tensor) and id(tensor) not in again for tensor in _tensors(part)):
+            return f"{type(part).__name__} has DTensors that are not parameters of what fully_shard got"
     return ""
 
 
@@ -97,6 +107,12 @@ def _shard_again(each: Any, info: Any) -> None:
     kept._local_tensor, kept._spec = made._local_tensor, made._spec
     each.sharded_param = kept
     each._setattr_on_modules(kept)
+
+
+def _tensors(part: Any) -> list[Any]:
+    if isinstance(part, nn.Module):
+        return [*part.parameters(), *part.buffers()]
+    return [parameter for group in getattr(part, "param_groups", []) for parameter in group["params"]]
 
 
 def _groups(model: nn.Module) -> list[Any]:

@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
+from elastic_launch.errors import UsageError
 from elastic_launch.training.gradients.parameters import Parameters
-from elastic_launch.training.gradients.sharded import ShardSums
+from elastic_launch.training.gradients.sharded import ShardSums, _Gather
 from elastic_launch.training.live.resharding import let_go, obstacle, reshard
 
 
@@ -160,3 +161,37 @@ def test_what_cannot_be_sharded_again_is_named() -> None:
     model[0].set_custom_all_gather(_OwnGather())
     assert "set_custom_all_gather" in obstacle(model)
     assert obstacle(nn.Linear(2, 2)) == ""
+
+
+def test_sharded_tensors_of_the_script_keep_their_mesh() -> None:
+    model = _sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert obstacle(model, [model, optimizer]) == ""
+    average = nn.ParameterList([parameter.detach().clone() for parameter in model.parameters()])
+    MADE.append(average)
+    assert obstacle(model, [model, optimizer, average]).startswith("ParameterList has DTensors")
+    optimizer.add_param_group({"params": [*average]})
+    assert obstacle(model, [model, optimizer]).startswith("SGD has DTensors")
+
+
+def test_after_a_failed_exchange_gradients_may_have_other_sizes() -> None:
+    model = _sharded()
+    parameters = Parameters(model, torch.optim.SGD(model.parameters()))
+    sums = ShardSums(model, parameters, 1, 0, exact=False, outlives=True)
+    scatter, output = sums._scatters[0], torch.ones(2)
+    scatter.sizes[:] = [20]
+    with pytest.raises(UsageError, match="did not compute one gradient"):
+        scatter(output, torch.ones(2), dist.group.WORLD, dist.ReduceOp.SUM)
+    scatter.made = 0
+    with sums.going_through():
+        sums.exchanged(torch.ones(1), lambda: _raise(RuntimeError("closed")))
+        scatter(output, torch.ones(2), dist.group.WORLD, dist.ReduceOp.SUM)
+    assert not output.any()
+
+
+def test_a_gather_that_is_to_end_later_ends_at_once_where_its_work_could_raise_in_the_scripts_code() -> None:
+    model = _sharded()
+    sums = ShardSums(model, Parameters(model, torch.optim.SGD(model.parameters())), 1, 0, exact=False, outlives=True)
+    output = torch.zeros(2)
+    assert _Gather(sums)(output, torch.ones(2), dist.group.WORLD, async_op=True) is None
+    assert output.all()
