@@ -72,12 +72,14 @@ def test_a_small_round_is_listed_and_a_large_one_outlined_with_a_size_that_does_
     assert sizes[1] < 700
 
 
-def test_ids_that_look_made_up_are_listed() -> None:
+def test_ids_that_look_made_up_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outline, "MOST_LISTED", 8)
     strange = Round(1, tuple(replace(member(x), node_id=f"#{99 - x}") for x in range(100)))
     assert received(strange, 7).round == strange
 
 
-def test_the_encoder_tells_the_outlines_of_two_rounds_apart() -> None:
+def test_the_encoder_tells_the_outlines_of_two_rounds_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outline, "MOST_LISTED", 8)
     encoder = outline.OrderEncoder()
     for number in (1, 2):
         order = outline.outlined(m.Form(1, Round(number, tuple(map(member, range(99)))), 0, "first"), "")
@@ -98,7 +100,10 @@ def test_the_encoder_tells_the_outlines_of_two_rounds_apart() -> None:
     ],
     ids=["place", "no place", "too many", "no members", "no first", "too few listed"],
 )
-def test_an_outline_that_contradicts_itself_is_refused(spoil: dict[str, object]) -> None:
+def test_an_outline_that_contradicts_itself_is_refused(
+    spoil: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outline, "MOST_LISTED", 8)
     order = outline.outlined(m.Form(1, Round(1, tuple(map(member, range(99)))), 0, "first"), "")
     with pytest.raises(ProtocolError, match="round 1"):
         outline.completed(replace(order, **{"index": 3, **spoil}), hello_of("n3"))  # type: ignore[arg-type]
