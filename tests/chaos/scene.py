@@ -11,6 +11,7 @@ import re
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -167,8 +168,8 @@ class Scene:
         self.groups = groups
         self.cluster = ",".join(f"{member.name}={member.peer}" for member in members)
         self.voters = [f"127.0.0.1:{free_port()}" for _ in range(3)] if plan.voters else []
-        self.temporary = directory / "tmp"
-        self.temporary.mkdir()
+        # Not in the directory: the loader processes of a script have sockets there, whose paths must be short.
+        self.temporary = Path(tempfile.mkdtemp(prefix="chaos-"))
         self.traces = directory / "traces"
         self.struck: list[Strike] = []
         self.aimed: list[tuple[str, bool]] = []
@@ -726,6 +727,7 @@ def run(plan: Plan, directory: Path, expected: str) -> Outcome:
             outcome.problems.append(str(problem))
         finally:
             left = scene.close()
+            shutil.rmtree(scene.temporary, ignore_errors=True)
         outcome.problems += [*left, *scene.drifts()]
     outcome.landed, outcome.aimed = scene.phases(), scene.aimed
     outcome.seconds = time.monotonic() - began

@@ -103,9 +103,10 @@ def _term_agent(scene: Scene, fault: Fault) -> bool:
     agent = scene.agent(fault)
     if agent is None:
         return False
+    begun = bool(agent.output)
     agent.signal(signal.SIGTERM)
-    # If the run ended meanwhile, it has ended for it, too.
-    scene.gone(agent, {128 + signal.SIGTERM})
+    # If the run ended meanwhile, it has ended for it, too. An agent that has just been started handles no signals yet.
+    scene.gone(agent, {128 + signal.SIGTERM, *([] if begun else [-signal.SIGTERM])})
 
     def back() -> None:
         # A supervisor starts it again once it has ended; the host's port is in use until then.
