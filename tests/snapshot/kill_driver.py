@@ -1,8 +1,9 @@
 """Kills processes that write checkpoints, and checks what is left. Not a test itself: test_kill runs it.
 
-Usage: kill_driver.py DIRECTORY METHOD..., with the methods ptrace, calls, torn, first, other, random. For each it
+Usage: kill_driver.py DIRECTORY METHOD..., with the methods ptrace, calls, torn, first, other, random, dcp. For each it
 prints a line of JSON: its figures, or its ``error``. Where the kernel allows no tracing, ptrace does what calls does.
-``first`` and ``other`` kill one of several nodes that write together. One process forks all writers, because importing
+``first`` and ``other`` kill one of several nodes that write together, ``dcp`` one that
+writes torch's format. One process forks all writers, because importing
 torch takes seconds and forking it milliseconds.
 """
 
@@ -89,9 +90,9 @@ def prepare(directory: Path) -> None:
         (directory / name / "tensors.safetensors").write_bytes(b"x")
 
 
-def write_and_prune(directory: Path, written: Callable[[], object]) -> None:
+def write_and_prune(directory: Path, written: Callable[[], object], meta: dict[str, Any] | None = None) -> None:
     """The work of a writer that will be killed."""
-    write(directory, state_of(3, 1), step=3, round=1)
+    write(directory, state_of(3, 1), step=3, round=1, meta=meta)
     written()
     prune(directory, KEEP, 1)
 
@@ -299,6 +300,9 @@ def figures_of(method: str, directory: Path) -> dict[str, int]:
             return True
 
         return kill_at_each(directory, partial(run_with, die_before, writer=write_share), 1, prepare_together, go_on)
+    if method == "dcp":
+        writer = partial(write_and_prune, meta={"format": "dcp"})
+        return kill_at_each(directory, partial(run_with, die_before, writer=writer), 1)
     if method == "ptrace":
         try:
             # Right after one system call is right before the next.

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 DRIVER = str(Path(__file__).parent / "kill_driver.py")
-METHODS = ("ptrace", "torn", "first", "other", "random")
+METHODS = ("ptrace", "torn", "first", "other", "random", "dcp")
 # Memory that is mounted for this process alone, and goes with it: a kill loses nothing there, and syncing is free.
 IN_MEMORY = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"']
 
@@ -55,6 +55,12 @@ def test_a_kill_halfway_through_each_write(driven: dict[str, dict[str, Any]]) ->
     figures = figures_of(driven, "torn")
     assert figures["points"] >= 5
     assert figures["newer"] == 1, "only the one that was not killed"
+
+
+def test_a_kill_at_each_call_of_a_write_in_the_format_of_torch(driven: dict[str, dict[str, Any]]) -> None:
+    figures = figures_of(driven, "dcp")
+    assert figures["older"] > 10
+    assert figures["newer"] > 5
 
 
 @pytest.mark.parametrize("killed", ["first", "other"])

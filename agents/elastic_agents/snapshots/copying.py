@@ -1,5 +1,5 @@
 """Copies one snapshot, or a share of it, from a slot to a directory or URL. Runs as a separate process, so that storage
-that hangs cannot block the agent. Needs no torch.
+that hangs cannot block the agent. Needs torch only if the state is to be saved in its format.
 
 Its arguments are a :class:`CopyJob` and the descriptors of the slot's tensors and head. It writes ``Copying`` when it
 begins, then about once a second while it makes progress. Before it commits, it writes ``MayCommit`` and waits for
@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,20 +21,23 @@ from elastic_launch import codec
 from elastic_launch.contract import CommitAnswer, Copied, Copying, CopyJob, MayCommit, Message, pack, unpack
 from elastic_launch.errors import UsageError
 from elastic_launch.snapshot.errors import CheckpointError, MalformedError, NotCommittedError, TakenError
-from elastic_launch.snapshot.format.manifest import parse_json
+from elastic_launch.snapshot.format.manifest import DISTRIBUTED, parse_json
 from elastic_launch.snapshot.format.plain import Decoder
 from elastic_launch.snapshot.location import place
-from elastic_launch.snapshot.memory.slot import PART, Slot
+from elastic_launch.snapshot.memory.slot import PART, Header, Slot
 from elastic_launch.snapshot.storage import owner as owners
 from elastic_launch.snapshot.storage.lineage import epoch_of, nonce_in, order, same_run
 from elastic_launch.snapshot.storage.listing import CheckpointInfo, find, order_of
-from elastic_launch.snapshot.storage.saving import prune, write_parts, write_share
+from elastic_launch.snapshot.storage.saving import Files, in_format_of, prune, write_parts, write_share
 from elastic_launch.snapshot.storage.shares import Division, Read
 
 _log = logging.getLogger(__name__)
 
 SILENCE = 1.0
 """Seconds between two progress messages."""
+
+_PIECE = 8 * 1024 * 1024
+"""Bytes that are written between two."""
 
 
 def copy(
@@ -90,7 +93,7 @@ def copy(
         else:
             info = write_parts(
                 job.directory,
-                read(0, header.tensors) if division is None else division,
+                _in_format(slot, header, meta, progress) or division or read(0, header.tensors),
                 slot.state(header),
                 meta,
                 **numbers,
@@ -114,6 +117,24 @@ def copy(
     except MalformedError as error:
         done = replace(done, error=f"What is in memory is damaged: {error}.")
     return replace(done, seconds=time.monotonic() - began)
+
+
+def _in_format(slot: Slot, header: Header, meta: Any, progress: Callable[[], None]) -> Files | None:
+    """Return the tensor files if the state is to be saved in torch's format, which needs torch; else None."""
+    if not isinstance(meta, dict) or meta.get("format") != DISTRIBUTED:
+        return None
+    from elastic_launch.snapshot.format import tensor_file
+
+    tensors = tensor_file.mapped(slot.tensors)
+    files = in_format_of(Decoder().decode(meta), parse_json(slot.state(header)), tensors)
+
+    def advancing(parts: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+        for part in parts:
+            for start in range(0, len(part), _PIECE):
+                progress()
+                yield part[start : start + _PIECE]
+
+    return {name: advancing(parts) for name, parts in (files or {}).items()}
 
 
 def _divided(job: CopyJob, read: Read, size: int, progress: Callable[[], None]) -> Division | None:

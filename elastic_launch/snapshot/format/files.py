@@ -107,6 +107,17 @@ def read_chunks(descriptor: int) -> Iterator[memoryview]:
         offset += count
 
 
+def read_at(descriptor: int, name: str, offset: int, length: int) -> bytes:
+    """Return so many bytes of an open file; a MalformedError, with the file's name, if it has not so many."""
+    data = bytearray()
+    while len(data) < length and (part := os.pread(descriptor, min(_CHUNK, length - len(data)), offset + len(data))):
+        data += part
+        advanced()
+    if len(data) < length:
+        raise MalformedError(f"{name} ends before {offset + length} bytes")
+    return bytes(data)
+
+
 def read_in_parts(path: Path, limit: int) -> bytes:
     """Return a file's content; a MalformedError if it is larger than ``limit`` bytes, or not a regular file."""
     with open_regular(path) as descriptor:

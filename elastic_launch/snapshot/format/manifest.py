@@ -4,7 +4,8 @@
 
     <directory>/
       step-<step>.r<round>.<nonce>/   a checkpoint
-        tensors.safetensors           or tensors-<k>-of-<n>.safetensors if nodes shared the work; see ``shares``
+        tensors.safetensors           or tensors-<k>-of-<n>.safetensors if nodes shared the work; see ``shares``;
+                                      or __0_0.distcp and .metadata, see ``distributed``
         state.json                    the rest of the state, see ``tree``
         manifest.json                 sizes and checksums of these files; written last
       .writing-<nonce>/               a checkpoint being written, or left by a dead writer; see ``directory``
@@ -29,6 +30,8 @@ from elastic_launch.snapshot.format.plain import Decoder, Encoder
 SCHEMA = 1
 FORMAT = "elastic-launch checkpoint"
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
+DATA, METADATA = "__0_0.distcp", ".metadata"
+DISTRIBUTED = "dcp"  # the format of these two, in the meta of a state that is to be saved in it
 WRITING, REMOVING, SHARE = ".writing-", ".removing-", ".share-"
 
 MAX_SHARES = 256
@@ -197,7 +200,9 @@ def _files(value: Any) -> tuple[dict[str, FileSum], FileSum]:
     if not isinstance(value, dict):
         raise MalformedError("the manifest does not name exactly its files")
     names, count = [TENSORS], len(value) - 1
-    if TENSORS not in value:
+    if DATA in value:
+        names = [DATA, METADATA]
+    elif TENSORS not in value:
         if not 2 <= count <= MAX_SHARES:
             raise MalformedError(f"the manifest names {count} tensor files")
         # Of each share, the variant that is listed.

@@ -74,18 +74,18 @@ def decode(tree: Any, tensors: Mapping[str, torch.Tensor], take: Take | None = N
     return state
 
 
-def tensor_names(tree: Any) -> set[str]:
-    """Return the names of the tensors that a JSON value refers to."""
-    names: set[str] = set()
+def tensor_names(tree: Any) -> dict[str, None]:
+    """Return the names of the tensors that a JSON value refers to, in its order."""
+    names: dict[str, None] = {}
     left = [tree]
     while left:
         value = left.pop()
         if isinstance(value, dict):
             if isinstance(name := value.get("$tensor"), str):
-                names.add(name)
-            left += value.values()
+                names[name] = None
+            left += reversed(value.values())
         elif isinstance(value, list):
-            left += value
+            left += reversed(value)
     return names
 
 

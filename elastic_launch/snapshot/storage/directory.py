@@ -16,8 +16,10 @@ import os
 import secrets
 import socket
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
+from itertools import chain
 from pathlib import Path
+from typing import BinaryIO
 
 from elastic_launch.errors import UsageError
 from elastic_launch.snapshot.errors import MalformedError
@@ -35,6 +37,7 @@ from elastic_launch.snapshot.format.files import (
     write_all,
 )
 from elastic_launch.snapshot.format.manifest import (
+    DATA,
     MANIFEST,
     REMOVING,
     TENSORS,
@@ -109,6 +112,10 @@ class Directory:
     def read(self, name: str, limit: int) -> bytes:
         """Return the content of a small file; raise a MalformedError if it is larger than ``limit``, or irregular."""
         return read_in_parts(self.path / name, limit)
+
+    def opened(self, name: str) -> AbstractContextManager[BinaryIO]:
+        """Open a file for reading, which need not be written by this package."""
+        return _opened(self.path / name)
 
     def sizes(self, names: Iterable[str]) -> dict[str, int]:
         """Return the sizes of some files."""
@@ -194,9 +201,9 @@ class DirectoryDraft:
 
     def write(self, name: str, parts: Iterable[bytes | memoryview]) -> FileSum:
         """Write a file."""
-        if name.startswith(_FIRST_SHARE):
+        if first := name == DATA or name.startswith(_FIRST_SHARE):
             os.rename(self.path / TENSORS, self.path / name)
-        if name == TENSORS or name.startswith(_FIRST_SHARE):
+        if first or name == TENSORS:
             return write_all(self._tensors, parts)
         descriptor = create(self.path / name)
         try:
@@ -259,6 +266,12 @@ class DirectoryDraft:
 
     def _share(self, index: int, count: int) -> Path:
         return self.path.parent / share_directory(self.name, index, count)
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[BinaryIO]:
+    with open_regular(file) as descriptor, open(descriptor, "rb", closefd=False) as opened:
+        yield opened
 
 
 def _size(file: Path) -> int:
@@ -335,8 +348,8 @@ def _lock(descriptor: int) -> bool | None:
 
 
 def _remove_if_abandoned(path: Path) -> None:
-    first_shares = path.glob(f"{_FIRST_SHARE}*")
-    locked = path / TENSORS if (path / TENSORS).exists() else next(first_shares, path / TENSORS)
+    others = chain(path.glob(DATA), path.glob(f"{_FIRST_SHARE}*"))
+    locked = path / TENSORS if (path / TENSORS).exists() else next(others, path / TENSORS)
     try:
         descriptor = os.open(locked, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:

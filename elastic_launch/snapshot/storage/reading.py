@@ -6,15 +6,16 @@ import logging
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from elastic_launch.snapshot.errors import CheckpointGoneError, CheckpointReadError, MalformedError
+from elastic_launch.snapshot.format import distributed, tree
 from elastic_launch.snapshot.format import tensor_file as tensorfile
-from elastic_launch.snapshot.format import tree
-from elastic_launch.snapshot.format.files import check_sum, sum_of
-from elastic_launch.snapshot.format.manifest import MAX_STATE_BYTES, STATE, parse_json, parse_name
+from elastic_launch.snapshot.format.files import check_sum, read_at, sum_of
+from elastic_launch.snapshot.format.manifest import DATA, MAX_STATE_BYTES, METADATA, STATE, parse_json, parse_name
 from elastic_launch.snapshot.location import Place
 from elastic_launch.snapshot.storage.listing import (
     SCANS,
@@ -67,7 +68,14 @@ def load(info: CheckpointInfo, parts: Parts | None = None, taking: Taking | None
             raise MalformedError("it is not the one that was found before")
         data = storage.read(STATE, MAX_STATE_BYTES)
         check_sum(STATE, sum_of([data]), manifest.state)
-        state, only = _selected(parse_json(data), info, parts)
+        rest = parse_json(data)
+        state, only = _selected(rest, info, parts)
+        if DATA in manifest.tensors:
+            about = storage.read(METADATA, distributed.MAX_METADATA_BYTES)
+            check_sum(METADATA, sum_of([about]), manifest.tensors[METADATA])
+            with storage.verified(DATA, manifest.tensors[DATA]) as descriptor:
+                own = distributed.OwnTensors(rest, about, partial(read_at, descriptor))
+                return LoadedCheckpoint(info, tree.decode(state, own.only(only), take))
         tensors: dict[str, torch.Tensor] = {}
         for name, expected in manifest.tensors.items():
             with storage.verified(name, expected) as descriptor:
@@ -128,7 +136,7 @@ def newest(
     raise gone
 
 
-def _selected(state: Any, info: CheckpointInfo, parts: Parts | None) -> tuple[Any, set[str] | None]:
+def _selected(state: Any, info: CheckpointInfo, parts: Parts | None) -> tuple[Any, dict[str, None] | None]:
     """Return the wanted parts of a state's JSON, and the names of their tensors; None: all tensors."""
     if parts is None or not isinstance(state, dict) or any(key.startswith("$") for key in state):
         return state, None

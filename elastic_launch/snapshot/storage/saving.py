@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from elastic_launch.contract import Best
@@ -14,6 +14,7 @@ from elastic_launch.errors import UsageError
 from elastic_launch.snapshot.errors import CheckpointReadError, NotCommittedError, UnsupportedStateError, writing
 from elastic_launch.snapshot.format.files import FileSum
 from elastic_launch.snapshot.format.manifest import (
+    DISTRIBUTED,
     MAX_STATE_BYTES,
     STATE,
     TENSORS,
@@ -35,6 +36,9 @@ from elastic_launch.snapshot.storage.url_storage import UrlDraft
 
 _PAUSES = (0.05, 1.0)
 """Seconds between polls for the shares of other nodes: first and longest."""
+
+Files = Mapping[str, Iterable[bytes | memoryview]]
+"""The content of files by name, in the order in which they are written."""
 
 
 def write(
@@ -68,13 +72,23 @@ def write(
             taken it.
         UsageError: if ``step`` or ``round`` is invalid.
     """
-    from elastic_launch.snapshot.format import tensor_file as tensorfile
-    from elastic_launch.snapshot.format import tree  # needs torch, unlike the code that follows
+    from elastic_launch.snapshot.format import tensor_file, tree  # need torch, unlike the code that follows
 
     tensors, rest = tree.encode(state)
     meta_json = encode_meta({} if meta is None else meta)
-    files = tensorfile.parts(tensors), state_json(rest)
-    return write_parts(directory, *files, meta_json, step=step, round=round, may_commit=may_commit, owner=owner)
+    files = in_format_of(meta or {}, rest, tensors) or tensor_file.parts(tensors)
+    return write_parts(
+        directory, files, state_json(rest), meta_json, step=step, round=round, may_commit=may_commit, owner=owner
+    )
+
+
+def in_format_of(meta: Mapping[str, Any], rest: Any, tensors: Mapping[str, Any]) -> Files | None:
+    """Return the tensor files if a state's meta asks for torch's format, see ``distributed``; else None."""
+    if meta.get("format") != DISTRIBUTED:
+        return None
+    from elastic_launch.snapshot.format import distributed  # needs torch
+
+    return distributed.files(rest, tensors, meta.get("orders", {}))
 
 
 def write_own(
@@ -105,7 +119,7 @@ def write_own(
 
 def write_parts(
     directory: str | os.PathLike[str],
-    tensors: Iterable[bytes | memoryview] | Division | OwnShare,
+    tensors: Files | Iterable[bytes | memoryview] | Division | OwnShare,
     state: bytes,
     meta: Any,
     *,
@@ -119,7 +133,8 @@ def write_parts(
     """Write a checkpoint as ``write`` does, given the content of its files.
 
     Args:
-        tensors: content of the tensor file, in parts; or of several files, most of which other nodes write.
+        tensors: content of the tensor file, in parts; of several files by name; or of several, most of which other
+            nodes write.
         meta: as ``encode_meta`` returns it.
         may_commit: as for ``write``.
         owner: as for ``write``; checked after ``may_commit``.
@@ -137,7 +152,8 @@ def write_parts(
             if isinstance(tensors, Division | OwnShare):
                 sums = _write_shares(draft, tensors)
             else:
-                sums = {TENSORS: draft.write(TENSORS, tensors)}
+                each = tensors if isinstance(tensors, Mapping) else {TENSORS: tensors}
+                sums = {name: draft.write(name, parts) for name, parts in each.items()}
             state_sum = draft.write(STATE, [state])
             data, digest = assemble(step, round, sums, state_sum, meta)
             draft.finish(data)

@@ -12,9 +12,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
+from typing import BinaryIO
 
 from elastic_launch.errors import UsageError
 from elastic_launch.snapshot.errors import CheckpointWriteError, MalformedError, reading, writing
@@ -89,6 +90,11 @@ class UrlStorage:
         if len(data) > limit:
             raise MalformedError(f"{name} exceeds {limit} bytes")
         return data
+
+    def opened(self, name: str) -> AbstractContextManager[BinaryIO]:
+        """Open a file for reading, which need not be written by this package."""
+        file: AbstractContextManager[BinaryIO] = self._fs.open(self._path(name), "rb", block_size=_CHUNK)
+        return file
 
     @contextmanager
     def verified(self, name: str, expected: FileSum) -> Iterator[int]:

@@ -8,6 +8,7 @@
 ``parts``              what can be registered
 ``sharded``            gathers what is sharded, and shards it again
 ``loading``            reads checkpoints in any program, and exports weights
+``foreign``            a checkpoint of torch.distributed.checkpoint from another program
 ``start_from``         a training that begins from another training's checkpoint
 ``saving``             saves to memory every few steps, to durable storage from time to time
 ``memory``             snapshots in the node's memory

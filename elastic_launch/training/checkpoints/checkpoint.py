@@ -7,11 +7,14 @@ from collections.abc import Sequence
 
 from elastic_launch.contract import Best
 from elastic_launch.errors import UsageError
+from elastic_launch.snapshot.format.manifest import DISTRIBUTED
 from elastic_launch.snapshot.location import Url, place
 from elastic_launch.snapshot.storage.url_storage import check_driver
 from elastic_launch.training.checkpoints.start_from import StartFrom
 from elastic_launch.training.durations import Interval
 from elastic_launch.training.kinds import check_kind
+
+SAFETENSORS = "safetensors"
 
 SPLIT = 2**30
 """Bytes of tensors from which on the nodes write a checkpoint together."""
@@ -32,6 +35,8 @@ class Checkpoint:
             then saves after each evaluation; other loops call :meth:`elastic_launch.Run.record`.
         skip_frozen: do not save, not even in memory, the parameters of models that are frozen (``requires_grad=False``)
             when the training begins; on a resume the script's own are used, and must be the same.
+        format: of the tensor files: "safetensors", or "dcp" for those that torch.distributed.checkpoint reads and
+            writes. Then one node writes a checkpoint, whatever its size, and imports torch for it.
         split: size of the state's tensors, in bytes, from which on each node writes a share of the checkpoint; only
             under an agent of this project and in a shared directory.
         start_from: directory or URL of another training's checkpoints, or of one of them. As long as this training has
@@ -44,8 +49,8 @@ class Checkpoint:
             from a checkpoint uses the script's. Those of other options are the checkpoint's, and a warning names them.
 
     Raises:
-        UsageError: if ``every`` is not a valid interval, ``keep`` or ``split`` is less than 1, or no installed driver
-            opens the URL.
+        UsageError: if ``every`` or ``format`` is not valid, ``keep`` or ``split`` is less than 1, or no installed
+            driver opens the URL.
     """
 
     def __init__(
@@ -57,6 +62,7 @@ class Checkpoint:
         keep_every: int | None = None,
         keep_best: Best | None = None,
         skip_frozen: bool = False,
+        format: str = SAFETENSORS,
         split: int = SPLIT,
         start_from: str | os.PathLike[str] | None = None,
         weights_only: bool = False,
@@ -70,6 +76,8 @@ class Checkpoint:
         """Where it saves to."""
         if isinstance(self.directory, Url):
             check_driver(self.directory)
+        if format not in (SAFETENSORS, DISTRIBUTED):
+            raise UsageError(f"Checkpoint(format={format!r}): it is {SAFETENSORS!r} or {DISTRIBUTED!r}.")
         if keep < 1:
             raise UsageError(f"Checkpoint(keep={keep}): at least 1 checkpoint is kept.")
         if split < 1:
@@ -84,6 +92,7 @@ class Checkpoint:
         self.keep_every = keep_every or 0
         self.keep_best = keep_best
         self.skip_frozen = skip_frozen
+        self.format = format
         self.split = split
         self.override = tuple(override)
         self.every = Interval.parse(every)
@@ -93,6 +102,8 @@ class Checkpoint:
         arguments = f"{where}, every={every}, keep={keep}, split={split}"
         if skip_frozen:
             arguments += ", skip_frozen=True"
+        if format != SAFETENSORS:
+            arguments += f", format={format}"
         if keep_every is not None or keep_best is not None:
             arguments += f", keep_every={keep_every}, keep_best={keep_best}"
         if self.start_from is not None:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from elastic_launch import snapshot
 from elastic_launch.contract import Copied, CopyJob
 from elastic_launch.errors import FINAL_NOTE, UsageError
+from elastic_launch.snapshot.format.manifest import DISTRIBUTED
 from elastic_launch.snapshot.location import Place, Url, place
 from elastic_launch.snapshot.room import MORE_MEMORY, below_peak, room
 from elastic_launch.snapshot.stall import while_advancing
@@ -193,7 +194,8 @@ class CheckpointManager:
 
     def divides(self, size: int) -> bool:
         """Whether several nodes write a state with that many bytes of tensors together, as they share one location."""
-        return self._writers.drawn != 0 and size >= self.settings.split
+        possible = self._writers.drawn != 0 and self.settings.format != DISTRIBUTED
+        return possible and size >= self.settings.split
 
     def nonce(self, round: int, step: int) -> str:
         """Return the nonce in the name of a checkpoint that they write together."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from elastic_launch import faults, snapshot
 from elastic_launch.contract import Agreed, CopyJob
 from elastic_launch.shared_progress import Activity
+from elastic_launch.snapshot.format.manifest import DISTRIBUTED
 from elastic_launch.snapshot.memory.slot import EVALUATED, PART, STEPPED
 from elastic_launch.snapshot.room import forget_peak, remedy_of
 from elastic_launch.snapshot.storage.shares import OwnShare
@@ -325,6 +326,8 @@ class Saver:
         """Return the meta of the current state, without when it was last saved."""
         meta = meta_of(dict(identity), worlds)
         meta |= {"branch": self._branch.meta(run_id()), "classes": state.classes(), "orders": state.orders()}
+        if self._checkpoint is not None and self._checkpoint.settings.format == DISTRIBUTED:
+            meta["format"] = DISTRIBUTED  # also of a snapshot that only the agent copies
         meta |= {"parts": state.names, "weights": state.weights, "frozen": state.frozen()}
         return meta | {"equal": self._equal, "agreed": self.agreed, "given": state.given.in_effect}
 

@@ -6,11 +6,13 @@ import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from elastic_launch.errors import UsageError
 from elastic_launch.snapshot.location import Place, Url, place
 from elastic_launch.snapshot.storage.reading import Taking
 from elastic_launch.snapshot.storage.url_storage import check_driver
+from elastic_launch.training.checkpoints.foreign import read_foreign
 from elastic_launch.training.checkpoints.loading import find_and_load, weights_in
 from elastic_launch.training.checkpoints.resumed import Resumed
 from elastic_launch.training.checkpoints.shared_location import LocationRead, read_together
@@ -57,7 +59,7 @@ class StartFrom:
             UsageError: if the checkpoint differs from this training in what must be equal and is not allowed to differ.
             CheckpointError: if there is no checkpoint, or it cannot be read.
         """
-        found = read_together(world, self.place, self._read, state.taking, reads=world.rank == 0)
+        found = read_together(world, self.place, partial(self._read, state), state.taking, reads=world.rank == 0)
         step, parts, meta = found.step, found.state or {}, found.meta
         origin = f"The checkpoint of step {step} in {found.path}"
         done = 0 if self.weights_only else step
@@ -66,9 +68,8 @@ class StartFrom:
         anew = (here | there) & set(self.allow)
         if self.weights_only:
             anew |= (here - set(state.weights)) | (there - here)
-            changed: list[str] = []
-        else:
-            changed = self._changed(identity, meta.get("identity", {}), origin)
+        compares = "identity" in meta and not self.weights_only  # else another program may have saved it
+        changed = self._changed(identity, meta["identity"], origin) if compares else []
         if world.rank == 0:
             _log.warning(
                 "a new training begins at step %d with %s of the checkpoint of step %d in %s; not taken: %s; other "
@@ -77,14 +78,18 @@ class StartFrom:
                 ", ".join(name for name in state.names if name not in anew) or "nothing",
                 step,
                 found.path,
-                ", ".join([*sorted(anew), *(["the number of steps"] if self.weights_only else [])]) or "nothing",
-                ", ".join(changed) or ("not compared" if self.weights_only else "nothing"),
+                ", ".join([*sorted(anew), *([] if compares else ["the number of steps"])]) or "nothing",
+                ", ".join(changed) or ("nothing" if compares else "not compared"),
             )
         resumed = Resumed.of(done, parts, {"worlds": []} | meta | {"identity": identity}, origin)
         return replace(resumed, worlds=resumed.worlds if done else [], anew=frozenset(anew))
 
-    def _read(self, taking: Taking) -> LocationRead:
-        return LocationRead(find_and_load(self.place, None, weights_in if self.weights_only else None, taking))
+    def _read(self, state: TrainingState, taking: Taking) -> LocationRead:
+        without = {*self.allow, *(set(state.names) - set(state.weights) if self.weights_only else ())}
+        foreign = read_foreign(self.place, state, without, taking)
+        return LocationRead(
+            foreign or find_and_load(self.place, None, weights_in if self.weights_only else None, taking)
+        )
 
     def _changed(self, identity: Mapping[str, int], saved: Mapping[str, int], origin: str) -> list[str]:
         """Return the allowed differences, as text; refuse others."""
