@@ -103,3 +103,19 @@ def test_compiled_code_stays_with_the_process(job: Job, undisturbed: str) -> Non
     result = changes.finish(agent)
     assert changes.steps()[-1]["graphs"] == graphs
     assert result["hash"] == undisturbed
+
+
+@pytest.mark.slow
+def test_snapshots_that_are_split_bring_back_a_lost_node(job: Job, undisturbed: str) -> None:
+    changes = training(job, step_time=0.2)
+    nodes = [changes.node(name, "--split-snapshots", nnodes="2:3") for name in "abc"]
+    changes.trains(3, steps=8)
+    formed = len(job.events("round_formed"))
+    nodes[2].kill()
+    changes.trains(2, after=formed, steps=3)
+    result = changes.finish(*nodes[:2])
+    assert "snapshots in memory are split among the nodes" in "".join(node.output for node in nodes)
+    kept = {e["pid"] for e in job.events("worker_kept") if e["round"] > formed}
+    assert kept == {*pids(job, formed).values()} & {*pids(job, formed + 1).values()}
+    assert len(kept) == 2
+    assert result["hash"] == undisturbed
