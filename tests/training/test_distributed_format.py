@@ -186,7 +186,12 @@ def test_what_does_not_fit_is_one_error(tmp_path: Path) -> None:
         {**whole, "model": {**weights, "2.more": torch.ones(1)}},
         r"it has '2\.more', and the model here has not",
     )
-    refused("wide", {"model": made(width=6)[0].state_dict()}, r"has the shape \[6\], and here \[5\]", weights_only=True)
+    refused(
+        "wide",
+        {"model": made(width=6)[0].state_dict()},
+        r"has the shape \[.*6.*\], and here \[.*5.*\]",
+        weights_only=True,
+    )
     refused("alone", {"model": weights}, "has no optimizer, which this script has")
 
 
@@ -266,7 +271,7 @@ def test_another_format_is_an_error() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrote", [1, 2])
+@pytest.mark.parametrize("wrote", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_sharded_states_go_from_torch_to_trainings_and_back(tmp_path: Path, job: Job, wrote: int) -> None:
     """Saved by one or two ranks of torch; begun with by one to three, plain and sharded; loaded by torch again."""
     theirs = tmp_path / "theirs"
