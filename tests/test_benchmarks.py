@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import SLOWNESS
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -18,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(800)]
 
 def run(program: str, *options: str) -> str:
     command = [sys.executable, str(BENCHMARKS / program), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300 * SLOWNESS)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -34,7 +35,8 @@ def measured(program: str, result: Path, *options: str) -> dict[str, dict[str, A
 def test_a_killed_worker_is_measured_with_both_launchers_and_shown(tmp_path: Path) -> None:
     result, page, picture = tmp_path / "faults.json", tmp_path / "page.md", tmp_path / "chart.svg"
     who = ("--who", "ours", "--who", "ours-plain", "--who", "torchrun")
-    rows = measured("faults.py", result, "--cold", "--only", "worker-killed", *who)
+    limit = ("--timeout", f"{90 * SLOWNESS:g}")
+    rows = measured("faults.py", result, "--cold", "--only", "worker-killed", *who, *limit)
     step, new = rows["worker-killed.step"], rows["worker-killed.new"]
     for who in ("ours", "ours-plain", "torchrun"):
         assert 0 < step["medians"][who] <= new["medians"][who]
