@@ -35,7 +35,7 @@ def test_runs_survive_what_is_done_to_them(job: Job) -> None:
     survive([draw(seed, FAULTS) for seed in SEEDS], job.directory)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_runs_survive_two_faults_at_almost_the_same_time(job: Job) -> None:
     survive([draw_pairs(seed, 1) for seed in PAIRS], job.directory)
