@@ -17,8 +17,12 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.utils.data import TensorDataset
 
 import elastic_launch as el
+from elastic_agents.snapshots.copying import copy
 from elastic_launch import snapshot
+from elastic_launch.contract import CommitAnswer, Copied, CopyJob
 from elastic_launch.errors import UsageError
+from elastic_launch.snapshot.memory.slot import Slot
+from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter
 
 PLAIN, OWN = str(SCRIPTS / "distributed.py"), str(SCRIPTS / "distributed_own.py")
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -125,6 +129,24 @@ def test_names_of_one_blob_do_not_hide_another(tmp_path: Path) -> None:
     found = {name: torch.empty_like(value) for name, value in weights.items()}
     dcp.load(found, checkpoint_id=info.path)
     same(found, weights)
+
+
+def test_an_agent_copies_a_last_snapshot_in_this_format(tmp_path: Path) -> None:
+    slot = Slot.make("test")
+    state = {"model": {"a": torch.arange(6.0).view(2, 3)}, "rng": {"cpu": [torch.get_rng_state()]}}
+    draft = SlotDraft(state, {"format": "dcp"}, lambda tensor: False)
+    writer = SlotWriter(slot)
+    writer.write(draft, sequence=1, round=2, step=3, training=0)
+    said: list[Copied] = []
+    job = CopyJob(1, 3, 2, str(tmp_path), now=True)
+    done = copy(job, slot.tensors, slot.head, lambda: CommitAnswer(0, allowed=True), lambda: None, said.append)
+    writer.close()
+    slot.close()
+    assert not done.error
+    same(snapshot.load(snapshot.inspect(done.path)).state, state)
+    found = {"model": {"a": torch.zeros(2, 3)}}
+    dcp.load(found, checkpoint_id=done.path)
+    same(found["model"], state["model"])
 
 
 def test_a_changed_bit_is_found(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ class Checkpoint:
         skip_frozen: do not save, not even in memory, the parameters of models that are frozen (``requires_grad=False``)
             when the training begins; on a resume the script's own are used, and must be the same.
         format: of the tensor files: "safetensors", or "dcp" for those that torch.distributed.checkpoint reads and
-            writes. Then one node writes a checkpoint, whatever its size, and imports torch for it.
+            writes. Then a thread of one worker writes a checkpoint, whatever its size.
         split: size of the state's tensors, in bytes, from which on each node writes a share of the checkpoint; only
             under an agent of this project and in a shared directory.
         start_from: directory or URL of another training's checkpoints, or of one of them. As long as this training has

@@ -192,10 +192,14 @@ class CheckpointManager:
         self._last_step = min(step for (step,) in numbers_of_all(world, [standing[0]]))
         self._last_time = time.monotonic() - standing[1]
 
+    @property
+    def distributed(self) -> bool:
+        """Whether checkpoints have the format of torch.distributed.checkpoint."""
+        return self.settings.format == DISTRIBUTED
+
     def divides(self, size: int) -> bool:
         """Whether several nodes write a state with that many bytes of tensors together, as they share one location."""
-        possible = self._writers.drawn != 0 and self.settings.format != DISTRIBUTED
-        return possible and size >= self.settings.split
+        return self._writers.drawn != 0 and size >= self.settings.split and not self.distributed
 
     def nonce(self, round: int, step: int) -> str:
         """Return the nonce in the name of a checkpoint that they write together."""

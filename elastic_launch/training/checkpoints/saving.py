@@ -326,7 +326,7 @@ class Saver:
         """Return the meta of the current state, without when it was last saved."""
         meta = meta_of(dict(identity), worlds)
         meta |= {"branch": self._branch.meta(run_id()), "classes": state.classes(), "orders": state.orders()}
-        if self._checkpoint is not None and self._checkpoint.settings.format == DISTRIBUTED:
+        if self._checkpoint is not None and self._checkpoint.distributed:
             meta["format"] = DISTRIBUTED  # also of a snapshot that only the agent copies
         meta |= {"parts": state.names, "weights": state.weights, "frozen": state.frozen()}
         return meta | {"equal": self._equal, "agreed": self.agreed, "given": state.given.in_effect}
@@ -432,8 +432,12 @@ class Saver:
         meta = self._meta_after(after, now=durable)
         if in_memory:
             self._kept = self._keep(taken, meta, after, stays, began, durable=durable, last=last)
-        if durable and checkpoint is not None and (taken.own is not None or taken.parts):
-            everything = state.captured(keep=durably is not None) if taken.own is None else taken.own
+        # Torch's format needs torch, which a process that copies would have to import first, at its low priority.
+        here = taken.own is not None or taken.parts or (checkpoint is not None and checkpoint.distributed)
+        if durable and checkpoint is not None and here:
+            everything: dict[str, Any] | OwnShare = taken.state if taken.own is None else taken.own
+            if taken.own is None and taken.parts:
+                everything = state.captured(keep=durably is not None)
             checkpoint.save(everything, step, meta, self._link.may_commit, state.gathered)
         elif durable and self._kept and durably:
             durably.requested(step, self._link)
@@ -617,7 +621,7 @@ class Saver:
         self._keeping = after.step
         own, route = after.state.gathered | taken.made, _nowhere
         if after.checkpoint is not None and not taken.parts:
-            route = partial(after.checkpoint.route, self._world, durable)
+            route = partial(after.checkpoint.route, self._world, durable and not after.checkpoint.distributed)
         try:
             return self._memory.store(
                 taken.state,
