@@ -35,7 +35,7 @@ def measured(program: str, result: Path, *options: str) -> dict[str, dict[str, A
 def test_a_killed_worker_is_measured_with_both_launchers_and_shown(tmp_path: Path) -> None:
     result, page, picture = tmp_path / "faults.json", tmp_path / "page.md", tmp_path / "chart.svg"
     who = ("--who", "ours", "--who", "ours-plain", "--who", "torchrun")
-    limit = ("--timeout", f"{90 * SLOWNESS:g}")
+    limit = ("--timeout", str(round(90 * SLOWNESS)))
     rows = measured("faults.py", result, "--cold", "--only", "worker-killed", *who, *limit)
     step, new = rows["worker-killed.step"], rows["worker-killed.new"]
     for who in ("ours", "ours-plain", "torchrun"):

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -449,3 +449,31 @@ def test_a_resource_tracker_that_the_guard_has_stopped_ends_once_its_session_is_
         assert kill_sessions({worker.pid}) == []
         wait_for("the removal of what was shared", lambda: not block.exists())
         wait_for("the end of the tracker", lambda: empty_sessions({worker.pid}))
+
+
+def test_a_resource_tracker_that_has_no_command_line_yet_is_not_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the moment in which it is executed, which lasts on a busy machine."""
+    hidden = iter(range(4))
+
+    def read_proc(path: str, read: Callable[[str], str] = sessions.read_proc) -> str:
+        return "" if path.endswith("/cmdline") and next(hidden, None) is not None else read(path)
+
+    command = [sys.executable, "-c", SHARED]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True) as worker:
+        assert worker.stdout is not None
+        block = Path("/dev/shm", worker.stdout.readline().decode().strip().lstrip("/"))
+        worker.kill()
+        worker.wait()
+        monkeypatch.setattr(sessions, "read_proc", read_proc)
+        assert kill_sessions({worker.pid}) == []
+        assert next(hidden, None) is None
+        wait_for("the removal of what was shared", lambda: not block.exists())
+
+
+def test_a_process_that_never_has_a_command_line_is_killed(
+    processes: ExecProcesses, exits: Exits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid = processes.start(_shell("exec sleep 600"))
+    monkeypatch.setattr(sessions, "read_proc", lambda path: "")
+    assert kill_sessions({pid}) == []
+    assert exits.get(timeout=10) == (pid, -signal.SIGKILL)

@@ -4,6 +4,7 @@
 ``RESULT``, a file for ``torch.load``, as whole tensors.
 """
 
+import os
 import sys
 from typing import Any
 
@@ -46,7 +47,11 @@ def main(what: str, directory: str, result: str, sharded: str = "") -> None:
     found = {"model": whole(model.state_dict()), "optimizer": whole(get_optimizer_state_dict(model, optimizer))}
     if dist.get_rank() == 0:
         torch.save(found, result)
-    dist.destroy_process_group()
+    dist.barrier()
+    sys.stdout.flush()
+    # The sharded model keeps its process group, whose threads torch does not join: now and then the interpreter's end
+    # aborts with "terminate called without an active exception".
+    os._exit(0)
 
 
 main(*sys.argv[1:])

@@ -21,6 +21,9 @@ _STOPPING = 1.0
 _TRACKERS = 1.0
 """Seconds in which resource trackers end once all other processes have."""
 
+_EXECUTE = 1.0
+"""Seconds in which a process that executes a program has its command line; none has one for a moment (execve(2))."""
+
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
@@ -166,7 +169,8 @@ def kill_sessions(sids: set[int], timeout: float = 5.0) -> list[int]:
     Raises:
         OSError: if processes could not be listed at the end.
     """
-    deadline = time.monotonic() + timeout
+    begun = time.monotonic()
+    deadline = begun + timeout
     delay = 0.001
     while sids:
         try:
@@ -179,7 +183,9 @@ def kill_sessions(sids: set[int], timeout: float = 5.0) -> list[int]:
         if not members or time.monotonic() > deadline:
             _send(trackers, signal.SIGCONT)
             return members
-        _send(members, signal.SIGKILL)
+        # What has no command line yet may be a tracker.
+        known = [pid for pid in members if command_of(pid)] if time.monotonic() < begun + _EXECUTE else members
+        _send(known, signal.SIGKILL)
         time.sleep(delay)
         delay = min(2 * delay, 0.05)
     return []
