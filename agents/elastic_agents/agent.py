@@ -340,6 +340,8 @@ class NodeAgent(ElasticAgent):
             case v.StartWorkersAhead(local_ranks=local_ranks, yields=yields):
                 reporting.ahead(local_ranks, self._start_timer.seen)
                 self._starts.start_ahead(local_ranks, self.state.restarts, yields=yields)
+            case v.ForgetSnapshots():
+                self._snapshot_store.forget()
             case v.KillAhead(local_ranks=local_ranks):
                 self._starts.kill_ahead(local_ranks)
             case v.ReportAheadExit(local_rank=local_rank, next=following):

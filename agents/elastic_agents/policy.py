@@ -70,10 +70,13 @@ def _decide(view: v.View, event: v.Event, node: v.NodeFacts) -> Decision:
             if view.phase is v.Phase.SAVING and view.leaving is None:
                 return _saved(view)
             return _stop(view, cause)
-        case m.Evicted(reason=reason, final=final):
+        case m.Evicted(reason=reason, final=final, anew=anew):
             if final and view.leaving is None:
                 view = replace(view, leaving=int(ExitCode.RENDEZVOUS), cause=reason)
-            return _kill(view)
+            # One that leaves has them saved first; storage refuses them if the run has saved since.
+            forget: list[v.Action] = [v.ForgetSnapshots()] if anew and view.leaving is None else []
+            view, actions = _kill(view)
+            return view, [*actions, *forget]
         case m.Released():
             return _released(view)
         case m.RunEnd(code=code, cause=cause):

@@ -367,6 +367,11 @@ class StartWorkersAhead:
 
 
 @dataclass(frozen=True, slots=True)
+class ForgetSnapshots:
+    """Drop the snapshots in this node's memory: the run has begun anew without them."""
+
+
+@dataclass(frozen=True, slots=True)
 class KillAhead:
     """Kill workers that were started ahead and have no place yet."""
 
@@ -519,6 +524,7 @@ Action = (
     | SendExit
     | GivePlace
     | StartWorkersAhead
+    | ForgetSnapshots
     | KillAhead
     | ReportAheadExit
     | AskStop

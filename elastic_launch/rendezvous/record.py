@@ -187,7 +187,7 @@ class ControlRecord:
         closed: why no newcomers are admitted, as text; empty if they are.
         nonce: random per write; distinguishes two writers of otherwise equal records.
         first_term: the term in which this run began; above 1 if an earlier run had the same id.
-        run: random per run; distinguishes runs with the same id. Empty if the record is only in its leader's memory.
+        run: random per run; distinguishes runs with the same id.
     """
 
     run_id: str

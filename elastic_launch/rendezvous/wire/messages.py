@@ -15,7 +15,7 @@ from elastic_launch.rendezvous.admin import messages as asking
 from elastic_launch.rendezvous.record import LocalRanks, Round, Seconds
 from elastic_launch.system.host_load import HostLoad
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 
 
 # From a node to its leader.
@@ -72,6 +72,7 @@ class NodeHello:
         slots: local ranks with which it could take part in a round from now on; empty for all.
         leaving: why the node leaves the run, or empty; its report of that may have been lost with the previous link.
         seen_term, seen_round, seen_restarts: the highest it knows; a leader that lost its store rebuilds it from them.
+        seen_run: the run, as in the control record, that it was last welcomed to; empty if what it holds is of none.
         held: see :class:`Stopped`.
         failed: the first failure among its workers in the round ``seen_round``, until another round is formed: a leader
             that is gone may have received the report of it, and not have charged it.
@@ -106,6 +107,7 @@ class NodeHello:
     seen_round: int = 0
     seen_restarts: int = 0
     importing: bool = False
+    seen_run: str = ""
     held: HeldSnapshot | None = None
     failed: Failure | None = None
     broken: bool = False
@@ -606,11 +608,17 @@ class TakeStacks:
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """This node is no longer a member: kill its workers. ``final``: another agent replaced it, do not reconnect."""
+    """This node is no longer a member: kill its workers.
+
+    Attributes:
+        final: another agent has replaced it: do not reconnect.
+        anew: the run has begun anew without it: drop the snapshots, too, and reconnect as a new node.
+    """
 
     term: int
     reason: str
     final: bool = False
+    anew: bool = False
 
 
 @dataclass(frozen=True, slots=True)
