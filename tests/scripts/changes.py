@@ -6,8 +6,8 @@ before the training begins, and ``--later-time``, too, in a process of a later r
 ``--step-time`` until there is a file ``hurry``. With ``--die-within R:S:K`` rank K of round R kills itself in the
 forward pass of step S. With ``--stream`` the data are in shards. With ``--stream`` or ``--samples`` each rank notes in
 ``samples.jsonl`` which samples it has loaded. With ``--forget`` there is a scheduler, or an average of the model, that
-nothing saves. With ``--shard`` the model is sharded over all ranks. ``--verify`` is the share of the steps that are
-verified.
+nothing saves. With ``--shard`` the model is sharded over all ranks. With ``--clip`` gradients are clipped by a share of
+their norm. ``--verify`` is the share of the steps that are verified.
 """
 
 from __future__ import annotations
@@ -135,6 +135,7 @@ def main() -> None:
     parser.add_argument("--samples", action="store_true")
     parser.add_argument("--stream", choices=["seek", "skip"])
     parser.add_argument("--shard", action="store_true")
+    parser.add_argument("--clip", action="store_true")
     parser.add_argument("--verify", default=False)
     parser.add_argument("--forget", choices=["scheduler", "average"])
     args = parser.parse_args()
@@ -188,7 +189,10 @@ def main() -> None:
                     os.kill(os.getpid(), signal.SIGKILL)
             while time.monotonic() < began + args.step_time and not (args.directory / "hurry").exists():
                 time.sleep(0.01)
-            step.update()
+            if args.clip:
+                step.update(0.5 * step.grad_norm())
+            else:
+                step.update()
             if scheduler is not None:
                 scheduler.step()
             if average is not None:
