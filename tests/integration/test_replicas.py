@@ -7,7 +7,7 @@ import signal
 from typing import Any
 
 import pytest
-from changes import Changes, pids, undisturbed_hash
+from changes import Changes, ctl, pids, undisturbed_hash
 from harness import Agent, Job, alive, round_of, wait_for
 
 IDLE = "1 of 3 workers stays idle: a replica has 2 (--replica-size)"
@@ -34,6 +34,8 @@ def test_a_plain_script_trains_in_whole_replicas(job: Job) -> None:
     assert replicas(first) == [(0, 0, 0), (0, 1, 1), (1, 0, 0), (1, 1, 1)]
     assert IDLE in a.output
     assert IDLE in b.output
+    shown = ctl("status", "--log-dir", str(job.logs)).stdout
+    assert "world size 4 (2 replicas of 2) on 2 nodes" in shown, shown
     os.kill(first[3]["pid"], signal.SIGKILL)
     second = job.world(4, after=1)
     assert replicas(second) == replicas(first)
@@ -49,7 +51,7 @@ def test_a_plain_script_trains_in_whole_replicas(job: Job) -> None:
 
 
 def test_a_spare_takes_the_place_of_a_lost_node(job: Job) -> None:
-    nodes = {name: node(job, name, 2, 2, "1:3") for name in "abcd"}
+    nodes = {name: node(job, name, 2, 2, "3") for name in "abcd"}
     first = job.world(6)
     assert replicas(first) == [(0, 0, 0), (0, 1, 1), (1, 0, 0), (1, 1, 1), (2, 0, 0), (2, 1, 1)]
     before = job.events("round_formed")[-1]["nodes"]
