@@ -187,6 +187,7 @@ class NodeAgent(ElasticAgent):
             snapshot=snapshot_store.newest_step,
             idle=snapshot_store.idle,
             held=self._workers.held,
+            replica_size=self._config.replica_size,
         )
         self.state.view, actions = decide(self.state.view, event, facts)
         for action in actions:

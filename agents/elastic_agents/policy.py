@@ -51,7 +51,7 @@ def decide(view: v.View, event: v.Event, node: v.NodeFacts) -> Decision:
     if view.phase is v.Phase.OVER:
         return view, []
     after, actions = _decide(view, event, node)
-    return policy_ahead.settled(view, after, actions, node.nproc)
+    return policy_ahead.settled(view, after, actions, node)
 
 
 def _decide(view: v.View, event: v.Event, node: v.NodeFacts) -> Decision:
@@ -63,7 +63,7 @@ def _decide(view: v.View, event: v.Event, node: v.NodeFacts) -> Decision:
         case m.Form():
             return _form(view, event, policy_ahead.slots_of(event, node.node_id, node.nproc))
         case m.StartAhead():
-            return policy_ahead.ordered(view, node.nproc)
+            return policy_ahead.ordered(view, node)
         case m.DrainRound():
             return _drain(view, event)
         case m.Break(cause=cause):
@@ -136,7 +136,7 @@ def _ahead(view: v.View, event: v.WorkerExit | v.Reported | v.HungUp, node: v.No
     local_rank = event.local_rank
     match event:
         case v.WorkerExit():
-            return policy_ahead.exited(view, event, node.nproc)
+            return policy_ahead.exited(view, event, node)
         case v.HungUp():
             return view, [v.Kill(frozenset({local_rank}), ending=True)] if local_rank in view.ahead.waiting else []
         case v.Reported(report=c.Ahead()) if local_rank in view.alive:

@@ -1,13 +1,14 @@
 """A tiny training in exact mode that notes what it does: each step, each snapshot, each restoring, by round.
 
 Each rank 0 notes its steps in ``steps.jsonl``, so a step that is there twice was done again; each node's writer notes
-in ``snapshots.jsonl`` what is whole in memory. From ``--due-until`` on, no snapshot is due. ``--start-time`` passes
-before the training begins, and ``--later-time``, too, in a process of a later round than the first. Steps take
-``--step-time`` until there is a file ``hurry``. With ``--die-within R:S:K`` rank K of round R kills itself in the
-forward pass of step S. With ``--stream`` the data are in shards. With ``--stream`` or ``--samples`` each rank notes in
-``samples.jsonl`` which samples it has loaded. With ``--forget`` there is a scheduler, or an average of the model, that
-nothing saves. With ``--shard`` the model is sharded over all ranks. With ``--clip`` gradients are clipped by a share of
-their norm. ``--verify`` is the share of the steps that are verified.
+in ``snapshots.jsonl`` what is whole in memory, and each rank in ``places.jsonl`` its place in each round. From
+``--due-until`` on, no snapshot is due. ``--start-time`` passes before the training begins, and ``--later-time``, too,
+in a process of a later round than the first. Steps take ``--step-time`` until there is a file ``hurry``. With
+``--die-within R:S:K`` rank K of round R kills itself in the forward pass of step S. With ``--stream`` the data are in
+shards. With ``--stream`` or ``--samples`` each rank notes in ``samples.jsonl`` which samples it has loaded. With
+``--forget`` there is a scheduler, or an average of the model, that nothing saves. With ``--shard`` the model is sharded
+over all ranks. With ``--clip`` gradients are clipped by a share of their norm. ``--verify`` is the share of the steps
+that are verified.
 """
 
 from __future__ import annotations
@@ -71,10 +72,17 @@ class Notes:
             lines.write(json.dumps({"pid": os.getpid(), "children": [], "env": env}) + "\n")
 
     def resumed(self) -> None:
-        """Note where each round resumes, once."""
-        if self._run.rank == 0 and self._run.world.round != self._round:
-            self._round = self._run.world.round
-            self.note("resumed.jsonl", step=self._run.resumed_step, restarts=self._run.restarts)
+        """Note each rank's place in a round, and where the round resumes, once."""
+        run = self._run
+        if run.world.round == self._round:
+            return
+        self._round = run.world.round
+        replica = {"replica": run.replica, "replicas": run.replicas, "replica_rank": run.replica_rank}
+        told = [os.environ[f"ELASTIC_LAUNCH_REPLICA{name}"] for name in ("", "S", "_RANK")]
+        assert told == [str(number) for number in replica.values()]
+        self.note("places.jsonl", pid=os.getpid(), **replica)
+        if run.rank == 0:
+            self.note("resumed.jsonl", step=run.resumed_step, restarts=run.restarts)
 
     def follow_snapshots(self, room_until: int) -> None:
         """Note the step of each snapshot once all of it is in its slot; from a step on there is no room for them."""

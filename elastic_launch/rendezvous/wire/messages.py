@@ -12,7 +12,7 @@ from typing import get_args
 from elastic_launch.codec import Messages
 from elastic_launch.failure import Failure, Suspect
 from elastic_launch.rendezvous.admin import messages as asking
-from elastic_launch.rendezvous.record import LocalRanks, Round, Seconds
+from elastic_launch.rendezvous.record import LocalRanks, ReplicaSize, Round, Seconds
 from elastic_launch.system.host_load import HostLoad
 
 PROTOCOL_VERSION = 14
@@ -63,6 +63,7 @@ class NodeHello:
 
     Attributes:
         command, limits: this node's command and limits as text, so that differences can be shown.
+        replica_size: workers of a replica, equal on all nodes; the node's workers are whole replicas.
         wanted_rank: the rank that the node asks for, or None.
         holding: number of the round whose workers it still has, or 0.
         joined, ready, done: whether all of these workers are started; can be drained; have finished.
@@ -122,6 +123,7 @@ class NodeHello:
     round_seen: RoundSeen | None = None
     trained: bool = False
     host: str = ""
+    replica_size: ReplicaSize = 1
 
 
 @dataclass(frozen=True, slots=True)
