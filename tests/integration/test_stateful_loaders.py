@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from changes import STEPS, Changes, pids, undisturbed_hash
-from harness import Job, read_lines
+from harness import Job, read_lines, run_script
+
+EXAMPLE = str(Path(__file__).parents[2] / "examples" / "stateful" / "train.py")
 
 Samples = dict[tuple[int, int], list[int]]
 """The samples of each micro-batch, by step and place."""
@@ -141,3 +145,27 @@ def test_at_another_world_size_the_loader_of_a_rank_holds_or_repeats(job: Job, o
         for number in numbers
     )
     assert first == Counter(range(SAMPLES)), "the pass that began anew has each sample"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("torchdata") is None, reason="torchdata is not installed: pip install '.[frameworks]'")
+def test_the_example_sees_each_window_as_often_through_a_kill_a_join_and_another_world(job: Job) -> None:
+    options = ["--exact", "--steps", "120", "--loader-workers", "1", "--result"]
+    alone, disturbed = job.directory / "alone.json", job.directory / "disturbed.json"
+    run_script(EXAMPLE, *options, str(alone))
+    command = [EXAMPLE, *options, str(disturbed), "--checkpoint", str(job.directory / "saved"), "--step-time", "0.3"]
+    kill = {"ELASTIC_LAUNCH_FAULTS": json.dumps([{"rank": 1, "step": 10, "round": 1}])}
+    a = job.node("a", nproc=2, command=command, env=kill)
+    a.says("ended with signal 9 (SIGKILL)", 100)
+    a.says("world size 2\n", 100)
+    b = job.node("b", command=command)
+    a.says("world size 3\n", 150)  # of a step
+    b.signal(signal.SIGTERM)
+    a.signal(signal.SIGTERM)
+    assert (a.wait(100), b.wait(100)) == (143, 143), a.output
+    agent = job.launch("--standalone", "--nproc", "4", command=command)
+    assert agent.wait(150) == 0, agent.output
+    undisturbed, result = json.loads(alone.read_text()), json.loads(disturbed.read_text())
+    assert {2, 3, 4} <= {*result["worlds"]}
+    for same in ("windows_by_times_seen", "weights_sha256"):
+        assert result[same] == undisturbed[same]
