@@ -86,6 +86,19 @@ def test_kills_a_join_and_a_leave_keep_the_place_of_each_shard(
 
 
 @pytest.mark.slow
+def test_with_a_sharded_model_a_kill_takes_the_places_back_with_the_state(
+    job: Job, undisturbed: tuple[str, Samples]
+) -> None:
+    changes = Changes(job, "--stateful", "shards", "--shard", live=True)
+    agent = changes.alone("--nproc", "3")
+    changes.trains(3, steps=10)
+    os.kill(pids(job, 1)[1], signal.SIGKILL)
+    changes.trains(3, after=1, steps=2)
+    result = changes.finish(agent)
+    assert (result["hash"], samples(job.work)) == undisturbed
+
+
+@pytest.mark.slow
 def test_a_restart_from_a_checkpoint_at_other_worlds_continues_at_the_sample(
     job: Job, undisturbed: tuple[str, Samples]
 ) -> None:

@@ -222,8 +222,9 @@ def main() -> None:
             notes.resumed()
             for features, targets, *numbers in step:
                 features, targets = features.to(run.device), targets.to(run.device)
-                if numbers:
-                    micro = step.plan.micro_batches[step._transaction._pass.current].index
+                current = step._transaction._pass.current  # None in a pass that counts nothing
+                if numbers and current is not None:
+                    micro = step.plan.micro_batches[current].index
                     notes.note("samples.jsonl", step=step.number, micro=micro, numbers=numbers[0].tolist())
                 step.backward(nn.functional.cross_entropy(step.model(features), targets))
                 if (run.world.round, step.number, run.rank) == deadly:
