@@ -134,7 +134,7 @@ class _Reader:
         self.position = position
         # Number of the pass, micro-batches given in it, the loader's state, whether the pass is known to have ended.
         self._pass, self._given, state, _ = place
-        self._last: Any = None
+        self._last: Any = _END
         self._versions: list[tuple[int, int]] = []
         with self._seeded("open"):
             if state is None:
@@ -146,7 +146,9 @@ class _Reader:
 
     def reaches(self, position: int) -> bool:
         """Whether it can give the micro-batch of a position: a later one, or the last one as it was."""
-        return position >= self.position or (position == self.position - 1 and versions(self._last) == self._versions)
+        if position != self.position - 1:
+            return position >= self.position
+        return self._last is not _END and versions(self._last) == self._versions
 
     def draw(self, position: int) -> Any:
         """Return the micro-batch of a position that it reaches."""
@@ -221,6 +223,7 @@ class Shards:
         reader = self._readers.get(shard)
         if reader is None or not reader.reaches(position):
             reader = self._opened(shard)
+            assert reader.reaches(position)
         return reader.draw(position)
 
     def enter(self, world: World, step: int) -> None:
@@ -382,7 +385,7 @@ class _StatefulEpochs(FunctionEpochs):
         return Drawn(self.part.draw, self.seed, "The loader", hint)
 
     def _hashes(self) -> dict[str, int]:
-        return {SAMPLE_ORDER: derive("stateful", bool(self.bound), self.steps_per_epoch) >> 16}
+        return {SAMPLE_ORDER: derive("stateful", bool(self.bound)) >> 16}
 
 
 def _stateful(loader: Any) -> Any:
