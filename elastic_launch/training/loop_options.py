@@ -52,7 +52,7 @@ class LoopOptions:
         if sharding_modules(model):
             self._check_sharded(optimizer, several=several)
         if self.share:
-            self._check_verified(model, optimizer)
+            self._check_verified(epochs, model, optimizer)
         if not self.exact:
             return
         epochs.check_exact()
@@ -63,8 +63,9 @@ class LoopOptions:
                 "torch.Generator().manual_seed(torch.initial_seed()).",
             )
 
-    def _check_verified(self, model: nn.Module, optimizer: Any) -> None:
+    def _check_verified(self, epochs: Epochs, model: nn.Module, optimizer: Any) -> None:
         given = {
+            "a StatefulLoader of one rank's loader": bool(epochs.bound),
             "a sharded model": bool(sharding_modules(model)),
             "several optimizers": isinstance(optimizer, Optimizers),
             'micro="auto"': self.redo,
