@@ -517,7 +517,8 @@ class Loop:
                 f"{where}: rank {engine.world.rank} computed another result for a micro-batch than two other ranks, or "
                 "than itself.",
                 "A core, the memory or the GPU of its node may compute wrong without an error. Its node is left out if "
-                f"there are enough others. Training goes on from step {agreed}, after which all ranks had agreed.",
+                "there are enough others, except with --no-exclude-corrupt. Training goes on from step "
+                f"{agreed}, after which all ranks had agreed.",
             )
         if not liars:
             raise NotAgreedError(f"{where}: ranks computed different results for a micro-batch, and repeat them")
