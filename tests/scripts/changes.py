@@ -7,7 +7,7 @@ before the training begins, and ``--later-time``, too, in a process of a later r
 forward pass of step S. With ``--stream`` the data are in shards. With ``--stream`` or ``--samples`` each rank notes in
 ``samples.jsonl`` which samples it has loaded. With ``--forget`` there is a scheduler, or an average of the model, that
 nothing saves. With ``--shard`` the model is sharded over all ranks. ``--verify`` is the share of the steps that are
-verified.
+verified. The first worker of the rank ``--odd-data`` has other samples than the others.
 """
 
 from __future__ import annotations
@@ -136,6 +136,7 @@ def main() -> None:
     parser.add_argument("--stream", choices=["seek", "skip"])
     parser.add_argument("--shard", action="store_true")
     parser.add_argument("--verify", default=False)
+    parser.add_argument("--odd-data")
     parser.add_argument("--forget", choices=["scheduler", "average"])
     args = parser.parse_args()
     deadly = tuple(map(int, args.die_within.split(":")))
@@ -148,6 +149,8 @@ def main() -> None:
         due = Rhythm.due
         Rhythm.due = lambda self, step: step < args.due_until and due(self, step)  # type: ignore[method-assign]
         inputs = torch.randn(96, 6, generator=torch.Generator().manual_seed(3))
+        if args.odd_data and args.odd_data == os.environ["RANK"]:
+            inputs += 0.5
         numbers = [torch.arange(len(inputs))] if args.samples else []
         dataset = TensorDataset(inputs, inputs[:, :3].argmax(dim=1), *numbers)
         first = os.environ.get("ELASTIC_LAUNCH_ROUND", "1") == "1"  # not a number in a worker that starts ahead
