@@ -501,14 +501,13 @@ class Loop:
         """
         engine, rounds, step = self.engine, self._rounds, self._step
         agreed = min(engine.saver.agreed, step)
-        if not liars and agreed == step:
+        if agreed < step or not liars or not rounds.lives:
             # A verified step does not cover its own update, after which one of the ranks may have another state.
-            agreed = max(0, step - 1)
-        if agreed < step or not liars:
+            agreed = max(0, agreed - 1)
             engine.saver.drop_after(agreed)
             rounds.in_doubt = True
         where = f"step {step + 1}"
-        witness = next(rank for rank in range(engine.world.world_size) if rank not in liars)
+        witness = next((rank for rank in range(engine.world.world_size) if rank not in liars), 0)
         if engine.world.rank == witness:
             rounds.report_corruption(step + 1, liars, step - agreed)
         if engine.world.rank in liars:
@@ -518,7 +517,7 @@ class Loop:
                 "than itself.",
                 "A core, the memory or the GPU of its node may compute wrong without an error. Its node is left out if "
                 "there are enough others, except with --no-exclude-corrupt. Training goes on from step "
-                f"{agreed}, after which all ranks had agreed.",
+                f"{agreed}, or from a snapshot before it.",
             )
         if not liars:
             raise NotAgreedError(f"{where}: ranks computed different results for a micro-batch, and repeat them")

@@ -1,13 +1,14 @@
 """A tiny training in exact mode that notes what it does: each step, each snapshot, each restoring, by round.
 
 Each rank 0 notes its steps in ``steps.jsonl``, so a step that is there twice was done again; each node's writer notes
-in ``snapshots.jsonl`` what is whole in memory. From ``--due-until`` on, no snapshot is due. ``--start-time`` passes
-before the training begins, and ``--later-time``, too, in a process of a later round than the first. Steps take
-``--step-time`` until there is a file ``hurry``. With ``--die-within R:S:K`` rank K of round R kills itself in the
-forward pass of step S. With ``--stream`` the data are in shards. With ``--stream`` or ``--samples`` each rank notes in
-``samples.jsonl`` which samples it has loaded. With ``--forget`` there is a scheduler, or an average of the model, that
-nothing saves. With ``--shard`` the model is sharded over all ranks. ``--verify`` is the share of the steps that are
-verified. The first worker of the rank ``--odd-data`` has other samples than the others.
+in ``snapshots.jsonl`` what is whole in memory. From ``--due-until`` on, no snapshot is due but after ``--due-at``.
+``--start-time`` passes before the training begins, and ``--later-time``, too, in a process of a later round than the
+first. Steps take ``--step-time`` until there is a file ``hurry``. With ``--die-within R:S:K`` rank K of round R kills
+itself in the forward pass of step S. With ``--stream`` the data are in shards. With ``--stream`` or ``--samples`` each
+rank notes in ``samples.jsonl`` which samples it has loaded. With ``--forget`` there is a scheduler, or an average of
+the model, that nothing saves. With ``--shard`` the model is sharded over all ranks. ``--verify`` is the share of the
+steps that are verified. The first worker of the rank ``--odd-data`` has other samples than the others. With
+``--no-compare`` replicas are compared only at the end.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch.utils.data import TensorDataset
 import elastic_launch as el
 from elastic_launch.training.checkpoints.memory import MemorySnapshots
 from elastic_launch.training.checkpoints.snapshot_interval import Rhythm
+from elastic_launch.training.ranks.replicas import ReplicaCheck
 
 LENGTHS = [13, 0, 29, 7, 31, 16]
 """Numbers of samples in the shards of ``--stream``; a shard is named by its place."""
@@ -125,6 +127,7 @@ def main() -> None:
     parser.add_argument("--split", type=int, default=2**30)
     parser.add_argument("--room-until", type=int, default=100000)
     parser.add_argument("--due-until", type=int, default=100000)
+    parser.add_argument("--due-at", type=int, default=-1)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--loader-workers", type=int, default=0)
     parser.add_argument("--persistent", action="store_true")
@@ -136,6 +139,7 @@ def main() -> None:
     parser.add_argument("--stream", choices=["seek", "skip"])
     parser.add_argument("--shard", action="store_true")
     parser.add_argument("--verify", default=False)
+    parser.add_argument("--no-compare", action="store_true")
     parser.add_argument("--odd-data")
     parser.add_argument("--forget", choices=["scheduler", "average"])
     args = parser.parse_args()
@@ -147,7 +151,11 @@ def main() -> None:
         print(args.say, end="", flush=True)
         notes.follow_snapshots(args.room_until)
         due = Rhythm.due
-        Rhythm.due = lambda self, step: step < args.due_until and due(self, step)  # type: ignore[method-assign]
+        Rhythm.due = lambda self, step: (  # type: ignore[method-assign]
+            step == args.due_at or (step < args.due_until and due(self, step))
+        )
+        if args.no_compare:
+            ReplicaCheck.wanted = lambda self: False  # type: ignore[method-assign]
         inputs = torch.randn(96, 6, generator=torch.Generator().manual_seed(3))
         if args.odd_data and args.odd_data == os.environ["RANK"]:
             inputs += 0.5
