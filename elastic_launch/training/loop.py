@@ -259,6 +259,8 @@ class Loop:
         on_host, report = rounds.device.type == "cpu", rounds.report_straggler
         self._pace = Pace(world.rank, world.world_size, resumed.step, on_host=on_host, report=report)
         self._verifier = None
+        if not self._options.share:
+            engine.saver.agreed = None
         if (share := self._options.share) and world.world_size > 1:
             machines_at = None if all_agreed else resumed.step
             self._verifier = Verifier(self._epochs, world, share, machines_at, goes_on=live is not None)
@@ -489,6 +491,7 @@ class Loop:
 
     def verified(self) -> None:
         """See :class:`StepOwner`."""
+        self.engine.compare(self._step)
         self.engine.saver.agree_after(self._step + 1)
 
     def corrupted(self, liars: Sequence[int]) -> NoReturn:
@@ -500,7 +503,7 @@ class Loop:
                 agreed are dropped.
         """
         engine, rounds, step = self.engine, self._rounds, self._step
-        agreed = min(engine.saver.agreed, step)
+        agreed = min(engine.saver.agreed or 0, step)
         if agreed < step or not liars or not rounds.lives:
             # A verified step does not cover its own update, after which one of the ranks may have another state.
             agreed = max(0, agreed - 1)
