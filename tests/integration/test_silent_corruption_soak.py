@@ -1,6 +1,7 @@
 """Bits that flip at random places and times, and many verified micro-batches without any: ``make soak``, outside CI.
 
-The variables FLIPS (how many) and FLIPS_SEED (the first one's number) change what is run.
+The variables FLIPS (how many), FLIPS_SEED (the first one's number), FLIPS_LOG (a file for the results) and QUIET_STEPS
+(of each training without a flip) change what is run.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from changes import Changes, undisturbed_hash
-from harness import Job
+from harness import SLOWNESS, Job
 
 from elastic_launch.batch import slice_of
 from elastic_launch.faults import FLIPS, FaultPlan
@@ -38,15 +39,14 @@ class Drawn:
         chance, number = random.Random(self.number), self.number
         self.world, number = 2 + number % 3, number // 3
         self.of, number = sorted(FLIPS)[number % len(FLIPS)], number // len(FLIPS)
-        self.every = number % 2 == 1
+        self.every = number % 2 == 1 and self.of in ("gradient", "sums")  # a second flip would undo that of a state
         self.rank, self.step = chance.randrange(self.world), chance.randrange(2, STEPS - 10)
         self.share, self.live = chance.choice(["10%", "30%", "100%"]), chance.random() < 0.7
 
     @property
     def found_in(self) -> int | None:
-        """The first step, from 0, in which another rank computes what the flip has changed; None: there is none."""
-        changes_update = self.of in ("optimizer", "sums")
-        steps = range(self.step + changes_update, STEPS)
+        """The first step, from 0, that verifies what the flip has changed; None: there is none."""
+        steps = range(self.step + (self.of == "sums"), STEPS)  # which are what it updates with
         verified = [step for step in steps if due(SEED, step, share_of(self.share, ""))]
         if self.of == "gradient" and not self.every:  # that of its first micro-batch in that step alone
             slices = [range(*slice_of(MICROS, self.world, rank)) for rank in range(self.world)]
@@ -95,3 +95,18 @@ def test_a_flip_is_found_and_undone(
     else:
         assert expected is None, agent.output
     assert right or how == "missed", agent.output
+
+
+@pytest.mark.parametrize("form", [[], ["--autocast"], ["--compile", "--backend", "inductor"]])
+@pytest.mark.parametrize("world", [2, 4])
+def test_many_verified_micro_batches_raise_no_alarm(job: Job, form: list[str], world: int) -> None:
+    """With dropout and batch norm. In each step another rank computes one micro-batch of each again."""
+    steps = int(os.environ.get("QUIET_STEPS", "10000"))
+    changes = Changes(job, "--verify", "100%", "--steps", str(steps), *form, live=True, step_time=0)
+    agent = changes.alone("--nproc", str(world))
+    changes.hurry()
+    assert agent.wait(steps / SLOWNESS) == 0, agent.output[-3000:]
+    result = json.loads((job.work / "result.json").read_text())
+    assert (result["agreed"], result["worlds"]) == (steps, [world])
+    assert not job.events("corruption_found")
+    assert not job.events("restart_charged")

@@ -129,6 +129,8 @@ def main() -> None:
     parser.add_argument("--due-until", type=int, default=100000)
     parser.add_argument("--due-at", type=int, default=-1)
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--backend", default="eager")
+    parser.add_argument("--autocast", action="store_true")
     parser.add_argument("--loader-workers", type=int, default=0)
     parser.add_argument("--persistent", action="store_true")
     parser.add_argument("--die-within", default="0:0:0")
@@ -179,7 +181,7 @@ def main() -> None:
             dataset = el.ShardedStream(names, open=opened, lengths=lengths, decode=decoded, buffer=10, lanes=2)
         loader = el.ElasticLoader(dataset, el.GlobalBatch(16, 4), seed=1, **options)
         if args.compile:
-            model.compile(backend="eager")
+            model.compile(backend=args.backend)
         scheduler = average = None
         if args.forget == "scheduler":
             scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
@@ -194,7 +196,9 @@ def main() -> None:
                 if numbers:
                     micro = step.plan.micro_batches[step._transaction._pass.current].index
                     notes.note("samples.jsonl", step=step.number, micro=micro, numbers=numbers[0].tolist())
-                step.backward(nn.functional.cross_entropy(step.model(features), targets))
+                with torch.autocast(run.device.type, torch.bfloat16, enabled=args.autocast):
+                    loss = nn.functional.cross_entropy(step.model(features), targets)
+                step.backward(loss)
                 if (run.world.round, step.number, run.rank) == deadly:
                     os.kill(os.getpid(), signal.SIGKILL)
             while time.monotonic() < began + args.step_time and not (args.directory / "hurry").exists():
@@ -209,7 +213,8 @@ def main() -> None:
                 notes.note("steps.jsonl", step=step.number, again=again, interval=notes.interval, **seen(args))
         weights = el.weights_sha256(model)
         if run.rank == 0:
-            result = {"hash": weights, "worlds": run.worlds, "restarts": run.restarts}
+            agreed = run._engine.saver.agreed
+            result = {"hash": weights, "agreed": agreed, "worlds": run.worlds, "restarts": run.restarts}
             (args.directory / "result.json").write_text(json.dumps(result | {"resumed": run.resumed_step}))
 
 
