@@ -136,7 +136,7 @@ def worker(args: argparse.Namespace) -> None:
     steps, directory = args.steps[0], Path(args.worker)
     with el.session() as run, ExitStack() as stack:
         until = (args.blocks + 1) * steps
-        inputs = torch.randn(SAMPLES, args.widths[0])
+        inputs = torch.randn(SAMPLES, args.widths[0], generator=torch.Generator().manual_seed(0))
         data = TensorDataset(inputs, inputs.flip(1))
         plain = args.mode == "ddp"
         loop = plain_ddp(args, data, run, until) if plain else ours(args, data, run, until)
@@ -219,6 +219,7 @@ class World:
             commands = [([sys.executable, *script], each) for each in places]
         else:
             launcher = [program("elastic-launch"), "--standalone", "--nproc", str(world)]
+            launcher += ["--hang-timeout", "off"]  # they wait for their turn
             commands = [([*launcher, "--log-dir", str(directory / f"{mode}-logs"), *script], common)]
         self._messages = directory / f"{mode}.stderr"
         with self._messages.open("wb") as errors:

@@ -56,7 +56,7 @@ def steps_until_found(share: str, seed: int) -> int:
         options = ["--log-dir", directory, __file__, "--verify", share, "--seed", str(seed)]
         env = {**os.environ, **plan.environment(), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         done = subprocess.run([*launcher, *options], env=env, capture_output=True, text=True, timeout=TIMEOUT)
-        lines = [line for path in Path(directory).glob("*/events-*.jsonl") for line in path.read_text().splitlines()]
+        lines = [line for path in Path(directory).glob("latest/events-*.jsonl") for line in path.open()]
         found = [event for event in map(json.loads, lines) if event["event"] == "corruption_found"]
     if [event["ranks"] for event in found] != [[1]]:
         raise SystemExit(f"{done.stderr[-4000:]}\nfound {found} at {share}")
