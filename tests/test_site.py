@@ -24,6 +24,7 @@ ENGINES = {
     "Loader": "indices",
     "Progress": "on_checkpoint on_evaluation on_incident on_round on_step",
     "Stateful": "load_state_dict state_dict",
+    "StatefulLoader": "indices length",
     "Trainer": "load_state_dict state_dict",
     "Url": "absolute",
     "World": "device of",
