@@ -31,6 +31,9 @@ ENV_AHEAD = "ELASTIC_LAUNCH_AHEAD"
 ENV_FIRST_ON_NODE = "ELASTIC_LAUNCH_FIRST_ON_NODE"
 """1 for the worker with the lowest local rank among those of its node in the round, 0 for the others."""
 
+ENV_REPLICA_SIZE = "ELASTIC_LAUNCH_REPLICA_SIZE"
+"""Workers of a replica: consecutive ranks on one node; 1 unless ``--replica-size`` was given."""
+
 ENV_SOCKET = "ELASTIC_LAUNCH_SOCKET"
 """Unix socket where the agent listens for its workers; a name that begins with ``@`` is in the abstract namespace."""
 
