@@ -259,7 +259,8 @@ class Loop:
         if gradients.parameters.apart() and world.rank == 0:
             _log.warning("the optimizer has none of the model's parameters: none of these is trained")
         ranks_own = [x.name for x in buffers_of(self._model, self._options.buffers) if x.rule == "ignore"]
-        engine.compare_replicas(replicated(self._model, self._optimizer, ranks_own))
+        divided = rounds.mesh is not None
+        engine.compare_replicas(replicated(self._model, self._optimizer, ranks_own, divided=divided))
         on_host, report = rounds.device.type == "cpu", rounds.report_straggler
         self._pace = Pace(world.rank, world.world_size, resumed.step, on_host=on_host, report=report)
         self._verifier = None

@@ -28,6 +28,7 @@ def trained(job: Job, world: int, *options: str, name: str = "") -> dict[str, An
     found: dict[str, Any] = json.loads(result.read_text())
     ranks = [json.loads(result.with_name(f"{result.name}.{rank}").read_text()) for rank in range(world)]
     assert {rank["hash"] for rank in ranks} == {found["hash"]}, agent.output
+    found["output"] = agent.output
     found["seen"] = [rank["seen"] for rank in ranks]
     return found
 
@@ -120,6 +121,17 @@ def test_a_lost_node_takes_its_replica_with_it(job: Job) -> None:
     found = json.loads(result.read_text())
     assert (found["worlds"], 0 < found["resumed"] <= 7) == ([4, 2], True)
     assert found["hash"] == alone["hash"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_replicas_that_differ_are_named_by_rank(job: Job, undivided: dict[str, Any]) -> None:
+    """The training goes back to the last state that was the same."""
+    options = ("--exact", "--shard", "2", "--spoil", "3:4", "--checkpoint", str(job.directory / "saved"))
+    found = trained(job, 4, *options, name="spoilt")
+    assert (found["worlds"], found["restarts"]) == ([4, 4], 1)
+    assert found["hash"] == undivided[""]["hash"]
+    assert "the ranks do not have the same parameter '0.weight': ranks 1, 3 differ" in found["output"]
 
 
 @pytest.mark.slow

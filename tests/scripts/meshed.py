@@ -27,6 +27,7 @@ parser.add_argument("--micro", type=int, default=2)
 parser.add_argument("--checkpoint")
 parser.add_argument("--seed-by-rank", action="store_true", help="each rank builds another model")
 parser.add_argument("--kill", metavar="RANK:STEP", help="in the first round")
+parser.add_argument("--spoil", metavar="RANK:STEP", help="change a part of a weight, in the first round")
 args = parser.parse_args()
 
 torch.manual_seed(1)
@@ -76,7 +77,7 @@ with el.session(threads=1) as run:
     held_out = el.ElasticLoader(DATA, el.GlobalBatch(16, micro=8), shuffle=False)
     evaluator = el.Evaluator(held_out, measure, every="2ba")
     saving = None if args.checkpoint is None else el.Checkpoint(args.checkpoint, every=2)
-    rank, _, at = (args.kill or "-1:").partition(":")
+    here = f"{run.rank}:{{}}" if run.restarts == 0 else ""
     steps = run.steps(
         loader, model, optimizer, until=f"{args.steps}ba", exact=args.exact, evaluator=evaluator, checkpoint=saving
     )
@@ -88,9 +89,11 @@ with el.session(threads=1) as run:
                 seen.append([step.number, micro.index])
             step.backward(nn.functional.cross_entropy(model(x) * scale, y), weight=2.0 * len(x))
         norms.append(step.grad_norm())
-        if run.restarts == 0 and run.rank == int(rank) and step.number == int(at):
+        if here.format(step.number) == args.kill:
             os.kill(os.getpid(), signal.SIGKILL)
         step.update(clip_norm=0.3)
+        if here.format(step.number) == args.spoil:
+            model[0].weight.data.to_local().add_(1)
         losses.append(step.loss)
     found = {
         "hash": el.weights_sha256(model),
