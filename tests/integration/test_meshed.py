@@ -124,6 +124,28 @@ def test_a_lost_node_takes_its_replica_with_it(job: Job) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_snapshots_of_replicas_that_are_split_bring_back_a_lost_node(job: Job) -> None:
+    """Three nodes with a replica each; the snapshot has each shard once, and a copy on the next node."""
+    result, drill = job.directory / "result.json", job.directory / "drill.yaml"
+    drill.write_text(json.dumps([{"rank": 5, "step": 7, "do": "lose"}]))
+    command = [EXAMPLE, "--exact", "--shard", "2", "--steps", "12", "--every", "1000", "--result", str(result)]
+    agent = job.launch("--standalone", "--nproc", "2", command=[*command, "--checkpoint", str(job.directory / "alone")])
+    assert agent.wait(120 * SLOWNESS) == 0, agent.output
+    alone = json.loads(result.read_text())
+    flags = ("--nnodes", "2:3", "--join-settle", "300", "--drill", str(drill), "--split-snapshots")
+    command += ["--checkpoint", str(job.directory / "lost")]
+    nodes = [job.node("a", *flags, nproc=2, command=command)]
+    nodes[0].says("hosts the run")
+    nodes += [job.node(name, *flags, nproc=2, command=command) for name in ("b", "c")]
+    assert sorted(node.wait(120 * SLOWNESS) for node in nodes) == [-signal.SIGKILL, 0, 0], nodes[0].output
+    assert "snapshots in memory are split among the nodes" in nodes[0].output
+    found = json.loads(result.read_text())
+    assert (found["worlds"], 0 < found["resumed"] <= 7) == ([6, 4], True), nodes[0].output
+    assert found["hash"] == alone["hash"]
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_replicas_that_differ_are_named_by_rank(job: Job, undivided: dict[str, Any]) -> None:
     """The training goes back to the last state that was the same."""
