@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from elastic_launch.training.data.loader import ElasticLoader as ElasticLoader
     from elastic_launch.training.data.loader import FunctionLoader as FunctionLoader
     from elastic_launch.training.data.loader import Loader as Loader
+    from elastic_launch.training.data.stateful import StatefulLoader as StatefulLoader
     from elastic_launch.training.data.streams import ShardedStream as ShardedStream
     from elastic_launch.training.data.streams import count_shards as count_shards
     from elastic_launch.training.evaluations import Evaluator as Evaluator
@@ -109,6 +110,7 @@ _HOMES = {
         "elastic_launch.training.checkpoints.parts": "Stateful",
         "elastic_launch.training.data.epochs": "Position",
         "elastic_launch.training.data.loader": "ElasticLoader FunctionLoader Loader",
+        "elastic_launch.training.data.stateful": "StatefulLoader",
         "elastic_launch.training.data.streams": "ShardedStream count_shards",
         "elastic_launch.training.evaluations": "Evaluator",
         "elastic_launch.training.plain": "report_step should_stop",

@@ -34,6 +34,15 @@ ENV_FIRST_ON_NODE = "ELASTIC_LAUNCH_FIRST_ON_NODE"
 ENV_REPLICA_SIZE = "ELASTIC_LAUNCH_REPLICA_SIZE"
 """Workers of a replica: consecutive ranks on one node; 1 unless ``--replica-size`` was given."""
 
+ENV_REPLICA = "ELASTIC_LAUNCH_REPLICA"
+"""Number of the worker's replica in the round, from 0."""
+
+ENV_REPLICA_RANK = "ELASTIC_LAUNCH_REPLICA_RANK"
+"""Rank of the worker in its replica, from 0: it never changes."""
+
+ENV_REPLICAS = "ELASTIC_LAUNCH_REPLICAS"
+"""Number of replicas in the round."""
+
 ENV_SOCKET = "ELASTIC_LAUNCH_SOCKET"
 """Unix socket where the agent listens for its workers; a name that begins with ``@`` is in the abstract namespace."""
 
@@ -63,6 +72,9 @@ _OF_PLACE = (
     "MASTER_ADDR",
     "MASTER_PORT",
     ENV_FIRST_ON_NODE,
+    ENV_REPLICA,
+    ENV_REPLICA_RANK,
+    ENV_REPLICAS,
     ENV_ROUND,
 )
 
@@ -125,6 +137,7 @@ class Placement:
         role_world_size: workers of its role in the round.
         first_on_node: whether its local rank is the lowest among those of its node in the round; it need not be 0, as a
             node may take part with only some of its workers.
+        replica_size: workers of a replica; a round has whole replicas only.
     """
 
     rank: Count
@@ -138,6 +151,7 @@ class Placement:
     role_rank: Count
     role_world_size: Count
     first_on_node: bool
+    replica_size: Positive = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -722,6 +736,10 @@ def round_environment(
         "TORCHELASTIC_RESTART_COUNT": str(restarts),
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
         ENV_FIRST_ON_NODE: str(int(placement.first_on_node)),
+        ENV_REPLICA_SIZE: str(placement.replica_size),
+        ENV_REPLICA: str(placement.rank // placement.replica_size),
+        ENV_REPLICA_RANK: str(placement.rank % placement.replica_size),
+        ENV_REPLICAS: str(placement.world_size // placement.replica_size),
         ENV_ROUND: str(round_number),
         ENV_START_REASON: reason,
     }

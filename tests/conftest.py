@@ -119,6 +119,7 @@ LONG = (
     *("leavers_serve", "takeover_stateful", "first_second", "ledger", "etcd_bad_input", "token", "several_nodes"),
     *("one_node", "snapshot_store", "bad_input", "options", "server", "front_ends", "console", "distributions"),
     *("groups", "trainer", "elected", "hang_watch", "http_pages", "live_ahead", "live_rounds", "composer_rows"),
+    "stateful_loaders",
 )
 """The files that take longest, of make test-all and of make test, in this order."""
 

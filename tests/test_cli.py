@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from signal import SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2
 from types import SimpleNamespace
@@ -100,6 +101,7 @@ VALUES: list[tuple[str, str, str, object]] = [
     ("nproc", "2", "nproc", 2),
     ("nproc-per-node", "2", "nproc", 2),
     ("nproc", "cpu", "nproc", len(os.sched_getaffinity(0))),
+    ("replica-size", "1", "replica_size", 1),
     ("rdzv-backend", "c10d", "backend", "c10d"),
     ("rdzv-endpoint", "[::1]:1", "endpoint", Endpoint("::1", 1)),
     ("rdzv-id", "-5", "run_id", "-5"),
@@ -180,6 +182,23 @@ def test_every_spelling_of_a_flag_with_a_value(
     assert getattr(parse("train.py", **{variable: text}), attribute) == expected
     if name != "rdzv-conf":  # whose values merge
         assert getattr(parse(f"--{name}={text}", "train.py", **{variable: "nonsense"}), attribute) == expected
+
+
+@pytest.mark.parametrize(("nproc", "workers", "idle"), [("6", 4, 2), ("8", 8, 0), ("4", 4, 0), ("cpu", 4, 1)])
+def test_a_node_has_whole_replicas(
+    parse: Parse, monkeypatch: pytest.MonkeyPatch, nproc: str, workers: int, idle: int
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(5))
+    config = parse("--nproc", nproc, "--replica-size", "4", "train.py")
+    assert (config.nproc, config.idle, config.replica_size) == (workers, idle, 4)
+    changed = replace(config, node_id="b")
+    assert (changed.nproc, changed.idle) == (workers, idle)
+
+
+def test_replicas_need_this_projects_rendezvous(parse: Parse) -> None:
+    line = "--nproc 2 --replica-size 2 --rdzv-backend etcd-v2 --rdzv-endpoint h:1 train.py"
+    error = refused(parse, line)
+    assert error.message == "--replica-size needs this project's own rendezvous."
 
 
 def test_every_flag_is_tested() -> None:
@@ -303,6 +322,14 @@ def test_standalone_ignores_another_backend_with_a_warning(parse: Parse, caplog:
         ("nproc", "many", "--nproc many", "auto, cpu or gpu"),
         ("nproc", "1.5", "--nproc 1.5", "auto, cpu or gpu"),
         ("nproc", "9" * 5000, "--nproc 999", "auto, cpu or gpu"),
+        ("replica-size", "0", "--replica-size is 0", "1 or more"),
+        ("replica-size", "two", "--replica-size two", "4"),
+        (
+            "replica-size",
+            "2",
+            "--nproc 1 is less than the 2 workers of a replica (--re",
+            "--nproc 2 or more",
+        ),
         ("max-restarts", "-1", "--max-restarts is -1", "0"),
         ("max-restarts", "few", "--max-restarts few", "4"),
         ("max-idle-restarts", "-1", "--max-idle-restarts is -1", "0"),

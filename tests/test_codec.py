@@ -17,7 +17,7 @@ from elastic_launch.config.launch_config import Limits
 from elastic_launch.contract import Count
 from elastic_launch.errors import ProtocolError
 from elastic_launch.failure import Failure
-from elastic_launch.rendezvous.record import ControlRecord, LocalRanks, Member, Round, Seconds
+from elastic_launch.rendezvous.record import ControlRecord, LocalRanks, Member, ReplicaSize, Round, Seconds
 from elastic_launch.rendezvous.wire import messages as m
 
 STEADY = settings(max_examples=25)
@@ -37,6 +37,8 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
         return st.integers(0, 2**53 - 1)
     if hint == LocalRanks:
         return LOCAL_RANKS
+    if hint == ReplicaSize:
+        return st.integers(1, 65535)
     if hint == Seconds:
         return st.floats(0.0, 1e9, exclude_max=True)
     if typing.get_origin(hint) in (types.UnionType, typing.Union):

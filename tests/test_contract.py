@@ -32,6 +32,7 @@ PLACEMENT = Placement(
     role_rank=3,
     role_world_size=10,
     first_on_node=False,
+    replica_size=2,
 )
 
 
@@ -85,6 +86,10 @@ def test_all_values() -> None:
         "TORCHELASTIC_ERROR_FILE": "/logs/error.json",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "ELASTIC_LAUNCH_FIRST_ON_NODE": "0",
+        "ELASTIC_LAUNCH_REPLICA_SIZE": "2",
+        "ELASTIC_LAUNCH_REPLICA": "2",
+        "ELASTIC_LAUNCH_REPLICA_RANK": "1",
+        "ELASTIC_LAUNCH_REPLICAS": "6",
         "ELASTIC_LAUNCH_ROUND": "7",
         "ELASTIC_LAUNCH_START_REASON": "node b lost: its connection closed",
         "ELASTIC_LAUNCH_SOCKET": "@elastic-launch-1",
@@ -101,6 +106,7 @@ def test_a_worker_that_starts_ahead_has_its_local_rank_but_no_place() -> None:
     assert numbers == {
         "LOCAL_RANK",
         "LOCAL_WORLD_SIZE",
+        c.ENV_REPLICA_SIZE,
         "TORCHELASTIC_RESTART_COUNT",
         "TORCHELASTIC_MAX_RESTARTS",
     }
@@ -123,7 +129,8 @@ def test_a_users_choice_of_error_handling_is_kept() -> None:
 
 def test_our_names_have_our_prefix() -> None:
     names = {name for name in environment() if name.startswith("ELASTIC_LAUNCH_")}
-    assert names == {c.ENV_FIRST_ON_NODE, c.ENV_ROUND, c.ENV_START_REASON, c.ENV_SOCKET}
+    of_replicas = {c.ENV_REPLICA_SIZE, c.ENV_REPLICA, c.ENV_REPLICA_RANK, c.ENV_REPLICAS}
+    assert names == {c.ENV_FIRST_ON_NODE, c.ENV_ROUND, c.ENV_START_REASON, c.ENV_SOCKET} | of_replicas
 
 
 STORED = c.Stored(2, c.CopyJob(9, 101, 7, "/checkpoints", 3, True, keep_best=c.Best("loss", "max", 2)))

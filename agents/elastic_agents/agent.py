@@ -187,6 +187,7 @@ class NodeAgent(ElasticAgent):
             snapshot=snapshot_store.newest_step,
             idle=snapshot_store.idle,
             held=self._workers.held,
+            replica_size=self._config.replica_size,
         )
         self.state.view, actions = decide(self.state.view, event, facts)
         for action in actions:
@@ -340,6 +341,8 @@ class NodeAgent(ElasticAgent):
             case v.StartWorkersAhead(local_ranks=local_ranks, yields=yields):
                 reporting.ahead(local_ranks, self._start_timer.seen)
                 self._starts.start_ahead(local_ranks, self.state.restarts, yields=yields)
+            case v.ForgetSnapshots():
+                self._snapshot_store.forget()
             case v.KillAhead(local_ranks=local_ranks):
                 self._starts.kill_ahead(local_ranks)
             case v.ReportAheadExit(local_rank=local_rank, next=following):

@@ -51,7 +51,7 @@ def decide(view: v.View, event: v.Event, node: v.NodeFacts) -> Decision:
     if view.phase is v.Phase.OVER:
         return view, []
     after, actions = _decide(view, event, node)
-    return policy_ahead.settled(view, after, actions, node.nproc)
+    return policy_ahead.settled(view, after, actions, node)
 
 
 def _decide(view: v.View, event: v.Event, node: v.NodeFacts) -> Decision:
@@ -63,17 +63,20 @@ def _decide(view: v.View, event: v.Event, node: v.NodeFacts) -> Decision:
         case m.Form():
             return _form(view, event, policy_ahead.slots_of(event, node.node_id, node.nproc))
         case m.StartAhead():
-            return policy_ahead.ordered(view, node.nproc)
+            return policy_ahead.ordered(view, node)
         case m.DrainRound():
             return _drain(view, event)
         case m.Break(cause=cause):
             if view.phase is v.Phase.SAVING and view.leaving is None:
                 return _saved(view)
             return _stop(view, cause)
-        case m.Evicted(reason=reason, final=final):
+        case m.Evicted(reason=reason, final=final, anew=anew):
             if final and view.leaving is None:
                 view = replace(view, leaving=int(ExitCode.RENDEZVOUS), cause=reason)
-            return _kill(view)
+            # One that leaves has them saved first; storage refuses them if the run has saved since.
+            forget: list[v.Action] = [v.ForgetSnapshots()] if anew and view.leaving is None else []
+            view, actions = _kill(view)
+            return view, [*actions, *forget]
         case m.Released():
             return _released(view)
         case m.RunEnd(code=code, cause=cause):
@@ -133,7 +136,7 @@ def _ahead(view: v.View, event: v.WorkerExit | v.Reported | v.HungUp, node: v.No
     local_rank = event.local_rank
     match event:
         case v.WorkerExit():
-            return policy_ahead.exited(view, event, node.nproc)
+            return policy_ahead.exited(view, event, node)
         case v.HungUp():
             return view, [v.Kill(frozenset({local_rank}), ending=True)] if local_rank in view.ahead.waiting else []
         case v.Reported(report=c.Ahead()) if local_rank in view.alive:

@@ -10,6 +10,9 @@ at once if it has ended by itself or not come in time, its local rank starts wit
 failure is charged as any other. If that has happened :data:`MOST_FAILED` times in a row, the script cannot be started
 ahead.
 
+Only whole replicas take part in rounds. If a replica has lost a worker, its others start ahead, too, while another
+replica of the node trains; without such a replica they stay suspended until theirs is whole.
+
 If it has ended in a way in which others would, too, and the node has not completed a step in the run, the leader
 decides whether the node takes part at all.
 
@@ -24,6 +27,7 @@ from dataclasses import replace
 from typing import Any
 
 from elastic_agents import policy_types as v
+from elastic_launch.rendezvous.record import whole_replicas
 from elastic_launch.rendezvous.wire import messages as m
 
 Decision = tuple[v.View, list[v.Action]]
@@ -44,7 +48,7 @@ def slots_of(form: m.Form, node_id: str, nproc: int) -> frozenset[int]:
     return frozenset(next(mine, range(nproc)))
 
 
-def settled(before: v.View, view: v.View, actions: list[v.Action], nproc: int) -> Decision:
+def settled(before: v.View, view: v.View, actions: list[v.Action], node: v.NodeFacts) -> Decision:
     """Complete a decision: start workers ahead where a round has ended here, and end them where no further one follows.
 
     Args:
@@ -57,22 +61,29 @@ def settled(before: v.View, view: v.View, actions: list[v.Action], nproc: int) -
     stopped = next((action for action in actions if isinstance(action, v.ReportStopped)), None)
     if stopped is None:
         return view, actions
-    starts: list[v.Action] = []
     others = bool(view.suspended) or view.nodes > 1
+    anew: frozenset[int] = frozenset()
     if _may_start(view) and view.lives and others and before.phase is not v.Phase.FINISHED:
-        view, starts = _start(view, _missing(view, nproc), yields=bool(view.suspended))
-    slots = _offered(view, nproc)
+        anew = _missing(view, node)
+    slots = _offered(view.ahead.coming | anew, node)
+    # Workers of replicas that have lost others.
+    broken = view.suspended - frozenset(slots) if slots else frozenset()
+    if broken and not whole_replicas(view.suspended, node.replica_size):
+        slots, broken = (), frozenset()  # their state may be nowhere else: they wait until their replica is whole
+    view = replace(view, suspended=view.suspended - broken)
+    view, starts = _start(view, anew | broken, yields=bool(view.suspended))
     report = replace(stopped, slots=slots, importing=bool(view.ahead.coming) and not slots)
-    return view, [*(report if action is stopped else action for action in actions), *starts]
+    actions = [report if action is stopped else action for action in actions]
+    return view, [*([v.Kill(broken)] if broken else []), *actions, *starts]
 
 
-def ordered(view: v.View, nproc: int) -> Decision:
+def ordered(view: v.View, node: v.NodeFacts) -> Decision:
     """The leader orders this node to start its workers ahead; it waits for the report that they are there."""
     if view.phase not in (v.Phase.WAITING, v.Phase.SUSPENDED) or view.ahead.ended:
         return view, []
     actions: list[v.Action] = []
     if _may_start(view) and not view.final:
-        view, actions = _start(view, _missing(view, nproc))
+        view, actions = _start(view, _missing(view, node))
     return view, actions if view.ahead.coming else [*actions, m.Imported(view.ahead.arguments)]
 
 
@@ -86,7 +97,7 @@ def waits(view: v.View, local_rank: int, arguments: str) -> Decision:
     return view, _complete(view)
 
 
-def exited(view: v.View, event: v.WorkerExit, nproc: int) -> Decision:
+def exited(view: v.View, event: v.WorkerExit, node: v.NodeFacts) -> Decision:
     """A worker ahead has ended: start another one, or start its local rank with the next round."""
     one, ahead = frozenset({event.local_rank}), view.ahead
     if not one <= ahead.coming | ahead.waiting:
@@ -98,7 +109,7 @@ def exited(view: v.View, event: v.WorkerExit, nproc: int) -> Decision:
     if not failed and lost < MOST_LOST:
         view, starts = _start(view, one)
         actions = [v.ReportAheadExit(event.local_rank, "another one starts"), *starts]
-        left = _offered(view, nproc)
+        left = _offered(view.ahead.coming, node)
         withdraws = one <= ahead.waiting and left and view.phase is not v.Phase.STOPPING
         return view, [*actions, m.RankOffer(left)] if withdraws else actions
     view = _with(view, in_round=view.ahead.in_round | one, lost=0)
@@ -136,15 +147,16 @@ def _dismissed(view: v.View) -> Decision:
     return _with(view, coming=nothing, waiting=nothing), [v.KillAhead(ahead.coming | ahead.waiting)]
 
 
-def _missing(view: v.View, nproc: int) -> frozenset[int]:
+def _missing(view: v.View, node: v.NodeFacts) -> frozenset[int]:
     """Return the local ranks without a worker, other than those that start with the next round."""
     ahead = view.ahead
-    return frozenset(range(nproc)) - view.suspended - ahead.coming - ahead.waiting - ahead.in_round
+    return frozenset(range(node.nproc)) - view.suspended - ahead.coming - ahead.waiting - ahead.in_round
 
 
-def _offered(view: v.View, nproc: int) -> tuple[int, ...]:
+def _offered(coming: frozenset[int], node: v.NodeFacts) -> tuple[int, ...]:
     """Return the local ranks with which the node could take part in a round; empty for all, and for none."""
-    return tuple(sorted(frozenset(range(nproc)) - view.ahead.coming)) if view.ahead.coming else ()
+    there = frozenset(range(node.nproc)) - coming
+    return whole_replicas(there, node.replica_size) if coming else ()
 
 
 def _start(view: v.View, local_ranks: frozenset[int], *, yields: bool = False) -> Decision:

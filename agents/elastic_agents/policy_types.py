@@ -137,11 +137,12 @@ class NodeFacts:
     """What the policy knows of its node besides the view.
 
     Attributes:
-        nproc: workers of the node.
+        nproc: workers of the node: whole replicas.
         hosts: whether the run's leader is on this node, and no other could take its place.
         snapshot: step of the newest snapshot in the node's memory; None without one.
         idle: whether nothing is being copied to durable storage, nor served to another node.
         held: whether the guard has stopped the workers, since the agent did not run.
+        replica_size: workers of a replica.
     """
 
     nproc: int
@@ -150,6 +151,7 @@ class NodeFacts:
     snapshot: int | None = None
     idle: bool = True
     held: bool = False
+    replica_size: int = 1
 
 
 # Events other than the leader's orders and the membership's (LinkDown, CutOff, RendezvousLost).
@@ -367,6 +369,11 @@ class StartWorkersAhead:
 
 
 @dataclass(frozen=True, slots=True)
+class ForgetSnapshots:
+    """Drop the snapshots in this node's memory: the run has begun anew without them."""
+
+
+@dataclass(frozen=True, slots=True)
 class KillAhead:
     """Kill workers that were started ahead and have no place yet."""
 
@@ -519,6 +526,7 @@ Action = (
     | SendExit
     | GivePlace
     | StartWorkersAhead
+    | ForgetSnapshots
     | KillAhead
     | ReportAheadExit
     | AskStop

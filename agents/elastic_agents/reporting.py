@@ -32,7 +32,10 @@ _spared: set[int] = set()
 def opened(config: LaunchConfig, *, hosting: bool, endpoint: str, address: str) -> None:
     """Print this node's role and endpoint and, on the host, how to start the other nodes."""
     if hosting and config.announce:
-        options = [f"--nnodes {config.limits.min_nodes}:{config.limits.max_nodes} --nproc {config.nproc}"]
+        nnodes, nproc = f"{config.limits.min_nodes}:{config.limits.max_nodes}", config.nproc + config.idle
+        options = [f"--nnodes {nnodes} --nproc {nproc}"]
+        if config.replica_size > 1:
+            options.append(f"--replica-size {config.replica_size}")
         if config.limits.max_restarts != 3:
             options.append(f"--max-restarts {config.limits.max_restarts}")
         options.append(f"--rdzv-endpoint {endpoint} --rdzv-id {config.run_id}")
@@ -42,6 +45,10 @@ def opened(config: LaunchConfig, *, hosting: bool, endpoint: str, address: str) 
     elif config.limits.max_nodes > 1:
         role = "hosts the run" if hosting else "joins"
         _log.info("node %s (%s) %s at %s", config.node_id, address, role, endpoint)
+    if config.idle:
+        text = "%s %s idle: a replica has %d (--replica-size)"
+        idle = f"{config.idle} of {counted(config.nproc + config.idle, 'worker')}"
+        _log.info(text, idle, "stays" if config.idle == 1 else "stay", config.replica_size)
 
 
 def forwarded(number: int, spared: list[int]) -> None:

@@ -462,10 +462,12 @@ def shown(status: a.Status, where: str, width: int | None = None) -> list[str]:
     limits = f"{status.min_nodes}:{status.max_nodes}"
     step = "no step reported" if status.step is None else f"step {status.step}"
     members = [node for node in status.nodes if node.ranks] if status.world_size else []
+    size = status.replica_size
+    of_replicas = f" ({counted(status.world_size // size, 'replica')} of {size})" if size > 1 else ""
     lines = [
         f"run at {where}" if status.run_id == LaunchConfig.run_id else f"run {status.run_id} at {where}",
         f"round {status.round}, term {status.term}, leader {status.leader}; {status.next}",
-        f"world size {status.world_size} on {counted(len(members), 'node')} of {limits}, {step}, "
+        f"world size {status.world_size}{of_replicas} on {counted(len(members), 'node')} of {limits}, {step}, "
         f"restarts {status.restarts} of {status.max_restarts}",
         *_pace(status),
         f"last checkpoint: {_kept(status.checkpoint)}; last snapshot: {_kept(status.snapshot)}",

@@ -63,6 +63,7 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
         (
             Flag(("--nnodes",), "nodes of the run", "N|MIN:MAX", "1:1"),
             Flag(("-n", "--nproc", "--nproc-per-node"), "workers here: number, auto, cpu, gpu", "N", "1"),
+            Flag(("--replica-size",), "workers of a replica, on one node", "N", "1"),
             Flag(("--standalone",), "this node only, whatever endpoint is given"),
         ),
     ),

@@ -247,7 +247,10 @@ def build(line: CommandLine, values: Values) -> LaunchConfig:
         torchrun=values.torchrun,
         # Last, because counting devices imports torch.
         nproc=_nproc(values.text("--nproc") or "1"),
+        replica_size=1 if (size := values.integer("--replica-size")) is None else size,
     )
+    if config.foreign is not None and config.replica_size > 1:
+        raise UsageError("--replica-size needs this project's own rendezvous.", "Use --rdzv-backend c10d or etcd.")
     if config.options.virtual_local_rank:
         visible_device(config.nproc - 1, values.environ)
     if config.preload and not config.warm:

@@ -174,7 +174,9 @@ class LaunchConfig:
 
     Attributes:
         command: what the workers execute; :mod:`elastic_launch.api` sets it from its call.
-        nproc: workers on this node.
+        nproc: workers on this node: whole replicas.
+        replica_size: workers of a replica, which are on one node.
+        idle: workers beyond whole replicas that this node was asked for; they are not started.
         endpoint: where the control store is; None if this node hosts it.
         endpoints: all addresses of the service that keeps the record, or of the hosts that do so together; the first is
             ``endpoint``. Empty on c10d with one endpoint.
@@ -219,6 +221,8 @@ class LaunchConfig:
     command: Command = Command((), ())
     limits: Limits = field(default_factory=Limits)
     nproc: int = 1
+    replica_size: int = 1
+    idle: int = 0
     run_id: str = "none"
     backend: str = "c10d"
     endpoint: Endpoint | None = None
@@ -271,6 +275,17 @@ class LaunchConfig:
                 f"--nproc {self.nproc} is more than the {MOST_WORKERS} workers that a node may have.",
                 "Give the number of workers on this node, or auto, cpu or gpu.",
             )
+        if self.replica_size < 1:
+            raise UsageError(f"--replica-size is {self.replica_size}.", "Give 1 or more: the workers of a replica.")
+        if self.nproc < self.replica_size:
+            raise UsageError(
+                f"--nproc {self.nproc} is less than the {self.replica_size} workers of a replica (--replica-size), "
+                "which must be on one node.",
+                f"Give --nproc {self.replica_size} or more on each node, or a lower --replica-size.",
+            )
+        if idle := self.nproc % self.replica_size:
+            object.__setattr__(self, "nproc", self.nproc - idle)
+            object.__setattr__(self, "idle", idle)
         check_seconds(f"--shutdown-timeout {self.shutdown_timeout:g}", self.shutdown_timeout, zero=True)
         check_seconds(f"--wait-for-children {self.wait_for_children:g}", self.wait_for_children, zero=True)
         if self.hang_timeout is not None:
@@ -308,6 +323,11 @@ class LaunchConfig:
         return self.log_dir / (self.log_name or self.run_id)
 
     @property
+    def shared(self) -> str:
+        """What must be the same on all nodes, as users see it: the command, and the size of replicas."""
+        return f"--replica-size {self.replica_size} {self.command}" if self.replica_size > 1 else str(self.command)
+
+    @property
     def title(self) -> str:
         """What readers know the run by: its id, or what it runs if it was given none."""
         return f"run {self.run_id}" if self.run_id != LaunchConfig.run_id else f"run of {self.command.target[1]}"
@@ -319,8 +339,10 @@ class LaunchConfig:
         return self.limits.max_nodes == 1 and unknown and self.foreign is None
 
     def digest(self) -> str:
-        """Return the SHA-256 over what must be equal on all nodes: what is run, the backend, and its voters."""
-        value = [*self.command.target, self.backend]
+        """Return the SHA-256 over what must be equal on all nodes: what is run, the backend, its voters, replicas."""
+        value: list[str | int] = [*self.command.target, self.backend]
+        if self.replica_size > 1:
+            value.append(self.replica_size)
         if self.kind.voting:
             value += sorted(map(str, self.endpoints))
         return hashlib.sha256(json.dumps(value).encode()).hexdigest()

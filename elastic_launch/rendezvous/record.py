@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import secrets
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -28,6 +30,19 @@ def _local_ranks(value: tuple[int, ...]) -> tuple[int, ...]:
 
 LocalRanks = Annotated[tuple[int, ...], _local_ranks]
 """Some of a node's local ranks, in ascending order; empty for all of them."""
+
+
+def whole_replicas(local_ranks: Collection[int], size: int) -> tuple[int, ...]:
+    """Return those of a node's local ranks, in ascending order, that belong to replicas of which all are there.
+
+    Local ranks 0 to size - 1 are a replica, the next ones another.
+    """
+    there = Counter(local_rank // size for local_rank in local_ranks)
+    return tuple(local_rank for local_rank in sorted(local_ranks) if there[local_rank // size] == size)
+
+
+ReplicaSize = Annotated[int, between(1, MOST_LOCAL_RANKS, "the size of a replica")]
+"""Workers of a replica."""
 
 Seconds = Annotated[float, between(0.0, 1e9, "a number of seconds from 0 to 1e9")]
 """A time that has passed, or that is left: clocks of two hosts are never compared."""
@@ -187,7 +202,7 @@ class ControlRecord:
         closed: why no newcomers are admitted, as text; empty if they are.
         nonce: random per write; distinguishes two writers of otherwise equal records.
         first_term: the term in which this run began; above 1 if an earlier run had the same id.
-        run: random per run; distinguishes runs with the same id. Empty if the record is only in its leader's memory.
+        run: random per run; distinguishes runs with the same id.
     """
 
     run_id: str

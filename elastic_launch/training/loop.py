@@ -65,6 +65,9 @@ OWN = "parameters"
 TENSOR_RANKS = "tensor ranks"
 """Name of the ranks that compute a micro-batch together, among what must not change in exact mode."""
 
+LOADER = "loader"
+"""Name of the part that the data have of the state."""
+
 
 class Loop:
     """Iterates over the steps of one training; its arguments are those of :meth:`elastic_launch.Run.steps`."""
@@ -90,13 +93,13 @@ class Loop:
         self._checkpoint = checkpoint
         self._options = options
         self._end = total_steps(until, epochs.steps_per_epoch)
-        parts = {"model": self._model, "optimizer": self._optimizer, **options.parts}
+        parts = {"model": self._model, "optimizer": self._optimizer, **options.parts, LOADER: epochs.part}
         self._parts: dict[str, Stateful] = {name: part for name, part in parts.items() if part is not None}
         own = OwnParameters(self._model, self._optimizer)
         if own.state_dict():
             self._parts[OWN] = own
         self._state: TrainingState = engine.state.extended(self._parts)
-        unwatched = None if options.stepper is not None else {OWN, *options.unwatched}
+        unwatched = None if options.stepper is not None else {OWN, LOADER, *options.unwatched}
         self.positions = Positions(engine.rounds, self._state, exact=options.exact, unwatched=unwatched)
         engine.sharded = bool(sharding_modules(self._model))
         options.check(epochs, self._model, self._optimizer, several=isinstance(model, Mapping), meshed=meshed)
@@ -248,6 +251,7 @@ class Loop:
             self._received = resumed
             self.positions.end()
         self._train_the_same(resumed.starts[0]["trained"] if resumed.starts and resumed.passes else resumed.trained)
+        self._epochs.enter(world, resumed.step)
         _warn_of_idle_ranks(world, self._epochs.batch)
         if self._options.prepare is not None and self._received is None:
             with rounds.link.doing(Activity.RESTORE):
@@ -317,6 +321,10 @@ class Loop:
     def _can_live(self) -> bool:
         """Whether this training can continue in another round: a process that begins must meet it at the same place."""
         alone = self._options.start == 0 and self._rounds.untouched and not self._state.calls_functions
+        if alone and (bound := self._epochs.bound):
+            if self._rounds.asked_live is not False and self.engine.world.rank == 0:
+                _log.info("each process ends with its round: %s", bound)
+            return False
         if not alone or not (self._state.sharded or self._rounds.mesh):
             return alone
         skips = self._checkpoint is not None and self._checkpoint.skip_frozen

@@ -53,7 +53,7 @@ class LoopOptions:
         if meshed or sharding_modules(model):
             self._check_sharded(optimizer, several=several)
         if self.share:
-            self._check_verified(model, optimizer, meshed=meshed)
+            self._check_verified(epochs, model, optimizer, meshed=meshed)
         if not self.exact:
             return
         epochs.check_exact()
@@ -64,8 +64,9 @@ class LoopOptions:
                 "torch.Generator().manual_seed(torch.initial_seed()).",
             )
 
-    def _check_verified(self, model: nn.Module, optimizer: Any, *, meshed: bool) -> None:
+    def _check_verified(self, epochs: Epochs, model: nn.Module, optimizer: Any, *, meshed: bool) -> None:
         given = {
+            "a StatefulLoader of one rank's loader": bool(epochs.bound),
             "a sharded model": meshed or bool(sharding_modules(model)),
             "several optimizers": isinstance(optimizer, Optimizers),
             'micro="auto"': self.redo,

@@ -245,6 +245,14 @@ class WorkerRounds:
         """Record that the exchanges with other ranks so far are the library's own."""
         self._noted = self.groups.used() if self.lives else 0
 
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Count what is exchanged with other ranks meanwhile as the library's own, not as the script's."""
+        before = self.groups.used() if self.lives else 0
+        yield
+        if self.lives:
+            self._noted += self.groups.used() - before
+
     def check_exchanges(self) -> None:
         """End this process with its round if the script has exchanged with other ranks since they were noted.
 

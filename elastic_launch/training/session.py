@@ -83,6 +83,26 @@ class Run:
         return self.world.world_size
 
     @property
+    def replica_size(self) -> int:
+        """Number of processes of a replica, as given by ``--replica-size``; else 1."""
+        return self.world.replica_size
+
+    @property
+    def replica(self) -> int:
+        """Number of this process' replica in the current round, from 0."""
+        return self.world.replica
+
+    @property
+    def replica_rank(self) -> int:
+        """This process' rank in its replica, from 0; it never changes."""
+        return self.world.replica_rank
+
+    @property
+    def replicas(self) -> int:
+        """Number of replicas in the current round."""
+        return self.world.replicas
+
+    @property
     def worlds(self) -> list[int]:
         """World sizes of all rounds of the training so far; the last one is this round's."""
         self._engine.meet()

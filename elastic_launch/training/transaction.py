@@ -585,7 +585,8 @@ class Transaction:
         optimizers.unscale(chosen, gradients, f"step {self.number}")
         if clip_norm is not None:
             try:
-                self.clipped_norm = gradients.clip(optimizers.parameters(chosen, gradients), clip_norm)
+                with self._rounds.exchanging():
+                    self.clipped_norm = gradients.clip(optimizers.parameters(chosen, gradients), clip_norm)
             except RuntimeError as error:  # as in grad_norm()
                 if not self._goes_on(error):
                     raise
@@ -662,7 +663,8 @@ class Transaction:
         if self._left_out:
             return math.nan
         try:
-            return float(self.share.gradients.norm(list(found.values())))
+            with self._rounds.exchanging():
+                return float(self.share.gradients.norm(list(found.values())))
         except RuntimeError as error:  # of a sharded model's ranks, which exchange their parts of it
             if not self._goes_on(error):
                 raise

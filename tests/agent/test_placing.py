@@ -92,3 +92,23 @@ def test_a_kept_worker_gets_the_variables_that_a_new_one_gets(virtual: bool) -> 
     )
     assert kept == {name: new[name] for name in kept}
     assert (kept["RANK"], kept["LOCAL_RANK"]) == ("3", "0" if virtual else "1")
+
+
+def test_each_worker_learns_its_replica() -> None:
+    """Replicas are consecutive ranks of one node, also if the node takes part with some of its replicas only."""
+    config = LaunchConfig(Command(("x",), ("x",)), nproc=7, replica_size=2)
+    members = (Member("first", "i", 2, "host", 1), Member(config.node_id, "i", 4, "host", 1, slots=(0, 1, 4, 5)))
+    found = place(WorkerGroup(replace(spec_of(members[1]), local_world_size=6)), Round(1, members), config)
+    names = [f"ELASTIC_LAUNCH_REPLICA{name}" for name in ("", "_RANK", "S", "_SIZE")]
+    envs = [round_environment(each, 1, restarts=0, max_restarts=3, reason="") for each in found]
+    assert [[env[name] for name in ("LOCAL_RANK", "RANK", *names)] for env in envs] == [
+        ["0", "2", "1", "0", "3", "2"],
+        ["1", "3", "1", "1", "3", "2"],
+        ["4", "4", "2", "0", "3", "2"],
+        ["5", "5", "2", "1", "3", "2"],
+    ]
+    shared = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    ahead = environment_ahead(config, shared, unplaced(4, 2), restarts=0, error_file="", socket="")
+    assert [ahead[name] for name in names] == [UNPLACED] * 3 + ["2"]
+    told = place_of(config, m.Form(1, Round(1, members), 0, "first"), found[2]).placement
+    assert round_environment(told, 1, restarts=0, max_restarts=3, reason="") == envs[2], "a kept worker"

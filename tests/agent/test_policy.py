@@ -128,6 +128,18 @@ def test_an_evicted_node_that_waits_does_not_report_again() -> None:
     assert after(before, m.Evicted(1, "too slow")) == (Phase.WAITING, [])
 
 
+def test_a_node_of_a_run_that_has_begun_anew_forgets_its_snapshots() -> None:
+    before, _ = decide(FINISHED, brk(1), 2)
+    assert after(before, m.Evicted(1, "anew", anew=True)) == (Phase.WAITING, [v.ForgetSnapshots()])
+    suspended = replace(before, phase=Phase.SUSPENDED, suspended=frozenset({0}))
+    assert after(suspended, m.Evicted(1, "anew", anew=True)) == (Phase.WAITING, [v.Kill(), v.ForgetSnapshots()])
+
+
+def test_a_node_that_leaves_as_the_run_has_begun_anew_saves_first() -> None:
+    leaving = replace(FINISHED, phase=Phase.SAVING, leaving=0)
+    assert v.ForgetSnapshots() not in decide(leaving, m.Evicted(1, "anew", anew=True), 2)[1]
+
+
 def test_a_node_whose_place_was_taken_kills_its_workers_and_exits() -> None:
     evicted, actions = decide(RUNNING, m.Evicted(1, "another took its place", final=True), 2)
     assert actions == [v.Kill()]

@@ -748,7 +748,7 @@ def test_a_copying_process_that_waits_for_a_processor_is_not_replaced(
     processor, command = min(os.sched_getaffinity(0)), copiers.helper_command
     here = f"import os; os.sched_setaffinity(0, {{{processor}}}); "
     monkeypatch.setattr(copiers, "helper_command", lambda code, *arguments: command(here + code, *arguments))
-    monkeypatch.setattr(copiers, "STALL", 1.5)
+    monkeypatch.setattr(copiers, "STALL", 0.5)
     busy = [subprocess.Popen([sys.executable, "-c", f"{here}\nwhile True: pass"]) for _ in range(3)]
     try:
         began = time.monotonic()
@@ -921,3 +921,29 @@ def test_without_memory_an_incomplete_snapshot_is_freed(node: Node) -> None:
     assert node.snapshot_store.leave_out()
     node.snapshot_store.between_rounds()
     assert node.used() == [7]
+
+
+def test_snapshots_of_a_run_that_has_begun_anew_are_dropped(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    node.store(5, durable=False)
+    node.store(6, durable=False)
+    node.snapshot_store.forget()
+    assert node.used() == []
+    assert node.snapshot_store.newest is None
+    assert "the state of step 6 in this node's memory is dropped: the run has begun anew" in caplog.text
+    node.snapshot_store.secure()
+    node.store(1)
+    assert node.copied() == [1]
+
+
+def test_a_copy_of_what_is_dropped_is_not_reported(node: Node) -> None:
+    asked, free = threading.Event(), threading.Event()
+    node.may_commit = lambda: asked.set() or free.wait(30 * SLOWNESS)
+    node.store(5)
+    assert asked.wait(30 * SLOWNESS)
+    node.store(6)
+    node.snapshot_store.forget()
+    assert node.used() == []
+    free.set()
+    node.store(1)
+    assert node.copied() == [5, 1], "that of step 6 was still to be made"
+    assert [told.step for told in node.told] == [1]

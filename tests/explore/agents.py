@@ -134,6 +134,7 @@ class Agent:
                 world.nproc,
                 f"host-{node_id}",
                 1,
+                replica_size=world.replica_size,
             )
         )
 
@@ -198,7 +199,8 @@ class Agent:
         world = self.world
         world.met(f"policy {self.view.phase.value}", event)
         world.checks.obeyed(self, event)
-        self.view, actions = decide(self.view, event, v.NodeFacts(world.nproc, self.node_id))
+        facts = v.NodeFacts(world.nproc, self.node_id, replica_size=world.replica_size)
+        self.view, actions = decide(self.view, event, facts)
         for action in actions:
             self._carry_out(action)
 

@@ -29,6 +29,7 @@ class Bounds:
         nodes: the run's limits, as in ``--nnodes``.
         start: the ids of the nodes that start with the run.
         nproc: workers of each node.
+        replica_size: workers of each replica.
         faults: how many faults may happen.
         kinds: which ones.
         comes_back: how many agents may start again.
@@ -49,3 +50,4 @@ class Bounds:
     formed: bool = False
     finishes: bool = True
     max_restarts: int = 3
+    replica_size: int = 1

@@ -40,6 +40,10 @@ QUICK: dict[str, tuple[Bounds, int]] = {
     "both nodes are needed": (replace(ROUND, nodes="2:2", kinds=("dies",), comes_back=1), SOME),
     "all is late": (replace(ROUND, kinds=("late",)), SOME),
     "a process dies, live": (replace(ROUND, live=True, kinds=DEATHS), SOME),
+    "a process dies, in replicas of two workers": (
+        replace(ROUND, live=True, nproc=4, replica_size=2, kinds=("crash",)),
+        SOME,
+    ),
     "a newcomer starts ahead": (
         replace(ROUND, live=True, nodes="1:3", newcomers="c", faults=0, kinds=()),
         SOME,
@@ -57,6 +61,14 @@ SOAK: dict[str, tuple[Bounds, int]] = {
     "an agent hangs, and another fault": (replace(ROUND, faults=2, kinds=("hangs", *DEATHS)), 30_000),
     "no restart is allowed, and reports are late": (
         replace(ROUND, kinds=("crash", "late"), faults=2, max_restarts=0),
+        30_000,
+    ),
+    "replicas of two workers, two faults, live": (
+        replace(ROUND, live=True, nproc=4, replica_size=2, faults=2, kinds=("is lost ahead", *DEATHS)),
+        30_000,
+    ),
+    "one replica on each node, two faults, live": (
+        replace(ROUND, live=True, nproc=2, replica_size=2, faults=2, kinds=("is lost ahead", *DEATHS)),
         30_000,
     ),
     "a newcomer starts ahead, and the leader changes": (

@@ -14,7 +14,7 @@ from simulation.checks import Checks
 
 from elastic_agents import policy_types as v
 from elastic_launch.config.launch_config import Limits, Timing
-from elastic_launch.rendezvous.record import ControlRecord, Member, Round
+from elastic_launch.rendezvous.record import ControlRecord, Member, Round, whole_replicas
 from elastic_launch.rendezvous.wire import messages as m
 from explore.agents import Agent, Link, Office
 from explore.bounds import FAULTS, Bounds
@@ -71,7 +71,7 @@ class RunWorld(WorldState):
         self.limits = Limits(int(low), int(high or low), bounds.max_restarts)
         self.timing = TIMING
         self.live = self.slow = bounds.live
-        self.nproc = bounds.nproc
+        self.nproc, self.replica_size = bounds.nproc, bounds.replica_size
         self.now = EPOCH
         self.record: ControlRecord | None = None
         self.formed: dict[int, Round] = {}
@@ -147,6 +147,8 @@ class RunWorld(WorldState):
         if formed.members:
             ranks = [place.rank for index in range(len(formed.members)) for place in formed.ranks_of(index)]
             assert ranks == list(range(formed.world_size)), "the ranks must be a permutation"
+            for local_ranks in (member.local_ranks for member in formed.members):
+                assert whole_replicas(local_ranks, self.replica_size) == local_ranks, "a round has a broken replica"
             self.formed.setdefault(formed.number, formed)
 
     def lost_peer(self, number: int, agent: Agent, rank: int) -> None:

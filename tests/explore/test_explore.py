@@ -169,8 +169,8 @@ def _takes_a_failure_for_success(patch: Patch) -> None:
 def _does_not_report_that_it_has_stopped(patch: Patch) -> None:
     settled = policy_ahead.settled
 
-    def silent(before: v.View, view: v.View, actions: list[v.Action], nproc: int) -> Any:
-        after, rest = settled(before, view, actions, nproc)
+    def silent(before: v.View, view: v.View, actions: list[v.Action], node: v.NodeFacts) -> Any:
+        after, rest = settled(before, view, actions, node)
         return after, [action for action in rest if not isinstance(action, v.ReportStopped)]
 
     patch.setattr(policy_ahead, "settled", silent)

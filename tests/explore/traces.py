@@ -143,6 +143,7 @@ class TracedRun:
         self._processes: dict[str, TracedNode] = {}
         self._leading: dict[tuple[str, int], TracedLeader] = {}
         self._unsure: tuple[bytes, TracedNode] | None = None
+        self._rounds_of: dict[str, dict[int, tuple[str, ...]]] = {}
 
     # What the checks look at.
 
@@ -156,7 +157,9 @@ class TracedRun:
 
     @property
     def nodes(self) -> list[TracedNode]:
-        return [node for node in self.all if node.alive]
+        """Those that live, without those of a run that has begun anew since."""
+        known = {"", *self.leaders[-1].machine._state.continued} if self.leaders else {""}
+        return [node for node in self.all if node.alive and node.machine.hello.seen_run in known]
 
     def __getitem__(self, node_id: str) -> TracedNode:
         return [node for node in self.all if node.node_id == node_id][-1]
@@ -254,6 +257,9 @@ class TracedRun:
             case "hello":
                 self.met[phase, "NodeHello"] += 1
                 self._greets(leader, link, given[0])
+                for run in leader.machine._state.continued:  # nodes that live know the rounds
+                    for number, names in self._rounds_of.get(run, {}).items():
+                        self.checks.rounds.setdefault(number, names)
             case "report":
                 self.met[phase, name_of(given[0])] += 1
                 leader.heard[leader.greeted.get(link, "")] = self.now
@@ -284,10 +290,9 @@ class TracedRun:
         machine = LeaderMachine(*line.arguments, **line.options)
         if not self.leaders:
             self.timing, self.limits = timing, record.limits
-        if not record.run:  # the record of the leader before was only in its memory; nodes that live know the rounds
-            rounds = self.checks.rounds if any(other is not node for other in self.nodes) else {}
+        if record.run not in self._rounds_of:  # the record of the leader before may have been only in its memory
             self.checks = TracedChecks(self)  # type: ignore[arg-type]
-            self.checks.rounds = rounds
+            self._rounds_of[record.run] = self.checks.rounds
         leader = self._leading[key] = TracedLeader(node, machine, machine._state._silent)
         self.leaders.append(leader)
         node.name = node.incarnation = record.leader.incarnation

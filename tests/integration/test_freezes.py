@@ -261,3 +261,62 @@ def test_the_workers_of_a_host_whose_agent_is_frozen_train_on(job: Job) -> None:
     assert (host.wait(), other.wait()) == (0, 0)
     assert len(job.events("round_formed")) == 1
     assert "its guard has stopped" not in host.output + other.output
+
+
+ANEW = """
+import os, sys, time
+from pathlib import Path
+import torch
+from torch.utils.data import TensorDataset
+import elastic_launch as el
+
+work, node = Path(sys.argv[1]), os.environ["NODE"]
+with el.session() as run:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = el.ElasticLoader(TensorDataset(torch.ones(800, 2)), el.GlobalBatch(4, micro=2), seed=0)
+    saved = el.Checkpoint(work / "saved", every="1000ba")
+    for step in run.steps(data, model, optimizer, until="60ba", checkpoint=saved):
+        for (inputs,) in step:
+            step.backward(model(inputs).sum())
+        step.update()
+        time.sleep(0.1)
+        while step.number > 5 and node == "a" and (work / "alone").exists():
+            time.sleep(0.01)
+        with open(work / node, "a") as file:
+            print(run.world_size, step.number, file=file)
+"""
+
+
+@pytest.mark.slow
+def test_a_node_that_thaws_after_the_run_has_begun_anew_drops_what_it_holds(job: Job) -> None:
+    """It has the newer state, in rounds whose numbers the new run has used for others, and may not save it."""
+    script = job.work / "anew.py"
+    script.write_text(ANEW)
+
+    def start(name: str) -> Agent:
+        command = [str(script), str(job.work)]
+        return job.node(name, "--no-live", *TIMING, nnodes="1:2", command=command, env={"NODE": name})
+
+    def steps(name: str) -> list[list[int]]:
+        there = job.work / name
+        return [[*map(int, line.split())] for line in there.read_text().splitlines()] if there.exists() else []
+
+    host = start("a")
+    host.says("hosts")
+    other = start("b")
+    wait_for("step 40 on both", lambda: [2, 40] in steps("b"))
+    pids = other.freeze()
+    (job.work / "alone").touch()
+    host.kill()
+    host = start("a")
+    wait_for("steps of the new run", lambda: [1, 5] in steps("a"))
+    other.thaw(pids)
+    other.says("in this node's memory is dropped: the run has begun anew")
+    (job.work / "alone").unlink()
+    assert (host.wait(), other.wait()) == (0, 0)
+    assert "Two runs" not in host.output + other.output
+    seen = steps("b")
+    resumed = seen[seen.index([2, 40]) + 1 :]
+    assert min(step for size, step in resumed) < 40, "it goes on from the new run's state"
+    assert seen[-1] == [2, 60]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
-from changes import Changes, pids
+from changes import STEPS, Changes, pids, undisturbed_hash
 from harness import SCRIPTS, Job, read_lines, run_script
 
 EVALUATING = str(SCRIPTS / "evaluating.py")
@@ -91,6 +92,18 @@ def test_a_kill_within_a_forward_pass_leaves_the_others_in_their_processes(
         assert [result[key] for key in ("hash", "rate", "history")] == [
             evaluated[key] for key in ("hash", "rate", "history")
         ]
+
+
+@pytest.mark.slow
+def test_ranks_that_exchange_the_norm_of_their_gradients_keep_their_processes(job: Job, tmp_path: Path) -> None:
+    changes = training(job, "--clip", "--die-within", "1:9:1")
+    agent = changes.alone("--nproc", "3")
+    before = changes.trains(3, after=1, steps=3)
+    first = pids(job, 1)
+    result = changes.finish(agent)
+    assert {*pids(job, before).values()} >= {first[0], first[2]}
+    (tmp_path / "undisturbed").mkdir()
+    assert result["hash"] == undisturbed_hash(tmp_path / "undisturbed", STEPS, "--clip")
 
 
 @pytest.mark.slow

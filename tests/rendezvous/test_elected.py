@@ -289,7 +289,9 @@ def test_a_node_that_came_with_another_script_does_not_lead(nodes: Nodes) -> Non
         backend.open()
         backend.unreachable(found_by(record), refused=True)
         clock.advance(REFUSED_FOR)
-        with pytest.raises(RefusedError, match="has another script than the run began with") as caught:
+        with pytest.raises(
+            RefusedError, match="has another script or --replica-size than the run began with"
+        ) as caught:
             backend.find_leader(1.0)
     assert "etcdctl del /elastic-launch/runs/none/record" in caught.value.hint
     assert nodes.record == record

@@ -242,8 +242,12 @@ def test_newcomers_are_the_first_to_be_left_out() -> None:
             {"digest": "x", "command": "other.py"},
             "came with the command `other.py`, run 'run' executes `train.py --lr 1`",
         ),
+        (
+            {"digest": "x", "command": "--replica-size 2 train.py --lr 1"},
+            "came with the command `--replica-size 2 train.py --lr 1`, run 'run' executes `train.py --lr 1`",
+        ),
     ],
-    ids=["version", "run id", "command"],
+    ids=["version", "run id", "command", "size of replicas"],
 )
 def test_a_node_that_does_not_fit_is_refused_with_the_difference(fields: dict[str, Any], found: str) -> None:
     run = Run("1:2")

@@ -51,6 +51,22 @@ def test_a_node_takes_part_with_the_workers_that_it_offers() -> None:
     assert form.round.members[0].slots == ()
 
 
+@pytest.mark.parametrize(
+    ("offered", "slots"), [((0, 1), (0, 1)), ((2, 3), (2, 3)), ((0,), ()), ((1, 2), ()), ((0, 1, 2), ())]
+)
+def test_no_round_has_a_broken_replica(offered: tuple[int, ...], slots: tuple[int, ...]) -> None:
+    run = Run("1:2")
+    run.hello("a", "b", workers=4, replica_size=2)
+    run.advance(2.1)
+    trains(run, "ab")
+    run.fail("b")
+    suspended(run, "a")
+    suspended(run, "b", slots=offered)
+    assert run.number == 2
+    assert run.record.round.members[1].slots == slots
+    assert run.record.round.world_size == 4 + (len(slots) or 4)
+
+
 def test_workers_that_are_back_join_at_the_next_boundary_without_resize_delay() -> None:
     run = partial(resize_delay=1000.0)
     trains(run, "ab")

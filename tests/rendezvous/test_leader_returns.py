@@ -267,3 +267,35 @@ def test_a_link_that_waited_since_an_earlier_term_of_the_leader_is_closed() -> N
     run.hello("b", term=7)
     run.hello("c")  # it found the leader without a record
     assert set(run.links) == {"b", "c"}
+
+
+# Runs that begin anew, since their record was lost with its host.
+
+
+def test_the_state_of_nodes_that_come_before_the_first_round_counts() -> None:
+    run = Run("1:2")
+    run.hello("a", seen_run="earlier", seen_round=7, held=m.HeldSnapshot(7, 40, 0))
+    run.hello("b")
+    assert (run.number, run.members) == (8, "ab")
+    run.hello("a", seen_run="earlier", seen_round=8)
+    assert run.orders("a", m.Evicted) == []
+
+
+def test_a_node_that_comes_after_the_first_round_with_the_state_of_an_earlier_run_drops_it() -> None:
+    """Rounds of the two have the same numbers, and different states."""
+    run = running("1:2", "a")
+    fields = {"seen_run": "earlier", "seen_round": 1, "seen_term": 1}
+    run.hello("b", holding=1, **fields)
+    assert [(x.final, x.anew) for x in run.orders("b", m.Evicted)] == [(False, False)], "its workers end first"
+    run.hello("b", held=m.HeldSnapshot(1, 40, 0), **fields)
+    assert [(x.final, x.anew) for x in run.orders("b", m.Evicted)][1:] == [(False, True)]
+    assert run.orders("b", m.Welcome) == []
+    run.hello("b", seen_round=1, seen_term=1)
+    assert len(run.orders("b", m.Welcome)) == 1
+    assert len(run.orders("b", m.Evicted)) == 2
+
+
+def test_a_node_that_has_been_in_no_round_is_taken_from_any_run() -> None:
+    run = running("1:2", "a")
+    run.hello("b", seen_run="earlier")
+    assert len(run.orders("b", m.Welcome)) == 1

@@ -35,7 +35,31 @@ def test_newcomers_are_ranked_by_arrival() -> None:
 
 
 def test_survivors_keep_their_order_and_newcomers_come_last() -> None:
-    assert chosen([waiting("a"), waiting("c"), waiting("b"), waiting("d")], 9, last="d-c--b") == ["d", "c", "b", "a"]
+    assert chosen([waiting("a"), waiting("c"), waiting("b"), waiting("d")], 9, last="dcb") == ["d", "c", "b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("last", "newcomers", "then"),
+    [
+        ("a-c", "x", "axc"),
+        ("a-c-e", "xy", "axcye"),
+        ("a--d", "x", "axd"),
+        ("ab-", "x", "abx"),
+        ("a-c", "xyz", "axcyz"),
+        ("a-c", "", "ac"),
+        ("-bc", "x", "bxc"),  # the others connect to the first
+        ("--cd", "xy", "cxyd"),
+        ("--c", "x", "cx"),
+        ("---", "xy", "xy"),
+    ],
+)
+def test_newcomers_take_the_places_of_lost_members(last: str, newcomers: str, then: str) -> None:
+    nodes = [waiting(node_id) for node_id in newcomers + last.replace("-", "")]
+    assert "".join(chosen(nodes, 9, last)) == then
+
+
+def test_a_member_that_is_lost_for_want_of_room_leaves_no_place() -> None:
+    assert chosen([waiting("a"), waiting("c"), waiting("x")], 2, last="a-c") == ["a", "c"]
 
 
 def test_an_agent_that_was_restarted_is_a_newcomer() -> None:
@@ -96,6 +120,10 @@ def test_any_nodes(found: tuple[list[Node], str], limit: int) -> None:
     assert set(ranked) <= wishes.keys()
     survivors = [node_id for node_id in last if node_id in wishes]
     assert set(survivors) <= set(ranked) or len(survivors) > limit
+    if survivors and set(wishes.values()) == {None}:
+        assert ranked[0] == survivors[0]
+        later = [last.index(node_id) for node_id in survivors[1:] if node_id in ranked]
+        assert all(ranked.index(last[rank]) <= rank for rank in later), "no survivor moves up"
     plain = [node_id for node_id in survivors if wishes[node_id] is None and node_id in ranked]
     assert plain == [node_id for node_id in ranked if node_id in plain], "survivors keep their order"
     for rank in {wishes[node_id] for node_id in ranked}:

@@ -1,13 +1,15 @@
 """A tiny training in exact mode that notes what it does: each step, each snapshot, each restoring, by round.
 
 Each rank 0 notes its steps in ``steps.jsonl``, so a step that is there twice was done again; each node's writer notes
-in ``snapshots.jsonl`` what is whole in memory. From ``--due-until`` on, no snapshot is due. ``--start-time`` passes
-before the training begins, and ``--later-time``, too, in a process of a later round than the first. Steps take
-``--step-time`` until there is a file ``hurry``. With ``--die-within R:S:K`` rank K of round R kills itself in the
-forward pass of step S. With ``--stream`` the data are in shards. With ``--stream`` or ``--samples`` each rank notes in
-``samples.jsonl`` which samples it has loaded. With ``--forget`` there is a scheduler, or an average of the model, that
-nothing saves. With ``--shard`` the model is sharded over all ranks. ``--verify`` is the share of the steps that are
-verified.
+in ``snapshots.jsonl`` what is whole in memory, and each rank in ``places.jsonl`` its place in each round. From
+``--due-until`` on, no snapshot is due. ``--start-time`` passes before the training begins, and ``--later-time``, too,
+in a process of a later round than the first. Steps take ``--step-time`` until there is a file ``hurry``. With
+``--die-within R:S:K`` rank K of round R kills itself in the forward pass of step S.
+With ``--stream`` the data are in shards. With ``--stateful`` they come from loaders with a state: of a shard each, or
+of the rank, with what is to happen at another world size. With ``--stream``, ``--stateful`` or ``--samples`` each rank
+notes in ``samples.jsonl`` which samples it has loaded. With ``--forget`` there is a scheduler, or an average of the
+model, that nothing saves. With ``--shard`` the model is sharded over all ranks. With ``--clip`` gradients are clipped
+by a share of their norm. ``--verify`` is the share of the steps that are verified.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +57,37 @@ def decoded(row: tuple[int, torch.Tensor]) -> tuple[Any, ...]:
     return features + 0.01 * torch.randn(6), features[:3].argmax(), number
 
 
+class Reading:
+    """A loader of every so manieth sample, in another order in each pass; its place is saved."""
+
+    def __init__(self, inputs: torch.Tensor, shard: int, shards: int) -> None:
+        self._inputs, self._numbers = inputs, torch.arange(shard, len(inputs), shards)
+        self._pass = self._given = self._from = 0
+
+    def set_epoch(self, number: int) -> None:
+        self._pass = number
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        order = torch.randperm(len(self._numbers), generator=torch.Generator().manual_seed(self._pass))
+        first, self._from = self._from, 0
+        for self._given, places in enumerate(order.split(4)[first:], first + 1):
+            yield decoded_all(self._inputs, self._numbers[places])
+
+    def __len__(self) -> int:
+        return len(self._numbers) // 4
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": torch.tensor(self._given)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._from = int(state["given"])
+
+
+def decoded_all(inputs: torch.Tensor, numbers: torch.Tensor) -> tuple[Any, ...]:
+    rows = [decoded((int(number), inputs[number])) for number in numbers]
+    return torch.stack([row[0] for row in rows]), torch.stack([row[1] for row in rows]), numbers
+
+
 class Notes:
     def __init__(self, directory: Path, run: el.Run) -> None:
         self._directory, self._run = directory, run
@@ -71,10 +106,17 @@ class Notes:
             lines.write(json.dumps({"pid": os.getpid(), "children": [], "env": env}) + "\n")
 
     def resumed(self) -> None:
-        """Note where each round resumes, once."""
-        if self._run.rank == 0 and self._run.world.round != self._round:
-            self._round = self._run.world.round
-            self.note("resumed.jsonl", step=self._run.resumed_step, restarts=self._run.restarts)
+        """Note each rank's place in a round, and where the round resumes, once."""
+        run = self._run
+        if run.world.round == self._round:
+            return
+        self._round = run.world.round
+        replica = {"replica": run.replica, "replicas": run.replicas, "replica_rank": run.replica_rank}
+        told = [os.environ[f"ELASTIC_LAUNCH_REPLICA{name}"] for name in ("", "S", "_RANK")]
+        assert told == [str(number) for number in replica.values()]
+        self.note("places.jsonl", pid=os.getpid(), **replica)
+        if run.rank == 0:
+            self.note("resumed.jsonl", step=run.resumed_step, restarts=run.restarts)
 
     def follow_snapshots(self, room_until: int) -> None:
         """Note the step of each snapshot once all of it is in its slot; from a step on there is no room for them."""
@@ -134,7 +176,9 @@ def main() -> None:
     parser.add_argument("--later-time", type=float, default=0.0)
     parser.add_argument("--samples", action="store_true")
     parser.add_argument("--stream", choices=["seek", "skip"])
+    parser.add_argument("--stateful", choices=["shards", "hold", "repeat"])
     parser.add_argument("--shard", action="store_true")
+    parser.add_argument("--clip", action="store_true")
     parser.add_argument("--verify", default=False)
     parser.add_argument("--forget", choices=["scheduler", "average"])
     args = parser.parse_args()
@@ -166,7 +210,14 @@ def main() -> None:
             places = sorted(range(len(LENGTHS)), reverse=os.environ.get("NODE") == "reversed")
             names, lengths = [str(place) for place in places], [LENGTHS[place] for place in places]
             dataset = el.ShardedStream(names, open=opened, lengths=lengths, decode=decoded, buffer=10, lanes=2)
-        loader = el.ElasticLoader(dataset, el.GlobalBatch(16, 4), seed=1, **options)
+        loader: el.Loader
+        if args.stateful == "shards":
+            loader = el.StatefulLoader(partial(Reading, inputs), el.GlobalBatch(16, 4), seed=1)
+        elif args.stateful:
+            reading = Reading(inputs, run.rank, run.world_size)
+            loader = el.StatefulLoader(reading, el.GlobalBatch(16, 4), seed=1, on_resize=args.stateful)
+        else:
+            loader = el.ElasticLoader(dataset, el.GlobalBatch(16, 4), seed=1, **options)
         if args.compile:
             model.compile(backend="eager")
         scheduler = average = None
@@ -180,15 +231,19 @@ def main() -> None:
             notes.resumed()
             for features, targets, *numbers in step:
                 features, targets = features.to(run.device), targets.to(run.device)
-                if numbers:
-                    micro = step.plan.micro_batches[step._transaction._pass.current].index
+                current = step._transaction._pass.current  # None in a pass that counts nothing
+                if numbers and current is not None:
+                    micro = step.plan.micro_batches[current].index
                     notes.note("samples.jsonl", step=step.number, micro=micro, numbers=numbers[0].tolist())
                 step.backward(nn.functional.cross_entropy(step.model(features), targets))
                 if (run.world.round, step.number, run.rank) == deadly:
                     os.kill(os.getpid(), signal.SIGKILL)
             while time.monotonic() < began + args.step_time and not (args.directory / "hurry").exists():
                 time.sleep(0.01)
-            step.update()
+            if args.clip:
+                step.update(0.5 * step.grad_norm())
+            else:
+                step.update()
             if scheduler is not None:
                 scheduler.step()
             if average is not None:

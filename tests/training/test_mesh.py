@@ -14,7 +14,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import elastic_launch as el
-from elastic_launch.contract import ENV_REPLICA_SIZE
 from elastic_launch.errors import UsageError
 from elastic_launch.training.ranks.mesh import check_shape
 from elastic_launch.training.ranks.world import World
@@ -76,7 +75,7 @@ def _refused(match: str) -> Any:
     return pytest.raises(UsageError, match=match)
 
 
-def test_a_shape_that_does_not_fit_is_an_error(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shape_that_does_not_fit_is_an_error(group: None) -> None:
     world = World(rank=0, world_size=12, local_world_size=6, nodes=2, alone=False)
     check_shape(world, 3, 2)
     check_shape(world, 1, 2)
@@ -85,7 +84,7 @@ def test_a_shape_that_does_not_fit_is_an_error(group: None, monkeypatch: pytest.
     for size in (0, True, 1.0, "2"):
         with _refused("a whole number of ranks, 1 or more"):
             check_shape(world, 1, size)  # type: ignore[arg-type]
-    monkeypatch.setenv(ENV_REPLICA_SIZE, "3")
+    world = World(rank=0, world_size=12, local_world_size=6, nodes=2, alone=False, replica_size=3)
     check_shape(world, 3, 1)
     with _refused("a replica has 6 ranks, and the launcher's replicas have 3"):
         check_shape(world, 3, 2)

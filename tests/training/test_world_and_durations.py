@@ -24,6 +24,13 @@ def test_a_launchers_world() -> None:
     assert World.of(environ | more) == World(5, 8, 1, 4, 1, 3, 2, alone=False, first_on_node=False)
 
 
+@pytest.mark.parametrize(("size", "expected"), [("2", (2, 2, 1, 4)), ("1", (1, 5, 0, 8)), (None, (1, 5, 0, 8))])
+def test_a_process_learns_its_replica(size: str | None, expected: tuple[int, ...]) -> None:
+    environ = {**MASTER, "RANK": "5", "WORLD_SIZE": "8"}
+    world = World.of(environ if size is None else {**environ, "ELASTIC_LAUNCH_REPLICA_SIZE": size})
+    assert (world.replica_size, world.replica, world.replica_rank, world.replicas) == expected
+
+
 def test_the_first_worker_of_a_node_need_not_have_the_local_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its node takes part with some of its workers only; each keeps the GPU of its local rank."""
     environ = {**MASTER, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "1"}

@@ -76,6 +76,7 @@ class SnapshotStore:
         self._given_up = 0  # the highest sequence number that could not be copied, after all attempts
         self._took: set[str] = set()  # directories that this run owns, as far as this node knows
         self._busy = False
+        self._forgets = False  # whether what is being copied has been dropped since
         self._reading = False  # the pinned snapshot is being copied
         self._closing = False
         self._ended = False  # the thread has ended
@@ -146,6 +147,20 @@ class SnapshotStore:
         No worker of the node is in a round, and one that is suspended is given a place before it writes a snapshot.
         """
         self.restored(-1)
+
+    def forget(self) -> None:
+        """Drop the snapshots; no worker of the node writes any. What a copy in progress reads is gone, so it fails."""
+        with self._changed:
+            self._look()
+            newest = self._book.newest
+            if newest is None:
+                return
+            _log.warning("the state of step %d in this node's memory is dropped: the run has begun anew", newest.step)
+            self._job = None
+            self._forgets = self._busy
+            for slot in self._slots:
+                slot.free()
+            self._look()
 
     def restored(self, training: int) -> None:
         """Free the snapshots of trainings up to this one: all of the node's workers have restored it and write none.
@@ -334,6 +349,8 @@ class SnapshotStore:
                 with self._changed:
                     self._let_go()
                     self._busy = False
+                    if self._forgets:
+                        copied, self._forgets = None, False
                     self._free()
                     closing = self._closing
                     if copied is not None and not closing:
@@ -407,7 +424,7 @@ class SnapshotStore:
                 self._copied = held.sequence
             if copied.path or not job.owner.startswith(" "):
                 self._took.add(job.directory)
-            if copied.path or copied.final or attempt == ATTEMPTS or self._closing:
+            if copied.path or copied.final or attempt == ATTEMPTS or self._closing or self._forgets:
                 self._given_up = self._given_up if copied.path else held.sequence
                 return copied
             _log.warning("checkpoint of step %d: %s Tried again in %.1f s.", held.step, copied.error, pause)

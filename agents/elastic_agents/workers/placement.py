@@ -75,6 +75,7 @@ def place(group: WorkerGroup, formed: Round, config: LaunchConfig) -> list[Place
             role_rank=ranks.role_rank,
             role_world_size=of_role,
             first_on_node=ranks is mine[0],
+            replica_size=config.replica_size,
         )
         for ranks in mine
     ]
@@ -89,9 +90,9 @@ def place(group: WorkerGroup, formed: Round, config: LaunchConfig) -> list[Place
     return placed
 
 
-def unplaced(local_rank: int) -> Placement:
+def unplaced(local_rank: int, replica_size: int = 1) -> Placement:
     """Return what is known of the placement of a worker that is started ahead: its local rank. The rank is -1."""
-    return Placement(-1, local_rank, -1, 0, 0, 0, "", 0, -1, 0, first_on_node=False)
+    return Placement(-1, local_rank, -1, 0, 0, 0, "", 0, -1, 0, first_on_node=False, replica_size=replica_size)
 
 
 def arguments(config: LaunchConfig, placement: Placement) -> list[str]:

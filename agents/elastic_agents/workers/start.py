@@ -218,7 +218,7 @@ class WorkerStarts:
             self._begin_ahead(put_off, max(put_off.values()))
 
     def _begin_ahead(self, local_ranks: Collection[int], restarts: int) -> None:
-        placed = [unplaced(local_rank) for local_rank in sorted(local_ranks)]
+        placed = [unplaced(local_rank, self._config.replica_size) for local_rank in sorted(local_ranks)]
         self._processes.prepare(len(placed), lambda: self._inbox.put(self._start_next_ahead))
 
         def env(placement: Placement, error_file: str) -> dict[str, str]:

@@ -145,6 +145,7 @@ class Status:
         incidents: the leader's last decisions, newest last.
         unconfirmed: seconds for which the store has not shown that this leader still leads, if they are many, else
             None. Meanwhile its node only adds checkpoints.
+        replica_size: workers of a replica.
         time: time of the leader's host, in seconds since 1970. Reports use it; no decision depends on clocks of hosts.
     """
 
@@ -169,3 +170,4 @@ class Status:
     time: float = field(kw_only=True)
     unconfirmed: float | None = None
     stepped: float | None = None
+    replica_size: int = 1

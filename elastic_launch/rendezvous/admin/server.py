@@ -203,6 +203,7 @@ class AdminRequests:
             leader=record.leader.node_id,
             round=record.round.number,
             world_size=record.round.world_size if machine.running else 0,
+            replica_size=max((node.hello.replica_size for node in machine.nodes.values()), default=1),
             min_nodes=machine.limits.min_nodes,
             max_nodes=machine.limits.max_nodes,
             restarts=machine.restarts,

@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from elastic_launch.clock import Clock
@@ -187,7 +187,8 @@ class C10dBackend(Backend):
         if host in ANY_ADDRESS:
             host = "127.0.0.1"  # a host may have no IPv6 address, not even loopback
         leader = Leader(config.node_id, incarnation, address, port)
-        record = ControlRecord(config.run_id, config.digest(), 1, leader, limits=config.limits).renewed()
+        begun = ControlRecord(config.run_id, config.digest(), 1, leader, limits=config.limits)
+        record = replace(begun, run=secrets.token_hex(8)).renewed()
         self._service = LeaderService(config, links, self._write, record, self._clock, self._events)
         self._hosted = FoundLeader(host, port, "this node's own leader", incarnation)
         self._service.start()

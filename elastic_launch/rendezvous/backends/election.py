@@ -257,8 +257,9 @@ class ElectedBackend:
     def _check_same(self, record: ControlRecord) -> None:
         if record.digest != self._config.digest():
             raise RefusedError(
-                f"No node leads run {record.run_id!r}, and this node has another script than the run began with.",
-                "Give the same script to go on with it; for another run give another --rdzv-id, or remove its record: "
+                f"No node leads run {record.run_id!r}, and this node has another script or --replica-size than the run "
+                "began with.",
+                "Give the same ones to go on with it; for another run give another --rdzv-id, or remove its record: "
                 + self._removal(),
             )
 

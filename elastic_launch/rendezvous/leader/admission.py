@@ -50,8 +50,8 @@ def refusal(hello: NodeHello, record: ControlRecord, command: str) -> tuple[str,
         return None
     return (
         f"node {hello.node_id} came with the command `{hello.command}`, run {record.run_id!r} executes `{command}`.",
-        "Give the same script, module or program and --rdzv-backend on all nodes, or another --rdzv-id and "
-        "--rdzv-endpoint for another run.",
+        "Give the same script, module or program, --replica-size and --rdzv-backend on all nodes, or another --rdzv-id "
+        "and --rdzv-endpoint for another run.",
     )
 
 

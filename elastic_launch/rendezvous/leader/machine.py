@@ -161,6 +161,10 @@ class LeaderMachine:
         comes = hello.seen_term == 0 or hello.seen_term > self.record.term
         self._learn(hello, now)
         self._compare(link, hello, tell=comes)
+        if self._is_of_another_run(hello):
+            self._send(link, m.Evicted(self.record.term, "the run has begun anew without it", anew=True))
+            self._close(link)
+            return self._flush()
         known = self.nodes.get(hello.node_id)
         if known is not None and known.hello.incarnation == hello.incarnation:
             self._close(known.link)
@@ -331,6 +335,8 @@ class LeaderMachine:
 
     def _learn(self, hello: m.NodeHello, now: float) -> None:
         """Take over what a member of an earlier term knows: the record may have been lost with its host."""
+        if not self.record.round.number:
+            self._state.continued.add(hello.seen_run)
         self._state.budget.learn(hello.seen_restarts)
         self._state.floor = max(self._state.floor, hello.seen_round)
         self._state.seen = max(self._state.seen, hello.seen_round)
@@ -373,6 +379,14 @@ class LeaderMachine:
         if hello.incarnation not in seen:
             seen.append(hello.incarnation)
         return hello.incarnation != seen[-1]
+
+    def _is_of_another_run(self, hello: m.NodeHello) -> bool:
+        """Whether a node comes with the state of a run whose record was lost before this one began.
+
+        Numbers of rounds in the two cannot be compared. A node that still has workers has to end them first.
+        """
+        took_part = hello.seen_round > 0 and hello.seen_run
+        return bool(took_part) and not hello.holding and hello.seen_run not in self._state.continued
 
     def _evict_for_good(self, link: int, node_id: str) -> str:
         reason = f"a newer agent with the node id {node_id} took its place"

@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, ValuesView
 from operator import attrgetter
 
-from elastic_launch.rendezvous.record import LocalRanks
+from elastic_launch.rendezvous.record import LocalRanks, whole_replicas
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.system.host_load import HostLoad
 
@@ -164,9 +164,10 @@ class Node:
         return self._slots or tuple(range(self.hello.workers))
 
     def offer(self, slots: LocalRanks) -> None:
-        """Note the local ranks that the node reports; ranks that it does not have count as all."""
+        """Note the local ranks that the node reports; ranks that it does not have, or broken replicas, count as all."""
         exist = bool(slots) and slots[-1] < self.hello.workers
-        self._slots = slots if exist and len(slots) < self.hello.workers else ()
+        whole = slots == whole_replicas(slots, self.hello.replica_size)
+        self._slots = slots if exist and whole and len(slots) < self.hello.workers else ()
         self.regains = self._part is not None and not self._part.issuperset(self.local_ranks)
 
     def takes_part(self, slots: LocalRanks) -> None:

@@ -87,7 +87,7 @@ class LeaderService:
         self._beat = timing.beat_among(record.limits.max_nodes)
         self._events = events
         hosted = not config.kind.elected
-        self._machine = LeaderMachine(record, timing, str(config.command), clock.now(), dead, silent, hosted=hosted)
+        self._machine = LeaderMachine(record, timing, config.shared, clock.now(), dead, silent, hosted=hosted)
         self._requests = AdminRequests(self._machine, unsure_for=unsure_for)
         self._sure = sure
         self._once = LogOnce(_log)

@@ -63,6 +63,7 @@ class LeaderState:
         owed: members of a previous leader's round: they may be training until they connect, or are :meth:`overdue`.
         floor: rounds up to this number may have been formed.
         seen: the highest round that a node is known to have taken part in.
+        continued: this run, and those that it goes on with: their nodes came before it had formed a round.
         departing: whether this leader's own node leaves.
         exclusion: which nodes are left out because of their faults.
         refusals: which hosts are left out because their nodes could not do what the others do.
@@ -82,6 +83,7 @@ class LeaderState:
         self._silent = {member.node_id for member in record.round.members if member.incarnation in silent}
         self.floor = max(record.round.number, record.floor)
         self.seen = record.round.number
+        self.continued = {record.run}
         if record.repaired:
             self.owed.add("")  # unknown members may still connect, for as long as any other owed member
         self.departing = False

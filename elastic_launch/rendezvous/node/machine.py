@@ -149,6 +149,10 @@ class NodeMachine:
                 self._learn(importing=True)
             case m.Strike(fault=fault) if fault not in hello.landed:
                 self._learn(landed=(*hello.landed, fault))
+            case m.Welcome(run=run):
+                self._learn(seen_run=run)
+            case m.Evicted(anew=True):
+                self._learn(seen_run="", held=None, failed=None, trained=False)
         self._evicted = self._evicted or isinstance(order, m.Evicted)
         return True
 

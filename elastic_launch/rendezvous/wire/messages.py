@@ -12,10 +12,10 @@ from typing import get_args
 from elastic_launch.codec import Messages
 from elastic_launch.failure import Failure, Suspect
 from elastic_launch.rendezvous.admin import messages as asking
-from elastic_launch.rendezvous.record import LocalRanks, Round, Seconds
+from elastic_launch.rendezvous.record import LocalRanks, ReplicaSize, Round, Seconds
 from elastic_launch.system.host_load import HostLoad
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 
 
 # From a node to its leader.
@@ -63,6 +63,7 @@ class NodeHello:
 
     Attributes:
         command, limits: this node's command and limits as text, so that differences can be shown.
+        replica_size: workers of a replica, equal on all nodes; the node's workers are whole replicas.
         wanted_rank: the rank that the node asks for, or None.
         holding: number of the round whose workers it still has, or 0.
         joined, ready, done: whether all of these workers are started; can be drained; have finished.
@@ -72,6 +73,7 @@ class NodeHello:
         slots: local ranks with which it could take part in a round from now on; empty for all.
         leaving: why the node leaves the run, or empty; its report of that may have been lost with the previous link.
         seen_term, seen_round, seen_restarts: the highest it knows; a leader that lost its store rebuilds it from them.
+        seen_run: the run, as in the control record, that it was last welcomed to; empty if what it holds is of none.
         held: see :class:`Stopped`.
         failed: the first failure among its workers in the round ``seen_round``, until another round is formed: a leader
             that is gone may have received the report of it, and not have charged it.
@@ -106,6 +108,7 @@ class NodeHello:
     seen_round: int = 0
     seen_restarts: int = 0
     importing: bool = False
+    seen_run: str = ""
     held: HeldSnapshot | None = None
     failed: Failure | None = None
     broken: bool = False
@@ -120,6 +123,7 @@ class NodeHello:
     round_seen: RoundSeen | None = None
     trained: bool = False
     host: str = ""
+    replica_size: ReplicaSize = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -606,11 +610,17 @@ class TakeStacks:
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """This node is no longer a member: kill its workers. ``final``: another agent replaced it, do not reconnect."""
+    """This node is no longer a member: kill its workers.
+
+    Attributes:
+        final: another agent has replaced it: do not reconnect.
+        anew: the run has begun anew without it: drop the snapshots, too, and reconnect as a new node.
+    """
 
     term: int
     reason: str
     final: bool = False
+    anew: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
+from elastic_launch.training.ranks.world import World
+
 
 class Stateful(Protocol):
     """An object whose state can be saved, such as torch's modules, optimizers and schedulers."""
@@ -20,6 +22,14 @@ class Gathered(Protocol):
 
     def gather(self, *, keep: bool) -> None:
         """Put the pieces together on ranks that keep them, before ``state_dict``; called by all ranks."""
+
+
+@runtime_checkable
+class Collected(Protocol):
+    """A part whose state all ranks note from time to time; in between, any rank can work it out."""
+
+    def collect(self, step: int, world: World) -> None:
+        """Note what belongs to so many steps, before ``state_dict``; called by all ranks."""
 
 
 def is_stateful(part: object) -> bool:

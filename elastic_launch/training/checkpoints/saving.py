@@ -465,6 +465,7 @@ class Saver:
             self.settle()
         keep = self._memory.writes or (checkpoint is not None and checkpoint.writes)
         first = self._world.first_on_node
+        state.collect(step, self._world)
         state.begin_capture(keep=keep or (divisible and first))
         if not divisible:
             return _Taken(state.captured(keep=keep))

@@ -25,7 +25,7 @@ from elastic_launch.training.checkpoints.matching import (
 )
 from elastic_launch.training.checkpoints.optimizer_loading import load_optimizer
 from elastic_launch.training.checkpoints.options import Given
-from elastic_launch.training.checkpoints.parts import Gathered, Group, Stateful, flat, is_stateful
+from elastic_launch.training.checkpoints.parts import Collected, Gathered, Group, Stateful, flat, is_stateful
 from elastic_launch.training.checkpoints.pruned import prune_alike
 from elastic_launch.training.checkpoints.resumed import Resumed
 from elastic_launch.training.checkpoints.sharded import (
@@ -39,6 +39,7 @@ from elastic_launch.training.checkpoints.sharded import (
 from elastic_launch.training.checkpoints.step_start import StepStart, copied, overlay
 from elastic_launch.training.gradients.parameters import OwnParameters
 from elastic_launch.training.kinds import found
+from elastic_launch.training.ranks.world import World
 from elastic_launch.training.wrapped import is_zero
 
 
@@ -104,6 +105,12 @@ class TrainingState:
                 part.gather(keep=keep)
         if keep or self.sharded:
             self._frozen.verify(self._parts)
+
+    def collect(self, step: int, world: World) -> None:
+        """Have the parts note what belongs to so many steps, if they must; called by all ranks."""
+        for part in self._parts.values():
+            if isinstance(part, Collected):
+                part.collect(step, world)
 
     def captured(self, *, keep: bool) -> dict[str, Any]:
         """Return the states of all parts by name, on ranks that need them; called by all ranks."""

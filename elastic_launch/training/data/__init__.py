@@ -4,6 +4,7 @@
 ``epochs``       what the library needs of them: the samples of each step, and their micro-batches
 ``samplers``     the sample at each position of an epoch
 ``streams``      shards as one dataset
+``stateful``     loaders that have a state
 ``permutation``  random order in constant memory
 ``batches``      fetches one micro-batch, in any process
 ``generators``   finds random generators that the library does not seed

@@ -75,9 +75,10 @@ class Batches(Dataset[Any]):
 class Drawn(Dataset[Any]):
     """Micro-batches made by a function."""
 
-    def __init__(self, get_batch: GetBatch, seed: int) -> None:
+    def __init__(self, get_batch: GetBatch, seed: int, name: str, hint: str) -> None:
         self._get_batch = get_batch
         self._seed = seed
+        self._name, self._hint = name, hint  # for the error if the size is wrong
 
     def __getitem__(self, request: MicroBatchRequest) -> Any:
         with _seeded(derive("get_batch", self._seed, request.step, request.micro.index)):
@@ -85,11 +86,10 @@ class Drawn(Dataset[Any]):
         # Only the script knows which dimension counts samples; a wrong size would change the mean of the global batch.
         shapes = [tuple(tensor.shape) for tensor in tensors_in(made) if tensor.dim()]
         if shapes and not any(len(request.micro) in shape for shape in shapes):
-            name = getattr(self._get_batch, "__name__", type(self._get_batch).__name__)
             raise UsageError(
-                f"{name}() gave tensors of the shapes {', '.join(map(str, shapes))} for a micro-batch of "
+                f"{self._name} gave tensors of the shapes {', '.join(map(str, shapes))} for a micro-batch of "
                 f"{len(request.micro)} samples (step {request.step}, micro-batch {request.micro.index}).",
-                "Make len(micro) samples: the last micro-batch of a step may have fewer than the others.",
+                self._hint,
             )
         return made
 

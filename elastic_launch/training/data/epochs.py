@@ -34,6 +34,7 @@ from elastic_launch.training.data.generators import own_generators
 from elastic_launch.training.data.samplers import SAMPLE_ORDER, Sampler
 from elastic_launch.training.data.streams import ShardedStream, described, shards_hash
 from elastic_launch.training.randomness import derive
+from elastic_launch.training.ranks.world import World
 
 AT_A_TIME = 16384
 """Number of positions requested from a sampler at a time; a request for few would take as long."""
@@ -93,6 +94,8 @@ class Epochs(ABC):
     """
 
     loader: str  # name of the class that the user has made, for errors
+    part: Any = None  # what the data have of the training's state, if anything
+    bound = ""  # why a process cannot go on with them in another round; empty if it can
 
     def __init__(
         self, batch: GlobalBatch, seed: int, length: int, steps_per_epoch: int, options: Mapping[str, Any]
@@ -130,6 +133,11 @@ class Epochs(ABC):
     @abstractmethod
     def _own_generators(self) -> list[str]:
         """Return the names of the random generators that the data holds."""
+
+    def enter(self, world: World, step: int) -> None:
+        """Take part in a round that begins after so many steps; called by all ranks."""
+        if self.part is not None:
+            self.part.enter(world, step)
 
     def apart(self) -> Self:
         """Return the epochs of the same data, whose processes, if there are any, end with their iterators."""
@@ -351,7 +359,8 @@ class FunctionEpochs(Epochs):
         return own_generators(self._get_batch, _name(self._get_batch))
 
     def _source(self) -> Dataset[Any]:
-        return Drawn(self._get_batch, self.seed)
+        hint = "Make len(micro) samples: the last micro-batch of a step may have fewer than the others."
+        return Drawn(self._get_batch, self.seed, f"{_name(self._get_batch)}()", hint)
 
     def _hashes(self) -> dict[str, int]:
         return {SAMPLE_ORDER: derive("function", self.steps_per_epoch) >> 16}

@@ -94,7 +94,7 @@ class ElasticLoader(Loader):
         collate_fn: Callable[[Any], Any] | None = None,
         **options: Unpack[LoaderOptions],
     ) -> None:
-        _check_batch("ElasticLoader(batch=...)", batch)
+        checked_batch("ElasticLoader(batch=...)", batch)
         if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
             raise UsageError(
                 f"ElasticLoader: {type(dataset).__name__} is an iterable dataset, whose samples cannot be told apart.",
@@ -158,7 +158,7 @@ class FunctionLoader(Loader):
         steps_per_epoch: int | None = None,
         **options: Unpack[LoaderOptions],
     ) -> None:
-        _check_batch("FunctionLoader(batch=...)", batch)
+        checked_batch("FunctionLoader(batch=...)", batch)
         if steps_per_epoch is not None and steps_per_epoch < 1:
             raise UsageError(f"FunctionLoader(steps_per_epoch={steps_per_epoch}): an epoch has at least 1 step.")
         super().__init__(FunctionEpochs(get_batch, batch, seed, steps_per_epoch or ENDLESS, options))
@@ -192,5 +192,5 @@ def check_loader(where: str, loader: object) -> None:
     check_kind(where, loader, Loader, remedy)
 
 
-def _check_batch(where: str, batch: object) -> None:
+def checked_batch(where: str, batch: object) -> None:
     check_kind(where, batch, GlobalBatch, "Give el.GlobalBatch(size, micro=...): its samples, and those of each pass.")

@@ -156,6 +156,25 @@ def broadcast_state(state: Any, source: int, rank: int) -> Any:
     return state if rank == source else tree.decode(rest, tensors)
 
 
+def states_of_all(world: World, mine: Any) -> list[Any]:
+    """Return the small states of all ranks, which a checkpoint can hold, by rank; called by all ranks."""
+    tensors, rest = tree.encode(mine)
+    header = json.dumps([described(tensors), rest]).encode()
+    content = b"".join(bytes(bytes_of(flat_bytes(tensor.cpu()))) for tensor in tensors.values())
+    found = []
+    for message in bytes_of_all(world, len(header).to_bytes(8, "big") + header + content):
+        begin = 8 + int.from_bytes(message[:8], "big")
+        shapes, rest = json.loads(message[8:begin])
+        tensors = {}
+        for name, (dtype, shape) in shapes.items():
+            tensor = tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
+            begin, part = begin + tensor.nbytes, message[begin : begin + tensor.nbytes]
+            if part:
+                flat_bytes(tensor).copy_(torch.frombuffer(bytearray(part), dtype=torch.uint8))
+        found.append(tree.decode(rest, tensors))
+    return found
+
+
 def described(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the dtype and the shape of each tensor, as JSON can hold them."""
     return {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}

@@ -7,7 +7,6 @@ kind, in the same order on all ranks.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elastic_launch.contract import ENV_REPLICA_SIZE
 from elastic_launch.errors import UsageError
 from elastic_launch.training.ranks.world import World
 
@@ -116,7 +114,7 @@ def check_shape(world: World, shard: int, tensor: int) -> None:
     if not dist.is_initialized():
         raise UsageError(f"{call} needs a process group.", "Run the script under elastic-launch or torchrun.")
     size, workers = shard * tensor, world.local_world_size
-    if (given := os.environ.get(ENV_REPLICA_SIZE, "1")) not in ("1", str(size)):
+    if (given := world.replica_size) not in (1, size):
         raise UsageError(
             f"{call}: a replica has {size} ranks, and the launcher's replicas have {given}.",
             f"Give elastic-launch --replica-size {size}, or run.mesh() a shape of {given} ranks.",

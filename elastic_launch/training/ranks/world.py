@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from elastic_launch.contract import ENV_FIRST_ON_NODE, ENV_LOCAL_RANK, ENV_ROUND
+from elastic_launch.contract import ENV_FIRST_ON_NODE, ENV_LOCAL_RANK, ENV_REPLICA_SIZE, ENV_ROUND
 from elastic_launch.errors import UsageError
 from elastic_launch.training.ranks.place import find_place
 
@@ -51,6 +51,7 @@ class World:
         first_on_node: whether ``local_rank`` is the lowest on this node in the round; it need not be 0.
         placed: whether ``local_rank`` is known, not just assumed to be 0.
         tensor: number of consecutive ranks that share micro-batches, see :meth:`elastic_launch.Run.mesh`.
+        replica_size: processes of a replica, which have consecutive ranks; see ``--replica-size``.
     """
 
     rank: int = 0
@@ -66,6 +67,7 @@ class World:
     first_on_node: bool = True
     placed: bool = True
     tensor: int = 1
+    replica_size: int = 1
 
     @property
     def data_size(self) -> int:
@@ -81,6 +83,21 @@ class World:
     def speaks(self) -> bool:
         """Whether this is the first of the ranks that share micro-batches, which tells the others what came out."""
         return self.rank % self.tensor == 0
+
+    @property
+    def replica(self) -> int:
+        """Number of this process' replica, from 0."""
+        return self.rank // self.replica_size
+
+    @property
+    def replica_rank(self) -> int:
+        """Rank of this process in its replica, from 0."""
+        return self.rank % self.replica_size
+
+    @property
+    def replicas(self) -> int:
+        """Number of replicas."""
+        return self.world_size // self.replica_size
 
     @staticmethod
     def of(environ: Mapping[str, str]) -> World:
@@ -118,6 +135,7 @@ class World:
             restarts=number("TORCHELASTIC_RESTART_COUNT", 0),
             alone=False,
             placed=world_size == 1 or bool(environ.get("LOCAL_RANK") or environ.get("SLURM_LOCALID")),
+            replica_size=max(1, number(ENV_REPLICA_SIZE, 1)),
         )
 
     def device(self) -> torch.device:
