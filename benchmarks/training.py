@@ -31,6 +31,7 @@ from typing import Any
 from jobs import free_port, program
 
 MODES = ("ddp", "default", "exact")
+VERIFIED = ("0.1%", "1%", "10%", "100%")  # exact mode that verifies this share of the steps
 UNITS = ("seconds", "cpu", "bytes")
 TURN_TIMEOUT = 900.0
 SAMPLES = 4096
@@ -50,7 +51,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, nargs="+", default=[50, 4], help="in a block, for each width")
     parser.add_argument("--blocks", type=int, default=7, help="measurements of each mode")
     parser.add_argument("--micro-batch", type=int, default=8)
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--modes", nargs="+", choices=(*MODES, *VERIFIED), default=list(MODES))
     parser.add_argument("--json", type=Path, help="file for all measurements")
     for name in ("--worker", "--mode"):
         parser.add_argument(name, default="", help=argparse.SUPPRESS)
@@ -107,7 +108,7 @@ def plain_ddp(args: argparse.Namespace, data: Any, run: Any, until: int) -> Iter
         yield
 
 
-def ours(args: argparse.Namespace, data: Any, run: Any, until: int, exact: bool) -> Iterator[None]:
+def ours(args: argparse.Namespace, data: Any, run: Any, until: int) -> Iterator[None]:
     """The same with the library's loop."""
     import torch
 
@@ -117,7 +118,8 @@ def ours(args: argparse.Namespace, data: Any, run: Any, until: int, exact: bool)
     optimizer = torch.optim.SGD(network.parameters(), lr=1e-3)
     size = args.micro_batch * args.accumulate[0] * run.world_size
     loader = el.ElasticLoader(data, el.GlobalBatch(size, args.micro_batch))
-    for step in run.steps(loader, network, optimizer, until=f"{until}ba", exact=exact):
+    verify = args.mode in VERIFIED and args.mode
+    for step in run.steps(loader, network, optimizer, until=f"{until}ba", exact=args.mode != "default", verify=verify):
         for inputs, targets in step:
             step.backward(torch.nn.functional.mse_loss(step.model(inputs), targets))
         step.update()
@@ -134,10 +136,10 @@ def worker(args: argparse.Namespace) -> None:
     steps, directory = args.steps[0], Path(args.worker)
     with el.session() as run, ExitStack() as stack:
         until = (args.blocks + 1) * steps
-        inputs = torch.randn(SAMPLES, args.widths[0])
+        inputs = torch.randn(SAMPLES, args.widths[0], generator=torch.Generator().manual_seed(0))
         data = TensorDataset(inputs, inputs.flip(1))
         plain = args.mode == "ddp"
-        loop = plain_ddp(args, data, run, until) if plain else ours(args, data, run, until, args.mode == "exact")
+        loop = plain_ddp(args, data, run, until) if plain else ours(args, data, run, until)
         first = run.rank == 0
         turns = stack.enter_context((directory / f"{args.mode}.go").open("rb", buffering=0)) if first else None
         results = stack.enter_context((directory / f"{args.mode}.done").open("w")) if first else None
@@ -217,6 +219,7 @@ class World:
             commands = [([sys.executable, *script], each) for each in places]
         else:
             launcher = [program("elastic-launch"), "--standalone", "--nproc", str(world)]
+            launcher += ["--hang-timeout", "off"]  # they wait for their turn
             commands = [([*launcher, "--log-dir", str(directory / f"{mode}-logs"), *script], common)]
         self._messages = directory / f"{mode}.stderr"
         with self._messages.open("wb") as errors:

@@ -438,7 +438,7 @@ class Differing(Message):
 
     Attributes:
         ranks: those that have computed wrong; empty if that is not known.
-        suspect: how many steps since the last agreement are done again, with those since the snapshot before.
+        suspect: how many steps are done again, at least: those since the last agreement, and the one agreed on.
     """
 
     step: Count

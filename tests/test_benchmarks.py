@@ -138,3 +138,11 @@ def test_a_sharded_model_is_measured_through_changes_of_the_world(tmp_path: Path
         assert rows[f"resize.{change}-times"]["medians"]["ours-live"] > 1
         standstill, whole = (rows[f"resize.{change}-{key}"]["medians"]["ours-live"] for key in ("standstill", "whole"))
         assert 0 < standstill < whole
+
+
+@pytest.mark.soak
+def test_steps_until_corruption_is_found_are_counted() -> None:
+    shown = run("verified.py", "--runs", "1", "--blocks", "1", "--steps", "5", "--width", "16", "--accumulate", "1")
+    rows = {row.split("|")[1].strip(): row.split("|")[2].strip() for row in shown.splitlines() if row.startswith("| ")}
+    assert [*rows] == ["share verified", "100 %", "10 %", "1 %", "0.1 %", "0 %"]
+    assert (rows["0 %"], rows["100 %"]) == ("never", "1 (1..1)")

@@ -208,6 +208,7 @@ def test_every_flag_is_tested() -> None:
     assert switches == {
         *("--standalone", "--module", "--no-python", "--no-warm", "--no-live", "--no-snapshots", "--split-snapshots"),
         *("--prefix", "--print-config", "--help", "--version", "--run-path", "--virtual-local-rank", "--node-check"),
+        "--no-exclude-corrupt",
     }
 
 
@@ -534,6 +535,11 @@ def test_snapshots_are_kept_unless_they_are_switched_off(parse: Parse) -> None:
     assert parse("train.py").snapshots
     assert not parse("--no-snapshots", "train.py").snapshots
     assert parse("--split-snapshots", "train.py").split_snapshots
+
+
+def test_nodes_that_compute_wrong_are_left_out_unless_that_is_switched_off(parse: Parse) -> None:
+    assert parse("train.py").exclude_corrupt
+    assert not parse("--no-exclude-corrupt", "train.py").exclude_corrupt
 
 
 def test_workers_are_kept_where_they_can_be(parse: Parse) -> None:

@@ -47,14 +47,16 @@ def test_prefixes(prefix: str, name: str) -> None:
             "--n",
             [
                 *("--nnodes", "--nproc", "--node-rank", "--node-id", "--no-python", "--no-warm", "--no-live"),
-                *("--no-snapshots", "--no-preload", "--node-check", "--numa-binding", "--notice"),
+                *("--no-exclude-corrupt", "--no-snapshots", "--no-preload"),
+                *("--node-check", "--numa-binding", "--notice"),
             ],
         ),
         (
             "--no",
             [
                 *("--node-rank", "--node-id", "--node-check"),
-                *("--no-python", "--no-warm", "--no-live", "--no-snapshots", "--no-preload", "--notice"),
+                *("--no-python", "--no-warm", "--no-live", "--no-exclude-corrupt"),
+                *("--no-snapshots", "--no-preload", "--notice"),
             ],
         ),
         ("--master_", ["--master-addr", "--master-port"]),

@@ -286,7 +286,7 @@ class NodeAgent(ElasticAgent):
             case c.RestoreFailed():
                 self._workers.failing(said.round, said.local_rank, restoring=True)
             case c.Corrupt():
-                self._workers.failing(said.round, said.local_rank, corrupt=True)
+                self._workers.failing(said.round, said.local_rank, corrupt=self._config.exclude_corrupt)
             case c.Differing(step=step, ranks=ranks, suspect=suspect):
                 if said.round == (formed := self.state.formed).number:
                     nodes = tuple(sorted({formed.node_of(rank) or "" for rank in ranks}))

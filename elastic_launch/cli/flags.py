@@ -122,6 +122,7 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
             Flag(("--no-python",), "the script is a program, not Python"),
             Flag(("--no-warm",), "workers do their imports themselves"),
             Flag(("--no-live",), "start all workers again in each new round"),
+            Flag(("--no-exclude-corrupt",), "name a node that computes wrong, but keep it"),
             Flag(("--no-snapshots",), "take no snapshots of the state in memory"),
             Flag(("--split-snapshots",), "split those of sharded models among the nodes"),
             Flag(("--preload",), "import these modules ahead, too", "MODULE,..."),

@@ -225,6 +225,7 @@ def build(line: CommandLine, values: Values) -> LaunchConfig:
         hang_timeout=read_hang_timeout(values),
         log_dir=log_dir,
         live=not values.switch("--no-live"),
+        exclude_corrupt=not values.switch("--no-exclude-corrupt"),
         snapshots=not values.switch("--no-snapshots"),
         split_snapshots=values.switch("--split-snapshots"),
         warm=not values.switch("--no-warm"),

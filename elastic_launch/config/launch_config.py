@@ -207,6 +207,7 @@ class LaunchConfig:
         token: the run's secret, or None; never part of any output or digest.
         own_token: whether this agent generated it, and keeps it in a file for elasticctl.
         live: suspend workers where possible instead of ending them when a round ends, and keep them in the next one.
+        exclude_corrupt: leave this node out for a while once other ranks have found that it computes wrong.
         snapshots: have workers keep snapshots in this node's memory.
         split_snapshots: split those of sharded models among three or more nodes.
         warm: fork workers from a process that has already done their imports, where possible.
@@ -254,6 +255,7 @@ class LaunchConfig:
     token: Token | None = field(default=None, repr=False)
     own_token: bool = False
     live: bool = True
+    exclude_corrupt: bool = True
     snapshots: bool = True
     split_snapshots: bool = False
     warm: bool = True

@@ -181,8 +181,9 @@ def _straggles(event: ev.StragglerFound) -> str:
 def _corrupt(event: ev.CorruptionFound) -> str:
     who = f"{ranks(event.ranks)} on node {listed(event.nodes)} computed a wrong result" if event.ranks else ""
     who = who or "ranks computed different results, and it is not known which one is right"
-    since = counted(event.suspect, "step")
-    back = f"; the {since} since the last agreement will be done again" if event.suspect else ""
+    back = (
+        f"; {counted(event.suspect, 'step')} before it, which may be wrong, will be done again" if event.suspect else ""
+    )
     return f"silent corruption: step {event.step} was not applied: {who} for a micro-batch{back}"
 
 

@@ -415,7 +415,7 @@ class CorruptionFound(Event):
     step: int  # the step, which was not applied
     ranks: tuple[int, ...]  # those that have computed wrong; empty if that is not known
     nodes: tuple[str, ...]  # their nodes
-    suspect: int  # steps since the last agreement; they are done again, from a snapshot before it
+    suspect: int  # steps that are done again, at least: those since the last agreement, and the one agreed on
 
 
 class StragglerFound(Event):

@@ -218,9 +218,8 @@ class Engine:
             self.rounds.confirm_state()
         if self.draining:
             faults.reached("drain", step)
-        if self._replicas is not None and (last or self.saver.is_durable(step, self.checkpoint)):
-            with self._none_differs(self._replicas):
-                self._replicas.compare(step)
+        if last or self.saver.is_durable(step, self.checkpoint):
+            self.compare(step)
         self.saver.save(after, last=last, draining=self.draining, stays=stays, keep=keep)
         return self.stopped
 
@@ -331,6 +330,12 @@ class Engine:
     def finish_training(self) -> None:
         """Wait until the saved state is written, unless the agent writes it after a drain."""
         self.saver.finish(wait=not self.draining or not self.rounds.link.present)
+
+    def compare(self, step: int) -> None:
+        """Compare the ranks' copies of the state after a step at once; called by all ranks."""
+        if self._replicas is not None:
+            with self._none_differs(self._replicas):
+                self._replicas.compare(step)
 
     def compare_replicas(self, named: Named | None) -> None:
         """From now on, compare these tensors, which must be equal on all ranks, at step boundaries; None: stop."""

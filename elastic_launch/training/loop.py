@@ -268,6 +268,8 @@ class Loop:
         on_host, report = rounds.device.type == "cpu", rounds.report_straggler
         self._pace = Pace(world.rank, world.world_size, resumed.step, on_host=on_host, report=report)
         self._verifier = None
+        if not self._options.share:
+            engine.saver.agreed = None
         if (share := self._options.share) and world.world_size > 1:
             machines_at = None if all_agreed else resumed.step
             self._verifier = Verifier(self._epochs, world, share, machines_at, goes_on=live is not None)
@@ -503,6 +505,7 @@ class Loop:
 
     def verified(self) -> None:
         """See :class:`StepOwner`."""
+        self.engine.compare(self._step)
         self.engine.saver.agree_after(self._step + 1)
 
     def corrupted(self, liars: Sequence[int]) -> NoReturn:
@@ -514,15 +517,14 @@ class Loop:
                 agreed are dropped.
         """
         engine, rounds, step = self.engine, self._rounds, self._step
-        agreed = min(engine.saver.agreed, step)
-        if not liars and agreed == step:
+        agreed = min(engine.saver.agreed or 0, step)
+        if agreed < step or not liars or not rounds.lives:
             # A verified step does not cover its own update, after which one of the ranks may have another state.
-            agreed = max(0, step - 1)
-        if agreed < step or not liars:
+            agreed = max(0, agreed - 1)
             engine.saver.drop_after(agreed)
             rounds.in_doubt = True
         where = f"step {step + 1}"
-        witness = next(rank for rank in range(engine.world.world_size) if rank not in liars)
+        witness = next((rank for rank in range(engine.world.world_size) if rank not in liars), 0)
         if engine.world.rank == witness:
             rounds.report_corruption(step + 1, liars, step - agreed)
         if engine.world.rank in liars:
@@ -531,7 +533,8 @@ class Loop:
                 f"{where}: rank {engine.world.rank} computed another result for a micro-batch than two other ranks, or "
                 "than itself.",
                 "A core, the memory or the GPU of its node may compute wrong without an error. Its node is left out if "
-                f"there are enough others. Training goes on from step {agreed}, after which all ranks had agreed.",
+                "there are enough others, except with --no-exclude-corrupt. Training goes on from step "
+                f"{agreed}, or from a snapshot before it.",
             )
         if not liars:
             raise NotAgreedError(f"{where}: ranks computed different results for a micro-batch, and repeat them")

@@ -230,7 +230,7 @@ class WorkerRounds:
         """Report that ranks have computed wrong in a step, or that it is not known which ones have.
 
         Args:
-            suspect: how many steps since the last agreement are to be done again.
+            suspect: see :class:`Differing`.
         """
         if self.link.present:
             self.link.say_noted(Differing(step, tuple(ranks), suspect))

@@ -88,7 +88,7 @@ class StepOwner(Protocol):
         """Describe the samples of a micro-batch, and the newest checkpoint, for errors."""
 
     def verified(self) -> None:
-        """Note that all ranks agree about the current step."""
+        """All ranks agree about the current step's micro-batches: compare the states that it begins with, too."""
 
     def corrupted(self, liars: Sequence[int]) -> NoReturn:
         """Leave the round, since ranks differ about the current step: these have computed wrong, if any are known."""
@@ -362,7 +362,8 @@ class Transaction:
             micro = comparison.data[0]
             raise _data_differ(f"step {self.number}, micro-batch {micro}", self._owner.origin(step, micro))
         if not comparison.disputes:
-            self._owner.verified()
+            with self._noting_errors():
+                self._owner.verified()
             return
         if assignment.machines:
             with self._noting_errors():

@@ -1,15 +1,21 @@
 """A tiny training in exact mode that notes what it does: each step, each snapshot, each restoring, by round.
 
 Each rank 0 notes its steps in ``steps.jsonl``, so a step that is there twice was done again; each node's writer notes
-in ``snapshots.jsonl`` what is whole in memory, and each rank in ``places.jsonl`` its place in each round. From
-``--due-until`` on, no snapshot is due. ``--start-time`` passes before the training begins, and ``--later-time``, too,
-in a process of a later round than the first. Steps take ``--step-time`` until there is a file ``hurry``. With
-``--die-within R:S:K`` rank K of round R kills itself in the forward pass of step S.
-With ``--stream`` the data are in shards. With ``--stateful`` they come from loaders with a state: of a shard each, or
-of the rank, with what is to happen at another world size. With ``--stream``, ``--stateful`` or ``--samples`` each rank
-notes in ``samples.jsonl`` which samples it has loaded. With ``--forget`` there is a scheduler, or an average of the
-model, that nothing saves. With ``--shard`` the model is sharded over all ranks. With ``--clip`` gradients are clipped
-by a share of their norm. ``--verify`` is the share of the steps that are verified.
+in ``snapshots.jsonl`` what is whole in memory, and each rank in ``places.jsonl`` its place in each round. Options:
+
+``--due-until``     from this step on, no snapshot is due but after ``--due-at``
+``--start-time``    passes before the training begins; ``--later-time``, too, in a process of a later round
+``--step-time``     of each step, until there is a file ``hurry``
+``--die-within``    ``R:S:K``: rank K of round R kills itself in the forward pass of step S
+``--stream``        the data are in shards; each rank notes in ``samples.jsonl`` which samples it has loaded
+``--stateful``      they come from loaders with a state, of a shard each or of the rank; likewise
+``--samples``       likewise, of the usual data
+``--odd-data``      the first worker of this rank has other samples than the others
+``--forget``        there is a scheduler, or an average of the model, that nothing saves
+``--shard``         the model is sharded over all ranks
+``--clip``          gradients are clipped by a share of their norm
+``--verify``        the share of the steps that are verified
+``--no-compare``    replicas are compared only at the end
 """
 
 from __future__ import annotations
@@ -34,6 +40,7 @@ from torch.utils.data import TensorDataset
 import elastic_launch as el
 from elastic_launch.training.checkpoints.memory import MemorySnapshots
 from elastic_launch.training.checkpoints.snapshot_interval import Rhythm
+from elastic_launch.training.ranks.replicas import ReplicaCheck
 
 LENGTHS = [13, 0, 29, 7, 31, 16]
 """Numbers of samples in the shards of ``--stream``; a shard is named by its place."""
@@ -167,7 +174,10 @@ def main() -> None:
     parser.add_argument("--split", type=int, default=2**30)
     parser.add_argument("--room-until", type=int, default=100000)
     parser.add_argument("--due-until", type=int, default=100000)
+    parser.add_argument("--due-at", type=int, default=-1)
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--backend", default="eager")
+    parser.add_argument("--autocast", action="store_true")
     parser.add_argument("--loader-workers", type=int, default=0)
     parser.add_argument("--persistent", action="store_true")
     parser.add_argument("--die-within", default="0:0:0")
@@ -180,6 +190,8 @@ def main() -> None:
     parser.add_argument("--shard", action="store_true")
     parser.add_argument("--clip", action="store_true")
     parser.add_argument("--verify", default=False)
+    parser.add_argument("--no-compare", action="store_true")
+    parser.add_argument("--odd-data")
     parser.add_argument("--forget", choices=["scheduler", "average"])
     args = parser.parse_args()
     deadly = tuple(map(int, args.die_within.split(":")))
@@ -190,8 +202,14 @@ def main() -> None:
         print(args.say, end="", flush=True)
         notes.follow_snapshots(args.room_until)
         due = Rhythm.due
-        Rhythm.due = lambda self, step: step < args.due_until and due(self, step)  # type: ignore[method-assign]
+        Rhythm.due = lambda self, step: (  # type: ignore[method-assign]
+            step == args.due_at or (step < args.due_until and due(self, step))
+        )
+        if args.no_compare:
+            ReplicaCheck.wanted = lambda self: False  # type: ignore[method-assign]
         inputs = torch.randn(96, 6, generator=torch.Generator().manual_seed(3))
+        if args.odd_data and args.odd_data == os.environ["RANK"]:
+            inputs += 0.5
         numbers = [torch.arange(len(inputs))] if args.samples else []
         dataset = TensorDataset(inputs, inputs[:, :3].argmax(dim=1), *numbers)
         first = os.environ.get("ELASTIC_LAUNCH_ROUND", "1") == "1"  # not a number in a worker that starts ahead
@@ -219,7 +237,7 @@ def main() -> None:
         else:
             loader = el.ElasticLoader(dataset, el.GlobalBatch(16, 4), seed=1, **options)
         if args.compile:
-            model.compile(backend="eager")
+            model.compile(backend=args.backend)
         scheduler = average = None
         if args.forget == "scheduler":
             scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
@@ -235,7 +253,9 @@ def main() -> None:
                 if numbers and current is not None:
                     micro = step.plan.micro_batches[current].index
                     notes.note("samples.jsonl", step=step.number, micro=micro, numbers=numbers[0].tolist())
-                step.backward(nn.functional.cross_entropy(step.model(features), targets))
+                with torch.autocast(run.device.type, torch.bfloat16, enabled=args.autocast):
+                    loss = nn.functional.cross_entropy(step.model(features), targets)
+                step.backward(loss)
                 if (run.world.round, step.number, run.rank) == deadly:
                     os.kill(os.getpid(), signal.SIGKILL)
             while time.monotonic() < began + args.step_time and not (args.directory / "hurry").exists():
@@ -253,7 +273,8 @@ def main() -> None:
                 notes.note("steps.jsonl", step=step.number, again=again, interval=notes.interval, **seen(args))
         weights = el.weights_sha256(model)
         if run.rank == 0:
-            result = {"hash": weights, "worlds": run.worlds, "restarts": run.restarts}
+            agreed = run._engine.saver.agreed
+            result = {"hash": weights, "agreed": agreed, "worlds": run.worlds, "restarts": run.restarts}
             (args.directory / "result.json").write_text(json.dumps(result | {"resumed": run.resumed_step}))
 
 

@@ -129,6 +129,12 @@ def test_prune_spares_milestones(tmp_path: Path) -> None:
     assert numbers(find(tmp_path)) == [(9, 401), (2, 450), (2, 400), (2, 205), (1, 110)]
 
 
+def test_prune_spares_the_last_state_that_a_verified_step_has_checked(tmp_path: Path) -> None:
+    write_some(tmp_path, *((1, step) for step in range(1, 8)))
+    assert numbers(prune(tmp_path, 2, 1, meta={"agreed": 4})) == [(1, 5), (1, 4), (1, 2), (1, 1)]
+    assert numbers(prune(tmp_path, 2, 1, meta={"agreed": None})) == [(1, 3)]
+
+
 def test_prune_spares_the_best(tmp_path: Path) -> None:
     nan = float("nan")
     values: list[Any] = [0.5, 0.9, None, 0.7, nan, 0.9, "1.0", True, 0.1, 0.2]

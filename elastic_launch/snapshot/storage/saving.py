@@ -235,7 +235,8 @@ def prune(
         every: keep the first checkpoint at or after each multiple of this number of steps, too; 0: none.
         best: keep these, too, by the ``metrics`` in their meta.
         meta: the caller's, see ``lineage``: only states that it went through are counted, and what other branches have
-            left is removed once it is older than those; None: all are counted.
+            left is removed once it is older than those; None: all are counted. If it has ``agreed``, the last step in
+            which ranks that verify steps have agreed, the newest state from before it is kept, too.
 
     Raises:
         CheckpointReadError: if the directory cannot be listed.
@@ -271,6 +272,8 @@ def left_over(
         mine = [info for info in found if order_of(info) <= (epoch_of(meta) or 0, up_to_round, math.inf)]
     spared = {info.path for info in [*_milestones(mine, every), *_best_of(mine, best)]}
     line = [info for info in mine if meta is None or leads_to(info.round, info.step, meta, up_to_round)]
+    if isinstance(agreed := (meta or {}).get("agreed"), int):  # a verified step finds what its state has that is wrong
+        spared |= {info.path for info in [x for x in line if x.step < agreed][:1]}
     oldest = mine.index(line[keep - 1]) if len(line) >= keep else len(mine)
     return [info for info in mine[oldest + 1 :] if info.path not in spared]
 

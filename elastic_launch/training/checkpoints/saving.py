@@ -127,7 +127,7 @@ class Saver:
         self._listeners: list[Callable[[snapshot.WriteOutcome], None]] = []
         self._layouts = Layouts()
         self._equal = (0, 0)  # round and step of the last state found equal on all ranks
-        self.agreed = 0  # the last step in which all ranks agreed, if steps are verified
+        self.agreed: int | None = None  # the last step in which all ranks agreed; None: steps are not verified
         self._suspect = False  # whether later states were dropped, and what storage has of them is not to be restored
 
     def listen(self, function: Callable[[snapshot.WriteOutcome], None]) -> None:
@@ -166,7 +166,7 @@ class Saver:
         if live is None:
             self.finish(wait=True)
             self._training += 1
-            self.compares, self._equal, self.agreed = False, (0, 0), 0
+            self.compares, self._equal = False, (0, 0)
             state.skip_frozen(checkpoint is not None and checkpoint.settings.skip_frozen)
             state.given.begin(state.members(), () if checkpoint is None else checkpoint.settings.override)
         self._checkpoint = checkpoint
