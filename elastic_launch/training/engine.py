@@ -343,7 +343,7 @@ class Engine:
         if named is not None and self.world.world_size > 1:
             self.saver.compares = True
             agreement = self.agreement
-            self._replicas = ReplicaCheck(self.world, lambda: agreement.group, named)
+            self._replicas = ReplicaCheck(self.world, lambda: agreement.group, named, self.rounds.mesh)
 
     @property
     def agreement(self) -> Agreement:

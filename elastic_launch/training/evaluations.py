@@ -224,28 +224,28 @@ def evaluated(
     epochs = epochs_of(loader)
     epochs.check_lengths()
     check_same(world, {**epochs.identity, "metrics": list(metrics)})
-    steps, world_size, rank = loader.steps_per_epoch, world.world_size, world.rank
+    steps, size, place = loader.steps_per_epoch, world.data_size, world.data_rank
     # All global batches but the last have as many micro-batches as the first.
-    each, last = (epochs.plan(step, world_size, rank).total for step in (0, steps - 1))
+    each, last = (epochs.plan(step, size, place).total for step in (0, steps - 1))
     measured: list[tuple[int, list[Tensor | float], float, float | None]] = []
     latest: list[Any] = []
-    with torch.no_grad(), closing(epochs.epoch_from(0, world_size, rank)) as batches:
+    with torch.no_grad(), closing(epochs.epoch_from(0, size, place)) as batches:
         for step in range(steps):
-            plan = epochs.plan(step, world_size, rank)
+            plan = epochs.plan(step, size, place)
             for micro in plan.micro_batches:
                 check()
                 latest = [next(batches)]
                 with seeded(derive("evaluation", loader.seed, step, micro.index), devices=True):
                     values, weight = measure(latest[0])
                 measured.append((step * each + micro.index, values, float(len(micro)), weight))
-            for _ in range(plan.grad_accum, -(-plan.total // world_size) if together else 0):
+            for _ in range(plan.grad_accum, -(-plan.total // size) if together else 0):
                 latest = latest or [epochs.spare(step)]
                 with seeded(0, devices=True):
                     measure(latest[0])
     table = MeanTable((steps - 1) * each + last, len(metrics))
-    for place, values, samples, weight in measured:
-        table.fill(place, values, samples, weight)
-    table.post(world_size)
+    for row, values, samples, weight in measured if world.speaks else ():
+        table.fill(row, values, samples, weight)
+    table.post(world.world_size)
     table.wait()
     return dict(zip(metrics, table.means(loader.length, "evaluation").values, strict=True))
 

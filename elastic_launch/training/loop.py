@@ -62,6 +62,9 @@ _log = logging.getLogger(__name__)
 OWN = "parameters"
 """Name of the part of the state that holds the optimizer's parameters that are not in the model."""
 
+TENSOR_RANKS = "tensor ranks"
+"""Name of the ranks that compute a micro-batch together, among what must not change in exact mode."""
+
 LOADER = "loader"
 """Name of the part that the data have of the state."""
 
@@ -83,7 +86,8 @@ class Loop:
         self.engine = engine
         self._rounds = engine.rounds
         self._epochs = epochs
-        self._model = as_model(model)
+        meshed = engine.rounds.mesh is not None
+        self._model = as_model(model, meshed=meshed)
         self._optimizer = as_optimizer(optimizer) if options.stepper is None else options.stepper
         self._trained = tuple(model.values()) if isinstance(model, Mapping) else (model,)
         self._checkpoint = checkpoint
@@ -98,7 +102,7 @@ class Loop:
         unwatched = None if options.stepper is not None else {OWN, LOADER, *options.unwatched}
         self.positions = Positions(engine.rounds, self._state, exact=options.exact, unwatched=unwatched)
         engine.sharded = bool(sharding_modules(self._model))
-        options.check(epochs, self._model, self._optimizer, several=isinstance(model, Mapping))
+        options.check(epochs, self._model, self._optimizer, several=isinstance(model, Mapping), meshed=meshed)
         optimizers = OptimizerSteps(self._optimizer, options.scaler)
         self._rules = StepRules(optimizers, tuple(options.metrics), options.verify)
         self._verifier: Verifier | None = None
@@ -259,7 +263,8 @@ class Loop:
         if gradients.parameters.apart() and world.rank == 0:
             _log.warning("the optimizer has none of the model's parameters: none of these is trained")
         ranks_own = [x.name for x in buffers_of(self._model, self._options.buffers) if x.rule == "ignore"]
-        engine.compare_replicas(replicated(self._model, self._optimizer, ranks_own))
+        divided = rounds.mesh is not None
+        engine.compare_replicas(replicated(self._model, self._optimizer, ranks_own, divided=divided))
         on_host, report = rounds.device.type == "cpu", rounds.report_straggler
         self._pace = Pace(world.rank, world.world_size, resumed.step, on_host=on_host, report=report)
         self._verifier = None
@@ -322,10 +327,11 @@ class Loop:
             if self._rounds.asked_live is not False and self.engine.world.rank == 0:
                 _log.info("each process ends with its round: %s", bound)
             return False
-        if not alone or not self._state.sharded:
+        if not alone or not (self._state.sharded or self._rounds.mesh):
             return alone
         skips = self._checkpoint is not None and self._checkpoint.skip_frozen
-        fixed = self._state.fixed_shards or resharding.obstacle(self._model, self._state.parts)
+        mesh = "run.mesh()" if self._rounds.mesh else ""
+        fixed = mesh or self._state.fixed_shards or resharding.obstacle(self._model, self._state.parts)
         why = "Checkpoint(skip_frozen=True)" if skips else fixed
         if why and self._rounds.asked_live is not False and self.engine.world.rank == 0:
             _log.info("the model stays sharded over the ranks of one round, with which this process ends: %s", why)
@@ -465,8 +471,8 @@ class Loop:
         world, epochs = self.engine.world, self._epochs
         if self._batches is None:
             beside = None if self._verifier is None else self._verifier.beside
-            self._batches = epochs.epoch_from(self._step, world.world_size, world.rank, beside)
-        plan = epochs.plan(self._step, world.world_size, world.rank)
+            self._batches = epochs.epoch_from(self._step, world.data_size, world.data_rank, beside)
+        plan = epochs.plan(self._step, world.data_size, world.data_rank)
         return Share(plan, self._batches, self._gradients, self._verifier)
 
     def _close_batches(self) -> None:
@@ -536,16 +542,23 @@ class Loop:
             dist.barrier()  # until those end, which breaks it
         raise NotAgreedError(f"{where}: a rank that computed a wrong result has not ended")
 
+    @property
+    def _identity(self) -> dict[str, int]:
+        """What must be equal in a saved state and in this training."""
+        tensor = self._rounds.mesh.tensor.size if self._rounds.mesh else 1
+        return self._epochs.identity | ({TENSOR_RANKS: tensor} if self._options.exact and tensor > 1 else {})
+
     def _arguments(self) -> dict[str, object]:
         """Return what must be the same on all ranks, by the names used in errors."""
         options = self._options
         return {
-            **self._epochs.identity,
+            **self._identity,
             "micro-batch": self._epochs.batch.micro,
             "until, in steps": self._end,
             "exact": options.exact,
             "verify": options.share,
             "device": self._rounds.device.type,
+            "run.mesh()": self._rounds.mesh and self._rounds.mesh.shape,
             "session(live=)": self._rounds.asked_live,
             "buffers": options.buffers,
             "metrics": list(options.metrics),
@@ -561,7 +574,7 @@ class Loop:
             return self._options.gradients(world_size, rank)
         # An exchange between GPUs that is aborted may go unnoticed, see RoundGroups.confirm().
         how: dict[str, Any] = {"buffers": self._options.buffers, "same": same, "by_host": self._rounds.by_host}
-        how["outlives"] = self._rounds.shards
+        how |= {"outlives": self._rounds.shards, "mesh": self._rounds.mesh}
         if self._options.exact:
             return ExactGradients(self._model, self._optimizer, world_size, rank, **how)
         rows = len(self._epochs.batch.micro_batches())
@@ -591,9 +604,16 @@ class Loop:
     def _resume(self, live: Live | None) -> Resumed:
         if live is None and self._step and self.engine.trainings.was_last(self._trained):
             return Resumed(self._step)
-        resumed = self.engine.restore(self._checkpoint, self._epochs.identity, self._state, self._trained, live)
+        identity = self._identity
+        resumed = self.engine.restore(self._checkpoint, identity, self._state, self._trained, live)
         if live is not None:
             return resumed
+        if self._options.exact and (there := resumed.identity.get(TENSOR_RANKS, 1)) > identity.get(TENSOR_RANKS, 1):
+            raise UsageError(
+                f"{resumed.origin} was made in exact mode with {TENSOR_RANKS} {there}, this training has none: each "
+                "number of them has bits of its own.",
+                "Give run.mesh() the same tensor=, or leave out exact=True.",
+            )
         if resumed.state is None:
             resumed = replace(resumed, step=self._step)
         else:
@@ -615,7 +635,7 @@ class Loop:
     def _after(self, step: int, *, evaluated: bool = True) -> Trained:
         engine = self.engine
         trained = self._trains if self._rounds.goes_back or self._options.share else dict
-        return Trained(step, engine.checkpoint, self._epochs.identity, self._state, engine.worlds, evaluated, trained)
+        return Trained(step, engine.checkpoint, self._identity, self._state, engine.worlds, evaluated, trained)
 
     def _complete(self) -> None:
         """Do what follows the last step, in the next round if this one ends meanwhile."""
@@ -696,8 +716,8 @@ class Loop:
 
 
 def _warn_of_idle_ranks(world: World, batch: GlobalBatch) -> None:
-    idle = batch.idle_ranks(world.world_size)
+    idle = batch.idle_ranks(world.data_size) * world.tensor
     if idle and world.rank == 0:
-        advised = batch.micro_for(world.world_size)
+        advised = batch.micro_for(world.data_size)
         remedy = f"micro={advised} would use all" if advised else "the global batch has fewer samples than ranks"
         _log.warning("%d of %d ranks have no micro-batch to compute; %s", idle, world.world_size, remedy)

@@ -42,17 +42,18 @@ class LoopOptions:
     stepper: Any = None  # steps in place of the optimizer, and has its state
     unwatched: Sequence[str] = ()  # names of the parts that the library alone changes, between steps
 
-    def check(self, epochs: Epochs, model: nn.Module, optimizer: Any, *, several: bool) -> None:
+    def check(self, epochs: Epochs, model: nn.Module, optimizer: Any, *, several: bool, meshed: bool = False) -> None:
         """Refuse what does not go with these options.
 
         Args:
             optimizer: one, or several as one object.
             several: whether the model consists of several that the script has named.
+            meshed: whether the script has a mesh of ``run.mesh()``.
         """
-        if sharding_modules(model):
+        if meshed or sharding_modules(model):
             self._check_sharded(optimizer, several=several)
         if self.share:
-            self._check_verified(epochs, model, optimizer)
+            self._check_verified(epochs, model, optimizer, meshed=meshed)
         if not self.exact:
             return
         epochs.check_exact()
@@ -63,10 +64,10 @@ class LoopOptions:
                 "torch.Generator().manual_seed(torch.initial_seed()).",
             )
 
-    def _check_verified(self, epochs: Epochs, model: nn.Module, optimizer: Any) -> None:
+    def _check_verified(self, epochs: Epochs, model: nn.Module, optimizer: Any, *, meshed: bool) -> None:
         given = {
             "a StatefulLoader of one rank's loader": bool(epochs.bound),
-            "a sharded model": bool(sharding_modules(model)),
+            "a sharded model": meshed or bool(sharding_modules(model)),
             "several optimizers": isinstance(optimizer, Optimizers),
             'micro="auto"': self.redo,
             "deepspeed_config": self.stepper is not None,

@@ -94,7 +94,8 @@ class Pass:
                 marked=self.out_of_memory,
                 whole=gradients.whole,
             )
-            rows = zip(plan.micro_batches, plan.weights, self._rows, strict=False)
+            mine = self._rows if gradients.speaks else []
+            rows = zip(plan.micro_batches, plan.weights, mine, strict=False)
             for micro, share, (loss, metrics, weight) in rows:
                 table.fill(micro.index, [loss, *metrics], share, weight)
             gradients.post(table)
@@ -137,6 +138,6 @@ class Pass:
         if (found := self._table.not_finite()) is None:
             return None
         index, loss = found
-        total, world_size = self._share.plan.total, self._share.gradients.world_size
-        rank = next(rank for rank in range(world_size) if index < slice_of(total, world_size, rank)[1])
-        return index, loss, rank
+        total, peers = self._share.plan.total, self._share.gradients.peers
+        place = next(place for place in range(peers.size) if index < slice_of(total, peers.size, place)[1])
+        return index, loss, peers.rank(place)

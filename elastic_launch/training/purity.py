@@ -68,7 +68,8 @@ class StepWatch:
 
     def __init__(self, gradients: ExactGradients, where: str, *, repeats: bool) -> None:
         self._gradients, self._model, self._where = gradients, gradients.model, where
-        sharded = bool(gradients.parameters.sharded)  # then passes exchange data
+        # Then passes exchange data.
+        sharded = bool(gradients.parameters.sharded or gradients.parameters.parallel)
         self._exchanges = None if sharded or not dist.is_initialized() else exchanges()
         self._places = self._places_now()
         self._extra = _extra_states(self._model)

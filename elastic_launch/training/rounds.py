@@ -7,20 +7,23 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from elastic_launch.contract import Differing, Ready, SlowRank
+from elastic_launch.errors import UsageError
 from elastic_launch.symptoms import symptom_in
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.live.groups import GroupsRemainError, RoundGroups
 from elastic_launch.training.live.timeout_watch import TimeoutWatch
 from elastic_launch.training.ranks.exchange import is_of_exchange
+from elastic_launch.training.ranks.mesh import ReplicaMesh
 from elastic_launch.training.ranks.pace import Straggler
 from elastic_launch.training.ranks.place import take, wait_for_place
-from elastic_launch.training.ranks.same_arguments import OthersDifferError
+from elastic_launch.training.ranks.same_arguments import OthersDifferError, check_same
 from elastic_launch.training.ranks.world import World, can_abort, environment, join
 from elastic_launch.training.verification import NotAgreedError
 
@@ -57,6 +60,7 @@ class WorkerRounds:
         confirms: whether the exchange of each step is confirmed in this round.
         doubts: whether it is not, and may have ended with wrong values, so that only confirmed states count.
         in_doubt: whether this process' state follows from an exchange that is not confirmed.
+        mesh: that of this rank's replica, once the script has asked for it.
         shards: whether each process has only a part of the state, so that those of the next round, which divide it in
             another way, all begin with a snapshot.
     """
@@ -78,6 +82,7 @@ class WorkerRounds:
         self.asked_live = live
         self.step = 0
         self.begun = self.lives = self.barred = self.confirms = self.doubts = self.in_doubt = self.shards = False
+        self.mesh: ReplicaMesh | None = None
         self._gpus: set[torch.device] = set()  # those of the last exchange
         self._world = world
         self._noted = 0  # the library's own exchanges
@@ -94,6 +99,21 @@ class WorkerRounds:
     def is_ahead(self) -> bool:
         """Whether this process was started ahead, and has no place in a round yet."""
         return self._world is None
+
+    def form_mesh(self, shard: int, tensor: int) -> ReplicaMesh:
+        """Return the mesh of this rank's replica, see :meth:`elastic_launch.Run.mesh`; called by all ranks."""
+        if self.mesh is None:
+            check_same(self.world, {"run.mesh(shard=, tensor=)": (shard, tensor)}, self.link)
+            with self.link.forming(), self.forming():
+                self.mesh = ReplicaMesh.formed(self.world, self.device.type, shard, tensor, self.timeout)
+            self._world = replace(self.world, tensor=tensor)
+        elif self.mesh.shape != (shard, tensor):
+            had = "run.mesh(shard={}, tensor={})".format(*self.mesh.shape)
+            raise UsageError(
+                f"run.mesh(shard={shard}, tensor={tensor}) came after {had}.",
+                "All models of a run have replicas of one shape: call it once, and use what it returns.",
+            )
+        return self.mesh
 
     def find_place(self, arguments: str) -> None:
         """Wait for the place of a process that was started ahead; see :meth:`Engine.meet`."""

@@ -183,7 +183,39 @@ class Run:
 
     def grad_accum(self, batch: GlobalBatch) -> int:
         """Return the number of this rank's micro-batches in a full global batch."""
-        return batch.plan(self.world_size, self.rank).grad_accum
+        return batch.plan(self.world.data_size, self.world.data_rank).grad_accum
+
+    def mesh(self, shard: int = 1, tensor: int = 1) -> Any:
+        """Return the mesh of this rank's replica, for models that are divided within replicas; called by all ranks.
+
+        ::
+
+            mesh = run.mesh(shard=2, tensor=2)
+            parallelize_module(model, mesh["tensor"], plan)
+            fully_shard(model, mesh=mesh["shard"])
+
+        A replica consists of ``shard * tensor`` consecutive ranks on one node. What is elastic is the number of
+        replicas: the gradients are summed over them after each step's passes. Each pair of a replica and a ``shard``
+        coordinate has micro-batches of its own, which all its ``tensor`` ranks get.
+
+        Args:
+            shard: number of ranks that ``fully_shard`` divides the model among.
+            tensor: number of ranks that compute a micro-batch together, as ``parallelize_module`` has it.
+
+        Returns:
+            The ``DeviceMesh`` with the dimensions ``"shard"`` and ``"tensor"``, also where the size is 1; the same one
+            in each call.
+
+        Raises:
+            UsageError: if a size is not a whole number above 0, there is no process group, the shape is not that of an
+                earlier call or of ``--replica-size``, the workers of a node are not a multiple of it, or training has
+                begun.
+        """
+        engine = self._engine
+        engine.meet()
+        if engine.rounds.mesh is None:
+            engine.trainings.refuse_after_restoring("run.mesh()")
+        return engine.rounds.form_mesh(shard, tensor).inner
 
     def expect(self, what: str, duration: float | str) -> AbstractContextManager[None]:
         """Announce that what follows may take longer than a step, so that it does not count as a hang.

@@ -130,17 +130,17 @@ class OptimizerSteps:
             )
 
 
-def as_model(model: nn.Module | Mapping[str, nn.Module]) -> nn.Module:
-    """Return a model, or several models by name as one module."""
+def as_model(model: nn.Module | Mapping[str, nn.Module], *, meshed: bool = False) -> nn.Module:
+    """Return a model, or several models by name as one module; ``meshed`` is as for :func:`check_trainable`."""
     if isinstance(model, nn.Module):
-        check_trainable(model)
+        check_trainable(model, meshed=meshed)
         return model
     _check("model", model, nn.Module, "a torch.nn.Module")
     try:
         models = nn.ModuleDict(dict(model))
     except KeyError as error:
         raise UsageError(f"run.steps(model=...): {error.args[0]}.", "Choose another name.") from error
-    check_trainable(models)
+    check_trainable(models, meshed=meshed)
     return models
 
 

@@ -17,6 +17,12 @@ _FULLY_SHARD = re.compile(r"torch\.distributed\.(.*\.)?FSDPModule")
 _FLAT = re.compile(r"torch\.distributed\..*FullyShardedDataParallel")
 _ZERO = "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer"
 
+MESH_HINT = (
+    "Shard it by fully_shard over all ranks in one dimension, or within replicas: mesh = run.mesh(shard=S, tensor=T), "
+    'then fully_shard(module, mesh=mesh["shard"]), and parallelize_module(module, mesh["tensor"], plan) before it.'
+)
+"""The remedy for DTensors on another mesh."""
+
 ELEMENTWISE = {
     f"torch.optim.{name.lower()}.{name}"
     for name in ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
@@ -24,15 +30,19 @@ ELEMENTWISE = {
 """Optimizers that treat each element for itself, with the same result in any part of a tensor."""
 
 
-def check_trainable(model: nn.Module) -> None:
-    """Refuse a model that would differ between ranks, or would never reach the end of a step."""
+def check_trainable(model: nn.Module, *, meshed: bool = False) -> None:
+    """Refuse a model that would differ between ranks, or would never reach the end of a step.
+
+    Args:
+        meshed: whether its DTensors may be on the mesh that ``run.mesh()`` has made.
+    """
     check_not_flat(model)
-    sharding = sharding_modules(model)
+    sharding = meshed or sharding_modules(model)
     for name, parameter in model.named_parameters():
         if not sharding and is_sharded(parameter):
             raise UsageError(
                 f"{name} is a DTensor, and fully_shard has not sharded the model: its gradient would not be reduced.",
-                "Shard it by fully_shard, or write a loop of your own with run.resume() and run.boundary().",
+                f"{MESH_HINT} Or write a loop of your own with run.resume() and run.boundary().",
             )
     for name, module in model.named_modules():
         where = f"The module {name!r}" if name else "The model"
@@ -83,6 +93,11 @@ def check_elementwise(optimizers: Sequence[Any]) -> None:
 def is_sharded(tensor: object) -> bool:
     """Whether it is a DTensor, of which each rank holds a part."""
     return hasattr(tensor, "device_mesh")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor, in its memory; a plain tensor itself."""
+    return tensor.detach().to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def is_zero(optimizer: object) -> bool:

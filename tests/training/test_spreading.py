@@ -146,7 +146,7 @@ def test_what_a_rank_keeps_is_received_as_it_was_sent(monkeypatch: pytest.Monkey
 def test_views_are_sent_as_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """From a process that goes on; what was read from a snapshot has no such tensors."""
     sent: list[Tensor] = []
-    dist = SimpleNamespace(broadcast=lambda tensor, src: sent.append(tensor.clone()))
+    dist = SimpleNamespace(broadcast=lambda tensor, src, group=None: sent.append(tensor.clone()))
     monkeypatch.setattr(exchange, "dist", dist)
     lazily = torch.tensor([1 + 2j, 3j]).conj()
     state = {"conjugate": lazily, "negative": lazily.imag, "one of a column": torch.arange(6.0).view(3, 2)[1:2, 1]}

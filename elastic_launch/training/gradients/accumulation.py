@@ -27,9 +27,19 @@ from elastic_launch.training.gradients.flat import Reduction, Values
 from elastic_launch.training.gradients.means import MeanTable
 from elastic_launch.training.gradients.parameters import Parameters
 from elastic_launch.training.gradients.reduction import ExactReduction
-from elastic_launch.training.gradients.sharded import ShardSums, clip, total_norm
+from elastic_launch.training.gradients.sharded import (
+    ShardSums,
+    as_placed,
+    check_meshes,
+    clip,
+    placed,
+    same_on_tensor_ranks,
+    total_norm,
+)
 from elastic_launch.training.randomness import derive
 from elastic_launch.training.ranks.checksum import checksums
+from elastic_launch.training.ranks.mesh import RankGroup, ReplicaMesh
+from elastic_launch.training.wrapped import local
 
 
 def check_model(model: nn.Module) -> None:
@@ -94,6 +104,7 @@ class Gradients:
         same: whether the ranks have the same parameters and buffers already; otherwise they get rank 0's.
         by_host: whether they get these through the hosts' memory, also for GPUs.
         outlives: whether this process goes on after an exchange of a sharded model that has failed.
+        mesh: that of this rank's replica; None: the script has asked for none.
     """
 
     exact = False
@@ -111,15 +122,20 @@ class Gradients:
         same: bool = False,
         by_host: bool = False,
         outlives: bool = False,
+        mesh: ReplicaMesh | None = None,
     ) -> None:
         self.model = model  # what the script calls for the forward pass
         self.world_size = world_size
         self.rank = rank
+        self.peers = RankGroup(world_size, rank) if mesh is None else mesh.data  # with micro-batches of their own
+        self.speaks = mesh is None or mesh.tensor.place == 0  # for the ranks that have the same micro-batches
+        self._mesh = mesh
         self.parameters = Parameters(model, optimizer)
+        check_meshes(self.parameters, mesh, world_size)
         self._overlap = overlap
         self._room = room
         self._rules = buffers
-        self._buffers = Buffers(model, world_size, buffers)
+        self._buffers = self._new_buffers()
         self._plan = BatchPlan((), 1, ())
         self._new: list[str] = []
         self._changes: list[str] = []
@@ -141,10 +157,11 @@ class Gradients:
         self._totals: Values | None = None  # autograd adds to these in place
         self._carried = False  # whether the step's table is sent with gradients
         if world_size > 1:
-            self.parameters.agree(rank, same=same, by_host=by_host)
+            self.parameters.agree(rank, same=same, by_host=by_host, mesh=mesh)
         self._shards: ShardSums | None = None
         if self.parameters.sharded:
-            self._shards = ShardSums(model, self.parameters, world_size, rank, exact=self.exact, outlives=outlives)
+            how: dict[str, Any] = {"exact": self.exact, "outlives": outlives, "mesh": mesh}
+            self._shards = ShardSums(model, self.parameters, world_size, rank, **how)
         self._follow()
         self._carrier = self._reduction
 
@@ -159,16 +176,20 @@ class Gradients:
             for which, parameter in enumerate(self.parameters.reduced.values())
         ]
 
+    def _new_buffers(self) -> Buffers:
+        return Buffers(self.model, self.peers.size, self._rules, self.peers)
+
     def _new_reduction(self) -> Reduction:
         parameters = self.parameters
-        if self.world_size == 1 or not parameters.reduced:
+        if self.peers.size == 1 or not parameters.reduced:
             return LocalReduction(len(parameters.reduced))
         return BucketedReduction(
-            parameters.reduced,
+            {name: local(parameter) for name, parameter in parameters.reduced.items()},
             parameters.sparse,
-            # Beside FSDP's own collectives they would not come in the same order on all ranks.
-            overlap=self._overlap and self._shards is None,
+            # Beside a mesh's own collectives they would not come in the same order on all ranks.
+            overlap=self._overlap and self._shards is None and self._mesh is None,
             room=self._room if self.on_cpu else 0,
+            peers=self.peers,
         )
 
     def begin(self, plan: BatchPlan) -> None:
@@ -183,7 +204,7 @@ class Gradients:
             known = set(map(id, self.parameters.all.values()))
             self._changes = self.parameters.follow()
             self._new = [name for name, parameter in self.parameters.all.items() if id(parameter) not in known]
-            self._buffers = Buffers(self.model, self.world_size, self._rules)  # model.to(dtype) replaces their tensors
+            self._buffers = self._new_buffers()  # model.to(dtype) replaces their tensors
             self._follow()
             self._reduction.reset()
         for parameter in self.parameters.all.values():
@@ -242,7 +263,9 @@ class Gradients:
         if self._shards is not None:
             self._shards.begin_pass(number, void=self.void)
         trained = self.parameters.reduced.values()
-        self._totals = self._reduction.totals() if number and not self.void else None
+        # autograd may give DTensors another placement, in which it cannot add in place.
+        in_place = number and not self.void and not self.parameters.parallel
+        self._totals = self._reduction.totals() if in_place else None
         try:
             for parameter, total in zip(trained, self._totals or [], strict=False):
                 parameter.grad = total
@@ -270,6 +293,8 @@ class Gradients:
         if not self._taking or gradient is None:
             return
         self.took = True
+        if self.parameters.parallel:
+            gradient = placed(parameter, gradient)
         if self.void:
             gradient = torch.zeros_like(gradient)
         if self.spoiler is not None:
@@ -343,7 +368,11 @@ class Gradients:
         self._new = []
         sums = self._reduction.finish(self._plan.total, whole=whole)
         for parameter, gradient in zip(self.parameters.reduced.values(), sums, strict=False):
-            parameter.grad = gradient
+            parameter.grad = gradient if gradient is None else as_placed(parameter, gradient)
+        if self._shards is not None:
+            self._shards.finish()
+        if self._mesh is not None:
+            same_on_tensor_ranks(self.parameters.trained.values(), self._mesh)
         return [value for value in sums[len(self.parameters.reduced) :] if value is not None]
 
     def refuse_changes(self) -> None:
@@ -406,11 +435,11 @@ class Gradients:
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the 2-norm of some of the gradients together; called by all ranks."""
-        return total_norm(gradients, exact=self.exact)
+        return total_norm(gradients, exact=self.exact, meshed=self._mesh is not None)
 
     def clip(self, parameters: Sequence[Tensor], most: float) -> Tensor:
         """Limit the 2-norm of the gradients of some parameters, and return it as it was; called by all ranks."""
-        return clip(parameters, most, exact=self.exact)
+        return clip(parameters, most, exact=self.exact, meshed=self._mesh is not None)
 
     @property
     def talks_in_between(self) -> bool:
@@ -503,8 +532,8 @@ class ExactGradients(Gradients):
         self._states.close()
 
     def _new_reduction(self) -> ExactReduction:
-        like = [*self.parameters.reduced.values(), *self._buffers.summed]
-        return ExactReduction(like, self.world_size, self.rank, names=[*self.parameters.reduced])
+        like, peers = [*map(local, self.parameters.reduced.values()), *self._buffers.summed], self.peers
+        return ExactReduction(like, peers.size, peers.place, names=[*self.parameters.reduced], peers=peers)
 
     def _add_buffers(self, moved: Sequence[Tensor]) -> None:
         for which, value in enumerate(moved, len(self.parameters.reduced)):

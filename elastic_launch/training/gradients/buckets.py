@@ -24,13 +24,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elastic_launch.errors import UsageError
-from elastic_launch.training.gradients.flat import Reduction, Values, packed
+from elastic_launch.training.gradients.flat import MESSAGE, Reduction, Values, packed
+from elastic_launch.training.ranks.mesh import ALL, RankGroup
 
 FIRST_BYTES = 1024 * 1024
 """Size of the first bucket in bytes: the sooner it is full, the sooner the exchange begins."""
-
-BYTES = 25 * 1024 * 1024
-"""Size of the other buckets in bytes, as in DistributedDataParallel."""
 
 
 @dataclass(slots=True)
@@ -59,6 +57,7 @@ class BucketedReduction(Reduction):
         overlap: whether buckets are sent as soon as they are full; otherwise all are sent at the end, which all ranks
             are known to reach.
         room: maximum number of elements of the cargo.
+        peers: the ranks that sum.
     """
 
     def __init__(
@@ -68,11 +67,13 @@ class BucketedReduction(Reduction):
         *,
         overlap: bool,
         room: int = 0,
+        peers: RankGroup = ALL,
     ) -> None:
         self._names, self._like = [*like], [*like.values()]
         self._sparse = sorted(sparse)
         self._overlap = overlap
         self._room = room
+        self._peers = peers
         # The first step shows the order of the gradients. Until then nothing is sent early, so a gradient may come in
         # parts.
         self._learned = False
@@ -224,7 +225,7 @@ class BucketedReduction(Reduction):
                 bucket.cargo[: len(self._cargo)].copy_(self._cargo)
             if unused:
                 used = used[:-unused]
-        bucket.work = dist.all_reduce(used, async_op=True)
+        bucket.work = dist.all_reduce(used, group=self._peers.group, async_op=True)
 
     def _learn(self) -> None:
         """Put the parameters into buckets in the order in which rank 0's backward pass computes their gradients."""
@@ -233,7 +234,7 @@ class BucketedReduction(Reduction):
         # Parameters without a gradient come last, so that the others do not wait for them.
         ranked += [which for which in range(len(self._like) - 1, -1, -1) if which not in last]
         order = torch.tensor(ranked, dtype=torch.int64, device="cpu")
-        dist.broadcast(order, src=0)
+        dist.broadcast(order, src=self._peers.rank(0), group=self._peers.group)
         self._learned = True
         self._build(order.tolist())  # gradients of this step stay where they are
 
@@ -248,7 +249,7 @@ class BucketedReduction(Reduction):
             members, size = open_.pop((like.dtype, like.device), ([], 0))
             members.append(which)
             size += like.nbytes
-            if size >= (BYTES if self._buckets else FIRST_BYTES):
+            if size >= (MESSAGE if self._buckets else FIRST_BYTES):
                 self._add_bucket(members)
             else:
                 open_[like.dtype, like.device] = members, size
@@ -288,7 +289,7 @@ class BucketedReduction(Reduction):
                 torch.empty(1, 0, dtype=torch.int64), torch.empty(0, *shape[1:], dtype=like.dtype), shape
             ).to(like.device)
         own = own.coalesce()
-        dist.all_reduce(own)
+        dist.all_reduce(own, group=self._peers.group)
         return own if own._nnz() else None
 
 

@@ -8,7 +8,7 @@ differ from them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NoReturn
 
@@ -20,7 +20,8 @@ from elastic_launch.batch import BatchPlan
 from elastic_launch.errors import UsageError
 from elastic_launch.snapshot.format.dtypes import flat_bytes
 from elastic_launch.training.gradients.buffer_rules import Buffer, advice, buffers_of, tensors_of
-from elastic_launch.training.gradients.flat import alike
+from elastic_launch.training.gradients.flat import together
+from elastic_launch.training.ranks.mesh import ALL, RankGroup
 
 BY_VALUE = 100
 """Interval in steps at which buffers without a rule are compared by their values."""
@@ -29,9 +30,12 @@ BY_VALUE = 100
 class Buffers:
     """One model's buffers during a step."""
 
-    def __init__(self, model: nn.Module, world_size: int, rules: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, world_size: int, rules: Mapping[str, str] | None = None, peers: RankGroup = ALL
+    ) -> None:
         found = buffers_of(model, rules or {})
         self._world_size = world_size
+        self._peers = peers
         self._total = 1
         self._all = [buffer for buffer in found if buffer.rule != "ignore"]
         self._watched = [_Watched(buffer) for buffer in found if buffer.rule in (None, "error")]
@@ -134,18 +138,20 @@ class Buffers:
         """
         if not self._all:
             return
+        group = self._peers.group
         if sums is None:
             sums = self._sums
             if self._world_size > 1:
-                _together(self._sums, dist.all_reduce)
+                together(self._sums, partial(dist.all_reduce, group=group))
         self._totals = list(sums)
         if self._world_size > 1:
-            _together(self._added, dist.all_reduce)
-            _together(self._keys, partial(dist.all_reduce, op=dist.ReduceOp.MIN))
+            together(self._added, partial(dist.all_reduce, group=group))
+            together(self._keys, partial(dist.all_reduce, op=dist.ReduceOp.MIN, group=group))
             decided = [*self._last, *(x.buffer for x in self._undecided)]
             self._left = {x.name: self._left.get(x.name, _copied(x.tensor)) for x in decided}
             # The last rank has the last micro-batch. As bytes: not every backend supports every dtype.
-            _together([*map(flat_bytes, self._left.values())], partial(dist.broadcast, src=self._world_size - 1))
+            last = self._peers.rank(self._world_size - 1)
+            together([*map(flat_bytes, self._left.values())], partial(dist.broadcast, src=last, group=group))
 
     def finish(self) -> None:
         """Set every buffer to its new value, on all ranks; called after :meth:`exchange`.
@@ -326,14 +332,3 @@ def _from_key(key: Tensor, buffer: Buffer) -> Tensor:
         return key.to(value.dtype)
     bits = torch.where(key < 0, key ^ (2 ** (8 * value.element_size() - 1) - 1), key)
     return bits.to(_SIGNED[value.element_size()]).view(value.dtype)
-
-
-def _together(tensors: Sequence[Tensor], exchange: Callable[[Tensor], object]) -> None:
-    """Exchange tensors with all ranks; those of the same dtype and device in one collective."""
-    filled = [tensor for tensor in tensors if tensor.numel()]
-    for members in alike(filled):
-        these = [filled[which] for which in members]
-        flat = torch.cat([tensor.reshape(-1) for tensor in these])
-        exchange(flat)
-        for tensor, piece in zip(these, torch.split(flat, [x.numel() for x in these]), strict=True):
-            tensor.copy_(piece.view(tensor.shape))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 ALIGNED = 16
 """A tensor's offset is a multiple of this number of elements, which is best for an optimizer that reads it."""
+
+MESSAGE = 25 * 1024 * 1024
+"""Bytes of tensors that are exchanged together, as in DistributedDataParallel."""
 
 Values = list[Tensor | None]
 """A value, or None, for each tensor."""
@@ -43,6 +46,23 @@ def alike(tensors: Sequence[Tensor]) -> list[list[int]]:
     for which, tensor in enumerate(tensors):
         kinds.setdefault((tensor.dtype, tensor.device), []).append(which)
     return [*kinds.values()]
+
+
+def together(tensors: Sequence[Tensor], exchange: Callable[[Tensor], object]) -> None:
+    """Exchange tensors with other ranks; those of the same dtype and device in collectives of about ``MESSAGE``."""
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    for members in alike(filled):
+        these, size = list[Tensor](), 0
+        for which in members:
+            these.append(filled[which])
+            size += filled[which].nbytes
+            if size < MESSAGE and which != members[-1]:
+                continue
+            flat = torch.cat([tensor.reshape(-1) for tensor in these])
+            exchange(flat)
+            for tensor, piece in zip(these, torch.split(flat, [x.numel() for x in these]), strict=True):
+                tensor.copy_(piece.view(tensor.shape))
+            these, size = [], 0
 
 
 class Reduction:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from elastic_launch.errors import UsageError
 from elastic_launch.snapshot.format.dtypes import bytes_of, dense
 from elastic_launch.training.ranks.exchange import are_same, broadcast_state, broadcast_tensors
-from elastic_launch.training.wrapped import is_sharded
+from elastic_launch.training.ranks.mesh import TENSOR, ReplicaMesh, mesh_names
+from elastic_launch.training.wrapped import is_sharded, local
 
 
 class Parameters:
@@ -26,8 +27,9 @@ class Parameters:
         all: the model's by name, in its order, then those only in the optimizer, in its order.
         trained: those that need gradients.
         extra: those that are not in the model.
-        sharded: those that are sharded.
-        reduced: the trained ones that are not sharded, whose gradients are reduced here.
+        sharded: those that ``fully_shard`` has sharded.
+        parallel: those of which each tensor rank of a replica has a part, or a copy; DTensors, too.
+        reduced: the trained ones that ``fully_shard`` has not sharded, whose gradients are reduced here.
         sparse: places, in ``reduced``, of those that get sparse gradients.
         signature: a number of 40 bits, equal on all ranks if their parameters are, and have changed equally often.
     """
@@ -87,7 +89,9 @@ class Parameters:
         self._in_optimizer = self._ids()
         self._kinds = self._kinds_now()
         self.trained = {name: parameter for name, parameter in self.all.items() if parameter.requires_grad}
-        self.sharded = {name: parameter for name, parameter in self.all.items() if is_sharded(parameter)}
+        divided = {name: parameter for name, parameter in self.all.items() if is_sharded(parameter)}
+        self.parallel = {name: p for name, p in divided.items() if mesh_names(p) == (TENSOR,)}
+        self.sharded = {name: p for name, p in divided.items() if name not in self.parallel}
         self.reduced = {name: p for name, p in self.trained.items() if name not in self.sharded}
         sparse = _sparse(self._model)
         if self.sharded and sparse:
@@ -107,7 +111,7 @@ class Parameters:
         kinds = ((name, str(p.dtype).removeprefix("torch."), list(p.shape), p) for name, p in self.all.items())
         return [[name, dtype, shape, p.requires_grad] for name, dtype, shape, p in kinds]
 
-    def agree(self, rank: int, *, same: bool = False, by_host: bool = False) -> None:
+    def agree(self, rank: int, *, same: bool = False, by_host: bool = False, mesh: ReplicaMesh | None = None) -> None:
         """Set all ranks' parameters to rank 0's values, since a script without a seed builds different models.
 
         Args:
@@ -123,8 +127,11 @@ class Parameters:
         if same:
             return
         # Of a sharded parameter each rank has only a part, made by its own random numbers.
-        whole = (p for name, p in self.all.items() if name not in self.sharded)
+        whole = (p for p in self.all.values() if not is_sharded(p))
         broadcast_tensors([*whole, *self._model.buffers()], by_host=by_host)
+        if mesh is not None:  # the replicas have copies of each part
+            broadcast_tensors(map(local, self.sharded.values()), by_host=by_host, among=mesh.across)
+            broadcast_tensors(map(local, self.parallel.values()), by_host=by_host, among=mesh.data)
 
     def same_everywhere(self) -> bool:
         """Whether all ranks have the same signature; called by all ranks."""
@@ -132,7 +139,7 @@ class Parameters:
 
     def check_new(self, names: list[str]) -> None:
         """Compare parameters that were added during the training; called by all ranks."""
-        whole = [name for name in names if name not in self.sharded]
+        whole = [name for name in names if not is_sharded(self.all[name])]
         same = are_same([_digest(self.all[name]) for name in whole])
         for name, alike in zip(whole, same, strict=True):
             if not alike:
@@ -145,7 +152,7 @@ class Parameters:
     def not_finite(self) -> str | None:
         """Return the name of the first parameter that holds NaN or an infinity, if any."""
         found = [(name, p.detach()) for name, p in self.all.items()]
-        own = ((name, p.to_local() if is_sharded(p) else p) for name, p in found)  # type: ignore[attr-defined]
+        own = ((name, local(p)) for name, p in found)
         return next((name for name, values in own if not bool(torch.isfinite(values).all())), None)
 
 

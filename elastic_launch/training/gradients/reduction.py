@@ -20,6 +20,7 @@ from elastic_launch.errors import UsageError
 from elastic_launch.training.gradients.flat import Reduction, Values, alike, packed
 from elastic_launch.training.gradients.shards import ShardExchange
 from elastic_launch.training.gradients.tree import Segment, fold, joins, segments
+from elastic_launch.training.ranks.mesh import ALL, RankGroup
 
 
 @dataclass(slots=True)
@@ -38,16 +39,21 @@ class ExactReduction(Reduction):
 
     Args:
         like: tensors with the shapes, dtypes and devices of those to be summed.
+        world_size, rank: how many ranks sum, and this one's place among them.
         names: names of the first tensors, for errors.
+        peers: the ranks that sum, if not all.
     """
 
-    def __init__(self, like: Sequence[Tensor], world_size: int, rank: int, *, names: Sequence[str] = ()) -> None:
+    def __init__(
+        self, like: Sequence[Tensor], world_size: int, rank: int, *, names: Sequence[str] = (), peers: RankGroup = ALL
+    ) -> None:
         self._like = [*like]
         self._names = [*names, *map("tensor {}".format, range(len(names), len(like)))]
         self._world_size = world_size
         self._rank = rank
         self._kinds = alike(like)
-        self._exchange = ShardExchange(world_size, rank)
+        self._group = peers.group
+        self._exchange = ShardExchange(world_size, rank, peers)
         self._nodes: list[tuple[Segment, _Node]] = []
         self._index = 0  # of the current micro-batch
         self._lefts: list[_Node] = []  # that it completes, the nearest first; the last one receives the sum
@@ -144,7 +150,7 @@ class ExactReduction(Reduction):
         else:
             if not whole:
                 present = torch.tensor(self._present, dtype=torch.int32, device="cpu")
-                dist.all_reduce(present, op=dist.ReduceOp.MAX)
+                dist.all_reduce(present, op=dist.ReduceOp.MAX, group=self._group)
                 self._present = [there > 0 for there in present.tolist()]
             own = [node for _, node in nodes]
             self._sum = own[0] if own else self._new()

@@ -5,12 +5,18 @@ each backward pass, all in collectives: all ranks make the same number of passes
 reduction is replaced here by one that adds and does not average. In exact mode it keeps the gradients in the fixed tree
 of ``tree``; in the last pass each rank receives its shard of all nodes, and folds it in the tree's order. The tree
 adds element by element, so it does not matter how a group's gradients are laid out.
+
+Within replicas (``run.mesh()``) FSDP reduces each pass over the replica's ranks, and the sums of the step are added
+over the replicas. In exact mode the nodes go to all ranks with the same tensor coordinate: each folds a piece of a
+shard, and the ranks that have the same shard exchange their pieces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +25,11 @@ from torch import Tensor, nn
 
 from elastic_launch.batch import BatchPlan, slice_of
 from elastic_launch.errors import UsageError
+from elastic_launch.training.gradients.flat import together
 from elastic_launch.training.gradients.parameters import Parameters
 from elastic_launch.training.gradients.tree import Segment, fold, joins, segments
-from elastic_launch.training.wrapped import sharding_modules
+from elastic_launch.training.ranks.mesh import TENSOR, RankGroup, ReplicaMesh, mesh_names
+from elastic_launch.training.wrapped import MESH_HINT, is_sharded, local, sharding_modules
 
 
 class ShardSums:
@@ -31,6 +39,7 @@ class ShardSums:
         model: the sharded model, whose modules get the reduction.
         exact: whether sums must be bitwise equal at every world size.
         outlives: whether this process goes on after an exchange that has failed, see :meth:`going_through`.
+        mesh: that of this rank's replica; None: the model is sharded over all ranks.
     """
 
     def __init__(
@@ -42,10 +51,13 @@ class ShardSums:
         *,
         exact: bool,
         outlives: bool = False,
+        mesh: ReplicaMesh | None = None,
     ) -> None:
         self._parameters = parameters
-        self._world_size = world_size
-        self._rank = rank
+        self._mesh = mesh
+        self._data = RankGroup(world_size, rank) if mesh is None else mesh.data
+        self._across = RankGroup(1, 0) if mesh is None else mesh.across
+        self._shards = self._data.size // self._across.size  # of each parameter
         self._exact = exact
         self._modules = sharding_modules(model)
         self._scatters: list[_Scatter] = []
@@ -59,8 +71,6 @@ class ShardSums:
         self.failed: RuntimeError | None = None
         """The error by which an exchange of this round has failed. From then on all others count nothing."""
         self._plan = BatchPlan((), 1, ())
-        for name, parameter in parameters.sharded.items():
-            _check_mesh(name, parameter, world_size)
         for module in self._modules:
             scatter = _Scatter(self)
             try:
@@ -70,7 +80,8 @@ class ShardSums:
                 module.set_all_reduce_hook(scatter.reduced)
             except ValueError as error:
                 raise UsageError(
-                    f"fully_shard(shard_placement_fn=...): {error}", "Give all parameters one mesh."
+                    f"fully_shard(mesh=..., shard_placement_fn=...): {error}",
+                    'Give all parameters one mesh of one dimension, such as run.mesh(shard=S)["shard"].',
                 ) from error
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -79,7 +90,7 @@ class ShardSums:
 
     def passes(self, plan: BatchPlan) -> int:
         """Return the number of passes that every rank makes in a step."""
-        return -(-plan.total // self._world_size)
+        return -(-plan.total // self._data.size)
 
     def begin(self, plan: BatchPlan) -> None:
         """Start a step."""
@@ -143,7 +154,7 @@ class ShardSums:
         if self.failed is not None:
             raise self.failed
         trained = [(n, p) for n, p in self._parameters.sharded.items() if p.requires_grad]
-        if self._reduced != sum(_padded(p, self._world_size) for _, p in trained):
+        if self._reduced != sum(_padded(p, self._shards) for _, p in trained):
             without = ", ".join(name for name, p in trained if p.grad is None)
             raise _partial(f", such as {without}" if without else "")
         if self._exact and not self._last:
@@ -166,30 +177,47 @@ class ShardSums:
             return
         nodes, total = stack.copy(), self._plan.total
         stack.clear()
-        if group is not None:
-            nodes = self._exchanged([flat for _, flat in nodes], output, group)
-        output.copy_(fold(total, nodes, lambda left, right: left.add_(right)))
+        if self._data.size == 1:
+            output.copy_(fold(total, nodes, lambda left, right: left.add_(right)))
+            return
+        nodes = self._exchanged([flat for _, flat in nodes], output, group if self._mesh is None else self._data.group)
+        piece = fold(total, nodes, lambda left, right: left.add_(right))
+        if self._across.size > 1:
+            pieces = [torch.empty_like(piece) for _ in range(self._across.size)]
+            dist.all_gather(pieces, piece, group=self._across.group)
+            piece = torch.cat(pieces)[: len(output)]
+        output.copy_(piece)
 
     def _exchanged(
-        self, mine: Sequence[Tensor], like: Tensor, group: dist.ProcessGroup
+        self, mine: Sequence[Tensor], like: Tensor, group: dist.ProcessGroup | None
     ) -> list[tuple[Segment, Tensor]]:
-        """Return this rank's shard of all ranks' nodes."""
-        world_size, size = self._world_size, len(like)
-        theirs = [segments(*slice_of(self._plan.total, world_size, rank)) for rank in range(world_size)]
-        shards = [flat.view(world_size, size)[rank] for rank in range(world_size) for flat in mine]
+        """Return this rank's piece of its shard, of all ranks' nodes; as many ranks have a shard as it has pieces."""
+        ranks, pieces, size = self._data.size, self._across.size, -(-len(like) // self._across.size)
+        theirs = [segments(*slice_of(self._plan.total, ranks, rank)) for rank in range(ranks)]
+        padding = pieces * size - len(like)
+        rows = [flat.view(self._shards, -1) for flat in mine]
+        cut = [(nn.functional.pad(x, (0, padding)) if padding else x).view(-1, pieces, size) for x in rows]
+        # Rank replica * shards + shard folds the piece of the replica's number.
+        shards = [flat[rank % self._shards, rank // self._shards] for rank in range(ranks) for flat in cut]
         given = torch.cat(shards) if shards else like.new_empty(0)
         counts = [len(nodes) * size for nodes in theirs]
         received = like.new_empty(sum(counts))
-        dist.all_to_all_single(received, given, counts, [len(mine) * size] * world_size, group=group)
+        dist.all_to_all_single(received, given, counts, [len(mine) * size] * ranks, group=group)
         return list(zip([node for nodes in theirs for node in nodes], torch.split(received, size), strict=True))
+
+    def finish(self) -> None:
+        """After the last pass, add the sums of all replicas; called by all ranks."""
+        if self._across.size > 1 and not self._exact:
+            gradients = [local(p.grad) for p in self._parameters.sharded.values() if p.grad is not None]
+            together(gradients, partial(dist.all_reduce, group=self._across.group))
 
     def count(self, scatter: _Scatter, output: Tensor) -> None:
         """Record that a group's gradients were reduced."""
-        self._reduced += len(output) * self._world_size
-        # FSDP does not call the reduction in a world of one. The output is going to be the gradients' memory.
-        if self._world_size == 1 and self._exact:
+        self._reduced += len(output) * self._shards
+        # FSDP does not call the reduction for a single shard. The output is going to be the gradients' memory.
+        if self._shards == 1 and self._exact:
             self.reduce(scatter, output, output.clone(), None)
-        elif self._world_size == 1 and self._void:
+        elif self._shards == 1 and self._void:
             output.zero_()
 
 
@@ -279,56 +307,122 @@ def _joined(stack: list[tuple[Segment, Tensor]], index: int, value: Tensor) -> t
     return (index + 1 - (1 << level), level), value
 
 
-def _padded(parameter: Any, world_size: int) -> int:
+def _padded(parameter: Any, shards: int) -> int:
     """Return the number of elements that a parameter's gradient has when it is reduced: equal shards, with padding."""
-    length = parameter.shape[parameter.placements[0].dim]
-    return int(parameter.numel() // max(1, length) * -(-length // world_size) * world_size)
+    dimension = parameter.placements[0].dim
+    length, rest = parameter.shape[dimension], [*parameter.to_local().shape]
+    del rest[dimension]
+    for placement in parameter.placements[1:]:  # of the tensor ranks, each of which has a part of what is sharded
+        if placement.is_shard(dimension):
+            part = -(-length // parameter.device_mesh.size(1))
+            length = min(part, max(0, length - part * parameter.device_mesh.get_local_rank(1)))
+    return int(math.prod(rest) * -(-length // shards) * shards)
 
 
-def _check_mesh(name: str, parameter: Any, world_size: int) -> None:
-    mesh = parameter.device_mesh
-    if mesh.ndim != 1 or mesh.mesh.tolist() != [*range(world_size)] or not parameter.placements[0].is_shard():
-        raise UsageError(
-            f"{name} is a DTensor with the placements {parameter.placements} on {mesh}, and here only models are "
-            "trained that fully_shard shards over all ranks in one dimension.",
-            "Leave hybrid sharding and tensor parallelism out, or write a loop of your own with run.resume() and "
-            "run.boundary(), which saves any DTensor.",
-        )
+def check_meshes(parameters: Parameters, mesh: ReplicaMesh | None, world_size: int) -> None:
+    """Refuse DTensors on meshes whose exchanges are not known here.
+
+    Args:
+        mesh: that of this rank's replica; None: the script has asked for none.
+    """
+    everywhere = [*range(world_size)]
+    divided: list[tuple[str, Any]] = [*parameters.sharded.items(), *parameters.parallel.items()]
+    for name, parameter in divided:
+        on, first = parameter.device_mesh, parameter.placements[0]
+        where = f"{name} is a DTensor with the placements {parameter.placements} on {on}"
+        if name in parameters.sharded and on.ndim > 1 and not hasattr(first, "dim"):
+            raise UsageError(
+                f"{where}: fully_shard(mesh=...) got a mesh of two dimensions, whose replicas would be fixed.",
+                f"{MESH_HINT} The library reduces over the replicas.",
+            )
+        if mesh is not None and not mesh.has(on):
+            raise UsageError(f"{where}, which is not of run.mesh().", f"The script has made it itself. {MESH_HINT}")
+        if mesh is None and (on.ndim != 1 or on.mesh.tolist() != everywhere or name in parameters.parallel):
+            raise UsageError(f"{where}, of which it is not known here how its gradients are reduced.", MESH_HINT)
+        if name in parameters.sharded and not hasattr(first, "dim"):
+            raise UsageError(f"{where}, on which fully_shard has not sharded it.", MESH_HINT)
 
 
-def total_norm(gradients: Sequence[Any], *, exact: bool) -> Tensor:
+def placed(parameter: Any, gradient: Any) -> Tensor:
+    """Return this rank's part of a gradient, as that of its parameter; called by all its tensor ranks."""
+    with torch.no_grad():
+        whole = is_sharded(gradient) and gradient.placements != parameter.placements
+        return local(gradient.redistribute(parameter.device_mesh, parameter.placements) if whole else gradient)
+
+
+def as_placed(parameter: Any, part: Tensor) -> Tensor:
+    """Return this rank's part of a gradient as a DTensor, if the parameter is one."""
+    if not is_sharded(parameter):
+        return part
+    from torch.distributed.tensor import DTensor  # slow to import
+
+    how = {"run_check": False, "shape": parameter.shape, "stride": parameter.stride()}
+    made: Tensor = DTensor.from_local(part, parameter.device_mesh, parameter.placements, **how)
+    return made
+
+
+def same_on_tensor_ranks(parameters: Iterable[Tensor], mesh: ReplicaMesh) -> None:
+    """Give tensor ranks the first one's gradients of what they have copies of; kernels may not give all the same bits.
+
+    Called by all ranks after the sums.
+    """
+    if mesh.tensor.size > 1:
+        copies = (p.grad for p in parameters if p.grad is not None and not _is_cut(p, TENSOR))
+        parts = [local(x) for x in copies if x.layout is torch.strided]
+        together(parts, partial(dist.broadcast, src=mesh.tensor.rank(0), group=mesh.tensor.group))
+
+
+def _is_cut(tensor: Any, dimension: str) -> bool:
+    """Whether each rank of a dimension of a mesh has another part of a tensor."""
+    names = mesh_names(tensor)
+    return dimension in names and hasattr(tensor.placements[names.index(dimension)], "dim")
+
+
+def total_norm(gradients: Sequence[Any], *, exact: bool, meshed: bool = False) -> Tensor:
     """Return the 2-norm of all gradients together; called by all ranks if some are sharded.
 
     Args:
         exact: whether it must be bitwise equal at every world size; then each gradient is gathered, one by one.
+        meshed: whether they are divided within replicas, all of which must get the same.
     """
-    sharded = [gradient for gradient in gradients if hasattr(gradient, "to_local")]
+    sharded = [gradient for gradient in gradients if is_sharded(gradient)]
     if not sharded:
         total: Tensor = nn.utils.get_total_norm(gradients)
         return total
     if exact:
-        norms = [nn.utils.get_total_norm([x.full_tensor() if hasattr(x, "full_tensor") else x]) for x in gradients]
+        norms = [nn.utils.get_total_norm([x.full_tensor() if is_sharded(x) else x]) for x in gradients]
         found: Tensor = torch.linalg.vector_norm(torch.stack(norms))
         return found
-    squares = [torch.linalg.vector_norm(x.to_local(), dtype=torch.float64).square() for x in sharded]
-    whole = torch.stack(squares).sum()
-    dist.all_reduce(whole, group=sharded[0].device_mesh.get_group())
+    # The squares of the parts on each mesh; of a copy, those of the first rank that has it.
+    sums: dict[Any, Tensor] = {}
     for x in gradients:
-        if not hasattr(x, "to_local"):
-            whole += torch.linalg.vector_norm(x, dtype=torch.float64).square()
+        square = torch.linalg.vector_norm(local(x), dtype=torch.float64).square()
+        mesh = x.device_mesh if is_sharded(x) else None
+        if mesh is not None and any(
+            not hasattr(placement, "dim") and place
+            for placement, place in zip(x.placements, mesh.get_coordinate(), strict=True)
+        ):
+            square.zero_()
+        sums[mesh] = sums[mesh] + square if mesh in sums else square
+    for mesh, squares in sums.items():
+        for dimension in range(0 if mesh is None else mesh.ndim):
+            dist.all_reduce(squares, group=mesh.get_group(dimension))
+    whole = torch.stack([*sums.values()]).sum()
+    if meshed:
+        dist.all_reduce(whole, op=dist.ReduceOp.MAX)
     return whole.sqrt().float()
 
 
-def clip(parameters: Sequence[Tensor], most: float, *, exact: bool) -> Tensor:
+def clip(parameters: Sequence[Tensor], most: float, *, exact: bool, meshed: bool = False) -> Tensor:
     """Limit the 2-norm of the gradients of parameters, and return it as it was; called by all ranks."""
     gradients = [p.grad for p in parameters if p.grad is not None]
-    if not any(hasattr(gradient, "to_local") for gradient in gradients):
+    if not any(map(is_sharded, gradients)):
         found: Tensor = nn.utils.clip_grad_norm_(parameters, most)
         return found
-    norm = total_norm(gradients, exact=exact)
+    norm = total_norm(gradients, exact=exact, meshed=meshed)
     # On each rank's part: torch refuses to multiply sharded and other tensors by one tensor together.
     with torch.no_grad():
         factor = torch.clamp(most / (norm + 1e-6), max=1.0)
         for gradient in gradients:
-            (gradient.to_local() if hasattr(gradient, "to_local") else gradient).mul_(factor)
+            local(gradient).mul_(factor)
     return norm

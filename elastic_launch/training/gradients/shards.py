@@ -8,15 +8,17 @@ point to point, directly from and into the gradients' memory: gloo's all-to-all 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from elastic_launch.training.gradients.tree import Segment, fold
+from elastic_launch.training.ranks.mesh import ALL, RankGroup
 
 BUCKET_BYTES = 16 * 1024 * 1024
 """Bytes of one node exchanged at a time; with the number of buckets in flight, it bounds the memory of the exchange."""
@@ -48,9 +50,10 @@ class _Bucket:
 class ShardExchange:
     """Sums flat tensors over all ranks, in the tree's order."""
 
-    def __init__(self, world_size: int, rank: int) -> None:
+    def __init__(self, world_size: int, rank: int, peers: RankGroup = ALL) -> None:
         self._world_size = world_size
         self._rank = rank
+        self._peers = peers
         self._buckets: list[_Bucket] = []  # of a sum that is under way, or has failed
         # In rotation, so that at any time all ranks have most partners in common, and no two start with the same one.
         self._partners = [(rank + turn) % world_size for turn in range(1, world_size)]
@@ -93,7 +96,7 @@ class ShardExchange:
         for row, node in zip(given, nodes, strict=False):
             row.copy_(node)
         found = [torch.empty_like(given) for _ in range(self._world_size)]
-        dist.all_gather(found, given)
+        dist.all_gather(found, given, group=self._peers.group)
         total.copy_(_folded(theirs, [[*rows] for rows in found], leaves))
 
     def _send(self, bucket: _Bucket, theirs: list[list[Segment]]) -> None:
@@ -102,8 +105,8 @@ class ShardExchange:
         operations = []
         for partner in self._partners:
             bucket.others[partner] = [torch.empty_like(own) for _ in theirs[partner]]
-            operations += [dist.P2POp(dist.irecv, shard, partner) for shard in bucket.others[partner]]
-            operations += [dist.P2POp(dist.isend, self._shard(node, partner), partner) for node in bucket.nodes]
+            operations += [self._transfer(dist.irecv, shard, partner) for shard in bucket.others[partner]]
+            operations += [self._transfer(dist.isend, self._shard(node, partner), partner) for node in bucket.nodes]
         bucket.start(operations)
 
     def _fold(self, bucket: _Bucket, theirs: list[list[Segment]], leaves: int) -> None:
@@ -115,9 +118,12 @@ class ShardExchange:
         bucket.others.clear()
         operations = []
         for partner in self._partners:
-            operations.append(dist.P2POp(dist.irecv, self._shard(bucket.total, partner), partner))
-            operations.append(dist.P2POp(dist.isend, own, partner))
+            operations.append(self._transfer(dist.irecv, self._shard(bucket.total, partner), partner))
+            operations.append(self._transfer(dist.isend, own, partner))
         bucket.start(operations)
+
+    def _transfer(self, kind: Callable[..., Any], tensor: Tensor, partner: int) -> dist.P2POp:
+        return dist.P2POp(kind, tensor, self._peers.rank(partner), self._peers.group)
 
     def _shard(self, flat: Tensor, rank: int) -> Tensor:
         return flat.tensor_split(self._world_size)[rank]

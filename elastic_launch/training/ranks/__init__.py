@@ -1,6 +1,7 @@
 """The ranks of a training, and what they must agree on.
 
 ``world``           joining the process group, and leaving it
+``mesh``            the ranks of a replica that divide a model
 ``place``           the place in a round, and the wait for it of a process that was started ahead
 ``agreement``       decisions that all ranks take at the same step boundary
 ``exchange``        messages, and a state sent to ranks that have none

@@ -19,6 +19,7 @@ from elastic_launch.shared_progress import Activity
 from elastic_launch.snapshot.format import tree
 from elastic_launch.snapshot.format.dtypes import bytes_of, flat_bytes
 from elastic_launch.training.link import AgentLink
+from elastic_launch.training.ranks.mesh import ALL, RankGroup
 from elastic_launch.training.ranks.world import World
 
 CHUNK = 64 * 2**20
@@ -106,11 +107,12 @@ def receive_bytes(source: int, timeout: float | None = None) -> bytes:
         return bytes(receive(torch.empty(size, dtype=torch.uint8, device="cpu")).tolist()) if size else b""
 
 
-def broadcast_tensors(tensors: Iterable[Tensor], *, by_host: bool = False) -> None:
+def broadcast_tensors(tensors: Iterable[Tensor], *, by_host: bool = False, among: RankGroup = ALL) -> None:
     """Overwrite tensors on all ranks with those of rank 0.
 
     Args:
         by_host: whether those on GPUs go through the hosts' memory, by gloo, which fails if it is aborted.
+        among: the ranks, if not all; they get those of the first of them.
     """
     for tensor in tensors:
         value = tensor.detach()
@@ -123,7 +125,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], *, by_host: bool = False) -> No
         dense = flat_bytes(value)
         if by_host:
             dense = dense.cpu()
-        dist.broadcast(dense, src=0)
+        dist.broadcast(dense, src=among.rank(0), group=among.group)
         if dense.data_ptr() != value.data_ptr():
             value.copy_(dense.view(value.dtype).view(value.shape))
 

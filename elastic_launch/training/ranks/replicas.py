@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from elastic_launch.errors import ElasticLaunchError
 from elastic_launch.training.ranks.checksum import checksums, combined
 from elastic_launch.training.ranks.exchange import are_same, numbers_of_all
+from elastic_launch.training.ranks.mesh import ReplicaMesh
 from elastic_launch.training.ranks.world import World
-from elastic_launch.training.wrapped import is_zero
+from elastic_launch.training.wrapped import is_sharded, is_zero, local
 
 SHARE = 0.001
 """Fraction of the training's time that comparisons may cost, not counting those before checkpoints."""
@@ -45,13 +46,17 @@ class ReplicaCheck:
 
     Args:
         group: returns a process group of all ranks, for CPU tensors.
+        mesh: that of this rank's replica; the parts of DTensors are compared among the ranks with the same coordinate.
     """
 
-    def __init__(self, world: World, group: Callable[[], dist.ProcessGroup], named: Named) -> None:
+    def __init__(
+        self, world: World, group: Callable[[], dist.ProcessGroup], named: Named, mesh: ReplicaMesh | None = None
+    ) -> None:
         self.good: int | None = None  # the last step in this process after which nothing differed
         self._world = world
         self._group = group
         self._named = named
+        self._mesh = mesh
         self._costs: deque[float] = deque(maxlen=MEMORY)
         self._at: float | None = None
         self._under_way = False  # on rank 0, from the wish on
@@ -74,7 +79,7 @@ class ReplicaCheck:
         """Return the checksum to send with the wishes of this boundary; None if none is due."""
         if self._agreed:
             self._agreed = False
-            self._taken = _Taken(step, self._named)
+            self._taken = _Taken(step, self._named, self._mesh)
         if self._taken is None or not self._taken.ready(step):
             return None
         self._posting, self._taken = self._taken, None
@@ -95,7 +100,7 @@ class ReplicaCheck:
 
     def compare(self, step: int) -> None:
         """Compare the state after a step immediately."""
-        taken = _Taken(step, self._named)
+        taken = _Taken(step, self._named, self._mesh)
         self._judge(taken, not all(are_same([taken.total()], self._group())))
 
     def _judge(self, taken: _Taken, differs: bool) -> None:
@@ -120,24 +125,31 @@ class ReplicaCheck:
             found = ", ".join(f"rank {rank} {count}" for rank, count in enumerate(counts))
             return f"After step {taken.step} the ranks do not have as many tensors as each other: {found}.", hint
         columns = [*zip(*numbers_of_all(self._world, sums, self._group()), strict=True)]
-        differing = [which for which, column in enumerate(columns) if len(set(column)) > 1]
-        name, column = taken.names[differing[0]], columns[differing[0]]
-        (common, most), *_ = Counter(column).most_common()
-        others = [rank for rank, value in enumerate(column) if value != common]
-        same = [rank for rank, value in enumerate(column) if value == common]
+        size = 1 if self._mesh is None else self._mesh.inner.size()
+        differing = [
+            (which, {rank: column[rank] for rank in ranks})
+            for which, column in enumerate(columns)
+            for ranks in _alike(len(column), size if which in taken.divided else 1)
+            if len({column[rank] for rank in ranks}) > 1
+        ]
+        name, column = taken.names[differing[0][0]], differing[0][1]
+        (common, most), *_ = Counter(column.values()).most_common()
+        others = [rank for rank, value in column.items() if value != common]
+        same = [rank for rank, value in column.items() if value == common]
         where = (
             f"{ranks_text(others)} differ{'s' if len(others) == 1 else ''} from {ranks_text(same)}"
             if 2 * most > len(column)
-            else f"{ranks_text(list(range(len(column))))} differ"
+            else f"{ranks_text([*column])} differ"
         )
-        more = f" So it is with {len(differing) - 1} more tensors." if len(differing) > 1 else ""
+        others_too = len({which for which, _ in differing}) - 1
+        more = f" So it is with {others_too} more tensors." if others_too else ""
         return f"After step {taken.step} the ranks do not have the same {name}: {where}.{more}", hint
 
 
 class _Taken:
     """The checksums of a state; on GPUs they may still be being computed."""
 
-    def __init__(self, step: int, named: Named) -> None:
+    def __init__(self, step: int, named: Named, mesh: ReplicaMesh | None = None) -> None:
         began = time.monotonic()
         found = list(named())
         self.step = step
@@ -146,8 +158,18 @@ class _Taken:
         device = found[0][1].device if found else torch.device("cpu")
         if device.type == "cuda":
             self._marks.append(_mark(device))
-        sums = checksums([tensor for _, tensor in found])
-        both = torch.cat([sums, combined(sums)[None]])
+        self.divided = {which for which, (_, tensor) in enumerate(found) if is_sharded(tensor)}
+        sums = checksums([local(tensor) for _, tensor in found])
+        total = combined(sums)
+        if mesh is not None and self.divided:
+            # A replica's ranks have different parts, and add up to one number.
+            copies = sums.clone()
+            copies[[*self.divided]] = 0
+            parts = combined(sums - copies)
+            for dimension in range(mesh.inner.ndim):
+                dist.all_reduce(parts, group=mesh.inner.get_group(dimension))
+            total = combined(copies) + parts
+        both = torch.cat([sums, total[None]])
         if device.type == "cuda":
             self._result = torch.empty(both.shape, dtype=both.dtype, pin_memory=True)
             self._result.copy_(both, non_blocking=True)
@@ -181,6 +203,11 @@ class _Taken:
         return self._result
 
 
+def _alike(world_size: int, size: int) -> list[range]:
+    """Return the ranks that have the same coordinate in replicas of a size, for each coordinate."""
+    return [range(first, world_size, size) for first in range(size)]
+
+
 def _mark(device: torch.device) -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
@@ -195,11 +222,18 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"ranks {shown}"
 
 
-def replicated(model: nn.Module, optimizer: Any, ignored: Mapping[str, object] | Iterable[str] = ()) -> Named:
+def replicated(
+    model: nn.Module,
+    optimizer: Any,
+    ignored: Mapping[str, object] | Iterable[str] = (),
+    *,
+    divided: bool = False,
+) -> Named:
     """Return a function that returns the tensors of a model and its optimizer to compare.
 
     Args:
         ignored: names of buffers and frozen parameters that may differ between ranks.
+        divided: whether there are copies of DTensors, too: other replicas have them.
     """
     left_out = set(ignored)
 
@@ -225,7 +259,7 @@ def replicated(model: nn.Module, optimizer: Any, ignored: Mapping[str, object] |
                 if isinstance(state[key], Tensor):
                     yield f"optimizer's {key} of {name}", state[key]
 
-    return lambda: ((name, tensor) for name, tensor in named() if _is_plain(tensor))
+    return lambda: ((name, each) for name, each in named() if _is_plain(each) or (divided and is_sharded(each)))
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -50,6 +50,7 @@ class World:
         one_gpu: whether this process sees only its own GPU.
         first_on_node: whether ``local_rank`` is the lowest on this node in the round; it need not be 0.
         placed: whether ``local_rank`` is known, not just assumed to be 0.
+        tensor: number of consecutive ranks that share micro-batches, see :meth:`elastic_launch.Run.mesh`.
         replica_size: processes of a replica, which have consecutive ranks; see ``--replica-size``.
     """
 
@@ -65,7 +66,23 @@ class World:
     one_gpu: bool = False
     first_on_node: bool = True
     placed: bool = True
+    tensor: int = 1
     replica_size: int = 1
+
+    @property
+    def data_size(self) -> int:
+        """How many ranks, or groups of ranks that share them, have micro-batches of their own."""
+        return self.world_size // self.tensor
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's number among those that have micro-batches of their own, or that of the ranks that share them."""
+        return self.rank // self.tensor
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this is the first of the ranks that share micro-batches, which tells the others what came out."""
+        return self.rank % self.tensor == 0
 
     @property
     def replica(self) -> int:

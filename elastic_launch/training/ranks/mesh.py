@@ -1,0 +1,133 @@
+"""The mesh within a replica: consecutive ranks of a node divide a model, and all replicas have copies of it.
+
+Rank (replica * shard + s) * tensor + t has the coordinate (s, t) in its replica. Each pair (replica, s) has
+micro-batches of its own; the tensor ranks of a pair share them. Each group is formed by its own ranks alone, kind after
+kind, in the same order on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elastic_launch.errors import UsageError
+from elastic_launch.training.ranks.world import World
+
+SHARD, TENSOR = DIMENSIONS = "shard", "tensor"
+"""The names of the mesh's dimensions."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankGroup:
+    """Ranks that exchange something among themselves.
+
+    Attributes:
+        size: how many they are.
+        place: this rank's number among them, from 0.
+        group: their process group; None: that of all ranks.
+    """
+
+    size: int
+    place: int
+    group: dist.ProcessGroup | None = None
+
+    def rank(self, place: int) -> int:
+        """Return the rank, among all, of one of them."""
+        return place if self.group is None else dist.get_global_rank(self.group, place)
+
+
+ALL = RankGroup(0, 0)
+"""All ranks, where only their group is asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaMesh:
+    """The mesh of this rank's replica, and the ranks with which it shares something else.
+
+    Attributes:
+        inner: the ``DeviceMesh`` with the dimensions ``shard`` and ``tensor``.
+        tensor: the ranks of the replica with this rank's ``shard`` coordinate, which share micro-batches.
+        data: the ranks of all replicas with this rank's ``tensor`` coordinate: each has micro-batches of its own.
+        across: the ranks of all replicas with this rank's coordinate, which have the same shards.
+    """
+
+    inner: Any
+    tensor: RankGroup
+    data: RankGroup
+    across: RankGroup
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The sizes of ``shard`` and ``tensor``."""
+        shard, tensor = self.inner.shape
+        return shard, tensor
+
+    def has(self, mesh: Any) -> bool:
+        """Whether a ``DeviceMesh`` is this one, or one of its dimensions."""
+        names = tuple(mesh.mesh_dim_names or ())
+        if names != DIMENSIONS and names not in ((SHARD,), (TENSOR,)):
+            return False
+        own = self.inner if names == DIMENSIONS else self.inner[names[0]]
+        return bool(mesh.mesh.tolist() == own.mesh.tolist())
+
+    @staticmethod
+    def formed(world: World, device_type: str, shard: int, tensor: int, timeout: float) -> ReplicaMesh:
+        """Form the groups; called by all ranks.
+
+        Raises:
+            UsageError: see :func:`check_shape`.
+        """
+        from torch.distributed.device_mesh import DeviceMesh  # slow to import
+
+        check_shape(world, shard, tensor)
+        ranks = torch.arange(world.world_size, device="cpu").view(-1, shard, tensor)
+        at, s, t = (int(place) for place in (ranks == world.rank).nonzero()[0])
+
+        def peers(among: torch.Tensor) -> RankGroup:
+            members = among.flatten().tolist()
+            group = None
+            if len(members) < world.world_size:
+                group = dist.new_group(members, timedelta(seconds=timeout), use_local_synchronization=True)
+            return RankGroup(len(members), members.index(world.rank), group)
+
+        shards, tensors = peers(ranks[at, :, t]), peers(ranks[at, s])
+        groups: Any = [each.group or dist.group.WORLD for each in (shards, tensors)]
+        inner = DeviceMesh.from_group(groups, device_type, mesh=ranks[at], mesh_dim_names=DIMENSIONS)
+        return ReplicaMesh(inner, tensors, data=peers(ranks[:, :, t]), across=peers(ranks[:, s, t]))
+
+
+def check_shape(world: World, shard: int, tensor: int) -> None:
+    """Check that replicas of a shape fit the world.
+
+    Raises:
+        UsageError: if the sizes are not whole numbers above 0, there is no process group, or the ranks of a replica
+            would not be on one node, or not those of the launcher's replica.
+    """
+    call = f"run.mesh(shard={shard!r}, tensor={tensor!r})"
+    if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 1 for size in (shard, tensor)):
+        raise UsageError(f"{call}: a dimension has a whole number of ranks, 1 or more.")
+    if not dist.is_initialized():
+        raise UsageError(f"{call} needs a process group.", "Run the script under elastic-launch or torchrun.")
+    size, workers = shard * tensor, world.local_world_size
+    if (given := world.replica_size) not in (1, size):
+        raise UsageError(
+            f"{call}: a replica has {size} ranks, and the launcher's replicas have {given}.",
+            f"Give elastic-launch --replica-size {size}, or run.mesh() a shape of {given} ranks.",
+        )
+    if workers % size or world.world_size % size:
+        raise UsageError(
+            f"{call}: a replica has {size} ranks on one node, and the {workers} workers of this node are not a "
+            "multiple of that.",
+            f"Start {size} workers on each node, or a multiple (--nproc), or give run.mesh() another shape.",
+        )
+
+
+def mesh_names(tensor: Any) -> Sequence[str]:
+    """Return the names of the dimensions of the mesh that a DTensor is on; of a plain tensor none."""
+    mesh = getattr(tensor, "device_mesh", None)
+    return () if mesh is None else tuple(mesh.mesh_dim_names or ())
