@@ -73,10 +73,10 @@ def _decide(view: v.View, event: v.Event, node: v.NodeFacts) -> Decision:
         case m.Evicted(reason=reason, final=final, anew=anew):
             if final and view.leaving is None:
                 view = replace(view, leaving=int(ExitCode.RENDEZVOUS), cause=reason)
-            # One that leaves has them saved first; storage refuses them if the run has saved since.
-            forget: list[v.Action] = [v.ForgetSnapshots()] if anew and view.leaving is None else []
+            if anew and view.leaving is not None:
+                return view, []  # it saves what it has; storage refuses that if the run has saved since
             view, actions = _kill(view)
-            return view, [*actions, *forget]
+            return view, [*actions, v.ForgetSnapshots()] if anew else actions
         case m.Released():
             return _released(view)
         case m.RunEnd(code=code, cause=cause):

@@ -1,7 +1,7 @@
 """Checkpoints of replicated state: one format, no pickle, no training code.
 
-``write``, ``find``, ``inspect``, ``load``, ``newest`` and ``prune`` work on checkpoints in a directory or behind a URL.
-``BackgroundWriter`` writes them in a thread. ``state_sha256`` compares tensors to the bit.
+``write``, ``find``, ``inspect``, ``load``, ``newest``, ``prune`` and ``withdraw`` work on checkpoints in a directory or
+behind a URL. ``BackgroundWriter`` writes them in a thread. ``state_sha256`` compares tensors to the bit.
 
 A checkpoint exists once its directory is renamed to its final name; by then its files are on the disk, the manifest
 last. A checkpoint that other tools copy file by file exists once its manifest is present with a correct checksum and
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from elastic_launch.snapshot.storage.reading import load as load
     from elastic_launch.snapshot.storage.reading import newest as newest
     from elastic_launch.snapshot.storage.saving import prune as prune
+    from elastic_launch.snapshot.storage.saving import withdraw as withdraw
     from elastic_launch.snapshot.storage.saving import write as write
 
 # Loaded on first use: processes that copy checkpoints as files do not need torch, which takes seconds to import.
@@ -55,7 +56,7 @@ _HOMES = {
         "storage.background": "BackgroundWriter WriteOutcome",
         "storage.listing": "CheckpointInfo find inspect",
         "storage.reading": "LoadedCheckpoint load newest",
-        "storage.saving": "prune write",
+        "storage.saving": "prune withdraw write",
     }.items()
     for name in names.split()
 }

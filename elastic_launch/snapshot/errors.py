@@ -42,12 +42,13 @@ class CheckpointError(ElasticLaunchError):
 
 
 class NotCommittedError(CheckpointError):
-    """A checkpoint was written but not committed, because its node may no longer be a member of the run."""
+    """A checkpoint was written but not committed, because its node may no longer be a member of the run, or the state
+    was dropped meanwhile."""
 
     def __init__(self, step: int) -> None:
         super().__init__(
             f"The checkpoint of step {step} was not committed: this node is not a member of the run any more, is cut "
-            "off from it, or its agent does not answer.",
+            "off from it, its agent does not answer, or the state was dropped since.",
         )
 
 

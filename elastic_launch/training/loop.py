@@ -523,6 +523,8 @@ class Loop:
             agreed = max(0, agreed - 1)
             engine.saver.drop_after(agreed)
             rounds.in_doubt = True
+            with exchanging():
+                dist.barrier()  # no rank ends the round before the others have dropped theirs
         where = f"step {step + 1}"
         witness = next((rank for rank in range(engine.world.world_size) if rank not in liars), 0)
         if engine.world.rank == witness:

@@ -55,6 +55,18 @@ def test_what_a_rank_has_spoiled_since_the_last_agreement_is_undone(job: Job, un
     assert result["hash"] == undisturbed
 
 
+def test_checkpoints_since_the_last_agreement_are_removed(job: Job, undisturbed: str) -> None:
+    """No process stays that knows of it, so a newer one in storage would be restored."""
+    options = ("--verify", "20%", "--no-compare", "--checkpoint", str(job.directory / "saved"), "--every", "4")
+    changes = Changes(job, *options, step_time=0.8)
+    agent = changes.alone("--nproc", "3", plan=flip(1, 18, every=True))
+    changes.trains(3, after=1)
+    result = changes.finish(agent)
+    assert "since they may be wrong: the checkpoints of steps" in agent.output
+    assert changes.resumed(2) <= 15
+    assert result["hash"] == undisturbed
+
+
 def test_the_update_of_the_last_verified_step_is_undone(job: Job, undisturbed: str) -> None:
     """The rank that computes it wrong writes the newest snapshot."""
     _, result = trained(job, 3, flip(0, 15, "sums"), "20%", "--due-until", "5", "--due-at", "15")

@@ -52,7 +52,7 @@ def test_a_killed_worker_costs_no_step_and_no_sample(job: Job, undisturbed: tupl
     changes = Changes(job, "--stateful", "shards", live=True)
     agent = changes.alone("--nproc", "2")
     changes.trains(2, steps=10)
-    os.kill(pids(job, 1)[0], signal.SIGKILL)
+    os.kill(pids(job, 1)[1], signal.SIGKILL)  # rank 0 notes the steps
     changes.trains(2, after=1, steps=2)
     result = changes.finish(agent)
     assert changes.done_again() == 0

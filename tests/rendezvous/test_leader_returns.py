@@ -277,8 +277,31 @@ def test_the_state_of_nodes_that_come_before_the_first_round_counts() -> None:
     run.hello("a", seen_run="earlier", seen_round=7, held=m.HeldSnapshot(7, 40, 0))
     run.hello("b")
     assert (run.number, run.members) == (8, "ab")
-    run.hello("a", seen_run="earlier", seen_round=8)
-    assert run.orders("a", m.Evicted) == []
+    run.hello("c", seen_run="earlier", seen_round=5, held=m.HeldSnapshot(5, 20, 0))
+    assert [len(run.orders(name, m.Evicted)) for name in "abc"] == [0, 0, 0], "its numbers are lower than this run's"
+
+
+def test_a_node_of_the_earlier_run_that_knew_none_of_its_last_rounds_does_not_vouch_for_those() -> None:
+    """As a spare, which was in no round: the run begins with a number that the earlier one has used."""
+    run = Run("1:2")
+    run.hello("a")
+    run.hello("c", seen_run="earlier")
+    assert (run.number, run.members) == (1, "ac")
+    run.hello("b", seen_run="earlier", seen_round=1, held=m.HeldSnapshot(1, 40, 0))
+    assert [x.anew for x in run.orders("b", m.Evicted)] == [True]
+
+
+def test_what_a_node_knows_of_another_run_spends_no_budget_of_this_one() -> None:
+    run = running("1:2", "a", max_restarts=3)
+    run.hello("b", seen_run="earlier", seen_round=9, seen_restarts=3, seen_term=1)
+    run.hello("b", seen_term=1)
+    assert run.record.restarts == 0
+    run.stop("a")
+    assert (run.number, run.members, run.record.restarts) == (10, "ab", 0)
+    run.fail("a")
+    run.stop("a", "b")
+    assert run.record.restarts == 1
+    assert run.told(RoundBroken)[-1].kind == "crash"
 
 
 def test_a_node_that_comes_after_the_first_round_with_the_state_of_an_earlier_run_drops_it() -> None:

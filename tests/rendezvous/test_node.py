@@ -176,7 +176,7 @@ def test_a_node_of_a_run_that_has_begun_anew_comes_as_a_new_one() -> None:
     assert (side.hello.seen_run, side.hello.held) == ("first", m.HeldSnapshot(3, 40, 0))
     side.obey(m.Evicted(1, "the run has begun anew without it", anew=True), 0.0)
     assert side.may_return()
-    assert (side.hello.seen_run, side.hello.held, side.hello.trained, side.hello.seen_round) == ("", None, False, 3)
+    assert (side.hello.seen_run, side.hello.held, side.hello.trained, side.hello.seen_round) == ("", None, False, 0)
 
 
 def test_a_lost_leader_is_reported_once_after_a_second() -> None:

@@ -58,7 +58,8 @@ def copy(
     def allowed() -> bool:
         nonlocal permit
         permit = may_commit()
-        return permit.allowed
+        there = slot.header()  # it may have been dropped meanwhile
+        return permit.allowed and there is not None and there.sequence == job.sequence
 
     began = time.monotonic()
     done = Copied(job.step, job.round, directory=job.directory)

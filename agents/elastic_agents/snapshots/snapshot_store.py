@@ -149,7 +149,7 @@ class SnapshotStore:
         self.restored(-1)
 
     def forget(self) -> None:
-        """Drop the snapshots; no worker of the node writes any. What a copy in progress reads is gone, so it fails."""
+        """Drop the snapshots; no worker of the node writes any. A copy in progress is ended."""
         with self._changed:
             self._look()
             newest = self._book.newest
@@ -158,6 +158,8 @@ class SnapshotStore:
             _log.warning("the state of step %d in this node's memory is dropped: the run has begun anew", newest.step)
             self._job = None
             self._forgets = self._busy
+            if self._copier is not None:
+                self._copier.kill()
             for slot in self._slots:
                 slot.free()
             self._look()

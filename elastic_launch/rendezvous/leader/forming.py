@@ -89,6 +89,7 @@ def _form(state: LeaderState, after: Broken | None, now: float) -> Running:
         for x in chosen
     )
     formed = Round(max(state.floor, state.record.round.number) + 1, members)
+    state.first_round = state.first_round or formed.number
     cause, since = (after.cause, after.at) if after is not None else ("first", state.began)
     budget = state.budget
     left_out = {"faulty": state.exclusion.recorded(now), **state.refused(now)}

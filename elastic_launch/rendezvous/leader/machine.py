@@ -161,7 +161,7 @@ class LeaderMachine:
         comes = hello.seen_term == 0 or hello.seen_term > self.record.term
         self._learn(hello, now)
         self._compare(link, hello, tell=comes)
-        if self._is_of_another_run(hello):
+        if self._is_of_another_run(hello) and not hello.holding:  # else its workers have to end first, see `_admit`
             self._send(link, m.Evicted(self.record.term, "the run has begun anew without it", anew=True))
             self._close(link)
             return self._flush()
@@ -337,9 +337,10 @@ class LeaderMachine:
         """Take over what a member of an earlier term knows: the record may have been lost with its host."""
         if not self.record.round.number:
             self._state.continued.add(hello.seen_run)
-        self._state.budget.learn(hello.seen_restarts)
         self._state.floor = max(self._state.floor, hello.seen_round)
-        self._state.seen = max(self._state.seen, hello.seen_round)
+        if not self._is_of_another_run(hello):
+            self._state.budget.learn(hello.seen_restarts)
+            self._state.seen = max(self._state.seen, hello.seen_round)
         ahead = hello.seen_term == self.record.term and hello.seen_round > self.record.round.number
         if ahead or hello.seen_term > self.record.term:
             self._state.commit(replace(self.record, term=hello.seen_term + 1))
@@ -381,12 +382,15 @@ class LeaderMachine:
         return hello.incarnation != seen[-1]
 
     def _is_of_another_run(self, hello: m.NodeHello) -> bool:
-        """Whether a node comes with the state of a run whose record was lost before this one began.
+        """Whether a node comes from a round of a run whose record was lost before this one began, and which this one
+        does not go on with: none of its nodes had come before the first round, or none that knew that round.
 
-        Numbers of rounds in the two cannot be compared. A node that still has workers has to end them first.
+        Numbers of rounds in the two cannot be compared.
         """
-        took_part = hello.seen_round > 0 and hello.seen_run
-        return bool(took_part) and not hello.holding and hello.seen_run not in self._state.continued
+        state, run = self._state, hello.seen_run
+        if not run or not hello.seen_round or run == self.record.run:
+            return False
+        return run not in state.continued or 0 < state.first_round <= hello.seen_round
 
     def _evict_for_good(self, link: int, node_id: str) -> str:
         reason = f"a newer agent with the node id {node_id} took its place"

@@ -152,7 +152,9 @@ class NodeMachine:
             case m.Welcome(run=run):
                 self._learn(seen_run=run)
             case m.Evicted(anew=True):
-                self._learn(seen_run="", held=None, failed=None, trained=False)
+                # No order of that run counts any more: the leader's term is higher.
+                self._learn(seen_run="", seen_round=0, seen_restarts=0, held=None, failed=None, trained=False)
+                self._round = None
         self._evicted = self._evicted or isinstance(order, m.Evicted)
         return True
 

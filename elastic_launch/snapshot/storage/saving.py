@@ -29,7 +29,7 @@ from elastic_launch.snapshot.format.plain import Decoder
 from elastic_launch.snapshot.location import Url, place
 from elastic_launch.snapshot.storage import owner as owners
 from elastic_launch.snapshot.storage.directory import DirectoryDraft
-from elastic_launch.snapshot.storage.lineage import epoch_of, leads_to
+from elastic_launch.snapshot.storage.lineage import epoch_of, leads_to, same_run
 from elastic_launch.snapshot.storage.listing import CheckpointInfo, find, inspect, order_of, storage_at
 from elastic_launch.snapshot.storage.shares import Division, OwnShare
 from elastic_launch.snapshot.storage.url_storage import UrlDraft
@@ -256,6 +256,25 @@ def prune(
             storage.remove(path.name)
         storage.remove_remains(newest)
     return old
+
+
+def withdraw(directory: str | os.PathLike[str], after: int, meta: dict[str, Any]) -> list[CheckpointInfo]:
+    """Remove a run's checkpoints of steps after ``after``, and return them, newest first: they may be wrong.
+
+    Args:
+        directory: a directory, which need not exist, or a URL.
+        meta: the run's, see ``lineage``.
+
+    Raises:
+        CheckpointReadError: if the directory cannot be listed.
+        CheckpointWriteError: if something cannot be removed.
+    """
+    where = place(directory)
+    later = [info for info in find(where) if info.step > after and same_run(info.meta, meta)]
+    with writing(where, "remove checkpoints in"):
+        for info in later:
+            storage_at(where).remove(info.path.name)
+    return later
 
 
 def left_over(

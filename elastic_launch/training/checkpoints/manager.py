@@ -460,6 +460,21 @@ class CheckpointManager:
             what = "No checkpoint of this run could be saved"
         return snapshot.CheckpointError(f"{what} in {self.directory}: {self._error.message}", self._error.hint)
 
+    def withdraw_after(self, step: int) -> None:
+        """Remove what this run has saved of later steps, which may be wrong; on ranks that do not write, do nothing."""
+        if not self._owner:
+            return
+        mine = {"branch": self.branch.meta(run_id())}
+        try:
+            gone = within(LOOK_TIMEOUT, "to remove them", lambda: snapshot.withdraw(self.directory, step, mine))
+        except (snapshot.CheckpointError, TimeoutError) as error:
+            where = f"after step {step} in {self.directory}"
+            _log.error("checkpoints %s may be wrong, and could not be removed: %s", where, error)
+            return
+        if gone:
+            steps = ", ".join(str(info.step) for info in reversed(gone))
+            _log.warning("removed from %s, since they may be wrong: the checkpoints of steps %s", self.directory, steps)
+
     def _saved_before(self) -> tuple[int | None, bool]:
         """Return the step of the newest checkpoint that this run has saved, if any, and whether that is known.
 

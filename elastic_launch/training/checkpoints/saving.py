@@ -551,9 +551,11 @@ class Saver:
             self._link.say(Agreed(step))
 
     def drop_after(self, step: int) -> None:
-        """Drop the snapshots in memory of later steps."""
+        """Drop the states of later steps, in memory and in durable storage."""
         self.settle()
         self._memory.drop_after(step, self._training)
+        if self._checkpoint is not None:
+            self._checkpoint.withdraw_after(step)
         self._suspect = True
 
     def settle(self) -> None:

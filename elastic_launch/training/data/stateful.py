@@ -221,7 +221,8 @@ class Shards:
         """Return a micro-batch of a step, counted from 0."""
         shard, position = self._where(step, micro)
         reader = self._readers.get(shard)
-        if reader is None or not reader.reaches(position):
+        # One that is behind the places would give up all micro-batches in between.
+        if reader is None or not reader.reaches(position) or reader.position < self._position(self._step):
             reader = self._opened(shard)
             assert reader.reaches(position)
         return reader.draw(position)
@@ -245,7 +246,7 @@ class Shards:
         mine = {}
         for shard in self._own:
             reader, position = self._readers.get(shard), self._position(step)
-            if reader is None or reader.position > position:
+            if reader is None or not self._position(self._step) <= reader.position <= position:
                 reader = self._opened(shard)
             reader.advance(position)
             mine[str(shard)] = reader.place()
@@ -253,6 +254,8 @@ class Shards:
         for each in states_of_all(world, mine):
             found |= each
         self._step, self._places = step, [found[str(shard)] for shard in range(len(found))]
+        # Others were read to verify what another rank has computed.
+        self._readers = {shard: reader for shard, reader in self._readers.items() if shard in self._own}
 
     def _owned(self, world: World) -> list[int]:
         return [micro.index for micro in self._batch.plan(world.world_size, world.rank).micro_batches]
