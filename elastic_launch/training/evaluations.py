@@ -22,7 +22,7 @@ from elastic_launch.training.randomness import derive, seeded
 from elastic_launch.training.ranks.same_arguments import check_same
 from elastic_launch.training.ranks.world import World
 from elastic_launch.training.transaction import RoundOverError
-from elastic_launch.training.wrapped import sharding_modules
+from elastic_launch.training.wrapped import sharding_modules, whole
 
 if TYPE_CHECKING:
     from elastic_launch.training.engine import Engine
@@ -236,7 +236,8 @@ def evaluated(
                 check()
                 latest = [next(batches)]
                 with seeded(derive("evaluation", loader.seed, step, micro.index), devices=True):
-                    values, weight = measure(latest[0])
+                    found, weight = measure(latest[0])
+                values = [whole(value) if isinstance(value, Tensor) else value for value in found]
                 measured.append((step * each + micro.index, values, float(len(micro)), weight))
             for _ in range(plan.grad_accum, -(-plan.total // size) if together else 0):
                 latest = latest or [epochs.spare(step)]

@@ -63,8 +63,7 @@ class Pass:
 
     def add(self, loss: Tensor, weight: float | None, metrics: list[float | Tensor]) -> None:
         """Add the current micro-batch, before its backward pass."""
-        detached = loss.detach()
-        self._rows.append((detached if loss.dim() == 0 else detached.reshape(()), metrics, weight))
+        self._rows.append((loss if loss.dim() == 0 else loss.reshape(()), metrics, weight))
 
     def fail(self) -> None:
         """The backward pass of the current micro-batch has failed: it is not done."""

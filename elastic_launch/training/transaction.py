@@ -38,6 +38,7 @@ from elastic_launch.training.ranks.collectives import MicroBatchContext
 from elastic_launch.training.together import OptimizerSteps
 from elastic_launch.training.verification import Digests, compared, culprit
 from elastic_launch.training.verifying import StepCheck, digest_of
+from elastic_launch.training.wrapped import whole
 
 _PLAIN = nullcontext()
 
@@ -472,7 +473,7 @@ class Transaction:
         self.in_training_mode = self.model.training
         values = self._checked(metrics)
         to_do, gradients.void = self._weighted(loss, weight, plan.weights[this.current]), weight == 0
-        this.add(loss, weight, values)
+        this.add(whole(loss), weight, values)
         try:
             if this.current == plan.grad_accum - 1 and gradients.talks_in_between and gradients.on_cpu:
                 # Overlaps with the backward pass, which talks to other ranks anyway. Reading a GPU's loss would delay
@@ -699,7 +700,7 @@ class Transaction:
         for name, value in metrics.items():
             _check_scalar(f"metric {name!r}", value)
         ordered = [metrics[name] for name in names]
-        return [value.detach() if isinstance(value, Tensor) else value for value in ordered]
+        return [whole(value) if isinstance(value, Tensor) else value for value in ordered]
 
 
 class Rehearsal(Transaction):

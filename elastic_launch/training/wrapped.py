@@ -100,6 +100,12 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.detach().to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """Return the value of a tensor without its graph, that of a DTensor put together; called by all of its ranks."""
+    found: Tensor = tensor.detach()
+    return found.full_tensor() if is_sharded(found) else found  # type: ignore[attr-defined]
+
+
 def is_zero(optimizer: object) -> bool:
     """Whether it is torch's ``ZeroRedundancyOptimizer``: each rank has the state of some parameters."""
     return _ZERO in _classes(type(optimizer))

@@ -158,6 +158,7 @@ def test_replicas_that_differ_are_named_by_rank(job: Job, undivided: dict[str, A
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_replicas_begin_with_the_shards_of_the_first(job: Job) -> None:
-    """Their scripts have built other models, as those without a seed do."""
-    trained(job, 4, "--shard", "2", "--seed-by-rank", "--steps", "2")
+@pytest.mark.parametrize("tensor", ["1", "2"])
+def test_replicas_begin_with_the_shards_of_the_first(job: Job, tensor: str) -> None:
+    """Their scripts have built other models, as those without a seed do; tensor ranks have copies, too."""
+    trained(job, 4, "--shard", "2", "--tensor", tensor, "--seed-by-rank", "--steps", "2")

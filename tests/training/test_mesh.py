@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import elastic_launch as el
 from elastic_launch.errors import UsageError
+from elastic_launch.training.gradients import sharded
 from elastic_launch.training.ranks.mesh import check_shape
 from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
@@ -137,3 +138,8 @@ def test_tensor_ranks_are_told_apart_from_those_with_micro_batches() -> None:
     assert [world.data_rank for world in worlds] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert {world.data_size for world in worlds} == {4}
     assert [world.speaks for world in worlds] == [True, False] * 4
+
+
+@pytest.mark.parametrize(("length", "fits"), [(10, True), (50304, True), (50257, False), (33, False)])
+def test_a_dimension_that_both_dimensions_of_a_mesh_cut_has_parts_that_fit(length: int, fits: bool) -> None:
+    assert sharded._fit(length, 4, 2) is fits

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from elastic_launch.errors import UsageError
 from elastic_launch.snapshot.format.dtypes import bytes_of, dense
 from elastic_launch.training.ranks.exchange import are_same, broadcast_state, broadcast_tensors
-from elastic_launch.training.ranks.mesh import TENSOR, ReplicaMesh, mesh_names
+from elastic_launch.training.ranks.mesh import TENSOR, ReplicaMesh, is_cut, mesh_names
 from elastic_launch.training.wrapped import is_sharded, local
 
 
@@ -132,6 +132,8 @@ class Parameters:
         if mesh is not None:  # the replicas have copies of each part
             broadcast_tensors(map(local, self.sharded.values()), by_host=by_host, among=mesh.across)
             broadcast_tensors(map(local, self.parallel.values()), by_host=by_host, among=mesh.data)
+            copies = (local(p) for p in self.all.values() if is_sharded(p) and not is_cut(p, TENSOR))
+            broadcast_tensors(copies, by_host=by_host, among=mesh.tensor)
 
     def same_everywhere(self) -> bool:
         """Whether all ranks have the same signature; called by all ranks."""

@@ -28,7 +28,7 @@ from elastic_launch.errors import UsageError
 from elastic_launch.training.gradients.flat import together
 from elastic_launch.training.gradients.parameters import Parameters
 from elastic_launch.training.gradients.tree import Segment, fold, joins, segments
-from elastic_launch.training.ranks.mesh import TENSOR, RankGroup, ReplicaMesh, mesh_names
+from elastic_launch.training.ranks.mesh import TENSOR, RankGroup, ReplicaMesh, is_cut
 from elastic_launch.training.wrapped import MESH_HINT, is_sharded, local, sharding_modules
 
 
@@ -314,8 +314,7 @@ def _padded(parameter: Any, shards: int) -> int:
     del rest[dimension]
     for placement in parameter.placements[1:]:  # of the tensor ranks, each of which has a part of what is sharded
         if placement.is_shard(dimension):
-            part = -(-length // parameter.device_mesh.size(1))
-            length = min(part, max(0, length - part * parameter.device_mesh.get_local_rank(1)))
+            length = _part(length, parameter.device_mesh.size(1), parameter.device_mesh.get_local_rank(1))
     return int(math.prod(rest) * -(-length // shards) * shards)
 
 
@@ -341,6 +340,31 @@ def check_meshes(parameters: Parameters, mesh: ReplicaMesh | None, world_size: i
             raise UsageError(f"{where}, of which it is not known here how its gradients are reduced.", MESH_HINT)
         if name in parameters.sharded and not hasattr(first, "dim"):
             raise UsageError(f"{where}, on which fully_shard has not sharded it.", MESH_HINT)
+        cut = [placement.dim for placement in parameter.placements if hasattr(placement, "dim")]
+        if len(cut) == 2 and cut[0] == cut[1] and not _fit(length := parameter.shape[cut[0]], *on.shape):
+            raise UsageError(
+                f"{where}. Both dimensions of the mesh cut its dimension {cut[0]}, and torch cannot put the parts of "
+                f"{length} elements together again.",
+                f"Make it a multiple of {on.size()}, or cut another dimension.",
+            )
+
+
+def _fit(length: int, shards: int, tensors: int) -> bool:
+    """Whether what FSDP has cut, after tensor parallelism, is what the placements of the DTensor say.
+
+    FSDP shards the part of each tensor rank; by the placements, the tensor ranks divide what a shard has in all.
+    """
+    for shard in range(shards):
+        parts = [_part(_part(length, tensors, tensor), shards, shard) for tensor in range(tensors)]
+        if parts != [_part(sum(parts), tensors, tensor) for tensor in range(tensors)]:
+            return False
+    return True
+
+
+def _part(length: int, count: int, place: int) -> int:
+    """Return the length of one of ``count`` parts, as ``torch.chunk`` makes them."""
+    each = -(-length // count)
+    return min(each, max(0, length - each * place))
 
 
 def placed(parameter: Any, gradient: Any) -> Tensor:
@@ -367,15 +391,9 @@ def same_on_tensor_ranks(parameters: Iterable[Tensor], mesh: ReplicaMesh) -> Non
     Called by all ranks after the sums.
     """
     if mesh.tensor.size > 1:
-        copies = (p.grad for p in parameters if p.grad is not None and not _is_cut(p, TENSOR))
+        copies = (p.grad for p in parameters if p.grad is not None and not is_cut(p, TENSOR))
         parts = [local(x) for x in copies if x.layout is torch.strided]
         together(parts, partial(dist.broadcast, src=mesh.tensor.rank(0), group=mesh.tensor.group))
-
-
-def _is_cut(tensor: Any, dimension: str) -> bool:
-    """Whether each rank of a dimension of a mesh has another part of a tensor."""
-    names = mesh_names(tensor)
-    return dimension in names and hasattr(tensor.placements[names.index(dimension)], "dim")
 
 
 def total_norm(gradients: Sequence[Any], *, exact: bool, meshed: bool = False) -> Tensor:

@@ -131,3 +131,9 @@ def mesh_names(tensor: Any) -> Sequence[str]:
     """Return the names of the dimensions of the mesh that a DTensor is on; of a plain tensor none."""
     mesh = getattr(tensor, "device_mesh", None)
     return () if mesh is None else tuple(mesh.mesh_dim_names or ())
+
+
+def is_cut(tensor: Any, dimension: str) -> bool:
+    """Whether each rank of a dimension of a mesh has another part of a tensor."""
+    names = mesh_names(tensor)
+    return dimension in names and hasattr(tensor.placements[names.index(dimension)], "dim")
