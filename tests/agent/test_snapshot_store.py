@@ -749,7 +749,9 @@ def test_a_copying_process_that_waits_for_a_processor_is_not_replaced(
     here = f"import os; os.sched_setaffinity(0, {{{processor}}}); "
     monkeypatch.setattr(copiers, "helper_command", lambda code, *arguments: command(here + code, *arguments))
     monkeypatch.setattr(copiers, "STALL", 0.5)
-    busy = [subprocess.Popen([sys.executable, "-c", f"{here}\nwhile True: pass"]) for _ in range(3)]
+    # Each in a session of its own: the kernel may share a processor out among sessions.
+    command_line = [sys.executable, "-c", f"{here}\nwhile True: pass"]
+    busy = [subprocess.Popen(command_line, start_new_session=True) for _ in range(6)]
     try:
         began = time.monotonic()
         node.store(1)
