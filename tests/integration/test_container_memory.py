@@ -344,7 +344,7 @@ def test_a_limit_without_room_for_the_whole_of_a_sharded_state_has_snapshots_spl
         assert group.kills == 0
     output = "".join(node.output for node in nodes)
     figures = r"3 of 0\.25 GiB each need 0\.\d\d GiB more, and 0\.\d\d GiB are free within the container's limit of"
-    assert re.search(rf"from now on snapshots in memory are split among the nodes: {figures}", nodes[0].output)
+    assert re.search(rf"from now on snapshots in memory are split among the nodes: {figures}", output), output
     assert not job.events("snapshots_left_out"), output
     went_on = re.findall(r"went on from step (\d+)", output)
     assert len(went_on) == 4, output

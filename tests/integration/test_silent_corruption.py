@@ -62,7 +62,10 @@ def test_checkpoints_since_the_last_agreement_are_removed(job: Job, undisturbed:
     agent = changes.alone("--nproc", "3", plan=flip(1, 18, every=True))
     changes.trains(3, after=1)
     result = changes.finish(agent)
-    assert "since they may be wrong: the checkpoints of steps" in agent.output
+    # On a busy machine none of them may have been saved in time.
+    wrong = [event["step"] for event in job.events("checkpoint_saved") if event["round"] == 1 and event["step"] > 15]
+    removed = re.search(r"since they may be wrong: the checkpoints of steps ([\d, ]+)", agent.output)
+    assert not wrong or (removed is not None and str(wrong[-1]) in removed[1].split(", "))
     assert changes.resumed(2) <= 15
     assert result["hash"] == undisturbed
 

@@ -18,7 +18,17 @@ from snapshot_helpers import refuse, same, state_of
 
 from elastic_launch.contract import Best
 from elastic_launch.errors import UsageError
-from elastic_launch.snapshot import CheckpointGoneError, CheckpointInfo, find, inspect, load, newest, prune, write
+from elastic_launch.snapshot import (
+    CheckpointGoneError,
+    CheckpointInfo,
+    find,
+    inspect,
+    load,
+    newest,
+    prune,
+    withdraw,
+    write,
+)
 from elastic_launch.snapshot.format.manifest import directory_name, parse_name
 from elastic_launch.snapshot.storage import directory as drafts
 from elastic_launch.snapshot.storage import listing, saving
@@ -133,6 +143,16 @@ def test_prune_spares_the_last_state_that_a_verified_step_has_checked(tmp_path: 
     write_some(tmp_path, *((1, step) for step in range(1, 8)))
     assert numbers(prune(tmp_path, 2, 1, meta={"agreed": 4})) == [(1, 5), (1, 4), (1, 2), (1, 1)]
     assert numbers(prune(tmp_path, 2, 1, meta={"agreed": None})) == [(1, 3)]
+
+
+def test_what_a_run_has_saved_since_a_step_is_withdrawn(tmp_path: Path) -> None:
+    mine, others = ({"branch": {"run": run, "since": 1, "epoch": 1}} for run in ("mine", "another"))
+    for step in (10, 20, 30):
+        write(tmp_path, state_of(step, 1), step=step, round=1, meta=mine)
+    write(tmp_path, state_of(40, 1), step=40, round=1, meta=others)
+    assert numbers(withdraw(tmp_path, 15, mine)) == [(1, 30), (1, 20)]
+    assert numbers(find(tmp_path)) == [(1, 40), (1, 10)]
+    assert withdraw(tmp_path / "missing", 15, mine) == []
 
 
 def test_prune_spares_the_best(tmp_path: Path) -> None:
