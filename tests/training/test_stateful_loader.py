@@ -207,7 +207,7 @@ def test_a_rank_has_a_loader_for_its_own_micro_batches_only(ranks: Messages) -> 
     loader = el.StatefulLoader(Reading(0, 2), BATCH)
     with pytest.raises(UsageError, match="no loader for it"):
         drawn(loader, range(1))
-    with pytest.raises(UsageError, match="fewer micro-batches than the world has ranks, 5"):
+    with pytest.raises(UsageError, match="fewer micro-batches than there are ranks to take them, 5"):
         ranks.run(5, lambda rank: epochs_of(el.StatefulLoader(Reading(rank, 5), BATCH)).part.enter(World(rank, 5), 0))
 
 

@@ -64,7 +64,7 @@ class LeaderState:
         floor: rounds up to this number may have been formed.
         seen: the highest round that a node is known to have taken part in.
         continued: this run, and those that it goes on with: their nodes came before it had formed a round.
-        first_round: the first that this leader has formed, if it began the record; 0: none yet.
+        first_round: the first that this leader has formed; 0: none yet.
         departing: whether this leader's own node leaves.
         exclusion: which nodes are left out because of their faults.
         refusals: which hosts are left out because their nodes could not do what the others do.

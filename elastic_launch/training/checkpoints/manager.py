@@ -462,7 +462,7 @@ class CheckpointManager:
 
     def withdraw_after(self, step: int) -> None:
         """Remove what this run has saved of later steps, which may be wrong; on ranks that do not write, do nothing."""
-        if not self._owner:
+        if not self.writes:
             return
         mine = {"branch": self.branch.meta(run_id())}
         try:

@@ -65,8 +65,9 @@ class StatefulLoader(Loader):
             sample is used once in a pass, whatever happens to the world. It must return the same data for a shard in
             any process.
 
-            With a loader, each rank has one shard. A process then ends with its round, and the script makes the loader
-            for the new rank.
+            With a loader, each rank has one shard, or those ranks together that share micro-batches
+            (``run.world.data_rank`` of ``run.world.data_size``). A process then ends with its round, and the script
+            makes the loader for the new rank.
         batch: the global batch; ``size`` is a multiple of ``micro``.
         seed: seed of the random numbers that a loader draws in this process.
         steps_per_epoch: number of optimizer steps that count as an epoch; None: there are no epochs, and lengths are
@@ -258,7 +259,7 @@ class Shards:
         self._readers = {shard: reader for shard, reader in self._readers.items() if shard in self._own}
 
     def _owned(self, world: World) -> list[int]:
-        return [micro.index for micro in self._batch.plan(world.world_size, world.rank).micro_batches]
+        return [micro.index for micro in self._batch.plan(world.data_size, world.data_rank).micro_batches]
 
     def _where(self, step: int, micro: MicroBatch) -> tuple[int, int]:
         return micro.index, step
@@ -293,18 +294,18 @@ class RankShards(Shards):
 
     def enter(self, world: World, step: int) -> None:
         super().enter(world, step)
-        if self._batch.idle_ranks(world.world_size):
+        if self._batch.idle_ranks(world.data_size):
             raise UsageError(
-                f"StatefulLoader: a global batch has fewer micro-batches than the world has ranks, {world.world_size}: "
-                "the loader of some would never be read.",
+                f"StatefulLoader: a global batch has fewer micro-batches than there are ranks to take them, "
+                f"{world.data_size}: the loader of some would never be read.",
                 "Make micro smaller, or give a function (shard, shards) -> loader.",
             )
-        if self._places and len(self._places) != world.world_size:
+        if self._places and len(self._places) != world.data_size:
             self._resize(world)
         elif world.rank == 0 and self._reshard is None:
             _log.warning(
                 "the loader's places hold at world size %d only: at another one %s",
-                world.world_size,
+                world.data_size,
                 "the run ends; with --nnodes of one number it waits for nodes instead"
                 if self._on_resize == "hold"
                 else "the unfinished pass of each rank's loader begins anew",
@@ -312,7 +313,7 @@ class RankShards(Shards):
 
     def _resize(self, world: World) -> None:
         """Give this number of ranks the places of another one."""
-        before, now, states = len(self._places), world.world_size, [state for *_, state, _ in self._places]
+        before, now, states = len(self._places), world.data_size, [state for *_, state, _ in self._places]
         passes = [number + ended for number, *_, ended in self._places]
         given = sum(0 if ended else given for _, given, _, ended in self._places)
         each = max(1, given // now)
@@ -364,7 +365,7 @@ class RankShards(Shards):
     def _owned(self, world: World) -> list[int]:
         own = super()._owned(world)
         self._micros = range(own[0], own[-1] + 1) if own else range(0)
-        return [world.rank]
+        return [world.data_rank]
 
     def _loader(self, shard: int) -> Any:
         return self._make
