@@ -16,7 +16,7 @@ from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, ElasticAgen
 from elastic_agents import policy_types as v
 from elastic_agents import reporting, status
 from elastic_agents.drill import FaultReached
-from elastic_agents.inbox import HowAreYou, ProcessEnding, SignalCaught
+from elastic_agents.inbox import FirstStepDone, HowAreYou, ProcessEnding, SignalCaught
 from elastic_agents.lease_keeper import StoppedByGuard
 from elastic_agents.node_state import MemberOrder
 from elastic_agents.notices import Notice
@@ -211,6 +211,8 @@ class NodeAgent(ElasticAgent):
             Notice: parts.departure.by_notice,
             SignalCaught: self._signalled,
             v.Reported: self._reported,
+            v.WorkerExit: self._exited,
+            FirstStepDone: lambda _: self._membership.beat(),  # it decides what becomes of newcomers that cannot begin
             ProcessEnding: self._workers.ending,
             WorkersStarted: self._all_started,
             FaultReached: parts.drill.reached,
@@ -270,6 +272,10 @@ class NodeAgent(ElasticAgent):
             reporting.forwarded(caught.number, self._workers.forward(caught.number))
             return None
         return self._parts.departure.by_signal(caught.number, caught.at)
+
+    def _exited(self, exited: v.WorkerExit) -> v.WorkerExit:
+        self._learn_first_step()  # before it is decided which workers start ahead of the next round
+        return exited
 
     def _reported(self, said: v.Reported) -> v.Reported:
         view = self.state.view

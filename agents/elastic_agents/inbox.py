@@ -56,6 +56,11 @@ class ProcessEnding:
     report: WorkerEnding
 
 
+@dataclass(frozen=True, slots=True)
+class FirstStepDone:
+    """A worker of this node has done a step, for the first time since the agent began."""
+
+
 class Inbox(Generic[T]):
     """A queue filled from any thread and from signal handlers, and emptied by one loop.
 

@@ -21,7 +21,7 @@ from functools import partial
 
 from elastic_agents import policy_types as v
 from elastic_agents.drill import FaultReached
-from elastic_agents.inbox import ProcessEnding
+from elastic_agents.inbox import FirstStepDone, ProcessEnding
 from elastic_agents.snapshots.durable_state import SAVES_ITSELF, DurableState
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
 from elastic_agents.step_events import StepEvents
@@ -135,6 +135,7 @@ class Control:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._waker, selectors.EVENT_READ)
         self._lock = threading.Lock()
+        self._trained = False  # whether a worker has said that it has done a step
         self._save_asked: int | None = None  # steps that were done when a checkpoint was asked for
         self._peers: dict[socket.socket, _Peer] = {}
         # By pid and start, also of processes that have closed their connection.
@@ -403,6 +404,9 @@ class Control:
                     reached = WorkerProgress(number, step, self.clock.now())
                 self.step_timer.step(*reached[:3])
                 self._step_events.step(number, step, reached.at)
+                if not self._trained:
+                    self._trained = True
+                    self._say(FirstStepDone())
             case c.MayCommit(number=asked):
                 self._send(peer, c.CommitAnswer(asked, self._snapshot_store.may_commit()))
             case c.Stored():

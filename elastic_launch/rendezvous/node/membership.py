@@ -100,7 +100,8 @@ class Membership:
         self._clock = clock
         self._notify = notify
         self._reserve = reserve
-        self._beat = beat
+        self._make_beat = beat
+        self._beat_due = False
         self._lock = threading.Lock()
         self._side = NodeMachine()
         self._waker = Waker()
@@ -139,6 +140,11 @@ class Membership:
         """Send a report to the leader, now or once there is a link to it."""
         with self._lock:
             self._side.say(report, self._clock.now())
+        self._waker.wake()
+
+    def beat(self) -> None:
+        """Send a beat now, without waiting until the next one is due."""
+        self._beat_due = True
         self._waker.wake()
 
     def cut_link(self, seconds: float) -> bool:
@@ -357,7 +363,7 @@ class Membership:
             if found.incarnation == self._side.hello.incarnation and self._backend.stepped_down():
                 raise EndpointError("This node led until now.")
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            beat = self._beat()
+            beat = self._make_beat()
             with self._lock:
                 self._side.beats(beat)
                 self._side.greet(self._clock.now(), found.record.term if found.record is not None else 0)
@@ -393,9 +399,9 @@ class Membership:
                     now = clock.now()
                     self._judge(now, detector.turn(now))
                     continue
-                if now >= next_beat:
-                    next_beat = now + detector.beat
-                    beat = self._beat()
+                if now >= next_beat or self._beat_due:
+                    next_beat, self._beat_due = now + detector.beat, False
+                    beat = self._make_beat()
                     with self._lock:
                         self._side.beats(beat)
                     channel.send(m.pack(beat))
