@@ -108,7 +108,8 @@ class Ledger:
         time = f"{self.productive_s:.1f} of {self.total_s:.1f} s"
         if self.by_steps:
             goodput = "unknown" if self.goodput is None else f"{100 * self.goodput:.1f} %"
-            spent = f"goodput {goodput}: {time} in {_steps(self.steps or 0)}"
+            kept = f"{time} in {_steps(self.steps)}" if self.steps else f"no step of {self.total_s:.1f} s is kept"
+            spent = f"goodput {goodput}: {kept}"
             if self.unseen_s >= 1:
                 spent += f", without {self.unseen_s:.1f} s in which this node had no workers"
         elif self.productive_s > 0:
