@@ -32,7 +32,7 @@ from elastic_launch.observe.report import joined
 TRAIN = [str(Path(__file__).resolve().parents[1] / "examples" / "digits" / "train.py"), "--exact", "--epochs", "25"]
 TIMEOUT = 180.0
 
-WIDTH, LEFT, RIGHT = 900, 24, 24
+WIDTH, LEFT, RIGHT = 560, 24, 24
 TOP, FLOOR, ROW = 64, 164, 24
 """Of the bars, in pixels: their highest and lowest place; and the height of a line of text below them."""
 
@@ -43,7 +43,7 @@ STYLE = """
 svg { --text: #1f2328; --dim: #59636e; --line: #d1d9e0; --back: #ffffff; --fill: #2f6fde; --mark: #c23b3b; }
 @media (prefers-color-scheme: dark) {
   svg { --text: #e6edf3; --dim: #9198a1; --line: #3d444d; --back: #0d1117; --fill: #4493f8; --mark: #f0716a; } }
-text { font: 14px system-ui, sans-serif; fill: var(--text); } .dim { fill: var(--dim); }
+text { font: 15px system-ui, sans-serif; fill: var(--text); } .dim { fill: var(--dim); }
 .title { font-weight: 600; } .size { fill: #ffffff; font-weight: 600; } .number { fill: #ffffff; font-size: 12px; }
 .back { fill: var(--back); stroke: var(--line); } .round { fill: var(--fill); } .mark { fill: var(--mark); }
 """
@@ -74,7 +74,7 @@ def told(incident: RoundIncident) -> str:
     }
     what["preemption"] = "SIGTERM to node b: it leaves"
     lost = "no step lost" if incident.lost_steps == 0 else f"{incident.lost_steps} steps lost"
-    return f"{what[incident.kind]}: training stood still for {incident.still_s:.2f} s, {lost}"
+    return f"{what[incident.kind]}: a pause of {incident.still_s:.2f} s, {lost}"
 
 
 def bars_and_marks(chronicle: Chronicle, incidents: Sequence[RoundIncident]) -> tuple[list[Bar], list[Mark]]:
@@ -208,7 +208,7 @@ def main(out: str) -> None:
         (host,) = (host for host in hosts if host.node == node)
         bars, marks = bars_and_marks(host.chronicle, ledger.incidents)
         title = f"One training with {len(marks)} changes and faults; {ledger.lost_steps or 'no'} steps lost"
-        end = f"At the end: weights {ours['weights_sha256'][:16]}, those of one process without a fault, to the bit."
+        end = f"Weights {ours['weights_sha256'][:16]}: to the bit those of an undisturbed run."
         Path(out).write_text(picture(bars, marks, title, end))
 
 

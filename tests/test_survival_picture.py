@@ -40,5 +40,5 @@ def test_the_readmes_picture_was_drawn_by_the_script(survival: Any) -> None:
     """The layout is the script's of today; what it shows is a run's."""
     text = (ROOT / "docs" / "survival.svg").read_text()
     assert survival.STYLE in text
-    assert 'viewBox="0 0 900' in text
+    assert f'viewBox="0 0 {survival.WIDTH} ' in text
     assert "to the bit" in text

@@ -1,4 +1,4 @@
-"""The commands of the tutorial and the how-tos, run as the pages show them, and what they print.
+"""The commands of the tutorial, the how-tos and the questions, run as the pages show them, and what they print.
 
 A block of commands that cannot run here has a comment before it, ``<!-- not run: why -->``, or runs the reader's own
 ``train.py``.
@@ -23,7 +23,7 @@ from harness import wait_for
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 TUTORIAL = DOCS / "tutorial.md"
-HOW_TOS = sorted((DOCS / "how-to").glob("*.md"))
+HOW_TOS = [*sorted((DOCS / "how-to").glob("*.md")), DOCS / "faq.md"]
 
 SOAK = ("convert-nanogpt", "convert-torchtitan", "torchrun")
 """Pages whose commands only make soak runs: test_convert, test_examples and test_torchrun_mode have their scripts."""
