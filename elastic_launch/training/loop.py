@@ -330,8 +330,10 @@ class Loop:
         if not alone or not (self._state.sharded or self._rounds.mesh):
             return alone
         skips = self._checkpoint is not None and self._checkpoint.skip_frozen
-        mesh = "run.mesh()" if self._rounds.mesh else ""
-        fixed = mesh or self._state.fixed_shards or resharding.obstacle(self._model, self._state.parts)
+        size = self._rounds.mesh.inner.size() if self._rounds.mesh else self.engine.world.replica_size
+        other = "" if size == self.engine.world.replica_size else f"there is no --replica-size {size}"
+        within = self._rounds.mesh is not None
+        fixed = other or self._state.fixed_shards or resharding.obstacle(self._model, self._state.parts, within=within)
         why = "Checkpoint(skip_frozen=True)" if skips else fixed
         if why and self._rounds.asked_live is not False and self.engine.world.rank == 0:
             _log.info("the model stays sharded over the ranks of one round, with which this process ends: %s", why)
@@ -369,7 +371,7 @@ class Loop:
             with self._rounds.link.forming():
                 self._rounds.join()
                 if self._rounds.shards:
-                    resharding.reshard(self._model, self._optimizer)
+                    resharding.reshard(self._model, self._optimizer, within=self._rounds.mesh is not None)
                 live = Live(step, engine.worlds, last, done, self._trained_there(), received, in_doubt)
                 self._enter(live if self._has_state else None)
 

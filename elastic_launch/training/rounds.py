@@ -86,6 +86,7 @@ class WorkerRounds:
         self._gpus: set[torch.device] = set()  # those of the last exchange
         self._world = world
         self._noted = 0  # the library's own exchanges
+        self._began_at = 0  # exchanges until run.mesh() had formed its groups, if there were no others before
         self._timeouts: TimeoutWatch | None = None
         self._watch_timeouts()
 
@@ -103,16 +104,23 @@ class WorkerRounds:
     def form_mesh(self, shard: int, tensor: int) -> ReplicaMesh:
         """Return the mesh of this rank's replica, see :meth:`elastic_launch.Run.mesh`; called by all ranks."""
         if self.mesh is None:
-            check_same(self.world, {"run.mesh(shard=, tensor=)": (shard, tensor)}, self.link)
-            with self.link.forming(), self.forming():
-                self.mesh = ReplicaMesh.formed(self.world, self.device.type, shard, tensor, self.timeout)
-            self._world = replace(self.world, tensor=tensor)
-        elif self.mesh.shape != (shard, tensor):
+            return self._form_mesh(shard, tensor)
+        if self.mesh.shape != (shard, tensor):
             had = "run.mesh(shard={}, tensor={})".format(*self.mesh.shape)
             raise UsageError(
                 f"run.mesh(shard={shard}, tensor={tensor}) came after {had}.",
                 "All models of a run have replicas of one shape: call it once, and use what it returns.",
             )
+        return self.mesh
+
+    def _form_mesh(self, shard: int, tensor: int) -> ReplicaMesh:
+        untouched = self.untouched
+        check_same(self.world, {"run.mesh(shard=, tensor=)": (shard, tensor)}, self.link)
+        with self.link.forming(), self.forming():
+            self.mesh = ReplicaMesh.formed(self.world, self.device.type, shard, tensor, self.timeout, self.mesh)
+        self._world = replace(self.world, tensor=tensor)
+        if untouched:
+            self._began_at = self.groups.used()
         return self.mesh
 
     def find_place(self, arguments: str) -> None:
@@ -128,6 +136,8 @@ class WorkerRounds:
         with self.link.forming(), self.groups.forming():
             join(self.world, self.timeout, abortable=self.asked_live is not False and self.link.patience > 0)
         self._watch_timeouts()
+        if self.mesh is not None:  # at the place where a process that begins has run.mesh()
+            self._form_mesh(*self.mesh.shape)
 
     def _watch_timeouts(self) -> None:
         """Do what torch's watchdog does not where communicators may be aborted: end collectives that take too long."""
@@ -265,7 +275,7 @@ class WorkerRounds:
     @property
     def untouched(self) -> bool:
         """Whether nothing was sent to other ranks so far, so that a process that begins is at the same place."""
-        return dist.is_initialized() and self.groups.used() == 0
+        return dist.is_initialized() and self.groups.used() == self._began_at
 
     def end_with_round(self) -> None:
         """From now on, this process ends with its round, as one does whose loop is its own."""
@@ -307,6 +317,8 @@ class WorkerRounds:
 
     def leave(self) -> None:
         """Leave the process groups of the current round."""
+        if self.mesh is not None:
+            self.mesh.leave()
         try:
             self.groups.leave()
         except GroupsRemainError as remain:
@@ -322,7 +334,7 @@ class WorkerRounds:
         if place is None:
             return False
         take(place)
-        self._world, self.groups, self.begun = environment(), RoundGroups(), False
+        self._world, self.groups, self.begun, self._began_at = environment(), RoundGroups(), False, 0
         return True
 
     def start_again(self, why: str) -> None:

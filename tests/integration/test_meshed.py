@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import SCRIPTS, SLOWNESS, Job, run_script
+from harness import SCRIPTS, SLOWNESS, Agent, Job, run_script, wait_for
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "mesh" / "train.py")
 MESHED = str(SCRIPTS / "meshed.py")
@@ -121,6 +121,36 @@ def test_a_lost_node_takes_its_replica_with_it(job: Job) -> None:
     found = json.loads(result.read_text())
     assert (found["worlds"], 0 < found["resumed"] <= 7) == ([4, 2], True)
     assert found["hash"] == alone["hash"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("shard", "tensor"), [("2", "1"), ("1", "2")])
+def test_the_processes_of_a_whole_replica_are_kept(job: Job, shard: str, tensor: str) -> None:
+    """A node joins with a second replica, and is lost; the first one's processes go on in both rounds."""
+    result = job.directory / "result.json"
+    # The gradients' norm is exchanged by DTensor's operators.
+    command = [EXAMPLE, "--exact", "--shard", shard, "--tensor", tensor, "--result", str(result)]
+
+    def run(name: str, steps: str, nnodes: str = "1:2") -> Agent:
+        given = [*command, "--steps", steps, "--checkpoint", str(job.directory / nnodes.replace(":", "-"))]
+        flags = ("--replica-size", "2", "--rdzv-conf", "resize_delay=0.1")
+        return job.node(name, *flags, nnodes=nnodes, nproc=2, command=given)
+
+    first = run("a", "200")
+    first.says("step 20 ", 120)
+    other = run("b", "200")
+    first.says("round 2: 2 workers kept, 0 started", 120)
+    wait_for("a step of both", lambda: any(x["round"] == 2 for x in job.events("first_step")), 60)
+    other.kill()
+    first.says("round 3: 2 workers kept, 0 started", 60)
+    assert first.wait(240 * SLOWNESS) == 0, first.output
+    found = json.loads(result.read_text())
+    assert [event["world_size"] for event in job.events("round_formed")] == [2, 4, 2]
+    assert len([x for x in job.events("worker_started") if x["node"] == "a"]) == 2
+    alone = run("c", "200", "1")
+    assert alone.wait(240 * SLOWNESS) == 0, alone.output
+    assert json.loads(result.read_text())["hash"] == found["hash"]
 
 
 @pytest.mark.slow

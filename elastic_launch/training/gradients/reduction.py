@@ -52,7 +52,7 @@ class ExactReduction(Reduction):
         self._world_size = world_size
         self._rank = rank
         self._kinds = alike(like)
-        self._group = peers.group
+        self._peers = peers
         self._exchange = ShardExchange(world_size, rank, peers)
         self._nodes: list[tuple[Segment, _Node]] = []
         self._index = 0  # of the current micro-batch
@@ -150,7 +150,7 @@ class ExactReduction(Reduction):
         else:
             if not whole:
                 present = torch.tensor(self._present, dtype=torch.int32, device="cpu")
-                dist.all_reduce(present, op=dist.ReduceOp.MAX, group=self._group)
+                dist.all_reduce(present, op=dist.ReduceOp.MAX, group=self._peers.group)
                 self._present = [there > 0 for there in present.tolist()]
             own = [node for _, node in nodes]
             self._sum = own[0] if own else self._new()

@@ -21,11 +21,12 @@ _NEEDS = ("reset_iter_state", "set_custom_all_gather")
 """Methods of ``FSDPModule`` that not all versions of torch have."""
 
 
-def obstacle(model: nn.Module, parts: Sequence[Any] = ()) -> str:
+def obstacle(model: nn.Module, parts: Sequence[Any] = (), *, within: bool = False) -> str:
     """Return why a model cannot be sharded over other ranks in this process; empty if it can.
 
     Args:
         parts: what else has a state: modules, optimizers and others.
+        within: whether it is sharded within replicas, whose mesh outlives rounds.
     """
     modules = sharding_modules(model)
     if lacking := [name for name in _NEEDS if not all(hasattr(module, name) for module in modules)]:
@@ -35,10 +36,12 @@ def obstacle(model: nn.Module, parts: Sequence[Any] = ()) -> str:
             return "fully_shard(reshard_after_forward=...) is a number"
         if type(group._all_gather_comm).__name__ not in ("DefaultAllGather", "_Gather"):
             return "it has exchanges of its own, see FSDPModule.set_custom_all_gather"
-        if any(
+        if not within and any(
             each.is_dtensor or hasattr(each._sharded_local_tensor, "fsdp_pre_all_gather") for each in group.fsdp_params
         ):
             return "a parameter was a tensor of its own kind before fully_shard"
+    if within:
+        return ""
     again = {id(each.sharded_param) for group in _groups(model) for each in group.fsdp_params}
     for part in [model, *parts]:
         # Others stay on the mesh of the round in which the script made them, on which this rank may be another one.
@@ -58,16 +61,30 @@ def let_go(model: nn.Module) -> None:
         getattr(mesh, "_pg_registry", {}).clear()
 
 
-def reshard(model: nn.Module, optimizer: Any) -> None:
+def reshard(model: nn.Module, optimizer: Any, *, within: bool = False) -> None:
     """Shard a model over all ranks of the current round, and drop the optimizer's state, which was sharded alike.
 
     The parameters' values are undefined afterwards.
+
+    Args:
+        within: whether it is sharded within replicas, whose mesh has got its groups of this round: then it keeps its
+            shards.
     """
     from torch.distributed.device_mesh import init_device_mesh  # slow to import
 
     for module in sharding_modules(model):
         if module._get_fsdp_state()._is_root:
             module.reset_iter_state()
+    for each in getattr(optimizer, "optimizers", {"": optimizer}).values():
+        each.state.clear()
+    if within:
+        for module in sharding_modules(model):
+            module.reshard()  # a pass that was broken off leaves its parameters gathered
+        for group in _groups(model):
+            group.mesh_info.shard_process_group = group.mesh_info.mesh.get_group(group.mesh_info.shard_mesh_dim)
+        for parameter in model.parameters():
+            parameter.grad = None
+        return
     infos: dict[int, tuple[Any, Any]] = {}  # by the old one's address, which lasts as long as it
     for group in _groups(model):
         old = group.mesh_info
@@ -82,8 +99,6 @@ def reshard(model: nn.Module, optimizer: Any) -> None:
             group.post_forward_mesh_info = info
         for each in group.fsdp_params:
             _shard_again(each, info)
-    for each in getattr(optimizer, "optimizers", {"": optimizer}).values():
-        each.state.clear()
 
 
 def _shard_again(each: Any, info: Any) -> None:

@@ -56,6 +56,9 @@ _ELSEWHERE = (
     "torch.autograd",
     "torch.nn.modules._functions",  # SyncBatchNorm
     "torch.utils.checkpoint",
+    # DTensor's exchanges are custom operators.
+    "torch._ops",
+    "torch._library.",
 )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _register_process_group
 
 from elastic_launch.errors import UsageError
 from elastic_launch.training.ranks.world import World
@@ -22,14 +23,14 @@ SHARD, TENSOR = DIMENSIONS = "shard", "tensor"
 """The names of the mesh's dimensions."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RankGroup:
     """Ranks that exchange something among themselves.
 
     Attributes:
         size: how many they are.
         place: this rank's number among them, from 0.
-        group: their process group; None: that of all ranks.
+        group: their process group; None: that of all ranks, or the round is over.
     """
 
     size: int
@@ -75,12 +76,26 @@ class ReplicaMesh:
         own = self.inner if names == DIMENSIONS else self.inner[names[0]]
         return bool(mesh.mesh.tolist() == own.mesh.tolist())
 
+    def leave(self) -> None:
+        """Drop the groups, since the round is over. What FSDP's modules have of the last round has this object."""
+        getattr(self.inner, "_pg_registry", {}).clear()
+        for each in (self.tensor, self.data, self.across):
+            each.group = None
+
     @staticmethod
-    def formed(world: World, device_type: str, shard: int, tensor: int, timeout: float) -> ReplicaMesh:
+    def formed(
+        world: World, device_type: str, shard: int, tensor: int, timeout: float, kept: ReplicaMesh | None = None
+    ) -> ReplicaMesh:
         """Form the groups; called by all ranks.
+
+        Args:
+            kept: that of an earlier round, of the same shape. Its ``DeviceMesh`` gets the new groups: the hooks of
+                ``parallelize_module`` and all DTensors have it. It goes on to name the ranks of the round in which it
+                was made.
 
         Raises:
             UsageError: see :func:`check_shape`.
+            RuntimeError: if this process' coordinate in its replica is not the one that it had.
         """
         from torch.distributed.device_mesh import DeviceMesh  # slow to import
 
@@ -88,16 +103,27 @@ class ReplicaMesh:
         ranks = torch.arange(world.world_size, device="cpu").view(-1, shard, tensor)
         at, s, t = (int(place) for place in (ranks == world.rank).nonzero()[0])
 
-        def peers(among: torch.Tensor) -> RankGroup:
+        if kept is not None and tuple(kept.inner.get_coordinate()) != (s, t):
+            raise RuntimeError(f"This process has the coordinate {s, t} in its replica, and had another one.")
+
+        def peers(among: torch.Tensor, *, inner: bool = False) -> RankGroup:
             members = among.flatten().tolist()
             group = None
-            if len(members) < world.world_size:
+            # The group of all ranks may be larger in the next round, and its name is always the same.
+            if inner or len(members) < world.world_size:
                 group = dist.new_group(members, timedelta(seconds=timeout), use_local_synchronization=True)
             return RankGroup(len(members), members.index(world.rank), group)
 
-        shards, tensors = peers(ranks[at, :, t]), peers(ranks[at, s])
-        groups: Any = [each.group or dist.group.WORLD for each in (shards, tensors)]
-        inner = DeviceMesh.from_group(groups, device_type, mesh=ranks[at], mesh_dim_names=DIMENSIONS)
+        shards, tensors = peers(ranks[at, :, t], inner=True), peers(ranks[at, s], inner=True)
+        groups: Any = [shards.group, tensors.group]
+        if kept is None:
+            inner = DeviceMesh.from_group(groups, device_type, mesh=ranks[at], mesh_dim_names=DIMENSIONS)
+        else:
+            inner = kept.inner
+            for name, group in zip(inner._dim_group_names, groups, strict=True):
+                if name != group.group_name:  # by which meshes and DTensors find it
+                    _register_process_group(name, group)
+                getattr(inner, "_pg_registry", {})[name] = group
         return ReplicaMesh(inner, tensors, data=peers(ranks[:, :, t]), across=peers(ranks[:, s, t]))
 
 
