@@ -570,7 +570,15 @@ class Loop:
             "checkpoint": None if self._checkpoint is None else self._checkpoint.arguments,
             "saved objects": self._state.described(),
             "steps done": self._step,
+            **self._content(),
         }
+
+    def _content(self) -> dict[str, str]:
+        rounds = self._rounds
+        if not rounds.is_ahead and not rounds.link.present and rounds.world.world_size == 1:
+            return {}  # nothing compares it
+        with randomness_kept():
+            return self._epochs.content()
 
     def _new_gradients(self, world: World, *, same: bool = False) -> Gradients:
         world_size, rank = world.world_size, world.rank

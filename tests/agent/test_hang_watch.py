@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -310,6 +311,39 @@ def test_a_first_step_is_reported_early_if_nothing_is_done_twice_at_the_same_pla
         assert reports.come(lambda report: not report.seconds) == Stalled(1)
         reports.all.clear()
         assert not reports.come(lambda report: report.seconds > 0).early
+
+
+def test_a_first_batch_that_does_not_come_is_logged_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def said() -> list[str]:
+        return [x.getMessage() for x in caplog.records if "waits for data" in x.getMessage()]
+
+    monkeypatch.setattr(hang_watch, "FIRST_BATCH", 0.5)
+    reports = Reports(monkeypatch)
+    reads = tmp_path / "elastic_launch/training/data"
+    reads.mkdir(parents=True)
+    with process(reads, "stands()") as pid, reports.watching(pid, reads) as watching:
+        wait_for("two lines", lambda: len(said()) == 2)
+        assert re.search(
+            r"rank 3 has done no step .* after round 1 began, .*; it stands at script.py:\d+ in stands", said()[0]
+        )
+        reports.progress.write(1, 6, Activity.FIRST_STEP)
+        wait_for("a third line", lambda: len(said()) == 3)
+        reports.progress.write(1, 7, Activity.STEP)
+        watching.follow(WatchedRound(2, (WatchedWorker(3, 0, pid, reads, "logs"),)))
+        reports.progress.write(2, 7, Activity.STEP)
+        seen = len(said())
+        with pytest.raises(AssertionError, match="a line"):
+            wait_for("a line", lambda: len(said()) > seen, 1.0)
+    caplog.clear()
+    watching_code = Reports(monkeypatch).watching
+    with (
+        process(tmp_path, "stands()") as pid,
+        watching_code(pid, tmp_path),
+        pytest.raises(AssertionError, match="a line of code that reads no data"),
+    ):
+        wait_for("a line of code that reads no data", said, 1.0)
 
 
 @pytest.mark.parametrize("moving", ["spins", "elsewhere each time"])

@@ -86,6 +86,17 @@ def hung(new_job: Callable[[], Job]) -> dict[str, Hanging]:
 
 
 @pytest.fixture(scope="module")
+def unread(new_job: Callable[[], Job]) -> dict[int, Hanging]:
+    """Runs whose rank 1 gets no first batch, by the processes of its loader."""
+    runs = {processes: Hanging(new_job(), "--loader-workers", str(processes)) for processes in (0, 1)}
+    for processes, run in runs.items():
+        # What ranks compare is read first, by another process if there are any, which ends when it takes long.
+        run.job.tell("hang", f"loader 1 0 {'twice' if processes else ''}")
+        run.alone(nproc=2)
+    return runs
+
+
+@pytest.fixture(scope="module")
 def quiet(new_job: Callable[[], Job]) -> dict[str, Hanging]:
     """Runs of two ranks in which no hang is to be found."""
     flags = {"frozen": [], "off": [], "slow": ["--slow", "--steps", "80"], "evaluate": ["--evaluate", "--steps", "40"]}
@@ -100,7 +111,7 @@ def agent_of(run: Hanging) -> Agent:
     return run.job.agents[0]
 
 
-@pytest.mark.usefixtures("hung")
+@pytest.mark.usefixtures("hung", "unread")
 @pytest.mark.parametrize(
     "kind", ["stop", *(pytest.param(x, marks=pytest.mark.soak) for x in ("deadlock", "sleep", "write", "loader"))]
 )
@@ -207,6 +218,17 @@ def test_a_node_that_was_frozen_with_its_workers_goes_on(quiet: dict[str, Hangin
     assert agent.wait(100) == 143, agent.output
     assert run.job.events("hang_found") == []
     assert {event["round"] for event in run.job.events("round_formed")} == {1}
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_first_batch_that_does_not_come_is_said_after_a_minute(unread: dict[int, Hanging], processes: int) -> None:
+    run, agent = unread[processes], agent_of(unread[processes])
+    wait_for("a line", lambda: "waits for data" in agent.output, 90)
+    line = next(line for line in agent.output.splitlines() if "waits for data" in line)
+    where = r"rank 1 has done no step \d+ s after round 1 began, .*; it stands at hanging.py:\d+ in loader"
+    assert re.search(where + ("; processes of its loader: 1$" if processes else "$"), line), agent.output
+    assert run.job.events("hang_found") == []
+    agent.signal(signal.SIGTERM)
 
 
 def test_nothing_is_watched_if_it_is_turned_off(quiet: dict[str, Hanging]) -> None:

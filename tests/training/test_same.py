@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from harness import SCRIPTS, Job
+
+from elastic_launch.contract import NOT_COMPARED
+from elastic_launch.errors import UsageError
+from elastic_launch.training.ranks import same_arguments
+from elastic_launch.training.ranks.same_arguments import check_same
+from elastic_launch.training.ranks.world import World
 
 UNLIKE = str(SCRIPTS / "guards" / "unlike.py")
 
@@ -21,6 +28,9 @@ SAID = {
     "scheduler": "has saved objects model, optimizer (SGD), rank 0 has model, optimizer (SGD), scheduler (StepLR)",
     "metrics": "rank 1 has metrics ['accuracy'], rank 0 has []",
     "buffers": "rank 1 has buffers {'*': 'last'}, rank 0 has {}",
+    "sample": "rank 1 has sample 63 (as a hash; see compare_samples) ",
+    "sample, not compared": "",
+    "random": "",
     "nothing": "",
     "own loop": "rank 1 has width 1, rank 0 has 0",
 }
@@ -34,4 +44,31 @@ def test_what_one_rank_was_given_otherwise_is_named_on_all(job: Job) -> None:
         assert said.keys() == SAID.keys()
         for kind, expected in SAID.items():
             assert expected in said[kind], kind
+            assert ("give ElasticLoader(compare_samples=False)" in said[kind]) is (kind == "sample")
             assert bool(said[kind]) == bool(expected), kind
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ("baaa", "rank 0 has sample 5 b, ranks 1, 2, 3 have a."),
+        ("aabb", "ranks 2, 3 have sample 5 b, ranks 0, 1 have a."),
+        ("acab", "rank 1 has sample 5 c, rank 3 has b, ranks 0, 2 have a."),
+        ("aaaa", ""),
+        ("ab?a", ""),
+    ],
+)
+def test_the_ranks_that_differ_from_most_are_named(values: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one rank does not know is not compared on any."""
+    given = [{"seed": 1, "sample 5": NOT_COMPARED if value == "?" else value} for value in values]
+    texts = [json.dumps({name: str(value) for name, value in one.items()}).encode() for one in given]
+    monkeypatch.setattr(same_arguments, "are_same", lambda numbers: [False])
+    monkeypatch.setattr(same_arguments, "bytes_of_all", lambda world, mine: texts)
+    world = World(rank=0, world_size=4)
+    if not said:
+        check_same(world, given[0])
+        return
+    with pytest.raises(UsageError) as found:
+        check_same(world, given[0])
+    assert found.value.message == f"The ranks were given different arguments: {said}"
+    assert "compare_samples=False" in str(found.value)

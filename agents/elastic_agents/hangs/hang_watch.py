@@ -25,11 +25,11 @@ from elastic_agents.hangs.processes import (
     stopped_after,
     usage,
 )
-from elastic_agents.hangs.stacks import debugged, in_exchange, in_loader, prepares, text_of
+from elastic_agents.hangs.stacks import debugged, in_exchange, in_loader, prepares, reads_data, text_of
 from elastic_agents.workers.frames import Stack, user_frame
 from elastic_launch.errors import ProtocolError
 from elastic_launch.rendezvous.wire.messages import Collective, StacksTaken, Stalled, StalledWorker
-from elastic_launch.shared_progress import Activity, WorkerProgress
+from elastic_launch.shared_progress import FIRST_STEPS, Activity, WorkerProgress
 from elastic_launch.system.plain_text import clipped, one_line
 from elastic_launch.system.private_files import make_private, open_private
 from elastic_launch.system.threads import ThreadDied, VitalThread
@@ -44,6 +44,9 @@ WINDOW = 2.0
 
 AGAIN = 1.25
 """A node that stays late repeats its report whenever it has been so for so many times as long."""
+
+FIRST_BATCH = 60.0
+"""Seconds after which a worker that waits for its first batch is reported; again whenever it is twice as long."""
 
 AT_ONCE = 8
 """Workers whose stacks are taken at the same time."""
@@ -117,6 +120,7 @@ class HangWatch:
         self._before: dict[int, Usage] = {}  # by pid, when this was last checked
         self._used: dict[int, Usage] = {}  # by pid, before the workers were late
         self._stood: tuple[StalledWorker, ...] = ()  # what the last look at workers that are not late yet has shown
+        self._starting = 0, 0.0, 0.0  # a round, seconds since it began, and those at which its first batches are due
         self._stopped: dict[int, float] = {}  # by pid, the CPU that a stopped worker has used
         self._broken = False
         self._reported = 0  # the round that was reported as stalled
@@ -185,6 +189,7 @@ class HangWatch:
             self._broken = False
             self._lateness.broken()
         reports = self._reports(watched)
+        self._await_first_batches(watched, reports, elapsed)
         steps = any(report is not None for report in reports.values())
         if watched.finishing:
             reports = dict.fromkeys(reports)
@@ -198,6 +203,30 @@ class HangWatch:
             self._used = {worker.pid: usage(worker.pid) for worker in watched.workers}
         elif min(found.left, suspect_in) <= 0 and found.seconds >= self._next:
             self._examine(watched, found)
+
+    def _await_first_batches(
+        self, watched: WatchedRound, reports: dict[int, WorkerProgress | None], elapsed: float
+    ) -> None:
+        """Log where workers stand that still wait for their first batch: no limit of a first step fits all data."""
+        number, seconds, due = self._starting
+        if number != watched.round:
+            seconds, due = 0.0, FIRST_BATCH
+        seconds += elapsed
+        if seconds >= due and not watched.finishing:
+            due *= 2
+            begins = [x for x in watched.workers if _begins(watched.round, reports[x.local_rank])]
+            with ThreadPoolExecutor(AT_ONCE) as pool:
+                taken = [(worker, dumps) for worker, dumps in zip(begins, pool.map(_dumps, begins), strict=True)]
+            waiting = [(x, dumps) for x, dumps in taken if dumps.stacks[0] and reads_data(dumps.stacks[0][-1])]
+            if waiting:
+                worker, dumps = waiting[0]
+                place = _seen(worker, dumps, moves=False).frame
+                more = f" (and {len(waiting) - 1} more of this node)" if len(waiting) > 1 else ""
+                processes = sum(map(bool, dumps.stacks[1:]))
+                where = f"{place}; processes of its loader: {processes}" if processes else place
+                text = "rank %d%s has done no step %d s after round %d began, since it waits for data; it stands at %s"
+                _log.warning(text, worker.rank, more, seconds, watched.round, where)
+        self._starting = watched.round, seconds, due
 
     def _still_stopped(self, watched: WatchedRound) -> list[int]:
         """Return the local ranks of workers that were stopped the last time, too, and have not run since."""
@@ -327,6 +356,11 @@ def _seen(worker: WatchedWorker, dumps: _Dumps, *, moves: bool) -> StalledWorker
     where = worker.rank, worker.local_rank, worker.pid
     frame, begins = clipped(frame, LONGEST), prepares(main)
     return StalledWorker(*where, state, moves, frame, stack, worker.log, dumps.collectives, begins)
+
+
+def _begins(round_number: int, report: WorkerProgress | None) -> bool:
+    """Whether a worker has done no step in a round, as far as is known."""
+    return report is None or report.round != round_number or report.activity in FIRST_STEPS
 
 
 def _text(seen: StalledWorker, dumps: _Dumps) -> str:

@@ -15,6 +15,7 @@ _WAITS_IN_PYTHON = re.compile(
 )
 _EXCHANGE = re.compile(r"/torch/(distributed|autograd|nn/parallel)/|/elastic_launch/training/(gradients|ranks|live)/")
 _LOADER = re.compile(r"/torch/utils/data/")
+_DATA = re.compile(r"/elastic_launch/training/data/")
 _PREPARES = re.compile(
     r"^<frozen importlib|/importlib/"
     # What runs compiled code, once it is compiled, is in the same packages.
@@ -73,6 +74,11 @@ def in_exchange(stack: Stack) -> bool:
 def in_loader(stack: Stack) -> bool:
     """Whether the thread waits for its data loader's processes."""
     return bool(_LOADER.search(_innermost(stack)))
+
+
+def reads_data(stack: Stack) -> bool:
+    """Whether the thread reads data for a training, or waits for them."""
+    return any(_DATA.search(frame.file) for frame in stack)
 
 
 def prepares(stack: Stack) -> bool:

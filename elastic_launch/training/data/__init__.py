@@ -7,5 +7,6 @@
 ``stateful``     loaders that have a state
 ``permutation``  random order in constant memory
 ``batches``      fetches one micro-batch, in any process
+``content``      hashes of a few samples, which ranks compare
 ``generators``   finds random generators that the library does not seed
 """

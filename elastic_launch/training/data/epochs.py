@@ -9,14 +9,16 @@ on its length.
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Mapping, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import groupby, islice
+from multiprocessing import get_start_method
 from multiprocessing.context import BaseContext
 from operator import attrgetter
 from typing import Any, Self, TypedDict
@@ -30,14 +32,20 @@ from elastic_launch.contract import ENV_SOCKET
 from elastic_launch.errors import UsageError
 from elastic_launch.stack_dump import dump_stacks_on_signal
 from elastic_launch.training.data.batches import Batches, Drawn, Feed, GetBatch, MicroBatchRequest, check_length
+from elastic_launch.training.data.content import Content, chosen, compared
 from elastic_launch.training.data.generators import own_generators
 from elastic_launch.training.data.samplers import SAMPLE_ORDER, Sampler
 from elastic_launch.training.data.streams import ShardedStream, described, shards_hash
 from elastic_launch.training.randomness import derive
 from elastic_launch.training.ranks.world import World
 
+_log = logging.getLogger(__name__)
+
 AT_A_TIME = 16384
 """Number of positions requested from a sampler at a time; a request for few would take as long."""
+
+WAITS = 10.0
+"""Seconds to wait for the samples that ranks compare, if they are read in a process."""
 
 Beside = Callable[[int], int | None]
 """``step -> micro``: see :meth:`Epochs.epoch_from`."""
@@ -162,6 +170,10 @@ class Epochs(ABC):
                 "you draw: torch.Generator().manual_seed(torch.initial_seed()).",
             )
 
+    def content(self) -> dict[str, str]:
+        """Return what identifies the content of the data, by the names used in errors; random generators change."""
+        return {}
+
     def position(self, step: int) -> Position:
         """Return the position of a step, counted from 0 over all epochs."""
         epoch, within = divmod(step, self.steps_per_epoch)
@@ -216,15 +228,17 @@ class Epochs(ABC):
                     "Give evaluation a loader of its own, or leave out persistent_workers.",
                 )
 
-    def _made(self) -> DataLoader[Any]:
+    def _made(
+        self, source: Dataset[Any] | None = None, sampler: Iterable[Any] | None = None, **changed: Any
+    ) -> DataLoader[Any]:
         try:
             return DataLoader(
-                self._source(),
+                source or self._source(),
                 batch_size=None,
-                sampler=self._feed,
+                sampler=sampler or self._feed,
                 collate_fn=_as_it_is,
                 generator=self._generator,
-                **{**self._options, "worker_init_fn": partial(_begin, self._options.get("worker_init_fn"))},
+                **{**self._options, "worker_init_fn": partial(_begin, self._options.get("worker_init_fn")), **changed},
             )
         except (ValueError, TypeError) as error:
             raise UsageError(f"{self.loader}: {error}", "These options go on to torch's DataLoader.") from None
@@ -276,9 +290,11 @@ class DatasetEpochs(Epochs):
         options: Mapping[str, Any],
         *,
         drop_last: bool,
+        compare_samples: bool,
     ) -> None:
         assert isinstance(dataset, Sized)
         self._dataset = dataset
+        self._compares = compare_samples
         self._samples = len(dataset)
         self._sampler = sampler
         self._collate = collate
@@ -294,6 +310,27 @@ class DatasetEpochs(Epochs):
         assert isinstance(self._dataset, Sized)
         check_length("dataset", self._dataset, self._samples)
         check_length("sampler", self._sampler, self.length)
+
+    def content(self) -> dict[str, str]:
+        indices, found = chosen(self._samples, self.seed), dict[int, str]()
+        if isinstance(self._dataset, ShardedStream):  # others may be far from where their shard begins
+            indices = self._dataset.firsts(indices)
+        # Not in this process if the training reads in others: what a dataset opens may not be for several. Another than
+        # a forked one takes seconds to start, and a script that asks for it may be one that must not be forked.
+        workers = min(self._options.get("num_workers", 0), 1)
+        given = self._options.get("multiprocessing_context")
+        method = given.get_start_method() if isinstance(given, BaseContext) else given
+        forks = method == "fork" or (method is None and get_start_method(allow_none=True) != "spawn")
+        alone: dict[str, Any] = {"num_workers": workers, "persistent_workers": False, "pin_memory": False}
+        alone |= {"timeout": WAITS, "multiprocessing_context": "fork"} if workers else {"timeout": 0}
+        try:
+            if self._compares and (forks or not workers) and not own_generators(self._dataset, ""):  # they would change
+                source = Content(Batches(self._dataset, self._samples, _as_it_is, self.seed), indices)
+                found = next(iter(self._made(source, [0], **alone)))
+        except Exception as error:  # noqa: BLE001 - of the script's dataset; its training will show it
+            _log.info("samples are not compared between ranks: %s: %s", type(error).__name__, error)
+            error.__traceback__ = error.__context__ = error.__cause__ = None  # they may hold the loader's processes
+        return compared(indices, found)
 
     def _own_generators(self) -> list[str]:
         found = own_generators(self._dataset, type(self._dataset).__name__)

@@ -73,6 +73,10 @@ class ElasticLoader(Loader):
         sampler: gives another order, see :class:`elastic_launch.samplers.Sampler`; leave out ``shuffle`` then.
         drop_last: whether to drop samples that do not fill a global batch; otherwise they make a short last one.
         collate_fn: as in ``torch.utils.data.DataLoader``. It may draw random numbers as the dataset does.
+        compare_samples: whether all ranks read the same three samples before a training's first step, each at least
+            twice, and end with an error if they have other content. Data that give something else for the same index
+            the second time, or that hold a random generator, are not compared. Give False if data differ between ranks
+            by design, or if reading has effects.
         options: ``num_workers``, ``pin_memory``, ``prefetch_factor``, ``persistent_workers``, ``worker_init_fn``,
             ``multiprocessing_context`` and ``timeout``, as in ``torch.utils.data.DataLoader``.
 
@@ -92,6 +96,7 @@ class ElasticLoader(Loader):
         sampler: Sampler | None = None,
         drop_last: bool = False,
         collate_fn: Callable[[Any], Any] | None = None,
+        compare_samples: bool = True,
         **options: Unpack[LoaderOptions],
     ) -> None:
         checked_batch("ElasticLoader(batch=...)", batch)
@@ -105,7 +110,8 @@ class ElasticLoader(Loader):
         self.dataset = dataset
         order = _checked_sampler(sampler, shuffle, dataset, batch)
         collate = collate_fn or default_collate
-        super().__init__(DatasetEpochs(dataset, order, collate, batch, seed, options, drop_last=drop_last))
+        how = {"drop_last": drop_last, "compare_samples": compare_samples}
+        super().__init__(DatasetEpochs(dataset, order, collate, batch, seed, options, **how))
         if not self.steps_per_epoch:
             raise UsageError(
                 f"ElasticLoader: a dataset of {self.length} samples holds no global batch of {batch.size}.",

@@ -111,6 +111,10 @@ class ShardedStream(Dataset[Any]):
         self._close_oldest()
         return [read[index] if self._decode is None else self._decode(read[index]) for index in indices]
 
+    def firsts(self, indices: Iterable[int]) -> list[int]:
+        """Return the index of the first sample of each shard that has one of these samples."""
+        return sorted({self._ends[shard] - self.lengths[shard] for shard, _ in map(self._locate, indices)})
+
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_readers": OrderedDict()}
 

@@ -10,14 +10,21 @@ import hashlib
 import json
 from collections.abc import Mapping
 
-from elastic_launch.contract import Differs
+from elastic_launch.contract import NOT_COMPARED, Differs
 from elastic_launch.errors import UsageError
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.ranks.exchange import are_same, bytes_of_all
+from elastic_launch.training.ranks.replicas import ranks_text
 from elastic_launch.training.ranks.world import World
 
 LONGEST = 4096
 """Bytes of arguments up to which they are given to the agent as they are; of longer ones it gets a checksum."""
+
+SAMPLE = "sample "
+"""How the names of samples begin, among the arguments, whose content is compared by a hash."""
+
+SHOWN = 3
+"""Most values that an error names besides that of most ranks."""
 
 MOST_RANKS = 8192
 """Most ranks of which the agent learns how they differ: a message to it has a limit."""
@@ -30,7 +37,12 @@ class OthersDifferError(RuntimeError):
 def told(given: Mapping[str, object]) -> str:
     """Return arguments as the agents of the ranks compare them."""
     text = _text(given)
-    return text if len(text) <= LONGEST else hashlib.sha256(text.encode()).hexdigest()
+    if len(text) <= LONGEST:
+        return text
+    # In a checksum, what is not compared on one rank would be another value.
+    return hashlib.sha256(
+        _text({name: value for name, value in given.items() if not name.startswith(SAMPLE)}).encode()
+    ).hexdigest()
 
 
 def _text(given: Mapping[str, object]) -> str:
@@ -56,12 +68,24 @@ def check_same(
     text = _text(given).encode()
     if all(are_same([len(text), int.from_bytes(hashlib.sha256(text).digest()[:7], "big")])):
         return
-    texts, lowest = bytes_of_all(world, text), dict[bytes, int]()
-    if link is not None and len(texts) <= MOST_RANKS:
-        link.say_noted(Differs(tuple(lowest.setdefault(one, rank) for rank, one in enumerate(texts))))
-    message = f"The ranks were given different arguments: {_difference([json.loads(one) for one in texts])}."
+    found: list[dict[str, str]] = [json.loads(one) for one in bytes_of_all(world, text)]
+    unknown = {name for one in found for name, value in one.items() if value == NOT_COMPARED}
+    found = [{name: value for name, value in one.items() if name not in unknown} for one in found]
+    if all(one == found[0] for one in found):
+        return
+    if link is not None and len(found) <= MOST_RANKS:
+        lowest: dict[str, int] = {}
+        link.say_noted(Differs(tuple(lowest.setdefault(str(one), rank) for rank, one in enumerate(found))))
+    name, difference = _difference(found)
+    message = f"The ranks were given different arguments: {difference}."
     if goes_on:
         raise OthersDifferError(message)
+    if name.startswith(SAMPLE):
+        raise UsageError(
+            message,
+            "Have the same version of the data on all nodes, and sort what is listed from a directory. If the data "
+            "differ between ranks by design, give ElasticLoader(compare_samples=False).",
+        )
     raise UsageError(
         message,
         "Give all ranks the same. Each takes its own part of every global batch, and which of them reads and writes "
@@ -69,10 +93,18 @@ def check_same(
     )
 
 
-def _difference(found: list[dict[str, str]]) -> str:
-    first = found[0]
-    for rank, other in enumerate(found):
-        for name in dict.fromkeys([*first, *other]):
-            if first.get(name) != other.get(name):
-                return f"rank {rank} has {name} {other.get(name, 'none')}, rank 0 has {first.get(name, 'none')}"
-    raise AssertionError("their digests differ")
+def _difference(found: list[dict[str, str]]) -> tuple[str, str]:
+    """Return the first argument that differs, and which ranks have which value; what most have is the last."""
+    for name in dict.fromkeys(name for one in found for name in one):
+        ranks: dict[str, list[int]] = {}
+        for rank, one in enumerate(found):
+            ranks.setdefault(one.get(name, "none"), []).append(rank)
+        if len(ranks) > 1:
+            usual = max(ranks, key=lambda value: len(ranks[value]))
+            others = [value for value in ranks if value != usual][:SHOWN]
+            texts = [
+                f"{ranks_text(x)} {'has' if len(x) == 1 else 'have'}" for x in map(ranks.__getitem__, [*others, usual])
+            ]
+            first, *rest = zip(texts, [*others, usual], strict=True)
+            return name, ", ".join([f"{first[0]} {name} {first[1]}", *(f"{who} {value}" for who, value in rest)])
+    raise AssertionError("they are the same")

@@ -1,16 +1,31 @@
 """Give rank 1 other arguments than rank 0, one after the other: ``unlike.py DIRECTORY``."""
 
 import json
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 import elastic_launch as el
 from elastic_launch.errors import UsageError
 
 directory = Path(sys.argv[1])
+
+
+class Drawn(Dataset[Tensor]):
+    """64 samples that are random by design: half of them differ each time they are read."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([os.urandom(1)[0] % 2])
+
+
 said = {}
 with el.session() as run:
     other = run.rank == 1
@@ -19,12 +34,17 @@ with el.session() as run:
         model = nn.Linear(1, 1)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        data = torch.zeros(63 if other and kind == "length" else 64, 1)
+        data: Any = torch.zeros(63 if other and kind == "length" else 64, 1)
+        if other and kind in ("sample", "sample, not compared"):
+            data[63] = 1
+        if kind == "random":
+            data = Drawn()
         loader = el.ElasticLoader(
             data,
             el.GlobalBatch(32 if other and kind == "batch" else 16, 8 if other and kind == "micro" else 4),
             seed=int(other and kind == "seed"),
             shuffle=not (other and kind == "shuffle"),
+            compare_samples=not (other and kind == "sample, not compared"),
         )
         if kind == "evaluation":
             el.Trainer(run, model, optimizer, loader, loss_fn=nn.functional.mse_loss).evaluate(
@@ -45,12 +65,12 @@ with el.session() as run:
         )
 
     kinds = ["length", "batch", "micro", "seed", "shuffle", "evaluation", "until", "exact", "checkpoint", "scheduler"]
-    for kind in [*kinds, "metrics", "buffers", "nothing"]:
+    for kind in [*kinds, "metrics", "buffers", "sample", "sample, not compared", "random", "nothing"]:
         try:
             attempt(kind)
             said[kind] = ""
         except UsageError as error:
-            said[kind] = error.message
+            said[kind] = str(error) if kind == "sample" else error.message
     run.register("model", nn.Linear(1, 1))
     try:
         run.resume(el.Checkpoint(directory / "own"), {"width": run.rank})

@@ -1,0 +1,163 @@
+"""Hashes of a few samples of a dataset, by which ranks notice that theirs has other content of the same length.
+
+What may differ between nodes by right does not count: the directory of a file, the last bits of computed numbers, and
+objects whose content is not known. What a hash does not tell apart is only missed; a false difference would end a run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import fields, is_dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from elastic_launch.batch import MicroBatch
+from elastic_launch.contract import NOT_COMPARED
+from elastic_launch.training.data.batches import Batches, MicroBatchRequest
+from elastic_launch.training.ranks.checksum import checksums
+from elastic_launch.training.ranks.same_arguments import SAMPLE
+
+ONCE_MORE, ROUNDS = 0.1, 8
+"""Each sample is read twice, and then again within so many seconds, up to so many times: it may be random by design."""
+
+LONGEST = 2.0
+"""Seconds after which no further sample is read. Then none is compared."""
+
+PARTS, BINS = 8, 7.3
+"""Parts of an array of inexact numbers, and how finely the mean of each is told apart; not a ratio that means have."""
+
+LEAST = 1e-6
+"""Mean size of numbers up to which they may be the rest of sums that should be zero."""
+
+ELEMENTS = 10_000
+"""Elements of a collection that are looked at, the first ones."""
+
+PATH = 4096
+"""Longest text that may be a path."""
+
+
+class Content(Dataset[dict[int, str]]):
+    """The hashes of samples, by index, as one item, so that a loader can compute them in a process of its own.
+
+    Args:
+        batches: reads a sample, with the same random numbers each time and in any process.
+    """
+
+    def __init__(self, batches: Batches, indices: Sequence[int]) -> None:
+        self._batches, self._indices = batches, indices
+
+    def __getitem__(self, index: int) -> dict[int, str]:
+        began, found = time.monotonic(), dict[int, str]()
+        for again in range(ROUNDS):
+            for place in self._indices:
+                spent = time.monotonic() - began
+                if again > 1 and spent > ONCE_MORE:
+                    return found
+                if spent > LONGEST:
+                    return {}
+                text = digest(self._batches[MicroBatchRequest(0, 0, place, MicroBatch(0, 0, 1), [place])])
+                if found.setdefault(place, text) != text:
+                    return {}  # with a sample that is random, others are, too
+        return found
+
+
+def chosen(length: int, seed: int) -> list[int]:
+    """Return the indices of the samples to compare: the first, the last, and one by the seed."""
+    return sorted({0, length - 1, seed % length})
+
+
+def compared(indices: Sequence[int], found: Mapping[int, str]) -> dict[str, str]:
+    """Return hashes by the names used in errors."""
+    return {f"{SAMPLE}{index} (as a hash; see compare_samples)": found.get(index, NOT_COMPARED) for index in indices}
+
+
+def digest(sample: Any) -> str:
+    """Return a hash of a sample. What counts:
+
+    - integers, booleans, bytes, text and the structure of lists, tuples, sets, mappings and dataclasses: exactly. Of a
+      text of one line with a ``/``, which may be a path, only what follows the last one.
+    - floats, complex numbers and pixels (uint8 with two dimensions or more): shape, type and, roughly, the size of the
+      numbers in each of some parts. Their last bits depend on the CPU and on the version of a decoder.
+    - tensors, NumPy arrays and what NumPy reads as one, such as PIL's images: likewise.
+    - other objects: the name of their type.
+    """
+    hashed = hashlib.sha256()
+    _add(hashed.update, sample)
+    return hashed.hexdigest()[:12]
+
+
+def _add(update: Callable[[Any], None], value: Any) -> None:
+    """Add a value to a hash."""
+    update(f"<{type(value).__name__} ".encode())
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if isinstance(value, Tensor):
+        if value.layout is torch.strided and not value.is_quantized and not value.is_nested:
+            _add_tensor(update, value.detach().cpu().resolve_conj().resolve_neg())
+    elif isinstance(value, str):
+        path = len(value) <= PATH and "\n" not in value
+        update((value.rpartition("/")[2] if path else value).encode(errors="surrogatepass"))
+    elif isinstance(value, bytes | bytearray):
+        update(value)
+    elif value is None or isinstance(value, int):
+        update(repr(value).encode())
+    elif isinstance(value, float | complex):
+        _add_tensor(update, torch.tensor(value, dtype=torch.complex128, device="cpu"))
+    elif hasattr(value, "__array_interface__"):
+        _add_array(update, value)
+    elif isinstance(value, Mapping | Set | list | tuple):
+        update(str(len(value)).encode())
+        parts = list(islice(value.items() if isinstance(value, Mapping) else value, ELEMENTS))
+        if isinstance(value, list | tuple):
+            for each in parts:
+                _add(update, each)
+        elif len(parts) == len(value):  # of a larger one, the first may be others in another process
+            update("".join(sorted(map(digest, parts))).encode())
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            _add(update, getattr(value, field.name, None))
+    update(b">")
+
+
+def _add_tensor(update: Callable[[Any], None], tensor: Tensor) -> None:
+    update(f"{tensor.dtype} {[*tensor.shape]} ".encode())
+    if tensor.is_complex() or tensor.is_floating_point() or (tensor.dtype is torch.uint8 and tensor.dim() > 1):
+        _add_roughly(update, torch.view_as_real(tensor) if tensor.is_complex() else tensor)
+    else:
+        update(str(checksums([tensor]).tolist()).encode())
+
+
+def _add_array(update: Callable[[Any], None], value: Any) -> None:
+    import numpy  # torch may be there without it
+
+    array = numpy.asarray(value)
+    kind, pixels = array.dtype.kind, array.dtype == numpy.uint8 and array.ndim > 1
+    update(f"{array.dtype} {[*array.shape]} ".encode())
+    if array.dtype.names is not None:
+        for name in array.dtype.names:  # one by one, since between them may be anything
+            _add_array(update, array[name])
+    elif kind in "fc" or pixels:
+        _add_roughly(update, torch.from_numpy(array.astype("c16").view("f8") if kind == "c" else array.astype("f4")))
+    elif kind in "biumM":
+        update(numpy.ascontiguousarray(array).reshape(-1).view(numpy.uint8))
+    elif kind != "V":  # text and objects
+        _add(update, array.reshape(-1)[:ELEMENTS].tolist())
+
+
+def _add_roughly(update: Callable[[Any], None], numbers: Tensor) -> None:
+    numbers = numbers.reshape(-1).to(torch.float64 if numbers.dtype is torch.float64 else torch.float32).abs()
+    parts = [float(part.mean(dtype=torch.float64)) for part in numbers.tensor_split(PARTS) if len(part)]
+    largest = max(parts, default=0.0)
+    if not math.isfinite(sum(parts)):
+        update(str([math.isfinite(each) for each in parts]).encode())
+    elif largest > LEAST:
+        # What is small beside the others may be the rest of a sum that should be zero.
+        update(f"{round(4 * math.log2(largest))} {[round(each / largest * BINS) for each in parts]}".encode())
