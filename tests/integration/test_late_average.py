@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Job, run_script
+from harness import SCRIPTS, Job, run_script
 
 from elastic_launch.faults import FaultPlan
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "averages" / "train.py")
+LATE = str(SCRIPTS / "late.py")
 START = 40
 SAME = ("steps", "accuracy", "weights_sha256", "average_sha256")
 
@@ -74,3 +75,29 @@ def test_it_is_stopped_and_resumed_at_another_world_size(job: Job, undisturbed: 
     result = check(job, undisturbed)
     assert result["resumed_step"] >= step
     assert result["worlds"] == [2, 3]
+
+
+@pytest.mark.parametrize("mode", ["die", "sharded"])
+def test_a_kill_while_the_average_is_swapped_in_and_shards(job: Job, mode: str) -> None:
+    """The sharded one is made by another number of ranks, which start at a snapshot with the average."""
+    alone = job.directory / "alone"
+    alone.mkdir()
+    run_script(LATE, str(alone), "die")
+    plan = FaultPlan.fail_at(0, 8) if mode == "sharded" else FaultPlan()
+    flags = ("--nproc", "3" if mode == "sharded" else "2")
+    agent = job.launch("--standalone", *flags, command=[LATE, str(job.work), mode], env=plan.environment())
+    assert agent.wait(150) == 0, agent.output
+    assert "signal 9 (SIGKILL)" in agent.output
+    model, average, swapped = json.loads((job.work / "result.json").read_text())
+    assert [model, average, swapped] == json.loads((alone / "result.json").read_text())
+    assert swapped == average
+
+
+@pytest.mark.parametrize(
+    ("mode", "says"), [("one-rank", "but not on all ranks"), ("equal", "has not registered 'average'")]
+)
+def test_what_not_all_ranks_register_is_one_clear_error(job: Job, mode: str, says: str) -> None:
+    agent = job.launch("--standalone", "--nproc", "2", command=[LATE, str(job.work), mode])
+    assert agent.wait(150) != 0, agent.output
+    assert says in agent.output
+    assert "Call run.register() on all ranks in the same step" in agent.output
