@@ -12,6 +12,7 @@
 ``trainer``      ``Trainer``, with ``callbacks`` and ``durations``
 ``deepspeed``    a trainer's model in DeepSpeed's engine; ``deepspeed_config`` completes the configuration
 ``evaluations``  when to evaluate, and what came out; ``schedule`` steps learning-rate schedulers
+``swapping``     lends a model the weights of its average
 ``plain``        ``report_step`` and ``should_stop``, for loops without a session
 ``dist``         ``elastic_launch.dist``, with Composer's names
 ``data/``        loaders and samplers

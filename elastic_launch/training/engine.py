@@ -202,6 +202,8 @@ class Engine:
         if self._unchecked:
             self._unchecked = False
             self._check(after.state)
+            if (left := after.state.unregistered) and self.world.rank == 0:
+                _log.warning("%s: saved again as restored, until run.register() gets the object", ", ".join(left))
         self.rounds.link.step(step)
         faults.reached("step", step)
         self.saver.poll(step, self.checkpoint)
@@ -212,7 +214,10 @@ class Engine:
                 wishes = replace(wishes, compare=compare, checksum=checksum)
         if evaluate:
             wishes = replace(wishes, evaluate=True)
-        self._exchange(wishes, by_step=stays is not None)
+        if after.state.late.unsettled(step, after.state.names):
+            wishes = replace(wishes, late=True)
+        if self._exchange(wishes, by_step=stays is not None).late:
+            after.state.late.check_ranks(step)
         last = self.stopped or end
         if last:
             self.rounds.confirm_state()
@@ -388,7 +393,7 @@ class Engine:
             return
         found = {}
         if has_forgotten_average(state.parts):
-            found["an AveragedModel"] = 'run.register("average", averaged) before the loop'
+            found["an AveragedModel"] = 'run.register("average", averaged) when it is made'
         if has_forgotten_scaler(state.parts):
             found["a GradScaler"] = "run.steps(scaler=...), Trainer(scaler=...) or run.register()"
         if forgotten(state.parts):
@@ -403,8 +408,8 @@ class Engine:
                 self._warned.add(what)
                 _log.warning("%s is not saved: after a restart it would begin anew; give it to %s", what, where)
 
-    def _exchange(self, wishes: Wishes, *, by_step: bool = False) -> None:
-        """Send this rank's wishes, and receive what all ranks agreed on."""
+    def _exchange(self, wishes: Wishes, *, by_step: bool = False) -> Wishes:
+        """Send this rank's wishes, and return what all ranks agreed on."""
         stop = max(self._stop_wanted, self._termination.wanted(self.rounds.link.stop_asked()))
         if stop is not StopSource.NO:
             wishes = replace(wishes, stop=stop)
@@ -415,6 +420,7 @@ class Engine:
         if self._replicas is not None:
             with self._none_differs(self._replicas):
                 self._replicas.heard(agreed=agreed.compare, differs=agreed.differs)
+        return agreed
 
     @contextmanager
     def _none_differs(self, replicas: ReplicaCheck) -> Iterator[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -137,6 +137,7 @@ class Evaluator:
         every: interval between evaluations: epochs (1 or ``"1ep"``), steps (``"100ba"``) or a duration (``"10min"``).
             The end of training is always evaluated.
         weight_fn: ``(micro_batch) -> float``, its weight in the means; None: its number of samples.
+        within: makes the context in which each evaluation is done, such as ``lambda: run.swapped(average)``.
         on_result: called once with each :class:`Evaluation`, on all ranks, before the state is saved: here a
             ``ReduceLROnPlateau`` is stepped. It must not exchange data with other ranks.
 
@@ -155,6 +156,7 @@ class Evaluator:
         metrics: Sequence[str] = ("loss",),
         every: int | str = "1ep",
         weight_fn: Callable[[Any], float] | None = None,
+        within: Callable[[], AbstractContextManager[Any]] = nullcontext,
         on_result: Callable[[Evaluation], None] = lambda evaluation: None,
     ) -> None:
         self.loader = checked_eval_loader("Evaluator(loader=...)", loader)
@@ -167,6 +169,7 @@ class Evaluator:
         self._every = every
         self._weight_fn = weight_fn
         self._on_result = on_result
+        self._within = within
 
     def _values(self, sample: Any) -> tuple[list[Tensor | float], float | None]:
         means = self._measure(sample)
@@ -196,7 +199,8 @@ def evaluations_of(
             raise RoundOverError("the round is over")
 
     def measure() -> dict[str, float]:
-        return evaluated(engine.world, loader, metrics, evaluator._values, check, together=engine.sharded)
+        with evaluator._within():
+            return evaluated(engine.world, loader, metrics, evaluator._values, check, together=engine.sharded)
 
     evaluations = Evaluations(Interval.in_training(evaluator._every, steps_per_epoch), measure, evaluator._on_result)
     evaluator.history = evaluations.history

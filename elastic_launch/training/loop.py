@@ -157,7 +157,9 @@ class Loop:
                 step, pace, began = self._next_step(), self._pace, time.perf_counter()
                 self.positions.begin(self._trains())
                 yield step
+                self.engine.trainings.refuse_swapped("The step's end")
                 self.positions.end()
+                self._follow_registered()
                 if pace is not None:  # if the round has changed meanwhile, it is not used any more
                     pace.add(time.perf_counter() - began, step.data_s, step.exchange_s, step.share.plan.grad_accum)
                 self._watch_mode(step)
@@ -194,6 +196,14 @@ class Loop:
     def _follow(self, state: TrainingState) -> None:
         self._state = state
         self.positions.follow(state)
+
+    def _follow_registered(self) -> None:
+        """From the end of a step on, what the script has registered in it is a part of the state."""
+        if not self._state.includes(self.engine.state):
+            self._follow(self.engine.state.extended(self._parts))
+            if self._live and (self._state.calls_functions or (self._rounds.shards and self._fixed)):
+                self._rounds.end_with_round()
+        self._state.late.check_joined(self._state.names)
 
     def _rehearse(self) -> None:
         """Do a pass of which nothing remains, so that the others need not wait for all that is slow the first time."""
@@ -330,15 +340,19 @@ class Loop:
         if not alone or not (self._state.sharded or self._rounds.mesh):
             return alone
         skips = self._checkpoint is not None and self._checkpoint.skip_frozen
-        size = self._rounds.mesh.inner.size() if self._rounds.mesh else self.engine.world.replica_size
-        other = "" if size == self.engine.world.replica_size else f"there is no --replica-size {size}"
-        within = self._rounds.mesh is not None
-        fixed = other or self._state.fixed_shards or resharding.obstacle(self._model, self._state.parts, within=within)
-        why = "Checkpoint(skip_frozen=True)" if skips else fixed
+        why = "Checkpoint(skip_frozen=True)" if skips else self._fixed
         if why and self._rounds.asked_live is not False and self.engine.world.rank == 0:
             _log.info("the model stays sharded over the ranks of one round, with which this process ends: %s", why)
         self._rounds.shards = not why
         return not why
+
+    @property
+    def _fixed(self) -> str:
+        """Why the state cannot be divided among other ranks in this process; empty if it can."""
+        mesh = self._rounds.mesh
+        if mesh is not None and mesh.inner.size() != self.engine.world.replica_size:
+            return f"there is no --replica-size {mesh.inner.size()}"
+        return self._state.fixed_shards or resharding.obstacle(self._model, self._state.parts, within=mesh is not None)
 
     def _change_round(self, error: RuntimeError | None, passes: Sequence[Outcome] = ()) -> None:
         """Continue in the next round, or in the one after it if that breaks, too.
@@ -426,6 +440,10 @@ class Loop:
 
     def _take(self, received: Resumed) -> None:
         """Take a state over from another process, after a step that this one has not done itself."""
+        if newer := sorted(self._state.late.names & {*self._state.names} - {*(received.state or ())} - received.anew):
+            why = f"it has registered {', '.join(newer)}, and goes back to a step before that"
+            self._rounds.start_again(why)
+            raise RoundOverError(why)
         with self._rounds.link.doing(Activity.RESTORE):
             # A second time, since the script may have changed its objects after the step, as it has there.
             self._state.load(received, again=bool(received.passes))

@@ -31,7 +31,7 @@ from elastic_launch.training.live.groups import RoundGroups
 from elastic_launch.training.loop import Loop
 from elastic_launch.training.loop_options import LoopOptions
 from elastic_launch.training.ranks.determinism import Determinism
-from elastic_launch.training.ranks.place import is_ahead, joining
+from elastic_launch.training.ranks.place import is_ahead, joining, refuse_in_rehearsal
 from elastic_launch.training.ranks.same_arguments import check_same
 from elastic_launch.training.ranks.world import (
     GROUP_TIMEOUT,
@@ -45,6 +45,7 @@ from elastic_launch.training.ranks.world import (
 from elastic_launch.training.rounds import CONFIRMED, AskedLive
 from elastic_launch.training.steps import Step
 from elastic_launch.training.stopping import DrainedExit
+from elastic_launch.training.swapping import mode_swapped, weights_swapped
 from elastic_launch.training.together import as_part
 from elastic_launch.training.verification import share_of
 from elastic_launch.training.wrapped import check_not_flat
@@ -136,18 +137,24 @@ class Run:
     def register(self, name: str, stateful: Stateful) -> None:
         """Save and restore a further object with every checkpoint.
 
+        What is made in the course of a training, such as an average that starts late, is registered when it is made,
+        after the step's update, on all ranks in the same step. If the state that the training resumed from has it, it
+        gets that at once. A process that resumes or joins after that step registers it in its first step.
+
         Args:
             name: the object's name in checkpoints.
             stateful: has ``state_dict()`` and ``load_state_dict(state)``.
 
         Raises:
             UsageError: if the name is taken, the object lacks ``state_dict`` or ``load_state_dict``, is sharded
-                by FullyShardedDataParallel, or the state was restored already.
+                by FullyShardedDataParallel, or does not fit its restored state.
         """
-        self._engine.trainings.refuse_after_restoring(f"run.register({name!r})")
+        engine = self._engine
         if isinstance(stateful, torch.nn.Module):
             check_not_flat(stateful)
-        self._engine.state.register(name, stateful)
+        refuse_in_rehearsal()
+        late = engine.trainings.begun or name in engine.state.unregistered  # which is so after the loop, too
+        engine.state.register(name, stateful, late=late)
 
     def on_save(self, function: Callable[[], None]) -> None:
         """Call ``function()`` on every rank before a checkpoint captures the state."""
@@ -236,6 +243,45 @@ class Run:
             UsageError: if ``duration`` is not a duration.
         """
         return self._engine.rounds.link.doing(Activity.PAUSE, seconds_of(duration), what)
+
+    @contextmanager
+    def swapped(
+        self, average: torch.nn.Module | torch.optim.Optimizer, model: torch.nn.Module | None = None
+    ) -> Iterator[None]:
+        """Evaluate the average of a model: within the block, the model has the average's parameters and buffers.
+
+        ::
+
+            with run.swapped(average):
+                evaluate(model)
+
+        The average has the model's meanwhile. When the block ends, also by an exception, both have their own again, to
+        the bit. Nothing is saved within the block. Call it after ``step.update()``, or in :class:`Evaluator`'s
+        ``within``; on any ranks, for it exchanges nothing.
+
+        Args:
+            average: a ``torch.optim.swa_utils.AveragedModel``, another module whose ``module`` is the average, or a
+                module with the same parameters and buffers as the model. Or an optimizer that evaluates other weights
+                than it trains, such as those of schedulefree: ``eval()`` is called, and at the end ``train()``; a copy
+                of its parameters is kept meanwhile.
+            model: the model it belongs to; None: the one that is trained.
+
+        Raises:
+            UsageError: if the average does not fit the model, several models are trained and none is given, the model
+                is swapped already, a training step goes on within the block, or the optimizer is in evaluation mode.
+        """
+        engine = self._engine
+        known = engine.trainings.models if model is None else [model]
+        if not isinstance(average, torch.nn.Module):
+            swap = mode_swapped(average, known)
+        elif len(known) == 1:
+            swap = weights_swapped(average, known[0])
+        else:
+            raise UsageError(f"run.swapped(average): {len(known)} models are trained.", "Name it: swapped(average, m).")
+        with engine.trainings.swapping(average, *known):
+            engine.saver.settle()  # a snapshot may still be copied
+            with swap:
+                yield
 
     def request_stop(self) -> None:
         """Make all ranks stop after the same step: the next one, or the one after it. One rank's request is enough."""
@@ -377,6 +423,7 @@ class Run:
                 or it is called within ``run.steps()`` or a ``Trainer``.
         """
         engine = self._engine
+        engine.trainings.refuse_swapped("run.boundary()")
         if step is not None:
             engine.trainings.refuse_beside_steps(f"run.boundary({step})")
             engine.trainings.refuse_before_restoring(f"run.boundary({step})", engine.state.names)

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from torch import nn
+
 from elastic_launch.errors import UsageError
 from elastic_launch.training.checkpoints.checkpoint import Checkpoint
 
@@ -23,6 +25,7 @@ class Trainings:
     def __init__(self) -> None:
         self.resumed = False  # whether the script's own training loop has restored its state
         self._looping = False
+        self._swapped: set[int] = set()  # addresses of what is swapped at present
         self._last: tuple[weakref.ref[Any], ...] = ()
         self._places: dict[str, tuple[weakref.ref[Any], ...]] = {}
 
@@ -41,6 +44,29 @@ class Trainings:
         finally:
             self._looping = False
 
+    @property
+    def models(self) -> list[nn.Module]:
+        """The models of the last training that began."""
+        found = [reference() for reference in self._last]
+        return [model for model in found if isinstance(model, nn.Module)]
+
+    @contextmanager
+    def swapping(self, *what: object) -> Iterator[None]:
+        """Return the context in which the weights of these objects are not those of the training."""
+        mine = {*map(id, what)}
+        if mine & self._swapped:
+            raise UsageError("run.swapped() came within run.swapped() of the same model.", "Leave that block before.")
+        self._swapped |= mine
+        try:
+            yield
+        finally:
+            self._swapped -= mine
+
+    def refuse_swapped(self, what: str) -> None:
+        """Refuse what would train or save within :meth:`swapping`."""
+        if self._swapped:
+            raise UsageError(f"{what} came within run.swapped().", "Leave its block before: it is for evaluations.")
+
     def refuse_beside_steps(self, what: str) -> None:
         """Refuse a call that saves or restores a state within a loop over steps."""
         if self._looping:
@@ -49,9 +75,14 @@ class Trainings:
                 "Leave it out. To save more than the model, call run.register(name, object) before.",
             )
 
+    @property
+    def begun(self) -> bool:
+        """Whether a state was restored already, or the script's steps have begun."""
+        return self._looping or self.resumed
+
     def refuse_after_restoring(self, what: str) -> None:
         """Refuse a call that must come before a state is restored."""
-        if self._looping or self.resumed:
+        if self.begun:
             after = "run.steps() or Trainer.fit() had begun" if self._looping else "run.resume()"
             raise UsageError(
                 f"{what} came after {after}, when the state was restored already: it would be left out.",

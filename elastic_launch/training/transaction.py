@@ -446,6 +446,7 @@ class Transaction:
 
     def backward(self, loss: Tensor, weight: float | None, metrics: Mapping[str, Tensor | float]) -> None:
         """Run the backward pass of the current micro-batch; see :meth:`elastic_launch.Step.backward`."""
+        self._owner.engine.trainings.refuse_swapped("step.backward()")
         this, plan, gradients = self._pass, self.share.plan, self.share.gradients
         if self._empty:
             self._empty = False
@@ -543,6 +544,7 @@ class Transaction:
 
     def update(self, clip_norm: float | None, optimizer: str | None) -> None:
         """Step the optimizers; see :meth:`elastic_launch.Step.update`."""
+        self._owner.engine.trainings.refuse_swapped("step.update()")
         if isinstance(clip_norm, str):
             raise UsageError(f"step.update({clip_norm!r}): clip_norm comes first.", "Write step.update(optimizer=...).")
         chosen = self._rules.optimizers.chosen("update", optimizer)

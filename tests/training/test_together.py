@@ -322,6 +322,7 @@ class Elsewhere:
         owner = step._transaction._owner
         self.engine = self.rounds = self.groups = self
         self.saver, self.agreement, self.positions = owner.engine.saver, owner.engine.agreement, owner.positions
+        self.trainings = owner.engine.trainings
         self._step._owner = self._step._rounds = self  # type: ignore[assignment]
 
     is_over = False

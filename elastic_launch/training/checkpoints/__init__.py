@@ -4,6 +4,7 @@
 ``manager``            decides when to save durably, and finds what to resume from
 ``resumed``            the state that a training resumes from, and whether it fits this training
 ``state``              what is saved: registered objects by name
+``late``               what is registered after the training has begun
 ``step_start``         what a step began with, and what has changed since
 ``parts``              what can be registered
 ``sharded``            gathers what is sharded, and shards it again

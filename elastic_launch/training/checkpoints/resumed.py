@@ -42,6 +42,7 @@ class Resumed:
     stored: bool = False  # it was read from durable storage, and no process has one
     given: dict[str, Options] = field(default_factory=dict)  # those in effect when it was saved, by part
     agreed: int | None = None  # the last step before it in which all ranks agreed; None: not known
+    late: dict[str, bool] = field(default_factory=dict)  # parts that are registered late, and whether they were then
 
     @property
     def uncompared(self) -> int:
@@ -52,7 +53,7 @@ class Resumed:
     def of(step: int, state: dict[str, Any] | None, meta: dict[str, Any], origin: str) -> Resumed:
         """Make a ``Resumed`` from a state and its meta."""
         named: dict[str, Any] = {
-            name: dict(meta.get(name, {})) for name in ("classes", "orders", "trained", "frozen", "given")
+            name: dict(meta.get(name, {})) for name in ("classes", "orders", "trained", "frozen", "given", "late")
         }
         return Resumed(
             step,

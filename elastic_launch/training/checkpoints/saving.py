@@ -314,7 +314,8 @@ class Saver:
                 if live.received is not None and live.received.passes:
                     # The parts are as at the step's start, see TrainingState.load.
                     states, starts = live.received.state, live.received.starts
-                    own |= {"classes": live.received.classes, "orders": live.received.orders}
+                    received = live.received
+                    own |= {"classes": received.classes, "orders": received.orders, "late": received.late}
                 else:
                     states = state.capture()
                     starts = state.start.starts if state.start is not None and live.passes else []
@@ -325,10 +326,10 @@ class Saver:
     def _meta(self, identity: Mapping[str, int], worlds: list[int], state: TrainingState) -> dict[str, Any]:
         """Return the meta of the current state, without when it was last saved."""
         meta = meta_of(dict(identity), worlds)
-        meta |= {"branch": self._branch.meta(run_id()), "classes": state.classes(), "orders": state.orders()}
+        meta |= {"branch": self._branch.meta(run_id()), **state.noted()}
         if self._checkpoint is not None and self._checkpoint.distributed:
             meta["format"] = DISTRIBUTED  # also of a snapshot that only the agent copies
-        meta |= {"parts": state.names, "weights": state.weights, "frozen": state.frozen()}
+        meta |= {"weights": state.weights, "frozen": state.frozen()}
         return meta | {"equal": self._equal, "agreed": self.agreed, "given": state.given.in_effect}
 
     def _judge(self, resumed: Resumed) -> None:

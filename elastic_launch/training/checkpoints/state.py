@@ -16,6 +16,7 @@ from elastic_launch.snapshot.format import tree
 from elastic_launch.snapshot.format.plain import Path, show
 from elastic_launch.snapshot.format.small_values import UnknownMember
 from elastic_launch.training.checkpoints.frozen import Frozen
+from elastic_launch.training.checkpoints.late import Late
 from elastic_launch.training.checkpoints.matching import (
     class_of,
     differences,
@@ -51,6 +52,8 @@ class TrainingState:
         self.gathered: set[int] = set()
         """Addresses of the tensors that the last :meth:`capture` has gathered, which do not change."""
         self._frozen = Frozen()
+        self.late = Late()
+        """What the script registers after the training has begun."""
         self.given = Given()
         """The options that the script gives to optimizers and schedulers."""
         self._on_save: list[Callable[[], None]] = []
@@ -58,8 +61,8 @@ class TrainingState:
         self.start: StepStart | None = None
         """What the current step began with; while it is open, states are taken as they were then."""
 
-    def register(self, name: str, stateful: Stateful) -> None:
-        """Add a part."""
+    def register(self, name: str, stateful: Stateful, *, late: bool = False) -> None:
+        """Add a part; if it is registered ``late``, it gets the state that was restored for it, if there is one."""
         if self._parts.get(name, stateful) is not stateful:
             raise UsageError(f"run.register({name!r}): the name is taken.", "Choose another.")
         if isinstance(stateful, type):
@@ -69,16 +72,27 @@ class TrainingState:
                 f"run.register({name!r}): {type(stateful).__name__} has no state_dict and load_state_dict.",
                 "Give it both, or register an object that has them.",
             )
+        if late and name not in self._parts and (kept := self.late.registered(name)) is not None:
+            # A copy: until the step has ended, this process may have to hand on the state of its start.
+            tensors, rest = tree.encode(kept.state)
+            cut = Cutting({name: stateful}, {}, {}) if holds_shards(stateful) else lambda _, tensor: tensor.clone()
+            saved = tree.decode(rest, tensors, cut)[name]
+            saved = self._frozen.filled(name, stateful, saved, kept.origin, kept.frozen.get(name))
+            _load(name, stateful, saved, kept.origin, kept.classes, {})
         self._parts[name] = stateful
 
     def extended(self, parts: dict[str, Stateful]) -> TrainingState:
         """Return a state with further parts and the same functions."""
         state = TrainingState()
         state._on_save, state._on_restore = self._on_save, self._on_restore
-        state._frozen, state.given = self._frozen, self.given
+        state._frozen, state.given, state.late = self._frozen, self.given, self.late
         for name, part in [*self._parts.items(), *parts.items()]:
             state.register(name, part)
         return state
+
+    def includes(self, other: TrainingState) -> bool:
+        """Whether all parts of another state are parts of this one."""
+        return all(self._parts.get(name) is part for name, part in other._parts.items())
 
     @property
     def calls_functions(self) -> bool:
@@ -100,6 +114,7 @@ class TrainingState:
         """Do what comes before the states are taken, once: call the ``on_save`` functions; called by all ranks."""
         for function in self._on_save:
             function()
+        self.late.drop(self._parts)
         for part in self._parts.values():
             if isinstance(part, Gathered):
                 part.gather(keep=keep)
@@ -145,15 +160,18 @@ class TrainingState:
 
     def whole_bytes(self) -> int:
         """Return the bytes of the tensors that :meth:`captured` returns on ranks that need them, without it."""
-        return sum(bytes_in(self._frozen.left(name, ungathered_state(part))) for name, part in self._parts.items())
+        own = sum(bytes_in(self._frozen.left(name, ungathered_state(part))) for name, part in self._parts.items())
+        return own + bytes_in(self.late.left(self._parts))
 
     def _gathered_by(self, gatherer: StateGatherer) -> dict[str, Any]:
-        return {name: gatherer.state(part, partial(self._frozen.left, name)) for name, part in self._parts.items()}
+        states = {name: gatherer.state(part, partial(self._frozen.left, name)) for name, part in self._parts.items()}
+        return states | self.late.left(self._parts)
 
     def _states(self) -> dict[str, Any]:
         if self.sharded:
             return {name: self._frozen.left(name, local_state(part)) for name, part in self._parts.items()}
         states = {name: self._frozen.left(name, part.state_dict()) for name, part in self._parts.items()}
+        states |= self.late.left(self._parts)
         return self.start.put_back(states) if self.start is not None and self.start.open else states
 
     def follow_steps(self, unwatched: Collection[str] = ()) -> StepStart:
@@ -187,10 +205,25 @@ class TrainingState:
     def names(self) -> list[str]:
         return list(self._parts)
 
+    def noted(self) -> dict[str, Any]:
+        """Return what the meta of a saved state has of the parts, and of those that are not registered yet."""
+        left = self.late.left(self._parts)
+        return {
+            "classes": {**self.late.noted("classes"), **self.classes()},
+            "orders": {**self.late.noted("orders"), **self.orders()},
+            "parts": [*self.names, *left],
+            "late": {name: name in self._parts for name in sorted(self.late.names)},
+        }
+
     @property
     def weights(self) -> list[str]:
         """Names of the parts that are models, or parameters of the optimizer besides them."""
         return [name for name, part in self._parts.items() if isinstance(part, nn.Module | OwnParameters)]
+
+    @property
+    def unregistered(self) -> list[str]:
+        """Names of the parts that the script has not registered yet, whose restored states are saved again."""
+        return [*self.late.left(self._parts)]
 
     @property
     def holds_nothing(self) -> bool:
@@ -252,7 +285,9 @@ class TrainingState:
                 f"{origin} has no {names}, which this script has.",
                 f"Leave out {names} to go on from it, or start in another directory: {_elsewhere(lacking)}.",
             )
-        if surplus := sorted(state.keys() - self._parts.keys() - anew):
+        surplus = sorted(state.keys() - self._parts.keys() - anew)
+        late = [name for name in surplus if name in resumed.late]
+        if surplus := [name for name in surplus if name not in late]:
             names = ", ".join(surplus)
             raise UsageError(
                 f"{origin} has {names}, which this script has not.",
@@ -261,6 +296,7 @@ class TrainingState:
             )
         state = {name: saved for name, saved in state.items() if name not in anew}
         _check_members(state, origin, ())
+        self.late.keep(resumed, state, late)
         for name, part in self._parts.items():
             if isinstance(part, nn.Module) and name in state:
                 prune_alike(part, state[name], origin)

@@ -44,6 +44,15 @@ class CarriedStates:
                     module.register_forward_hook(partial(self._has_returned, path), with_kwargs=True),
                 ]
 
+    def __deepcopy__(self, memo: object) -> CarriedStates:
+        """Return one that watches nothing: a copy of the model, such as its average, has copies of the hooks.
+
+        Torch's weak references must not be copied: each copy would free the same memory.
+        """
+        copy = CarriedStates(nn.ModuleDict())
+        copy._steps = STEPS + 1
+        return copy
+
     def begin_step(self) -> None:
         self._steps += 1
         if self._steps > STEPS:
@@ -60,7 +69,7 @@ class CarriedStates:
         self._returned.clear()
 
     def _called(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or not module.training:
+        if torch.compiler.is_compiling() or not module.training or self._steps > STEPS:
             return
         for _, storage in _stored((args, kwargs)):
             _, when = self._returned.get((path, storage.cdata), (None, self._micro_batch))
@@ -75,7 +84,7 @@ class CarriedStates:
                 )
 
     def _has_returned(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or not module.training:
+        if torch.compiler.is_compiling() or not module.training or self._steps > STEPS:
             return
         given = {storage.cdata for _, storage in _stored((args, kwargs))}
         for tensor, storage in _stored(output):

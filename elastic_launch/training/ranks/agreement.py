@@ -31,6 +31,7 @@ class Wishes:
     keep: bool = False  # take a snapshot in memory
     evaluate: bool = False  # after the next step
     compare: bool = False  # compare the ranks' states, see `replicas`
+    late: bool = False  # this rank has registered something late, or has not yet, see `late`
     checksum: int | None = None  # of this rank's state; all ranks post one at the same boundaries
     differs: bool = False  # after an exchange, whether the ranks' checksums differed
 
@@ -42,13 +43,13 @@ class Wishes:
     def counts(self) -> list[float]:
         """Return numbers of which sum or maximum over the ranks show what any wants; the checksum is not included."""
         levels = [self.stop >= level for level in _STOPS]
-        return [*map(float, (*levels, self.save, self.keep, self.evaluate, self.compare))]
+        return [*map(float, (*levels, self.save, self.keep, self.evaluate, self.compare, self.late))]
 
     @staticmethod
     def of_counts(counts: Sequence[float]) -> Wishes:
         """Return what any rank wants, from the sums or maxima over the ranks of :meth:`counts`."""
-        *levels, save, keep, evaluate, compare = (count > 0 for count in counts)
-        return Wishes(StopSource(sum(levels)), save, keep, evaluate, compare)
+        *levels, save, keep, evaluate, compare, late = (count > 0 for count in counts)
+        return Wishes(StopSource(sum(levels)), save, keep, evaluate, compare, late)
 
 
 _STOPS = [stop for stop in StopSource if stop is not StopSource.NO]
