@@ -248,10 +248,10 @@ class Run:
             run.background(subprocess.Popen(["rclone", "sync", "runs", "remote:runs"]))
             run.background(subprocess.Popen([sys.executable, "serve.py"]), wait=0)
 
-        The process stays while this one takes part in further rounds. It is killed (SIGKILL) if this one is, which
-        needs this project's launcher, or if an exception leaves the session, including the one by which a process ends
-        whose training continues in another one. Otherwise the session's end waits for it, once the process group was
-        left and the last checkpoint was written. A process that fails costs a warning, and not the training.
+        The process stays while this one takes part in further rounds. It is killed (SIGKILL) if an exception leaves the
+        session, including the one by which a process ends whose training continues in another one, and by the launcher
+        if this process is killed. Otherwise the session's end waits for it, once the process group was left and the
+        last checkpoint was written. If it fails, there is a warning, and the training does not fail.
 
         Args:
             wait: how long the session's end waits at most: seconds, or as ``"30s"``, ``"5min"`` or ``"2h"``. Then the
