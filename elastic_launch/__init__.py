@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from elastic_launch.training.checkpoints.loading import load_checkpoint as load_checkpoint
     from elastic_launch.training.checkpoints.manager import weights_sha256 as weights_sha256
     from elastic_launch.training.checkpoints.parts import Stateful as Stateful
+    from elastic_launch.training.children import clean_environment as clean_environment
     from elastic_launch.training.data import samplers as samplers
     from elastic_launch.training.data.epochs import Position as Position
     from elastic_launch.training.data.loader import ElasticLoader as ElasticLoader
@@ -108,6 +109,7 @@ _HOMES = {
         "elastic_launch.training.checkpoints.manager": "weights_sha256",
         "elastic_launch.training.checkpoints.loading": "export load_checkpoint",
         "elastic_launch.training.checkpoints.parts": "Stateful",
+        "elastic_launch.training.children": "clean_environment",
         "elastic_launch.training.data.epochs": "Position",
         "elastic_launch.training.data.loader": "ElasticLoader FunctionLoader Loader",
         "elastic_launch.training.data.stateful": "StatefulLoader",

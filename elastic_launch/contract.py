@@ -747,3 +747,18 @@ def round_environment(
         ENV_ROUND: str(round_number),
         ENV_START_REASON: reason,
     }
+
+
+FOR_WORKERS = frozenset(
+    worker_environment(
+        Placement(0, 0, 0, 1, 1, 1, "", 0, 0, 1, first_on_node=True),
+        run_id="",
+        role="",
+        restarts=0,
+        max_restarts=0,
+        round_number=0,
+        reason="",
+        error_file="",
+    )
+) | {ENV_AHEAD, ENV_LOCAL_RANK, ENV_STACKS}
+"""The variables that the agent sets for workers only, those of torchrun included."""

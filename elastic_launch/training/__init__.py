@@ -24,6 +24,7 @@
 ``kinds``        checks argument types
 ``randomness``   random state of a step
 ``stopping``     stop requests
+``children``     the environment of a worker's programs, and processes that its session waits for
 ``live/``        rounds that end no process
 ``link``         the worker's end of the socket to its agent
 """

@@ -27,6 +27,7 @@ from elastic_launch.training.checkpoints.resumed import Resumed
 from elastic_launch.training.checkpoints.saving import Live, Saver, Trained
 from elastic_launch.training.checkpoints.schedules import forgotten, has_forgotten_average, has_forgotten_scaler
 from elastic_launch.training.checkpoints.state import TrainingState
+from elastic_launch.training.children import Background
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.live.groups import RoundGroups
 from elastic_launch.training.ranks.agreement import Agreement, Wishes
@@ -72,6 +73,7 @@ class Engine:
         self._managers: dict[Checkpoint, CheckpointManager] = {}
         self.saver = Saver(world or World(), link, self.rounds.confirm_state)
         self.trainings = Trainings()
+        self.background = Background()
         self._termination = Termination()
         self._stop_wanted = StopSource.NO
         self._stop_agreed = StopSource.NO

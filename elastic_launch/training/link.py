@@ -163,8 +163,8 @@ class AgentLink:
             raise UsageError(
                 f"This process (pid {os.getpid()}) has the environment of rank {hello.rank}, which is the running "
                 f"process {link._taken_by} of the training.",
-                "Start a program that is not to train with the others without RANK and WORLD_SIZE in its environment: "
-                "it is then a world of one.",
+                "Start a program that is not to train with the others with env=el.clean_environment(): it is then a "
+                "world of one.",
             )
         return link
 

@@ -7,7 +7,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from datetime import timedelta
-from typing import Any, NoReturn
+from subprocess import Popen
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -51,6 +52,8 @@ from elastic_launch.training.verification import share_of
 from elastic_launch.training.wrapped import check_not_flat
 
 _log = logging.getLogger(__name__)
+
+Process = TypeVar("Process", str, bytes)
 
 _LONGEST = 10 * 365 * 24 * 3600.0
 """Largest timeout in seconds; every clock's arithmetic can represent it."""
@@ -282,6 +285,33 @@ class Run:
             engine.saver.settle()  # a snapshot may still be copied
             with swap:
                 yield
+
+    def background(self, process: Popen[Process], wait: float | str | None = None) -> Popen[Process]:
+        """Have a process beside the training end with this process, or be waited for at the session's end.
+
+        ::
+
+            run.background(subprocess.Popen(["rclone", "sync", "runs", "remote:runs"]))
+            run.background(subprocess.Popen([sys.executable, "serve.py"]), wait=0)
+
+        The process stays while this one takes part in further rounds. It is killed (SIGKILL) if an exception leaves the
+        session, including the one by which a process ends whose training continues in another one, and by the launcher
+        if this process is killed. Otherwise the session's end waits for it, once the process group was left and the
+        last checkpoint was written. If it fails, there is a warning, and the training does not fail.
+
+        Args:
+            wait: how long the session's end waits at most: seconds, or as ``"30s"``, ``"5min"`` or ``"2h"``. Then the
+                process gets SIGTERM, and SIGKILL 5 s later. 0: at once, for servers. None: until the process ends.
+
+        Returns:
+            The process.
+
+        Raises:
+            UsageError: if ``process`` is not a ``subprocess.Popen``, or was started with ``start_new_session=True``, or
+                ``wait`` is not a duration.
+        """
+        self._engine.background.add(process, wait)
+        return process
 
     def request_stop(self) -> None:
         """Make all ranks stop after the same step: the next one, or the one after it. One rank's request is enough."""
@@ -520,12 +550,13 @@ def _take_part(
             engine = Engine(None, device_ahead(), settings=settings, timeout=seconds, live=live)
         else:
             engine = _joined(settings, seconds, live)
-        try:
-            with _ended_in_order(engine, found), joining(engine.meet):
-                yield Run(engine)
-                engine.leave_if_draining()
-        finally:
-            engine.release()
+        with engine.background:
+            try:
+                with _ended_in_order(engine, found), joining(engine.meet):
+                    yield Run(engine)
+                    engine.leave_if_draining()
+            finally:
+                engine.release()
 
 
 def _joined(settings: Determinism, timeout: float, live: AskedLive) -> Engine:

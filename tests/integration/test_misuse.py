@@ -36,7 +36,7 @@ with el.session() as run:
 
 
 CHILDREN = """
-import os, subprocess, sys
+import multiprocessing, os, subprocess, sys
 from pathlib import Path
 import torch
 from torch import nn
@@ -70,12 +70,15 @@ with el.session() as run:
             step.backward(model(x).mean())
         step.update()
         if step.number == 4 and run.rank == 1:
-            alone = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
             program = [sys.executable, __file__]
+            spawned = multiprocessing.get_context("spawn").Process(target=print)  # runs this script, too
+            spawned.start()
+            spawned.join()
             codes = [
-                subprocess.run([*program, "alone"], env=alone).returncode,
+                subprocess.run([*program, "alone"], env=el.clean_environment()).returncode,
                 subprocess.run([*program, "inherited"], start_new_session=True).returncode,
                 forked(),
+                spawned.exitcode,
             ]
             Path("codes").write_text(repr(codes))
 """
@@ -89,9 +92,10 @@ def test_a_session_in_a_child_of_a_worker_is_refused_and_disturbs_nothing(
     script.write_text(CHILDREN)
     agent = job.launch("--standalone", "--nproc", "2", "--hang-timeout", "off", *flags, command=[str(script)])
     assert agent.wait(100) == 0, agent.output
-    assert (tmp_path / "codes").read_text() == "[0, 1, 3]"
+    assert (tmp_path / "codes").read_text() == "[0, 1, 3, 1]"
     assert (tmp_path / "alone").read_text() == "0 of 1"
-    assert "has the environment of rank 1, which is the running process " in agent.output
+    # Of the program and of the process that was spawned; the forked one catches it.
+    assert agent.output.count("has the environment of rank 1, which is the running process ") == 2
     assert len(job.events("round_formed")) == 1
     assert not job.events("restart_charged")
 

@@ -15,6 +15,7 @@ in ``snapshots.jsonl`` what is whole in memory, and each rank in ``places.jsonl`
 ``--shard``         the model is sharded over all ranks
 ``--clip``          gradients are clipped by a share of their norm
 ``--verify``        the share of the steps that are verified
+``--beside``        each process has another one in the background, which ends 2 s after the training
 ``--no-compare``    replicas are compared only at the end
 """
 
@@ -25,6 +26,7 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -99,6 +101,7 @@ class Notes:
     def __init__(self, directory: Path, run: el.Run) -> None:
         self._directory, self._run = directory, run
         self.interval = 1
+        self.beside = 0
         self._round = 0
 
     def note(self, file: str, **what: Any) -> None:
@@ -121,7 +124,7 @@ class Notes:
         replica = {"replica": run.replica, "replicas": run.replicas, "replica_rank": run.replica_rank}
         told = [os.environ[f"ELASTIC_LAUNCH_REPLICA{name}"] for name in ("", "S", "_RANK")]
         assert told == [str(number) for number in replica.values()]
-        self.note("places.jsonl", pid=os.getpid(), **replica)
+        self.note("places.jsonl", pid=os.getpid(), beside=self.beside, **replica)
         if run.rank == 0:
             self.note("resumed.jsonl", step=run.resumed_step, restarts=run.restarts)
 
@@ -192,6 +195,7 @@ def main() -> None:
     parser.add_argument("--verify", default=False)
     parser.add_argument("--no-compare", action="store_true")
     parser.add_argument("--odd-data")
+    parser.add_argument("--beside", action="store_true")
     parser.add_argument("--forget", choices=["scheduler", "average"])
     args = parser.parse_args()
     deadly = tuple(map(int, args.die_within.split(":")))
@@ -199,6 +203,9 @@ def main() -> None:
     with el.session(live=True) as run:
         notes = Notes(args.directory, run)
         notes.start()
+        if args.beside:
+            text = "while [ ! -e result.json ]; do sleep 0.1; done; sleep 2; touch $PPID.waited"
+            notes.beside = run.background(subprocess.Popen(["sh", "-c", text], cwd=args.directory)).pid
         print(args.say, end="", flush=True)
         notes.follow_snapshots(args.room_until)
         due = Rhythm.due

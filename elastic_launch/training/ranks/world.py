@@ -191,13 +191,24 @@ def can_abort() -> bool:
     return os.environ.get(ASYNC_ERROR_HANDLING, "1") in ("0", "1") and not watches and not detail
 
 
+_before: dict[str, str | None] = {}
+
+
+def before_session() -> Mapping[str, str | None]:
+    """The variables that :func:`join` may set, as they were before this process' session; none without one."""
+    return _before
+
+
 @contextmanager
 def variables_restored() -> Iterator[None]:
     """On exit, the variables that :func:`join` may set are as before."""
-    before = {name: os.environ.get(name) for name in _ABORTABLE}
+    global _before
+    outer, before = _before, {name: os.environ.get(name) for name in _ABORTABLE}
+    _before = outer or before
     try:
         yield
     finally:
+        _before = outer
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)

@@ -1,0 +1,119 @@
+"""What a worker starts: programs that are not to train with the others, and processes that its session waits for."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import shlex
+import time
+from contextlib import suppress
+from subprocess import Popen, TimeoutExpired
+from types import TracebackType
+from typing import Any
+
+from elastic_launch.contract import FOR_WORKERS
+from elastic_launch.errors import UsageError
+from elastic_launch.events.sentences import ending
+from elastic_launch.faults import ENV_DRILL, ENV_FAULTS
+from elastic_launch.system.plain_text import clipped, one_line
+from elastic_launch.training.durations import seconds_of
+from elastic_launch.training.kinds import check_kind
+from elastic_launch.training.ranks.world import ASYNC_ERROR_HANDLING, before_session
+
+_log = logging.getLogger(__name__)
+
+_OTHERS = {ENV_DRILL, ENV_FAULTS, "TORCHELASTIC_SIGNALS_TO_HANDLE", "TORCHELASTIC_TIMER_FILE"}
+"""The training's faults; and what torchrun sets, or the agent if the user wants timers."""
+
+_TERMINATION = 5.0
+"""Seconds between SIGTERM and SIGKILL for a process whose time is over."""
+
+_SHOWN = 80
+
+
+def clean_environment() -> dict[str, str]:
+    """Return a copy of ``os.environ`` for a program that a worker starts, and that is not to train with the others.
+
+    ::
+
+        subprocess.run([sys.executable, "evaluate.py"], env=el.clean_environment(), check=True)
+
+    The program may use :func:`session`, as the only process of its world, or be a launcher with workers of its own.
+    What a launcher sets for its workers is left out, such as ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``,
+    ``TORCHELASTIC_RUN_ID`` and ``ELASTIC_LAUNCH_ROUND``, and so are the flags of this launch (``PET_*``) and planned
+    faults. What may be the user's is kept: ``OMP_NUM_THREADS``, ``TORCH_NCCL_ASYNC_ERROR_HANDLING``,
+    ``GLOO_SOCKET_IFNAME`` and ``CUDA_VISIBLE_DEVICES``. It is the same without a launcher.
+    """
+    left_out = (FOR_WORKERS | _OTHERS) - {ASYNC_ERROR_HANDLING}
+    found = {**os.environ, **before_session()}
+    kept = {name: value for name, value in found.items() if name not in left_out and not name.startswith("PET_")}
+    return {name: value for name, value in kept.items() if value is not None}
+
+
+class Background:
+    """Processes that a session waits for at its end, or kills if an exception leaves it: :meth:`Run.background`."""
+
+    def __init__(self) -> None:
+        self._limits: dict[Popen[Any], float] = {}
+
+    def add(self, process: Popen[Any], wait: float | str | None) -> None:
+        """Add a process; see :meth:`Run.background`."""
+        check_kind("run.background(process)", process, Popen, "Give what subprocess.Popen(...) returns.")
+        self._limits[process] = math.inf  # from now on it is ended with the session
+        if process.poll() is None and os.getsid(process.pid) != os.getsid(0):
+            raise UsageError(
+                f"run.background(): {_name(process)} has a session of its own, and would survive this process.",
+                "Start it without start_new_session=True.",
+            )
+        self._limits[process] = math.inf if wait is None else 0.0 if wait == 0 else seconds_of(wait)
+        self._settle()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        began = time.monotonic()
+        try:
+            self._settle()
+            if kind is None:
+                for process, limit in sorted(self._limits.items(), key=lambda item: item[1]):
+                    self._await(process, limit, began + limit - time.monotonic())
+        finally:
+            for process in self._limits:
+                process.kill()
+            for process in self._limits:
+                with suppress(TimeoutExpired):  # it is in uninterruptible sleep
+                    process.wait(1.0)
+
+    def _await(self, process: Popen[Any], limit: float, left: float) -> None:
+        if limit and process.poll() is None:
+            most = "" if limit == math.inf else f" for up to {limit:g} s"
+            _log.warning("the session's end waits%s for %s", most, _name(process))
+        try:
+            process.wait(None if limit == math.inf else max(0.0, left))
+        except TimeoutExpired:
+            if limit:
+                _log.warning("%s has not ended within %g s, and is ended", _name(process), limit)
+            process.terminate()
+            with suppress(TimeoutExpired):
+                process.wait(_TERMINATION)
+            del self._limits[process]
+            process.kill()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Forget what has ended; say what has failed."""
+        for process in list(self._limits):
+            if process.poll() is not None:
+                del self._limits[process]
+                if process.returncode:
+                    _log.warning("%s has ended with %s", _name(process), ending(process.returncode))
+
+
+def _name(process: Popen[Any]) -> str:
+    args = process.args
+    command = os.fsdecode(args) if isinstance(args, str | bytes | os.PathLike) else shlex.join(map(os.fsdecode, args))
+    return f"background process {process.pid} ({clipped(one_line(command), _SHOWN)})"

@@ -1,0 +1,165 @@
+"""The environment of a worker's programs, and processes that a session waits for or ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from harness import alive, wait_for
+
+import elastic_launch as el
+from elastic_launch.contract import FOR_WORKERS, Placement, ahead_environment, worker_environment
+from elastic_launch.training import children
+from elastic_launch.training.children import Background
+from elastic_launch.training.ranks.world import ASYNC_ERROR_HANDLING, variables_restored
+
+Start = Callable[..., subprocess.Popen[Any]]
+
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(1000)"
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    started = []
+
+    def popen(command: Any, **options: Any) -> subprocess.Popen[Any]:
+        started.append(subprocess.Popen(command, **options))
+        return started[-1]
+
+    yield popen
+    for process in started:
+        process.kill()
+        process.wait()
+        if process.stdout:
+            process.stdout.close()
+
+
+def test_what_a_launcher_sets_is_left_out_and_the_rest_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = dict(os.environ)
+    placement = Placement(1, 1, 0, 2, 2, 1, "here", 1, 1, 2, first_on_node=False)
+    of_worker = worker_environment(
+        placement, run_id="", role="", restarts=0, max_restarts=0, round_number=1, reason="first", error_file="file"
+    )
+    others = dict.fromkeys(
+        ["PET_NNODES", "ELASTIC_LAUNCH_FAULTS", "ELASTIC_LAUNCH_DRILL", "TORCHELASTIC_TIMER_FILE"], "2"
+    )
+    of_user = {"OMP_NUM_THREADS": "3", "TORCHELASTIC_ENABLE_FILE_TIMER": "1", "ELASTIC_LAUNCH_TORCHRUN": "1"}
+    for name, value in {**of_worker, **others, **of_user}.items():
+        monkeypatch.setenv(name, value)
+    wanted = {name: value for name, value in before.items() if not name.startswith("PET_")} | of_user
+    assert el.clean_environment() == {**wanted, ASYNC_ERROR_HANDLING: "1"}
+    assert os.environ["RANK"] == "1"
+    assert ahead_environment(of_worker, workers=2).keys() <= FOR_WORKERS
+
+
+@pytest.mark.parametrize("given", [None, "1", "0"])
+def test_what_a_session_sets_is_as_before_it(monkeypatch: pytest.MonkeyPatch, given: str | None) -> None:
+    monkeypatch.delenv(ASYNC_ERROR_HANDLING, raising=False)
+    if given is not None:
+        monkeypatch.setenv(ASYNC_ERROR_HANDLING, given)
+    with variables_restored():
+        os.environ[ASYNC_ERROR_HANDLING] = "0"
+        assert el.clean_environment().get(ASYNC_ERROR_HANDLING) == given
+    assert el.clean_environment().get(ASYNC_ERROR_HANDLING) == given
+
+
+@pytest.mark.parametrize(("given", "found"), [("sleep 1", "a str"), (subprocess.Popen, "the class Popen")])
+def test_what_is_not_a_popen_is_refused(given: Any, found: str) -> None:
+    with el.session() as run, pytest.raises(el.UsageError, match=f"is {found}"):
+        run.background(given)
+
+
+def test_a_process_with_a_session_of_its_own_is_refused_and_ended(start: Start) -> None:
+    process = start(["sleep", "1000"], start_new_session=True)
+    with pytest.raises(el.UsageError, match="has a session of its own"), el.session() as run:
+        run.background(process)
+    assert not alive(process.pid)
+
+
+@pytest.mark.parametrize("wait", ["soon", -1, True, "0s"])
+def test_what_is_not_a_duration_is_refused_and_the_process_ended(start: Start, wait: Any) -> None:
+    process = start(["sleep", "1000"])
+    with pytest.raises(el.UsageError, match="is not a duration"), el.session() as run:
+        run.background(process, wait)
+    assert not alive(process.pid)
+
+
+def test_a_session_ends_once_its_processes_have(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    with el.session() as run:
+        process = run.background(start("sleep 1; exit 3", shell=True))
+        other = run.background(start(["sleep", "0.5"]), "10min")
+    assert (process.returncode, other.returncode) == (3, 0)
+    said = [record.getMessage() for record in caplog.records]
+    name = f"background process {process.pid} (sleep 1; exit 3)"
+    assert said == [
+        f"the session's end waits for up to 600 s for background process {other.pid} (sleep 0.5)",
+        f"the session's end waits for {name}",
+        f"{name} has ended with exit code 3",
+    ]
+
+
+def test_a_process_that_has_failed_before_is_reported_once(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    process = start(["false"])
+    process.wait()
+    with el.session() as run:
+        run.background(process)
+        run.background(start(["true"]))
+    (said,) = [record.getMessage() for record in caplog.records if "has ended" in record.getMessage()]
+    assert said == f"background process {process.pid} (false) has ended with exit code 1"
+
+
+def test_a_server_is_ended_at_once_and_first(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    server = start(["sleep", "1000"])
+    with el.session() as run:
+        run.background(start(f"while kill -0 {server.pid}; do sleep 0.1; done", shell=True, stderr=subprocess.DEVNULL))
+        run.background(server, wait=0)
+    assert server.returncode == -15
+    assert not [record for record in caplog.records if "has" in record.getMessage()]
+
+
+def test_a_process_that_ignores_sigterm_is_killed(
+    start: Start, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(children, "_TERMINATION", 0.2)
+    process = start([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE)
+    process.stdout.readline()
+    with el.session() as run:
+        run.background(process, 0.1)
+    wait_for("the end of the process", lambda: not alive(process.pid))
+    assert caplog.messages[-1].endswith("has not ended within 0.1 s, and is ended")
+
+
+@pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt])
+def test_a_process_is_killed_if_an_exception_leaves_the_session(start: Start, error: type[BaseException]) -> None:
+    process = start([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE)
+    process.stdout.readline()
+    began = time.monotonic()
+
+    def train() -> None:
+        with el.session() as run:
+            run.background(process)
+            raise error
+
+    with pytest.raises(error):
+        train()
+    assert process.returncode == -9
+    assert time.monotonic() - began < children._TERMINATION
+
+
+def test_a_fork_that_leaves_the_session_ends_no_process(start: Start) -> None:
+    background, process = Background(), start(["sleep", "1000"])
+    background.add(process, None)
+    pid = os.fork()
+    if not pid:
+        try:
+            background.__exit__(SystemExit, None, None)
+            background.__exit__(None, None, None)
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert process.poll() is None
