@@ -27,7 +27,8 @@ FOREIGN = {
     "how torch was told to log and to meet, of its objects": "_local_ranks_filter _redirects _registry _tee",
     "what fully_shard has made, of torch's objects": "_all_gather_comm _fsdp_param_group _fsdp_param_groups "
     "_get_fsdp_state _init_sharded_param _init_sharded_post_forward_param_metadata _is_root _local_tensor "
-    "_fsdp_orig_uid _orig_param_uid _orig_size _pg_registry _setattr_on_modules _sharded_local_tensor _spec",
+    "_fsdp_orig_uid _orig_param_uid _orig_size _pg_registry _setattr_on_modules _sharded_local_tensor _spec "
+    "_unsharded_param",
     "torch's logging in C++": "_ZN3c1011initLoggingEv",
     "whether CUDA was initialised before a fork": "_is_in_bad_fork",
     "whether a tensor was changed in place": "_version",

@@ -23,6 +23,7 @@ ENGINES = {
     "FunctionLoader": "indices",
     "Loader": "indices",
     "Progress": "on_checkpoint on_evaluation on_incident on_round on_step",
+    "ShardedStream": "firsts",
     "Stateful": "load_state_dict state_dict",
     "StatefulLoader": "indices length",
     "Trainer": "load_state_dict state_dict",

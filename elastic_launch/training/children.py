@@ -79,12 +79,15 @@ class Background:
         try:
             self._settle()
             if kind is None:
+                for process in [process for process, limit in self._limits.items() if not limit]:
+                    process.terminate()
                 for process, limit in sorted(self._limits.items(), key=lambda item: item[1]):
                     self._await(process, limit, began + limit - time.monotonic())
         finally:
-            for process in self._limits:
+            left = list(self._limits)
+            for process in left:
                 process.kill()
-            for process in self._limits:
+            for process in left:
                 with suppress(TimeoutExpired):  # it is in uninterruptible sleep
                     process.wait(1.0)
 
@@ -92,6 +95,9 @@ class Background:
         if limit and process.poll() is None:
             most = "" if limit == math.inf else f" for up to {limit:g} s"
             _log.warning("the session's end waits%s for %s", most, _name(process))
+        if process.stdin is not None:  # it may wait for the end of its input
+            with suppress(OSError):
+                process.stdin.close()
         try:
             process.wait(None if limit == math.inf else max(0.0, left))
         except TimeoutExpired:
@@ -100,17 +106,18 @@ class Background:
             process.terminate()
             with suppress(TimeoutExpired):
                 process.wait(_TERMINATION)
-            del self._limits[process]
             process.kill()
+            with suppress(TimeoutExpired):
+                process.wait(1.0)
+            self._limits.pop(process, None)
         self._settle()
 
     def _settle(self) -> None:
         """Forget what has ended; say what has failed."""
         for process in list(self._limits):
-            if process.poll() is not None:
-                del self._limits[process]
-                if process.returncode:
-                    _log.warning("%s has ended with %s", _name(process), ending(process.returncode))
+            # Several threads may look at the same time.
+            if process.poll() is not None and self._limits.pop(process, None) is not None and process.returncode:
+                _log.warning("%s has ended with %s", _name(process), ending(process.returncode))
 
 
 def _name(process: Popen[Any]) -> str:

@@ -199,11 +199,14 @@ class Loop:
 
     def _follow_registered(self) -> None:
         """From the end of a step on, what the script has registered in it is a part of the state."""
+        self._include_registered()
+        self._state.late.check_joined(self._state.names)
+
+    def _include_registered(self) -> None:
         if not self._state.includes(self.engine.state):
             self._follow(self.engine.state.extended(self._parts))
             if self._live and (self._state.calls_functions or (self._rounds.shards and self._fixed)):
                 self._rounds.end_with_round()
-        self._state.late.check_joined(self._state.names)
 
     def _rehearse(self) -> None:
         """Do a pass of which nothing remains, so that the others need not wait for all that is slow the first time."""
@@ -349,7 +352,9 @@ class Loop:
     @property
     def _fixed(self) -> str:
         """Why the state cannot be divided among other ranks in this process; empty if it can."""
-        mesh = self._rounds.mesh
+        mesh, rounds = self._rounds.mesh, self._rounds
+        if mesh is not None and not (rounds.asked_live and rounds.device.type == "cpu"):
+            return "run.mesh() without session(live=True), or not on CPUs"
         if mesh is not None and mesh.inner.size() != self.engine.world.replica_size:
             return f"there is no --replica-size {mesh.inner.size()}"
         return self._state.fixed_shards or resharding.obstacle(self._model, self._state.parts, within=mesh is not None)
@@ -680,6 +685,7 @@ class Loop:
                     self.engine.step_done(self._after(self._step, evaluated=False), stays)
                 if self._owes_evaluation:
                     self._evaluate()
+                    self._include_registered()  # an evaluation may begin an average
                     evaluated = True
                 if not self._owes_boundary or not self._boundary(keep=evaluated):
                     return

@@ -19,7 +19,7 @@ from elastic_launch.symptoms import symptom_in
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.live.groups import GroupsRemainError, RoundGroups
 from elastic_launch.training.live.timeout_watch import TimeoutWatch
-from elastic_launch.training.ranks.exchange import is_of_exchange
+from elastic_launch.training.ranks.exchange import is_of_exchange, numbers_of_all
 from elastic_launch.training.ranks.mesh import ReplicaMesh
 from elastic_launch.training.ranks.pace import Straggler
 from elastic_launch.training.ranks.place import take, wait_for_place
@@ -114,10 +114,18 @@ class WorkerRounds:
         return self.mesh
 
     def _form_mesh(self, shard: int, tensor: int) -> ReplicaMesh:
-        untouched = self.untouched
-        check_same(self.world, {"run.mesh(shard=, tensor=)": (shard, tensor)}, self.link)
+        untouched, kept = self.untouched, self.mesh is not None
+        check_same(self.world, {"run.mesh(shard=, tensor=)": (shard, tensor)}, self.link, goes_on=kept)
+        if tensor > 1:
+            all_kept = [bool(each) for (each,) in numbers_of_all(self.world, [int(kept)])]
+            first = self.world.rank // (shard * tensor) * shard * tensor
+            if kept and not all(all_kept[first : first + shard * tensor]):
+                # It would begin with parallelize_module, which exchanges, and not where this process goes on.
+                self.start_again("its replica has a new process")
         with self.link.forming(), self.forming():
-            self.mesh = ReplicaMesh.formed(self.world, self.device.type, shard, tensor, self.timeout, self.mesh)
+            how = self.timeout, self.mesh
+            outlives = bool(self.asked_live)
+            self.mesh = ReplicaMesh.formed(self.world, self.device.type, shard, tensor, *how, outlives=outlives)
         self._world = replace(self.world, tensor=tensor)
         if untouched:
             self._began_at = self.groups.used()
@@ -253,22 +261,26 @@ class WorkerRounds:
 
     def note_exchanges(self) -> None:
         """Record that the exchanges with other ranks so far are the library's own."""
-        self._noted = self.groups.used() if self.lives else 0
+        self._noted = self._used() if self.lives else 0
+
+    def _used(self) -> int:
+        inner = self.mesh.inner.get_all_groups() if self.mesh is not None else []
+        return self.groups.used(*inner)
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
         """Count what is exchanged with other ranks meanwhile as the library's own, not as the script's."""
-        before = self.groups.used() if self.lives else 0
+        before = self._used() if self.lives else 0
         yield
         if self.lives:
-            self._noted += self.groups.used() - before
+            self._noted += self._used() - before
 
     def check_exchanges(self) -> None:
         """End this process with its round if the script has exchanged with other ranks since they were noted.
 
         After a fault, a rank may end a step that others have ended already; it would wait for them in that exchange.
         """
-        if self.lives and self.groups.used() != self._noted:
+        if self.lives and self._used() != self._noted:
             _log.info("the script exchanges data between steps by itself: this process ends with its round")
             self.end_with_round()
 

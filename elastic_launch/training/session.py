@@ -310,6 +310,7 @@ class Run:
             UsageError: if ``process`` is not a ``subprocess.Popen``, or was started with ``start_new_session=True``, or
                 ``wait`` is not a duration.
         """
+        refuse_in_rehearsal()
         self._engine.background.add(process, wait)
         return process
 

@@ -20,7 +20,7 @@ from harness import SLOWNESS, wait_for
 
 from elastic_agents import policy_types as v
 from elastic_agents import step_events
-from elastic_agents.inbox import ProcessEnding
+from elastic_agents.inbox import FirstStepDone, ProcessEnding
 from elastic_agents.snapshots.durable_state import SAVES_ITSELF, DurableState
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
 from elastic_agents.warm.ending import SOCKET, last_words
@@ -159,6 +159,7 @@ def test_a_checkpoint_answers_a_request_if_it_has_all_steps_that_were_done_then(
         control.ask_save(1)
         for step in (7, 8, 9):
             sock.sendall(c.pack(c.WorkerSaved(step, "full" if step == 8 else "")))
+        assert said.get(timeout=WAIT) == FirstStepDone()
         heard = [said.get(timeout=WAIT) for _ in range(3)]
     assert heard == [NodeSaved(1, 7, "", False), NodeSaved(1, 8, "full", True), NodeSaved(1, 9, "", False)]
 
@@ -251,6 +252,7 @@ def test_a_suspended_workers_connection_belongs_to_its_new_place(control: Contro
         assert heard(sock) == c.Suspend(1, "rank 0 crashed")
         assert not control.place(1, place(3, 2)), "it has not left the round yet"
         sock.sendall(c.pack(c.StepDone(6)) + c.pack(c.Disconnected(6, "closed")) + c.pack(c.Suspended(6)))
+        assert said.get(timeout=WAIT) == FirstStepDone()
         assert said.get(timeout=WAIT) == v.Reported(1, 1, c.Disconnected(6, "closed"))
         assert said.get(timeout=WAIT) == v.Reported(1, 1, c.Suspended(6))
         other.close()

@@ -130,7 +130,7 @@ def test_the_processes_of_a_whole_replica_are_kept(job: Job, shard: str, tensor:
     """A node joins with a second replica, and is lost; the first one's processes go on in both rounds."""
     result = job.directory / "result.json"
     # The gradients' norm is exchanged by DTensor's operators.
-    command = [EXAMPLE, "--exact", "--shard", shard, "--tensor", tensor, "--result", str(result)]
+    command = [EXAMPLE, "--live", "--exact", "--shard", shard, "--tensor", tensor, "--result", str(result)]
 
     def run(name: str, steps: str, nnodes: str = "1:2") -> Agent:
         given = [*command, "--steps", steps, "--checkpoint", str(job.directory / nnodes.replace(":", "-"))]

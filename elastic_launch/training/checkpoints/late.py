@@ -26,6 +26,7 @@ class Late:
         """Of what was registered late, or will be."""
         self._kept: dict[str, Resumed] = {}
         self._new = self._touched = False  # whether something was registered anew, or at all, since the last boundary
+        self._stepped = False  # whether this process has done a step, in which the script could register
         self._last: int | None = None  # the last step in which something was registered, or was not yet
 
     def keep(self, resumed: Resumed, state: Mapping[str, Any], names: Collection[str]) -> None:
@@ -63,7 +64,7 @@ class Late:
         if left or self._touched:
             self._last = step
         self._new = self._touched = False
-        return left or new
+        return (left and self._stepped) or new
 
     def check_ranks(self, step: int) -> None:
         """Refuse that a rank was unsettled at the last boundary, as this one was not."""
@@ -71,7 +72,8 @@ class Late:
             raise UsageError("run.register() was called in the course of the training, but not on all ranks.", _HINT)
 
     def check_joined(self, parts: Collection[str]) -> None:
-        """Refuse that this process has not registered what those have that it has joined."""
+        """Refuse, after a step, that this process has not registered what those have that it has joined."""
+        self._stepped = True
         for name in self.left(parts):
             if self._kept[name].last is not None and self._kept[name].late.get(name):
                 raise UsageError(f"This process has not registered {name!r}, which those have that it joined.", _HINT)

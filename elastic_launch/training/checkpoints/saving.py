@@ -241,7 +241,7 @@ class Saver:
             self._memory.move(world)
         else:
             self._memory = MemorySnapshots(link, world)
-        self._world, self._link = world, link
+        self._world, self._link, self._layouts = world, link, Layouts()
 
     def _from_memory(
         self,

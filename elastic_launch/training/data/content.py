@@ -10,9 +10,9 @@ import hashlib
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -39,6 +39,15 @@ LEAST = 1e-6
 
 ELEMENTS = 10_000
 """Elements of a collection that are looked at, the first ones."""
+
+VALUES = 200_000
+"""Values of a sample that are looked at, the first ones: each takes about a microsecond."""
+
+MANY = 64
+"""Numbers of 8 or 16 bits, in one tensor or array, from which on they are taken for decoded sound or pixels."""
+
+CHUNK = 2**20
+"""Numbers that are converted at a time."""
 
 PATH = 4096
 """Longest text that may be a path."""
@@ -84,18 +93,20 @@ def digest(sample: Any) -> str:
 
     - integers, booleans, bytes, text and the structure of lists, tuples, sets, mappings and dataclasses: exactly. Of a
       text of one line with a ``/``, which may be a path, only what follows the last one.
-    - floats, complex numbers and pixels (uint8 with two dimensions or more): shape, type and, roughly, the size of the
-      numbers in each of some parts. Their last bits depend on the CPU and on the version of a decoder.
+    - floats, complex numbers, and 64 or more numbers of 8 or 16 bits, which may be pixels or sound: shape, type and,
+      roughly, the size of the numbers in each of some parts. Their last bits depend on the CPU and on the decoder.
     - tensors, NumPy arrays and what NumPy reads as one, such as PIL's images: likewise.
     - other objects: the name of their type.
     """
     hashed = hashlib.sha256()
-    _add(hashed.update, sample)
+    _add(hashed.update, sample, count(1))
     return hashed.hexdigest()[:12]
 
 
-def _add(update: Callable[[Any], None], value: Any) -> None:
-    """Add a value to a hash."""
+def _add(update: Callable[[Any], None], value: Any, number: Iterator[int]) -> None:
+    """Add a value to a hash, unless so many were added already."""
+    if next(number) > VALUES:
+        return
     update(f"<{type(value).__name__} ".encode())
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
@@ -106,58 +117,73 @@ def _add(update: Callable[[Any], None], value: Any) -> None:
         path = len(value) <= PATH and "\n" not in value
         update((value.rpartition("/")[2] if path else value).encode(errors="surrogatepass"))
     elif isinstance(value, bytes | bytearray):
-        update(value)
+        update(value.rpartition(b"/")[2] if len(value) <= PATH and b"\n" not in value else value)
     elif value is None or isinstance(value, int):
         update(repr(value).encode())
     elif isinstance(value, float | complex):
-        _add_tensor(update, torch.tensor(value, dtype=torch.complex128, device="cpu"))
+        _add_roughly(update, [abs(value.real), abs(value.imag)])
     elif hasattr(value, "__array_interface__"):
-        _add_array(update, value)
+        _add_array(update, value, number)
     elif isinstance(value, Mapping | Set | list | tuple):
         update(str(len(value)).encode())
         parts = list(islice(value.items() if isinstance(value, Mapping) else value, ELEMENTS))
-        if isinstance(value, list | tuple):
+        if len(parts) >= MANY and all(type(part) is float for part in parts):
+            _add_tensor(update, torch.tensor(parts, dtype=torch.float64, device="cpu"))
+        elif isinstance(value, list | tuple):
             for each in parts:
-                _add(update, each)
+                _add(update, each, number)
         elif len(parts) == len(value):  # of a larger one, the first may be others in another process
             update("".join(sorted(map(digest, parts))).encode())
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
-            _add(update, getattr(value, field.name, None))
+            _add(update, getattr(value, field.name, None), number)
     update(b">")
 
 
 def _add_tensor(update: Callable[[Any], None], tensor: Tensor) -> None:
     update(f"{tensor.dtype} {[*tensor.shape]} ".encode())
-    if tensor.is_complex() or tensor.is_floating_point() or (tensor.dtype is torch.uint8 and tensor.dim() > 1):
-        _add_roughly(update, torch.view_as_real(tensor) if tensor.is_complex() else tensor)
+    if tensor.is_complex() or tensor.is_floating_point() or (tensor.itemsize <= 2 and tensor.numel() >= MANY):
+        numbers = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
+
+        def size(part: Tensor) -> float:
+            chunks = (part[at : at + CHUNK].to(torch.float64).abs().sum() for at in range(0, len(part), CHUNK))
+            return float(sum(chunks)) / len(part)
+
+        _add_roughly(update, [size(part) for part in numbers.tensor_split(PARTS) if len(part)])
     else:
         update(str(checksums([tensor]).tolist()).encode())
 
 
-def _add_array(update: Callable[[Any], None], value: Any) -> None:
+def _add_array(update: Callable[[Any], None], value: Any, number: Iterator[int]) -> None:
     import numpy  # torch may be there without it
 
     array = numpy.asarray(value)
-    kind, pixels = array.dtype.kind, array.dtype == numpy.uint8 and array.ndim > 1
-    update(f"{array.dtype} {[*array.shape]} ".encode())
+    kind = array.dtype.kind
+    # Of text, not its length: it may be that of a directory.
+    update(f"{kind if kind in 'USV' else array.dtype} {array.dtype.names} {[*array.shape]} ".encode())
     if array.dtype.names is not None:
         for name in array.dtype.names:  # one by one, since between them may be anything
-            _add_array(update, array[name])
-    elif kind in "fc" or pixels:
-        _add_roughly(update, torch.from_numpy(array.astype("c16").view("f8") if kind == "c" else array.astype("f4")))
+            _add_array(update, array[name], number)
+    elif kind in "fc" or (kind in "iu" and array.dtype.itemsize <= 2 and array.size >= MANY):
+        flat = array.reshape(-1)
+        flat = flat.view(flat.real.dtype) if kind == "c" else flat
+
+        def size(part: Any) -> float:
+            chunks = (part[at : at + CHUNK] for at in range(0, len(part), CHUNK))
+            return float(sum(numpy.abs(chunk.astype("f8")).sum() for chunk in chunks)) / len(part)
+
+        _add_roughly(update, [size(part) for part in numpy.array_split(flat, PARTS) if len(part)])
     elif kind in "biumM":
         update(numpy.ascontiguousarray(array).reshape(-1).view(numpy.uint8))
     elif kind != "V":  # text and objects
-        _add(update, array.reshape(-1)[:ELEMENTS].tolist())
+        _add(update, array.reshape(-1)[:ELEMENTS].tolist(), number)
 
 
-def _add_roughly(update: Callable[[Any], None], numbers: Tensor) -> None:
-    numbers = numbers.reshape(-1).to(torch.float64 if numbers.dtype is torch.float64 else torch.float32).abs()
-    parts = [float(part.mean(dtype=torch.float64)) for part in numbers.tensor_split(PARTS) if len(part)]
-    largest = max(parts, default=0.0)
-    if not math.isfinite(sum(parts)):
-        update(str([math.isfinite(each) for each in parts]).encode())
+def _add_roughly(update: Callable[[Any], None], sizes: Sequence[float]) -> None:
+    """Add the mean sizes of the numbers in some parts."""
+    largest = max(sizes, default=0.0)
+    if not math.isfinite(sum(sizes)):
+        update(str([math.isfinite(each) for each in sizes]).encode())
     elif largest > LEAST:
         # What is small beside the others may be the rest of a sum that should be zero.
-        update(f"{round(4 * math.log2(largest))} {[round(each / largest * BINS) for each in parts]}".encode())
+        update(f"{round(4 * math.log2(largest))} {[round(each / largest * BINS) for each in sizes]}".encode())

@@ -18,7 +18,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import groupby, islice
-from multiprocessing import get_start_method
+from multiprocessing import get_all_start_methods, get_start_method
 from multiprocessing.context import BaseContext
 from operator import attrgetter
 from typing import Any, Self, TypedDict
@@ -320,7 +320,8 @@ class DatasetEpochs(Epochs):
         workers = min(self._options.get("num_workers", 0), 1)
         given = self._options.get("multiprocessing_context")
         method = given.get_start_method() if isinstance(given, BaseContext) else given
-        forks = method == "fork" or (method is None and get_start_method(allow_none=True) != "spawn")
+        method = method or get_start_method(allow_none=True) or get_all_start_methods()[0]  # the default
+        forks = method == "fork"
         alone: dict[str, Any] = {"num_workers": workers, "persistent_workers": False, "pin_memory": False}
         alone |= {"timeout": WAITS, "multiprocessing_context": "fork"} if workers else {"timeout": 0}
         try:

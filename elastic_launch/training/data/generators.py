@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import deque
-from collections.abc import Iterator, Mapping
-from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType
+from collections import UserDict, deque
+from collections.abc import Iterator
+from types import BuiltinMethodType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -78,7 +78,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the objects that a value holds, each with the suffix to append to its path."""
     if value is None or isinstance(value, str | bytes | int | float | complex | Tensor | ModuleType | type):
         return
-    if isinstance(value, Mapping):
+    if isinstance(value, dict | UserDict | MappingProxyType):  # others may read a file for each item
         if len(value) <= ELEMENTS:
             yield from ((f"[{key!r}]", item) for key, item in value.items())
     elif isinstance(value, list | tuple | set | frozenset):

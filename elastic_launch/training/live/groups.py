@@ -142,10 +142,10 @@ class RoundGroups:
         """Whether this process has process groups that were not made within :meth:`forming`."""
         return bool(self._foreign())
 
-    def used(self) -> int:
-        """Return how many collectives this rank has begun on the default group; 0 right after joining."""
-        default = distributed_c10d._world.default_pg
-        return 0 if default is None else sum(each._get_sequence_number_for_group() for each in _backends(default))
+    def used(self, *others: ProcessGroup) -> int:
+        """Return how many collectives this rank has begun on the default group, and others; 0 right after joining."""
+        groups = [group for group in (distributed_c10d._world.default_pg, *others) if group is not None]
+        return sum(each._get_sequence_number_for_group() for group in groups for each in _backends(group))
 
     def confirm(self, gpus: Collection[torch.device], timeout: float) -> None:
         """Wait until the GPUs of all ranks have completed what they exchange; called by all ranks after an exchange.

@@ -41,7 +41,9 @@ def obstacle(model: nn.Module, parts: Sequence[Any] = (), *, within: bool = Fals
         ):
             return "a parameter was a tensor of its own kind before fully_shard"
     if within:
-        return ""
+        modules = [part for part in parts if isinstance(part, nn.Module) and part is not model]
+        others = [module for module in modules if sharding_modules(module)]
+        return f"fully_shard has divided another module, {type(others[0]).__name__}" if others else ""
     again = {id(each.sharded_param) for group in _groups(model) for each in group.fsdp_params}
     for part in [model, *parts]:
         # Others stay on the mesh of the round in which the script made them, on which this rank may be another one.
@@ -82,6 +84,10 @@ def reshard(model: nn.Module, optimizer: Any, *, within: bool = False) -> None:
             module.reshard()  # a pass that was broken off leaves its parameters gathered
         for group in _groups(model):
             group.mesh_info.shard_process_group = group.mesh_info.mesh.get_group(group.mesh_info.shard_mesh_dim)
+            for each in group.fsdp_params:  # which may have summed a part of a pass
+                each.unsharded_accumulated_grad = None
+                if hasattr(each, "_unsharded_param"):
+                    each._unsharded_param.grad = None
         for parameter in model.parameters():
             parameter.grad = None
         return

@@ -52,12 +52,15 @@ class ReplicaMesh:
 
     Attributes:
         inner: the ``DeviceMesh`` with the dimensions ``shard`` and ``tensor``.
+        slices: its dimensions, each as a ``DeviceMesh``. In a later round, where this process may be another rank,
+            torch could no longer make them.
         tensor: the ranks of the replica with this rank's ``shard`` coordinate, which share micro-batches.
         data: the ranks of all replicas with this rank's ``tensor`` coordinate: each has micro-batches of its own.
         across: the ranks of all replicas with this rank's coordinate, which have the same shards.
     """
 
     inner: Any
+    slices: tuple[Any, Any]
     tensor: RankGroup
     data: RankGroup
     across: RankGroup
@@ -70,11 +73,7 @@ class ReplicaMesh:
 
     def has(self, mesh: Any) -> bool:
         """Whether a ``DeviceMesh`` is this one, or one of its dimensions."""
-        names = tuple(mesh.mesh_dim_names or ())
-        if names != DIMENSIONS and names not in ((SHARD,), (TENSOR,)):
-            return False
-        own = self.inner if names == DIMENSIONS else self.inner[names[0]]
-        return bool(mesh.mesh.tolist() == own.mesh.tolist())
+        return any(mesh == own for own in (self.inner, *self.slices))
 
     def leave(self) -> None:
         """Drop the groups, since the round is over. What FSDP's modules have of the last round has this object."""
@@ -84,7 +83,14 @@ class ReplicaMesh:
 
     @staticmethod
     def formed(
-        world: World, device_type: str, shard: int, tensor: int, timeout: float, kept: ReplicaMesh | None = None
+        world: World,
+        device_type: str,
+        shard: int,
+        tensor: int,
+        timeout: float,
+        kept: ReplicaMesh | None = None,
+        *,
+        outlives: bool = False,
     ) -> ReplicaMesh:
         """Form the groups; called by all ranks.
 
@@ -92,6 +98,7 @@ class ReplicaMesh:
             kept: that of an earlier round, of the same shape. Its ``DeviceMesh`` gets the new groups: the hooks of
                 ``parallelize_module`` and all DTensors have it. It goes on to name the ranks of the round in which it
                 was made.
+            outlives: whether the mesh is to be kept in another round.
 
         Raises:
             UsageError: see :func:`check_shape`.
@@ -110,21 +117,22 @@ class ReplicaMesh:
             members = among.flatten().tolist()
             group = None
             # The group of all ranks may be larger in the next round, and its name is always the same.
-            if inner or len(members) < world.world_size:
+            if (inner and outlives) or len(members) < world.world_size:
                 group = dist.new_group(members, timedelta(seconds=timeout), use_local_synchronization=True)
             return RankGroup(len(members), members.index(world.rank), group)
 
         shards, tensors = peers(ranks[at, :, t], inner=True), peers(ranks[at, s], inner=True)
-        groups: Any = [shards.group, tensors.group]
+        groups: Any = [each.group or dist.group.WORLD for each in (shards, tensors)]
         if kept is None:
             inner = DeviceMesh.from_group(groups, device_type, mesh=ranks[at], mesh_dim_names=DIMENSIONS)
+            slices = inner[SHARD], inner[TENSOR]
         else:
-            inner = kept.inner
+            inner, slices = kept.inner, kept.slices
             for name, group in zip(inner._dim_group_names, groups, strict=True):
                 if name != group.group_name:  # by which meshes and DTensors find it
                     _register_process_group(name, group)
                 getattr(inner, "_pg_registry", {})[name] = group
-        return ReplicaMesh(inner, tensors, data=peers(ranks[:, :, t]), across=peers(ranks[:, s, t]))
+        return ReplicaMesh(inner, slices, tensors, data=peers(ranks[:, :, t]), across=peers(ranks[:, s, t]))
 
 
 def check_shape(world: World, shard: int, tensor: int) -> None:

@@ -7,6 +7,7 @@ from torch import nn
 
 import elastic_launch as el
 
+torch.manual_seed(0)
 with el.session() as run:
     model = nn.Sequential(nn.Linear(4, int(sys.argv[2])), nn.ReLU(), nn.Linear(int(sys.argv[2]), 4))
     optimizer = getattr(torch.optim, sys.argv[3])(model.parameters(), lr=0.1)
