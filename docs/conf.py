@@ -38,7 +38,7 @@ python_maximum_signature_line_length = 88
 nitpicky = True
 nitpick_ignore_regex = [
     # Types in signatures: those of other projects, and those that have no entry of their own.
-    ("py:class", r"(collections|contextlib|datetime|os|pathlib|torch)\..+"),
+    ("py:class", r"(collections|contextlib|datetime|os|pathlib|subprocess|torch)\..+"),
     ("py:class", r"elastic_launch\.(snapshot|training)\..+"),
 ]
 suppress_warnings = ["misc.highlighting_failure"]
