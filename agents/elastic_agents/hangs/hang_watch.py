@@ -224,7 +224,7 @@ class HangWatch:
                 more = f" (and {len(waiting) - 1} more of this node)" if len(waiting) > 1 else ""
                 processes = sum(map(bool, dumps.stacks[1:]))
                 where = f"{place}; processes of its loader: {processes}" if processes else place
-                text = "rank %d%s has done no step %d s after round %d began, since it waits for data; it stands at %s"
+                text = "rank %d%s has done no step %d s after round %d began, and waits for data; it stands at %s"
                 _log.warning(text, worker.rank, more, seconds, watched.round, where)
         self._starting = watched.round, seconds, due
 
