@@ -230,6 +230,7 @@ def main() -> None:
         saving = {"every": args.every, "split": args.split}
         checkpoint = el.Checkpoint(args.checkpoint, **saving) if args.checkpoint else None
         options = {"num_workers": args.loader_workers, "persistent_workers": args.persistent}
+        options["compare_samples"] = not args.odd_data
         if args.stream:
             opened = Shards(inputs, args.stream == "seek")
             places = sorted(range(len(LENGTHS)), reverse=os.environ.get("NODE") == "reversed")
