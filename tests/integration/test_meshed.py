@@ -127,29 +127,35 @@ def test_a_lost_node_takes_its_replica_with_it(job: Job) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("shard", "tensor"), [("2", "1"), ("1", "2")])
 def test_the_processes_of_a_whole_replica_are_kept(job: Job, shard: str, tensor: str) -> None:
-    """A node joins with a second replica, and is lost; the first one's processes go on in both rounds."""
+    """A node joins with a second replica, and is lost; the first one's processes go on in both rounds.
+
+    Those that wait for another tensor rank when the node is lost do not.
+    """
     result = job.directory / "result.json"
     # The gradients' norm is exchanged by DTensor's operators.
     command = [EXAMPLE, "--live", "--exact", "--shard", shard, "--tensor", tensor, "--result", str(result)]
 
-    def run(name: str, steps: str, nnodes: str = "1:2") -> Agent:
+    def run(name: str, nnodes: str = "1:2") -> Agent:
+        steps = "120" if tensor == "1" else "80"
         given = [*command, "--steps", steps, "--checkpoint", str(job.directory / nnodes.replace(":", "-"))]
         flags = ("--replica-size", "2", "--rdzv-conf", "resize_delay=0.1")
         return job.node(name, *flags, nnodes=nnodes, nproc=2, command=given)
 
-    first = run("a", "200")
-    first.says("step 20 ", 120)
-    other = run("b", "200")
+    first = run("a")
+    first.says("started: world size 2", 120)
+    other = run("b")
     first.says("round 2: 2 workers kept, 0 started", 120)
     wait_for("a step of both", lambda: any(x["round"] == 2 for x in job.events("first_step")), 60)
     other.kill()
-    first.says("round 3: 2 workers kept, 0 started", 60)
+    if tensor == "1":
+        first.says("round 3: 2 workers kept, 0 started", 60)
     assert first.wait(240 * SLOWNESS) == 0, first.output
     found = json.loads(result.read_text())
     assert [event["world_size"] for event in job.events("round_formed")] == [2, 4, 2]
     events = [event for path in job.logged("events-a.jsonl") for event in read_lines(path)]
-    assert len([event for event in events if event["event"] == "worker_started"]) == 2
-    alone = run("c", "200", "1")
+    if tensor == "1":
+        assert len([event for event in events if event["event"] == "worker_started"]) == 2
+    alone = run("c", "1")
     assert alone.wait(240 * SLOWNESS) == 0, alone.output
     assert json.loads(result.read_text())["hash"] == found["hash"]
 
