@@ -275,6 +275,9 @@ class NodeAgent(ElasticAgent):
 
     def _exited(self, exited: v.WorkerExit) -> v.WorkerExit:
         self._learn_first_step()  # before it is decided which workers start ahead of the next round
+        view = self.state.view
+        if exited.round == view.round and exited.exit_code == 0 and view.alive == view.slots:
+            self._parts.hanging.watch_exits(exited.round)  # the first to finish
         return exited
 
     def _reported(self, said: v.Reported) -> v.Reported:
