@@ -79,7 +79,7 @@ if os.environ["RANK"] == "0":
 """
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_an_executed_worker_that_hangs_in_pythons_lock_is_killed_once_others_have_finished(
     job: Job, tmp_path: Path
 ) -> None:
