@@ -359,8 +359,8 @@ def _seen(worker: WatchedWorker, dumps: _Dumps, *, moves: bool) -> StalledWorker
 
 
 def _begins(round_number: int, report: WorkerProgress | None) -> bool:
-    """Whether a worker is in its first step in a round; a script that reports no steps is in none."""
-    return report is not None and report.round == round_number and report.activity in FIRST_STEPS
+    """Whether a worker has done no step in a round, as far as is known."""
+    return report is None or report.round != round_number or report.activity in FIRST_STEPS
 
 
 def _text(seen: StalledWorker, dumps: _Dumps) -> str:
