@@ -40,6 +40,8 @@ def start() -> Iterator[Start]:
 
 
 def test_what_a_launcher_sets_is_left_out_and_the_rest_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in FOR_WORKERS | children._OTHERS:  # torch sets some in a process that runs its launcher, as a test may
+        monkeypatch.delenv(name, raising=False)
     before = dict(os.environ)
     placement = Placement(1, 1, 0, 2, 2, 1, "here", 1, 1, 2, first_on_node=False)
     of_worker = worker_environment(
