@@ -89,8 +89,9 @@ check: env
 	"$(BIN)/python" scripts/check_seams.py
 	"$(BIN)/python" scripts/check_pages.py
 
+# Anew each time (-E): Sphinx's index for searches loses the entries of pages that have not changed.
 docs: env
-	"$(BIN)/python" -m sphinx -q -W --keep-going -c docs . build/site
+	"$(BIN)/python" -m sphinx -E -q -W --keep-going -c docs . build/site
 	@echo 'docs: ready in build/site/index.html'
 
 dist: env
