@@ -182,13 +182,10 @@ def rows(change: Change) -> tuple[Row, ...]:
     return (
         *after,
         Row("standstill", f"{what}: longest standstill", quick if planned else None, digits=3),
-        Row("paused", f"{what}: all standstills together", None, digits=3),
         Row("slower", f"{what}: a step takes, until the world is whole", None, "times as long", 2),
         Row("whole", f"{what} -> first step of the new world", None),
         Row("lost", f"{what}: completed steps lost", Goal(most=0), "", 0),
         Row("kept", f"{what}: survivors that keep their process", Goal(least=100), "%", 0),
-        Row("starts", f"{what}: starts of the script", Goal(most=float(change.kind != "leaves")), "", 0),
-        Row("usual", f"{what}: a usual step before it", None, "ms", 1),
     )
 
 

@@ -94,12 +94,12 @@ def present(names: Iterable[str]) -> list[str]:
 
 
 def table(rows: Sequence[Record]) -> str:
-    """A Markdown table of all figures."""
+    """A Markdown table of all figures, without rows for which nobody has one."""
     columns = present(who for row in rows for who in (*row["figures"], *row["without_figure"]))
     compared = any(row["ratio"] is not None for row in rows)
     titles = ["", *(CONTENDERS[who].title for who in columns), *(["ratio"] if compared else []), "goal", "met"]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
-    for row in rows:
+    for row in (row for row in rows if row["figures"] or row["without_figure"]):
         ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
         met = {None: "-", True: "yes", False: "no"}[row["met"]]
         cells = [row["title"], *(cell(row, who) for who in columns), *([ratio] if compared else []), wish(row), met]
