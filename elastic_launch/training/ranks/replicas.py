@@ -34,7 +34,11 @@ Named = Callable[[], Iterable[tuple[str, Tensor]]]
 
 
 class ReplicasDifferError(ElasticLaunchError):
-    """Ranks do not have the same weights; the message names what differs, the step, and the ranks."""
+    """Ranks do not have the same weights; the message names what differs, the step, and the ranks.
+
+    The snapshots that are newer than the last state that was equal on all ranks are dropped, and a restart continues
+    from the last checkpoint, or from the beginning if there is none.
+    """
 
 
 class ReplicaCheck:
