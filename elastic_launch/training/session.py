@@ -214,7 +214,9 @@ class Run:
         parameter or of its gradient, those of the first of them count, and norms count them once. The replicas get the
         shards of the first one, and are compared for each coordinate. Call it before the loop, and before the script
         forms groups of some ranks. A process that goes on in another round has the same mesh, whose ranks are those of
-        that round: take ``mesh["shard"]`` and ``mesh["tensor"]`` before the loop.
+        that round: take ``mesh["shard"]`` and ``mesh["tensor"]`` before the loop. With ``tensor`` above 1 a process
+        ends all the same if the round breaks while it waits for other ``tensor`` ranks in the script's code, or if its
+        replica has got a new process, which costs a restart.
 
         Refused are a mesh that the script has made itself, the whole mesh given to ``fully_shard`` (HSDP), a dimension
         of a tensor that both dimensions of the mesh cut into parts that do not fit, and in exact mode a script's own
@@ -360,6 +362,17 @@ class Run:
         rehearse: Callable[[Step], None] | None = None,
     ) -> Iterator[Step]:
         """Restore the newest checkpoint, then yield the optimizer steps that remain.
+
+        ::
+
+            def train(step):
+                for inputs, targets in step:
+                    step.backward(loss_fn(step.model(inputs), targets))
+                step.update()
+
+            for step in run.steps(loader, model, optimizer, until="3ep", rehearse=train):
+                train(step)
+                log(step.number, step.loss)
 
         Args:
             loader: loads the training data; its micro-batches are divided among the ranks.

@@ -24,9 +24,13 @@ class Checkpoint:
     """Where and how often a training saves its state, and where it resumes from.
 
     Args:
-        directory: a directory, or a URL that fsspec can open, such as ``s3://bucket/runs/a``. If the nodes do not share
-            the directory, each node keeps a copy in its own. A relative one is relative to the working
-            directory at this call.
+        directory: a directory, or a URL, as text, that fsspec can open, such as ``s3://bucket/runs/a``. If the nodes do
+            not share the directory, each node keeps a copy in its own. A relative one is relative to the working
+            directory at this call. A run that reads its checkpoints puts its id and a random token into ``owner.json``
+            there, on each node that has its own, which is read again before a checkpoint appears. A node that joins
+            late, and finds the files of an ended run on its own disk, takes over that directory with its first copy. If
+            the first member of a run is such a node, a later run in the same directory is refused instead of it.
+            Checkpoints of other runs are not reported as saved.
         every: interval between checkpoints: steps (50 or ``"50ba"``) or a duration (``"5min"``).
         keep: number of newest checkpoints to keep; older ones are removed, except for those that the next two arguments
             name. Those of later rounds than the writer's are neither removed nor counted. What other nodes have saved
@@ -70,13 +74,14 @@ class Checkpoint:
         override: options of optimizers and schedulers, such as ``["lr", "T_max"]``, or names of parts of the state with
             all of theirs, such as ``["scheduler"]``: if the script gives other values than before, a run that resumes
             from a checkpoint uses the script's. Those of other options are the checkpoint's, and a warning names them.
-            What schedulers or the loop change in the training does not count, and restarts within a run continue with
-            the options that it began with. ``lr`` is the rate before any scheduler: a single scheduler makes its steps
-            again with the new options, so the rate is that of an undisturbed training with them. With several, the
-            present rates are scaled by the ratio of the new ``lr`` to the old one, and other options of a scheduler
-            count from now on. With none, or only a ``ReduceLROnPlateau``, the new ``lr`` is set. An option that needs
-            values which the optimizer has not kept, such as ``amsgrad``, cannot be turned on. With
-            ``deepspeed_config=`` options are neither compared nor overridden.
+            A name that no option and no part has is an error that lists the known ones. What schedulers or the loop
+            change in the training does not count, and restarts within a run continue with the options that it began
+            with. ``lr`` is the rate before any scheduler: a single scheduler makes its steps again with the new
+            options, so the rate is that of an undisturbed training with them. With several, the present rates are
+            scaled by the ratio of the new ``lr`` to the old one, and other options of a scheduler count from now on.
+            With none, or only a ``ReduceLROnPlateau``, the new ``lr`` is set. An option that needs values which the
+            optimizer has not kept, such as ``amsgrad``, cannot be turned on. With ``deepspeed_config=`` options are
+            neither compared nor overridden.
 
     Raises:
         UsageError: if ``every`` or ``format`` is not valid, ``keep`` or ``split`` is less than 1, or no installed

@@ -66,7 +66,9 @@ class ElasticLoader(Loader):
         dataset: a map-style dataset with ``__len__`` and ``__getitem__``, or with ``__getitems__``, which returns all
             samples of a micro-batch at once; or a :class:`elastic_launch.ShardedStream`. Random numbers that it draws
             from the global generators of torch, ``random`` or NumPy are the same in any process: they derive from the
-            seed, the epoch and the micro-batch's place in the epoch.
+            seed, the epoch and the micro-batch's place in the epoch. A generator of its own is an error with
+            ``exact=True``: the attributes of the dataset, its transforms, ``collate_fn`` and sampler are searched, and
+            the closures and global names that their methods use.
         batch: the global batch.
         seed: seed of the order of samples and of all randomness in them.
         shuffle: whether each epoch has its own random order; False: the dataset's order. The default is to shuffle.

@@ -59,7 +59,7 @@ class StatefulLoader(Loader):
     ``state_dict`` is called after a micro-batch was given, and must be the place after it, also if the loader has read
     ahead. From a place a loader must read the same again: the ranks exchange the places of all shards with each
     snapshot and checkpoint only, and a rank that takes over a shard begins at its last known place, and drops what is
-    done.
+    done. The states are a part of the checkpoint, see :class:`elastic_launch.Stateful`.
 
     Args:
         loader: a function ``(shard, shards) -> loader``, or the loader of this rank. A loader yields collated

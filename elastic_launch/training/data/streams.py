@@ -83,7 +83,8 @@ class ShardedStream(Dataset[Any]):
             several shards for each lane.
 
     Raises:
-        UsageError: if the arguments do not fit each other; when samples are read, if a shard has another length.
+        UsageError: if the arguments do not fit each other, or a shard of the list was not counted, or the reverse; when
+            samples are read, if a shard has another length.
     """
 
     def __init__(
