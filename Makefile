@@ -89,8 +89,9 @@ check: env
 	"$(BIN)/python" scripts/check_seams.py
 	"$(BIN)/python" scripts/check_pages.py
 
+# Anew each time (-E): Sphinx's index for searches loses the entries of pages that have not changed.
 docs: env
-	"$(BIN)/python" -m sphinx -q -W --keep-going -c docs . build/site
+	"$(BIN)/python" -m sphinx -E -q -W --keep-going -c docs . build/site
 	@echo 'docs: ready in build/site/index.html'
 
 dist: env
@@ -101,10 +102,12 @@ dist: env
 test: env
 	@{ test -d tests/__pycache__ || "$(BIN)/python" -m pytest -qq --collect-only; } >/dev/null 2>&1 & \
 	"$(SELF)" --no-print-directory check; code=$$?; wait; exit $$code
+	@echo 'test: takes 6 to 9 minutes on two free processors; the number at the end of a line is how much is done'
 	"$(BIN)/python" -m pytest -rfEs $(call parallel,4) -m "not system and not slow and not soak" --junitxml=build/junit-test.xml $(PYTEST_ARGS)
 
 test-all: env $(FRAMEWORKS)
 	@scripts/system-packages
+	@echo 'test-all: takes 25 to 35 minutes on two free processors; the number at the end of a line is how much is done'
 	"$(BIN)/python" -m pytest -rfEs $(call parallel,5) -m "(system or slow) and not soak" --junitxml=build/junit-test-all.xml $(PYTEST_ARGS)
 
 test-gpu: env

@@ -10,6 +10,9 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from docutils import nodes
+from sphinx import addnodes
+
 import elastic_launch
 
 if TYPE_CHECKING:
@@ -27,6 +30,11 @@ root_doc = "docs/README"
 html_theme = "furo"
 html_title = f"elastic-launch {release}"
 html_copy_source = False
+html_static_path = ["site/static"]
+html_css_files = ["site.css"]
+highlight_language = "text"
+pygments_style = "default"
+pygments_dark_style = "github-dark"
 html_additional_pages = {"index": "redirect.html"}
 templates_path = ["site"]
 myst_heading_anchors = 4
@@ -42,6 +50,9 @@ nitpick_ignore_regex = [
     ("py:class", r"elastic_launch\.(snapshot|training)\..+"),
 ]
 suppress_warnings = ["misc.highlighting_failure"]
+
+COMPARING = {"torchrun", "launch", "composer"}
+"""Pages on the flags of other launchers: a search shows them after the page on the flag itself."""
 
 LINK = re.compile(r"\[([^\]]+)\]\(([^()\s#]+)(#[^()\s]+)?\)")
 
@@ -65,5 +76,27 @@ def prepare(app: Sphinx, page: str, text: list[str]) -> None:
     text[0] = LINK.sub(lambda link: link[1] if (here / link[2]).is_dir() else link[0], text[0])
 
 
+def index_rows(app: Sphinx, page: nodes.document) -> None:
+    """Make what a row of a reference table begins with, such as a flag, an entry of the index.
+
+    The search then finds it by its whole name, ahead of pages that have its words, and leads to its row.
+    """
+    name = app.env.current_document.docname
+    if not name.startswith("docs/reference/"):
+        return
+    main = "" if name.removeprefix("docs/reference/") in COMPARING else "main"
+    for row in page.findall(nodes.row):
+        for literal in list(row[0].findall(nodes.literal)):  # a list, since it would find what is inserted
+            text = literal.astext()
+            text = text.split()[0] if text.startswith("--") else text  # without a placeholder of its value
+            anchor = nodes.make_id(f"row {text}")
+            if anchor not in page.ids:
+                target = nodes.target(ids=[anchor])
+                page.note_explicit_target(target)
+                entry = addnodes.index(entries=[("single", text, anchor, main, None)])
+                literal.parent.insert(0, [entry, target])
+
+
 def setup(app: Sphinx) -> None:
     app.connect("source-read", prepare)
+    app.connect("doctree-read", index_rows)

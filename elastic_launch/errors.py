@@ -74,6 +74,10 @@ class ElasticLaunchError(Exception):
         self.message = message
         self.hint = hint
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # An exception's own way calls the class with args, which takes other arguments where a subclass says so.
+        return type(self).__new__, (type(self), *self.args), self.__dict__
+
     def __str__(self) -> str:
         return "\n  ".join([self.message, *self.hint.splitlines()])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -115,3 +116,11 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     assert built.returncode == 0, built.stderr
     api = (tmp_path / "site" / "docs" / "reference" / "api.html").read_text()
     assert 'id="elastic_launch.Trainer.fit"' in api
+    index = json.loads((tmp_path / "site" / "searchindex.js").read_text().removeprefix("Search.setIndex(").rstrip(")"))
+    for text, page in (
+        ("--max-restarts", "command-line"),
+        ("elastic_launch_round", "environment"),
+        ("parked with …, … needed", "messages"),
+    ):
+        first = [index["docnames"][number] for number, _, is_main in index["indexentries"][text] if is_main]
+        assert first == [f"docs/reference/{page}"]

@@ -391,11 +391,10 @@ def _tell(config: LaunchConfig, outcome: NodeOutcome, kept: Kept | None, files: 
     Args:
         kept: what happened to the logs of this node's workers; None if it never had any.
     """
-    logs = _logs(config, kept)
     if outcome.unsaved and outcome.unsaved not in outcome.where:
         _log.error("the last checkpoint that this node was to save is not saved: %s", outcome.unsaved)
     if outcome.code == ExitCode.DONE:
-        _log.info("done: %s; restarts: %d%s", outcome.cause, outcome.restarts, logs)
+        _log.info("done: %s; restarts: %d%s", outcome.cause, outcome.restarts, _logs(config, kept))
         return outcome.code
     stopped = outcome.code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED)
     level = logging.WARNING if stopped else logging.ERROR
@@ -405,9 +404,11 @@ def _tell(config: LaunchConfig, outcome: NodeOutcome, kept: Kept | None, files: 
         files.ask(partial(write_termination_log, words), IDLE)
     if outcome.where:
         _log.log(level, "%s", outcome.where)
-    _log.log(level, "exit code %d: %s%s", code, outcome.cause, logs)
-    if outcome.failure is not None:
-        _log.log(level, "%s", root_cause(outcome.failure))
+    _log.log(level, "exit code %d: %s%s", code, outcome.cause, _logs(config, kept))
+    if (failure := outcome.failure) is not None:
+        # What is written is known by now; when the worker failed, its last output was still to be written.
+        unwritten = failure.node_id == config.node_id and kept is not None and not kept.useful
+        _log.log(level, "%s", root_cause(replace(failure, log="") if unwritten else failure))
     return outcome.code
 
 

@@ -84,7 +84,9 @@ with el.session() as run:
 """
 
 
-@pytest.mark.parametrize("flags", [[], ["--no-warm"]], ids=["forked", "executed"])
+@pytest.mark.parametrize(
+    "flags", [pytest.param([], id="forked"), pytest.param(["--no-warm"], id="executed", marks=pytest.mark.slow)]
+)
 def test_a_session_in_a_child_of_a_worker_is_refused_and_disturbs_nothing(
     job: Job, tmp_path: Path, flags: list[str]
 ) -> None:
