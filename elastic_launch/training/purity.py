@@ -217,7 +217,7 @@ def _refusal(what: str, then: str) -> UsageError:
     return UsageError(
         f"exact=True: {what}. The ranks compute the micro-batches at the same time: {then} depends on their number.",
         "Change such values after step.update(), or keep them in a buffer with a rule (buffers=): see "
-        "docs/training.md, Pure micro-batches.",
+        "docs/training/exactness.md, Pure micro-batches.",
     )
 
 

@@ -180,7 +180,7 @@ class WorkerRounds:
         self._live(live and self.groups.breakable and not self.groups.foreign)
         if not self.lives and self.asked_live and self.device.type == "cuda" and self.link.patience > 0:
             _log.warning(
-                "session(live=%r): this process ends with its round all the same, see docs/training.md, On GPUs",
+                "session(live=%r): this process ends with its round all the same, see docs/training/gpus.md",
                 self.asked_live,
             )
 

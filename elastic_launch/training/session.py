@@ -142,7 +142,10 @@ class Run:
 
         What is made in the course of a training, such as an average that starts late, is registered when it is made,
         after the step's update, on all ranks in the same step. If the state that the training resumed from has it, it
-        gets that at once. A process that resumes or joins after that step registers it in its first step.
+        gets that at once. A process that resumes or joins after that step registers it in its first step, or after the
+        loop if it makes no step; until then the saved state is kept, and saved again, and a warning says so after the
+        first step. If only some ranks register it, that is an error within a few steps. What was registered before the
+        loop must still be when the training resumes.
 
         Args:
             name: the object's name in checkpoints.
@@ -206,7 +209,21 @@ class Run:
 
         A replica consists of ``shard * tensor`` consecutive ranks on one node. What is elastic is the number of
         replicas: the gradients are summed over them after each step's passes. Each pair of a replica and a ``shard``
-        coordinate has micro-batches of its own, which all its ``tensor`` ranks get.
+        coordinate has micro-batches of its own, which all its ``tensor`` ranks get, with the same random state. So what
+        a loop counts itself on all ranks has each micro-batch ``tensor`` times. Where ``tensor`` ranks have copies of a
+        parameter or of its gradient, those of the first of them count, and norms count them once. The replicas get the
+        shards of the first one, and are compared for each coordinate. Call it before the loop, and before the script
+        forms groups of some ranks. A process that goes on in another round has the same mesh, whose ranks are those of
+        that round: take ``mesh["shard"]`` and ``mesh["tensor"]`` before the loop. With ``tensor`` above 1 a process
+        ends all the same if the round breaks while it waits for other ``tensor`` ranks in the script's code, or if its
+        replica has got a new process, which costs a restart.
+
+        Refused are a mesh that the script has made itself, the whole mesh given to ``fully_shard`` (HSDP), a dimension
+        of a tensor that both dimensions of the mesh cut into parts that do not fit, and in exact mode a script's own
+        exchange between ``tensor`` ranks within a micro-batch. On GPUs, which are untried, parameters on different
+        meshes may need ``foreach=False`` in the optimizer, torch gives DTensors the random state of rank 0 when the
+        first of them draws, and copies of buffers are not made the same again. Dropout of a tensor of which each
+        ``tensor`` rank has a part draws the same numbers for each part.
 
         Args:
             shard: number of ranks that ``fully_shard`` divides the model among.
@@ -259,14 +276,18 @@ class Run:
                 evaluate(model)
 
         The average has the model's meanwhile. When the block ends, also by an exception, both have their own again, to
-        the bit. Nothing is saved within the block. Call it after ``step.update()``, or in :class:`Evaluator`'s
-        ``within``; on any ranks, for it exchanges nothing.
+        the bit. They are exchanged in place and shard by shard, which needs memory for the largest tensor. Names,
+        shapes and dtypes must be the same: evaluate an average of another dtype by calling it. Nothing is saved within
+        the block. Call it after ``step.update()``, or in :class:`Evaluator`'s ``within``; on any ranks, for it
+        exchanges nothing. An evaluator may be called before the first step of a process: make the average there if
+        ``run.resumed_step`` is not below its start.
 
         Args:
             average: a ``torch.optim.swa_utils.AveragedModel``, another module whose ``module`` is the average, or a
                 module with the same parameters and buffers as the model. Or an optimizer that evaluates other weights
                 than it trains, such as those of schedulefree: ``eval()`` is called, and at the end ``train()``; a copy
-                of its parameters is kept meanwhile.
+                of its parameters is kept meanwhile. By themselves these calls change the weights by rounding, and a
+                snapshot between them has the weights to evaluate. Call ``optimizer.train()`` before the loop.
             model: the model it belongs to; None: the one that is trained.
 
         Raises:
@@ -296,8 +317,13 @@ class Run:
 
         The process stays while this one takes part in further rounds. It is killed (SIGKILL) if an exception leaves the
         session, including the one by which a process ends whose training continues in another one, and by the launcher
-        if this process is killed. Otherwise the session's end waits for it, once the process group was left and the
-        last checkpoint was written. If it fails, there is a warning, and the training does not fail.
+        if this process is killed (as by torchrun; without a launcher it goes on). Otherwise the session's end waits for
+        it, once the process group was left and the last checkpoint was written; a line names it. If the launcher is
+        told to stop meanwhile, it is killed after ``--shutdown-timeout`` at the latest. With a number for
+        ``--hang-timeout`` the wait counts as a hang if the process does nothing. If it fails, there is a warning, at
+        the session's end at the latest, and the training does not fail. A daemon that it starts is not noticed, and
+        goes on. If it is a launcher that is killed, the workers of ``elastic-launch`` end with it, those of torchrun
+        go on.
 
         Args:
             wait: how long the session's end waits at most: seconds, or as ``"30s"``, ``"5min"`` or ``"2h"``. Then the
@@ -337,10 +363,27 @@ class Run:
     ) -> Iterator[Step]:
         """Restore the newest checkpoint, then yield the optimizer steps that remain.
 
+        ::
+
+            def train(step):
+                for inputs, targets in step:
+                    step.backward(loss_fn(step.model(inputs), targets))
+                step.update()
+
+            for step in run.steps(loader, model, optimizer, until="3ep", rehearse=train):
+                train(step)
+                log(step.number, step.loss)
+
         Args:
             loader: loads the training data; its micro-batches are divided among the ranks.
-            model: an unwrapped module on its device; call ``step.model`` in the loop. Models that are trained together,
-                such as those of a GAN, are given as a dict, by their names in checkpoints.
+            model: an unwrapped module on its device; call ``step.model`` in the loop, which is the same object. Models
+                that are trained together, such as those of a GAN, are given as a dict, by their names in checkpoints.
+                All its parameters and those of the optimizer are trained; what only the optimizer has is saved under
+                its position there. Between two steps, and on all ranks, it may be pruned by ``torch.nn.utils.prune``
+                (also ``prune.remove``): a process that begins or resumes later is pruned as the state that it loads.
+                It may be converted by ``model.to(dtype)``, if the optimizer takes it: as a checkpoint is loaded only
+                into a model of its dtypes, convert it before the loop when the script resumes. An optimizer's state
+                keeps the dtypes that it was saved with. Other changes of modules are to be made before the loop.
             optimizer: an optimizer, or a dict of several by name. With several, each pass over the micro-batches ends
                 with ``step.update(optimizer=name)``, or with ``step.update()`` for all of them.
             until: length of the whole training: epochs (3 or ``"3ep"``) or steps (``"1000ba"``). To end it earlier and
@@ -348,20 +391,25 @@ class Run:
             checkpoint: where to save to and resume from.
             exact: whether the weights must be bitwise equal at every world size.
             verify: with ``exact=True``, whether some steps give a micro-batch once more, while ``step.checking`` is
-                True, to find what its result depends on besides the micro-batch; see docs/training.md. ``"1%"``: in
-                this share of the steps each rank is given a micro-batch of another rank so, to find hardware that
-                computes wrong; see docs/training.md, Silent corruption.
+                True, to find what its result depends on besides the micro-batch; see docs/training/exactness.md.
+                ``"1%"``: in this share of the steps each rank is given a micro-batch of another rank so, to find
+                hardware that computes wrong; see docs/training/corruption.md.
             buffers: rules for buffers that micro-batches change, by pattern of their names, such as
                 ``{"*.queue": "last"}``: ``mean``, ``sum``, ``last``, ``min``, ``max``, ``ignore`` or ``error``; see
-                docs/training.md.
+                docs/training/exactness.md. The first pattern that fits counts; ``"*"`` is for buffers without a rule.
+                Other patterns are for frozen parameters, too, which the forward pass changes. The buffers of BatchNorm,
+                InstanceNorm, spectral norm, torch's ``FakeQuantize`` and its observers (not those that are per channel
+                or keep histograms) have a built-in rule, and so have floating-point buffers with a name such as
+                ``running_mean``, ``loss_ema`` or ``embed_avg``.
             scheduler: a scheduler, or a dict of several by name; saved and restored with the rest. The script steps it.
             scaler: a gradient scaler; saved and restored with the rest.
             metrics: names of the metrics passed to ``step.backward``, which are averaged over the global batch.
             evaluator: evaluates between steps; its results are saved and restored with the rest.
             rehearse: a function that goes through a step as the body of the loop does. A process that is started while
                 others train calls it once, before it joins them, so that what is slow in the first step, such as
-                compilation, does not hold them up. Its step has one micro-batch, and ``update`` does nothing. What
-                the function writes into parameters or the optimizer itself is replaced when the process joins.
+                compilation, does not hold them up. Its step has one micro-batch in each pass, ``update`` does nothing,
+                and ``step.loss`` is NaN. What the function writes into parameters or the optimizer itself is replaced
+                when the process joins. What else it changes stays changed: leave logs and counters in the loop.
 
         Raises:
             UsageError: if an argument has the wrong type, a step ends without ``update``, the checkpoint belongs to
@@ -485,8 +533,12 @@ def session(
     """Take part in a training run: join the world on entry, leave it on exit. ``with`` gets the :class:`Run`.
 
     Without a launcher, the world is this one process. A process group that was made before the session is used, and
-    stays joined on exit. A worker that is started while others train joins at its first use of the world: its rank, a
-    size, ``elastic_launch.dist``, or the first step. There it waits for its place.
+    stays joined on exit. A worker that is started while others train joins at its first use of the world, and waits for
+    its place there: :attr:`Run.rank`, :attr:`Run.world_size`, :attr:`Run.world`, :attr:`Run.worlds`,
+    :attr:`Run.restarts`, :meth:`Run.grad_accum` and what a run says of replicas; ``elastic_launch.dist``, except
+    ``get_local_rank``, ``get_local_world_size`` and ``local_rank_zero_download_and_wait``; the first step of
+    :meth:`Run.steps` or ``Trainer.fit``, :meth:`Run.resume` and :meth:`Run.boundary`. This function,
+    :attr:`Run.device` and :attr:`Run.start_reason` do not wait.
 
     Args:
         threads: threads of each CPU operation; None: 1 in trainings with ``exact=True``, else torch's setting. Results
@@ -499,7 +551,10 @@ def session(
         live: whether this process goes on in the next round, where its loop allows that, instead of ending with its
             round; None: as True. On GPUs it then goes back to the last snapshot in memory after a fault, and repeats
             the steps since, see :attr:`elastic_launch.Step.repeated`. With ``"confirmed"`` each step there waits until
-            all ranks have confirmed its exchange, and none is repeated. The same on all ranks.
+            all ranks have confirmed its exchange, and none is repeated. The same on all ranks. On GPUs the session
+            then sets ``TORCH_NCCL_ASYNC_ERROR_HANDLING=0``, since the ranks that are left abort NCCL's communicators,
+            turns off a thread of torch that ends a process after an abort, and shortens another one's wait for dumps. A
+            thread of the library ends a process (SIGABRT) whose collective has outlasted its group's timeout.
 
     Raises:
         UsageError: on entry, if an argument is invalid, the environment describes the world only in part, or

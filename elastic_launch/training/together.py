@@ -168,7 +168,7 @@ def _check_one_pass(optimizer: torch.optim.Optimizer) -> None:
     if hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"):
         raise UsageError(
             f"{name} has two steps for each batch, and here an optimizer has one pass.",
-            'Make it two optimizers, each with its own pass; "Closures" in docs/training.md has the code.',
+            "Make it two optimizers, each with its own pass; docs/how-to/two-step-optimizers.md has the code.",
         )
     closure = signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:

@@ -54,6 +54,13 @@ class Trainer:
     Every checkpoint holds the trainer's whole state: model, optimizer, scheduler, the fp16 gradient scaler, the
     micro-batch size found by ``micro="auto"``, and the evaluations so far.
 
+    In a process that is started while others train, ``fit`` rehearses before it waits for its place, so that what
+    ``torch.compile`` compiles in its first pass is compiled by then: it does the forward and backward pass of one
+    micro-batch. Parameters, optimizer, random numbers, gradients, buffers, modes, hooks and other attributes of the
+    model's modules (also tensors, lists, dicts and sets in them) are as before afterwards. Callbacks and metrics are
+    not called. The dataset, ``forward`` and ``loss_fn`` are called once more, with the first micro-batch of the
+    training. An error ends the rehearsal with a warning. With ``micro="auto"`` there is none.
+
     Args:
         run: the :class:`Run` of the current ``session()``.
         model: an unwrapped module on ``run.device``. The trainer leaves each of its modules in the mode, training or
@@ -81,7 +88,7 @@ class Trainer:
         checkpoint: where to save to and resume from.
         exact: whether the weights must be bitwise equal at every world size.
         verify: with ``exact=True``, the share of the steps, such as ``"1%"``, in which each rank also computes a
-            micro-batch of another rank, to find hardware that computes wrong; see docs/training.md, Silent corruption.
+            micro-batch of another rank, to find hardware that computes wrong; see docs/training/corruption.md.
         buffers: rules for buffers that micro-batches change; see :meth:`elastic_launch.Run.steps`.
         callbacks: :class:`Callback` objects that receive the training's progress.
         deepspeed_config: trains with DeepSpeed, by a configuration as in its documentation. What it leaves out, such as

@@ -465,7 +465,7 @@ class Scene:
             epoch = [] if whole else epoch
 
     def _check_lost(self) -> None:
-        """What a fault in quiet training costs: see "When something happens" in docs/training.md."""
+        """What a fault in quiet training costs: see docs/training/faults.md."""
         resumed = read_lines(self.job.work / "resumed.jsonl")
         noted = self._steps()
         for number, strike in enumerate(self.struck):

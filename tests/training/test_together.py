@@ -501,7 +501,7 @@ def test_a_closure_is_refused_wherever_the_script_gives_one() -> None:
 
 
 def test_the_guides_sharpness_aware_minimization_is_that_of_a_plain_loop() -> None:
-    guide = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    guide = (Path(__file__).parents[2] / "docs" / "how-to" / "two-step-optimizers.md").read_text()
     (code,) = re.findall(r"```python\n(class Ascent.*?)\n\n\noptimizers = ", guide, re.DOTALL)
     (loop,) = re.findall(r"\n(optimizers = \{\"ascent\".*?)\n```", guide, re.DOTALL)
 

@@ -9,7 +9,25 @@ from elastic_launch.training.ranks.world import World
 
 
 class Stateful(Protocol):
-    """An object whose state can be saved, such as torch's modules, optimizers and schedulers."""
+    """An object whose state can be saved, such as torch's modules, optimizers and schedulers.
+
+    A state may contain, and gets back unchanged:
+
+    - tensors, NumPy arrays and scalars, numbers (also ``complex``, ``Fraction``, and ``Decimal`` of up to 4000 digits),
+      strings, ``bytes``, None, and torch's dtypes, devices and sizes;
+    - dicts with strings or integers as keys, lists, tuples, named tuples, sets, ``frozenset``, ``deque``,
+      ``OrderedDict``, ``Counter``, and ``defaultdict`` with None, a built-in type, ``Counter`` or ``OrderedDict`` as
+      its factory;
+    - ``range``, ``slice`` of integers, ``pathlib.Path``, and ``datetime``, ``date``, ``time`` and ``timedelta``, with a
+      fixed offset from UTC if any (no ``zoneinfo``);
+    - members of enums (``Enum``, ``IntEnum``, ``StrEnum``, ``Flag``, ``IntFlag``) that are found by their name in their
+      module. They are restored if the script has defined the enum, with that member, by then; otherwise a training
+      refuses to resume, and a program that only reads gets an ``UnknownMember`` with type, name and value.
+
+    Any other value is an :class:`elastic_launch.UnsupportedStateError`: ``bytearray``, ``numpy.longdouble``, pure
+    paths, dataclasses, functions, instances of other classes, also of subclasses of those above, and other keys. It is
+    raised before the first step, after it, or at a save.
+    """
 
     def state_dict(self) -> dict[str, Any]: ...
 

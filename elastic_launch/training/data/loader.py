@@ -66,7 +66,9 @@ class ElasticLoader(Loader):
         dataset: a map-style dataset with ``__len__`` and ``__getitem__``, or with ``__getitems__``, which returns all
             samples of a micro-batch at once; or a :class:`elastic_launch.ShardedStream`. Random numbers that it draws
             from the global generators of torch, ``random`` or NumPy are the same in any process: they derive from the
-            seed, the epoch and the micro-batch's place in the epoch.
+            seed, the epoch and the micro-batch's place in the epoch. A generator of its own is an error with
+            ``exact=True``: the attributes of the dataset, its transforms, ``collate_fn`` and sampler are searched, and
+            the closures and global names that their methods use.
         batch: the global batch.
         seed: seed of the order of samples and of all randomness in them.
         shuffle: whether each epoch has its own random order; False: the dataset's order. The default is to shuffle.
@@ -74,9 +76,15 @@ class ElasticLoader(Loader):
         drop_last: whether to drop samples that do not fill a global batch; otherwise they make a short last one.
         collate_fn: as in ``torch.utils.data.DataLoader``. It may draw random numbers as the dataset does.
         compare_samples: whether all ranks read the same three samples before a training's first step, each at least
-            twice, and end with an error if they have other content. Data that give something else for the same index
-            the second time, or that hold a random generator, are not compared. Give False if data differ between ranks
-            by design, or if reading has effects.
+            twice, and end with an error if they have other content. These are the first, the last, and one that the
+            seed chooses; of a stream, the first samples of their shards. They are read where the loader will read, in a
+            forked process unless ``num_workers`` is 0, with random generators that are seeded alike. What may differ
+            between nodes does not count: the directory in a path (of a text of one line with a ``/``, only the part
+            after the last one counts), the last bits of floats and pixels, and objects of unknown classes. It takes 0.1
+            s, or six times as long as a sample; if that is more than 2 s, if a sample cannot be read, or with
+            ``multiprocessing_context`` spawn or forkserver, none is compared. Nor are data that give something else for
+            the same index the second time, or that hold a random generator, and data of evaluations. Give False if data
+            differ between ranks by design, or if reading has effects.
         options: ``num_workers``, ``pin_memory``, ``prefetch_factor``, ``persistent_workers``, ``worker_init_fn``,
             ``multiprocessing_context`` and ``timeout``, as in ``torch.utils.data.DataLoader``.
 

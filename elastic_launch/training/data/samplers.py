@@ -27,7 +27,20 @@ class Sampler(Protocol):
 
     ``len(sampler)`` is the number of samples in an epoch, which may differ from the dataset's length. A sampler must
     not draw from a generator that it keeps: use :class:`Permutation` and :func:`uniform` with seed and epoch as the
-    key.
+    key. This curriculum begins with the easiest tenth of the samples, and uses all of them from step 1000 on::
+
+        class Curriculum:
+            def __init__(self, difficulty, batch):
+                self.easiest_first = difficulty.argsort(stable=True)
+                self.batch = batch
+
+            def __len__(self):
+                return len(self.easiest_first)
+
+            def indices(self, seed, epoch, positions):
+                step = (epoch * len(self) + positions) // self.batch.size
+                allowed = len(self) * (0.1 + 0.9 * step / 1000).clamp(max=1)
+                return self.easiest_first[(el.samplers.uniform(positions, seed, epoch) * allowed).long()]
     """
 
     def __len__(self) -> int: ...

@@ -52,8 +52,14 @@ class StatefulLoader(Loader):
         for step in run.steps(loader, model, optimizer, until="10000ba"):
             ...
 
-    Each shard begins its next pass over its data when it has given all of them. What has the method ``set_epoch``, the
-    loader, its ``sampler`` or its ``dataset``, is told the number of the pass before.
+    Each shard begins its next pass over its data when it has given all of them, in the middle of a step if need be, and
+    does not wait for the others: make the shards equally long if all are to be in the same pass. What has the method
+    ``set_epoch``, the loader, its ``sampler`` or its ``dataset``, is told the number of the pass before.
+
+    ``state_dict`` is called after a micro-batch was given, and must be the place after it, also if the loader has read
+    ahead. From a place a loader must read the same again: the ranks exchange the places of all shards with each
+    snapshot and checkpoint only, and a rank that takes over a shard begins at its last known place, and drops what is
+    done. The states are a part of the checkpoint, see :class:`elastic_launch.Stateful`.
 
     Args:
         loader: a function ``(shard, shards) -> loader``, or the loader of this rank. A loader yields collated
@@ -73,11 +79,13 @@ class StatefulLoader(Loader):
         steps_per_epoch: number of optimizer steps that count as an epoch; None: there are no epochs, and lengths are
             given in steps (``"1000ba"``).
         reshard: with a loader, gives the states for another world size: a function ``(states, world_size) -> states``,
-            lists by rank; or ``"any"`` if all ranks have the same state, and it holds at any world size. None:
-            ``"any"`` for mosaicml-streaming; else they cannot be given.
+            lists by rank; or ``"any"`` if all ranks have the same state, and it holds at any world size, so that their
+            number divides that of the micro-batches in a global batch. None: ``"any"`` for mosaicml-streaming; else
+            they cannot be given.
         on_resize: what happens then at another world size. ``"hold"``: the run ends with an error, and can be resumed
-            at the world size that it had. ``"repeat"``: the unfinished pass of each shard begins anew, and a warning
-            says how many samples are repeated.
+            at the world size that it had; with ``--nnodes`` of one number the launcher waits for nodes instead.
+            ``"repeat"``: the unfinished pass of each shard begins anew, and a warning says how many samples are
+            repeated. A pass is known to have ended if the loader has a length.
 
     Raises:
         UsageError: if an argument does not fit. In a training, if a loader has no state, yields nothing or yields

@@ -51,9 +51,20 @@ class ShardedStream(Dataset[Any]):
     shuffled within each ``buffer`` successive ones of that order. Both are functions of seed, epoch and position. With
     ``shuffle=False`` the samples come in the order of the list.
 
+    Shards that can be read at any place cost no more than a map-style dataset; up to 64 are kept open per process. Of
+    others a process skips what comes before its first sample, which is read but not decoded, and so does each process
+    after a change of the world and at a resume. Each rank, and each of its loader processes, reads every shard of its
+    lanes: with one lane, all shards. With as many lanes as a global batch has micro-batches, a shard is read by one
+    rank, or two at the end of a lane, and by one process if a rank has as many as micro-batches.
+
+    A shard with another length than given is found when it is opened or has been read to its end, so no sample is
+    shifted unnoticed. A missing shard raises the error of ``open`` with its name. A shard that was replaced by another
+    one with as many samples (and of the same size, if ``lengths`` is a file) is not noticed.
+
     Args:
         shards: paths, or other names that ``open`` understands; the same list, in the same order, on all nodes and at
-            each restart. The directory that contains all of them may differ.
+            each restart: use ``sorted``. The directory that contains all of them may differ. Another list than in the
+            checkpoint is an error, unless ``Checkpoint(allow=["list of shards"])`` begins a new training with it.
         open: ``(shard) -> samples``. If the result has ``__len__`` and ``__getitem__``, a sample is read by its
             place. Otherwise it is iterated from the beginning, and the samples before the requested one are skipped.
             If it has ``close()``, that is called when the shard is no longer needed.
@@ -68,10 +79,12 @@ class ShardedStream(Dataset[Any]):
             loads keeps about this many samples of each lane in memory, four times as many at most, as ``open`` yields
             them.
         lanes: number of parts, of equal length, into which each epoch is cut; a global batch takes an equal number of
-            samples from each. A rank then reads only the shards in its own lanes.
+            samples from each. A rank then reads only the shards in its own lanes. It must divide the global batch; have
+            several shards for each lane.
 
     Raises:
-        UsageError: if the arguments do not fit each other; when samples are read, if a shard has another length.
+        UsageError: if the arguments do not fit each other, or a shard of the list was not counted, or the reverse; when
+            samples are read, if a shard has another length.
     """
 
     def __init__(

@@ -185,7 +185,7 @@ def advice(buffer: Buffer, start: Tensor) -> str:
         )
     return (
         f"Give run.steps() or Trainer a rule for it: {argument}, for example. "
-        "The rules are mean, sum (of what each adds), last, min and max: see docs/training.md, Buffers."
+        "The rules are mean, sum (of what each adds), last, min and max: see docs/training/exactness.md, Buffers."
     )
 
 

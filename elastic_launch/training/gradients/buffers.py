@@ -189,7 +189,7 @@ class Buffers:
             raise UsageError(
                 f"The mean of the buffer {buffer.name!r} over the micro-batches is not a finite number.",
                 "Name another rule than mean by an argument of run.steps() or Trainer: "
-                f'buffers={{"{buffer.name}": "min"}}, for example. See docs/training.md, Buffers.',
+                f'buffers={{"{buffer.name}": "min"}}, for example. See docs/training/exactness.md, Buffers.',
             )
         return value
 

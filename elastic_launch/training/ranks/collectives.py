@@ -116,7 +116,7 @@ def exchanges() -> int:
 _HINT = (
     "Compute each micro-batch alone: take negatives or statistics from the micro-batch, make it larger, or keep a "
     "queue of earlier steps that is registered and updated after step.update(). See Exchanges within a micro-batch in "
-    "docs/training.md."
+    "docs/training/exactness.md."
 )
 
 

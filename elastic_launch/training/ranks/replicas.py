@@ -34,7 +34,14 @@ Named = Callable[[], Iterable[tuple[str, Tensor]]]
 
 
 class ReplicasDifferError(ElasticLaunchError):
-    """Ranks do not have the same weights; the message names what differs, the step, and the ranks."""
+    """Ranks do not have the same weights; the message names what differs, the step, and the ranks.
+
+    The snapshots that are newer than the last state that was equal on all ranks are dropped, and a restart continues
+    from the last checkpoint, or from the beginning if there is none. If it happens again at each start, the run ends
+    when its restarts are spent. A difference that a later step has removed, as rounding may do, is not found. After a
+    fault of another kind all ranks have the state of the first worker of their node, so that a difference is gone, or
+    is on all of them.
+    """
 
 
 class ReplicaCheck:
