@@ -51,6 +51,9 @@ nitpick_ignore_regex = [
 ]
 suppress_warnings = ["misc.highlighting_failure"]
 
+DECISIONS = "docs/adr/README"
+"""The index of what readers of the code look for; the sidebar shows its pages below it only."""
+
 COMPARING = {"torchrun", "launch", "composer"}
 """Pages on the flags of other launchers: a search shows them after the page on the flag itself."""
 
@@ -59,18 +62,19 @@ LINK = re.compile(r"\[([^\]]+)\]\(([^()\s#]+)(#[^()\s]+)?\)")
 
 def toctrees(index: str) -> str:
     """The pages that each part of an index names, as hidden tables of contents."""
-    parts = re.split(r"^## (.+)$", index, flags=re.MULTILINE)
+    whole, *parts = re.split(r"^## (.+)$", index, flags=re.MULTILINE)
     made = []
-    for caption, text in zip(parts[1::2], parts[2::2], strict=True):
+    for caption, text in zip(parts[::2] or [""], parts[1::2] or [whole], strict=True):
         links = [(" ".join(title.split()), path) for title, path, _ in LINK.findall(text)]  # a title may be wrapped
         pages = [f"{title} <{path}>" for title, path in links if path.endswith(".md")]
-        made.append("\n".join(["```{toctree}", ":hidden:", f":caption: {caption}", "", *pages, "```", ""]))
+        options = [":hidden:", *([f":caption: {caption}"] if caption else [])]
+        made.append("\n".join(["```{toctree}", *options, "", *pages, "```", ""]))
     return "\n".join(made)
 
 
 def prepare(app: Sphinx, page: str, text: list[str]) -> None:
-    """Add the navigation to the index; show links to directories, which have no page, as text."""
-    if page == root_doc:
+    """Add the navigation to the indexes; show links to directories, which have no page, as text."""
+    if page in (root_doc, DECISIONS):
         text[0] += "\n" + toctrees(text[0])
     here = (ROOT / page).parent
     text[0] = LINK.sub(lambda link: link[1] if (here / link[2]).is_dir() else link[0], text[0])
