@@ -257,9 +257,11 @@ class TracedRun:
             case "hello":
                 self.met[phase, "NodeHello"] += 1
                 self._greets(leader, link, given[0])
-                for run in leader.machine._state.continued:  # nodes that live know the rounds
-                    for number, names in self._rounds_of.get(run, {}).items():
-                        self.checks.rounds.setdefault(number, names)
+                hello = given[0]
+                if hello.seen_run in leader.machine._state.continued:
+                    for number, names in self._rounds_of.get(hello.seen_run, {}).items():
+                        if number <= hello.seen_round:  # those that a node which lives knows
+                            self.checks.rounds.setdefault(number, names)
             case "report":
                 self.met[phase, name_of(given[0])] += 1
                 leader.heard[leader.greeted.get(link, "")] = self.now
@@ -291,9 +293,12 @@ class TracedRun:
         if not self.leaders:
             self.timing, self.limits = timing, record.limits
         if record.run not in self._rounds_of:  # the record of the leader before may have been only in its memory
+            spent = self.checks.spent
             self.checks = TracedChecks(self)  # type: ignore[arg-type]
+            self.checks.spent = spent
             self._rounds_of[record.run] = self.checks.rounds
-        leader = self._leading[key] = TracedLeader(node, machine, machine._state._silent)
+        silent = frozenset(x.incarnation for x in record.round.members if x.node_id in machine._state._silent)
+        leader = self._leading[key] = TracedLeader(node, machine, silent)
         self.leaders.append(leader)
         node.name = node.incarnation = record.leader.incarnation
         node.node_id = record.leader.node_id
