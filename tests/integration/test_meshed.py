@@ -126,10 +126,10 @@ def test_a_lost_node_takes_its_replica_with_it(job: Job) -> None:
 LIVE = ("--exact", "--sgd", "--live")
 
 
-def assert_went_on(result: Path, steps: int) -> None:
-    """Assert that the processes that began as ranks 0 and 1 have done each step once, and that no other is repeated."""
+def assert_went_on(result: Path, steps: int, ranks: tuple[int, ...] = (0, 1)) -> None:
+    """Assert that the processes that began as these ranks have done each step once, and that no other is repeated."""
     lines = read_lines(result.with_name(f"{result.name}.steps"))
-    for first in [line for line in lines if line["step"] == 1 and line["rank"] < 2]:
+    for first in [line for line in lines if line["step"] == 1 and line["rank"] in ranks]:
         mine = [line["step"] for line in lines if line["pid"] == first["pid"] and not line["repeated"]]
         assert mine == [*range(1, steps + 1)], lines
     assert len({line["step"] for line in lines if line["repeated"]}) <= 1, lines
@@ -151,6 +151,23 @@ def test_a_killed_worker_costs_the_other_replica_no_step(job: Job, shape: tuple[
     assert (found["hash"], found["history"]) == (expected["hash"], expected["history"])
     assert_went_on(result, 12)
     assert "training goes back" not in agent.output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("shape", [("2", "1"), ("1", "2")])
+def test_the_second_replica_becomes_the_first(job: Job, shape: tuple[str, str]) -> None:
+    """The others wait for no worker whose start takes long: a replica that has lost one has no place meanwhile."""
+    options = (*LIVE, "--shard", shape[0], "--tensor", shape[1], "--steps", "12")
+    result = job.directory / "killed.json"
+    command = [MESHED, str(result), *options, "--kill-in-pass", "1:5", "--pause", "0.05"]
+    flags = ("--standalone", "--nproc", "4", "--replica-size", "2", "--rdzv-conf", "start_wait=0")
+    agent = job.launch(*flags, name="killed", command=command)
+    assert agent.wait(240 * SLOWNESS) == 0, agent.output
+    assert "round 2: 2 workers kept, 0 started" in agent.output
+    assert_went_on(result, 12, ranks=(2, 3))
+    assert {x["rank"] for x in read_lines(result.with_name(f"{result.name}.steps")) if x["step"] == 6} == {0, 1}
+    assert json.loads(result.read_text())["hash"] == trained(job, 2, *options)["hash"]
 
 
 @pytest.mark.slow
