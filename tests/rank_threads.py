@@ -78,7 +78,7 @@ class Messages:
     def irecv(self, tensor: Tensor, src: int) -> Work:
         return Work(lambda: self._get("send", tensor, src))
 
-    def broadcast(self, tensor: Tensor, src: int) -> None:
+    def broadcast(self, tensor: Tensor, src: int, group: object = None) -> None:
         if src != self._here.rank:
             self._get("broadcast", tensor, src)
             return

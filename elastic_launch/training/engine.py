@@ -166,7 +166,7 @@ class Engine:
         began = time.monotonic()
         with telling(self.rounds.link):
             try:
-                resumed = self.saver.restore(self.checkpoint, dict(identity), state, live)
+                resumed = self.saver.restore(self.checkpoint, dict(identity), state, live, self.rounds.mesh)
             except Exception as error:
                 if live is None and not (isinstance(error, RuntimeError) and is_of_exchange(error)):
                     self.rounds.link.say_noted(RestoreFailed())

@@ -21,7 +21,6 @@ from elastic_launch.training.gradients.means import MeanTable
 from elastic_launch.training.randomness import derive, seeded
 from elastic_launch.training.ranks.same_arguments import check_same
 from elastic_launch.training.ranks.world import World
-from elastic_launch.training.transaction import RoundOverError
 from elastic_launch.training.wrapped import sharding_modules, whole
 
 if TYPE_CHECKING:
@@ -194,13 +193,10 @@ def evaluations_of(
         has = ", ".join(metrics)
         raise UsageError(f"Checkpoint(keep_best={best}): the evaluator has no such metric, it has {has}.", "Add it.")
 
-    def check() -> None:
-        if engine.rounds.is_over:
-            raise RoundOverError("the round is over")
-
     def measure() -> dict[str, float]:
+        check, together = engine.rounds.check_over, engine.sharded
         with evaluator._within():
-            return evaluated(engine.world, loader, metrics, evaluator._values, check, together=engine.sharded)
+            return evaluated(engine.world, loader, metrics, evaluator._values, check, together=together)
 
     evaluations = Evaluations(Interval.in_training(evaluator._every, steps_per_epoch), measure, evaluator._on_result)
     evaluator.history = evaluations.history

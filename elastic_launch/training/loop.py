@@ -49,10 +49,11 @@ from elastic_launch.training.ranks.pace import Pace
 from elastic_launch.training.ranks.replicas import replicated
 from elastic_launch.training.ranks.same_arguments import check_same, told
 from elastic_launch.training.ranks.world import World
+from elastic_launch.training.rounds import RoundOverError
 from elastic_launch.training.steps import Step
 from elastic_launch.training.stopping import DrainedExit
 from elastic_launch.training.together import OptimizerSteps, as_model, as_optimizer
-from elastic_launch.training.transaction import Recovered, Rehearsal, RoundOverError, StepRules, Transaction
+from elastic_launch.training.transaction import Recovered, Rehearsal, StepRules, Transaction
 from elastic_launch.training.verification import CorruptionError, NotAgreedError
 from elastic_launch.training.verifying import Verifier
 from elastic_launch.training.wrapped import sharding_modules
@@ -253,7 +254,8 @@ class Loop:
         """Take part in the current round: restore the newest state, and exchange with its ranks from now on."""
         engine, rounds, world = self.engine, self._rounds, self.engine.world
         check_same(world, self._given, rounds.link, goes_on=live is not None)
-        resumed = self._resume(live) if live is None or not live.in_doubt else self._resume_in_place(live)
+        in_place = live is not None and (live.in_doubt or rounds.shards)
+        resumed = self._resume_in_place(live) if live is not None and in_place else self._resume(live)
         self._has_state = True
         if live is None:
             self._step, self._last = resumed.step, resumed.last or self._last
@@ -374,15 +376,19 @@ class Loop:
         engine, received = self.engine, self._received
         self._leave()
         step, last, done = self._step, self._last, tuple(passes)
-        in_doubt = self._rounds.in_doubt or self._rounds.shards
-        if self._rounds.shards:
-            resharding.let_go(self._model)
+        shards = self._rounds.shards
+        if shards:
+            resharding.let_go(self._model, within=self._rounds.mesh is not None)
+        in_doubt = self._rounds.in_doubt or (shards and not self._keeps_parts)
+        spoiled = [] if in_doubt else self.positions.spoiled()
+        if shards and spoiled:
+            in_doubt, spoiled = True, []
         if received is not None:
             step, last, done = received.step, received.last or self._last, received.passes
         try:
-            engine.suspend(error, spoiled=[] if in_doubt else self.positions.spoiled())
+            engine.suspend(error, spoiled=spoiled)
         except DrainedExit:
-            if self._has_state and not done and not in_doubt:  # else it is a state within a step
+            if self._has_state and not done and not in_doubt and not shards:  # else it is a state within a step
                 engine.keep_newer(self._after(step, evaluated=not self._owes_evaluation))
             raise
 
@@ -396,8 +402,16 @@ class Loop:
 
         return self._rounds.attempt(join)
 
-    def recover(self, error: RuntimeError, passes: Sequence[Outcome]) -> Recovered:
-        """Take part in the next round, after an error that its end has caused in a step.
+    @property
+    def _keeps_parts(self) -> bool:
+        """Whether this process can go on with its part of the state, which the same rank of each replica has.
+
+        A step is not gone through again from a later pass on.
+        """
+        return self._rounds.mesh is not None and not self._rules.optimizers.several
+
+    def recover(self, error: RuntimeError, passes: Sequence[Outcome], *, in_pass: bool) -> Recovered:
+        """See :class:`StepOwner`.
 
         Raises:
             RuntimeError: the error, if this process is not to go on.
@@ -411,6 +425,11 @@ class Loop:
             if broken := self._rounds.attempt(self._evaluate):
                 self._change_round(broken)
         self._rounds.note_exchanges()
+        if self._received is None and not in_pass:
+            # The script has left the pass: the whole step is done again, after what it still does in this one.
+            live = Live(self._step, self.engine.worlds, self._last, trained=self._trained_there())
+            self._received = self.engine.saver.own(live, self._identity, self._state)
+            self.positions.end()
         received, recovered = self._received, Recovered(self._share())
         if received is None:
             # The ranks have agreed on the step's start; this process is behind the head, where it may have changed.
@@ -485,6 +504,7 @@ class Loop:
         if self._is_midway:
             self._rounds.note_exchanges()
         assert self._gradients is not None
+        self._gradients.reshard()  # an evaluation may have gathered parameters
         self._flips.begin(number, self.engine.world.round, self._gradients, self._optimizer)
         seed_all(derive("step", epochs.seed, number), devices=True)
         done = self._received.passes if self._received is not None else ()
@@ -625,6 +645,9 @@ class Loop:
         except UsageError as error:
             why = error.message
         else:
+            if resumed.last is not None:  # its own state, or that of another process
+                self._bounded = min(self._bounded, resumed.step)
+                return resumed
             if resumed.state is not None:
                 self._bounded = -1
                 if not resumed.trained:  # a checkpoint, from which new processes go on as the script has made them
@@ -704,7 +727,7 @@ class Loop:
 
     def _evaluate(self) -> None:
         epoch = self._epochs.position(self._step).epoch
-        with self._rounds.link.doing(Activity.EVALUATION), evaluating(self._model):
+        with self._rounds.link.doing(Activity.EVALUATION), evaluating(self._model), self._rounds.in_pass():
             self._options.evaluations.evaluate(self._step, epoch, self.engine.checkpoint)
         self._rounds.note_exchanges()
         self._owes_evaluation = False

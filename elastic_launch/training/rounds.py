@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Literal
 
@@ -37,6 +37,10 @@ AskedLive = bool | Literal["confirmed"] | None
 """What ``session(live=)`` gets."""
 
 
+class RoundOverError(RuntimeError):
+    """The round that this process trained in is over."""
+
+
 def may_end_wrong(device: torch.device) -> bool:
     """Whether an exchange that another rank aborts may end with wrong values and without an error, as NCCL's may."""
     return device.type == "cuda"
@@ -61,8 +65,8 @@ class WorkerRounds:
         doubts: whether it is not, and may have ended with wrong values, so that only confirmed states count.
         in_doubt: whether this process' state follows from an exchange that is not confirmed.
         mesh: that of this rank's replica, once the script has asked for it.
-        shards: whether each process has only a part of the state, so that those of the next round, which divide it in
-            another way, all begin with a snapshot.
+        shards: whether each process has only a part of the state. Those of the next round all begin with a snapshot if
+            they divide it in another way, or no intact replica is left.
     """
 
     def __init__(
@@ -122,10 +126,12 @@ class WorkerRounds:
             if kept and not all(all_kept[first : first + shard * tensor]):
                 # It would begin with parallelize_module, which exchanges, and not where this process goes on.
                 self.start_again("its replica has a new process")
-        with self.link.forming(), self.forming():
+        with self.link.forming():
             how = self.timeout, self.mesh
             outlives = bool(self.asked_live)
-            self.mesh = ReplicaMesh.formed(self.world, self.device.type, shard, tensor, *how, outlives=outlives)
+            self.mesh = ReplicaMesh.formed(
+                self.world, self.device.type, shard, tensor, *how, forming=self.forming, outlives=outlives
+            )
         self._world = replace(self.world, tensor=tensor)
         if untouched:
             self._began_at = self.groups.used()
@@ -161,9 +167,9 @@ class WorkerRounds:
             self._timeouts = None
 
     @contextmanager
-    def forming(self) -> Iterator[None]:
-        """The context in which a further process group is formed."""
-        with self.groups.forming():
+    def forming(self, *, inner: bool = False) -> Iterator[None]:
+        """The context in which a further process group is formed; ``inner``: of the ranks of a replica alone."""
+        with self.groups.forming(inner=inner):
             yield
         if self.begun and not self.groups.breakable:
             self.end_with_round()
@@ -209,7 +215,7 @@ class WorkerRounds:
 
     @property
     def goes_back(self) -> bool:
-        """Whether this process goes on from a snapshot when this round breaks, and not from the state that it has."""
+        """Whether this process may go on from a snapshot when this round breaks, and not from the state that it has."""
         return self.doubts or self.shards
 
     @property
@@ -222,6 +228,46 @@ class WorkerRounds:
         self._gpus = gpus
         if self.confirms:
             self.groups.confirm(gpus, self.timeout)
+
+    def in_pass(self) -> AbstractContextManager[None]:
+        """The context of a pass over micro-batches, which :meth:`check_over` ends.
+
+        Ranks that compute a micro-batch together, within the script's code, remain connected until then.
+        """
+        return nullcontext() if self._together is None else self.groups.held()
+
+    def check_over(self) -> None:
+        """Called before each micro-batch, by all ranks that compute it together: none of them begins it alone.
+
+        Raises:
+            RoundOverError: if the round is over, as far as one of them knows.
+        """
+        over = self.is_over
+        if self._together is not None:
+            found = torch.tensor(int(over), device="cpu")
+            with self.exchanging():
+                dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._together)
+            over = bool(found)
+        if over:
+            raise RoundOverError("the round is over")
+
+    @property
+    def _together(self) -> dist.ProcessGroup | None:
+        return self.mesh.tensor.group if self.shards and self.mesh is not None and self.mesh.tensor.size > 1 else None
+
+    def meet_replica(self) -> None:
+        """Before an update, wait for all ranks of this replica: either all of them make it, or none.
+
+        Each may go on from its own part of the state; those of two steps would be of no use together.
+
+        Raises:
+            RuntimeError: if one of them has left the round.
+        """
+        if not self.shards or self.mesh is None or self.mesh.inner.size() == 1:
+            return
+        with self.exchanging(), self.groups.held():
+            for group in self.mesh.inner.get_all_groups():
+                dist.all_reduce(torch.zeros(1, device="cpu"), group=group)
 
     def updates(self) -> None:
         """The state is about to change by what was exchanged."""
@@ -307,7 +353,7 @@ class WorkerRounds:
             return False
         return (
             self.is_over
-            or isinstance(error, OthersDifferError | NotAgreedError)
+            or isinstance(error, RoundOverError | OthersDifferError | NotAgreedError)
             or bool(symptom_in(f"RuntimeError: {error}"))
         )
 

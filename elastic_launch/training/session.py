@@ -214,9 +214,11 @@ class Run:
         parameter or of its gradient, those of the first of them count, and norms count them once. The replicas get the
         shards of the first one, and are compared for each coordinate. Call it before the loop, and before the script
         forms groups of some ranks. A process that goes on in another round has the same mesh, whose ranks are those of
-        that round: take ``mesh["shard"]`` and ``mesh["tensor"]`` before the loop. With ``tensor`` above 1 a process
-        ends all the same if the round breaks while it waits for other ``tensor`` ranks in the script's code, or if its
-        replica has got a new process, which costs a restart.
+        that round: take ``mesh["shard"]`` and ``mesh["tensor"]`` before the loop. A step that breaks in
+        :meth:`Step.grad_norm` or :meth:`Step.update` is then done again from its start, and in its first attempt
+        ``step.repeated`` is true after ``update()``. With ``tensor`` above 1 a process ends if its replica has got a
+        new one, which costs a restart: that one begins with ``parallelize_module``, in which all ``tensor`` ranks
+        exchange.
 
         Refused are a mesh that the script has made itself, the whole mesh given to ``fully_shard`` (HSDP), a dimension
         of a tensor that both dimensions of the mesh cut into parts that do not fit, and in exact mode a script's own

@@ -31,7 +31,7 @@ from elastic_launch.training.loop_options import LoopOptions
 from elastic_launch.training.schedule import Schedule, Schedules
 from elastic_launch.training.session import Run, engine_of
 from elastic_launch.training.steps import Step
-from elastic_launch.training.transaction import RoundOverError, Transaction
+from elastic_launch.training.transaction import Transaction
 from elastic_launch.training.verification import share_of
 from elastic_launch.training.wrapped import sharding_modules
 
@@ -395,8 +395,8 @@ class Trainer:
                 step.backward(self._measure_loss(_on_device(sample, self.run.device), step.model)[-1])
 
     def _check_round(self) -> None:
-        if self._evaluations.running and engine_of(self.run).rounds.is_over:
-            raise RoundOverError("the round is over")
+        if self._evaluations.running:
+            engine_of(self.run).rounds.check_over()
 
     def _tell_evaluation(self, evaluation: Evaluation) -> None:
         self._schedules.evaluated(evaluation.metrics)

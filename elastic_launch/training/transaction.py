@@ -50,10 +50,6 @@ class NonFiniteLossError(ElasticLaunchError):
     """
 
 
-class RoundOverError(RuntimeError):
-    """The round that this process trained in is over."""
-
-
 @dataclass(frozen=True, slots=True)
 class Recovered:
     """How a step continues in another round."""
@@ -79,8 +75,12 @@ class StepOwner(Protocol):
     engine: Engine
     positions: Positions
 
-    def recover(self, error: RuntimeError, passes: Sequence[Outcome]) -> Recovered:
-        """Take part in the next round after an error, given the passes that are done; or raise the error."""
+    def recover(self, error: RuntimeError, passes: Sequence[Outcome], *, in_pass: bool) -> Recovered:
+        """Take part in the next round after an error, given the passes that are done; or raise the error.
+
+        Args:
+            in_pass: whether the script goes through the micro-batches, and can do so again.
+        """
 
     def pass_updated(self, passes: int) -> None:
         """Note that so many passes are updated; called if a step may have several, or if other ranks have done it."""
@@ -184,7 +184,8 @@ class Transaction:
         self._begin_pass()
         while not self._left_out:
             try:
-                yield from self._go_through()
+                with self._rounds.in_pass():
+                    yield from self._go_through()
             except RuntimeError as error:
                 if not self._goes_on(error):
                     raise
@@ -220,13 +221,16 @@ class Transaction:
         # has left these out, and trains on after a restart, from the step's start.
         return not (self._passes > 1 and self._moved) and self._rounds.caused(error)
 
-    def _goes_on(self, error: RuntimeError) -> bool:
-        """Continue the pass in another round, from its first micro-batch; return whether that is possible."""
+    def _goes_on(self, error: RuntimeError, *, in_pass: bool = True) -> bool:
+        """Continue the pass in another round, from its first micro-batch; return whether that is possible.
+
+        If the script has left the pass, the step is done again after it.
+        """
         if not self._may_go_on(error):
             return False
         self._rounds.groups.disconnect()  # so that no exchange that is under way is waited for
         self._pass.abandon()
-        recovered = self._owner.recover(error, self._done)
+        recovered = self._owner.recover(error, self._done, in_pass=in_pass)
         self._error = None
         self._drawn.clear()
         self._moved |= self._passes > 1 or bool(recovered.passes)
@@ -246,8 +250,7 @@ class Transaction:
         plan, gradients, watch, check = self.share.plan, self.share.gradients, self._new_watch(), self._check
         sample: Any = None
         for number, micro in enumerate(plan.micro_batches):
-            if self._rounds.is_over:
-                raise RoundOverError("the round is over")
+            self._rounds.check_over()
             began = time.perf_counter()
             with self._noting_errors(), left_seeded():
                 try:
@@ -585,18 +588,19 @@ class Transaction:
             self._end_pass(means)
             return
         self._rounds.updates()
-        gradients.finish_buffers()
         optimizers.unscale(chosen, gradients, f"step {self.number}")
-        if clip_norm is not None:
-            try:
+        try:
+            if clip_norm is not None:
                 with self._rounds.exchanging():
                     self.clipped_norm = gradients.clip(optimizers.parameters(chosen, gradients), clip_norm)
-            except RuntimeError as error:  # as in grad_norm()
-                if not self._goes_on(error):
-                    raise
-                self._open = False
-                self._owner.pass_updated(self._passes)
-                return
+            self._rounds.meet_replica()
+        except RuntimeError as error:  # as in grad_norm()
+            if not self._goes_on(error, in_pass=False):
+                raise
+            self._open = False
+            self._owner.pass_updated(self._passes)
+            return
+        gradients.finish_buffers()
         if self.number == 1:
             optimizers.warn_without_gradients(chosen, gradients, f"pass {self._passes} of the first step")
         self._owner.engine.saver.settle()
@@ -670,7 +674,7 @@ class Transaction:
             with self._rounds.exchanging():
                 return float(self.share.gradients.norm(list(found.values())))
         except RuntimeError as error:  # of a sharded model's ranks, which exchange their parts of it
-            if not self._goes_on(error):
+            if not self._goes_on(error, in_pass=False):
                 raise
             return math.nan
 

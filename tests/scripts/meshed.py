@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import torch
@@ -27,7 +28,12 @@ parser.add_argument("--micro", type=int, default=2)
 parser.add_argument("--checkpoint")
 parser.add_argument("--seed-by-rank", action="store_true", help="each rank builds another model")
 parser.add_argument("--kill", metavar="RANK:STEP", help="in the first round")
+parser.add_argument("--kill-in-pass", metavar="RANK:STEP", help="before a backward pass, in the first round")
 parser.add_argument("--spoil", metavar="RANK:STEP", help="change a part of a weight, in the first round")
+parser.add_argument("--live", action="store_true", help="processes of whole replicas are kept")
+parser.add_argument(
+    "--pause", type=float, default=0.0, help="seconds that each micro-batch takes besides, until RESULT.fast exists"
+)
 args = parser.parse_args()
 
 torch.manual_seed(1)
@@ -62,7 +68,7 @@ def build(run: el.Run) -> nn.Module:
     return model
 
 
-with el.session(threads=1) as run:
+with el.session(threads=1, live=args.live or None) as run:
     model = build(run)
     scale = nn.Parameter(torch.ones(()))  # only the optimizer has it
     parameters = [*model.parameters(), scale]
@@ -87,7 +93,12 @@ with el.session(threads=1) as run:
         for x, y in step:
             if (micro := next(mine, None)) is not None:  # else it counts nothing
                 seen.append([step.number, micro.index])
-            step.backward(nn.functional.cross_entropy(model(x) * scale, y), weight=2.0 * len(x))
+            loss = nn.functional.cross_entropy(model(x) * scale, y)
+            if here.format(step.number) == args.kill_in_pass:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if args.pause and not Path(f"{args.result}.fast").exists():
+                time.sleep(args.pause)
+            step.backward(loss, weight=2.0 * len(x))
         norms.append(step.grad_norm())
         if here.format(step.number) == args.kill:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -95,6 +106,9 @@ with el.session(threads=1) as run:
         if here.format(step.number) == args.spoil:
             model[0].weight.data.to_local().add_(1)
         losses.append(step.loss)
+        with Path(f"{args.result}.steps").open("a") as file:
+            line = {"pid": os.getpid(), "rank": run.rank, "step": step.number, "repeated": step.repeated}
+            file.write(json.dumps(line) + "\n")
     found = {
         "hash": el.weights_sha256(model),
         "history": evaluator.history[-1].metrics["loss"],

@@ -129,6 +129,21 @@ class Rank:
         assert bool((tensor == tensor[0]).all())
         return float(tensor[0])
 
+    def reduce_held(self, seconds: float) -> tuple[float, str]:
+        """Reduce in an inner group, which is held for so many seconds before; return the sum, and an error after it."""
+        with self.groups.forming(inner=True):
+            inner = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        assert self.groups.breakable
+        tensor, error = torch.full((1,), dist.get_rank() + 1.0), ""
+        with self.groups.held():
+            time.sleep(seconds)
+            dist.all_reduce(tensor, group=inner)
+        try:
+            dist.all_reduce(tensor.clone(), group=inner)
+        except RuntimeError as raised:
+            error = f"RuntimeError: {raised}"
+        return float(tensor), error
+
     def reduce_for_ever(self, numbers: int = 100_000) -> None:
         while True:
             self.reduce(numbers)

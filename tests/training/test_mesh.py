@@ -15,10 +15,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import elastic_launch as el
 from elastic_launch.errors import UsageError
+from elastic_launch.snapshot.format import tree
+from elastic_launch.training.checkpoints.state import TrainingState
 from elastic_launch.training.gradients import sharded
 from elastic_launch.training.ranks.mesh import check_shape
 from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
+from elastic_launch.training.wrapped import is_sharded, local
 
 DATA = torch.utils.data.TensorDataset(torch.linspace(-1, 1, 60).view(20, 3), torch.arange(20) % 4)
 
@@ -143,3 +146,46 @@ def test_tensor_ranks_are_told_apart_from_those_with_micro_batches() -> None:
 @pytest.mark.parametrize(("length", "fits"), [(10, True), (50304, True), (50257, False), (33, False)])
 def test_a_dimension_that_both_dimensions_of_a_mesh_cut_has_parts_that_fit(length: int, fits: bool) -> None:
     assert sharded._fit(length, 4, 2) is fits
+
+
+def test_a_rank_with_the_same_shards_takes_over_a_state_that_is_sent_without_its_mesh(run: Run) -> None:
+    mesh = run.mesh()
+    model = _parallel(_model(), mesh)
+    fully_shard(model, mesh=mesh["shard"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+    loader = el.ElasticLoader(DATA, el.GlobalBatch(10, micro=4), seed=1)
+    for step in run.steps(loader, model, optimizer, until="2ba"):
+        for x, y in step:
+            step.backward(nn.functional.cross_entropy(step.model(x), y))
+        step.update()
+    state = TrainingState().extended({"model": model, "optimizer": optimizer})
+    sent = state.captured_here()
+    assert sent is not None
+    tensors, rest = tree.encode(sent)
+    assert not any(map(is_sharded, tensors.values()))
+    cut = state.taking({"orders": state.orders()})
+    assert cut is not None
+    found, own = cut.as_received(tree.decode(rest, tensors)), state.own()
+    assert is_sharded(found["model"]["0.weight"])
+    pairs = [(found["model"][name], value) for name, value in own["model"].items()]
+    for number, values in own["optimizer"]["state"].items():
+        pairs += [(found["optimizer"]["state"][number][key], value) for key, value in values.items()]
+    assert len(pairs) == 6 + 6 * 3
+    for taken, value in pairs:
+        assert torch.equal(local(taken), local(value))
+        assert is_sharded(taken) == is_sharded(value)
+        if is_sharded(value):
+            assert (taken.shape, taken.placements, taken.device_mesh) == (
+                value.shape,
+                value.placements,
+                value.device_mesh,
+            )
+
+
+def test_a_dtensor_that_another_rank_could_not_make_is_not_sent(run: Run) -> None:
+    model = fully_shard(_model(), mesh=run.mesh()["shard"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = TrainingState().extended({"model": model, "optimizer": optimizer})
+    assert state.captured_here() is not None
+    optimizer.state[model[0].weight] = {"rows": model[0].weight.detach().sum(dim=1)}  # not of the parameter's shape
+    assert state.captured_here() is None

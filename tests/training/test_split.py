@@ -404,14 +404,15 @@ class Nodes:
         writer.write(draft, sequence=self._sequence, round=round, step=step, phase=phase, training=0)
         writer.close()
 
-    def newest(self, live: dict[int, tuple[int, int, int]] | None = None) -> list[Newest | None]:
+    def newest(self, live: dict[int, tuple[int, int, int]] | None = None, size: int = 1) -> list[Newest | None]:
         """Return what each rank finds."""
 
         def found(rank: int) -> Newest | None:
             link = AgentLink()
             link.slots = self.slots[rank]
             world = World(rank, len(self.slots), node_rank=rank, round=2)
-            return newest(MemorySnapshots(link, world), world, 0, (live or {}).get(rank, (0, 0, 0)))
+            own = (live or {}).get(rank)
+            return newest(MemorySnapshots(link, world), world, 0, [own] if own else [], size=size)
 
         return self._messages.run(len(self.slots), found)
 
@@ -510,6 +511,22 @@ def test_a_live_state_that_is_the_newest_needs_no_shards(nodes: Callable[[int], 
     for each in two.newest(live={1: (1, 6, 0)}):
         assert each is not None
         assert (each.live, each.position, [*each.holders], {**each.parts}) == (True, (1, 6), [1], {})
+
+
+def test_a_live_state_in_parts_counts_if_there_is_one_of_each_part(nodes: Callable[[int], Nodes]) -> None:
+    """Two replicas of two ranks: one rank has made an update before its replica broke."""
+    four = nodes(4)
+    four.holds(0, 4, None)
+    for lives, position, holders in (
+        ({0: (1, 6, 0), 1: (1, 6, 0)}, (1, 6), [0, 1]),
+        ({0: (1, 6, 0), 1: (1, 5, 0), 2: (1, 5, 0), 3: (1, 5, 0)}, (1, 5), [1, 2, 3]),
+        ({0: (1, 6, 0), 3: (1, 6, 0)}, (1, 6), [0, 3]),
+        ({0: (1, 6, 0), 1: (1, 5, 0), 2: (1, 6, 0)}, (1, 4), [0]),
+        ({1: (1, 6, 0), 3: (1, 6, 0)}, (1, 4), [0]),
+    ):
+        for found in four.newest(live=lives, size=2):
+            assert found is not None
+            assert (found.position, found.holders, found.live) == (position, holders, position != (1, 4))
 
 
 def test_the_snapshot_that_training_resumes_from_is_kept_until_the_next_is_complete(

@@ -164,7 +164,7 @@ def test_a_process_that_loses_a_receiver_can_tell_that_the_exchange_failed(
     """So that it goes on in another round, whichever part of the state was on its way."""
     sent: list[Tensor] = []
 
-    def broadcast(tensor: Tensor, src: int) -> None:
+    def broadcast(tensor: Tensor, src: int, group: object = None) -> None:
         if len(sent) == number:
             raise RuntimeError("Connection reset by peer")
         sent.append(tensor)

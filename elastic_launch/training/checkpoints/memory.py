@@ -311,34 +311,37 @@ def newest(
     memory: MemorySnapshots,
     world: World,
     training: int,
-    live: tuple[int, int, int] | None = None,
+    live: Sequence[tuple[int, int, int]] = (),
     suspect: bool = False,
+    size: int = 1,
 ) -> Newest | None:
     """Return the newest state of a training in memory; None if there is none. Called by all ranks.
 
     Args:
-        live: round, step and updated passes of this process' own state, if it was suspended; of equal ones, a live
-            state is taken.
+        live: round, step and updated passes of this process' own state, if it was suspended, and other positions with
+            the same state; of equal ones, a live state is taken.
         suspect: whether this process has dropped later states, see :class:`Newest`.
+        size: ranks of a replica, each of which has only a part of a live state, and the same one in all replicas.
     """
     held = memory.held(training)
     parts = [split.SnapshotPart.of(*each) for each in held]
     mine = {
         "writes": memory.writes,
         "suspect": suspect,
-        "live": [0, 0, 0] if live is None else live,
+        "live": live,
         "held": [[*h.position, part.world_size, part.ranks] for (_, h), part in zip(held, parts, strict=True)],
     }
     everybody = [json.loads(each) for each in bytes_of_all(world, json.dumps(mine).encode())]
     memory.decides = memory.writes and not any(each["writes"] for each in everybody[: world.rank])
     suspect = any(each["suspect"] for each in everybody)
-    lives = [tuple(each["live"]) for each in everybody]
+    lives = [{tuple(position) for position in each["live"]} for each in everybody]
     # By rank, what its node has of which snapshot. The newest comes last, as it is taken, if two have one position.
     kept = [{(a, b, c): split.SnapshotPart(tuple(x), n) for a, b, c, n, x in each["held"][::-1]} for each in everybody]
-    position = _newest_complete(kept, (*max(lives), EVALUATED), warn=world.rank == 0)
+    newest_live = _newest_live(lives, size)
+    position = _newest_complete(kept, (*newest_live, EVALUATED), warn=world.rank == 0)
     if position is None:
-        number, step, passes = max(lives)
-        holders = [rank for rank, each in enumerate(lives) if each == max(lives)]
+        number, step, passes = newest_live
+        holders = [rank for rank, each in enumerate(lives) if newest_live in each]
         is_everywhere = len(holders) == len(lives)
         # A process that has not done its evaluation yet does it with the others.
         if not number and not step:
@@ -351,6 +354,12 @@ def newest(
     number, step, phase = position
     everywhere, split_in = len(holders) == len(kept), {} if whole else found
     return Newest((number, step), phase, False, own, holders, everywhere, 0, suspect, split_in)
+
+
+def _newest_live(lives: Sequence[set[tuple[int, ...]]], size: int) -> tuple[int, ...]:
+    """Return the newest position whose state is live, all parts of it; zeros if there is none."""
+    parts = [set[tuple[int, ...]]().union(*lives[part::size]) for part in range(size)]
+    return max(set.intersection(*parts), default=(0, 0, 0))
 
 
 def _newest_complete(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 from torch import Tensor
@@ -28,10 +29,11 @@ from elastic_launch.training.checkpoints.resumed import Outcome, Resumed, check_
 from elastic_launch.training.checkpoints.sharded import StateGatherer
 from elastic_launch.training.checkpoints.split import Layouts
 from elastic_launch.training.checkpoints.state import TrainingState
-from elastic_launch.training.checkpoints.step_start import Start
+from elastic_launch.training.checkpoints.step_start import Start, copied
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.ranks.agreement import NOTHING, Wishes
 from elastic_launch.training.ranks.exchange import broadcast_state, numbers_of_all
+from elastic_launch.training.ranks.mesh import ALL, ReplicaMesh
 from elastic_launch.training.ranks.same_arguments import check_same
 from elastic_launch.training.ranks.spreading import Box
 from elastic_launch.training.ranks.world import World
@@ -149,6 +151,7 @@ class Saver:
         identity: dict[str, int],
         state: TrainingState,
         live: Live | None = None,
+        mesh: ReplicaMesh | None = None,
     ) -> Resumed:
         """Restore the script's next training from its newest state, in memory or storage; called by all ranks.
 
@@ -158,6 +161,7 @@ class Saver:
         Args:
             live: this process continues its training in another round, and its state may be the newest; None: it begins
                 one.
+            mesh: that of this rank's replica: each rank has the state of its coordinate.
 
         Returns:
             The state restored. Its ``state`` is None if this process has the newest state already.
@@ -171,7 +175,7 @@ class Saver:
             state.given.begin(state.members(), () if checkpoint is None else checkpoint.settings.override)
         self._checkpoint = checkpoint
         try:
-            resumed = self._newest(checkpoint, identity, state, live)
+            resumed = self._newest(checkpoint, identity, state, live, mesh)
         except RuntimeError:
             self._branch, self._training = before  # those of the state which this process still has
             raise
@@ -187,11 +191,23 @@ class Saver:
         return resumed
 
     def _newest(
-        self, checkpoint: CheckpointManager | None, identity: dict[str, int], state: TrainingState, live: Live | None
+        self,
+        checkpoint: CheckpointManager | None,
+        identity: dict[str, int],
+        state: TrainingState,
+        live: Live | None,
+        mesh: ReplicaMesh | None,
     ) -> Resumed:
         """Return the newest state, and continue its branch; called by all ranks."""
-        mine = None if live is None or live.in_doubt else (self._branch.round, live.step, len(live.passes))
-        kept = newest(self._memory, self._world, self._training, mine, self._suspect) if self._world.round else None
+        mine: list[tuple[int, int, int]] = []
+        if live is not None and not live.in_doubt:
+            mine = [(self._branch.round, live.step, len(live.passes))]
+            if mesh is not None:
+                mine = self._of_part(mine[0]) if state.captured_here() is not None else []
+        kept: Newest | None = None
+        if self._world.round:
+            size = 1 if mesh is None else mesh.inner.size()
+            kept = newest(self._memory, self._world, self._training, mine, self._suspect, size)
         resumed: Resumed | None = None
         newer = checkpoint is not None and kept is not None and checkpoint.has_newer(self._world, kept.position)
         if checkpoint is not None and (kept is None or (newer and not kept.suspect)):
@@ -208,12 +224,21 @@ class Saver:
         if resumed is not None and resumed.state is not None:
             self._judge(resumed)
         if resumed is None and kept is not None:
-            own = live if mine == (*kept.position, kept.passes) else None
-            resumed = self._from_memory(kept, checkpoint, identity, state, own)
+            own = live if (*kept.position, kept.passes) in mine else None
+            resumed = self._from_memory(kept, checkpoint, identity, state, own, mesh)
         elif resumed is None:
             resumed = Resumed()
             self._branch = following(self._world.round, run_id(), {}, 0)
         return resumed
+
+    def _of_part(self, position: tuple[int, int, int]) -> list[tuple[int, int, int]]:
+        """Return the positions whose state this process has, which is a part: that of which others have parts counts.
+
+        They may not have entered the round in which this process has taken no step since it went on from their state.
+        """
+        _, step, passes = position
+        before = takewhile(lambda state: state[1] == step, reversed(self._branch.line))
+        return [position, *((number, step, passes) for number, _ in before)]
 
     @contextmanager
     def _options_judged(
@@ -250,6 +275,7 @@ class Saver:
         identity: dict[str, int],
         state: TrainingState,
         live: Live | None,
+        mesh: ReplicaMesh | None,
     ) -> Resumed:
         number, step = kept.position
         parts: Any = None
@@ -263,7 +289,7 @@ class Saver:
                 own |= {"last": live.last, "passes": list(live.passes), "trained": live.trained}
                 if checkpoint is not None:
                     own["saved"] = checkpoint.standing(live.step, now=False)
-            parts, meta, starts = self._from_process(kept, state, own, live)
+            parts, meta, starts = self._from_process(kept, state, own, live, mesh)
         else:
             origin = f"The snapshot of step {step} in memory"
             parts, meta = restore(kept, self._world, state.taking)
@@ -296,7 +322,12 @@ class Saver:
         return resumed
 
     def _from_process(
-        self, kept: Newest, state: TrainingState, own: dict[str, Any] | None, live: Live | None
+        self,
+        kept: Newest,
+        state: TrainingState,
+        own: dict[str, Any] | None,
+        live: Live | None,
+        mesh: ReplicaMesh | None,
     ) -> tuple[dict[str, Any] | None, dict[str, Any], Sequence[Start]]:
         """Return the state of a process that was suspended with the newest one, its meta, and its step's starts.
 
@@ -306,9 +337,12 @@ class Saver:
         if own is None:
             faults.reached("restore", kept.position[1])
         sent: dict[str, Any] = {}
-        if not kept.everywhere:
+        among, place, holders = ALL, self._world.rank, kept.holders
+        if mesh is not None:
+            among, place, holders = mesh.across, mesh.across.place, mesh.across_with(kept.holders)
+        if not kept.everywhere and len(holders) != among.size:
             mine: dict[str, Any] | None = None
-            if self._world.rank == kept.holders[0]:
+            if place == holders[0]:
                 assert live is not None
                 assert own is not None
                 if live.received is not None and live.received.passes:
@@ -316,12 +350,23 @@ class Saver:
                     states, starts = live.received.state, live.received.starts
                     received = live.received
                     own |= {"classes": received.classes, "orders": received.orders, "late": received.late}
+                elif mesh is not None:
+                    states, starts = state.captured_here() or {}, []
                 else:
                     states = state.capture()
                     starts = state.start.starts if state.start is not None and live.passes else []
                 mine = {"state": states, "meta": own, "starts": list(starts)}
-            sent = broadcast_state(mine, kept.holders[0], self._world.rank)
-        return (sent["state"], dict(sent["meta"]), sent["starts"]) if own is None else (None, own, ())
+            sent = broadcast_state(mine, holders[0], place, among)
+        if own is not None:
+            return None, own, ()
+        meta = dict(sent["meta"])
+        cut = None if mesh is None else state.taking(meta)
+        return sent["state"] if cut is None else cut.as_received(sent["state"]), meta, sent["starts"]
+
+    def own(self, live: Live, identity: Mapping[str, int], state: TrainingState) -> Resumed:
+        """Return a copy of the state of the current position, which this process has, to load it later."""
+        meta = self._meta(identity, live.worlds, state) | {"last": live.last, "trained": live.trained}
+        return Resumed.of(live.step, copied(state.own()), meta, f"The state of step {live.step} in this process")
 
     def _meta(self, identity: Mapping[str, int], worlds: list[int], state: TrainingState) -> dict[str, Any]:
         """Return the meta of the current state, without when it was last saved."""

@@ -6,6 +6,7 @@ by one, so that a device has room for them; a rank that writes keeps all of them
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
@@ -25,6 +26,9 @@ from elastic_launch.training.wrapped import is_sharded, is_zero, sharding_module
 
 _WHOLE = object()
 """Stands for all of a tensor."""
+
+_SHARD, _SHAPE = "elastic_launch: shard", "elastic_launch: shape of the whole"
+"""Keys of what stands for a DTensor in a state that is sent to a rank with the same shards."""
 
 
 def holds_shards(part: Any) -> bool:
@@ -118,6 +122,15 @@ def _numbers(part: Any) -> dict[Any, int]:
     return {p: number for number, p in enumerate(p for group in part.param_groups for p in group["params"])}
 
 
+def _each(value: Any, path: Path, function: Callable[[Any, Path], Any]) -> Any:
+    """Return a dict or a list with what the function returns for each item and its path; else the value."""
+    if isinstance(value, dict):
+        found = copy.copy(value)
+        found.update({key: function(item, (*path, key)) for key, item in value.items()})
+        return found
+    return [function(x, (*path, i)) for i, x in enumerate(value)] if isinstance(value, list) else value
+
+
 def _local(value: Any) -> Any:
     if is_sharded(value):
         return value.to_local()
@@ -189,6 +202,28 @@ class Cutting:
         return DTensor.from_local(
             part, like.device_mesh, like.placements, run_check=False, shape=torch.Size(shape), stride=like.stride()
         )
+
+    def as_sent(self, value: Any, path: Path = ()) -> Any:
+        """Return a state of this rank for one that has the same shards: plain tensors stand for its DTensors.
+
+        Raises:
+            LookupError: if the other rank would not know how the whole of a DTensor is divided.
+        """
+        if is_sharded(value):
+            if getattr(self._like(path, value.shape), "placements", None) != value.placements:
+                raise LookupError(path)
+            return {_SHARD: value.detach().to_local(), _SHAPE: list(value.shape)}
+        return _each(value, path, self.as_sent)
+
+    def as_received(self, value: Any, path: Path = ()) -> Any:
+        """Return the state that another rank's :meth:`as_sent` has returned."""
+        if not isinstance(value, dict) or _SHARD not in value:
+            return _each(value, path, self.as_received)
+        from torch.distributed.tensor import DTensor  # slow to import
+
+        like, shape = self._like(path, value[_SHAPE]), torch.Size(value[_SHAPE])
+        how: dict[str, Any] = {"run_check": False, "shape": shape, "stride": like.stride()}
+        return DTensor.from_local(value[_SHARD].to(like.device), like.device_mesh, like.placements, **how)
 
     def _like(self, path: Path, shape: Sequence[int]) -> Any:
         """Return the tensor as whose shard one is cut; None: it is not needed here."""

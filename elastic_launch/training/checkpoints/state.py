@@ -137,6 +137,27 @@ class TrainingState:
             return states if keep else {}
         return self._states() if keep else {}
 
+    def captured_here(self) -> dict[str, Any] | None:
+        """Return the states of all parts by name, for ranks that have the same shards, without communication.
+
+        Take it over by what :meth:`taking` returns; None if such a rank could not.
+        """
+        self.begin_capture(keep=True)
+        states = self.own()
+        cut = self.taking({"orders": self.orders()})
+        try:
+            return states if cut is None else cut.as_sent(states)
+        except LookupError:
+            return None
+
+    def own(self) -> dict[str, Any]:
+        """Return the states of all parts by name as this rank has them, with DTensors."""
+        states = {name: self._frozen.left(name, ungathered_state(part)) for name, part in self._parts.items()}
+        return self._as_at_start(states | self.late.left(self._parts))
+
+    def _as_at_start(self, states: dict[str, Any]) -> dict[str, Any]:
+        return self.start.put_back(states) if self.start is not None and self.start.open else states
+
     def captured_split(self, *, keep: bool) -> tuple[dict[str, Any], StateGatherer]:
         """Return the states of all parts by name, and the shards, for which stand-ins are in it; by all ranks."""
         self.gathered.clear()
@@ -171,8 +192,7 @@ class TrainingState:
         if self.sharded:
             return {name: self._frozen.left(name, local_state(part)) for name, part in self._parts.items()}
         states = {name: self._frozen.left(name, part.state_dict()) for name, part in self._parts.items()}
-        states |= self.late.left(self._parts)
-        return self.start.put_back(states) if self.start is not None and self.start.open else states
+        return self._as_at_start(states | self.late.left(self._parts))
 
     def follow_steps(self, unwatched: Collection[str] = ()) -> StepStart:
         """From now on, know what each step began with; ``unwatched`` is as for :class:`StepStart`."""

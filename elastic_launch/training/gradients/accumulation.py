@@ -213,6 +213,11 @@ class Gradients:
         if self._shards is not None:
             self._shards.begin(plan)
 
+    def reshard(self) -> None:
+        """Let each rank have only its shards of the parameters that FSDP has sharded."""
+        if self._shards is not None:
+            self._shards.reshard()
+
     @property
     def failed(self) -> RuntimeError | None:
         """The error by which an exchange of a sharded model's passes has failed."""

@@ -58,7 +58,7 @@ class ShardSums:
         self._data = RankGroup(world_size, rank) if mesh is None else mesh.data
         self._across = RankGroup(1, 0) if mesh is None else mesh.across
         self._shards = self._data.size // self._across.size  # of each parameter
-        self._exact = exact
+        self.exact = exact
         self._modules = sharding_modules(model)
         self._scatters: list[_Scatter] = []
         self._index: int | None = None  # of the micro-batch; None: the pass counts nothing
@@ -68,6 +68,7 @@ class ShardSums:
         self._reduced = 0  # elements in the current pass
         self._outlives = outlives
         self._going_through = False
+        self._goes_on_within = mesh is not None and mesh.tensor.size > 1
         self.failed: RuntimeError | None = None
         """The error by which an exchange of this round has failed. From then on all others count nothing."""
         self._plan = BatchPlan((), 1, ())
@@ -100,8 +101,11 @@ class ShardSums:
             self._signature = self._parameters.signature
             for scatter in self._scatters:
                 scatter.sizes.clear()
+        self.reshard()
+
+    def reshard(self) -> None:
+        """Let each rank have only its shards: an evaluation leaves the outermost module's parameters gathered."""
         for module in self._modules:
-            # An evaluation leaves the outermost module's parameters gathered.
             module.reshard()
 
     def reset(self) -> None:
@@ -122,13 +126,19 @@ class ShardSums:
         finally:
             self._going_through = False
 
-    def exchanged(self, output: Tensor, exchange: Callable[[], Any]) -> Any:
-        """Return what an exchange returns; if it has failed, None, with an output of zeros."""
-        if self.failed is None:
+    def exchanged(self, output: Tensor, exchange: Callable[[], Any], *, inner: bool = True) -> Any:
+        """Return what an exchange returns; if it has failed, None, with an output of zeros.
+
+        Args:
+            inner: whether it is one of this replica's ranks alone. Where the script's code has such exchanges, too,
+                between ``tensor`` ranks, they are made also after others have failed: no rank may leave one out.
+        """
+        if self.failed is None or (inner and self._goes_on_within):
             try:
                 return exchange()
             except RuntimeError as error:
-                self.failed = error
+                self.failed = self.failed or error
+                self._goes_on_within &= not inner
                 if not self._going_through:
                     raise
                 error.__traceback__ = None  # it may keep a work alive, and thus the process group
@@ -157,7 +167,7 @@ class ShardSums:
         if self._reduced != sum(_padded(p, self._shards) for _, p in trained):
             without = ", ".join(name for name, p in trained if p.grad is None)
             raise _partial(f", such as {without}" if without else "")
-        if self._exact and not self._last:
+        if self.exact and not self._last:
             for _, parameter in trained:
                 parameter.grad = None  # zeros: the sums are in the tree
 
@@ -165,7 +175,7 @@ class ShardSums:
         """Reduce a group's gradients; called within the backward pass, with one shard for each rank."""
         if self._void:
             given.zero_()
-        if not self._exact:
+        if not self.exact:
             dist.reduce_scatter_tensor(output, given, group=group)
             return
         stack = scatter.stack()
@@ -207,7 +217,7 @@ class ShardSums:
 
     def finish(self) -> None:
         """After the last pass, add the sums of all replicas; called by all ranks."""
-        if self._across.size > 1 and not self._exact:
+        if self._across.size > 1 and not self.exact:
             gradients = [local(p.grad) for p in self._parameters.sharded.values() if p.grad is not None]
             together(gradients, partial(dist.all_reduce, group=self._across.group))
 
@@ -215,7 +225,7 @@ class ShardSums:
         """Record that a group's gradients were reduced."""
         self._reduced += len(output) * self._shards
         # FSDP does not call the reduction for a single shard. The output is going to be the gradients' memory.
-        if self._shards == 1 and self._exact:
+        if self._shards == 1 and self.exact:
             self.reduce(scatter, output, output.clone(), None)
         elif self._shards == 1 and self._void:
             output.zero_()
@@ -265,7 +275,8 @@ class _Scatter:
         # A model may take another path through zeros, in a pass that counts nothing.
         if self.sizes[self.made - 1] != len(input_tensor) and self._sums.failed is None:
             raise _partial("")  # before the ranks exchange different sizes, which may end a process
-        self._sums.exchanged(output_tensor, lambda: self._sums.reduce(self, output_tensor, input_tensor, group))
+        reduce = partial(self._sums.reduce, self, output_tensor, input_tensor, group)
+        self._sums.exchanged(output_tensor, reduce, inner=not self._sums.exact)
 
     def reduced(self, output: Tensor) -> None:
         _used_here(output)

@@ -64,6 +64,8 @@ class RoundGroups:
 
     def __init__(self) -> None:
         self._sockets = GroupSockets()
+        self._inner = GroupSockets()  # of groups that disconnect() leaves alone while they are held
+        self._holds = 0
         self._ours: list[weakref.ref[ProcessGroup]] = []
         self._excepthooks: list[tuple[Any, Any]] = []
         self._lock = threading.Lock()
@@ -71,17 +73,18 @@ class RoundGroups:
         self._log_level: int | None = None  # to put back
 
     @contextmanager
-    def forming(self) -> Iterator[None]:
+    def forming(self, *, inner: bool = False) -> Iterator[None]:
         """Wrap each creation of a group: ``init_process_group`` with its store client, or ``new_group``.
 
         The groups that appear meanwhile are the round's, and so are their sockets. Only one thread may form groups.
+        Those that are ``inner``, see :meth:`held`, are formed after the first one.
 
         Raises:
             RuntimeError: if :meth:`disconnect` was called before the group was formed.
         """
         before, hook = set(_groups()), sys.excepthook
         port, size = (int(os.environ.get(name) or 0) for name in ("MASTER_PORT", "WORLD_SIZE"))
-        with self._sockets.opening(port, size):
+        with (self._inner if inner else self._sockets).opening(port, size):
             self._forming = True
             try:
                 yield
@@ -114,8 +117,28 @@ class RoundGroups:
                 # A store's client that waits would print a warning with a stack of some 20 lines of C++.
                 self._log_level = _log_from(_ERRORS_ONLY)
         shut = self._sockets.shut_down()
+        with self._lock:
+            if not self._holds:
+                shut += self._inner.shut_down()
         self._abort()
         return shut
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Within this context, :meth:`disconnect` leaves inner groups connected; on exit, it does not any more.
+
+        So ranks that are all still in the round can complete what they exchange among themselves.
+        """
+        with self._lock:
+            self._holds += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._holds -= 1
+                ends = not self._holds
+            if ends and self.disconnected:
+                self._inner.shut_down()
 
     @property
     def disconnected(self) -> bool:
@@ -125,7 +148,8 @@ class RoundGroups:
     @property
     def breakable(self) -> bool:
         """Whether :meth:`disconnect` can end the collectives of all groups made within :meth:`forming`."""
-        return not self.unbreakable and self._sockets.loops >= sum(map(_is_gloo, self._backends()))
+        loops = self._sockets.loops + self._inner.loops
+        return not self.unbreakable and loops >= sum(map(_is_gloo, self._backends()))
 
     @property
     def unbreakable(self) -> list[str]:
@@ -186,12 +210,12 @@ class RoundGroups:
         """
         foreign = [_describe(group) for group in self._foreign()]
         held = [(weakref.ref(group), _describe(group)) for group in _groups()]
-        epolls = self._sockets.close()
+        epolls = [*self._sockets.close(), *self._inner.close()]
         # Where the groups of GPUs take longer anyway, there is nothing to gain.
         with quick_turns(epolls if all(map(_is_gloo, self._backends())) else []):
             self._destroy()
             if not foreign:
-                _wait_until_gone(held, self._sockets)
+                _wait_until_gone(held, self._sockets, self._inner)
         if foreign:
             raise GroupsRemainError(f"The script made process groups itself: {', '.join(foreign)}.")
 
@@ -283,12 +307,12 @@ def _is_gloo(backend: object) -> bool:
     return dist.is_gloo_available() and isinstance(backend, distributed_c10d.ProcessGroupGloo)
 
 
-def _wait_until_gone(held: list[tuple[weakref.ref[ProcessGroup], str]], sockets: GroupSockets) -> None:
+def _wait_until_gone(held: list[tuple[weakref.ref[ProcessGroup], str]], *sockets: GroupSockets) -> None:
     """Wait until groups and sockets are gone: a thread of gloo or autograd may be the last to drop its reference."""
     allowance, collected = Allowance(_LEFT_S, os.getpid()), False
     while True:
         left = [name for ref, name in held if ref() is not None]
-        still_open = sockets.still_open()
+        still_open = sum(each.still_open() for each in sockets)
         if not left and not still_open:
             return
         if not collected:

@@ -52,8 +52,16 @@ def obstacle(model: nn.Module, parts: Sequence[Any] = (), *, within: bool = Fals
     return ""
 
 
-def let_go(model: nn.Module) -> None:
-    """Drop the process groups of the current round, which is about to be left."""
+def let_go(model: nn.Module, *, within: bool = False) -> None:
+    """Drop the process groups of the current round, which is about to be left.
+
+    Args:
+        within: see :func:`reshard`. Then each rank gets back its shards, which a pass that was broken off has gathered.
+    """
+    for module in sharding_modules(model) if within else []:
+        if module._get_fsdp_state()._is_root:
+            module.reset_iter_state()
+        module.reshard()
     sharded: list[Any] = [parameter for parameter in model.parameters() if is_sharded(parameter)]
     meshes = {id(each.device_mesh): each.device_mesh for each in sharded}
     for group in _groups(model):
@@ -70,18 +78,11 @@ def reshard(model: nn.Module, optimizer: Any, *, within: bool = False) -> None:
 
     Args:
         within: whether it is sharded within replicas, whose mesh has got its groups of this round: then it keeps its
-            shards.
+            shards, with their values, and so does the optimizer.
     """
     from torch.distributed.device_mesh import init_device_mesh  # slow to import
 
-    for module in sharding_modules(model):
-        if module._get_fsdp_state()._is_root:
-            module.reset_iter_state()
-    for each in getattr(optimizer, "optimizers", {"": optimizer}).values():
-        each.state.clear()
     if within:
-        for module in sharding_modules(model):
-            module.reshard()  # a pass that was broken off leaves its parameters gathered
         for group in _groups(model):
             group.mesh_info.shard_process_group = group.mesh_info.mesh.get_group(group.mesh_info.shard_mesh_dim)
             for each in group.fsdp_params:  # which may have summed a part of a pass
@@ -91,6 +92,11 @@ def reshard(model: nn.Module, optimizer: Any, *, within: bool = False) -> None:
         for parameter in model.parameters():
             parameter.grad = None
         return
+    for module in sharding_modules(model):
+        if module._get_fsdp_state()._is_root:
+            module.reset_iter_state()
+    for each in getattr(optimizer, "optimizers", {"": optimizer}).values():
+        each.state.clear()
     infos: dict[int, tuple[Any, Any]] = {}  # by the old one's address, which lasts as long as it
     for group in _groups(model):
         old = group.mesh_info

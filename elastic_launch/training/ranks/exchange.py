@@ -133,12 +133,14 @@ def broadcast_tensors(tensors: Iterable[Tensor], *, by_host: bool = False, among
             value.copy_(dense.view(value.dtype).view(value.shape))
 
 
-def broadcast_state(state: Any, source: int, rank: int) -> Any:
+def broadcast_state(state: Any, source: int, rank: int, among: RankGroup = ALL) -> Any:
     """Return the source rank's state on all ranks.
 
     Args:
         state: a state that a checkpoint can hold; used only on the source rank.
+        among: the ranks, if not all; ``source`` and ``rank`` are places among them.
     """
+    send = partial(dist.broadcast, src=among.rank(source), group=among.group)
     tensors: dict[str, Tensor] = {}
     header = b""
     if rank == source:
@@ -146,16 +148,16 @@ def broadcast_state(state: Any, source: int, rank: int) -> Any:
         header = json.dumps([described(tensors), rest]).encode()
     with exchanging():
         size = torch.tensor([len(header)], dtype=torch.int64, device="cpu")
-        dist.broadcast(size, src=source)
+        send(size)
         content = torch.frombuffer(bytearray(header.ljust(int(size))), dtype=torch.uint8)
-        dist.broadcast(content, src=source)
+        send(content)
     shapes, rest = json.loads(bytes(bytes_of(content)))
     for name, (dtype, shape) in shapes.items():
         if rank == source:
             sent = tensors[name].cpu()
         else:
             sent = tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
-        in_chunks(sent, partial(dist.broadcast, src=source))
+        in_chunks(sent, send)
     return state if rank == source else tree.decode(rest, tensors)
 
 

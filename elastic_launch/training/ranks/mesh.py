@@ -7,7 +7,8 @@ kind, in the same order on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -75,6 +76,10 @@ class ReplicaMesh:
         """Whether a ``DeviceMesh`` is this one, or one of its dimensions."""
         return any(mesh == own for own in (self.inner, *self.slices))
 
+    def across_with(self, ranks: Collection[int]) -> list[int]:
+        """Return the places of those of some ranks that have this rank's coordinate."""
+        return [place for place in range(self.across.size) if self.across.rank(place) in ranks]
+
     def leave(self) -> None:
         """Drop the groups, since the round is over. What FSDP's modules have of the last round has this object."""
         getattr(self.inner, "_pg_registry", {}).clear()
@@ -90,6 +95,7 @@ class ReplicaMesh:
         timeout: float,
         kept: ReplicaMesh | None = None,
         *,
+        forming: Callable[..., AbstractContextManager[None]],
         outlives: bool = False,
     ) -> ReplicaMesh:
         """Form the groups; called by all ranks.
@@ -98,6 +104,7 @@ class ReplicaMesh:
             kept: that of an earlier round, of the same shape. Its ``DeviceMesh`` gets the new groups: the hooks of
                 ``parallelize_module`` and all DTensors have it. It goes on to name the ranks of the round in which it
                 was made.
+            forming: returns the context in which groups are formed, with ``inner=True`` those within the replica.
             outlives: whether the mesh is to be kept in another round.
 
         Raises:
@@ -121,7 +128,8 @@ class ReplicaMesh:
                 group = dist.new_group(members, timedelta(seconds=timeout), use_local_synchronization=True)
             return RankGroup(len(members), members.index(world.rank), group)
 
-        shards, tensors = peers(ranks[at, :, t], inner=True), peers(ranks[at, s], inner=True)
+        with forming(inner=True):
+            shards, tensors = peers(ranks[at, :, t], inner=True), peers(ranks[at, s], inner=True)
         groups: Any = [each.group or dist.group.WORLD for each in (shards, tensors)]
         if kept is None:
             inner = DeviceMesh.from_group(groups, device_type, mesh=ranks[at], mesh_dim_names=DIMENSIONS)
@@ -132,7 +140,8 @@ class ReplicaMesh:
                 if name != group.group_name:  # by which meshes and DTensors find it
                     _register_process_group(name, group)
                 getattr(inner, "_pg_registry", {})[name] = group
-        return ReplicaMesh(inner, slices, tensors, data=peers(ranks[:, :, t]), across=peers(ranks[:, s, t]))
+        with forming():
+            return ReplicaMesh(inner, slices, tensors, data=peers(ranks[:, :, t]), across=peers(ranks[:, s, t]))
 
 
 def check_shape(world: World, shard: int, tensor: int) -> None:

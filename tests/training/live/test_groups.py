@@ -195,6 +195,20 @@ def test_an_exchange_is_confirmed_by_all_ranks_or_by_none(world: World) -> None:
     together("leave", one, other)
 
 
+def test_ranks_that_hold_a_group_complete_what_they_exchange_in_it(world: World) -> None:
+    ranks = world.start(2)
+    orders = [rank.begin("reduce_held", 2.0 * SLOWNESS) for rank in ranks]
+    time.sleep(SLOWNESS)  # the group is formed
+    assert ranks[0].do("disconnect") == 3  # two groups and the store
+    ranks[1].do("disconnect")
+    for rank, order in zip(ranks, orders, strict=True):
+        total, error = rank.end(order).result
+        assert total == 3.0
+        assert symptom_in(error)
+    together("leave", *ranks)
+    world.form(*ranks)
+
+
 def test_a_backend_that_can_abort_is_aborted_and_left(world: World) -> None:
     (rank,) = world.start(1)
     rank.do("leave")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from elastic_launch.errors import UsageError
 from elastic_launch.training.gradients.parameters import Parameters
 from elastic_launch.training.gradients.sharded import ShardSums, _Gather
 from elastic_launch.training.live.resharding import let_go, obstacle, reshard
+from elastic_launch.training.ranks.mesh import RankGroup
 
 
 def _form() -> None:
@@ -127,6 +129,21 @@ def test_within_a_pass_an_exchange_that_fails_gives_zeros_and_the_pass_ends_with
         with pytest.raises(RuntimeError, match="Connection closed") as raised:
             sums.end_pass()
         assert raised.value is error is sums.failed
+
+
+def test_after_a_failure_tensor_ranks_complete_what_they_exchange_within_their_replica() -> None:
+    model = _sharded()
+    mesh: Any = SimpleNamespace(data=RankGroup(1, 0), across=RankGroup(1, 0), tensor=RankGroup(2, 0))
+    parameters = Parameters(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    sums = ShardSums(model, parameters, 1, 0, exact=True, outlives=True, mesh=mesh)
+    first, second = (RuntimeError(f"Connection closed by peer {number}") for number in (1, 2))
+    with sums.going_through():
+        sums.exchanged(torch.ones(1), lambda: _raise(first), inner=False)
+        assert sums.exchanged(torch.ones(1), lambda: "done") == "done"
+        sums.exchanged(torch.ones(1), lambda: pytest.fail("others are not in it any more"), inner=False)
+        sums.exchanged(torch.ones(1), lambda: _raise(second))
+        sums.exchanged(torch.ones(1), lambda: pytest.fail("the replica is broken"))
+    assert sums.failed is first
 
 
 def test_an_error_outside_of_a_pass_is_raised_at_once() -> None:
