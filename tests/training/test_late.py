@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import elastic_launch as el
+from elastic_launch.training.checkpoints.resumed import Resumed
 from elastic_launch.training.engine import Engine
 from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
@@ -145,6 +147,19 @@ def test_what_is_not_registered_yet_is_saved_again_as_it_is(tmp_path: Path, capl
     early.run.register("average", average)
     assert [*early.steps()] == []
     assert bits(average) == bits(late)
+
+
+def test_a_restored_state_is_freed_after_the_step_that_registers_its_object(tmp_path: Path) -> None:
+    """Without a snapshot or checkpoint after it, too."""
+    Training(tmp_path, until=4).averaged()
+    resumed = Training(tmp_path, until=7)
+    resumed.checkpoint = el.Checkpoint(tmp_path, every=1000)
+    for step in resumed.steps():
+        if step.number == 6:
+            resumed.run.register("average", average := AveragedModel(resumed.model, use_buffers=True))
+            assert int(average.n_averaged) == 2
+        held = any("average" in (each.state or {}) for each in gc.get_objects() if isinstance(each, Resumed))
+        assert held is (step.number < 7)
 
 
 def test_what_was_registered_before_the_training_is_still_required(tmp_path: Path) -> None:
