@@ -189,6 +189,31 @@ def test_a_late_object_that_does_not_fit_or_has_a_taken_name_is_refused(tmp_path
         next(steps)
 
 
+def test_a_training_that_begins_from_another_one_takes_its_late_average_only_if_it_is_to(tmp_path: Path) -> None:
+    theirs = Training(tmp_path / "base", until=4).averaged()
+    assert theirs is not None
+
+    def begin(name: str, **how: Any) -> Training:
+        training = Training(tmp_path / name)
+        training.checkpoint = el.Checkpoint(tmp_path / name, every=1, start_from=tmp_path / "base", **how)
+        return training
+
+    with pytest.raises(el.UsageError, match=r"has average, which that (?s:.*)Checkpoint\(allow=\['average'\]\)"):
+        begin("silent").averaged()
+    for how, starts in ({"allow": ["average"]}, 5), ({"weights_only": True}, 3):
+        name = "".join(how)
+        for _ in "begun", "resumed":
+            anew = begin(name, **how).averaged(after=True)
+            assert anew is not None
+            assert int(anew.n_averaged) == 7 - starts
+    taking = begin("taking")
+    average = AveragedModel(taking.model, use_buffers=True)
+    taking.run.register("average", average)
+    for step in taking.steps():
+        assert step.number > 4
+        assert bits(average) == bits(theirs)
+
+
 def test_in_a_loop_of_its_own_a_script_may_register_late_too(tmp_path: Path) -> None:
     def steps(until: int) -> nn.Linear:
         run, model, late = Run(Engine(World(), torch.device("cpu"))), nn.Linear(1, 1), nn.Linear(1, 1)
