@@ -179,10 +179,6 @@ class WorkerHello(Message):
     saves: bool = True
 
 
-NOT_COMPARED = "not compared"
-"""Value of an argument that must be the same on all ranks, but is not known on this one, or is not to be compared."""
-
-
 @dataclass(frozen=True, slots=True)
 class Ready(Message):
     """This worker has begun to train with ``step`` steps done.

@@ -20,12 +20,11 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 import elastic_launch as el
-from elastic_launch.contract import NOT_COMPARED
 from elastic_launch.training.data import content, epochs
 from elastic_launch.training.data.content import digest
 from elastic_launch.training.data.loader import epochs_of
 from elastic_launch.training.live.rehearsal import randomness_kept
-from elastic_launch.training.ranks.same_arguments import LONGEST, SAMPLE, told
+from elastic_launch.training.ranks.same_arguments import LONGEST, NOT_COMPARED, SAMPLE, told
 
 
 @dataclass
@@ -221,9 +220,10 @@ def test_a_process_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPa
     assert {*compared(Of(lambda index: time.sleep(3600)), num_workers=1).values()} == {NOT_COMPARED}
 
 
-def test_long_arguments_are_told_without_samples() -> None:
-    long = {"metrics": "x" * LONGEST}
-    assert told({**long, f"{SAMPLE}1": "a"}) == told({**long, f"{SAMPLE}1": NOT_COMPARED}) != told({"metrics": "x"})
+@pytest.mark.parametrize("length", [1, LONGEST])
+def test_arguments_are_told_without_samples(length: int) -> None:
+    given = {"metrics": "x" * length}
+    assert told({**given, f"{SAMPLE}1": "a"}) == told(given) != told({"metrics": "y"})
 
 
 class Noisy(Dataset[tuple[Tensor, Tensor]]):

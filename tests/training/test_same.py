@@ -7,10 +7,9 @@ import json
 import pytest
 from harness import SCRIPTS, Job
 
-from elastic_launch.contract import NOT_COMPARED
 from elastic_launch.errors import UsageError
 from elastic_launch.training.ranks import same_arguments
-from elastic_launch.training.ranks.same_arguments import check_same
+from elastic_launch.training.ranks.same_arguments import NOT_COMPARED, check_same
 from elastic_launch.training.ranks.world import World
 
 UNLIKE = str(SCRIPTS / "guards" / "unlike.py")
@@ -31,6 +30,7 @@ SAID = {
     "sample": "rank 1 has sample 63 (as a hash; see compare_samples) ",
     "sample, not compared": "",
     "random": "",
+    "time": "",
     "nothing": "",
     "own loop": "rank 1 has width 1, rank 0 has 0",
 }

@@ -20,13 +20,15 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from elastic_launch.batch import MicroBatch
-from elastic_launch.contract import NOT_COMPARED
 from elastic_launch.training.data.batches import Batches, MicroBatchRequest
 from elastic_launch.training.ranks.checksum import checksums
-from elastic_launch.training.ranks.same_arguments import SAMPLE
+from elastic_launch.training.ranks.same_arguments import NOT_COMPARED, SAMPLE
 
 ONCE_MORE, ROUNDS = 0.1, 8
 """Each sample is read twice, and then again within so many seconds, up to so many times: it may be random by design."""
+
+LATER = 1.1
+"""Seconds after that at which they are read once more if ranks differ: they may contain the time."""
 
 LONGEST = 2.0
 """Seconds after which no further sample is read. Then none is compared."""
