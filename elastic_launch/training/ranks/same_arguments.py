@@ -26,6 +26,9 @@ NOT_COMPARED = "not compared"
 SAMPLE = "sample "
 """How the names of samples begin, among the arguments, whose content is compared by a hash."""
 
+APART = "/"
+"""Between the hashes of a sample; those of ranks that have one of them in common count as the same."""
+
 SHOWN = 3
 """Most values that an error names besides that of most ranks."""
 
@@ -101,10 +104,15 @@ def check_same(
 
 
 def _of_all(world: World, given: Mapping[str, object]) -> list[dict[str, str]]:
-    """Return what is to be compared of the arguments of each rank."""
+    """Return what is to be compared of each rank's arguments; of a sample, the hash that the fewest ranks differ in."""
     found: list[dict[str, str]] = [json.loads(one) for one in bytes_of_all(world, _text(given).encode())]
     unknown = {name for one in found for name, value in one.items() if value == NOT_COMPARED}
-    return [{name: value for name, value in one.items() if name not in unknown} for one in found]
+    found = [{name: value for name, value in one.items() if name not in unknown} for one in found]
+    for name in [name for name in found[0] if name.startswith(SAMPLE) and all(name in one for one in found)]:
+        hashes = zip(*(one[name].split(APART) for one in found), strict=False)
+        for one, value in zip(found, min(hashes, key=lambda values: len({*values})), strict=True):
+            one[name] = value
+    return found
 
 
 def _difference(found: list[dict[str, str]]) -> tuple[str, str]:
