@@ -556,9 +556,14 @@ class CommitAnswer(Message):
 
 @dataclass(frozen=True, slots=True)
 class Stop(Message):
-    """Stop after the same step as all other ranks, save, and then exit or, if the worker can, be suspended."""
+    """Stop after the same step as all other ranks, save, and then exit or, if the worker can, be suspended.
+
+    Attributes:
+        ends: whether this node leaves, or the run ends: one that has done all steps is not to wait for anything else.
+    """
 
     cause: Text
+    ends: bool = False
 
 
 @dataclass(frozen=True, slots=True)

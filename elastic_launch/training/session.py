@@ -297,11 +297,13 @@ class Run:
         The process stays while this one takes part in further rounds. It is killed (SIGKILL) if an exception leaves the
         session, including the one by which a process ends whose training continues in another one, and by the launcher
         if this process is killed. Otherwise the session's end waits for it, once the process group was left and the
-        last checkpoint was written. If it fails, there is a warning, and the training does not fail.
+        last checkpoint was written, or until the run is to stop. If it fails, there is a warning, and the training does
+        not fail.
 
         Args:
             wait: how long the session's end waits at most: seconds, or as ``"30s"``, ``"5min"`` or ``"2h"``. Then the
-                process gets SIGTERM, and SIGKILL 5 s later. 0: at once, for servers. None: until the process ends.
+                process and all that it has started get SIGTERM, and SIGKILL 5 s later. 0: at once, for servers. None:
+                until the process ends.
 
         Returns:
             The process.
@@ -551,13 +553,12 @@ def _take_part(
             engine = Engine(None, device_ahead(), settings=settings, timeout=seconds, live=live)
         else:
             engine = _joined(settings, seconds, live)
-        with engine.background:
-            try:
-                with _ended_in_order(engine, found), joining(engine.meet):
-                    yield Run(engine)
-                    engine.leave_if_draining()
-            finally:
-                engine.release()
+        try:
+            with engine.background, _ended_in_order(engine, found), joining(engine.meet):
+                yield Run(engine)
+                engine.leave_if_draining()
+        finally:
+            engine.release()
 
 
 def _joined(settings: Determinism, timeout: float, live: AskedLive) -> Engine:
