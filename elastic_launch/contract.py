@@ -179,10 +179,6 @@ class WorkerHello(Message):
     saves: bool = True
 
 
-NOT_COMPARED = "not compared"
-"""Value of an argument that must be the same on all ranks, but is not known on this one, or is not to be compared."""
-
-
 @dataclass(frozen=True, slots=True)
 class Ready(Message):
     """This worker has begun to train with ``step`` steps done.
@@ -565,9 +561,14 @@ class CommitAnswer(Message):
 
 @dataclass(frozen=True, slots=True)
 class Stop(Message):
-    """Stop after the same step as all other ranks, save, and then exit or, if the worker can, be suspended."""
+    """Stop after the same step as all other ranks, save, and then exit or, if the worker can, be suspended.
+
+    Attributes:
+        ends: whether this node leaves, or the run ends: one that has done all steps is not to wait for anything else.
+    """
 
     cause: Text
+    ends: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -366,7 +366,8 @@ class NodeAgent(ElasticAgent):
                 self._workers.resume()
                 self._control.dismiss(local_ranks)
             case v.AskStop(round=number, cause=cause, seconds=seconds):
-                self._control.ask_stop(number, self.state.view.alive, cause)
+                view = self.state.view
+                self._control.ask_stop(number, view.alive, cause, ends=view.leaving is not None or view.final)
                 if seconds is not None:
                     self._inbox.put_later(seconds, v.DrainOver(number))
             case v.AwaitCopies(bounded=bounded):

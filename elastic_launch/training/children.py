@@ -7,7 +7,10 @@ import math
 import os
 import shlex
 import time
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from select import select
+from signal import SIGKILL, SIGTERM, pidfd_send_signal
 from subprocess import Popen, TimeoutExpired
 from types import TracebackType
 from typing import Any
@@ -20,6 +23,7 @@ from elastic_launch.system.plain_text import clipped, one_line
 from elastic_launch.training.durations import seconds_of
 from elastic_launch.training.kinds import check_kind
 from elastic_launch.training.ranks.world import ASYNC_ERROR_HANDLING, before_session
+from elastic_launch.training.stopping import DrainedExit
 
 _log = logging.getLogger(__name__)
 
@@ -28,6 +32,12 @@ _OTHERS = {ENV_DRILL, ENV_FAULTS, "TORCHELASTIC_SIGNALS_TO_HANDLE", "TORCHELASTI
 
 _TERMINATION = 5.0
 """Seconds between SIGTERM and SIGKILL for a process whose time is over."""
+
+_DEATH = 1.0
+"""Seconds in which a process ends after SIGKILL, unless it is in uninterruptible sleep."""
+
+_LOOK_EVERY = 0.5
+"""Seconds between two looks at whether the run is stopped."""
 
 _SHOWN = 80
 
@@ -52,9 +62,15 @@ def clean_environment() -> dict[str, str]:
 
 
 class Background:
-    """Processes that a session waits for at its end, or kills if an exception leaves it: :meth:`Run.background`."""
+    """Processes that a session waits for at its end, or kills if an exception leaves it: :meth:`Run.background`.
 
-    def __init__(self) -> None:
+    Args:
+        stopped: whether this node or the run is to end, so that none is waited for any longer.
+        on_stop: called once the processes have ended because of that, before a ``DrainedExit``.
+    """
+
+    def __init__(self, stopped: Callable[[], bool] = lambda: False, on_stop: Callable[[], None] = lambda: None) -> None:
+        self._stopped, self._on_stop = stopped, on_stop
         self._limits: dict[Popen[Any], float] = {}
 
     def add(self, process: Popen[Any], wait: float | str | None) -> None:
@@ -79,38 +95,54 @@ class Background:
         try:
             self._settle()
             if kind is None:
-                for process in [process for process, limit in self._limits.items() if not limit]:
-                    process.terminate()
+                self._end([process for process, limit in self._limits.items() if not limit], _TERMINATION)
                 for process, limit in sorted(self._limits.items(), key=lambda item: item[1]):
-                    self._await(process, limit, began + limit - time.monotonic())
+                    if not self._await(process, limit, began + limit):
+                        self._end([process], _TERMINATION)
         finally:
-            left = list(self._limits)
-            for process in left:
-                process.kill()
-            for process in left:
-                with suppress(TimeoutExpired):  # it is in uninterruptible sleep
-                    process.wait(1.0)
+            self._end([*self._limits], 0.0)
 
-    def _await(self, process: Popen[Any], limit: float, left: float) -> None:
-        if limit and process.poll() is None:
+    def _await(self, process: Popen[Any], limit: float, deadline: float) -> bool:
+        """Wait for the end of a process; return whether it has ended in time."""
+        if process.poll() is None:
             most = "" if limit == math.inf else f" for up to {limit:g} s"
             _log.warning("the session's end waits%s for %s", most, _name(process))
         if process.stdin is not None:  # it may wait for the end of its input
             with suppress(OSError):
                 process.stdin.close()
-        try:
-            process.wait(None if limit == math.inf else max(0.0, left))
-        except TimeoutExpired:
-            if limit:
-                _log.warning("%s has not ended within %g s, and is ended", _name(process), limit)
-            process.terminate()
+        while process.poll() is None and (left := deadline - time.monotonic()) > 0 and not self._stopped():
             with suppress(TimeoutExpired):
-                process.wait(_TERMINATION)
-            process.kill()
-            with suppress(TimeoutExpired):
-                process.wait(1.0)
-            self._limits.pop(process, None)
+                process.wait(min(left, _LOOK_EVERY))
         self._settle()
+        if process not in self._limits:
+            return True
+        if self._stopped():
+            _log.warning("the run is stopped before the end of %s", ", ".join(map(_name, self._limits)))
+            self._end([*self._limits], _TERMINATION)
+            self._on_stop()
+            raise DrainedExit(128 + SIGTERM)
+        _log.warning("%s has not ended within %g s, and is ended", _name(process), limit)
+        return False
+
+    def _end(self, processes: list[Popen[Any]], grace: float) -> None:
+        """End processes, each with all that it has started: with SIGTERM, and after the grace in seconds with SIGKILL.
+
+        A shell that is ended alone would leave the commands behind that it waits for.
+        """
+        with ExitStack() as stack:
+            descriptors = {each for process in processes if process.poll() is None for each in _descent(process.pid)}
+            for descriptor in descriptors:
+                stack.callback(os.close, descriptor)
+            for number in (SIGTERM, SIGKILL) if grace else (SIGKILL,):
+                for descriptor in descriptors:
+                    with suppress(OSError):  # it has ended, or is another user's
+                        pidfd_send_signal(descriptor, number)
+                deadline, running = time.monotonic() + (grace if number is SIGTERM else _DEATH), descriptors
+                while running and (left := deadline - time.monotonic()) > 0:
+                    running = running - {*select(running, (), (), left)[0]}
+        for process in processes:
+            process.poll()
+            self._limits.pop(process, None)
 
     def _settle(self) -> None:
         """Forget what has ended; say what has failed."""
@@ -118,6 +150,23 @@ class Background:
             # Several threads may look at the same time.
             if process.poll() is not None and self._limits.pop(process, None) is not None and process.returncode:
                 _log.warning("%s has ended with %s", _name(process), ending(process.returncode))
+
+
+def _descent(pid: int) -> list[int]:
+    """Return descriptors of a process, of those in its process group, if it leads one, and of all descendants."""
+    parents: dict[int, set[int]] = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError), open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as file:
+            _, parent, group, *_ = file.read().rpartition(")")[2].split()  # proc_pid_stat(5)
+            parents[int(name)] = {int(parent), int(group)}
+    found = [pid]
+    for each in found:
+        found += [child for child, those in parents.items() if each in those and child not in found]
+    descriptors = []
+    for each in found:
+        with suppress(OSError):
+            descriptors.append(os.pidfd_open(each))
+    return descriptors
 
 
 def _name(process: Popen[Any]) -> str:

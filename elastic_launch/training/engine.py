@@ -73,7 +73,7 @@ class Engine:
         self._managers: dict[Checkpoint, CheckpointManager] = {}
         self.saver = Saver(world or World(), link, self.rounds.confirm_state)
         self.trainings = Trainings()
-        self.background = Background()
+        self.background = Background(lambda: self._termination.asked or self.rounds.link.ends(), self._report_drained)
         self._termination = Termination()
         self._stop_wanted = StopSource.NO
         self._stop_agreed = StopSource.NO

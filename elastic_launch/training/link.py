@@ -90,7 +90,7 @@ class AgentLink:
         self._sending = threading.Lock()  # held while a message is sent, and to hang up
         self._reading = threading.Lock()  # held while reading
         self._pending = b""
-        self._stop_asked = ""
+        self._stop_asked, self._ends = "", False
         self._use: int | None = None
         self._silent = False  # whether it did not answer the last request for a slot
         self._commit = c.CommitAnswer(0, allowed=False)
@@ -315,6 +315,11 @@ class AgentLink:
         """Return why the agent requests a stop; empty if it does not. Does not wait."""
         self._hear(0.0)
         return self._stop_asked
+
+    def ends(self) -> bool:
+        """Whether the agent requests a stop after which this process takes part in no round. Does not wait."""
+        self._hear(0.0)
+        return self._ends
 
     def wait_fetched(self) -> None:
         """If the agent is fetching a snapshot from another node, wait until it is in the slots."""
@@ -560,8 +565,8 @@ class AgentLink:
                     self._commit = commit
                 case c.Copying():
                     self._copying_at = time.monotonic()
-                case c.Stop(cause=cause):
-                    self._stop_asked = cause
+                case c.Stop(cause=cause, ends=ends):
+                    self._stop_asked, self._ends = cause, self._ends or ends
                 case c.Save():
                     self._save_asked = True
                 case c.Noted():

@@ -27,6 +27,7 @@ from elastic_launch.training.checkpoints.parts import Stateful
 from elastic_launch.training.checkpoints.resumed import Outcome, Resumed
 from elastic_launch.training.checkpoints.saving import Live, Trained
 from elastic_launch.training.checkpoints.state import TrainingState
+from elastic_launch.training.data.content import LATER
 from elastic_launch.training.data.epochs import Epochs
 from elastic_launch.training.durations import total_steps
 from elastic_launch.training.engine import Engine
@@ -47,7 +48,7 @@ from elastic_launch.training.ranks.agreement import NOTHING
 from elastic_launch.training.ranks.exchange import exchanging
 from elastic_launch.training.ranks.pace import Pace
 from elastic_launch.training.ranks.replicas import replicated
-from elastic_launch.training.ranks.same_arguments import check_same, told
+from elastic_launch.training.ranks.same_arguments import NOT_COMPARED, check_same, told
 from elastic_launch.training.ranks.world import World
 from elastic_launch.training.rounds import RoundOverError
 from elastic_launch.training.steps import Step
@@ -119,6 +120,7 @@ class Loop:
         self._given: dict[str, object] = {}
         self._trained_first: dict[str, bool] = {}  # whether each parameter needed a gradient as the loop began
         self._received: Resumed | None = None  # a state that takes effect when the step has ended
+        self._samples_read = 0.0  # when, of those that ranks compare
         # What follows the last step, on all ranks:
         self._owes_snapshot = self._owes_evaluation = self._owes_boundary = False
         self._bounded = -1  # the last step whose boundary has begun
@@ -253,7 +255,9 @@ class Loop:
     def _enter(self, live: Live | None = None) -> None:
         """Take part in the current round: restore the newest state, and exchange with its ranks from now on."""
         engine, rounds, world = self.engine, self._rounds, self.engine.world
-        check_same(world, self._given, rounds.link, goes_on=live is not None)
+        # One that is kept has the content with which it began to train, whatever is in its files now.
+        again = self._read_again if live is None else None
+        check_same(world, self._given, rounds.link, goes_on=live is not None, again=again)
         in_place = live is not None and (live.in_doubt or rounds.shards)
         resumed = self._resume_in_place(live) if live is not None and in_place else self._resume(live)
         self._has_state = True
@@ -621,7 +625,18 @@ class Loop:
         if not rounds.is_ahead and not rounds.link.present and rounds.world.world_size == 1:
             return {}  # nothing compares it
         with randomness_kept():
-            return self._epochs.content()
+            found = self._epochs.content()
+        self._samples_read = time.monotonic()
+        return found
+
+    def _read_again(self) -> dict[str, object]:
+        """Read the samples that are compared again; if they have changed, as with the time, they are not compared."""
+        time.sleep(max(0.0, self._samples_read + LATER - time.monotonic()))
+        found = self._content()
+        if any(self._given[name] != value for name, value in found.items()):
+            _log.info("samples are not compared between ranks: they change between two readings in one process")
+            self._given |= dict.fromkeys(found, NOT_COMPARED)
+        return self._given
 
     def _new_gradients(self, world: World, *, same: bool = False) -> Gradients:
         world_size, rank = world.world_size, world.rank

@@ -320,16 +320,16 @@ class Run:
         The process stays while this one takes part in further rounds. It is killed (SIGKILL) if an exception leaves the
         session, including the one by which a process ends whose training continues in another one, and by the launcher
         if this process is killed (as by torchrun; without a launcher it goes on). Otherwise the session's end waits for
-        it, once the process group was left and the last checkpoint was written; a line names it. If the launcher is
-        told to stop meanwhile, it is killed after ``--shutdown-timeout`` at the latest. With a number for
-        ``--hang-timeout`` the wait counts as a hang if the process does nothing. If it fails, there is a warning, at
-        the session's end at the latest, and the training does not fail. A daemon that it starts is not noticed, and
-        goes on. If it is a launcher that is killed, the workers of ``elastic-launch`` end with it, those of torchrun
-        go on.
+        it, once the process group was left and the last checkpoint was written, or until the run is to stop; a line
+        names it. With a number for ``--hang-timeout`` the wait counts as a hang if the process does nothing. If it
+        fails, there is a warning, at the session's end at the latest, and the training does not fail. A daemon that it
+        starts is not noticed, and goes on. If it is a launcher that is killed, the workers of ``elastic-launch`` end
+        with it, those of torchrun go on.
 
         Args:
             wait: how long the session's end waits at most: seconds, or as ``"30s"``, ``"5min"`` or ``"2h"``. Then the
-                process gets SIGTERM, and SIGKILL 5 s later. 0: at once, for servers. None: until the process ends.
+                process and all that it has started get SIGTERM, and SIGKILL 5 s later. 0: at once, for servers. None:
+                until the process ends.
 
         Returns:
             The process.
@@ -608,13 +608,12 @@ def _take_part(
             engine = Engine(None, device_ahead(), settings=settings, timeout=seconds, live=live)
         else:
             engine = _joined(settings, seconds, live)
-        with engine.background:
-            try:
-                with _ended_in_order(engine, found), joining(engine.meet):
-                    yield Run(engine)
-                    engine.leave_if_draining()
-            finally:
-                engine.release()
+        try:
+            with engine.background, _ended_in_order(engine, found), joining(engine.meet):
+                yield Run(engine)
+                engine.leave_if_draining()
+        finally:
+            engine.release()
 
 
 def _joined(settings: Determinism, timeout: float, live: AskedLive) -> Engine:

@@ -16,8 +16,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from harness import freeze, wait_for
 
+import elastic_launch
 from elastic_agents.hangs import hang_watch, lateness, processes
 from elastic_agents.hangs.collectives import last_collectives
 from elastic_agents.hangs.hang_watch import HangWatch, WatchedRound, WatchedWorker
@@ -30,7 +32,7 @@ from elastic_agents.hangs.processes import (
     stacks_of,
     usage,
 )
-from elastic_agents.workers.frames import Frame
+from elastic_agents.workers.frames import Frame, Stack
 from elastic_agents.workers.processes import catches
 from elastic_launch import collective_dump
 from elastic_launch.collective_dump import REQUESTS
@@ -220,7 +222,7 @@ class Reports:
 
     @contextmanager
     def watching(
-        self, pid: int, directory: Path, timeout: float = 0.0, *, placed: bool = False, finishing: bool = False
+        self, pid: int, directory: Path, timeout: float | None = 0.0, *, placed: bool = False, finishing: bool = False
     ) -> Iterator[HangWatch]:
         worker = WatchedWorker(3, 0, pid, directory, "logs", placed)
         with closing(self.progress), closing(HangWatch(self.progress.read, self.all.append, timeout)) as watching:
@@ -320,6 +322,7 @@ def test_a_first_batch_that_does_not_come_is_logged_again_and_again(
         return [x.getMessage() for x in caplog.records if "waits for data" in x.getMessage()]
 
     monkeypatch.setattr(hang_watch, "FIRST_BATCH", 0.5)
+    monkeypatch.setattr(hang_watch, "STILL", 0.1)
     reports = Reports(monkeypatch)
     reads = tmp_path / "elastic_launch/training/data"
     reads.mkdir(parents=True)
@@ -344,6 +347,48 @@ def test_a_first_batch_that_does_not_come_is_logged_again_and_again(
         pytest.raises(AssertionError, match="a line of code that reads no data"),
     ):
         wait_for("a line of code that reads no data", said, 1.0)
+
+
+@pytest.mark.parametrize("case", ["reads on", "has begun to read", "evaluates"])
+def test_who_does_not_wait_for_a_first_batch_is_not_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, case: str
+) -> None:
+    looks: list[int] = []
+    ours = f"{Path(elastic_launch.__file__).parent}/training"
+
+    def stacks(pid: int, directory: Path) -> list[Stack]:
+        looks.append(len(looks))
+        line = len(looks) if case == "reads on" else 1
+        above = Frame(f"{ours}/{'evaluations' if case == 'evaluates' else 'loop'}.py", 1, "_f")
+        reads = Frame(f"{ours}/data/batches.py", 1, "_fetch") if looks[-1] or case != "has begun to read" else above
+        return [(Frame("data.py", line, "__getitem__"), reads, above)]
+
+    monkeypatch.setattr(hang_watch, "stacks_of", stacks)
+    monkeypatch.setattr(hang_watch, "FIRST_BATCH", 0.3)
+    monkeypatch.setattr(hang_watch, "STILL", 0.1)
+    with process(tmp_path, "stands()") as pid, Reports(monkeypatch).watching(pid, tmp_path):
+        wait_for("three looks", lambda: len(looks) >= 3)
+        assert "waits for data" not in caplog.text
+
+
+def test_first_batches_are_watched_without_hangs_and_only_the_loaders_processes_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    waits = Frame(f"{Path(torch.__file__).parent}/utils/data/dataloader.py", 1, "_try_get_data")
+    serves = Frame(f"{Path(torch.__file__).parent}/utils/data/_utils/worker.py", 1, "_worker_loop")
+    ours = Frame(f"{Path(elastic_launch.__file__).parent}/training/data/epochs.py", 1, "epoch_from")
+    found = {1: (Frame("serve.py", 1, "accept"),), 2: (Frame("data.py", 7, "__getitem__"), serves)}
+    monkeypatch.setattr(hang_watch, "others_in_session", lambda pid: [*found])
+    monkeypatch.setattr(hang_watch, "stacks_of", lambda pid, directory: [found.get(pid, (waits, ours))])
+    monkeypatch.setattr(hang_watch, "FIRST_BATCH", 0.1)
+    monkeypatch.setattr(hang_watch, "STILL", 0.1)
+    reports = Reports(monkeypatch)
+    with process(tmp_path, "stands()") as pid, reports.watching(pid, tmp_path, timeout=None):
+        wait_for("a line", lambda: "waits for data" in caplog.text)
+        assert "it stands at data.py:7 in __getitem__; processes of its loader: 1" in caplog.text
+        reports.progress.write(1, 6, Activity.STEP)
+        with pytest.raises(AssertionError, match="a report"):
+            wait_for("a report", lambda: reports.all, 1.0)
 
 
 @pytest.mark.parametrize("moving", ["spins", "elsewhere each time"])

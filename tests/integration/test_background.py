@@ -95,6 +95,41 @@ def test_a_stopped_training_ends_its_processes_and_starts_others_when_it_resumes
     assert result["hash"] == undisturbed
 
 
+UPLOADS = """
+import subprocess
+import torch
+import elastic_launch as el
+
+with el.session() as run:
+    model = torch.nn.Linear(4, 1)
+    loader = el.ElasticLoader(torch.ones(64, 4), el.GlobalBatch(8, micro=2))
+    for step in run.steps(loader, model, torch.optim.SGD(model.parameters(), lr=0.01), until="2ba"):
+        for x in step:
+            step.backward(model(x).mean())
+        step.update()
+    if run.rank == 0:
+        run.background(subprocess.Popen("trap 'touch told; exit' TERM; sleep 1000 & echo $! > pid; wait", shell=True))
+"""
+
+
+def test_a_stop_ends_what_a_worker_waits_for_at_its_end(job: Job) -> None:
+    """At once: not after the time for a drain."""
+    (job.work / "uploads.py").write_text(UPLOADS)
+    command = [str(job.work / "uploads.py")]
+    agent = job.launch(
+        "--standalone", "--nproc", "2", "--shutdown-timeout", "1000", *END, command=command, cwd=job.work
+    )
+    agent.says("the session's end waits", 60)
+    wait_for("the upload", (job.work / "pid").exists)
+    agent.signal(signal.SIGTERM)
+    assert agent.wait(60) == 143, agent.output
+    assert (job.work / "told").exists()
+    assert not alive(int((job.work / "pid").read_text()))
+    assert "the run is stopped before the end of background process" in agent.output
+    assert not job.events("restart_charged")
+    assert not job.events("worker_failed")
+
+
 PROGRAMS = """
 import json, os, subprocess, sys
 from pathlib import Path

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -134,6 +136,38 @@ def test_a_process_that_ignores_sigterm_is_killed(
         run.background(process, 0.1)
     wait_for("the end of the process", lambda: not alive(process.pid))
     assert caplog.messages[-1].endswith("has not ended within 0.1 s, and is ended")
+
+
+@pytest.mark.parametrize("group", [None, 0])
+@pytest.mark.parametrize("error", [None, ValueError])
+def test_what_a_process_has_started_ends_with_it(
+    start: Start, error: type[Exception] | None, group: int | None
+) -> None:
+    """As the commands of a pipeline do, of which only the shell is known."""
+    command = "sleep 1000 & echo $!; (sleep 1000 & echo $!; wait) | cat"
+    with contextlib.suppress(ValueError), el.session() as run:
+        shell = start(command, shell=True, stdout=subprocess.PIPE, process_group=group)
+        run.background(shell, wait=0)
+        pids = [int(shell.stdout.readline()) for _ in range(2)]
+        if error is not None:
+            raise error
+    assert shell.returncode == (-15 if error is None else -9)
+    wait_for("their end", lambda: not any(map(alive, pids)))
+
+
+def test_a_stop_ends_all_processes_that_are_waited_for(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    stopped: list[str] = []
+    background = Background(lambda: bool(stopped), lambda: stopped.append("told"))
+    uploads = [start(["sleep", "1000"]), start(["sleep", "1000"])]
+    background.add(uploads[0], "10min")
+    background.add(uploads[1], None)
+    threading.Timer(0.3, stopped.append, ["stop"]).start()
+    with pytest.raises(SystemExit) as ended, background:
+        pass
+    assert ended.value.code == 143
+    assert [each.returncode for each in uploads] == [-15, -15]
+    assert stopped == ["stop", "told"]
+    assert caplog.messages[-1].startswith("the run is stopped before the end of background process ")
 
 
 @pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt])

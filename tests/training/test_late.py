@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import elastic_launch as el
+from elastic_launch.training.checkpoints.resumed import Resumed
 from elastic_launch.training.engine import Engine
 from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
@@ -147,6 +149,24 @@ def test_what_is_not_registered_yet_is_saved_again_as_it_is(tmp_path: Path, capl
     assert bits(average) == bits(late)
 
 
+def test_a_restored_state_is_freed_after_the_step_that_registers_its_object(tmp_path: Path) -> None:
+    """Without a snapshot or checkpoint after it, too."""
+
+    def held() -> bool:
+        gc.collect()
+        mine = [x for x in gc.get_objects() if isinstance(x, Resumed) and str(tmp_path) in x.origin]
+        return any("average" in (x.state or {}) for x in mine)
+
+    Training(tmp_path, until=4).averaged()
+    resumed = Training(tmp_path, until=7)
+    resumed.checkpoint = el.Checkpoint(tmp_path, every=1000)
+    for step in resumed.steps():
+        if step.number == 6:
+            resumed.run.register("average", average := AveragedModel(resumed.model, use_buffers=True))
+            assert int(average.n_averaged) == 2
+        assert held() is (step.number < 7)
+
+
 def test_what_was_registered_before_the_training_is_still_required(tmp_path: Path) -> None:
     training = Training(tmp_path, until=2)
     training.run.register("average", AveragedModel(training.model))
@@ -172,6 +192,31 @@ def test_a_late_object_that_does_not_fit_or_has_a_taken_name_is_refused(tmp_path
     taken.run.register("model", nn.Linear(1, 1))
     with pytest.raises(el.UsageError, match=r"run\.register\('model'\): the name is taken"):
         next(steps)
+
+
+def test_a_training_that_begins_from_another_one_takes_its_late_average_only_if_it_is_to(tmp_path: Path) -> None:
+    theirs = Training(tmp_path / "base", until=4).averaged()
+    assert theirs is not None
+
+    def begin(name: str, **how: Any) -> Training:
+        training = Training(tmp_path / name)
+        training.checkpoint = el.Checkpoint(tmp_path / name, every=1, start_from=tmp_path / "base", **how)
+        return training
+
+    with pytest.raises(el.UsageError, match=r"has average, which that (?s:.*)Checkpoint\(allow=\['average'\]\)"):
+        begin("silent").averaged()
+    for how, starts in ({"allow": ["average"]}, 5), ({"weights_only": True}, 3):
+        name = "".join(how)
+        for _ in "begun", "resumed":
+            anew = begin(name, **how).averaged(after=True)
+            assert anew is not None
+            assert int(anew.n_averaged) == 7 - starts
+    taking = begin("taking")
+    average = AveragedModel(taking.model, use_buffers=True)
+    taking.run.register("average", average)
+    for step in taking.steps():
+        assert step.number > 4
+        assert bits(average) == bits(theirs)
 
 
 def test_in_a_loop_of_its_own_a_script_may_register_late_too(tmp_path: Path) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import pytest
 from harness import SCRIPTS, Job
 
-from elastic_launch.contract import NOT_COMPARED
 from elastic_launch.errors import UsageError
 from elastic_launch.training.ranks import same_arguments
-from elastic_launch.training.ranks.same_arguments import check_same
+from elastic_launch.training.ranks.same_arguments import NOT_COMPARED, check_same
 from elastic_launch.training.ranks.world import World
 
 UNLIKE = str(SCRIPTS / "guards" / "unlike.py")
@@ -31,6 +31,7 @@ SAID = {
     "sample": "rank 1 has sample 63 (as a hash; see compare_samples) ",
     "sample, not compared": "",
     "random": "",
+    "time": "",
     "nothing": "",
     "own loop": "rank 1 has width 1, rank 0 has 0",
 }
@@ -56,9 +57,13 @@ def test_what_one_rank_was_given_otherwise_is_named_on_all(job: Job) -> None:
         ("acab", "rank 1 has sample 5 c, rank 3 has b, ranks 0, 2 have a."),
         ("aaaa", ""),
         ("ab?a", ""),
+        (["1/2/3", "1/5/3", "4/5/3", "1/2/3"], ""),
+        (["1/2/3", "1/6/4", "1/6/4", "7/8/9"], "rank 3 has sample 5 7, ranks 0, 1, 2 have 1."),
     ],
 )
-def test_the_ranks_that_differ_from_most_are_named(values: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ranks_that_differ_from_most_are_named(
+    values: Sequence[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What one rank does not know is not compared on any."""
     given = [{"seed": 1, "sample 5": NOT_COMPARED if value == "?" else value} for value in values]
     texts = [json.dumps({name: str(value) for name, value in one.items()}).encode() for one in given]

@@ -25,7 +25,7 @@ from elastic_agents.hangs.processes import (
     stopped_after,
     usage,
 )
-from elastic_agents.hangs.stacks import debugged, in_exchange, in_loader, prepares, reads_data, text_of
+from elastic_agents.hangs.stacks import debugged, in_exchange, in_loader, prepares, reads_data, serves_loader, text_of
 from elastic_agents.workers.frames import Stack, user_frame
 from elastic_launch.errors import ProtocolError
 from elastic_launch.rendezvous.wire.messages import Collective, StacksTaken, Stalled, StalledWorker
@@ -47,6 +47,9 @@ AGAIN = 1.25
 
 FIRST_BATCH = 60.0
 """Seconds after which a worker that waits for its first batch is reported; again whenever it is twice as long."""
+
+STILL = 5.0
+"""Seconds after that at which it must be at the same place: it may have begun to read only now."""
 
 AT_ONCE = 8
 """Workers whose stacks are taken at the same time."""
@@ -99,28 +102,29 @@ class HangWatch:
         progress: returns the last report of the worker of a local rank; called from this object's thread.
         report: sends a report to the leader; likewise.
         timeout: seconds without use of CPU and without output after which workers are late whose steps are not known;
-            0: never.
+            0: never; None: no workers are, and only first batches are watched.
     """
 
     def __init__(
         self,
         progress: Callable[[int], WorkerProgress | None],
         report: Callable[[Stalled | StacksTaken], object],
-        timeout: float = 0.0,
+        timeout: float | None = 0.0,
     ) -> None:
         self._progress = progress
         self._report = report
         self._host = socket.gethostname()
         self._watched: WatchedRound | None = None
         self._found: tuple[int, str] = 0, ""  # the last round whose stacks were taken, and these
-        self._timeout = timeout
+        self._timeout, self._hangs = timeout or 0.0, timeout is not None
         self._lateness = Lateness()
         self._idle = 0.0  # seconds for which workers whose steps are not known have done nothing
         self._unchecked, self._idle_round = 0.0, 0
         self._before: dict[int, Usage] = {}  # by pid, when this was last checked
         self._used: dict[int, Usage] = {}  # by pid, before the workers were late
         self._stood: tuple[StalledWorker, ...] = ()  # what the last look at workers that are not late yet has shown
-        self._starting = 0, 0.0, 0.0  # a round, seconds since it began, and those at which its first batches are due
+        # A round, seconds since it began, those at which its first batches are due, and where ranks wait for them:
+        self._starting: tuple[int, float, float, dict[int, str] | None] = 0, 0.0, 0.0, None
         self._stopped: dict[int, float] = {}  # by pid, the CPU that a stopped worker has used
         self._broken = False
         self._reported = 0  # the round that was reported as stalled
@@ -190,6 +194,8 @@ class HangWatch:
             self._lateness.broken()
         reports = self._reports(watched)
         self._await_first_batches(watched, reports, elapsed)
+        if not self._hangs:
+            return
         steps = any(report is not None for report in reports.values())
         if watched.finishing:
             reports = dict.fromkeys(reports)
@@ -208,25 +214,35 @@ class HangWatch:
         self, watched: WatchedRound, reports: dict[int, WorkerProgress | None], elapsed: float
     ) -> None:
         """Log where workers stand that still wait for their first batch: no limit of a first step fits all data."""
-        number, seconds, due = self._starting
+        number, seconds, due, before = self._starting
         if number != watched.round:
-            seconds, due = 0.0, FIRST_BATCH
+            seconds, due, before = 0.0, FIRST_BATCH, None
         seconds += elapsed
-        if seconds >= due and not watched.finishing:
-            due *= 2
+        if seconds >= due + (0.0 if before is None else STILL) and not watched.finishing:
             begins = [x for x in watched.workers if _begins(watched.round, reports[x.local_rank])]
             with ThreadPoolExecutor(AT_ONCE) as pool:
                 taken = [(worker, dumps) for worker, dumps in zip(begins, pool.map(_dumps, begins), strict=True)]
             waiting = [(x, dumps) for x, dumps in taken if dumps.stacks[0] and reads_data(dumps.stacks[0][-1])]
-            if waiting:
-                worker, dumps = waiting[0]
-                place = _seen(worker, dumps, moves=False).frame
-                more = f" (and {len(waiting) - 1} more of this node)" if len(waiting) > 1 else ""
-                processes = sum(map(bool, dumps.stacks[1:]))
-                where = f"{place}; processes of its loader: {processes}" if processes else place
-                text = "rank %d%s has done no step %d s after round %d began, and waits for data; it stands at %s"
-                _log.warning(text, worker.rank, more, seconds, watched.round, where)
-        self._starting = watched.round, seconds, due
+            places = {x.rank: _seen(x, dumps, moves=False).frame for x, dumps in waiting}
+            if before is None:
+                before = places
+            else:
+                self._tell_first_batches(
+                    watched.round, seconds, places, [x for x in waiting if places[x[0].rank] == before.get(x[0].rank)]
+                )
+                before, due = None, 2 * due
+        self._starting = watched.round, seconds, due, before
+
+    def _tell_first_batches(
+        self, number: int, seconds: float, places: dict[int, str], waiting: list[tuple[WatchedWorker, _Dumps]]
+    ) -> None:
+        if waiting:
+            worker, dumps = waiting[0]
+            more = f" (and {len(waiting) - 1} more of this node)" if len(waiting) > 1 else ""
+            processes = sum(serves_loader(each[-1]) for each in dumps.stacks[1:] if each)
+            where = places[worker.rank] + (f"; processes of its loader: {processes}" if processes else "")
+            text = "rank %d%s has done no step %d s after round %d began, and waits for data; it stands at %s"
+            _log.warning(text, worker.rank, more, seconds, number, where)
 
     def _still_stopped(self, watched: WatchedRound) -> list[int]:
         """Return the local ranks of workers that were stopped the last time, too, and have not run since."""
@@ -346,7 +362,8 @@ def _seen(worker: WatchedWorker, dumps: _Dumps, *, moves: bool) -> StalledWorker
     elif in_loader(main):
         state = "loader"
         # A process of the loader that has nothing to do waits in torch's own code.
-        loading = [those[-1] for those in stacks[1:] if those and not in_loader(those[-1])]
+        mains = [those[-1] for those in stacks[1:] if those]
+        loading = [each for each in mains if serves_loader(each) and not in_loader(each)]
         shown = next(iter(loading), main)
     else:
         state = "code"

@@ -43,7 +43,7 @@ class Hanging:
         self._workers = workers
         self._later = later
         self._files = files
-        self._watch = HangWatch(progress, report, config.hang_timeout or 0.0)
+        self._watch = HangWatch(progress, report, config.hang_timeout)
         self._exiting = 0  # the round whose workers may hang at exit
         self.linked = self._watch.linked
         self.close = self._watch.close
@@ -86,7 +86,7 @@ class Hanging:
     def _advancing(self) -> WatchedRound | None:
         """The round's workers that have not finished, as long as each of them is to advance or to end."""
         view = self._state.view
-        if self._config.hang_timeout is None or view.phase is not Phase.RUNNING or not view.alive:
+        if view.phase is not Phase.RUNNING or not view.alive:
             return None
         if self._workers.held:  # by the guard, since this agent did not run
             return None

@@ -15,7 +15,9 @@ _WAITS_IN_PYTHON = re.compile(
 )
 _EXCHANGE = re.compile(r"/torch/(distributed|autograd|nn/parallel)/|/elastic_launch/training/(gradients|ranks|live)/")
 _LOADER = re.compile(r"/torch/utils/data/")
+_SERVES = re.compile(r"/torch/utils/data/_utils/worker\.py$")
 _DATA = re.compile(r"/elastic_launch/training/data/")
+_EVALUATES = re.compile(r"/elastic_launch/training/evaluations\.py$")
 _PREPARES = re.compile(
     r"^<frozen importlib|/importlib/"
     # What runs compiled code, once it is compiled, is in the same packages.
@@ -77,8 +79,13 @@ def in_loader(stack: Stack) -> bool:
 
 
 def reads_data(stack: Stack) -> bool:
-    """Whether the thread reads data for a training, or waits for them."""
-    return any(_DATA.search(frame.file) for frame in stack)
+    """Whether the thread reads data for a training, or waits for them; not those of an evaluation."""
+    return any(_DATA.search(x.file) for x in stack) and not any(_EVALUATES.search(x.file) for x in stack)
+
+
+def serves_loader(stack: Stack) -> bool:
+    """Whether the thread is that of a data loader's process."""
+    return any(_SERVES.search(frame.file) for frame in stack)
 
 
 def prepares(stack: Stack) -> bool:

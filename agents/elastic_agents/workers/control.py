@@ -145,11 +145,11 @@ class Control:
         self._thread = VitalThread(self._run, "control")
         self._thread.start()
 
-    def ask_stop(self, round_number: int, local_ranks: Collection[int], cause: str) -> None:
-        """Ask workers of the round to stop after the same step."""
+    def ask_stop(self, round_number: int, local_ranks: Collection[int], cause: str, *, ends: bool = False) -> None:
+        """Ask workers of the round to stop after the same step; ``ends`` is as for :class:`c.Stop`."""
         with self._lock:
             for peer in self._of_round(round_number, local_ranks):
-                self._send(peer, c.Stop(cause))
+                self._send(peer, c.Stop(cause, ends))
 
     def suspend(self, round_number: int, local_ranks: Collection[int], cause: str) -> None:
         """Tell workers to leave the round."""

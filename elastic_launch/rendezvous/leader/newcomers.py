@@ -16,7 +16,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from elastic_launch.contract import NOT_COMPARED
 from elastic_launch.errors import ExitCode
 from elastic_launch.failure import Failure
 from elastic_launch.rendezvous.leader.nodes import Node
@@ -102,7 +101,7 @@ def difference(theirs: str, ours: str) -> str:
     try:
         mine, other = json.loads(ours), json.loads(theirs)
         for name in dict.fromkeys([*mine, *other]):
-            if mine.get(name) != other.get(name) and NOT_COMPARED not in (mine.get(name), other.get(name)):
+            if mine.get(name) != other.get(name):
                 text = f"it has {name} {other.get(name, 'none')}, the run has {name} {mine.get(name, 'none')}"
                 return clipped(one_line(text), SHOWN_BYTES)
         return ""

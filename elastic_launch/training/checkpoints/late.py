@@ -45,7 +45,7 @@ class Late:
         return {name: each.state[name] for name, each in self._kept.items() if name not in parts and each.state}
 
     def drop(self, parts: Collection[str]) -> None:
-        """Keep the states of these parts no longer: a state that is taken from now on has the parts' own."""
+        """Free the states of these parts: a state that is taken from now on has the parts' own."""
         for name in self._kept.keys() & {*parts}:
             del self._kept[name]
 
@@ -60,6 +60,7 @@ class Late:
 
     def unsettled(self, step: int, parts: Collection[str]) -> bool:
         """Whether the other ranks must have registered something, too, or not yet, at the boundary after a step."""
+        self.drop(parts)
         left, new = bool(self.left(parts)), self._new
         if left or self._touched:
             self._last = step

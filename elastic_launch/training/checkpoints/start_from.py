@@ -68,6 +68,13 @@ class StartFrom:
         anew = (here | there) & set(self.allow)
         if self.weights_only:
             anew |= (here - set(state.weights)) | (there - here)
+        if late := sorted((parts.keys() & meta.get("late", {}).keys()) - here - anew):
+            # A resume would keep it for the script, which here may mean another object by the same name.
+            raise UsageError(
+                f"{origin} has {', '.join(late)}, which that training registered after its first step.",
+                f"To leave that out: Checkpoint(allow={[*self.allow, *late]}). To begin with it, call run.register() "
+                "before the loop.",
+            )
         compares = "identity" in meta and not self.weights_only  # else another program may have saved it
         changed = self._changed(identity, meta["identity"], origin) if compares else []
         if world.rank == 0:

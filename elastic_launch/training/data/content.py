@@ -10,7 +10,7 @@ import hashlib
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
 from itertools import count, islice
 from typing import Any
@@ -20,19 +20,24 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from elastic_launch.batch import MicroBatch
-from elastic_launch.contract import NOT_COMPARED
 from elastic_launch.training.data.batches import Batches, MicroBatchRequest
 from elastic_launch.training.ranks.checksum import checksums
-from elastic_launch.training.ranks.same_arguments import SAMPLE
+from elastic_launch.training.ranks.same_arguments import APART, NOT_COMPARED, SAMPLE
 
 ONCE_MORE, ROUNDS = 0.1, 8
 """Each sample is read twice, and then again within so many seconds, up to so many times: it may be random by design."""
+
+LATER = 1.1
+"""Seconds after that at which they are read once more if ranks differ: they may contain the time."""
 
 LONGEST = 2.0
 """Seconds after which no further sample is read. Then none is compared."""
 
 PARTS, BINS = 8, 7.3
 """Parts of an array of inexact numbers, and how finely the mean of each is told apart; not a ratio that means have."""
+
+SHIFTS = 0.0, 1 / 3, 2 / 3
+"""How far the borders of roundings are shifted: numbers near one of them are nearly the same on two nodes."""
 
 LEAST = 1e-6
 """Mean size of numbers up to which they may be the rest of sums that should be zero."""
@@ -89,7 +94,7 @@ def compared(indices: Sequence[int], found: Mapping[int, str]) -> dict[str, str]
 
 
 def digest(sample: Any) -> str:
-    """Return a hash of a sample. What counts:
+    """Return the hashes of a sample, one for each of ``SHIFTS``. What counts:
 
     - integers, booleans, bytes, text and the structure of lists, tuples, sets, mappings and dataclasses: exactly. Of a
       text of one line with a ``/``, which may be a path, only what follows the last one.
@@ -98,12 +103,31 @@ def digest(sample: Any) -> str:
     - tensors, NumPy arrays and what NumPy reads as one, such as PIL's images: likewise.
     - other objects: the name of their type.
     """
-    hashed = hashlib.sha256()
-    _add(hashed.update, sample, count(1))
-    return hashed.hexdigest()[:12]
+    return APART.join(_digests(sample))
 
 
-def _add(update: Callable[[Any], None], value: Any, number: Iterator[int]) -> None:
+def _digests(sample: Any) -> list[str]:
+    hashes = _Hashes()
+    _add(hashes, sample, count(1))
+    return [each.hexdigest()[:12] for each in hashes.each]
+
+
+class _Hashes:
+    """A hash for each way to round inexact numbers; all get the rest alike."""
+
+    def __init__(self) -> None:
+        self.each = [hashlib.sha256() for _ in SHIFTS]
+
+    def __call__(self, data: Any) -> None:
+        for each in self.each:
+            each.update(data)
+
+    def add_rounded(self, values: Sequence[float]) -> None:
+        for each, shift in zip(self.each, SHIFTS, strict=True):
+            each.update(str([round(value + shift) for value in values]).encode())
+
+
+def _add(update: _Hashes, value: Any, number: Iterator[int]) -> None:
     """Add a value to a hash, unless so many were added already."""
     if next(number) > VALUES:
         return
@@ -133,14 +157,15 @@ def _add(update: Callable[[Any], None], value: Any, number: Iterator[int]) -> No
             for each in parts:
                 _add(update, each, number)
         elif len(parts) == len(value):  # of a larger one, the first may be others in another process
-            update("".join(sorted(map(digest, parts))).encode())
+            for each, digests in zip(update.each, zip(*map(_digests, parts), strict=True), strict=False):
+                each.update("".join(sorted(digests)).encode())
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
             _add(update, getattr(value, field.name, None), number)
     update(b">")
 
 
-def _add_tensor(update: Callable[[Any], None], tensor: Tensor) -> None:
+def _add_tensor(update: _Hashes, tensor: Tensor) -> None:
     update(f"{tensor.dtype} {[*tensor.shape]} ".encode())
     if tensor.is_complex() or tensor.is_floating_point() or (tensor.itemsize <= 2 and tensor.numel() >= MANY):
         numbers = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
@@ -154,7 +179,7 @@ def _add_tensor(update: Callable[[Any], None], tensor: Tensor) -> None:
         update(str(checksums([tensor]).tolist()).encode())
 
 
-def _add_array(update: Callable[[Any], None], value: Any, number: Iterator[int]) -> None:
+def _add_array(update: _Hashes, value: Any, number: Iterator[int]) -> None:
     import numpy  # torch may be there without it
 
     array = numpy.asarray(value)
@@ -179,11 +204,11 @@ def _add_array(update: Callable[[Any], None], value: Any, number: Iterator[int])
         _add(update, array.reshape(-1)[:ELEMENTS].tolist(), number)
 
 
-def _add_roughly(update: Callable[[Any], None], sizes: Sequence[float]) -> None:
+def _add_roughly(update: _Hashes, sizes: Sequence[float]) -> None:
     """Add the mean sizes of the numbers in some parts."""
     largest = max(sizes, default=0.0)
     if not math.isfinite(sum(sizes)):
         update(str([math.isfinite(each) for each in sizes]).encode())
     elif largest > LEAST:
         # What is small beside the others may be the rest of a sum that should be zero.
-        update(f"{round(4 * math.log2(largest))} {[round(each / largest * BINS) for each in sizes]}".encode())
+        update.add_rounded([4 * math.log2(largest), *(each / largest * BINS for each in sizes)])

@@ -83,8 +83,10 @@ class ElasticLoader(Loader):
             after the last one counts), the last bits of floats and pixels, and objects of unknown classes. It takes 0.1
             s, or six times as long as a sample; if that is more than 2 s, if a sample cannot be read, or with
             ``multiprocessing_context`` spawn or forkserver, none is compared. Nor are data that give something else for
-            the same index the second time, or that hold a random generator, and data of evaluations. Give False if data
-            differ between ranks by design, or if reading has effects.
+            the same index the second time, or that hold a random generator, and data of evaluations. If ranks differ,
+            those that have not trained yet read once more, 1.1 s later: the samples may contain the time. In the forked
+            process ``worker_init_fn`` is called once more than in the training. Give False if data differ between ranks
+            by design or contain the time in minutes, or if reading has effects.
         options: ``num_workers``, ``pin_memory``, ``prefetch_factor``, ``persistent_workers``, ``worker_init_fn``,
             ``multiprocessing_context`` and ``timeout``, as in ``torch.utils.data.DataLoader``.
 

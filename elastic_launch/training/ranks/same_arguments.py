@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from elastic_launch.contract import NOT_COMPARED, Differs
+from elastic_launch.contract import Differs
 from elastic_launch.errors import UsageError
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.ranks.exchange import are_same, bytes_of_all
@@ -20,8 +20,14 @@ from elastic_launch.training.ranks.world import World
 LONGEST = 4096
 """Bytes of arguments up to which they are given to the agent as they are; of longer ones it gets a checksum."""
 
+NOT_COMPARED = "not compared"
+"""Value of an argument that must be the same on all ranks, but is not known on this one, or is not to be compared."""
+
 SAMPLE = "sample "
 """How the names of samples begin, among the arguments, whose content is compared by a hash."""
+
+APART = "/"
+"""Between the hashes of a sample; those of ranks that have one of them in common count as the same."""
 
 SHOWN = 3
 """Most values that an error names besides that of most ranks."""
@@ -36,13 +42,9 @@ class OthersDifferError(RuntimeError):
 
 def told(given: Mapping[str, object]) -> str:
     """Return arguments as the agents of the ranks compare them."""
-    text = _text(given)
-    if len(text) <= LONGEST:
-        return text
-    # In a checksum, what is not compared on one rank would be another value.
-    return hashlib.sha256(
-        _text({name: value for name, value in given.items() if not name.startswith(SAMPLE)}).encode()
-    ).hexdigest()
+    # Without samples: one that differs is read again before it counts, see check_same().
+    text = _text({name: value for name, value in given.items() if not name.startswith(SAMPLE)})
+    return text if len(text) <= LONGEST else hashlib.sha256(text.encode()).hexdigest()
 
 
 def _text(given: Mapping[str, object]) -> str:
@@ -50,7 +52,12 @@ def _text(given: Mapping[str, object]) -> str:
 
 
 def check_same(
-    world: World, given: Mapping[str, object], link: AgentLink | None = None, *, goes_on: bool = False
+    world: World,
+    given: Mapping[str, object],
+    link: AgentLink | None = None,
+    *,
+    goes_on: bool = False,
+    again: Callable[[], Mapping[str, object]] | None = None,
 ) -> None:
     """Compare the arguments of all ranks; called by all ranks.
 
@@ -58,6 +65,7 @@ def check_same(
         given: arguments by the names used in errors; compared as text.
         link: to the agent, which learns which ranks differ; None: it does not.
         goes_on: whether this process has trained with its arguments, and can go on in another round.
+        again: reads the samples among them once more, if one differs; None: they stay as they were.
 
     Raises:
         UsageError: on all ranks, naming the first difference and the rank that has it.
@@ -68,11 +76,13 @@ def check_same(
     text = _text(given).encode()
     if all(are_same([len(text), int.from_bytes(hashlib.sha256(text).digest()[:7], "big")])):
         return
-    found: list[dict[str, str]] = [json.loads(one) for one in bytes_of_all(world, text)]
-    unknown = {name for one in found for name, value in one.items() if value == NOT_COMPARED}
-    found = [{name: value for name, value in one.items() if name not in unknown} for one in found]
+    found = _of_all(world, given)
     if all(one == found[0] for one in found):
         return
+    if _difference(found)[0].startswith(SAMPLE):
+        found = _of_all(world, given if again is None else again())
+        if all(one == found[0] for one in found):
+            return
     if link is not None and len(found) <= MOST_RANKS:
         lowest: dict[str, int] = {}
         link.say_noted(Differs(tuple(lowest.setdefault(str(one), rank) for rank, one in enumerate(found))))
@@ -91,6 +101,18 @@ def check_same(
         "Give all ranks the same. Each takes its own part of every global batch, and which of them reads and writes "
         "checkpoints is decided here.",
     )
+
+
+def _of_all(world: World, given: Mapping[str, object]) -> list[dict[str, str]]:
+    """Return what is to be compared of each rank's arguments; of a sample, the hash that the fewest ranks differ in."""
+    found: list[dict[str, str]] = [json.loads(one) for one in bytes_of_all(world, _text(given).encode())]
+    unknown = {name for one in found for name, value in one.items() if value == NOT_COMPARED}
+    found = [{name: value for name, value in one.items() if name not in unknown} for one in found]
+    for name in [name for name in found[0] if name.startswith(SAMPLE) and all(name in one for one in found)]:
+        hashes = zip(*(one[name].split(APART) for one in found), strict=False)
+        for one, value in zip(found, min(hashes, key=lambda values: len({*values})), strict=True):
+            one[name] = value
+    return found
 
 
 def _difference(found: list[dict[str, str]]) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,20 @@ class Drawn(Dataset[Tensor]):
         return torch.tensor([os.urandom(1)[0] % 2])
 
 
+class Timed(Dataset[Tensor]):
+    """64 samples that contain the seconds since the first one was read; rank 1's clock is ahead."""
+
+    def __init__(self, ahead: bool) -> None:
+        self.ahead, self.began = ahead, 0.0
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.began = self.began or time.monotonic()
+        return torch.tensor([int(time.monotonic() - self.began) + self.ahead])
+
+
 said = {}
 with el.session() as run:
     other = run.rank == 1
@@ -39,6 +54,8 @@ with el.session() as run:
             data[63] = 1
         if kind == "random":
             data = Drawn()
+        if kind == "time":
+            data = Timed(other)
         loader = el.ElasticLoader(
             data,
             el.GlobalBatch(32 if other and kind == "batch" else 16, 8 if other and kind == "micro" else 4),
@@ -65,7 +82,7 @@ with el.session() as run:
         )
 
     kinds = ["length", "batch", "micro", "seed", "shuffle", "evaluation", "until", "exact", "checkpoint", "scheduler"]
-    for kind in [*kinds, "metrics", "buffers", "sample", "sample, not compared", "random", "nothing"]:
+    for kind in [*kinds, "metrics", "buffers", "sample", "sample, not compared", "random", "time", "nothing"]:
         try:
             attempt(kind)
             said[kind] = ""
