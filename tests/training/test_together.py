@@ -8,6 +8,7 @@ import random
 import re
 import signal
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -343,7 +344,14 @@ class Elsewhere:
     def pass_updated(self, passes: int) -> None:
         self.updated.append(passes)
 
-    def recover(self, error: RuntimeError, passes: Any) -> Recovered:
+    def in_pass(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def check_over(self) -> None: ...
+
+    def meet_replica(self) -> None: ...
+
+    def recover(self, error: RuntimeError, passes: Any, *, in_pass: bool) -> Recovered:
         self.recovered += 1
         share = replace(self._step.share, batches=epochs_of(_loader()).epoch_from(0, 1, 0))
         return Recovered(share, passes=self._passes[len(passes) :] and self._passes)
