@@ -7,9 +7,9 @@ import math
 import os
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
-from select import select
+from select import POLLIN, poll
 from signal import SIGKILL, SIGTERM, pidfd_send_signal
 from subprocess import Popen, TimeoutExpired
 from types import TracebackType
@@ -127,21 +127,25 @@ class Background:
     def _end(self, processes: list[Popen[Any]], grace: float) -> None:
         """End processes, each with all that it has started: with SIGTERM, and after the grace in seconds with SIGKILL.
 
-        A shell that is ended alone would leave the commands behind that it waits for.
+        A program that ends in order may need its own processes for that, such as those of a loader. So these get
+        SIGTERM once it has ended, or after half of the grace. A shell that ends leaves behind what it waits for.
         """
         with ExitStack() as stack:
-            descriptors = {each for process in processes if process.poll() is None for each in _descent(process.pid)}
-            for descriptor in descriptors:
+            families = [_descent(process.pid) for process in processes if process.poll() is None]
+            everyone = {descriptor for family in families for descriptor in family.values()}
+            for descriptor in everyone:
                 stack.callback(os.close, descriptor)
-            for number in (SIGTERM, SIGKILL) if grace else (SIGKILL,):
-                for descriptor in descriptors:
-                    with suppress(OSError):  # it has ended, or is another user's
-                        pidfd_send_signal(descriptor, number)
-                deadline, running = time.monotonic() + (grace if number is SIGTERM else _DEATH), descriptors
-                while running and (left := deadline - time.monotonic()) > 0:
-                    running = running - {*select(running, (), (), left)[0]}
+            if grace:
+                first = {family[process.pid] for family in families for process in processes if process.pid in family}
+                _send(first, SIGTERM)
+                _await(first, grace / 2)
+                _send(everyone - first, SIGTERM)
+                _await(everyone, grace / 2)
+            _send(everyone, SIGKILL)
+            _await(everyone, _DEATH)
         for process in processes:
-            process.poll()
+            if process.poll() is None:  # it had no descriptor, as this process has too many
+                process.kill()
             self._limits.pop(process, None)
 
     def _settle(self) -> None:
@@ -152,21 +156,39 @@ class Background:
                 _log.warning("%s has ended with %s", _name(process), ending(process.returncode))
 
 
-def _descent(pid: int) -> list[int]:
-    """Return descriptors of a process, of those in its process group, if it leads one, and of all descendants."""
+def _descent(pid: int) -> dict[int, int]:
+    """Return a process, those in its process group, if it leads one, and all descendants: a descriptor for each pid."""
     parents: dict[int, set[int]] = {}
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError), open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as file:
-            _, parent, group, *_ = file.read().rpartition(")")[2].split()  # proc_pid_stat(5)
-            parents[int(name)] = {int(parent), int(group)}
+    with suppress(OSError):
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with suppress(OSError), open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as file:
+                _, parent, group, *_ = file.read().rpartition(")")[2].split()  # proc_pid_stat(5)
+                parents[int(name)] = {int(parent), int(group)}
     found = [pid]
     for each in found:
         found += [child for child, those in parents.items() if each in those and child not in found]
-    descriptors = []
+    descriptors = {}
     for each in found:
         with suppress(OSError):
-            descriptors.append(os.pidfd_open(each))
+            descriptors[each] = os.pidfd_open(each)
     return descriptors
+
+
+def _send(descriptors: Iterable[int], number: int) -> None:
+    for descriptor in descriptors:
+        with suppress(OSError):  # it has ended, or is another user's
+            pidfd_send_signal(descriptor, number)
+
+
+def _await(descriptors: Iterable[int], seconds: float) -> None:
+    """Wait until all these processes have ended, for so many seconds at most."""
+    deadline, running, poller = time.monotonic() + seconds, set(descriptors), poll()
+    for descriptor in running:
+        poller.register(descriptor, POLLIN)
+    while running and (left := deadline - time.monotonic()) > 0:
+        for descriptor, _ in poller.poll(1000 * left):
+            poller.unregister(descriptor)
+            running.discard(descriptor)
 
 
 def _name(process: Popen[Any]) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -153,6 +155,45 @@ def test_what_a_process_has_started_ends_with_it(
             raise error
     assert shell.returncode == (-15 if error is None else -9)
     wait_for("their end", lambda: not any(map(alive, pids)))
+
+
+GRACEFUL = """
+import signal, subprocess, sys, time
+helper = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(1000)"])
+def save(*_):
+    assert helper.poll() is None, "the helper has been ended before"
+    helper.kill(), helper.wait()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+while True: time.sleep(0.05)
+"""
+
+
+def test_what_a_process_needs_to_end_in_order_outlives_its_sigterm(start: Start) -> None:
+    background = Background()
+    process = start([sys.executable, "-c", GRACEFUL], stdout=subprocess.PIPE)
+    assert process.stdout.read(1)
+    background.add(process, 0)
+    with background:
+        pass
+    assert process.returncode == 0
+
+
+def test_processes_end_although_this_one_has_more_files_open_than_select_takes(start: Start) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    null = os.open(os.devnull, os.O_RDONLY)
+    held = [os.dup(null) for _ in range(1100)]
+    try:
+        background, process = Background(), start(["sleep", "1000"])
+        background.add(process, 0)
+        with pytest.raises(KeyError), background:
+            raise KeyError
+    finally:
+        for each in (null, *held):
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert process.returncode == -signal.SIGKILL
 
 
 def test_a_stop_ends_all_processes_that_are_waited_for(start: Start, caplog: pytest.LogCaptureFixture) -> None:
