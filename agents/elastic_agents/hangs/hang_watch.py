@@ -123,8 +123,8 @@ class HangWatch:
         self._before: dict[int, Usage] = {}  # by pid, when this was last checked
         self._used: dict[int, Usage] = {}  # by pid, before the workers were late
         self._stood: tuple[StalledWorker, ...] = ()  # what the last look at workers that are not late yet has shown
-        # A round, seconds since it began, those at which its first batches are due, and where ranks wait for them:
-        self._starting: tuple[int, float, float, dict[int, str] | None] = 0, 0.0, 0.0, None
+        # A round, seconds since it began, those at which its first batches are due, and the ranks that wait for them:
+        self._starting: tuple[int, float, float, set[int] | None] = 0, 0.0, 0.0, None
         self._stopped: dict[int, float] = {}  # by pid, the CPU that a stopped worker has used
         self._broken = False
         self._reported = 0  # the round that was reported as stalled
@@ -219,28 +219,27 @@ class HangWatch:
             seconds, due, before = 0.0, FIRST_BATCH, None
         seconds += elapsed
         if seconds >= due + (0.0 if before is None else STILL) and not watched.finishing:
-            begins = [x for x in watched.workers if _begins(watched.round, reports[x.local_rank])]
+            begins = [
+                x for x in watched.workers if _begins(watched.round, reports[x.local_rank]) and not is_traced(x.pid)
+            ]
             with ThreadPoolExecutor(AT_ONCE) as pool:
                 taken = [(worker, dumps) for worker, dumps in zip(begins, pool.map(_dumps, begins), strict=True)]
             waiting = [(x, dumps) for x, dumps in taken if dumps.stacks[0] and reads_data(dumps.stacks[0][-1])]
-            places = {x.rank: _seen(x, dumps, moves=False).frame for x, dumps in waiting}
             if before is None:
-                before = places
+                before = {worker.rank for worker, _ in waiting}
             else:
-                self._tell_first_batches(
-                    watched.round, seconds, places, [x for x in waiting if places[x[0].rank] == before.get(x[0].rank)]
-                )
+                self._tell_first_batches(watched.round, seconds, [x for x in waiting if x[0].rank in before])
                 before, due = None, 2 * due
         self._starting = watched.round, seconds, due, before
 
-    def _tell_first_batches(
-        self, number: int, seconds: float, places: dict[int, str], waiting: list[tuple[WatchedWorker, _Dumps]]
-    ) -> None:
+    def _tell_first_batches(self, number: int, seconds: float, waiting: list[tuple[WatchedWorker, _Dumps]]) -> None:
         if waiting:
             worker, dumps = waiting[0]
             more = f" (and {len(waiting) - 1} more of this node)" if len(waiting) > 1 else ""
             processes = sum(serves_loader(each[-1]) for each in dumps.stacks[1:] if each)
-            where = places[worker.rank] + (f"; processes of its loader: {processes}" if processes else "")
+            where = _seen(worker, dumps, moves=False).frame + (
+                f"; processes of its loader: {processes}" if processes else ""
+            )
             text = "rank %d%s has done no step %d s after round %d began, and waits for data; it stands at %s"
             _log.warning(text, worker.rank, more, seconds, number, where)
 
