@@ -582,15 +582,11 @@ class Transaction:
         means, gradients, optimizers = self._pass.means, self.share.gradients, self._rules.optimizers
         assert means is not None
         self._check_losses()
-        if not means.correction:
-            gradients.discard()
-            self.skipped = True
-            self._end_pass(means)
-            return
-        self._rounds.updates()
-        optimizers.unscale(chosen, gradients, f"step {self.number}")
+        if means.correction:
+            self._rounds.updates()
+            optimizers.unscale(chosen, gradients, f"step {self.number}")
         try:
-            if clip_norm is not None:
+            if means.correction and clip_norm is not None:
                 with self._rounds.exchanging():
                     self.clipped_norm = gradients.clip(optimizers.parameters(chosen, gradients), clip_norm)
             self._rounds.meet_replica()
@@ -599,6 +595,11 @@ class Transaction:
                 raise
             self._open = False
             self._owner.pass_updated(self._passes)
+            return
+        if not means.correction:
+            gradients.discard()
+            self.skipped = True
+            self._end_pass(means)
             return
         gradients.finish_buffers()
         if self.number == 1:
