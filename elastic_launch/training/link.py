@@ -552,7 +552,7 @@ class AgentLink:
                     self._place, self._round = place, place.round
                     self._suspend, self._stop_asked = None, ""
                     self.note(None, 0, 0)
-                    self._tells_steps, self._next_word = place.placement.first_on_node, 0.0
+                    self._tells_steps, self._next_word, self._ends = place.placement.first_on_node, 0.0, False
                 case c.Exit():
                     self._exit = True
                 case c.Fetched(use=use, sequence=sequence):
