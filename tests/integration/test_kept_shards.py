@@ -18,10 +18,14 @@ def training(job: Job, *options: str, **how: Any) -> Changes:
     return Changes(job, "--shard", *options, live=True, **how)
 
 
-def repeated(changes: Changes) -> int:
-    """How many steps were done again, each of which must have known it."""
+def repeated(changes: Changes, unnoted: int = 0) -> int:
+    """How many steps were done again, each of which must have known it.
+
+    Args:
+        unnoted: how many the first rank may have completed without noting it, as it was killed.
+    """
     again = changes.done_again()
-    assert sum(step["again"] for step in changes.steps()) == again
+    assert again <= sum(step["again"] for step in changes.steps()) <= again + unnoted
     return again
 
 
@@ -40,7 +44,7 @@ def test_the_others_keep_their_processes_and_repeat_what_followed_the_last_snaps
     last = len(job.events("round_formed"))
     assert {*pids(job, last).values()} >= {*first.values()} - {first[killed]}
     lost = changes.assert_no_more_lost_than_an_interval(1)
-    assert repeated(changes) == lost
+    assert repeated(changes, unnoted=int(killed == 0)) == lost
     assert result["hash"] == undisturbed
 
 
