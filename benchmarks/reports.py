@@ -94,7 +94,7 @@ def present(names: Iterable[str]) -> list[str]:
 
 
 def table(rows: Sequence[Record]) -> str:
-    """A Markdown table of all figures, without rows for which nobody has one."""
+    """A Markdown table of all figures; rows without any figure are left out."""
     columns = present(who for row in rows for who in (*row["figures"], *row["without_figure"]))
     compared = any(row["ratio"] is not None for row in rows)
     titles = ["", *(CONTENDERS[who].title for who in columns), *(["ratio"] if compared else []), "goal", "met"]

@@ -131,12 +131,12 @@ class Background:
         SIGTERM once it has ended, or after half of the grace. A shell that ends leaves behind what it waits for.
         """
         with ExitStack() as stack:
-            families = [_descent(process.pid) for process in processes if process.poll() is None]
-            everyone = {descriptor for family in families for descriptor in family.values()}
+            families = {process.pid: _descent(process.pid) for process in processes if process.poll() is None}
+            everyone = {descriptor for family in families.values() for descriptor in family.values()}
             for descriptor in everyone:
                 stack.callback(os.close, descriptor)
             if grace:
-                first = {family[process.pid] for family in families for process in processes if process.pid in family}
+                first = {family[pid] for pid, family in families.items() if pid in family}
                 _send(first, SIGTERM)
                 _await(first, grace / 2)
                 _send(everyone - first, SIGTERM)

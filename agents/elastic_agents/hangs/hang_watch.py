@@ -49,7 +49,7 @@ FIRST_BATCH = 60.0
 """Seconds after which a worker that waits for its first batch is reported; again whenever it is twice as long."""
 
 STILL = 5.0
-"""Seconds after that at which it must be at the same place: it may have begun to read only now."""
+"""Seconds after that at which it must still wait: it may have begun to read only now."""
 
 AT_ONCE = 8
 """Workers whose stacks are taken at the same time."""
