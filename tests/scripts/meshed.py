@@ -22,6 +22,7 @@ parser.add_argument("result", type=Path)
 parser.add_argument("--shard", type=int, default=0)
 parser.add_argument("--tensor", type=int, default=1)
 parser.add_argument("--sgd", action="store_true")
+parser.add_argument("--wrap", action="store_true", help="call fully_shard for a single shard, too")
 parser.add_argument("--exact", action="store_true")
 parser.add_argument("--steps", type=int, default=6)
 parser.add_argument("--micro", type=int, default=2)
@@ -61,7 +62,7 @@ def build(run: el.Run) -> nn.Module:
     if args.tensor > 1:
         for block in blocks:
             parallelize_module(block, mesh["tensor"], {"wide": ColwiseParallel(), "narrow": RowwiseParallel()})
-    if args.shard > 1 or args.tensor == 1:
+    if args.wrap or args.shard > 1 or args.tensor == 1:
         for block in blocks:
             fully_shard(block, mesh=mesh["shard"])
         fully_shard(model, mesh=mesh["shard"])

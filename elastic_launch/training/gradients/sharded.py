@@ -226,7 +226,7 @@ class ShardSums:
         self._reduced += len(output) * self._shards
         # FSDP does not call the reduction for a single shard. The output is going to be the gradients' memory.
         if self._shards == 1 and self.exact:
-            self.reduce(scatter, output, output.clone(), None)
+            self.exchanged(output, partial(self.reduce, scatter, output, output.clone(), None), inner=False)
         elif self._shards == 1 and self._void:
             output.zero_()
 
