@@ -146,10 +146,12 @@ class Loop:
             yield from self._steps()
 
     def _steps(self) -> Iterator[Transaction]:
-        if self._rehearses and self._rounds.is_ahead:
+        if self._rehearses and self._rounds.is_ahead and self._rounds.mesh is None:
             self._rehearse()
         self._given = self._arguments()
         self.engine.meet(told(self._given))
+        if self._rounds.is_built_ahead:
+            resharding.reshard(self._model, self._optimizer, within=True)
         self._live = self._can_live()
         goes_back = self._live and (self._rounds.may_abort or bool(self._options.share))
         self._trained_first = self._trains() if goes_back else {}
@@ -260,6 +262,8 @@ class Loop:
         check_same(world, self._given, rounds.link, goes_on=live is not None, again=again)
         in_place = live is not None and (live.in_doubt or rounds.shards)
         resumed = self._resume_in_place(live) if live is not None and in_place else self._resume(live)
+        if rounds.is_built_ahead and resumed.state is None:
+            rounds.start_again("no rank has a state, and it has built its model without the other ranks")
         self._has_state = True
         if live is None:
             self._step, self._last = resumed.step, resumed.last or self._last
@@ -359,8 +363,8 @@ class Loop:
     def _fixed(self) -> str:
         """Why the state cannot be divided among other ranks in this process; empty if it can."""
         mesh, rounds = self._rounds.mesh, self._rounds
-        if mesh is not None and not (rounds.asked_live and rounds.device.type == "cpu"):
-            return "run.mesh() without session(live=True), or not on CPUs"
+        if mesh is not None and rounds.device.type != "cpu":
+            return "run.mesh() on GPUs"
         if mesh is not None and mesh.inner.size() != self.engine.world.replica_size:
             return f"there is no --replica-size {mesh.inner.size()}"
         return self._state.fixed_shards or resharding.obstacle(self._model, self._state.parts, within=mesh is not None)

@@ -18,13 +18,14 @@ from elastic_launch.errors import UsageError
 from elastic_launch.symptoms import symptom_in
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.live.groups import GroupsRemainError, RoundGroups
+from elastic_launch.training.live.peerless import PeerlessGroups
 from elastic_launch.training.live.timeout_watch import TimeoutWatch
 from elastic_launch.training.ranks.exchange import is_of_exchange, numbers_of_all
 from elastic_launch.training.ranks.mesh import ReplicaMesh
 from elastic_launch.training.ranks.pace import Straggler
 from elastic_launch.training.ranks.place import take, wait_for_place
 from elastic_launch.training.ranks.same_arguments import OthersDifferError, check_same
-from elastic_launch.training.ranks.world import World, can_abort, environment, join
+from elastic_launch.training.ranks.world import World, can_abort, environment, join, replica_ahead
 from elastic_launch.training.verification import NotAgreedError
 
 _log = logging.getLogger(__name__)
@@ -92,6 +93,8 @@ class WorkerRounds:
         self._noted = 0  # the library's own exchanges
         self._began_at = 0  # exchanges until run.mesh() had formed its groups, if there were no others before
         self._timeouts: TimeoutWatch | None = None
+        self._peerless: PeerlessGroups | None = None
+        self._has_begun = False  # in any round
         self._watch_timeouts()
 
     @property
@@ -105,6 +108,11 @@ class WorkerRounds:
         """Whether this process was started ahead, and has no place in a round yet."""
         return self._world is None
 
+    @property
+    def is_built_ahead(self) -> bool:
+        """Whether the script has built its model before this process had a place, and this one has not trained yet."""
+        return self._peerless is not None and not self._has_begun
+
     def form_mesh(self, shard: int, tensor: int) -> ReplicaMesh:
         """Return the mesh of this rank's replica, see :meth:`elastic_launch.Run.mesh`; called by all ranks."""
         if self.mesh is None:
@@ -117,9 +125,28 @@ class WorkerRounds:
             )
         return self.mesh
 
+    def form_mesh_ahead(self, shard: int, tensor: int, find_place: Callable[[], object]) -> ReplicaMesh | None:
+        """Return the mesh of this process' replica before it has a place; None if its replica is not known yet.
+
+        Args:
+            find_place: see :class:`PeerlessGroups`.
+        """
+        if self.mesh is not None:
+            return self.form_mesh(shard, tensor)
+        replica = replica_ahead()
+        fits = {type(shard), type(tensor)} == {int} and 1 < replica.world_size == shard * tensor
+        if not fits or self.asked_live is False or self.device.type != "cpu":
+            return None
+        self._peerless = PeerlessGroups(replica.rank, replica.world_size, find_place)
+        self.mesh = ReplicaMesh.formed(
+            replica, self.device.type, shard, tensor, self.timeout, forming=lambda **_: nullcontext(), outlives=True
+        )
+        return self.mesh
+
     def _form_mesh(self, shard: int, tensor: int) -> ReplicaMesh:
         untouched, kept = self.untouched, self.mesh is not None
-        check_same(self.world, {"run.mesh(shard=, tensor=)": (shard, tensor)}, self.link, goes_on=kept)
+        given = {"run.mesh(shard=, tensor=)": (shard, tensor)}
+        check_same(self.world, given, self.link, goes_on=kept and not self.is_built_ahead)
         if tensor > 1:
             all_kept = [bool(each) for (each,) in numbers_of_all(self.world, [int(kept)])]
             first = self.world.rank // (shard * tensor) * shard * tensor
@@ -128,7 +155,7 @@ class WorkerRounds:
                 self.start_again("its replica has a new process")
         with self.link.forming():
             how = self.timeout, self.mesh
-            outlives = bool(self.asked_live)
+            outlives = self.asked_live is not False and self.link.patience > 0 and not self.groups.foreign
             self.mesh = ReplicaMesh.formed(
                 self.world, self.device.type, shard, tensor, *how, forming=self.forming, outlives=outlives
             )
@@ -147,6 +174,8 @@ class WorkerRounds:
         """Join the round in which this process has got a place."""
         if self.is_over:  # the order came before there was anything to disconnect
             self.groups.disconnect()
+        if self._peerless is not None:
+            self._peerless.leave()
         with self.link.forming(), self.groups.forming():
             join(self.world, self.timeout, abortable=self.asked_live is not False and self.link.patience > 0)
         self._watch_timeouts()
@@ -161,7 +190,11 @@ class WorkerRounds:
             self._timeouts = TimeoutWatch(RoundGroups.of_gpus)
 
     def close(self) -> None:
-        """End the thread that looks for timeouts."""
+        """End the thread that looks for timeouts, drop the mesh's groups, and put torch's functions back."""
+        if self._peerless is not None:
+            self._peerless.close()
+        if self.mesh is not None:
+            self.mesh.leave()
         if self._timeouts is not None:
             self._timeouts.close()
             self._timeouts = None
@@ -176,7 +209,7 @@ class WorkerRounds:
 
     def begin(self, step: int, *, live: bool) -> None:
         """The training begins; ``live`` says whether it can go on in another round."""
-        self.begun, self.step = True, step
+        self.begun, self._has_begun, self.step = True, True, step
         live = live and self._may_live
         if live and self.groups.unbreakable:
             _log.warning(

@@ -216,9 +216,12 @@ class Run:
         forms groups of some ranks. A process that goes on in another round has the same mesh, whose ranks are those of
         that round: take ``mesh["shard"]`` and ``mesh["tensor"]`` before the loop. A step that breaks in
         :meth:`Step.grad_norm` or :meth:`Step.update` is then done again from its start, and in its first attempt
-        ``step.repeated`` is true after ``update()``. With ``tensor`` above 1 a process ends if its replica has got a
-        new one, which costs a restart: that one begins with ``parallelize_module``, in which all ``tensor`` ranks
-        exchange.
+        ``step.repeated`` is true after ``update()``.
+
+        A process that was started ahead gets the mesh before it has a place, if ``--replica-size`` is the size of the
+        shape: ``fully_shard`` and ``parallelize_module`` take its part of what the script has built, and what else the
+        script exchanges waits for the place. With ``tensor`` above 1, a process that is kept ends if its replica gets
+        a process that has not started ahead, because that one exchanges in ``parallelize_module``.
 
         Refused are a mesh that the script has made itself, the whole mesh given to ``fully_shard`` (HSDP), a dimension
         of a tensor that both dimensions of the mesh cut into parts that do not fit, and in exact mode a script's own
@@ -240,11 +243,14 @@ class Run:
                 earlier call or of ``--replica-size``, the workers of a node are not a multiple of it, or training has
                 begun.
         """
-        engine = self._engine
-        engine.meet()
-        if engine.rounds.mesh is None:
-            engine.trainings.refuse_after_restoring("run.mesh()")
-        return engine.rounds.form_mesh(shard, tensor).inner
+        rounds, meet = self._engine.rounds, self._engine.meet
+        if rounds.mesh is None:
+            self._engine.trainings.refuse_after_restoring("run.mesh()")
+        mesh = rounds.form_mesh_ahead(shard, tensor, meet) if rounds.is_ahead else None
+        if mesh is None:
+            meet()
+            mesh = rounds.form_mesh(shard, tensor)
+        return mesh.inner
 
     def expect(self, what: str, duration: float | str) -> AbstractContextManager[None]:
         """Announce that what follows may take longer than a step, so that it does not count as a hang.

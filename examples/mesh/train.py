@@ -40,7 +40,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--shard", type=int, default=2, help="ranks that divide parameters and optimizer state")
     parser.add_argument("--tensor", type=int, default=1, help="ranks that compute a micro-batch together")
     parser.add_argument("--exact", action="store_true", help="bitwise the same weights at any number of replicas")
-    parser.add_argument("--live", action="store_true", help="keep the processes of whole replicas, see --replica-size")
     parser.add_argument("--result", type=Path, help="file to which rank 0 writes the result as JSON")
     args = parser.parse_args()
     if HEADS % args.tensor:
@@ -96,7 +95,7 @@ def loss_fn(output: Tensor, sorted_numbers: Tensor) -> Tensor:
 
 def main() -> None:
     args = arguments()
-    with el.session(live=args.live or None) as run:
+    with el.session() as run:
         # All ranks must build the same model: from it each keeps its part.
         torch.manual_seed(0)
         model = Sorter().to(run.device)

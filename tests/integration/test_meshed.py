@@ -123,7 +123,7 @@ def test_a_lost_node_takes_its_replica_with_it(job: Job) -> None:
     assert found["hash"] == alone["hash"]
 
 
-LIVE = ("--exact", "--sgd", "--live")
+LIVE = ("--exact", "--sgd")
 
 
 def assert_went_on(result: Path, steps: int, ranks: tuple[int, ...] = (0, 1)) -> None:
@@ -177,7 +177,7 @@ def test_the_second_replica_becomes_the_first(job: Job, shape: tuple[str, str]) 
 def test_a_step_that_breaks_in_its_update_is_done_again_from_its_start(job: Job, undivided: dict[str, Any]) -> None:
     """In default mode all ranks exchange the gradients' norm in it."""
     result = job.directory / "killed.json"
-    command = [MESHED, str(result), "--sgd", "--live", "--shard", "2", "--kill", "2:4"]
+    command = [MESHED, str(result), "--sgd", "--shard", "2", "--kill", "2:4"]
     agent = job.launch("--standalone", "--nproc", "4", "--replica-size", "2", name="killed", command=command)
     assert agent.wait(240 * SLOWNESS) == 0, agent.output
     found = json.loads(result.read_text())
@@ -198,10 +198,13 @@ def test_a_step_that_breaks_in_its_update_is_done_again_from_its_start(job: Job,
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("shape", [("2", "1"), ("1", "2")])
 def test_nodes_come_and_go_and_no_step_is_lost(job: Job, shape: tuple[str, str]) -> None:
-    """A second replica joins, leaves, joins, and is lost; the first one's processes go on in all rounds."""
+    """A second replica joins, leaves, joins, and is lost; the first one's processes go on in all rounds.
+
+    A new one builds its model while the others train.
+    """
     result = job.directory / "result.json"
     options = (*LIVE, "--shard", shape[0], "--tensor", shape[1], "--steps", "200")
-    flags = ("--replica-size", "2", "--rdzv-conf", "resize_delay=0.1")
+    flags = ("--replica-size", "2", "--rdzv-conf", "resize_delay=0.1,start_wait=0")
     command = [MESHED, str(result), *options, "--pause", "0.2"]
 
     def node(name: str, round: int) -> Agent:
@@ -225,6 +228,9 @@ def test_nodes_come_and_go_and_no_step_is_lost(job: Job, shape: tuple[str, str])
     found = json.loads(result.read_text())
     assert (found["worlds"], found["hash"]) == ([2, 4, 2, 4, 2], trained(job, 2, *options)["hash"])
     assert_went_on(result, 200)
+    lines = read_lines(result.with_name(f"{result.name}.steps"))
+    kept = {line["pid"] for line in lines if line["step"] == 1}
+    assert {line["pid"] in kept: line["built_ahead"] for line in lines} == {True: False, False: True}
     assert "training goes back" not in first.output
 
 

@@ -31,7 +31,6 @@ parser.add_argument("--seed-by-rank", action="store_true", help="each rank build
 parser.add_argument("--kill", metavar="RANK:STEP", help="in the first round")
 parser.add_argument("--kill-in-pass", metavar="RANK:STEP", help="before a backward pass, in the first round")
 parser.add_argument("--spoil", metavar="RANK:STEP", help="change a part of a weight, in the first round")
-parser.add_argument("--live", action="store_true", help="processes of whole replicas are kept")
 parser.add_argument(
     "--pause", type=float, default=0.0, help="seconds that each micro-batch takes besides, until RESULT.fast exists"
 )
@@ -69,8 +68,9 @@ def build(run: el.Run) -> nn.Module:
     return model
 
 
-with el.session(threads=1, live=args.live or None) as run:
+with el.session(threads=1) as run:
     model = build(run)
+    built_ahead = "ELASTIC_LAUNCH_AHEAD" in os.environ  # before this process had a place
     scale = nn.Parameter(torch.ones(()))  # only the optimizer has it
     parameters = [*model.parameters(), scale]
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters, lr=0.01)
@@ -109,6 +109,7 @@ with el.session(threads=1, live=args.live or None) as run:
         losses.append(step.loss)
         with Path(f"{args.result}.steps").open("a") as file:
             line = {"pid": os.getpid(), "rank": run.rank, "step": step.number, "repeated": step.repeated}
+            line["built_ahead"] = built_ahead
             file.write(json.dumps(line) + "\n")
     found = {
         "hash": el.weights_sha256(model),

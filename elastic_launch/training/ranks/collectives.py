@@ -24,7 +24,7 @@ from elastic_launch.errors import UsageError
 
 _log = logging.getLogger(__name__)
 
-_METHODS = (
+METHODS = (
     *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "barrier", "monitored_barrier"),
     *("allgather", "_allgather_base", "allgather_coalesced", "allgather_into_tensor_coalesced"),
     *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"),
@@ -32,8 +32,10 @@ _METHODS = (
     *("all_gather_single", "all_gather_single_coalesced", "all_to_all_single"),
     *("reduce_scatter_single", "reduce_scatter_single_coalesced"),
 )
+"""The methods of ``ProcessGroup`` that exchange."""
 
-_FUNCTIONS = ("_resolve_group", "_resolve_group_name")
+FUNCTIONS = ("_resolve_group", "_resolve_group_name")
+"""Functions by which functional collectives find their group."""
 
 _COLLECTIVES = (
     *("contextlib", "torch.utils._contextlib", "torch._compile", "torch.autograd.function", "typing_extensions"),
@@ -53,7 +55,7 @@ _watch: Callable[[str], None] | None = None  # what is called with the name of a
 @contextmanager
 def watched() -> Iterator[None]:
     """Within this context, what is called within a :class:`MicroBatchContext` is noticed."""
-    holders: dict[Any, tuple[str, ...]] = {dist.ProcessGroup: _METHODS, functional: _FUNCTIONS}
+    holders: dict[Any, tuple[str, ...]] = {dist.ProcessGroup: METHODS, functional: FUNCTIONS}
     # As the class has them: what getattr() returns does not bind an instance when it is put back.
     found = ((holder, name) for holder, names in holders.items() for name in names if name in vars(holder))
     before = [(holder, name, vars(holder)[name]) for holder, name in found]
@@ -69,15 +71,18 @@ def watched() -> Iterator[None]:
 def _noticed(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and _watch is not None and (name := _called_by_script()):
+        if not torch.compiler.is_compiling() and _watch is not None and (name := called_by_script()):
             _watch(name)
         return function(*args, **kwargs)
 
     return call
 
 
-def _called_by_script() -> str:
-    """Return the name of the collective that the script has called; "" if the call is not the script's."""
+def called_by_script() -> str:
+    """Return the name of the function of torch that the script has called; "" if the call is not the script's.
+
+    It is called by what has taken that function's place.
+    """
     frame, name = sys._getframe(2), ""
     while frame is not None and (module := str(frame.f_globals.get("__name__"))) in _COLLECTIVES:
         if frame.f_code.co_name not in _DECORATORS:

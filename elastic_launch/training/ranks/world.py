@@ -240,6 +240,16 @@ def device_ahead() -> torch.device:
     return _use(World(local_rank=int(local_rank), local_world_size=int(workers), one_gpu=one_gpu).device())
 
 
+def replica_ahead() -> World:
+    """Return the replica of a process that was started ahead, as a world of its own; of rank 0 alone if there is none.
+
+    Rounds have whole replicas of a node's consecutive workers.
+    """
+    size = int(os.environ.get(ENV_REPLICA_SIZE) or 1)
+    own = int(os.environ.get(ENV_LOCAL_RANK) or os.environ["LOCAL_RANK"]) % size
+    return World(own, size, own, size, alone=False, replica_size=size)
+
+
 def _use(device: torch.device) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
