@@ -309,7 +309,7 @@ def _observe(config: LaunchConfig, journal: _Journal, clock: Clock) -> None:
     if config.http is not None or config.progress == "live":
         from elastic_launch.observe.node_watch import NodeWatch
 
-        journal.watch = NodeWatch(clock, journal.ledger)
+        journal.watch = NodeWatch(clock, journal.ledger, config.replica_size)
         journal.follow.append(journal.watch.add)
 
 

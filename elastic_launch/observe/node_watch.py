@@ -48,9 +48,14 @@ _RANDOM = re.compile("-[0-9a-f]{6}$")
 
 
 class NodeWatch:
-    """Follows a node's events, and how the node is at moments. Thread-safe."""
+    """Follows a node's events, and how the node is at moments. Thread-safe.
 
-    def __init__(self, clock: Clock, ledger: LiveLedger) -> None:
+    Args:
+        replica_size: workers of a replica, see ``--replica-size``.
+    """
+
+    def __init__(self, clock: Clock, ledger: LiveLedger, replica_size: int = 1) -> None:
+        self._replica_size = replica_size
         self._clock = clock
         self._ledger = ledger
         self._lock = threading.Lock()
@@ -69,6 +74,7 @@ class NodeWatch:
         self._saves_itself = False  # the script does, or nothing
         self._path = ""  # of the checkpoint
         self._word = "starting", self._since
+        self._begun = 0  # the step with which the round has begun to train
         self._slow: dict[str, int] = {}  # ranks found to be slow in this round, by node
         self._happened: deque[tuple[float, str]] = deque(maxlen=HAPPENED)
 
@@ -108,8 +114,8 @@ class NodeWatch:
                     self._next = "its workers start ahead of a round"
                 case ev.WorkerAhead():
                     self._next = "its workers wait for a place in a round"
-                case ev.TrainingBegun(saves_itself=alone):
-                    self._stepless, self._saves_itself = "first step", alone
+                case ev.TrainingBegun(step=step, saves_itself=alone):
+                    self._stepless, self._saves_itself, self._begun = "first step", alone, step
                 case ev.FirstStep():
                     self._stepless, self._stepped = None, True
                     self._moved = self._moved[0], self._clock.now()
@@ -186,6 +192,9 @@ class NodeWatch:
             now, saved = self._clock.now(), self._saved(present, self._clock.now())
             held = present.snapshot is not None and present.end is None
             memory = f"step {present.snapshot} in this node's memory" if held else ""
+            newest = max(present.snapshot or 0, saved[0] if saved else 0)
+            if 1 < self._replica_size == present.world_size and newest < self._begun and not present.end:
+                memory += f"{memory and '; '}unprotected: only one replica has the state after step {newest}"
             if saved is None:
                 nothing = "nothing is saved that the launcher knows of" if present.step else ""
                 nothing += "; a script with its own loop may save by itself" if nothing and self._saves_itself else ""

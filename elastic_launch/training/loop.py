@@ -130,6 +130,7 @@ class Loop:
         self._batches: Generator[object] | None = None
         self._pace: Pace | None = None
         self._began_in_training_mode: bool | None = None
+        self._owes_copy = False  # of a state that only one replica has
 
     def __iter__(self) -> Iterator[Step]:
         with closing(self.transactions()) as transactions:
@@ -282,6 +283,7 @@ class Loop:
         all_agreed = self._agree(resumed.step)
         self._gradients = gradients = self._new_gradients(world, same=resumed.everywhere and all_agreed)
         self._agreed = True
+        self._owes_copy = rounds.mesh is not None and rounds.mesh.across.size == 1 and len(engine.worlds) > 1
         self.positions.allowed = ruled_names(self._model, self._options.buffers)
         if gradients.parameters.apart() and world.rank == 0:
             _log.warning("the optimizer has none of the model's parameters: none of these is trained")
@@ -729,7 +731,7 @@ class Loop:
                     self._evaluate()
                     self._include_registered()  # an evaluation may begin an average
                     evaluated = True
-                if not self._owes_boundary or not self._boundary(keep=evaluated):
+                if not self._owes_boundary or not self._boundary(keep=evaluated or self._owes_copy):
                     return
             except RuntimeError as broken:
                 if self._gradients is not None and broken is self._gradients.failed:
@@ -768,6 +770,7 @@ class Loop:
         wanted = engine.world.rank == 0 and evaluations.wanted()
         after = self._after(self._step)
         engine.step_boundary(after, end=end, stays=stays, keep=keep, evaluate=wanted)
+        self._owes_copy = False
         if engine.evaluates:
             engine.evaluates = False
             evaluations.agree(self._step + 1)

@@ -236,6 +236,27 @@ def test_nodes_come_and_go_and_no_step_is_lost(job: Job, shape: tuple[str, str])
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+def test_a_replica_that_is_left_alone_takes_a_snapshot_at_once(job: Job) -> None:
+    """A fault that breaks it, too, costs the steps since then, and not those since the last snapshot before."""
+    result, drill = job.directory / "result.json", job.directory / "drill.yaml"
+    drill.write_text(json.dumps([{"rank": 3, "step": 30, "do": "lose"}, {"rank": 1, "step": 34, "do": "kill"}]))
+    command = [EXAMPLE, "--exact", "--shard", "2", "--steps", "36", "--every", "1000", "--result", str(result)]
+    agent = job.launch("--standalone", "--nproc", "2", command=[*command, "--checkpoint", str(job.directory / "alone")])
+    assert agent.wait(120 * SLOWNESS) == 0, agent.output
+    alone = json.loads(result.read_text())
+    flags = ("--nnodes", "1:2", "--replica-size", "2", "--join-settle", "300", "--drill", str(drill))
+    command += ["--checkpoint", str(job.directory / "lost")]
+    a = job.node("a", *flags, nproc=2, command=command)
+    a.says("hosts the run")
+    b = job.node("b", *flags, nproc=2, command=command)
+    assert (b.wait(120 * SLOWNESS), a.wait(120 * SLOWNESS)) == (-signal.SIGKILL, 0), a.output
+    found = json.loads(result.read_text())
+    assert (found["worlds"], found["resumed"]) == ([4, 2, 2], 31), a.output
+    assert found["hash"] == alone["hash"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_snapshots_of_replicas_that_are_split_bring_back_a_lost_node(job: Job) -> None:
     """Three nodes with a replica each; the snapshot has each shard once, and a copy on the next node."""
     result, drill = job.directory / "result.json", job.directory / "drill.yaml"

@@ -18,10 +18,10 @@ from elastic_launch.observe.present import HowEnded, Present
 class Told:
     """A watch whose clock the test sets."""
 
-    def __init__(self) -> None:
+    def __init__(self, replica_size: int = 1) -> None:
         self.at = 100.0
         self.ledger = LiveLedger(self)
-        self.watch = NodeWatch(self, self.ledger)
+        self.watch = NodeWatch(self, self.ledger, replica_size)
 
     def now(self) -> float:
         return self.at
@@ -155,6 +155,19 @@ def test_it_is_told_where_the_state_is() -> None:
     assert re.fullmatch(
         r"step 3 is saved in /c/step-3, at \d\d:\d\d:\d\d UTC, 0 s ago; step 4 in this node's memory", text
     )
+
+
+def test_the_only_replica_is_unprotected_until_there_is_a_copy_of_its_state() -> None:
+    told = Told(replica_size=2)
+    told.add(*begun(1, 0), *begun(2, 6))
+    present = Present("running", 2, world_size=2, step=7, snapshot=4)
+    alone = "unprotected: only one replica has the state after step 4"
+    assert told.watch.safe(present) == f"no checkpoint yet; step 4 in this node's memory; {alone}"
+    assert told.watch.safe(replace(present, snapshot=None)) == f"no checkpoint yet; {alone.replace('4', '0')}"
+    assert "unprotected" not in told.watch.safe(replace(present, world_size=4))
+    assert "unprotected" not in told.watch.safe(replace(present, snapshot=7))
+    told.add(ev.CheckpointSaved(2, 7, "/c/step-7"))
+    assert told.watch.safe(present).endswith("step 4 in this node's memory")
 
 
 def test_what_happened_last_has_stragglers_refused_nodes_and_workers_lost_ahead() -> None:
