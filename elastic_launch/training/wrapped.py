@@ -118,6 +118,17 @@ def sharding_modules(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if type(module) in sharding] if sharding else []
 
 
+def sharding_groups(model: nn.Module) -> list[Any]:
+    """Return what ``fully_shard`` has made of the parameters that one call got: its ``FSDPParamGroup`` objects."""
+    found: dict[int, Any] = {}
+    for module in sharding_modules(model):
+        state = module._get_fsdp_state()
+        several = getattr(state, "_fsdp_param_groups", None)
+        groups = [state._fsdp_param_group] if several is None else several
+        found |= {id(group): group for group in groups if group is not None}
+    return [*found.values()]
+
+
 def _classes(kind: type) -> list[str]:
     return [f"{base.__module__}.{base.__name__}" for base in kind.__mro__]
 

@@ -186,7 +186,7 @@ def test_exact_mode_gives_the_same_weights_and_evaluations_at_each_world(job: Jo
     whole = {kind: found[1].pop(f"{kind} whole") for kind in list(found[1]) if f"{kind} whole" in found[1]}
     assert all(found[world] == found[1] for world in worlds), found
     assert found[1] | whole == found[1]
-    assert len(whole) == 6
+    assert len(whole) == 7
 
 
 @pytest.mark.slow

@@ -30,6 +30,18 @@ class Block(nn.Module):
         return y
 
 
+class Experts(nn.Module):
+    """Each micro-batch uses one of two experts, and none the third."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.experts[int(x.sum() > 0)](x)
+        return y
+
+
 def by_columns(parameter: nn.Parameter) -> Shard | None:
     return Shard(1) if parameter.dim() > 1 else None
 
@@ -38,7 +50,9 @@ def trained(run: el.Run, kind: str, *, whole: bool = False) -> str:
     torch.manual_seed(0)
     # FSDP cuts columns only into equal shards, here at worlds of 1 to 4.
     width, inner = (12, 24) if kind == "columns" else (7, 11)
-    blocks = [Block(width, inner) for _ in range(2)]
+    blocks: list[nn.Module] = [Block(width, inner) for _ in range(2)]
+    if kind == "experts":
+        blocks[1] = Experts(width)
     ends = nn.Linear(5, width), nn.Linear(width, 3)
     model = nn.Sequential(ends[0], *blocks, nn.Dropout(0.2), nn.BatchNorm1d(width), ends[1])
     if kind == "frozen":
@@ -75,7 +89,7 @@ def trained(run: el.Run, kind: str, *, whole: bool = False) -> str:
 
 with el.session(threads=1) as run:
     found = {}
-    for kind in ("plain", "frozen", "a layer twice", "only blocks", "columns", "bf16", "few"):
+    for kind in ("plain", "frozen", "a layer twice", "only blocks", "columns", "bf16", "few", "experts"):
         found[kind] = trained(run, kind)
         if run.world_size == 1 and kind != "bf16":
             found[f"{kind} whole"] = trained(run, kind, whole=True)

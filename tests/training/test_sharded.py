@@ -204,9 +204,25 @@ def test_what_a_sharded_model_cannot_be_trained_with(run: Run) -> None:
         trainer.fit("1ba")
 
 
-def test_a_parameter_that_a_micro_batch_does_not_use_is_an_error(run: Run) -> None:
-    with pytest.raises(UsageError, match=r"did not compute one gradient for each parameter"):
-        _go(run, _sharded(Branches()))
+def test_parameters_may_be_used_by_some_micro_batches_or_none(run: Run) -> None:
+    """Those that no micro-batch of a step has used have no gradient in it, as in a model that is not sharded."""
+    found = []
+    for shard in (True, False):
+        torch.manual_seed(0)
+        model = Branches()
+        model.never = nn.Linear(2, 2)
+        model = _sharded(model) if shard else model
+        _go(run, model, torch.optim.AdamW(model.parameters(), 0.1), exact=True)
+        assert model.never.weight.grad is None
+        found.append(el.weights_sha256(model))
+    assert found[0] == found[1]
+
+
+def test_a_module_that_is_sharded_by_itself_must_be_called(run: Run) -> None:
+    model = Branches()
+    model.never = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(UsageError, match=r"did not compute one gradient for each parameter, such as never\.weight"):
+        _go(run, _sharded(model))
 
 
 def test_sparse_gradients_are_refused_by_name(run: Run) -> None:

@@ -350,7 +350,9 @@ class Gradients:
     @property
     def whole(self) -> bool:
         """Whether this rank has a gradient of each parameter, so that the others need not report which they have."""
-        return self._reduction.whole
+        if self._shards is None:
+            return self._reduction.whole
+        return self._shards.whole and (self._reduction.whole or not self.parameters.reduced)
 
     def finish(self, whole: bool = False) -> None:
         """Set every parameter's gradient to that of the global batch, on all ranks; exchange what buffers need.
@@ -375,7 +377,7 @@ class Gradients:
         for parameter, gradient in zip(self.parameters.reduced.values(), sums, strict=False):
             parameter.grad = gradient if gradient is None else as_placed(parameter, gradient)
         if self._shards is not None:
-            self._shards.finish()
+            self._shards.finish(whole=whole)
         if self._mesh is not None:
             same_on_tensor_ranks(self.parameters.trained.values(), self._mesh)
         return [value for value in sums[len(self.parameters.reduced) :] if value is not None]

@@ -9,6 +9,9 @@ adds element by element, so it does not matter how a group's gradients are laid 
 Within replicas (``run.mesh()``) FSDP reduces each pass over the replica's ranks, and the sums of the step are added
 over the replicas. In exact mode the nodes go to all ranks with the same tensor coordinate: each folds a piece of a
 shard, and the ranks that have the same shard exchange their pieces.
+
+A parameter that a micro-batch does not use, such as an expert's, is reduced as zeros, so that all ranks reduce the same
+ones together. The ranks agree on those that no micro-batch of the step has used: these have no gradient.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from elastic_launch.training.gradients.flat import together
 from elastic_launch.training.gradients.parameters import Parameters
 from elastic_launch.training.gradients.tree import Segment, fold, joins, segments
 from elastic_launch.training.ranks.mesh import TENSOR, RankGroup, ReplicaMesh, is_cut
-from elastic_launch.training.wrapped import MESH_HINT, is_sharded, local, sharding_modules
+from elastic_launch.training.wrapped import MESH_HINT, is_sharded, local, sharding_groups, sharding_modules
 
 
 class ShardSums:
@@ -66,6 +69,7 @@ class ShardSums:
         self._signature = 0
         self._void = False  # whether the current pass counts nothing
         self._reduced = 0  # elements in the current pass
+        self._used: set[int] = set()  # ids of the parameters that a micro-batch of this rank has used in the step
         self._outlives = outlives
         self._going_through = False
         self._goes_on_within = mesh is not None and mesh.tensor.size > 1
@@ -88,6 +92,8 @@ class ShardSums:
             module.set_force_sum_reduction_for_comms(True)
             module.set_requires_gradient_sync(True, recurse=False)
             self._scatters.append(scatter)
+        for group in sharding_groups(model):
+            group.post_backward = partial(self._after_backward, group)
 
     def passes(self, plan: BatchPlan) -> int:
         """Return the number of passes that every rank makes in a step."""
@@ -96,6 +102,7 @@ class ShardSums:
     def begin(self, plan: BatchPlan) -> None:
         """Start a step."""
         self._plan = plan
+        self._used.clear()
         self.reset()
         if self._signature != self._parameters.signature:  # some were frozen or unfrozen
             self._signature = self._parameters.signature
@@ -107,6 +114,25 @@ class ShardSums:
         """Let each rank have only its shards: an evaluation leaves the outermost module's parameters gathered."""
         for module in self._modules:
             module.reshard()
+
+    def _after_backward(self, group: Any, *unused: Any) -> None:
+        """Note which parameters of a module have got a gradient, before FSDP reduces them."""
+        used = set()
+        for each in group.fsdp_params:
+            gathered = getattr(each, "_unsharded_param", None)
+            if each.unsharded_accumulated_grad is not None or (gathered is not None and gathered.grad is not None):
+                used.add(id(each.sharded_param))
+        if self._index is not None:
+            self._used |= used
+        # Older versions of torch do not know it, see _partial(). A module that is called several times in a pass gets
+        # its gradients after the last one only.
+        group.reduce_scatter_unused_params = bool(used)
+        type(group).post_backward(group)
+
+    @property
+    def whole(self) -> bool:
+        """Whether this rank's micro-batches have used each parameter, so that the others need not report which."""
+        return all(id(p) in self._used for p in self._parameters.sharded.values() if p.requires_grad)
 
     def reset(self) -> None:
         """Drop the sums."""
@@ -215,8 +241,19 @@ class ShardSums:
         dist.all_to_all_single(received, given, counts, [len(mine) * size] * ranks, group=group)
         return list(zip([node for nodes in theirs for node in nodes], torch.split(received, size), strict=True))
 
-    def finish(self) -> None:
-        """After the last pass, add the sums of all replicas; called by all ranks."""
+    def finish(self, *, whole: bool) -> None:
+        """After the last pass, add the sums of all replicas; called by all ranks.
+
+        Args:
+            whole: whether each parameter is known to have a gradient; the same on all ranks.
+        """
+        if not whole:
+            trained = [p for p in self._parameters.sharded.values() if p.requires_grad]
+            used = torch.tensor([id(p) in self._used for p in trained], dtype=torch.uint8, device="cpu")
+            if self._data.size > 1:
+                dist.all_reduce(used, op=dist.ReduceOp.MAX)
+            for parameter, there in zip(trained, used.tolist(), strict=True):
+                parameter.grad = parameter.grad if there else None
         if self._across.size > 1 and not self.exact:
             gradients = [local(p.grad) for p in self._parameters.sharded.values() if p.grad is not None]
             together(gradients, partial(dist.all_reduce, group=self._across.group))
@@ -305,8 +342,8 @@ def _partial(names: str) -> UsageError:
     return UsageError(
         f"A backward pass of the sharded model did not compute one gradient for each parameter{names}: the ranks would "
         "reduce different parameters together.",
-        "Use every parameter in each micro-batch, and freeze those that are not trained (requires_grad_(False)); call "
-        "backward() once for each micro-batch.",
+        "In each micro-batch call every module that fully_shard got, whose parameters need not all be used (torch 2.13 "
+        "or newer), and backward() once; freeze what is not trained (requires_grad_(False)).",
     )
 
 

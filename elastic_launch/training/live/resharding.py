@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elastic_launch.training.wrapped import is_sharded, sharding_modules
+from elastic_launch.training.wrapped import is_sharded, sharding_groups, sharding_modules
 
 _NEEDS = ("reset_iter_state", "set_custom_all_gather")
 """Methods of ``FSDPModule`` that not all versions of torch have."""
@@ -31,7 +31,7 @@ def obstacle(model: nn.Module, parts: Sequence[Any] = (), *, within: bool = Fals
     modules = sharding_modules(model)
     if lacking := [name for name in _NEEDS if not all(hasattr(module, name) for module in modules)]:
         return f"the FSDPModule of torch {torch.__version__} has no {lacking[0]}()"
-    for group in _groups(model):
+    for group in sharding_groups(model):
         if group.post_forward_mesh_info is not None and group.post_forward_mesh_info is not group.mesh_info:
             return "fully_shard(reshard_after_forward=...) is a number"
         if type(group._all_gather_comm).__name__ not in ("DefaultAllGather", "_Gather"):
@@ -44,7 +44,7 @@ def obstacle(model: nn.Module, parts: Sequence[Any] = (), *, within: bool = Fals
         modules = [part for part in parts if isinstance(part, nn.Module) and part is not model]
         others = [module for module in modules if sharding_modules(module)]
         return f"fully_shard has divided another module, {type(others[0]).__name__}" if others else ""
-    again = {id(each.sharded_param) for group in _groups(model) for each in group.fsdp_params}
+    again = {id(each.sharded_param) for group in sharding_groups(model) for each in group.fsdp_params}
     for part in [model, *parts]:
         # Others stay on the mesh of the round in which the script made them, on which this rank may be another one.
         if any(is_sharded(tensor) and id(tensor) not in again for tensor in _tensors(part)):
@@ -64,7 +64,7 @@ def let_go(model: nn.Module, *, within: bool = False) -> None:
         module.reshard()
     sharded: list[Any] = [parameter for parameter in model.parameters() if is_sharded(parameter)]
     meshes = {id(each.device_mesh): each.device_mesh for each in sharded}
-    for group in _groups(model):
+    for group in sharding_groups(model):
         group.mesh_info.shard_process_group = None
         meshes[id(group.mesh_info.mesh)] = group.mesh_info.mesh
     for mesh in meshes.values():
@@ -83,7 +83,7 @@ def reshard(model: nn.Module, optimizer: Any, *, within: bool = False) -> None:
     from torch.distributed.device_mesh import init_device_mesh  # slow to import
 
     if within:
-        for group in _groups(model):
+        for group in sharding_groups(model):
             group.mesh_info.shard_process_group = group.mesh_info.mesh.get_group(group.mesh_info.shard_mesh_dim)
             for each in group.fsdp_params:  # which may have summed a part of a pass
                 each.unsharded_accumulated_grad = None
@@ -98,7 +98,7 @@ def reshard(model: nn.Module, optimizer: Any, *, within: bool = False) -> None:
     for each in getattr(optimizer, "optimizers", {"": optimizer}).values():
         each.state.clear()
     infos: dict[int, tuple[Any, Any]] = {}  # by the old one's address, which lasts as long as it
-    for group in _groups(model):
+    for group in sharding_groups(model):
         old = group.mesh_info
         if id(old) not in infos:
             mesh = init_device_mesh(
@@ -140,14 +140,3 @@ def _tensors(part: Any) -> list[Any]:
     if isinstance(part, nn.Module):
         return [*part.parameters(), *part.buffers()]
     return [parameter for group in getattr(part, "param_groups", []) for parameter in group["params"]]
-
-
-def _groups(model: nn.Module) -> list[Any]:
-    """Return what ``fully_shard`` has made of the parameters that one call got."""
-    found: dict[int, Any] = {}
-    for module in sharding_modules(model):
-        state = module._get_fsdp_state()
-        several = getattr(state, "_fsdp_param_groups", None)
-        groups = [state._fsdp_param_group] if several is None else several
-        found |= {id(group): group for group in groups if group is not None}
-    return [*found.values()]
