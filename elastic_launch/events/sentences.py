@@ -6,12 +6,20 @@ import signal
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from elastic_launch.events import facts as f
 from elastic_launch.events import types as ev
 from elastic_launch.events.types import counted, listed
 from elastic_launch.failure import Failure, Hang, SplitCollective, StallPlace
+from elastic_launch.system.plain_text import clipped, one_line
 
 MOST_PLACES = 4
 """Places of the code, and collectives, that a sentence names."""
+
+MOST_DIFFERENCES, DIFFERENCE_BYTES = 5, 200
+"""Differences between two commands that a sentence names, and bytes of each of their parts."""
+
+VALUE_BYTES = 300
+"""Bytes of a difference between the arguments of two workers."""
 
 
 def sentence(event: ev.Event) -> str:
@@ -78,16 +86,6 @@ def ranks(numbers: Sequence[int]) -> str:
     return f"rank{'s' if len(numbers) > 1 else ''} {listed(sorted(numbers))}"
 
 
-def all_hang(
-    doing: str, places: Sequence[tuple[StallPlace, Sequence[int]]], collectives: Sequence[SplitCollective]
-) -> str:
-    """Return where the ranks of a round stand of which none stands out."""
-    where = [f"{ranks(there)} {standing(place)}" for place, there in places]
-    shown = where[:MOST_PLACES] + ["..."] * (len(where) > MOST_PLACES)
-    found = "; ".join([*shown, *map(divided, collectives[:MOST_PLACES])])
-    return f"the round hangs in {doing}, and no rank stands out: {found}"
-
-
 def divided(found: SplitCollective) -> str:
     """Return which ranks wait in a collective, and what the others have begun."""
     others = [f"{ranks(other.ranks)} began {other.what} instead" for other in found.instead]
@@ -96,6 +94,185 @@ def divided(found: SplitCollective) -> str:
     wait = "waits" if len(found.there) == 1 else "wait"
     which = f"{found.what}, number {found.number} of group {found.group}"
     return f"{ranks(found.there)} {wait} in {which}, {', '.join(others)}"
+
+
+def why(cause: f.RunCause | f.Loss | f.ClosedBy | f.HostBarred | f.BegunAnew | f.RoundOver) -> str:
+    """Return why a round, a node's part or a run ended, or why a node takes no part."""
+    return cause if isinstance(cause, str) else _WHY[type(cause)](cause)
+
+
+def refused(node: str, misfit: f.Misfit) -> tuple[str, str]:
+    """Return why a node is refused, and the remedy."""
+    match misfit:
+        case f.OtherVersion(version=version, ours=ours):
+            return (
+                f"node {node} speaks version {version} of the protocol, the run's leader version {ours}.",
+                "Install the same version of elastic-launch on all nodes.",
+            )
+        case f.OtherRun(run_id=run_id):
+            return (
+                f"node {node} belongs to run {run_id!r}, this endpoint serves another run.",
+                "Give both the same --rdzv-id, or another --rdzv-endpoint.",
+            )
+        case f.EarlierRun(run_id=run_id):
+            return (
+                f"node {node} belongs to an earlier run {run_id!r}, which has ended.",
+                "Start it again to join the present one.",
+            )
+        case f.OtherCommand(command=command, run_id=run_id, ours=ours):
+            return (
+                f"node {node} came with the command `{command}`, run {run_id!r} executes `{ours}`.",
+                "Give the same script, module or program, --replica-size and --rdzv-backend on all nodes, or another "
+                "--rdzv-id and --rdzv-endpoint for another run.",
+            )
+        case f.Intruder(run_id=run_id, differs=differs):
+            whose = f"node {node} is not one of the nodes of run {run_id!r} at this endpoint"
+            other = "Give another --rdzv-endpoint, such as another port, for another run"
+            if differs is None:
+                return f"{whose}: it has one node (--nnodes 1), which trains.", f"{other}."
+            return (
+                f"{whose}: it came with other arguments, {command_differs(differs)}, and neither has an id.",
+                f"{other}; or, if the arguments of one run's nodes differ, the same --rdzv-id to all.",
+            )
+
+
+def command_differs(found: f.CommandDiffers) -> str:
+    """Return in which arguments a node's command differs from the run's."""
+    parts = [_argument_differs(*pair) for pair in found.parts[:MOST_DIFFERENCES]]
+    if len(found.parts) > MOST_DIFFERENCES:
+        parts.append(f"{len(found.parts) - MOST_DIFFERENCES} more")
+    return ", ".join(parts) or "they are too long to be shown"
+
+
+def limits_differ(theirs: str, ours: str) -> str:
+    """Return how a node's limits differ from those of the run."""
+    return f"{clipped(one_line(theirs), DIFFERENCE_BYTES)}; those of the run hold: {ours}"
+
+
+def next_up(outlook: f.Outlook) -> str:
+    """Return what happens next."""
+    match outlook.what:
+        case "waits":
+            return f"waiting for nodes: {outlook.nodes} of at least {outlook.of}"
+        case "gathers":
+            return f"the first round forms at {outlook.of} nodes or {outlook.seconds:g} s without an arrival"
+        case "full":
+            return f"round is full, {outlook.nodes} spare"
+    return _NEXT[outlook.what]
+
+
+def _argument_differs(ours: str, theirs: str) -> str:
+    ours, theirs = (clipped(one_line(text), DIFFERENCE_BYTES) for text in (ours, theirs))
+    if not ours:
+        return f"`{theirs}` in addition"
+    return f"`{theirs}` instead of `{ours}`" if theirs else f"without `{ours}`"
+
+
+def _named(nodes: Sequence[str]) -> str:
+    return f"node {', '.join(nodes)}"
+
+
+def _hangs(cause: f.RoundHangs) -> str:
+    where = [f"{ranks(there)} {standing(place)}" for place, there in cause.places]
+    shown = where[:MOST_PLACES] + ["..."] * (len(where) > MOST_PLACES)
+    found = "; ".join([*shown, *map(divided, cause.collectives[:MOST_PLACES])])
+    return f"the round hangs in {cause.doing}, and no rank stands out: {found}"
+
+
+def _could_grow(cause: f.CouldGrow) -> str:
+    waiting = ((cause.joining, "waits to join"), (cause.back, "has workers back"))
+    return f"resize: {', '.join(f'{_named(nodes)} {what}' for nodes, what in waiting if nodes)}"
+
+
+def _other_arguments(cause: f.WorkerArguments) -> str:
+    differs = f"it has {cause.name} {cause.theirs}, the run has {cause.name} {cause.ours}"
+    differs = clipped(one_line(differs), VALUE_BYTES) if cause.name else ""
+    differs = differs or "its script has other arguments than the run's nodes"
+    return f"node {cause.node} has other arguments than the run: {differs}"
+
+
+def _user_stop(cause: f.UserStop) -> str:
+    if cause.step is None:
+        return f"stopped by {cause.by}"
+    unsaved = cause.unsaved or "no node has reported a checkpoint of it"
+    kept = "its state saved" if cause.saved else f"its state not saved: {unsaved}"
+    return f"stopped by {cause.by} after step {cause.step}, {kept}"
+
+
+def _fails_again(cause: f.FailsAgain) -> str:
+    how = "a worker said so" if cause.told else "the script cannot run as it is"
+    if cause.same_step:
+        how = "the same step has failed in the same way twice"
+    elif cause.mistake is not None:
+        mistake = f"{cause.mistake.exception} at {cause.mistake.frame}"
+        how = f"{mistake} has ended both rounds as they began: mend it, and run the same command again"
+    return f"a restart would fail again ({how})"
+
+
+def _spent(cause: f.RestartsSpent) -> str:
+    back = f", and {cause.refilled} given back" if cause.refilled else ""
+    spent = f"{'all restarts spent' if cause.most else 'no restart allowed'} (--max-restarts {cause.most}{back})"
+    return f"no progress in {cause.idle} rounds, {spent}" if cause.idle else spent
+
+
+def _closed_by(cause: f.ClosedBy) -> str:
+    if cause.host:
+        return f"a worker has failed in the same way on host {cause.host}"
+    return "a worker failed as it restored the state"
+
+
+_WHY: dict[type, Callable[[Any], str]] = {
+    Failure: worker_failed,
+    f.ConnectionClosed: lambda _: "its connection closed",
+    f.SilentFor: lambda c: f"silent for {c.seconds:.1f} s",
+    f.NewerAgent: lambda c: f"a newer agent with the node id {c.node} took its place",
+    f.StopOverdue: lambda c: (
+        f"its workers were not stopped within {c.seconds:g} s, its shutdown timeout and return_after"
+    ),
+    f.MemberLost: lambda c: f"node {c.node} lost: {why(c.how)}",
+    f.MemberLeaves: lambda c: f"node {c.node} leaves ({c.reason})",
+    f.WorkersStopped: lambda c: f"node {c.node} stopped its workers",
+    f.WorkerToldToStop: lambda c: f"a worker on node {c.node} was told to stop",
+    f.CameWithoutWorkers: lambda c: (
+        f"node {c.node} {'came back' if c.led else 'came to the new leader'} without its workers"
+    ),
+    f.MembersMissing: lambda c: f"{_named(c.nodes)} did not come to the new leader",
+    f.StartOverdue: lambda c: f"{_named(c.nodes)} did not start its workers within join_timeout",
+    f.DrainOverdue: lambda c: f"{why(c.drain)}; {_named(c.nodes)} did not stop in time",
+    f.SomeFinished: lambda c: f"{why(c.drain)}; some had finished, others had not",
+    f.TooManyNodes: lambda c: f"resize: at most {counted(c.most, 'node')}",
+    f.CouldGrow: _could_grow,
+    f.FormedSince: lambda c: f"round {c.round} has been formed since",
+    f.EndedEarly: lambda c: (
+        f"the workers of {_named(c.nodes)} ended with exit code 0 before their first step, while others train"
+    ),
+    f.RoundHangs: _hangs,
+    f.WorkerArguments: _other_arguments,
+    f.WorkersFinished: lambda _: "all workers finished",
+    f.UserStop: _user_stop,
+    f.TooFewNodes: lambda c: f"{c.there} of at least {c.least} nodes (--nnodes) after --min-wait {c.seconds:g} s",
+    f.FailsAgain: _fails_again,
+    f.NoNewStep: lambda c: f"no new step in {counted(c.restarts, 'restart')} (--max-idle-restarts {c.most})",
+    f.RestartsSpent: _spent,
+    f.NotRestarted: lambda c: f"{_WHY[type(c.why)](c.why)}: {why(c.cause)}",
+    f.ClosedBy: _closed_by,
+    f.HostBarred: lambda c: (
+        f"nodes of this host could not do what the others do: the run leaves them out for {c.seconds:.0f} s more"
+    ),
+    f.BegunAnew: lambda _: "the run has begun anew without it",
+    f.RoundOver: lambda c: f"round {c.round} is over for it",
+}
+
+_NEXT = {
+    "ended": "the run has ended",
+    "ends": "the run ends",
+    "forms": "a round forms",
+    "forms again": "a new round forms",
+    "trains": "training goes on",
+    "too late": "the run ends before a resize pays",
+    "resizes": "training is resized",
+    "starts ahead": "training is resized once workers have started there",
+}
 
 
 def _hung(hang: Hang, host: str) -> str:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import signal
 import sys
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
 from leader_run import Run, running
 
 from elastic_agents import summary
+from elastic_launch import rendezvous
 from elastic_launch.events import sentences
 from elastic_launch.failure import Failure
 from elastic_launch.rendezvous.leader.verdict import root_cause
@@ -110,7 +113,7 @@ def newcomers_that_fail_alike() -> Run:
             run.close(node)
         run.report("a", m.NodeReady(run.number, step=100 * run.number))
         run.report("a", m.ProgressBeat(run.number, 100 * run.number + 5))
-    assert run.record.closed
+    assert run.record.closed_by
     return run
 
 
@@ -120,7 +123,7 @@ def decided(run: Run) -> list[Any]:
     events = [[type(x), *(getattr(x, f.name) for f in fields(x) if f.name not in told)] for x in run.events]
     record = run.record
     left_out = [node.node_id for node in record.faulty], [(host.host, host.failure) for host in record.refused]
-    return [run.number, run.members, record.restarts, run.code, bool(record.closed), *left_out, *events]
+    return [run.number, run.members, record.restarts, run.code, bool(record.closed_by), *left_out, *events]
 
 
 SCENES = [
@@ -150,3 +153,29 @@ def test_the_cause_and_the_hint_are_chosen_by_facts(monkeypatch: pytest.MonkeyPa
     replace_sentences(monkeypatch)
     assert [root_cause([(0.0, failure) for failure in found[: count + 1]]) for count in range(3)] == found
     assert [summary.hint_on(failure) for failure in found] == hints
+
+
+MACHINES = [
+    path for path in sorted((Path(rendezvous.__file__).parent / "leader").glob("*.py")) if path.name != "service.py"
+]
+
+
+IDENTITIES = (
+    "f'{self._run} {self.spent}'",
+    "f'{failure.kind} {failure.error or failure.exit_code}'",
+    "f'{mistake.exception} at {mistake.frame}'",
+)
+"""Formatted texts that are hashed."""
+
+
+@pytest.mark.parametrize("path", MACHINES, ids=lambda path: path.stem)
+def test_a_machine_makes_no_sentence(path: Path) -> None:
+    """Apart from names of facts, of one or two words, it has no text but its docstrings."""
+    tree = ast.parse(path.read_text())
+    docs = {id(x.value) for x in ast.walk(tree) if isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant)}
+    texts = [
+        x for x in ast.walk(tree) if isinstance(x, ast.Constant) and isinstance(x.value, str) and id(x) not in docs
+    ]
+    assert [x.value for x in texts if x.value.strip().count(" ") > 1] == []
+    formatted = [ast.unparse(x) for x in ast.walk(tree) if isinstance(x, ast.JoinedStr)]
+    assert [x for x in formatted if x not in IDENTITIES] == []

@@ -10,7 +10,8 @@ import pytest
 from leader_run import Run, failure, hello_of
 
 from elastic_launch.config.settings import default_node_id, host_of
-from elastic_launch.events.sentences import how_failed, sentence
+from elastic_launch.events.facts import ClosedBy, WorkerArguments
+from elastic_launch.events.sentences import how_failed, sentence, why
 from elastic_launch.events.types import AdmissionClosed, NewcomerLeftOut, RestartCharged, RoundDraining
 from elastic_launch.failure import Failure
 from elastic_launch.rendezvous.leader.newcomers import LONGEST, SECONDS, Refusals, difference
@@ -339,7 +340,7 @@ def test_the_same_failure_of_two_hosts_stops_admission_with_a_line(exited: bool)
     assert sentence(closed).startswith(
         "no further nodes take part, as long as there are enough: a worker has failed in the"
     )
-    assert run.record.closed == closed.cause
+    assert (run.record.closed_by, closed.cause) == (ClosedBy("b"), why(ClosedBy("b")))
     run.hello("d")
     assert run.orders("d", m.UserMessage)[-1].text == sentence(closed)
     run.advance(60.0)
@@ -369,7 +370,7 @@ def test_a_failure_to_restore_stops_admission_at_once_until_a_newcomer_trains() 
     run = trains("1:4")
     joins(run, "b")
     fails(run, "b", kind="fatal", ran=1.0, restoring=True)
-    assert run.record.closed == "a worker failed as it restored the state"
+    assert run.record.closed_by == ClosedBy()
     run.close("b")
     train(run, "a")
     run.hello("c")
@@ -427,11 +428,12 @@ def test_a_newcomer_with_other_arguments_is_left_out_before_the_round_drains() -
 
 
 def test_arguments_that_are_not_known_or_not_valid() -> None:
-    assert difference("", "x") == difference("x", "") == difference("x", "x") == ""
-    assert (
-        difference("[1]", '{"a": 1}') == difference("a", "b") == "its script has other arguments than the run's nodes"
-    )
-    assert difference('{"a": 1}', '{"a": 1, "b": 2}') == "it has b none, the run has b 2"
+    assert [difference("n", *of) for of in (("", "x"), ("x", ""), ("x", "x"))] == [None] * 3
+    assert difference("n", "[1]", '{"a": 1}') == difference("n", "a", "b") == WorkerArguments("n")
+    assert why(WorkerArguments("n")).endswith(": its script has other arguments than the run's nodes")
+    found = difference("n", '{"a": 1}', '{"a": 1, "b": 2}')
+    assert found is not None
+    assert why(found).endswith(": it has b none, the run has b 2")
 
 
 # What another leader knows.

@@ -17,18 +17,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic_launch.errors import ExitCode
+from elastic_launch.events.facts import ClosedBy, WorkerArguments
 from elastic_launch.failure import Failure
 from elastic_launch.rendezvous.leader.nodes import Node
 from elastic_launch.rendezvous.leader.restart_budget import LONG
 from elastic_launch.rendezvous.leader.verdict import Kind, killed, kind_of, own_code, root_cause
 from elastic_launch.rendezvous.record import RefusedHost, Round
-from elastic_launch.system.plain_text import clipped, one_line
 
 SECONDS = 10.0
 """Seconds for which a host is left out the first time; each further time in a row is twice as long as the last."""
-
-SHOWN_BYTES = 300
-"""Most bytes that are shown of a difference between arguments."""
 
 LONGEST = 3600.0
 """Longest such time, in seconds."""
@@ -94,20 +91,19 @@ def code_of(failure: Failure, max_restarts: int) -> int:
     return own_code(failure.exit_code)
 
 
-def difference(theirs: str, ours: str) -> str:
-    """Return in what two workers' arguments differ, as text; empty if one of them is not known or they do not."""
+def difference(node: str, theirs: str, ours: str) -> WorkerArguments | None:
+    """Return in what a node's workers' arguments differ from ours; None if they do not, or one of them is not known."""
     if not theirs or not ours or theirs == ours:
-        return ""
+        return None
     try:
         mine, other = json.loads(ours), json.loads(theirs)
         for name in dict.fromkeys([*mine, *other]):
             if mine.get(name) != other.get(name):
-                text = f"it has {name} {other.get(name, 'none')}, the run has {name} {mine.get(name, 'none')}"
-                return clipped(one_line(text), SHOWN_BYTES)
-        return ""
+                return WorkerArguments(node, name, *(str(has.get(name, "none")) for has in (other, mine)))
+        return None
     except (ValueError, AttributeError, TypeError):
         pass  # a digest of arguments that are too long, or a worker's own invention
-    return "its script has other arguments than the run's nodes"
+    return WorkerArguments(node)
 
 
 @dataclass(slots=True)
@@ -124,10 +120,10 @@ class Refusals:
         refused: those of the record, as of when this leader's term began.
 
     Attributes:
-        closed: why no newcomers are admitted, as text; empty if they are.
+        closed: why no newcomers are admitted; None if they are.
     """
 
-    def __init__(self, refused: Iterable[RefusedHost] = (), closed: str = "", now: float = 0.0) -> None:
+    def __init__(self, refused: Iterable[RefusedHost] = (), closed: ClosedBy | None = None, now: float = 0.0) -> None:
         self._hosts = {x.host: _Host(x.times, now + x.left, x.failure) for x in refused}
         self.closed = closed
 
@@ -149,8 +145,7 @@ class Refusals:
         failed = _identity(failure) if failure is not None and says_more else ""
         others = [name for name, x in self._hosts.items() if name != host and failed and x.failure == failed]
         if failure is not None and not self.closed and (others or failure.restoring):
-            how = "restored the state" if failure.restoring else f"failed in the same way on host {others[0]}"
-            self.closed = f"a worker {'failed as it ' if failure.restoring else 'has '}{how}"
+            self.closed = ClosedBy("" if failure.restoring else others[0])
         known = self._hosts.pop(host, None)
         times = 1 if known is None else known.times + 1
         seconds = min(SECONDS * 2.0 ** min(times - 1, 10), LONGEST)
@@ -160,7 +155,7 @@ class Refusals:
     def trains(self, host: str) -> None:
         """Note that a newcomer on a host has completed a step: new processes can."""
         self._hosts.pop(host, None)
-        self.closed = ""
+        self.closed = None
 
     @property
     def some(self) -> bool:
