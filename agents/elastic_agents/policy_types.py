@@ -8,6 +8,7 @@ from enum import Enum
 
 from elastic_launch.contract import Message
 from elastic_launch.errors import ExitCode
+from elastic_launch.events.facts import AfterAhead, NodeCause, NodeWarning
 from elastic_launch.rendezvous.node.failure_detector import CutOff
 from elastic_launch.rendezvous.node.membership_events import LinkDown, RendezvousLost
 from elastic_launch.rendezvous.wire import messages as m
@@ -121,7 +122,7 @@ class View:
     told: bool = False
     held: frozenset[int] = frozenset()
     leaving: int | None = None
-    cause: str = ""
+    cause: NodeCause = ""
     parked: bool = False
     lives: bool = False
     ahead: AheadWorkers = AheadWorkers()
@@ -385,7 +386,7 @@ class ReportAheadExit:
     """Print that a worker that was started ahead has ended before it had a place."""
 
     local_rank: int
-    next: str
+    next: AfterAhead
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,7 +394,7 @@ class SuspendWorkers:
     """Tell workers to leave the round, and raise SuspendOver after the time that they have for it."""
 
     round: int
-    cause: str
+    cause: NodeCause
     local_ranks: frozenset[int]
 
 
@@ -433,7 +434,7 @@ class AskStop:
     """
 
     round: int
-    cause: str
+    cause: NodeCause
     seconds: float | None
 
 
@@ -509,7 +510,7 @@ class ReportStopped:
 class Warn:
     """Print a warning."""
 
-    text: str
+    of: NodeWarning
 
 
 @dataclass(frozen=True, slots=True)
@@ -517,7 +518,7 @@ class Finish:
     """Exit with the code."""
 
     code: int
-    cause: str
+    cause: NodeCause
 
 
 Action = (

@@ -3,33 +3,39 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Literal, dataclass_transform
 
 from elastic_launch.failure import Failure, Mistake, SplitCollective, StallPlace
+
+
+@dataclass_transform(frozen_default=True)
+class Fact:
+    """Base class of all facts. A subclass declares fields, and becomes a frozen dataclass."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        dataclass(frozen=True)(cls)
+
 
 # How a node was lost.
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectionClosed:
+class ConnectionClosed(Fact):
     """The connection of a node closed."""
 
 
-@dataclass(frozen=True, slots=True)
-class SilentFor:
+class SilentFor(Fact):
     """A node was silent."""
 
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class NewerAgent:
+class NewerAgent(Fact):
     """Another agent came with the same node id."""
 
     node: str
 
 
-@dataclass(frozen=True, slots=True)
-class StopOverdue:
+class StopOverdue(Fact):
     """A node did not stop its workers in time."""
 
     seconds: float
@@ -40,104 +46,66 @@ Loss = ConnectionClosed | SilentFor | NewerAgent | StopOverdue
 # Why a round ended.
 
 
-@dataclass(frozen=True, slots=True)
-class MemberLost:
+class MemberLost(Fact):
     """A member was lost."""
 
     node: str
     how: Loss
 
 
-@dataclass(frozen=True, slots=True)
-class MemberLeaves:
+class MemberLeaves(Fact):
     """A member leaves the run, for a reason that it gives."""
 
     node: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class WorkersStopped:
-    """A member has stopped its workers without an order."""
+class OfMembers(Fact):
+    """What members of the round, or their workers, did or did not do.
 
-    node: str
+    Attributes:
+        did: ``stopped`` their workers without an order; were ``told`` to stop, without their agent; came ``back``, or
+            came to a ``new leader``, without their workers; are ``missing`` at the new leader; have ``not started``
+            their workers within join_timeout; or, as newcomers, ``ended early``, before their first step.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class WorkerToldToStop:
-    """A worker, not its agent, was told to stop."""
-
-    node: str
-
-
-@dataclass(frozen=True, slots=True)
-class CameWithoutWorkers:
-    """A member is connected again, without its workers; ``led``: to a leader that it had a link to before."""
-
-    node: str
-    led: bool
-
-
-@dataclass(frozen=True, slots=True)
-class MembersMissing:
-    """Members did not come to the new leader."""
-
+    did: Literal["stopped", "told", "back", "new leader", "missing", "not started", "ended early"]
     nodes: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StartOverdue:
-    """Members did not start their workers within join_timeout."""
-
-    nodes: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class DrainOverdue:
+class DrainOverdue(Fact):
     """Members did not stop in time in a drain."""
 
     drain: Cause
     nodes: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SomeFinished:
+class SomeFinished(Fact):
     """In a drain, the workers of some members had finished, and those of others had not."""
 
     drain: Cause
 
 
-@dataclass(frozen=True, slots=True)
-class TooManyNodes:
+class TooManyNodes(Fact):
     """The round has more nodes than the run may have by now."""
 
     most: int
 
 
-@dataclass(frozen=True, slots=True)
-class CouldGrow:
+class CouldGrow(Fact):
     """Nodes wait to join, or members have workers back."""
 
     joining: tuple[str, ...]
     back: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class FormedSince:
+class FormedSince(Fact):
     """Another leader has formed a later round."""
 
     round: int
 
 
-@dataclass(frozen=True, slots=True)
-class EndedEarly:
-    """The workers of newcomers ended with exit code 0 before their first step, while others train."""
-
-    nodes: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RoundHangs:
+class RoundHangs(Fact):
     """A round stands still, and no rank stands out.
 
     Attributes:
@@ -151,8 +119,7 @@ class RoundHangs:
     collectives: tuple[SplitCollective, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerArguments:
+class WorkerArguments(Fact):
     """A newcomer's workers have other arguments than the run's; ``name`` is empty if it is not known in which."""
 
     node: str
@@ -164,13 +131,11 @@ class WorkerArguments:
 # Why a run ends.
 
 
-@dataclass(frozen=True, slots=True)
-class WorkersFinished:
+class WorkersFinished(Fact):
     """All workers have finished."""
 
 
-@dataclass(frozen=True, slots=True)
-class UserStop:
+class UserStop(Fact):
     """A user, or what acts for one, has stopped the run.
 
     Attributes:
@@ -186,8 +151,7 @@ class UserStop:
     unsaved: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class TooFewNodes:
+class TooFewNodes(Fact):
     """Too few nodes were there for too long."""
 
     there: int
@@ -195,8 +159,7 @@ class TooFewNodes:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class FailsAgain:
+class FailsAgain(Fact):
     """A restart would fail as the last round did.
 
     Attributes:
@@ -210,16 +173,14 @@ class FailsAgain:
     mistake: Mistake | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class NoNewStep:
+class NoNewStep(Fact):
     """Restarts have not led to a new step."""
 
     restarts: int
     most: int
 
 
-@dataclass(frozen=True, slots=True)
-class RestartsSpent:
+class RestartsSpent(Fact):
     """No restart is left.
 
     Attributes:
@@ -232,11 +193,31 @@ class RestartsSpent:
     idle: int
 
 
+# Why a node's part ends.
+
+
+class NeverInRun(Fact):
+    """The run is over, and the node never took part in it."""
+
+
+class OthersUnknown(Fact):
+    """The node's workers have finished, and whether those of others have cannot be found out, because of an error."""
+
+    error: str
+
+
+class WorkerFailed(Fact):
+    """A worker of the node has failed."""
+
+
+class NotStopped(Fact):
+    """The node's workers have not stopped in time after a step."""
+
+
 BudgetEnd = FailsAgain | NoNewStep | RestartsSpent
 
 
-@dataclass(frozen=True, slots=True)
-class NotRestarted:
+class NotRestarted(Fact):
     """The restart budget ends the run with its last round, which ended for a cause."""
 
     why: BudgetEnd
@@ -248,29 +229,24 @@ Cause = (
     | Failure
     | MemberLost
     | MemberLeaves
-    | WorkersStopped
-    | WorkerToldToStop
-    | CameWithoutWorkers
-    | MembersMissing
-    | StartOverdue
+    | OfMembers
     | DrainOverdue
     | SomeFinished
     | TooManyNodes
     | CouldGrow
     | FormedSince
-    | EndedEarly
     | RoundHangs
     | WorkerArguments
 )
 """Why a round ended, or a node is left out."""
 
 RunCause = Cause | WorkersFinished | UserStop | TooFewNodes | NotRestarted
+NodeCause = str | UserStop | NeverInRun | OthersUnknown | WorkerFailed | NotStopped
 
 # Why a node takes no part.
 
 
-@dataclass(frozen=True, slots=True)
-class ClosedBy:
+class ClosedBy(Fact):
     """No newcomers are admitted any more, since a restart would probably fail as they do.
 
     Attributes:
@@ -280,27 +256,23 @@ class ClosedBy:
     host: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class HostBarred:
+class HostBarred(Fact):
     """Nodes of this host are left out."""
 
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class BegunAnew:
+class BegunAnew(Fact):
     """The run has begun anew without a node."""
 
 
-@dataclass(frozen=True, slots=True)
-class RoundOver:
+class RoundOver(Fact):
     """A round is over for a node, which does not know it."""
 
     round: int
 
 
-@dataclass(frozen=True, slots=True)
-class CommandDiffers:
+class CommandDiffers(Fact):
     """Where a node's command differs from the run's.
 
     Attributes:
@@ -315,30 +287,26 @@ class CommandDiffers:
         return tuple(ours for ours, _ in self.parts)
 
 
-@dataclass(frozen=True, slots=True)
-class OtherVersion:
+class OtherVersion(Fact):
     """It speaks another version of the protocol."""
 
     version: int
     ours: int
 
 
-@dataclass(frozen=True, slots=True)
-class OtherRun:
+class OtherRun(Fact):
     """It belongs to a run with another id."""
 
     run_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class EarlierRun:
+class EarlierRun(Fact):
     """It belongs to an earlier run with this id."""
 
     run_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class OtherCommand:
+class OtherCommand(Fact):
     """It came with another command."""
 
     command: str
@@ -346,8 +314,7 @@ class OtherCommand:
     ours: str
 
 
-@dataclass(frozen=True, slots=True)
-class Intruder:
+class Intruder(Fact):
     """It seems to belong to another run, which was given this endpoint by mistake.
 
     Attributes:
@@ -361,11 +328,90 @@ class Intruder:
 Misfit = OtherVersion | OtherRun | EarlierRun | OtherCommand | Intruder
 """Why a node is refused."""
 
+# What a node's user is warned of.
+
+
+class FrozenFor(Fact):
+    """A node did not run."""
+
+    seconds: float
+
+
+class LeaderSilent(Fact):
+    """A node has had no sign of the leader."""
+
+    seconds: float
+
+
+class LeadsUnsure(Fact):
+    """The store has not shown that a node still leads, or it leads no longer if the seconds are infinite."""
+
+    seconds: float
+
+
+Isolation = FrozenFor | LeaderSilent | LeadsUnsure
+"""Why the others may consider a node lost."""
+
+
+class Killed(Fact):
+    """A node's workers are killed, since the others may train without it."""
+
+    why: Isolation
+
+
+class LeaderLost(Fact):
+    """The leader cannot be reached.
+
+    Attributes:
+        reason: why, as an error says.
+        gone: whether its process is gone.
+        elects: whether another one can be elected.
+        node: what the node does: it has ``finished``, ``waits``, ``drains``, ``stops``, ``stays stopped`` or
+            ``trains``.
+    """
+
+    reason: str
+    gone: bool
+    elects: bool
+    node: str
+
+
+class NotLeft(Fact):
+    """Workers have not left the round in time."""
+
+    local_ranks: tuple[int, ...]
+
+
+class NotAhead(Fact):
+    """A worker that was started ahead has not come to its first use of the world in time."""
+
+    local_rank: int
+
+
+class NotKept(Fact):
+    """There was no time left to hand on the node's snapshot (``serving``), or to save it."""
+
+    serving: bool
+
+
+class NotExited(Fact):
+    """Workers have stopped, but not exited in time; ``serving``: and the next round has not restored the snapshot."""
+
+    serving: bool
+
+
+class NotDrained(Fact):
+    """Workers have not stopped in time after a step; ``killed``: they are killed, else the round ends without that."""
+
+    killed: bool
+
+
+NodeWarning = Killed | LeaderLost | NotLeft | NotAhead | NotKept | NotExited | NotDrained
+
 # What happens next.
 
 
-@dataclass(frozen=True, slots=True)
-class Outlook:
+class Outlook(Fact):
     """What happens next in a run.
 
     Attributes:
@@ -381,3 +427,7 @@ class Outlook:
     nodes: int = 0
     of: int = 0
     seconds: float = 0.0
+
+
+AfterAhead = Literal["again", "next round", "never", "lacking", "asks"]
+"""What follows the end of a worker that was started ahead of a place."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -96,7 +97,9 @@ def divided(found: SplitCollective) -> str:
     return f"{ranks(found.there)} {wait} in {which}, {', '.join(others)}"
 
 
-def why(cause: f.RunCause | f.Loss | f.ClosedBy | f.HostBarred | f.BegunAnew | f.RoundOver) -> str:
+def why(
+    cause: f.RunCause | f.NodeCause | f.Loss | f.ClosedBy | f.HostBarred | f.BegunAnew | f.RoundOver | f.Isolation,
+) -> str:
     """Return why a round, a node's part or a run ended, or why a node takes no part."""
     return cause if isinstance(cause, str) else _WHY[type(cause)](cause)
 
@@ -159,6 +162,59 @@ def next_up(outlook: f.Outlook) -> str:
         case "full":
             return f"round is full, {outlook.nodes} spare"
     return _NEXT[outlook.what]
+
+
+def warning(fact: f.NodeWarning) -> str:
+    """Return what a node's user is warned of."""
+    match fact:
+        case f.Killed(why=isolation):
+            return f"{why(isolation)}: the others may train without this node; its workers are killed"
+        case f.LeaderLost():
+            return _leader_lost(fact)
+        case f.NotLeft(local_ranks=local_ranks):
+            late = ", ".join(map(str, local_ranks))
+            return f"the workers of local rank {late} have not left the round in time; they are killed"
+        case f.NotAhead(local_rank=local_rank):
+            return (
+                f"the worker of local rank {local_rank} that was started ahead has not come to its first use of the "
+                "world in time; it is killed"
+            )
+        case f.NotKept(serving=serving):
+            undone = "the next round has not restored" if serving else "the last checkpoint is not in durable storage"
+            return f"{undone}: there was no time left"
+        case f.NotExited(serving=serving):
+            undone = ", and the next round has not restored this node's snapshot" if serving else ""
+            return f"the workers have stopped, but not exited in time{undone}; they are killed"
+        case f.NotDrained(killed=killed):
+            return f"{why(f.NotStopped())}; {'they are killed' if killed else 'the round ends without that'}"
+
+
+def after_ahead(following: f.AfterAhead) -> str:
+    """Return what follows the end of a worker that was started ahead."""
+    return _AFTER_AHEAD[following]
+
+
+def _leader_lost(fact: f.LeaderLost) -> str:
+    until = "a leader can be elected" if fact.elects else "an agent is back at the endpoint"
+    gone = f"the leader {'is gone' if fact.gone else 'cannot be reached'} ({fact.reason})"
+    match fact.node:
+        case "finished":
+            return f"{gone}; this node has finished and waits{f' until {until}' if fact.gone else ''}"
+        case "drains":
+            return f"{fact.reason}; the workers still stop after the same step"
+        case "waits" if not fact.gone:
+            return f"waiting for the endpoint: {fact.reason}"
+        case "waits":
+            return f"parked: {gone}; this node goes on when {until}"
+        case "stops":
+            return f"parking: the leader is gone ({fact.reason}); this node goes on when {until}"
+    return f"{fact.reason}; the workers {'stay stopped' if fact.node == 'stays stopped' else 'train on'}"
+
+
+def _unsure(fact: f.LeadsUnsure) -> str:
+    if math.isinf(fact.seconds):
+        return "this node no longer leads"
+    return f"the store has not shown for {fact.seconds:.1f} s that this node still leads"
 
 
 def _argument_differs(ours: str, theirs: str) -> str:
@@ -231,21 +287,12 @@ _WHY: dict[type, Callable[[Any], str]] = {
     ),
     f.MemberLost: lambda c: f"node {c.node} lost: {why(c.how)}",
     f.MemberLeaves: lambda c: f"node {c.node} leaves ({c.reason})",
-    f.WorkersStopped: lambda c: f"node {c.node} stopped its workers",
-    f.WorkerToldToStop: lambda c: f"a worker on node {c.node} was told to stop",
-    f.CameWithoutWorkers: lambda c: (
-        f"node {c.node} {'came back' if c.led else 'came to the new leader'} without its workers"
-    ),
-    f.MembersMissing: lambda c: f"{_named(c.nodes)} did not come to the new leader",
-    f.StartOverdue: lambda c: f"{_named(c.nodes)} did not start its workers within join_timeout",
+    f.OfMembers: lambda c: _MEMBERS[c.did].format(_named(c.nodes)),
     f.DrainOverdue: lambda c: f"{why(c.drain)}; {_named(c.nodes)} did not stop in time",
     f.SomeFinished: lambda c: f"{why(c.drain)}; some had finished, others had not",
     f.TooManyNodes: lambda c: f"resize: at most {counted(c.most, 'node')}",
     f.CouldGrow: _could_grow,
     f.FormedSince: lambda c: f"round {c.round} has been formed since",
-    f.EndedEarly: lambda c: (
-        f"the workers of {_named(c.nodes)} ended with exit code 0 before their first step, while others train"
-    ),
     f.RoundHangs: _hangs,
     f.WorkerArguments: _other_arguments,
     f.WorkersFinished: lambda _: "all workers finished",
@@ -255,12 +302,39 @@ _WHY: dict[type, Callable[[Any], str]] = {
     f.NoNewStep: lambda c: f"no new step in {counted(c.restarts, 'restart')} (--max-idle-restarts {c.most})",
     f.RestartsSpent: _spent,
     f.NotRestarted: lambda c: f"{_WHY[type(c.why)](c.why)}: {why(c.cause)}",
+    f.NeverInRun: lambda _: "the run is over, and this node never took part in it",
+    f.OthersUnknown: lambda c: (
+        f"the workers of this node have finished; it is not known whether all others have: {c.error}"
+    ),
+    f.WorkerFailed: lambda _: "a worker of this node has failed",
+    f.NotStopped: lambda _: "the workers have not stopped in time",
+    f.FrozenFor: lambda c: f"this node was frozen for {c.seconds:.1f} s",
+    f.LeaderSilent: lambda c: f"no sign of the leader for {c.seconds:.1f} s",
+    f.LeadsUnsure: _unsure,
     f.ClosedBy: _closed_by,
     f.HostBarred: lambda c: (
         f"nodes of this host could not do what the others do: the run leaves them out for {c.seconds:.0f} s more"
     ),
     f.BegunAnew: lambda _: "the run has begun anew without it",
     f.RoundOver: lambda c: f"round {c.round} is over for it",
+}
+
+_MEMBERS: dict[str, str] = {
+    "stopped": "{} stopped its workers",
+    "told": "a worker on {} was told to stop",
+    "back": "{} came back without its workers",
+    "new leader": "{} came to the new leader without its workers",
+    "missing": "{} did not come to the new leader",
+    "not started": "{} did not start its workers within join_timeout",
+    "ended early": "the workers of {} ended with exit code 0 before their first step, while others train",
+}
+
+_AFTER_AHEAD: dict[f.AfterAhead, str] = {
+    "again": "another one starts",
+    "next round": "another one starts with its next round",
+    "never": "workers of this node no longer start ahead",
+    "lacking": "this node takes part only if the run lacks nodes",
+    "asks": "the leader decides whether this node takes part",
 }
 
 _NEXT = {

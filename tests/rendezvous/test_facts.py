@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from leader_run import Run, running
 
+import elastic_agents
 from elastic_agents import summary
 from elastic_launch import rendezvous
 from elastic_launch.events import sentences
@@ -155,8 +156,11 @@ def test_the_cause_and_the_hint_are_chosen_by_facts(monkeypatch: pytest.MonkeyPa
     assert [summary.hint_on(failure) for failure in found] == hints
 
 
+NODE, LEADER = (Path(rendezvous.__file__).parent / name for name in ("node", "leader"))
 MACHINES = [
-    path for path in sorted((Path(rendezvous.__file__).parent / "leader").glob("*.py")) if path.name != "service.py"
+    *(path for path in sorted(LEADER.glob("*.py")) if path.name != "service.py"),
+    *(NODE / "machine.py", NODE / "failure_detector.py"),
+    *(Path(elastic_agents.__file__).with_name(f"{name}.py") for name in ("policy", "policy_ahead", "policy_types")),
 ]
 
 
@@ -168,7 +172,7 @@ IDENTITIES = (
 """Formatted texts that are hashed."""
 
 
-@pytest.mark.parametrize("path", MACHINES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", MACHINES, ids=lambda path: f"{path.parent.name}.{path.stem}")
 def test_a_machine_makes_no_sentence(path: Path) -> None:
     """Apart from names of facts, of one or two words, it has no text but its docstrings."""
     tree = ast.parse(path.read_text())

@@ -443,7 +443,7 @@ class LeaderMachine:
         self._owners[link] = hello.node_id
         self._state.review(now)
         if not hello.holding and rank is not None:
-            self._rounds.comes_without_workers(node, self._uncharged(hello), now, led=False)
+            self._rounds.comes_without_workers(node, "new leader", self._uncharged(hello), now)
         self._welcome(link, hello)
         running = self.running
         if node.active and (failure := self._uncharged(hello)) is not None:
@@ -474,7 +474,7 @@ class LeaderMachine:
         if hello.leaving:
             self._rounds.leaves(node, hello.leaving, 0.0, now)
         if node.active and hello.holding != self.record.round.number:
-            self._rounds.comes_without_workers(node, self._uncharged(hello), now, led=True)
+            self._rounds.comes_without_workers(node, "back", self._uncharged(hello), now)
             node.active = False
         elif node.active:
             node.joined, node.ready, node.done = hello.joined or hello.ready or hello.done, hello.ready, hello.done

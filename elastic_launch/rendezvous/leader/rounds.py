@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from typing import Literal
 
 from elastic_launch.config.launch_config import LONGEST_WAIT
 from elastic_launch.errors import ExitCode
@@ -192,7 +193,7 @@ class Rounds:
         fails = any(is_own(failure) or failure.alike for _, failure in broken.failures)
         if fails or not broken.failures or not ended or not any(node.veteran for node in others):
             return False
-        cause = f.EndedEarly(_names(ended))
+        cause = f.OfMembers("ended early", _names(ended))
         broken.imposed = Kind.MEMBERSHIP
         self._found(broken, Kind.MEMBERSHIP, cause, map(Suspect, cause.nodes))
         for node in ended:
@@ -276,12 +277,12 @@ class Rounds:
     def _stopped(self, phase: Running | Draining, node: Node, report: m.Stopped, now: float) -> None:
         if report.drained is None:
             name = node.hello.node_id
-            self.break_round(phase, Kind.NODE_LOSS, f.WorkersStopped(name), [name], now)
+            self.break_round(phase, Kind.NODE_LOSS, f.OfMembers("stopped", (name,)), [name], now)
             return
         if isinstance(phase, Running):
             # The ranks agreed by themselves, because a worker was asked to stop, not its agent.
             node.active = False
-            cause = f.WorkerToldToStop(node.hello.node_id)
+            cause = f.OfMembers("told", (node.hello.node_id,))
             phase = self._drain(phase, Kind.PREEMPTION, cause, None, now)
         phase.step = max(phase.step, report.drained)
         phase.saved |= report.saved
@@ -331,19 +332,20 @@ class Rounds:
         silence = how.seconds if isinstance(how, f.SilentFor) else 0.0
         self._state.emit(NodeLost(name, why(how), silence, broke, self.outlook))
 
-    def comes_without_workers(self, node: Node, failure: Failure | None, now: float, *, led: bool) -> None:
+    def comes_without_workers(
+        self, node: Node, how: Literal["back", "new leader"], failure: Failure | None, now: float
+    ) -> None:
         """Handle that a member of the current round is connected without its workers.
 
         Args:
             failure: why it stopped them, if one of them failed and it is not charged yet.
-            led: whether this leader had a link to it before.
         """
         match self.phase:
             case Running() | Draining():
                 name = node.hello.node_id
                 # A lost member makes workers crash.
                 if failure is None or any(member.node_id != name for member in self._lost(now)):
-                    self.break_round(self.phase, Kind.NODE_LOSS, f.CameWithoutWorkers(name, led), [name], now)
+                    self.break_round(self.phase, Kind.NODE_LOSS, f.OfMembers(how, (name,)), [name], now)
                     if isinstance(self.phase, Broken):
                         self.phase.presumed = failure is None and node.hello.broken
                 else:
@@ -586,13 +588,13 @@ class Rounds:
         if here < size and (lost := self._lost(now)):
             # Only a leader that took over a running round can lack members: they are dead, or never connected to it.
             name = lost[0].node_id
-            self.break_round(running, Kind.NODE_LOSS, f.MembersMissing((name,)), [name], now)
+            self.break_round(running, Kind.NODE_LOSS, f.OfMembers("missing", (name,)), [name], now)
             self.consider(now)
         elif here == size == done:
             self.end(ExitCode.DONE, f.WorkersFinished(), now)
         elif nodes.count(ACTIVE, lacks=JOINED):
             if now - running.formed_at >= self._state.timing.join_timeout:
-                cause = f.StartOverdue(_names(nodes.where(ACTIVE, lacks=JOINED)))
+                cause = f.OfMembers("not started", _names(nodes.where(ACTIVE, lacks=JOINED)))
                 self.break_round(running, Kind.NODE_LOSS, cause, cause.nodes, now)
         elif here == size > most and not done:
             self._stop_round(running, Kind.MEMBERSHIP, f.TooManyNodes(most), (), None, now)
@@ -665,7 +667,7 @@ class Rounds:
     def _consider_broken(self, broken: Broken, now: float) -> None:
         nodes = self._state.nodes
         if overdue := self._state.overdue(now):
-            cause = f.MembersMissing(tuple(sorted(overdue)))
+            cause = f.OfMembers("missing", tuple(sorted(overdue)))
             self._impose(broken, Kind.NODE_LOSS, cause, cause.nodes)
             self._state.owed -= overdue
         # A member that died with the previous leader makes the others crash: first find out which are missing.

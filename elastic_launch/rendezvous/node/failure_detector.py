@@ -7,8 +7,9 @@ lost: here all time counts, above all the time for which it was frozen.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+
+from elastic_launch.events.facts import FrozenFor, Isolation, LeaderSilent, LeadsUnsure
 
 TURN_CAP = 2.0
 """Most seconds of the leader's silence that a gap between two turns of the node counts."""
@@ -29,7 +30,7 @@ class CutOff:
         leader: incarnation of the leader's node; empty if this node led and no longer leads.
     """
 
-    reason: str
+    reason: Isolation
     certain: bool = False
     leader: str = ""
 
@@ -106,14 +107,9 @@ class FailureDetector:
         self._told = self._cut_off
         if told or not self._cut_off:
             return None
+        reason: Isolation = LeaderSilent(seconds) if unsure is None else LeadsUnsure(seconds)
         if gap >= limit:
-            reason = f"this node was frozen for {gap:.1f} s"
-        elif unsure is None:
-            reason = f"no sign of the leader for {seconds:.1f} s"
-        elif math.isinf(seconds):
-            reason = "this node no longer leads"
-        else:
-            reason = f"the store has not shown for {seconds:.1f} s that this node still leads"
+            reason = FrozenFor(gap)
         return CutOff(reason, certain=unsure is None and gap >= self._dead_after)
 
     def cut_off(self, now: float) -> bool:
