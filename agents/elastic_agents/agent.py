@@ -252,7 +252,7 @@ class NodeAgent(ElasticAgent):
 
     def _cut_off(self, cut_off: CutOff) -> CutOff:
         reason = why(cut_off.reason)
-        if self._membership.unconfirmed is not None and self.state.view.nodes > 1:
+        if self._membership.unconfirmed is not None and len(self.state.view.members) > 1:
             _log.warning("%s: training goes on, and checkpoints are added, but none is removed until it does", reason)
         self._events.emit(ev.LinkChanged(up=False, cause=reason))
         return cut_off

@@ -11,7 +11,7 @@ from elastic_agents import reporting
 from elastic_agents.node_state import NodeState
 from elastic_agents.policy_types import WorkerExit
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
-from elastic_agents.step_timer import StepTimer
+from elastic_agents.timers import StepTimer
 from elastic_agents.workers.round_workers import RoundWorkers
 from elastic_launch.events import types as ev
 from elastic_launch.events.sentences import ending, how_failed

@@ -131,7 +131,7 @@ class FinalSave:
         speaks = self._stands_in or (state.rank == 0 and state.view.round > 0)
         if not speaks or code == ExitCode.DONE or state.replaced:
             return ""
-        others = state.view.nodes > 1 and not state.run_over and not self._stands_in
+        others = len(state.view.members) > 1 and not state.run_over and not self._stands_in
         told = self._membership.checkpoint
         reached = self._control.step_timer.reached
         # A record that outlives the run refuses another one of its name.

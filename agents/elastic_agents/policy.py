@@ -344,7 +344,12 @@ def _settle(view: v.View, drained: int | None = None) -> Decision:
     """All workers are reaped or suspended."""
     if view.suspended and _ends(view):
         reports: list[v.Action] = []
-        if view.leaving is not None and not view.final and drained is not None and (view.nodes > 1 or view.keeps):
+        if (
+            view.leaving is not None
+            and not view.final
+            and drained is not None
+            and (len(view.members) > 1 or view.keeps)
+        ):
             # The others need not wait until these workers have exited: what they have to save is in memory.
             view = replace(view, told=True)
             reports.append(v.ReportStopped(view.round, drained, view.keeps))
@@ -363,7 +368,7 @@ def _settle(view: v.View, drained: int | None = None) -> Decision:
         return view, actions if told or view.phase is v.Phase.OVER else [v.ReportStopped(view.round), *actions]
     # Others continue from their own memory or this node's; if neither has the state, new nodes need the disk's.
     told = view.told
-    view = replace(view, phase=v.Phase.SAVING, serving=view.keeps, told=told or view.nodes > 1 or view.keeps)
+    view = replace(view, phase=v.Phase.SAVING, serving=view.keeps, told=told or len(view.members) > 1 or view.keeps)
     stopped: list[v.Action] = [v.ReportStopped(view.round, drained, view.keeps)] if view.told and not told else []
     return view, [*stopped, v.AwaitCopies()]
 
@@ -423,7 +428,7 @@ def _link_down(view: v.View, event: LinkDown, *, held: bool) -> Decision:
     actions: list[v.Action] = []
     if view.phase in _UNAFFECTED:
         node = _UNAFFECTED[view.phase]
-    elif event.gone or view.nodes == 1:
+    elif event.gone or len(view.members) == 1:
         # The host's workers died with it: the others would only hang. A single node might train beside the others.
         node = "stops"
         view, actions = _stop(view, event.reason)
@@ -449,7 +454,7 @@ def _cut_off(view: v.View, event: CutOff) -> Decision:
     all nodes of this round may be on one side of a cut, and the leader, or the next one, on the other.
     """
     stopping = view.phase is v.Phase.STOPPING and view.leaving is None
-    whole = view.nodes == 1 or event.leader not in view.members
+    whole = len(view.members) == 1 or event.leader not in view.members
     cut_off = event.certain or (bool(view.alive) and (whole or stopping))
     if not (view.alive or view.suspended) or not cut_off:
         return view, []

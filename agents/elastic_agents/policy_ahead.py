@@ -62,7 +62,7 @@ def settled(before: v.View, view: v.View, actions: list[v.Action], node: v.NodeF
     stopped = next((action for action in actions if isinstance(action, v.ReportStopped)), None)
     if stopped is None:
         return view, actions
-    others = bool(view.suspended) or view.nodes > 1
+    others = bool(view.suspended) or len(view.members) > 1
     anew: frozenset[int] = frozenset()
     if _may_start(view) and view.lives and others and before.phase is not v.Phase.FINISHED:
         anew = _missing(view, node)

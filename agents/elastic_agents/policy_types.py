@@ -127,11 +127,6 @@ class View:
     lives: bool = False
     ahead: AheadWorkers = AheadWorkers()
 
-    @property
-    def nodes(self) -> int:
-        """The number of nodes in the round."""
-        return len(self.members)
-
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:

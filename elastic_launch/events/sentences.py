@@ -196,16 +196,16 @@ def after_ahead(following: f.AfterAhead) -> str:
 
 def _leader_lost(fact: f.LeaderLost) -> str:
     until = "a leader can be elected" if fact.elects else "an agent is back at the endpoint"
-    gone = f"the leader {'is gone' if fact.gone else 'cannot be reached'} ({fact.reason})"
     match fact.node:
         case "finished":
-            return f"{gone}; this node has finished and waits{f' until {until}' if fact.gone else ''}"
+            gone, waits = ("is gone", f"waits until {until}") if fact.gone else ("cannot be reached", "waits")
+            return f"the leader {gone} ({fact.reason}); this node has finished and {waits}"
         case "drains":
             return f"{fact.reason}; the workers still stop after the same step"
         case "waits" if not fact.gone:
             return f"waiting for the endpoint: {fact.reason}"
         case "waits":
-            return f"parked: {gone}; this node goes on when {until}"
+            return f"parked: the leader is gone ({fact.reason}); this node goes on when {until}"
         case "stops":
             return f"parking: the leader is gone ({fact.reason}); this node goes on when {until}"
     return f"{fact.reason}; the workers {'stay stopped' if fact.node == 'stays stopped' else 'train on'}"

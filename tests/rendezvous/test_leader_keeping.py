@@ -6,8 +6,7 @@ import pytest
 from leader_run import Run, hello_of, running
 
 from elastic_launch.errors import ExitCode
-from elastic_launch.rendezvous.leader.leavers import sources
-from elastic_launch.rendezvous.leader.nodes import ConnectedNodes, Node
+from elastic_launch.rendezvous.leader.nodes import ConnectedNodes, Node, sources
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.rendezvous.wire.messages import HeldSnapshot, SnapshotSource
 

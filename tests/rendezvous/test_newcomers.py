@@ -14,7 +14,8 @@ from elastic_launch.events.facts import ClosedBy, WorkerArguments
 from elastic_launch.events.sentences import how_failed, sentence, why
 from elastic_launch.events.types import AdmissionClosed, NewcomerLeftOut, RestartCharged, RoundDraining
 from elastic_launch.failure import Failure
-from elastic_launch.rendezvous.leader.newcomers import LONGEST, SECONDS, Refusals, difference
+from elastic_launch.rendezvous.leader.exclusion import HOST_LONGEST, HOST_SECONDS, Refusals
+from elastic_launch.rendezvous.leader.newcomers import difference
 from elastic_launch.rendezvous.node.machine import NodeMachine
 from elastic_launch.rendezvous.record import ControlRecord, Leader, Member, RefusedHost, Round
 from elastic_launch.rendezvous.wire import messages as m
@@ -95,7 +96,7 @@ def test_what_only_a_newcomer_cannot_do_costs_the_run_nothing(fields: dict[str, 
     (event,) = run.told(NewcomerLeftOut)
     cause = how_failed(failure("b", **fields))
     assert sentence(event).startswith(f"node b is left out, at no cost to the run: rank 0 on node b: {cause}; ")
-    assert (event.round, event.seconds) == (2, SECONDS)
+    assert (event.round, event.seconds) == (2, HOST_SECONDS)
     assert run.record.refused[0].host == "b"
 
 
@@ -254,7 +255,7 @@ def test_a_host_that_comes_again_backs_off_and_others_do_not() -> None:
     assert notice.text.startswith(
         "nodes of this host could not do what the others do: the run leaves them out for 10 s"
     )
-    run.advance(SECONDS - 0.5)
+    run.advance(HOST_SECONDS - 0.5)
     assert run.number == 3
     assert len(run.told(RoundDraining)) == 1
     run.hello("c")
@@ -263,7 +264,7 @@ def test_a_host_that_comes_again_backs_off_and_others_do_not() -> None:
     for node_id in "a":
         run.report(node_id, m.Stopped(3, 7000, 9))
     fails(run, "b", **STARTUP)
-    assert run.told(NewcomerLeftOut)[-1].seconds == 2 * SECONDS
+    assert run.told(NewcomerLeftOut)[-1].seconds == 2 * HOST_SECONDS
     assert "b" not in run.members
 
 
@@ -287,7 +288,7 @@ def test_a_host_in_its_time_takes_no_part_even_if_nodes_are_lacking() -> None:
     fails(run, "c", **STARTUP)
     run.close("c")
     run.hello("c", incarnation="c2")
-    run.advance(SECONDS - 1.0)
+    run.advance(HOST_SECONDS - 1.0)
     assert run.number == 2
     run.advance(2.0)
     assert (run.number, run.members) == (3, "ac")
@@ -300,7 +301,7 @@ def test_a_killed_newcomer_stays_and_comes_back_after_its_time() -> None:
     assert (run.number, run.members, run.record.restarts) == (3, "a", 0)
     assert not run.orders("b", m.LeftOut)
     train(run, "a")
-    run.advance(SECONDS + 0.5)
+    run.advance(HOST_SECONDS + 0.5)
     run.report("a", m.Stopped(3, 7000, 9))
     assert run.members == "ab"
 
@@ -308,16 +309,16 @@ def test_a_killed_newcomer_stays_and_comes_back_after_its_time() -> None:
 def test_each_time_is_twice_as_long_and_a_step_ends_it() -> None:
     refusals = Refusals()
     times = [refusals.refuse("b", None, 0.0) for _ in range(12)]
-    assert times[:3] == [SECONDS, 2 * SECONDS, 4 * SECONDS]
-    assert times[-1] == LONGEST
+    assert times[:3] == [HOST_SECONDS, 2 * HOST_SECONDS, 4 * HOST_SECONDS]
+    assert times[-1] == HOST_LONGEST
     assert not refusals.closed, "other arguments say nothing about a restart"
-    assert refusals.bars("b", LONGEST - 1)
+    assert refusals.bars("b", HOST_LONGEST - 1)
     refusals.put_off(5.0)
-    assert refusals.bars("b", LONGEST + 4)
+    assert refusals.bars("b", HOST_LONGEST + 4)
     assert not refusals.bars("a", 0.0)
     refusals.trains("b")
     assert not refusals.bars("b", 0.0)
-    assert refusals.refuse("b", None, 0.0) == SECONDS
+    assert refusals.refuse("b", None, 0.0) == HOST_SECONDS
 
 
 def test_a_host_has_a_name_across_starts_of_its_agent() -> None:

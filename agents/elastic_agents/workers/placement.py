@@ -103,7 +103,8 @@ def arguments(config: LaunchConfig, placement: Placement | NoPlacement) -> list[
     program, *rest = config.command.argv
     # torchrun's only macro; its own substitution would also turn $$ into $, which breaks shell scripts.
     command = [program, *(text.replace("${local_rank}", str(placement.local_rank)) for text in rest)]
-    return bound(command, placement.local_rank, config.options.numa_binding)
+    mode = config.options.numa_binding
+    return bound(command, placement.local_rank, mode) if mode else command
 
 
 def environment(

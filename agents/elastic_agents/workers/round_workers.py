@@ -14,7 +14,7 @@ from operator import itemgetter
 
 from elastic_agents.inbox import ProcessEnding
 from elastic_agents.policy_types import Reported, WorkerExit
-from elastic_agents.step_timer import StepTimer
+from elastic_agents.timers import StepTimer
 from elastic_agents.workers.failures import OutOfMemoryKills, about, disconnection, printed_last, raised_in, report
 from elastic_agents.workers.guard import Guard
 from elastic_agents.workers.logs import WorkerLogs, keep_error

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from elastic_agents.inbox import Inbox
 from elastic_agents.policy_types import AheadOver, StartFailed, StartWorkers, WorkerExit
-from elastic_agents.start_timer import StartTimer
+from elastic_agents.timers import StartTimer
 from elastic_agents.workers.control import Control
 from elastic_agents.workers.logs import LogPlaces, WorkerLogs
 from elastic_agents.workers.logs_specs import LogsSpecsFailed

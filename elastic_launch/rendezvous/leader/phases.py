@@ -149,11 +149,6 @@ class Broken:
     told: Failure | None = None
     suspects: tuple[Suspect, ...] = ()
 
-    @property
-    def disconnected(self) -> bool:
-        """Whether only connections broke, as far as is known: no worker ended, so it is not the script's fault."""
-        return self.imposed is None and bool(self.failures) and all(failure.alive for _, failure in self.failures)
-
 
 @dataclass(slots=True)
 class Gathering:

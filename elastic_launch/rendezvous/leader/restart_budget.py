@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import zlib
 from typing import Any
 
@@ -10,7 +9,7 @@ from elastic_launch.errors import ExitCode
 from elastic_launch.events.facts import FailsAgain, NoNewStep, NotRestarted, RestartsSpent
 from elastic_launch.failure import Failure, Mistake
 from elastic_launch.rendezvous.leader.phases import Broken, BudgetDecision, highest
-from elastic_launch.rendezvous.leader.verdict import Kind, exit_code, judge, killed, root_cause
+from elastic_launch.rendezvous.leader.verdict import Kind, disconnected, exit_code, identity, judge, killed, root_cause
 from elastic_launch.rendezvous.record import ControlRecord
 
 __all__ = ["EARLY", "FREE", "LONG", "BudgetDecision", "RestartBudget"]
@@ -115,7 +114,7 @@ class RestartBudget:
         if most_vain and tried >= most_vain:
             return BudgetDecision(kind, idle=tried, ends=NoNewStep(tried, most_vain))
         idle = 0
-        if broken.disconnected or not kind.costs:
+        if disconnected(broken.imposed, broken.failures) or not kind.costs:
             self.idle += not gained
             if self.idle <= FREE + nodes:
                 return BudgetDecision(kind)
@@ -192,7 +191,8 @@ class RestartBudget:
         """
         before, reached = self._repeats, (broken.begun or 0) + (failure.trained or 0)
         mistake = self._early_mistake(failure, broken)
-        found = _identity(failure.repeats or (f"{mistake.exception} at {mistake.frame}" if mistake else ""))
+        same = failure.repeats or (f"{mistake.exception} at {mistake.frame}" if mistake else "")
+        found = identity(same) if same else ""
         if found or reached > self._repeats_step:
             self._repeats, self._repeats_step = found, reached
         if not found or found != before:
@@ -219,11 +219,6 @@ class RestartBudget:
         if broken.begun is None:
             return self.mark is None and broken.lasted >= LONG
         return self.mark is None or broken.begun > self.mark
-
-
-def _identity(repeats: str) -> str:
-    """Return a short text for one of any length: the record contains it."""
-    return hashlib.blake2b(repeats.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest() if repeats else ""
 
 
 def _failed_soon(failure: Failure) -> bool:

@@ -24,7 +24,7 @@ from elastic_launch.events.types import (
 from elastic_launch.failure import Failure, StallPlace, Suspect
 from elastic_launch.rendezvous.leader.forming import gather, outlook, start_ahead
 from elastic_launch.rendezvous.leader.hangs import judge_stalled
-from elastic_launch.rendezvous.leader.newcomers import code_of, difference, is_own, newcomers_failures
+from elastic_launch.rendezvous.leader.newcomers import code_of, difference, newcomers_failures
 from elastic_launch.rendezvous.leader.nodes import (
     ACTIVE,
     DONE,
@@ -55,7 +55,7 @@ from elastic_launch.rendezvous.leader.phases import (
 )
 from elastic_launch.rendezvous.leader.resizing import prepared, regained
 from elastic_launch.rendezvous.leader.state import LeaderState
-from elastic_launch.rendezvous.leader.verdict import Kind, judge, killed, kind_of, root_cause
+from elastic_launch.rendezvous.leader.verdict import Kind, disconnected, is_own, judge, killed, kind_of, root_cause
 from elastic_launch.rendezvous.record import Member
 from elastic_launch.rendezvous.wire import messages as m
 
@@ -170,7 +170,7 @@ class Rounds:
 
     def _leave_out_newcomers(self, broken: Broken, now: float) -> bool:
         """If only newcomers have failed in a round, leave them out, at no cost to the run; return whether."""
-        if broken.imposed is not None:
+        if broken.imposed is not None or not self._state.nodes.count(MEMBER | VETERAN):
             return False
         state, counts = self._state, broken.begun is not None or self._state.budget.best is not None
         found = newcomers_failures(state.record.round, state.nodes, broken.failures, counts=counts)
@@ -672,7 +672,8 @@ class Rounds:
             self._state.owed -= overdue
         # A member that died with the previous leader makes the others crash: first find out which are missing.
         # The worker that broke connections may still be ending; until its node has stopped, nothing waits for this.
-        collected = now - broken.at >= COLLECT and not (broken.disconnected or self._awaits_newcomer(broken))
+        awaits = disconnected(broken.imposed, broken.failures) or self._awaits_newcomer(broken)
+        collected = now - broken.at >= COLLECT and not awaits
         if broken.judged_at is None and not self._state.owed and (not nodes.count(ACTIVE) or collected):
             self._judge(broken, now)
         if self.phase is not broken:

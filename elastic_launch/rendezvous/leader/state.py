@@ -11,10 +11,18 @@ from elastic_launch.events.sentences import sentence, why
 from elastic_launch.events.types import AdmissionClosed, DrillEnded, Event, NewcomerLeftOut, NodeExcluded, RunEnded
 from elastic_launch.failure import Failure
 from elastic_launch.faults import MOST
-from elastic_launch.rendezvous.leader.exclusion import FAULTS, Exclusion
-from elastic_launch.rendezvous.leader.leavers import no_longer_needed, saver
-from elastic_launch.rendezvous.leader.newcomers import Refusals
-from elastic_launch.rendezvous.leader.nodes import ACTIVE, BARRED, EXCLUDED, LEAVING, TRAINED, ConnectedNodes, Node
+from elastic_launch.rendezvous.leader.exclusion import FAULTS, Exclusion, Refusals
+from elastic_launch.rendezvous.leader.nodes import (
+    ACTIVE,
+    BARRED,
+    EXCLUDED,
+    LEAVING,
+    TRAINED,
+    ConnectedNodes,
+    Node,
+    no_longer_needed,
+    saver,
+)
 from elastic_launch.rendezvous.leader.resizing import Resizing
 from elastic_launch.rendezvous.leader.restart_budget import RestartBudget
 from elastic_launch.rendezvous.leader.types import Close, CommitRecord, Emit, Instruction, Send
