@@ -77,7 +77,7 @@ def _decide(view: v.View, event: v.Event, node: v.NodeFacts) -> Decision:
         case m.Released():
             return _released(view)
         case m.RunEnd(code=code, cause=cause):
-            return _end(view, code, cause if view.round or code else f.NeverInRun())
+            return _end(view, code, cause if view.round or code else f.NodeEnd("never"))
         case m.LeftOut(code=code, cause=cause):
             return _left_out(view, code, cause)
         case LinkDown():
@@ -87,7 +87,7 @@ def _decide(view: v.View, event: v.Event, node: v.NodeFacts) -> Decision:
         case RendezvousLost(error=error):
             text = " ".join(filter(None, (error.message, error.hint)))
             if view.phase is v.Phase.FINISHED:
-                return _over(view, error.exit_code, f.OthersUnknown(text))
+                return _over(view, error.exit_code, f.NodeEnd("unknown", text))
             return _end(view, error.exit_code, text)
         case v.WorkerExit():
             return _exited(view, event)
@@ -232,7 +232,7 @@ def _suspended(view: v.View, local_rank: int) -> Decision:
 def _suspend_over(view: v.View) -> Decision:
     if view.phase is not v.Phase.STOPPING or not view.live:
         return view, []
-    warning = v.Warn(f.NotLeft(tuple(sorted(view.live))))
+    warning = v.Warn(f.NotInTime("leave", tuple(sorted(view.live))))
     return replace(view, live=frozenset()), [warning, v.Kill(_all_or(view, view.live))]
 
 
@@ -261,18 +261,18 @@ def _drain_over(view: v.View) -> Decision:
     if view.phase is v.Phase.FINISHED and view.leaving is not None:
         return _over(view, view.leaving, view.cause)
     if view.phase is v.Phase.SAVING:
-        warning = v.Warn(f.NotKept(view.serving))
+        warning = v.Warn(f.NotInTime("serve" if view.serving else "save"))
         view, actions = _saved(view)
         return view, [warning, *actions]
     if view.phase is not v.Phase.DRAINING:
         return view, []
     if _exits(view):
-        warning = v.Warn(f.NotExited(view.keeps))
+        warning = v.Warn(f.NotInTime("serve, exit" if view.keeps else "exit"))
         view, actions = _kill(view)
         return view, [warning, *actions]
     killed = not view.live or _ends(view)
-    view, actions = _kill(view) if killed else _stop(view, f.NotStopped())
-    return view, [v.Warn(f.NotDrained(killed)), *actions]
+    view, actions = _kill(view) if killed else _stop(view, f.NodeEnd("late"))
+    return view, [v.Warn(f.NotInTime("drain, killed" if killed else "drain")), *actions]
 
 
 def _stop(view: v.View, cause: f.NodeCause, number: int = signal.SIGTERM) -> Decision:
@@ -426,18 +426,17 @@ def _link_down(view: v.View, event: LinkDown, *, held: bool) -> Decision:
     if view.phase is v.Phase.SAVING or _exits(view):
         return _released(view) if event.gone else (view, [])
     actions: list[v.Action] = []
+    node: f.Meanwhile = "stays stopped" if held else "trains"
     if view.phase in _UNAFFECTED:
         node = _UNAFFECTED[view.phase]
     elif event.gone or len(view.members) == 1:
         # The host's workers died with it: the others would only hang. A single node might train beside the others.
         node = "stops"
         view, actions = _stop(view, event.reason)
-    else:
-        node = "stays stopped" if held else "trains"
     return view, [v.Warn(f.LeaderLost(event.reason, event.gone, event.elects, node)), *actions]
 
 
-_UNAFFECTED = {
+_UNAFFECTED: dict[v.Phase, f.Meanwhile] = {
     v.Phase.FINISHED: "finished",
     v.Phase.DRAINING: "drains",
     v.Phase.WAITING: "waits",
@@ -459,7 +458,7 @@ def _cut_off(view: v.View, event: CutOff) -> Decision:
     if not (view.alive or view.suspended) or not cut_off:
         return view, []
     view, actions = _kill(view)
-    return view, [v.Warn(f.Killed(event.reason)), *actions]
+    return view, [v.Warn(event.reason), *actions]
 
 
 def _exited(view: v.View, event: v.WorkerExit) -> Decision:
@@ -495,7 +494,7 @@ def _drained(view: v.View) -> Decision:
 
 def _fail(view: v.View, reports: list[v.Action]) -> Decision:
     """Report failures and end the round here at once, without waiting for the leader's break."""
-    view, actions = _stop(view, f.WorkerFailed())
+    view, actions = _stop(view, f.NodeEnd("failed"))
     # First: the report on a failure reads what the worker has left behind.
     suspends = [action for action in actions if isinstance(action, v.SuspendWorkers)]
     held = [action for action in actions if isinstance(action, v.ReportFailure)]

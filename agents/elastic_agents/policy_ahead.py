@@ -27,7 +27,7 @@ from dataclasses import replace
 from typing import Any
 
 from elastic_agents import policy_types as v
-from elastic_launch.events.facts import NotAhead
+from elastic_launch.events.facts import NotInTime
 from elastic_launch.rendezvous.record import whole_replicas
 from elastic_launch.rendezvous.wire import messages as m
 
@@ -130,7 +130,7 @@ def over(view: v.View, local_rank: int) -> Decision:
         return view, []
     fails = view.ahead.fails + (not view.ahead.in_round)
     view = _with(view, in_round=view.ahead.in_round | one, fails=fails)
-    return view, [v.Warn(NotAhead(local_rank)), v.KillAhead(one)]
+    return view, [v.Warn(NotInTime("ahead", (local_rank,))), v.KillAhead(one)]
 
 
 def _may_start(view: v.View) -> bool:

@@ -16,34 +16,16 @@ class Fact:
         dataclass(frozen=True)(cls)
 
 
-# How a node was lost.
-
-
-class ConnectionClosed(Fact):
-    """The connection of a node closed."""
-
-
-class SilentFor(Fact):
-    """A node was silent."""
-
-    seconds: float
-
-
-class NewerAgent(Fact):
-    """Another agent came with the same node id."""
-
-    node: str
-
-
-class StopOverdue(Fact):
-    """A node did not stop its workers in time."""
-
-    seconds: float
-
-
-Loss = ConnectionClosed | SilentFor | NewerAgent | StopOverdue
-
 # Why a round ended.
+
+
+class Loss(Fact):
+    """How a node was lost: its connection closed, it was silent, or it did not stop its workers in time, for so many
+    seconds, or another agent came with its id."""
+
+    what: Literal["closed", "silent", "late", "replaced"]
+    seconds: float = 0.0
+    node: str = ""
 
 
 class MemberLost(Fact):
@@ -64,39 +46,28 @@ class OfMembers(Fact):
     """What members of the round, or their workers, did or did not do.
 
     Attributes:
-        did: ``stopped`` their workers without an order; were ``told`` to stop, without their agent; came ``back``, or
+        what: ``stopped`` their workers without an order; were ``told`` to stop, without their agent; came ``back``, or
             came to a ``new leader``, without their workers; are ``missing`` at the new leader; have ``not started``
             their workers within join_timeout; or, as newcomers, ``ended early``, before their first step.
     """
 
-    did: Literal["stopped", "told", "back", "new leader", "missing", "not started", "ended early"]
+    what: Literal["stopped", "told", "back", "new leader", "missing", "not started", "ended early"]
     nodes: tuple[str, ...]
 
 
-class DrainOverdue(Fact):
-    """Members did not stop in time in a drain."""
+class DrainFailed(Fact):
+    """In a drain, these members did not stop in time; or, if it names none, some had finished, and others had not."""
 
     drain: Cause
-    nodes: tuple[str, ...]
+    nodes: tuple[str, ...] = ()
 
 
-class SomeFinished(Fact):
-    """In a drain, the workers of some members had finished, and those of others had not."""
+class Resize(Fact):
+    """Nodes wait to join, or members have workers back; or the run may have at most so many nodes by now."""
 
-    drain: Cause
-
-
-class TooManyNodes(Fact):
-    """The round has more nodes than the run may have by now."""
-
-    most: int
-
-
-class CouldGrow(Fact):
-    """Nodes wait to join, or members have workers back."""
-
-    joining: tuple[str, ...]
-    back: tuple[str, ...]
+    joining: tuple[str, ...] = ()
+    back: tuple[str, ...] = ()
+    most: int | None = None
 
 
 class FormedSince(Fact):
@@ -128,6 +99,20 @@ class WorkerArguments(Fact):
     ours: str = ""
 
 
+Cause = (
+    str  # what an error, a user or another program has said
+    | Failure
+    | MemberLost
+    | MemberLeaves
+    | OfMembers
+    | DrainFailed
+    | Resize
+    | FormedSince
+    | RoundHangs
+    | WorkerArguments
+)
+"""Why a round ended, or a node is left out."""
+
 # Why a run ends.
 
 
@@ -136,7 +121,7 @@ class WorkersFinished(Fact):
 
 
 class UserStop(Fact):
-    """A user, or what acts for one, has stopped the run.
+    """A user, or what acts for one, has stopped the run, or a node's part.
 
     Attributes:
         by: who, as said by them.
@@ -193,27 +178,6 @@ class RestartsSpent(Fact):
     idle: int
 
 
-# Why a node's part ends.
-
-
-class NeverInRun(Fact):
-    """The run is over, and the node never took part in it."""
-
-
-class OthersUnknown(Fact):
-    """The node's workers have finished, and whether those of others have cannot be found out, because of an error."""
-
-    error: str
-
-
-class WorkerFailed(Fact):
-    """A worker of the node has failed."""
-
-
-class NotStopped(Fact):
-    """The node's workers have not stopped in time after a step."""
-
-
 BudgetEnd = FailsAgain | NoNewStep | RestartsSpent
 
 
@@ -224,26 +188,21 @@ class NotRestarted(Fact):
     cause: Cause
 
 
-Cause = (
-    str  # what an error, a user or another program has said
-    | Failure
-    | MemberLost
-    | MemberLeaves
-    | OfMembers
-    | DrainOverdue
-    | SomeFinished
-    | TooManyNodes
-    | CouldGrow
-    | FormedSince
-    | RoundHangs
-    | WorkerArguments
-)
-"""Why a round ended, or a node is left out."""
-
 RunCause = Cause | WorkersFinished | UserStop | TooFewNodes | NotRestarted
-NodeCause = str | UserStop | NeverInRun | OthersUnknown | WorkerFailed | NotStopped
 
-# Why a node takes no part.
+
+# Of one node.
+
+
+class NodeEnd(Fact):
+    """Why a node's round, or its part of the run, ends: it ``never`` took part in the run; its workers have finished,
+    and whether others have is ``unknown``, because of an error; one has ``failed``; or they did not stop in time."""
+
+    what: Literal["never", "unknown", "failed", "late"]
+    error: str = ""
+
+
+NodeCause = str | UserStop | NodeEnd
 
 
 class ClosedBy(Fact):
@@ -256,28 +215,17 @@ class ClosedBy(Fact):
     host: str = ""
 
 
-class HostBarred(Fact):
-    """Nodes of this host are left out."""
+class Outside(Fact):
+    """Why a node takes no part: its host is ``barred`` for so many seconds, the run has begun ``anew``, or its round is
+    ``over``, which it does not know."""
 
-    seconds: float
-
-
-class BegunAnew(Fact):
-    """The run has begun anew without a node."""
-
-
-class RoundOver(Fact):
-    """A round is over for a node, which does not know it."""
-
-    round: int
+    what: Literal["barred", "anew", "over"]
+    seconds: float = 0.0
+    round: int = 0
 
 
 class CommandDiffers(Fact):
-    """Where a node's command differs from the run's.
-
-    Attributes:
-        parts: the parts of the run's and of its command that differ; none if they are too long to be compared.
-    """
+    """The parts of the run's and of a node's command that differ; none if they are too long to be compared."""
 
     parts: tuple[tuple[str, str], ...] = ()
 
@@ -287,76 +235,37 @@ class CommandDiffers(Fact):
         return tuple(ours for ours, _ in self.parts)
 
 
-class OtherVersion(Fact):
-    """It speaks another version of the protocol."""
-
-    version: int
-    ours: int
-
-
-class OtherRun(Fact):
-    """It belongs to a run with another id."""
-
-    run_id: str
-
-
-class EarlierRun(Fact):
-    """It belongs to an earlier run with this id."""
-
-    run_id: str
-
-
-class OtherCommand(Fact):
-    """It came with another command."""
-
-    command: str
-    run_id: str
-    ours: str
-
-
-class Intruder(Fact):
-    """It seems to belong to another run, which was given this endpoint by mistake.
+class Misfit(Fact):
+    """Why a node is refused.
 
     Attributes:
-        differs: how its arguments differ, where no run has an id; None if this run has one node, which trains.
+        what: it speaks another ``version`` of the protocol; belongs to another ``run``, or an ``earlier`` one with this
+            id; came with another ``command``; or seems to be an ``intruder``, given this endpoint by mistake.
+        run_id: of its run if that is another; else of this one.
+        theirs, ours: versions, or commands.
+        differs: how an intruder's arguments differ, where no run has an id; None if this run has one node, which
+            trains.
     """
 
-    run_id: str
+    what: Literal["version", "run", "earlier", "command", "intruder"]
+    run_id: str = ""
+    theirs: str = ""
+    ours: str = ""
     differs: CommandDiffers | None = None
 
-
-Misfit = OtherVersion | OtherRun | EarlierRun | OtherCommand | Intruder
-"""Why a node is refused."""
 
 # What a node's user is warned of.
 
 
-class FrozenFor(Fact):
-    """A node did not run."""
+class Isolation(Fact):
+    """Why the others may consider a node lost: it was ``frozen``, or the leader ``silent``; or it is not known for so
+    long whether it still ``leads``, or it only ``led``."""
 
-    seconds: float
-
-
-class LeaderSilent(Fact):
-    """A node has had no sign of the leader."""
-
-    seconds: float
+    what: Literal["frozen", "silent", "leads", "led"]
+    seconds: float = 0.0
 
 
-class LeadsUnsure(Fact):
-    """The store has not shown that a node still leads, or it leads no longer if the seconds are infinite."""
-
-    seconds: float
-
-
-Isolation = FrozenFor | LeaderSilent | LeadsUnsure
-"""Why the others may consider a node lost."""
-
-
-class Killed(Fact):
-    """A node's workers are killed, since the others may train without it."""
-
-    why: Isolation
+Meanwhile = Literal["finished", "waits", "drains", "stops", "stays stopped", "trains"]
 
 
 class LeaderLost(Fact):
@@ -366,68 +275,47 @@ class LeaderLost(Fact):
         reason: why, as an error says.
         gone: whether its process is gone.
         elects: whether another one can be elected.
-        node: what the node does: it has ``finished``, ``waits``, ``drains``, ``stops``, ``stays stopped`` or
-            ``trains``.
+        node: what this node does meanwhile.
     """
 
     reason: str
     gone: bool
     elects: bool
-    node: str
+    node: Meanwhile
 
 
-class NotLeft(Fact):
-    """Workers have not left the round in time."""
+class NotInTime(Fact):
+    """What workers have not done in time: ``leave`` the round, come to a use of the world ``ahead`` of it, ``save`` or
+    ``serve`` the newest state, ``exit`` after a drain (before the state was served: ``serve, exit``), or stop after the
+    same step (``drain``; ``drain, killed`` if they are killed for it)."""
 
-    local_ranks: tuple[int, ...]
-
-
-class NotAhead(Fact):
-    """A worker that was started ahead has not come to its first use of the world in time."""
-
-    local_rank: int
+    what: Literal["leave", "ahead", "save", "serve", "exit", "serve, exit", "drain", "drain, killed"]
+    local_ranks: tuple[int, ...] = ()
 
 
-class NotKept(Fact):
-    """There was no time left to hand on the node's snapshot (``serving``), or to save it."""
+NodeWarning = Isolation | LeaderLost | NotInTime
 
-    serving: bool
-
-
-class NotExited(Fact):
-    """Workers have stopped, but not exited in time; ``serving``: and the next round has not restored the snapshot."""
-
-    serving: bool
+AfterAhead = Literal["again", "next round", "never", "lacking", "asks"]
+"""What follows the end of a worker that was started ahead of a place."""
 
 
-class NotDrained(Fact):
-    """Workers have not stopped in time after a step; ``killed``: they are killed, else the round ends without that."""
-
-    killed: bool
-
-
-NodeWarning = Killed | LeaderLost | NotLeft | NotAhead | NotKept | NotExited | NotDrained
-
-# What happens next.
+Future = Literal[
+    "ended", "ends", "waits", "gathers", "forms", "forms again", "trains", "full", "too late", "resizes", "starts ahead"
+]
 
 
 class Outlook(Fact):
     """What happens next in a run.
 
     Attributes:
-        what: ``ended``, ``ends``, ``waits`` for nodes, ``gathers`` the nodes of the first round, ``forms`` it,
-            ``forms again``, ``trains``; or, of nodes that wait while it trains: ``full``, ``too late``, ``resizes``, or
-            ``starts ahead``.
+        what: it has ended or ends, waits for nodes, gathers those of the first round, forms a round, or trains; from
+            ``full`` on, what it does with nodes that wait while it trains.
         nodes: how many are there if it waits for nodes, or wait if it is full.
         of: how many it waits for, or with how many the first round forms at once.
         seconds: without an arrival, after which the first round forms.
     """
 
-    what: str
+    what: Future
     nodes: int = 0
     of: int = 0
     seconds: float = 0.0
-
-
-AfterAhead = Literal["again", "next round", "never", "lacking", "asks"]
-"""What follows the end of a worker that was started ahead of a place."""

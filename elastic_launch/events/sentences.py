@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import signal
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -97,46 +96,46 @@ def divided(found: SplitCollective) -> str:
     return f"{ranks(found.there)} {wait} in {which}, {', '.join(others)}"
 
 
-def why(
-    cause: f.RunCause | f.NodeCause | f.Loss | f.ClosedBy | f.HostBarred | f.BegunAnew | f.RoundOver | f.Isolation,
-) -> str:
+def why(cause: f.RunCause | f.NodeCause | f.Loss | f.ClosedBy | f.Outside | f.Isolation) -> str:
     """Return why a round, a node's part or a run ended, or why a node takes no part."""
-    return cause if isinstance(cause, str) else _WHY[type(cause)](cause)
+    if isinstance(cause, str):
+        return cause
+    return _MADE[type(cause)](cause) if type(cause) in _MADE else _worded(cause)
 
 
 def refused(node: str, misfit: f.Misfit) -> tuple[str, str]:
     """Return why a node is refused, and the remedy."""
-    match misfit:
-        case f.OtherVersion(version=version, ours=ours):
+    run_id, theirs, ours = misfit.run_id, misfit.theirs, misfit.ours
+    match misfit.what:
+        case "version":
             return (
-                f"node {node} speaks version {version} of the protocol, the run's leader version {ours}.",
+                f"node {node} speaks version {theirs} of the protocol, the run's leader version {ours}.",
                 "Install the same version of elastic-launch on all nodes.",
             )
-        case f.OtherRun(run_id=run_id):
+        case "run":
             return (
                 f"node {node} belongs to run {run_id!r}, this endpoint serves another run.",
                 "Give both the same --rdzv-id, or another --rdzv-endpoint.",
             )
-        case f.EarlierRun(run_id=run_id):
+        case "earlier":
             return (
                 f"node {node} belongs to an earlier run {run_id!r}, which has ended.",
                 "Start it again to join the present one.",
             )
-        case f.OtherCommand(command=command, run_id=run_id, ours=ours):
+        case "command":
             return (
-                f"node {node} came with the command `{command}`, run {run_id!r} executes `{ours}`.",
+                f"node {node} came with the command `{theirs}`, run {run_id!r} executes `{ours}`.",
                 "Give the same script, module or program, --replica-size and --rdzv-backend on all nodes, or another "
                 "--rdzv-id and --rdzv-endpoint for another run.",
             )
-        case f.Intruder(run_id=run_id, differs=differs):
-            whose = f"node {node} is not one of the nodes of run {run_id!r} at this endpoint"
-            other = "Give another --rdzv-endpoint, such as another port, for another run"
-            if differs is None:
-                return f"{whose}: it has one node (--nnodes 1), which trains.", f"{other}."
-            return (
-                f"{whose}: it came with other arguments, {command_differs(differs)}, and neither has an id.",
-                f"{other}; or, if the arguments of one run's nodes differ, the same --rdzv-id to all.",
-            )
+    whose = f"node {node} is not one of the nodes of run {run_id!r} at this endpoint"
+    other = "Give another --rdzv-endpoint, such as another port, for another run"
+    if misfit.differs is None:
+        return f"{whose}: it has one node (--nnodes 1), which trains.", f"{other}."
+    return (
+        f"{whose}: it came with other arguments, {command_differs(misfit.differs)}, and neither has an id.",
+        f"{other}; or, if the arguments of one run's nodes differ, the same --rdzv-id to all.",
+    )
 
 
 def command_differs(found: f.CommandDiffers) -> str:
@@ -154,39 +153,15 @@ def limits_differ(theirs: str, ours: str) -> str:
 
 def next_up(outlook: f.Outlook) -> str:
     """Return what happens next."""
-    match outlook.what:
-        case "waits":
-            return f"waiting for nodes: {outlook.nodes} of at least {outlook.of}"
-        case "gathers":
-            return f"the first round forms at {outlook.of} nodes or {outlook.seconds:g} s without an arrival"
-        case "full":
-            return f"round is full, {outlook.nodes} spare"
-    return _NEXT[outlook.what]
+    return _worded(outlook)
 
 
 def warning(fact: f.NodeWarning) -> str:
     """Return what a node's user is warned of."""
-    match fact:
-        case f.Killed(why=isolation):
-            return f"{why(isolation)}: the others may train without this node; its workers are killed"
-        case f.LeaderLost():
-            return _leader_lost(fact)
-        case f.NotLeft(local_ranks=local_ranks):
-            late = ", ".join(map(str, local_ranks))
-            return f"the workers of local rank {late} have not left the round in time; they are killed"
-        case f.NotAhead(local_rank=local_rank):
-            return (
-                f"the worker of local rank {local_rank} that was started ahead has not come to its first use of the "
-                "world in time; it is killed"
-            )
-        case f.NotKept(serving=serving):
-            undone = "the next round has not restored" if serving else "the last checkpoint is not in durable storage"
-            return f"{undone}: there was no time left"
-        case f.NotExited(serving=serving):
-            undone = ", and the next round has not restored this node's snapshot" if serving else ""
-            return f"the workers have stopped, but not exited in time{undone}; they are killed"
-        case f.NotDrained(killed=killed):
-            return f"{why(f.NotStopped())}; {'they are killed' if killed else 'the round ends without that'}"
+    if isinstance(fact, f.LeaderLost):
+        return _leader_lost(fact)
+    followed = ": the others may train without this node; its workers are killed"
+    return f"{_worded(fact)}{followed if isinstance(fact, f.Isolation) else ''}"
 
 
 def after_ahead(following: f.AfterAhead) -> str:
@@ -211,12 +186,6 @@ def _leader_lost(fact: f.LeaderLost) -> str:
     return f"{fact.reason}; the workers {'stay stopped' if fact.node == 'stays stopped' else 'train on'}"
 
 
-def _unsure(fact: f.LeadsUnsure) -> str:
-    if math.isinf(fact.seconds):
-        return "this node no longer leads"
-    return f"the store has not shown for {fact.seconds:.1f} s that this node still leads"
-
-
 def _argument_differs(ours: str, theirs: str) -> str:
     ours, theirs = (clipped(one_line(text), DIFFERENCE_BYTES) for text in (ours, theirs))
     if not ours:
@@ -235,7 +204,9 @@ def _hangs(cause: f.RoundHangs) -> str:
     return f"the round hangs in {cause.doing}, and no rank stands out: {found}"
 
 
-def _could_grow(cause: f.CouldGrow) -> str:
+def _resize(cause: f.Resize) -> str:
+    if cause.most is not None:
+        return f"resize: at most {counted(cause.most, 'node')}"
     waiting = ((cause.joining, "waits to join"), (cause.back, "has workers back"))
     return f"resize: {', '.join(f'{_named(nodes)} {what}' for nodes, what in waiting if nodes)}"
 
@@ -277,21 +248,17 @@ def _closed_by(cause: f.ClosedBy) -> str:
     return "a worker failed as it restored the state"
 
 
-_WHY: dict[type, Callable[[Any], str]] = {
+def _drain_failed(cause: f.DrainFailed) -> str:
+    what = f"{_named(cause.nodes)} did not stop in time" if cause.nodes else "some had finished, others had not"
+    return f"{why(cause.drain)}; {what}"
+
+
+_MADE: dict[type, Callable[[Any], str]] = {
     Failure: worker_failed,
-    f.ConnectionClosed: lambda _: "its connection closed",
-    f.SilentFor: lambda c: f"silent for {c.seconds:.1f} s",
-    f.NewerAgent: lambda c: f"a newer agent with the node id {c.node} took its place",
-    f.StopOverdue: lambda c: (
-        f"its workers were not stopped within {c.seconds:g} s, its shutdown timeout and return_after"
-    ),
     f.MemberLost: lambda c: f"node {c.node} lost: {why(c.how)}",
     f.MemberLeaves: lambda c: f"node {c.node} leaves ({c.reason})",
-    f.OfMembers: lambda c: _MEMBERS[c.did].format(_named(c.nodes)),
-    f.DrainOverdue: lambda c: f"{why(c.drain)}; {_named(c.nodes)} did not stop in time",
-    f.SomeFinished: lambda c: f"{why(c.drain)}; some had finished, others had not",
-    f.TooManyNodes: lambda c: f"resize: at most {counted(c.most, 'node')}",
-    f.CouldGrow: _could_grow,
+    f.DrainFailed: _drain_failed,
+    f.Resize: _resize,
     f.FormedSince: lambda c: f"round {c.round} has been formed since",
     f.RoundHangs: _hangs,
     f.WorkerArguments: _other_arguments,
@@ -301,33 +268,78 @@ _WHY: dict[type, Callable[[Any], str]] = {
     f.FailsAgain: _fails_again,
     f.NoNewStep: lambda c: f"no new step in {counted(c.restarts, 'restart')} (--max-idle-restarts {c.most})",
     f.RestartsSpent: _spent,
-    f.NotRestarted: lambda c: f"{_WHY[type(c.why)](c.why)}: {why(c.cause)}",
-    f.NeverInRun: lambda _: "the run is over, and this node never took part in it",
-    f.OthersUnknown: lambda c: (
-        f"the workers of this node have finished; it is not known whether all others have: {c.error}"
-    ),
-    f.WorkerFailed: lambda _: "a worker of this node has failed",
-    f.NotStopped: lambda _: "the workers have not stopped in time",
-    f.FrozenFor: lambda c: f"this node was frozen for {c.seconds:.1f} s",
-    f.LeaderSilent: lambda c: f"no sign of the leader for {c.seconds:.1f} s",
-    f.LeadsUnsure: _unsure,
+    f.NotRestarted: lambda c: f"{_MADE[type(c.why)](c.why)}: {why(c.cause)}",
     f.ClosedBy: _closed_by,
-    f.HostBarred: lambda c: (
-        f"nodes of this host could not do what the others do: the run leaves them out for {c.seconds:.0f} s more"
-    ),
-    f.BegunAnew: lambda _: "the run has begun anew without it",
-    f.RoundOver: lambda c: f"round {c.round} is over for it",
 }
+"""What makes the text of each fact that :data:`_TEXTS` has not."""
 
-_MEMBERS: dict[str, str] = {
-    "stopped": "{} stopped its workers",
-    "told": "a worker on {} was told to stop",
-    "back": "{} came back without its workers",
-    "new leader": "{} came to the new leader without its workers",
-    "missing": "{} did not come to the new leader",
-    "not started": "{} did not start its workers within join_timeout",
-    "ended early": "the workers of {} ended with exit code 0 before their first step, while others train",
+_TEXTS: dict[type, dict[str, str]] = {
+    f.Loss: {
+        "closed": "its connection closed",
+        "silent": "silent for {seconds:.1f} s",
+        "late": "its workers were not stopped within {seconds:g} s, its shutdown timeout and return_after",
+        "replaced": "a newer agent with the node id {node} took its place",
+    },
+    f.OfMembers: {
+        "stopped": "node {nodes} stopped its workers",
+        "told": "a worker on node {nodes} was told to stop",
+        "back": "node {nodes} came back without its workers",
+        "new leader": "node {nodes} came to the new leader without its workers",
+        "missing": "node {nodes} did not come to the new leader",
+        "not started": "node {nodes} did not start its workers within join_timeout",
+        "ended early": "the workers of node {nodes} ended with exit code 0 before their first step, while others train",
+    },
+    f.NodeEnd: {
+        "never": "the run is over, and this node never took part in it",
+        "unknown": "the workers of this node have finished; it is not known whether all others have: {error}",
+        "failed": "a worker of this node has failed",
+        "late": "the workers have not stopped in time",
+    },
+    f.Outside: {
+        "barred": "nodes of this host could not do what the others do: the run leaves them out for "
+        "{seconds:.0f} s more",
+        "anew": "the run has begun anew without it",
+        "over": "round {round} is over for it",
+    },
+    f.Isolation: {
+        "frozen": "this node was frozen for {seconds:.1f} s",
+        "silent": "no sign of the leader for {seconds:.1f} s",
+        "leads": "the store has not shown for {seconds:.1f} s that this node still leads",
+        "led": "this node no longer leads",
+    },
+    f.NotInTime: {
+        "leave": "the workers of local rank {local_ranks} have not left the round in time; they are killed",
+        "ahead": "the worker of local rank {local_ranks} that was started ahead has not come to its first use of the "
+        "world in time; it is killed",
+        "save": "the last checkpoint is not in durable storage: there was no time left",
+        "serve": "the next round has not restored: there was no time left",
+        "exit": "the workers have stopped, but not exited in time; they are killed",
+        "serve, exit": "the workers have stopped, but not exited in time, and the next round has not restored this "
+        "node's snapshot; they are killed",
+        "drain": "the workers have not stopped in time; the round ends without that",
+        "drain, killed": "the workers have not stopped in time; they are killed",
+    },
+    f.Outlook: {
+        "ended": "the run has ended",
+        "ends": "the run ends",
+        "waits": "waiting for nodes: {nodes} of at least {of}",
+        "gathers": "the first round forms at {of} nodes or {seconds:g} s without an arrival",
+        "forms": "a round forms",
+        "forms again": "a new round forms",
+        "trains": "training goes on",
+        "full": "round is full, {nodes} spare",
+        "too late": "the run ends before a resize pays",
+        "resizes": "training is resized",
+        "starts ahead": "training is resized once workers have started there",
+    },
 }
+"""The texts of facts by what they say, with their fields."""
+
+
+def _worded(fact: Any) -> str:
+    shown = {name: ", ".join(map(str, x)) if isinstance(x, tuple) else x for name, x in vars(fact).items()}
+    return _TEXTS[type(fact)][fact.what].format(**shown)
+
 
 _AFTER_AHEAD: dict[f.AfterAhead, str] = {
     "again": "another one starts",
@@ -335,17 +347,6 @@ _AFTER_AHEAD: dict[f.AfterAhead, str] = {
     "never": "workers of this node no longer start ahead",
     "lacking": "this node takes part only if the run lacks nodes",
     "asks": "the leader decides whether this node takes part",
-}
-
-_NEXT = {
-    "ended": "the run has ended",
-    "ends": "the run ends",
-    "forms": "a round forms",
-    "forms again": "a new round forms",
-    "trains": "training goes on",
-    "too late": "the run ends before a resize pays",
-    "resizes": "training is resized",
-    "starts ahead": "training is resized once workers have started there",
 }
 
 

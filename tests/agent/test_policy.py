@@ -11,7 +11,7 @@ from policy_events import CUT_OFF, GONE, INT_CODE, LOST, OUT, SILENT, TERM_CODE,
 from elastic_agents import policy_types as v
 from elastic_agents.policy_types import Phase, View
 from elastic_launch import contract as c
-from elastic_launch.events.facts import NeverInRun, NotKept, OthersUnknown, UserStop
+from elastic_launch.events.facts import NodeEnd, NotInTime, UserStop
 from elastic_launch.rendezvous.node.membership_events import LinkDown
 from elastic_launch.rendezvous.wire import messages as m
 
@@ -327,7 +327,7 @@ def test_what_comes_after_a_signal_does_not_change_the_code(event: v.Event) -> N
 @pytest.mark.parametrize("before", [WAITING, FINISHED], ids=lambda before: before.phase.value)
 @pytest.mark.parametrize("code", [0, 91])
 def test_without_workers_the_runs_end_is_the_nodes(before: View, code: int) -> None:
-    cause = "because" if before.round or code else NeverInRun()
+    cause = "because" if before.round or code else NodeEnd("never")
     assert after(before, m.RunEnd(1, code, "because")) == (Phase.OVER, [v.Finish(code, cause)])
 
 
@@ -371,7 +371,7 @@ def test_a_save_that_is_too_slow_is_reported() -> None:
     phase, (warning, finish) = after(SAVING, v.DrainOver(1))
     assert (phase, finish) == (Phase.OVER, v.Finish(143, UserStop("SIGTERM")))
     assert isinstance(warning, v.Warn)
-    assert warning.of == NotKept(serving=False)
+    assert warning.of == NotInTime("save")
 
 
 EVENTS = [
@@ -486,7 +486,7 @@ def test_finished_the_node_waits_for_a_leader_that_knows_of_the_others(event: Li
 def test_finished_without_a_leader_success_is_not_claimed() -> None:
     phase, actions = after(FINISHED, LOST)
     assert phase is Phase.OVER
-    assert actions == [v.Finish(95, OthersUnknown("the run refuses this node"))]
+    assert actions == [v.Finish(95, NodeEnd("unknown", "the run refuses this node"))]
 
 
 def test_waiting_the_loss_of_the_rendezvous_ends_with_its_code() -> None:

@@ -10,12 +10,12 @@ from policy_events import CUT_OFF, GONE, LOST, OUT, SILENT, TERM_CODE, brk, deci
 from elastic_agents import policy_types as v
 from elastic_agents.policy_types import Phase, View
 from elastic_launch import contract as c
-from elastic_launch.events.facts import NotExited, NotStopped, UserStop, WorkerFailed
+from elastic_launch.events.facts import NodeEnd, NotInTime, UserStop
 from elastic_launch.events.sentences import warning
 from elastic_launch.rendezvous.wire import messages as m
 
 ZERO, ONE, BOTH = frozenset({0}), frozenset({1}), frozenset({0, 1})
-FAILED = WorkerFailed()
+FAILED = NodeEnd("failed")
 ERROR = "RuntimeError: Connection closed by peer"
 
 
@@ -270,11 +270,11 @@ def test_workers_of_a_node_that_leaves_which_do_not_exit_in_time_are_killed_and_
     late, actions = decide(exiting, v.DrainOver(1), 2)
     unserved = ", and the next round has not restored this node's snapshot"
     text = "the workers have stopped, but not exited in time{}; they are killed"
-    assert (late.phase, actions) == (Phase.STOPPING, [v.Warn(NotExited(serving=True)), v.Kill()])
-    assert warning(NotExited(serving=True)) == text.format(unserved)
+    assert (late.phase, actions) == (Phase.STOPPING, [v.Warn(NotInTime("serve, exit")), v.Kill()])
+    assert warning(NotInTime("serve, exit")) == text.format(unserved)
     released, _ = decide(exiting, m.Released(1), 2)
-    assert decide(released, v.DrainOver(1), 2)[1] == [v.Warn(NotExited(serving=False)), v.Kill()]
-    assert warning(NotExited(serving=False)) == text.format("")
+    assert decide(released, v.DrainOver(1), 2)[1] == [v.Warn(NotInTime("exit")), v.Kill()]
+    assert warning(NotInTime("exit")) == text.format("")
 
 
 @pytest.mark.parametrize("event", [m.Released(1), GONE, m.RunEnd(1, 0, "done"), LOST], ids=lambda e: type(e).__name__)
@@ -309,4 +309,4 @@ def test_a_drain_that_takes_too_long_suspends_the_rest() -> None:
     before = view(*DRAINED, m.DrainRound(1, 1, "membership", "resize", 5.0))
     late, actions = decide(before, v.DrainOver(1), 2)
     assert late.phase is Phase.STOPPING
-    assert actions[1:] == [v.SuspendWorkers(1, NotStopped(), ONE)]
+    assert actions[1:] == [v.SuspendWorkers(1, NodeEnd("late"), ONE)]

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from leader_run import Run, running
@@ -16,7 +16,7 @@ from leader_run import Run, running
 import elastic_agents
 from elastic_agents import summary
 from elastic_launch import rendezvous
-from elastic_launch.events import sentences
+from elastic_launch.events import facts, sentences
 from elastic_launch.failure import Failure
 from elastic_launch.rendezvous.leader.verdict import root_cause
 from elastic_launch.rendezvous.wire import messages as m
@@ -183,3 +183,18 @@ def test_a_machine_makes_no_sentence(path: Path) -> None:
     assert [x.value for x in texts if x.value.strip().count(" ") > 1] == []
     formatted = [ast.unparse(x) for x in ast.walk(tree) if isinstance(x, ast.JoinedStr)]
     assert [x for x in formatted if x not in IDENTITIES] == []
+
+
+def kinds_of(fact: type[facts.Fact]) -> tuple[str, ...]:
+    """What a fact can say."""
+    return get_args(get_type_hints(fact).get("what"))
+
+
+@pytest.mark.parametrize("fact", [x for x in facts.Fact.__subclasses__() if kinds_of(x) and x is not facts.Misfit])
+def test_whatever_a_fact_says_has_its_sentence(fact: type[Any]) -> None:
+    empty: dict[Any, Any] = {"float": 1.0, "int": 1, "str": "x"}
+    given = {field.name: empty.get(field.type, ("x",)) for field in fields(fact) if field.name != "what"}
+    say = {facts.Outlook: sentences.next_up, facts.NotInTime: sentences.warning}.get(fact, sentences.why)
+    said = {say(fact(what=what, **given)) for what in kinds_of(fact)}
+    assert len(said) == len(kinds_of(fact))
+    assert not any(mark in text for text in said for mark in "{}()")

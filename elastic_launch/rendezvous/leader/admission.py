@@ -7,15 +7,7 @@ from collections.abc import Collection
 from difflib import SequenceMatcher
 
 from elastic_launch.config.launch_config import LaunchConfig
-from elastic_launch.events.facts import (
-    CommandDiffers,
-    EarlierRun,
-    Intruder,
-    Misfit,
-    OtherCommand,
-    OtherRun,
-    OtherVersion,
-)
+from elastic_launch.events.facts import CommandDiffers, Misfit
 from elastic_launch.rendezvous.leader.nodes import Node
 from elastic_launch.rendezvous.record import ControlRecord
 from elastic_launch.rendezvous.wire.messages import PROTOCOL_VERSION, NodeHello
@@ -34,17 +26,17 @@ COMPARED = 256
 def refusal(hello: NodeHello, record: ControlRecord, command: str) -> Misfit | None:
     """Return why the node cannot join, or None if it can."""
     if hello.version != PROTOCOL_VERSION:
-        return OtherVersion(hello.version, PROTOCOL_VERSION)
+        return Misfit("version", theirs=str(hello.version), ours=str(PROTOCOL_VERSION))
     if hello.run_id != record.run_id:
-        return OtherRun(hello.run_id)
+        return Misfit("run", hello.run_id)
     if 0 < hello.seen_term < record.first_term:
-        return EarlierRun(record.run_id)
-    return None if hello.digest == record.digest else OtherCommand(hello.command, record.run_id, command)
+        return Misfit("earlier", record.run_id)
+    return None if hello.digest == record.digest else Misfit("command", record.run_id, hello.command, command)
 
 
 def intrusion(
     hello: NodeHello, record: ControlRecord, nodes: Collection[Node], command: str, *, hosted: bool, known: Places
-) -> Intruder | None:
+) -> Misfit | None:
     """Return why a new node seems to belong to another run, which was given this endpoint by mistake; None if not.
 
     Args:
@@ -55,10 +47,10 @@ def intrusion(
     if hello.seen_term or not record.round.number:
         return None
     if hosted and record.limits.max_nodes == 1 and any(node.active for node in nodes):
-        return Intruder(record.run_id)
+        return Misfit("intruder", record.run_id)
     differs = differences(command, hello.command)
     if record.run_id == LaunchConfig.run_id and differs is not None and differs.places not in known:
-        return Intruder(record.run_id, differs)
+        return Misfit("intruder", record.run_id, differs=differs)
     return None
 
 

@@ -24,15 +24,7 @@ from dataclasses import replace
 
 from elastic_launch.config.launch_config import Limits, Timing
 from elastic_launch.errors import ExitCode
-from elastic_launch.events.facts import (
-    BegunAnew,
-    ConnectionClosed,
-    HostBarred,
-    Misfit,
-    NewerAgent,
-    RoundOver,
-    SilentFor,
-)
+from elastic_launch.events.facts import Loss, Misfit, Outside
 from elastic_launch.events.sentences import command_differs, limits_differ, refused, sentence, why
 from elastic_launch.events.types import FaultLanded, JoinBlocked, NodeDiffers, NodeJoined, NodeRefused, RunResized
 from elastic_launch.failure import Failure
@@ -171,7 +163,7 @@ class LeaderMachine:
         self._learn(hello, now)
         self._compare(link, hello, tell=comes)
         if self._is_of_another_run(hello) and not hello.holding:  # else its workers have to end first, see `_admit`
-            self._send(link, m.Evicted(self.record.term, why(BegunAnew()), anew=True))
+            self._send(link, m.Evicted(self.record.term, why(Outside("anew")), anew=True))
             self._close(link)
             return self._flush()
         known = self.nodes.get(hello.node_id)
@@ -248,7 +240,7 @@ class LeaderMachine:
         if self.ended:
             self.nodes.remove(node)
             return []
-        self._rounds.lose(node, ConnectionClosed(), now)
+        self._rounds.lose(node, Loss("closed"), now)
         self._consider(now)
         return self._flush()
 
@@ -266,7 +258,7 @@ class LeaderMachine:
         for node in self.nodes.silent(now, dead_after):
             silence = now - node.heard
             self._close(node.link)
-            self._rounds.lose(node, SilentFor(silence), now)
+            self._rounds.lose(node, Loss("silent", silence), now)
         self._consider(now)
         return self._flush()
 
@@ -401,8 +393,8 @@ class LeaderMachine:
             return False
         return run not in state.continued or 0 < state.first_round <= hello.seen_round
 
-    def _evict_for_good(self, link: int, node_id: str) -> NewerAgent:
-        reason = NewerAgent(node_id)
+    def _evict_for_good(self, link: int, node_id: str) -> Loss:
+        reason = Loss("replaced", node=node_id)
         self._send(link, m.Evicted(self.record.term, why(reason), final=True))
         self._close(link)
         return reason
@@ -429,7 +421,7 @@ class LeaderMachine:
         same_round = hello.holding == self.record.round.number and rank is not None
         # A node that comes from the previous leader does not know that the round broke: it receives the order to stop.
         if hello.holding and not (same_round and (self.running or hello.node_id in self._state.owed)):
-            self._send(link, m.Evicted(self.record.term, why(RoundOver(hello.holding))))
+            self._send(link, m.Evicted(self.record.term, why(Outside("over", round=hello.holding))))
             self._close(link)
             return
         self._state.owed.discard(hello.node_id)
@@ -459,7 +451,7 @@ class LeaderMachine:
         if not (self.running or self.ended or (isinstance(phase, ParkedRun) and phase.at == now)):
             self._send(link, m.UserMessage(self.record.term, self.outlook))
         if (reason := self._state.waits_why(node, now)) and node.hello.node_id in self.nodes:
-            text = why(reason) if isinstance(reason, HostBarred) else sentence(reason)
+            text = why(reason) if isinstance(reason, Outside) else sentence(reason)
             self._send(link, m.UserMessage(self.record.term, text))
 
     def _relink(self, node: Node, link: int, hello: m.NodeHello, now: float) -> None:

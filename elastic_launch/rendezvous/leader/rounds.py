@@ -329,7 +329,7 @@ class Rounds:
             case Gathering() | ParkedRun() | Ending() | Ended():
                 pass
         broke = self._state.record.round.number if trains else 0
-        silence = how.seconds if isinstance(how, f.SilentFor) else 0.0
+        silence = how.seconds if how.what == "silent" else 0.0
         self._state.emit(NodeLost(name, why(how), silence, broke, self.outlook))
 
     def comes_without_workers(
@@ -597,7 +597,7 @@ class Rounds:
                 cause = f.OfMembers("not started", _names(nodes.where(ACTIVE, lacks=JOINED)))
                 self.break_round(running, Kind.NODE_LOSS, cause, cause.nodes, now)
         elif here == size > most and not done:
-            self._stop_round(running, Kind.MEMBERSHIP, f.TooManyNodes(most), (), None, now)
+            self._stop_round(running, Kind.MEMBERSHIP, f.Resize(most=most), (), None, now)
             self.consider(now)
         else:
             self._consider_resize(running, now)
@@ -616,7 +616,7 @@ class Rounds:
         if not state.resizing.pays(state.record.round, most, now):
             self._skip_resize([*joining, *back], now)
             return
-        self._stop_round(running, Kind.MEMBERSHIP, f.CouldGrow(_names(joining), _names(back)), (), None, now)
+        self._stop_round(running, Kind.MEMBERSHIP, f.Resize(_names(joining), _names(back)), (), None, now)
         self.consider(now)
 
     def _lost(self, now: float) -> list[Member]:
@@ -659,9 +659,9 @@ class Rounds:
         elif left == everybody == done:
             self.end(ExitCode.DONE, f.WorkersFinished(), now)
         elif left == done:
-            self.break_round(drain, drain.kind, f.SomeFinished(drain.cause), (), now)
+            self.break_round(drain, drain.kind, f.DrainFailed(drain.cause), (), now)
         elif drain.deadline is not None and now >= drain.deadline:
-            cause = f.DrainOverdue(drain.cause, _names(nodes.where(ACTIVE)))
+            cause = f.DrainFailed(drain.cause, _names(nodes.where(ACTIVE)))
             self.break_round(drain, drain.kind, cause, cause.nodes, now)
 
     def _consider_broken(self, broken: Broken, now: float) -> None:
@@ -684,7 +684,7 @@ class Rounds:
             due = self._due_back(node.hello.shutdown_timeout, broken)
             if now < due:
                 continue
-            reason = f.StopOverdue(due - broken.at)
+            reason = f.Loss("late", due - broken.at)
             self._state.send(node.link, m.Evicted(self._state.record.term, why(reason)))
             self._state.close(node.link)
             self.lose(node, reason, now)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from elastic_launch.config.launch_config import Limits, Timing
-from elastic_launch.events.facts import Cause, HostBarred, RunCause
+from elastic_launch.events.facts import Cause, Outside, RunCause
 from elastic_launch.events.sentences import sentence, why
 from elastic_launch.events.types import AdmissionClosed, DrillEnded, Event, NewcomerLeftOut, NodeExcluded, RunEnded
 from elastic_launch.failure import Failure
@@ -184,12 +184,12 @@ class LeaderState:
             node.trained = True
             self.refusals.trains(node.host)
 
-    def waits_why(self, node: Node, now: float) -> HostBarred | AdmissionClosed | None:
+    def waits_why(self, node: Node, now: float) -> Outside | AdmissionClosed | None:
         """Why a newcomer is left out for now; None if it is not."""
         if node.trained or node.active:
             return None
         if node.barred:
-            return HostBarred(self.refusals.left(node.host, now))
+            return Outside("barred", self.refusals.left(node.host, now))
         return AdmissionClosed(why(self.refusals.closed)) if self.refusals.closed else None
 
     def refused(self, now: float) -> dict[str, Any]:

@@ -7,9 +7,10 @@ lost: here all time counts, above all the time for which it was frozen.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from elastic_launch.events.facts import FrozenFor, Isolation, LeaderSilent, LeadsUnsure
+from elastic_launch.events.facts import Isolation
 
 TURN_CAP = 2.0
 """Most seconds of the leader's silence that a gap between two turns of the node counts."""
@@ -107,9 +108,12 @@ class FailureDetector:
         self._told = self._cut_off
         if told or not self._cut_off:
             return None
-        reason: Isolation = LeaderSilent(seconds) if unsure is None else LeadsUnsure(seconds)
         if gap >= limit:
-            reason = FrozenFor(gap)
+            reason = Isolation("frozen", gap)
+        elif unsure is None:
+            reason = Isolation("silent", seconds)
+        else:
+            reason = Isolation("led") if math.isinf(seconds) else Isolation("leads", seconds)
         return CutOff(reason, certain=unsure is None and gap >= self._dead_after)
 
     def cut_off(self, now: float) -> bool:
