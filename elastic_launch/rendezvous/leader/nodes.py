@@ -107,12 +107,11 @@ class Node:
         store_port: int,
         *,
         heard: float = 0.0,
-        leaving: bool = False,
-        held: m.HeldSnapshot | None = None,
     ) -> None:
         self.hello, self.link, self.arrival, self.store_port = hello, link, arrival, store_port
-        self.heard, self.held, self.released = heard, held, False
-        self.flags = NEAR | (LEAVING if leaving else 0)
+        self.heard, self.released = heard, False
+        self.held: m.HeldSnapshot | None = None
+        self.flags = NEAR
         self.nodes: ConnectedNodes | None = None
         self.load: HostLoad | None = None
         self._apart: bool | None = False
@@ -187,13 +186,11 @@ class Node:
 class ConnectedNodes(Mapping[str, Node]):
     """The nodes that the leader has a link to, by node id, in order of arrival."""
 
-    def __init__(self, nodes: Mapping[str, Node] | None = None) -> None:
+    def __init__(self) -> None:
         self._by_id: dict[str, Node] = {}
         self._groups: dict[int, dict[str, Node]] = {}  # by flags; none is empty
         self._graces: set[float] = set()
         self._unheard = -math.inf  # none of them was heard from for the last time before that
-        for node in (nodes or {}).values():
-            self.add(node)
 
     def __getitem__(self, node_id: str) -> Node:
         return self._by_id[node_id]

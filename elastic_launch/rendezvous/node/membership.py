@@ -122,8 +122,7 @@ class Membership:
         self._detector = FailureDetector(timing.dead_after, timing.beat_among(config.limits.max_nodes))
         # A silent link is kept until the next one is accepted: a leader that thaws would read its end as this node's.
         self._former = contextlib.ExitStack()
-        self._reach = ReachTest(self.report)
-        self._tried_reach = False
+        self._reach: ReachTest | None = None
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
 
     def start(self) -> None:
@@ -198,7 +197,8 @@ class Membership:
         self._waker.wake()
         if self._thread.ident is not None:
             self._thread.join(timeout)
-        self._reach.close()
+        if self._reach is not None:
+            self._reach.close()
         if not self._thread.is_alive():
             self._waker.close()
 
@@ -499,8 +499,7 @@ class Membership:
                 assert self._found is not None
                 self._notify(LinkUp(str(Endpoint(self._found.address, self._found.port))))
             case m.Reach():
-                self._tried_reach = True
-                self._reach.begin(order)
+                self._try_reach(order)
             case m.Refused(reason=reason, hint=hint):
                 raise RefusedError(f"The run refuses this node: {reason}", hint)
             case m.RunEnd(cause=cause):
@@ -520,12 +519,15 @@ class Membership:
         first = order.round.members[0]
         if self._config.kind.fixed_ranks:
             return  # the workers meet at the endpoint
-        if self._tried_reach or first.incarnation == self._side.hello.incarnation:
+        if self._reach is not None:
             self._reach.stop()
-        else:
-            self._tried_reach = True
+        elif first.incarnation != self._side.hello.incarnation:
             where = m.Reach(order.term, order.round.number, first.address, first.store_port)
-            self._reach.begin(where, asked=False)
+            self._try_reach(where, asked=False)
+
+    def _try_reach(self, where: m.Reach, *, asked: bool = True) -> None:
+        self._reach = self._reach or ReachTest(self.report)
+        self._reach.begin(where, asked=asked)
 
 
 def _unreached(found: FoundLeader, error: OSError | UnicodeError) -> EndpointError:
