@@ -265,6 +265,15 @@ class Isolation(Fact):
     seconds: float = 0.0
 
 
+class Succeeded(Fact):
+    """Why a node takes over from a leader: this ``left``, its process is ``gone``, or it was ``unreachable``; or it is
+    the node itself, which ``led`` before."""
+
+    what: Literal["led", "left", "gone", "unreachable"]
+    leader: str = ""
+    seconds: float = 0.0
+
+
 Meanwhile = Literal["finished", "waits", "drains", "stops", "stays stopped", "trains"]
 
 

@@ -96,7 +96,7 @@ def divided(found: SplitCollective) -> str:
     return f"{ranks(found.there)} {wait} in {which}, {', '.join(others)}"
 
 
-def why(cause: f.RunCause | f.NodeCause | f.Loss | f.ClosedBy | f.Outside | f.Isolation) -> str:
+def why(cause: f.RunCause | f.NodeCause | f.Loss | f.ClosedBy | f.Outside | f.Isolation | f.Succeeded) -> str:
     """Return why a round, a node's part or a run ended, or why a node takes no part."""
     if isinstance(cause, str):
         return cause
@@ -306,6 +306,12 @@ _TEXTS: dict[type, dict[str, str]] = {
         "silent": "no sign of the leader for {seconds:.1f} s",
         "leads": "the store has not shown for {seconds:.1f} s that this node still leads",
         "led": "this node no longer leads",
+    },
+    f.Succeeded: {
+        "led": "this node led before",
+        "left": "leader {leader} left",
+        "gone": "leader {leader} lost: its process is gone",
+        "unreachable": "leader {leader} lost: it could not be reached for {seconds:.1f} s",
     },
     f.NotInTime: {
         "leave": "the workers of local rank {local_ranks} have not left the round in time; they are killed",
