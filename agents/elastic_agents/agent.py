@@ -261,8 +261,6 @@ class NodeAgent(ElasticAgent):
         self.state.ordered(order)
         event = reporting.received(order, self.state.view.round, self._config.node_id)
         self._events.emit(event)
-        if isinstance(order, m.Form):
-            self._parts.final_save.forming()
         if not self.state.hosting:  # on the host, the leader's own events already report it
             reporting.ordered(order, event.round, event.cause)
         return order
