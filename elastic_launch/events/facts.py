@@ -277,6 +277,19 @@ class Succeeded(Fact):
 Meanwhile = Literal["finished", "waits", "drains", "stops", "stays stopped", "trains"]
 
 
+class TookMemory(Fact):
+    """The kernel killed a worker of this pid, or a child of it, while the node's snapshots used so many bytes.
+
+    Attributes:
+        rests: all but the newest are freed now, as no worker is in a round; else once the next one has restored.
+    """
+
+    pid: int
+    child: bool
+    used: int
+    rests: bool
+
+
 class LeaderLost(Fact):
     """The leader cannot be reached.
 

@@ -96,8 +96,10 @@ def divided(found: SplitCollective) -> str:
     return f"{ranks(found.there)} {wait} in {which}, {', '.join(others)}"
 
 
-def why(cause: f.RunCause | f.NodeCause | f.Loss | f.ClosedBy | f.Outside | f.Isolation | f.Succeeded) -> str:
-    """Return why a round, a node's part or a run ended, or why a node takes no part."""
+def why(
+    cause: f.RunCause | f.NodeCause | f.Loss | f.ClosedBy | f.Outside | f.Isolation | f.Succeeded | f.TookMemory,
+) -> str:
+    """Return a fact as text, such as why a round, a node's part or a run ended; what others have said, as it is."""
     if isinstance(cause, str):
         return cause
     return _MADE[type(cause)](cause) if type(cause) in _MADE else _worded(cause)
@@ -248,6 +250,14 @@ def _closed_by(cause: f.ClosedBy) -> str:
     return "a worker failed as it restored the state"
 
 
+def _took_memory(cause: f.TookMemory) -> str:
+    killed = f"{'a child of a worker' if cause.child else 'a worker'} (pid {cause.pid})"
+    rests = "all but the newest of which are freed"
+    freed = rests if cause.rests else "which are freed once the next round has restored the state"
+    used = f"{cause.used / 2**30:.2f} GiB"
+    return f"the kernel killed {killed} for lack of memory while they used {used}, {freed}"
+
+
 def _drain_failed(cause: f.DrainFailed) -> str:
     what = f"{_named(cause.nodes)} did not stop in time" if cause.nodes else "some had finished, others had not"
     return f"{why(cause.drain)}; {what}"
@@ -270,6 +280,7 @@ _MADE: dict[type, Callable[[Any], str]] = {
     f.RestartsSpent: _spent,
     f.NotRestarted: lambda c: f"{_MADE[type(c.why)](c.why)}: {why(c.cause)}",
     f.ClosedBy: _closed_by,
+    f.TookMemory: _took_memory,
 }
 """What makes the text of each fact that :data:`_TEXTS` has not."""
 
