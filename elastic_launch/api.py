@@ -379,7 +379,7 @@ def _failures(report: dict[str, Any]) -> dict[int, ProcessFailure]:
     root = report.get("root")
     if root is None:
         return found
-    rank = int(root["rank"])
+    rank = -1 if root["rank"] is None else int(root["rank"])  # as of torch's workers without one
     failure = found.pop(rank, None)
     if failure is None:
         failure = ProcessFailure(root["local_rank"], root["pid"], root["exitcode"], error_file="")

@@ -155,6 +155,15 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
+class NoPlacement:
+    """What is known of the position of a worker that is started ahead: not its rank."""
+
+    local_rank: int
+    rank: None = None
+    world_size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     """Base class of messages: one JSON object per line, whose ``type`` is the class name.
 

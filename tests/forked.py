@@ -402,7 +402,7 @@ def main() -> None:
     gc.disable()
     for name in MODULES:
         importlib.import_module(name)
-    importlib.import_module("elastic_agents.step_timer").SHORTEST_SUSPENSION = 6.0
+    importlib.import_module("elastic_agents.timers").SHORTEST_SUSPENSION = 6.0
     gc.freeze()
     gc.enable()
     _serve(ends, listener)()

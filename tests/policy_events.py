@@ -9,6 +9,7 @@ from typing import Any
 from elastic_agents import policy
 from elastic_agents import policy_types as v
 from elastic_launch.errors import RefusedError
+from elastic_launch.events.facts import Isolation
 from elastic_launch.rendezvous.node.failure_detector import CutOff
 from elastic_launch.rendezvous.node.membership_events import LinkDown, RendezvousLost
 from elastic_launch.rendezvous.record import Member, Round
@@ -16,8 +17,8 @@ from elastic_launch.rendezvous.wire import messages as m
 
 TERM_CODE, INT_CODE = -SIGTERM, -SIGINT
 SILENT, GONE = LinkDown("the leader was silent for 5 s", gone=False), LinkDown("connection refused", gone=True)
-CUT_OFF = CutOff("no sign of the leader for 4 s", leader="i1")
-OUT = CutOff("this node was frozen for 9 s", certain=True, leader="i1")
+CUT_OFF = CutOff(Isolation("silent", 4.0), leader="i1")
+OUT = CutOff(Isolation("frozen", 9.0), certain=True, leader="i1")
 LOST = RendezvousLost(RefusedError("the run refuses this node"))
 
 

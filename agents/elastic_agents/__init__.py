@@ -23,7 +23,7 @@
 ``probes/``       health checks
 ``calls/``        runs started from Python
 ``reporting``     what the agent prints about orders
-``step_events``   events about steps; ``step_timer`` estimates how long a step takes, ``start_timer`` a start
+``step_events``   events about steps; ``timers`` estimate how long a step takes, and a start
 ``outcome``       how the node's part ended; ``summary`` is the final message of a failed run
 ``console``       the agent's own log lines; ``torch_events`` emits torch's events
 ``live_view``     the last rows of a terminal, which show the run

@@ -32,7 +32,7 @@ from elastic_agents.workers.watchdog import TimerExpired
 from elastic_launch import contract as c
 from elastic_launch.errors import EndpointError, ExitCode
 from elastic_launch.events import types as ev
-from elastic_launch.events.sentences import sentence
+from elastic_launch.events.sentences import after_ahead, sentence, warning, why
 from elastic_launch.observe.present import Present
 from elastic_launch.rendezvous.node.failure_detector import CutOff
 from elastic_launch.rendezvous.node.membership_events import LinkDown, LinkUp, Opened
@@ -251,18 +251,16 @@ class NodeAgent(ElasticAgent):
         return link
 
     def _cut_off(self, cut_off: CutOff) -> CutOff:
-        if self._membership.unconfirmed is not None and self.state.view.nodes > 1:
-            text = "%s: training goes on, and checkpoints are added, but none is removed until it does"
-            _log.warning(text, cut_off.reason)
-        self._events.emit(ev.LinkChanged(up=False, cause=cut_off.reason))
+        reason = why(cut_off.reason)
+        if self._membership.unconfirmed is not None and len(self.state.view.members) > 1:
+            _log.warning("%s: training goes on, and checkpoints are added, but none is removed until it does", reason)
+        self._events.emit(ev.LinkChanged(up=False, cause=reason))
         return cut_off
 
     def _ordered(self, order: MemberOrder) -> MemberOrder:
         self.state.ordered(order)
         event = reporting.received(order, self.state.view.round, self._config.node_id)
         self._events.emit(event)
-        if isinstance(order, m.Form):
-            self._parts.final_save.forming()
         if not self.state.hosting:  # on the host, the leader's own events already report it
             reporting.ordered(order, event.round, event.cause)
         return order
@@ -355,11 +353,11 @@ class NodeAgent(ElasticAgent):
             case v.KillAhead(local_ranks=local_ranks):
                 self._starts.kill_ahead(local_ranks)
             case v.ReportAheadExit(local_rank=local_rank, next=following):
-                self._parts.exits.print_ahead(local_rank, following)
+                self._parts.exits.print_ahead(local_rank, after_ahead(following))
             case v.SuspendWorkers(round=number, cause=cause, local_ranks=local_ranks):
                 self._workers.resume()  # they have to leave their round
                 self._workers.suspends(local_ranks)
-                self._control.suspend(number, local_ranks, cause)
+                self._control.suspend(number, local_ranks, why(cause))
                 pids = (pid for where, pid, _ in self._workers.running(number) if where.local_rank in local_ranks)
                 self._await_suspended(number, Allowance(self._suspension(), *pids, most=self._longest_suspension))
             case v.SendExit(local_ranks=local_ranks):
@@ -367,7 +365,7 @@ class NodeAgent(ElasticAgent):
                 self._control.dismiss(local_ranks)
             case v.AskStop(round=number, cause=cause, seconds=seconds):
                 view = self.state.view
-                self._control.ask_stop(number, view.alive, cause, ends=view.leaving is not None or view.final)
+                self._control.ask_stop(number, view.alive, why(cause), ends=view.leaving is not None or view.final)
                 if seconds is not None:
                     self._inbox.put_later(seconds, v.DrainOver(number))
             case v.AwaitCopies(bounded=bounded):
@@ -403,12 +401,12 @@ class NodeAgent(ElasticAgent):
                 self._membership.report(action)
             case m.Leaving() | m.RankOffer() | m.Imported():
                 self._membership.report(action)
-            case v.Warn(text=text):
-                _log.warning("%s", text)
+            case v.Warn(of=fact):
+                _log.warning("%s", warning(fact))
             case v.Finish(code=code, cause=cause):
                 failure, where = self.state.failure if code else None, self._parts.final_save.where(code)
                 unsaved = self._snapshot_store.failed
-                self._outcome = NodeOutcome(code, cause, self.state.restarts, failure, unsaved, where)
+                self._outcome = NodeOutcome(code, why(cause), self.state.restarts, failure, unsaved, where)
 
     def _suspension(self) -> float:
         """Seconds that workers have to leave a round: less than the leader waits for this node."""

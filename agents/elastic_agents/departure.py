@@ -10,7 +10,7 @@ from elastic_agents import policy_types as v
 from elastic_agents.inbox import REPEAT
 from elastic_agents.node_state import NodeState
 from elastic_agents.notices import Notice
-from elastic_agents.step_timer import StepTimer
+from elastic_agents.timers import StepTimer
 from elastic_launch.clock import Clock
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.errors import ExitCode

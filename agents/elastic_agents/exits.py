@@ -11,10 +11,11 @@ from elastic_agents import reporting
 from elastic_agents.node_state import NodeState
 from elastic_agents.policy_types import WorkerExit
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
-from elastic_agents.step_timer import StepTimer
+from elastic_agents.timers import StepTimer
 from elastic_agents.workers.round_workers import RoundWorkers
 from elastic_launch.events import types as ev
-from elastic_launch.events.sentences import ending, how_failed
+from elastic_launch.events.facts import TookMemory
+from elastic_launch.events.sentences import ending, how_failed, why
 from elastic_launch.failure import Failure
 from elastic_launch.rendezvous.leader.verdict import kind_of
 from elastic_launch.rendezvous.node.membership import Membership
@@ -117,18 +118,9 @@ class Exits:
         """Return the report on a reaped worker. If the node's snapshots took its memory, leave them out from now on."""
         view, failure = self._state.view, self._workers.failure(local_rank, self._step_timer)
         if failure is not None and failure.kind == "out of memory" and (used := self._snapshot_store.leave_out()):
-            killed = "a worker" if failure.exit_code == -signal.SIGKILL else "a child of a worker"
             # A suspended worker may write a last snapshot, if no round follows.
             rests = view.phase in (v.Phase.WAITING, v.Phase.SUSPENDED) and not view.suspended - {local_rank}
-            freed = (
-                "all but the newest of which are freed"
-                if rests
-                else "which are freed once the next round has restored the state"
-            )
-            cause = (
-                f"the kernel killed {killed} (pid {failure.pid}) for lack of memory while they used "
-                f"{used / 2**30:.2f} GiB, {freed}"
-            )
+            cause = why(TookMemory(failure.pid, failure.exit_code != -signal.SIGKILL, used, rests))
             remedy = f": {MORE_MEMORY}, or save more often. --no-snapshots leaves them out from the start"
             _log.warning(LEFT_OUT, cause, remedy)
             self._events.emit(ev.SnapshotsLeftOut(view.round, cause))

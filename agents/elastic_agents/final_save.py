@@ -45,16 +45,12 @@ class FinalSave:
         self._departure = departure
         self._events = events
         self._inbox = inbox
-        self._begun = False  # what is in memory is copied before this node ends or leaves
+        self._begun_in: int | None = None  # the round whose state is copied before this node ends or leaves
         self._stands_in = False  # this node saves at its end, whichever node saves usually
-
-    def forming(self) -> None:
-        """A round is formed: the run goes on."""
-        self._begun = False
 
     def link_down(self) -> None:
         """The leader is gone: if this node saves meanwhile, none can tell it now who does."""
-        if self._begun:
+        if self._begun_in == self._state.view.round:
             self._secure()
 
     def begin(self, *, bounded: bool) -> None:
@@ -65,7 +61,8 @@ class FinalSave:
         """
         view = self._state.view
         left = 0.0 if self._state.replaced else self._departure.left
-        self._begun = self._begun or bounded or view.leaving is not None
+        if bounded or view.leaving is not None:
+            self._begun_in = view.round
         self._secure()
         if self._snapshot_store.idle or (bounded and left <= 0):
             self._inbox.put(v.CopiesDone(given_up=not self._snapshot_store.idle))
@@ -73,7 +70,7 @@ class FinalSave:
             self._inbox.put_later(left, v.DrainOver(view.round))
 
     def _secure(self) -> None:
-        self._stands_in = self._begun and self._is_left()
+        self._stands_in = self._begun_in == self._state.view.round and self._is_left()
         if self._state.member or self._stands_in:
             self._snapshot_store.secure(stands_in=self._stands_in)
 
@@ -131,7 +128,7 @@ class FinalSave:
         speaks = self._stands_in or (state.rank == 0 and state.view.round > 0)
         if not speaks or code == ExitCode.DONE or state.replaced:
             return ""
-        others = state.view.nodes > 1 and not state.run_over and not self._stands_in
+        others = len(state.view.members) > 1 and not state.run_over and not self._stands_in
         told = self._membership.checkpoint
         reached = self._control.step_timer.reached
         # A record that outlives the run refuses another one of its name.

@@ -21,7 +21,7 @@ from elastic_agents.node_state import NodeState
 from elastic_agents.policy_types import AheadWorkers, View
 from elastic_agents.snapshots.durable_state import DurableState
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
-from elastic_agents.start_timer import StartTimer
+from elastic_agents.timers import StartTimer
 from elastic_agents.workers.control import Control
 from elastic_agents.workers.guard import Guard
 from elastic_agents.workers.logs import LogPlaces

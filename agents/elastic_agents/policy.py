@@ -33,15 +33,12 @@ from elastic_agents import policy_ahead
 from elastic_agents import policy_types as v
 from elastic_launch import contract as c
 from elastic_launch.errors import ExitCode
+from elastic_launch.events import facts as f
 from elastic_launch.rendezvous.node.failure_detector import CutOff
 from elastic_launch.rendezvous.node.membership_events import LinkDown, RendezvousLost
 from elastic_launch.rendezvous.wire import messages as m
 
 Decision = tuple[v.View, list[v.Action]]
-
-UNKNOWN = "the workers of this node have finished; it is not known whether all others have"
-
-NO_PART = "the run is over, and this node never took part in it"
 
 _STOPPED = (-signal.SIGTERM, -signal.SIGINT)
 
@@ -80,7 +77,7 @@ def _decide(view: v.View, event: v.Event, node: v.NodeFacts) -> Decision:
         case m.Released():
             return _released(view)
         case m.RunEnd(code=code, cause=cause):
-            return _end(view, code, cause if view.round or code else NO_PART)
+            return _end(view, code, cause if view.round or code else f.NodeEnd("never"))
         case m.LeftOut(code=code, cause=cause):
             return _left_out(view, code, cause)
         case LinkDown():
@@ -88,9 +85,10 @@ def _decide(view: v.View, event: v.Event, node: v.NodeFacts) -> Decision:
         case CutOff():
             return _cut_off(view, event)
         case RendezvousLost(error=error):
+            text = " ".join(filter(None, (error.message, error.hint)))
             if view.phase is v.Phase.FINISHED:
-                return _over(view, error.exit_code, f"{UNKNOWN}: {error.message} {error.hint}".strip())
-            return _end(view, error.exit_code, f"{error.message} {error.hint}".strip())
+                return _over(view, error.exit_code, f.NodeEnd("unknown", text))
+            return _end(view, error.exit_code, text)
         case v.WorkerExit():
             return _exited(view, event)
         case v.HungUp(local_rank=local_rank):
@@ -234,8 +232,7 @@ def _suspended(view: v.View, local_rank: int) -> Decision:
 def _suspend_over(view: v.View) -> Decision:
     if view.phase is not v.Phase.STOPPING or not view.live:
         return view, []
-    late = ", ".join(map(str, sorted(view.live)))
-    warning = v.Warn(f"the workers of local rank {late} have not left the round in time; they are killed")
+    warning = v.Warn(f.NotInTime("leave", tuple(sorted(view.live))))
     return replace(view, live=frozenset()), [warning, v.Kill(_all_or(view, view.live))]
 
 
@@ -264,24 +261,21 @@ def _drain_over(view: v.View) -> Decision:
     if view.phase is v.Phase.FINISHED and view.leaving is not None:
         return _over(view, view.leaving, view.cause)
     if view.phase is v.Phase.SAVING:
-        undone = "the next round has not restored" if view.serving else "the last checkpoint is not in durable storage"
+        warning = v.Warn(f.NotInTime("serve" if view.serving else "save"))
         view, actions = _saved(view)
-        return view, [v.Warn(f"{undone}: there was no time left"), *actions]
+        return view, [warning, *actions]
     if view.phase is not v.Phase.DRAINING:
         return view, []
     if _exits(view):
-        undone = ", and the next round has not restored this node's snapshot" if view.keeps else ""
+        warning = v.Warn(f.NotInTime("serve, exit" if view.keeps else "exit"))
         view, actions = _kill(view)
-        return view, [v.Warn(f"the workers have stopped, but not exited in time{undone}; they are killed"), *actions]
-    late = "the workers have not stopped in time"
-    if view.live and not _ends(view):
-        view, actions = _stop(view, late)
-        return view, [v.Warn(f"{late}; the round ends without that"), *actions]
-    view, actions = _kill(view)
-    return view, [v.Warn(f"{late}; they are killed"), *actions]
+        return view, [warning, *actions]
+    killed = not view.live or _ends(view)
+    view, actions = _kill(view) if killed else _stop(view, f.NodeEnd("late"))
+    return view, [v.Warn(f.NotInTime("drain, killed" if killed else "drain")), *actions]
 
 
-def _stop(view: v.View, cause: str, number: int = signal.SIGTERM) -> Decision:
+def _stop(view: v.View, cause: f.NodeCause, number: int = signal.SIGTERM) -> Decision:
     """End the round on this node; workers that get a signal get ``number``.
 
     Unless the node leaves, workers that can be suspended are told to be. The others that save as they train need no
@@ -350,7 +344,12 @@ def _settle(view: v.View, drained: int | None = None) -> Decision:
     """All workers are reaped or suspended."""
     if view.suspended and _ends(view):
         reports: list[v.Action] = []
-        if view.leaving is not None and not view.final and drained is not None and (view.nodes > 1 or view.keeps):
+        if (
+            view.leaving is not None
+            and not view.final
+            and drained is not None
+            and (len(view.members) > 1 or view.keeps)
+        ):
             # The others need not wait until these workers have exited: what they have to save is in memory.
             view = replace(view, told=True)
             reports.append(v.ReportStopped(view.round, drained, view.keeps))
@@ -369,7 +368,7 @@ def _settle(view: v.View, drained: int | None = None) -> Decision:
         return view, actions if told or view.phase is v.Phase.OVER else [v.ReportStopped(view.round), *actions]
     # Others continue from their own memory or this node's; if neither has the state, new nodes need the disk's.
     told = view.told
-    view = replace(view, phase=v.Phase.SAVING, serving=view.keeps, told=told or view.nodes > 1 or view.keeps)
+    view = replace(view, phase=v.Phase.SAVING, serving=view.keeps, told=told or len(view.members) > 1 or view.keeps)
     stopped: list[v.Action] = [v.ReportStopped(view.round, drained, view.keeps)] if view.told and not told else []
     return view, [*stopped, v.AwaitCopies()]
 
@@ -392,7 +391,7 @@ def _saved(view: v.View) -> Decision:
     return view, [*stopped, *actions]
 
 
-def _over(view: v.View, code: int, cause: str) -> Decision:
+def _over(view: v.View, code: int, cause: f.NodeCause) -> Decision:
     """Exit, once what is in memory only is saved: the memory is lost with this node."""
     view = replace(view, leaving=int(code), cause=cause)
     if view.phase is v.Phase.SAVING or code == ExitCode.DONE or not view.round:
@@ -400,7 +399,7 @@ def _over(view: v.View, code: int, cause: str) -> Decision:
     return replace(view, phase=v.Phase.SAVING, told=True), [v.AwaitCopies(bounded=True)]
 
 
-def _end(view: v.View, code: int, cause: str) -> Decision:
+def _end(view: v.View, code: int, cause: f.NodeCause) -> Decision:
     if view.phase is v.Phase.SAVING and view.leaving is None:
         view = replace(view, leaving=int(code), cause=cause, told=True)
         return view, [v.AwaitCopies(bounded=True)]
@@ -424,24 +423,26 @@ def _left_out(view: v.View, code: int, cause: str) -> Decision:
 
 
 def _link_down(view: v.View, event: LinkDown, *, held: bool) -> Decision:
-    if view.phase is v.Phase.FINISHED:
-        waits = f"waits until {event.until}" if event.gone else "waits"
-        gone = "is gone" if event.gone else "cannot be reached"
-        return view, [v.Warn(f"the leader {gone} ({event.reason}); this node has finished and {waits}")]
     if view.phase is v.Phase.SAVING or _exits(view):
         return _released(view) if event.gone else (view, [])
-    if view.phase is v.Phase.DRAINING:
-        return view, [v.Warn(f"{event.reason}; the workers still stop after the same step")]
-    if view.phase in (v.Phase.WAITING, v.Phase.SUSPENDED):
-        if not event.gone:
-            return view, [v.Warn(f"waiting for the endpoint: {event.reason}")]
-        return view, [v.Warn(f"parked: the leader is gone ({event.reason}); this node goes on when {event.until}")]
-    if event.gone or view.nodes == 1:
+    actions: list[v.Action] = []
+    node: f.Meanwhile = "stays stopped" if held else "trains"
+    if view.phase in _UNAFFECTED:
+        node = _UNAFFECTED[view.phase]
+    elif event.gone or len(view.members) == 1:
         # The host's workers died with it: the others would only hang. A single node might train beside the others.
+        node = "stops"
         view, actions = _stop(view, event.reason)
-        text = f"parking: the leader is gone ({event.reason}); this node goes on when {event.until}"
-        return view, [v.Warn(text), *actions]
-    return view, [v.Warn(f"{event.reason}; the workers {'stay stopped' if held else 'train on'}")]
+    return view, [v.Warn(f.LeaderLost(event.reason, event.gone, event.elects, node)), *actions]
+
+
+_UNAFFECTED: dict[v.Phase, f.Meanwhile] = {
+    v.Phase.FINISHED: "finished",
+    v.Phase.DRAINING: "drains",
+    v.Phase.WAITING: "waits",
+    v.Phase.SUSPENDED: "waits",
+}
+"""What a node does, whatever becomes of its link."""
 
 
 def _cut_off(view: v.View, event: CutOff) -> Decision:
@@ -452,12 +453,12 @@ def _cut_off(view: v.View, event: CutOff) -> Decision:
     all nodes of this round may be on one side of a cut, and the leader, or the next one, on the other.
     """
     stopping = view.phase is v.Phase.STOPPING and view.leaving is None
-    whole = view.nodes == 1 or event.leader not in view.members
+    whole = len(view.members) == 1 or event.leader not in view.members
     cut_off = event.certain or (bool(view.alive) and (whole or stopping))
     if not (view.alive or view.suspended) or not cut_off:
         return view, []
     view, actions = _kill(view)
-    return view, [v.Warn(f"{event.reason}: the others may train without this node; its workers are killed"), *actions]
+    return view, [v.Warn(event.reason), *actions]
 
 
 def _exited(view: v.View, event: v.WorkerExit) -> Decision:
@@ -493,7 +494,7 @@ def _drained(view: v.View) -> Decision:
 
 def _fail(view: v.View, reports: list[v.Action]) -> Decision:
     """Report failures and end the round here at once, without waiting for the leader's break."""
-    view, actions = _stop(view, "a worker of this node has failed")
+    view, actions = _stop(view, f.NodeEnd("failed"))
     # First: the report on a failure reads what the worker has left behind.
     suspends = [action for action in actions if isinstance(action, v.SuspendWorkers)]
     held = [action for action in actions if isinstance(action, v.ReportFailure)]
@@ -504,7 +505,7 @@ def _fail(view: v.View, reports: list[v.Action]) -> Decision:
 def _leave(view: v.View, event: v.Leave) -> Decision:
     """Leave the run, after a drain if there is time for one; on a second request, at once."""
     if view.phase is v.Phase.SAVING and view.leaving is None:
-        view = replace(view, leaving=event.code, cause=f"stopped by {event.reason}")
+        view = replace(view, leaving=event.code, cause=f.UserStop(event.reason))
         return view, [m.Leaving(event.reason, event.seconds), v.AwaitCopies(bounded=True)]
     if view.phase is v.Phase.SAVING:
         return _saved(view)
@@ -512,7 +513,7 @@ def _leave(view: v.View, event: v.Leave) -> Decision:
         return _kill(view) if view.alive else (view, [])
     drains = view.phase in (v.Phase.RUNNING, v.Phase.DRAINING) and _can_drain(view) and event.seconds > 0
     parked = view.phase in (v.Phase.WAITING, v.Phase.STOPPING, v.Phase.SUSPENDED)
-    view = replace(view, leaving=event.code, cause=f"stopped by {event.reason}", held=frozenset(), parked=parked)
+    view = replace(view, leaving=event.code, cause=f.UserStop(event.reason), held=frozenset(), parked=parked)
     if drains:
         # The ranks agree among themselves, so they need not wait for the leader's order.
         actions: list[v.Action] = [v.AskStop(view.round, event.reason, event.seconds)]

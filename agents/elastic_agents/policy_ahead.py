@@ -27,6 +27,7 @@ from dataclasses import replace
 from typing import Any
 
 from elastic_agents import policy_types as v
+from elastic_launch.events.facts import NotInTime
 from elastic_launch.rendezvous.record import whole_replicas
 from elastic_launch.rendezvous.wire import messages as m
 
@@ -61,7 +62,7 @@ def settled(before: v.View, view: v.View, actions: list[v.Action], node: v.NodeF
     stopped = next((action for action in actions if isinstance(action, v.ReportStopped)), None)
     if stopped is None:
         return view, actions
-    others = bool(view.suspended) or view.nodes > 1
+    others = bool(view.suspended) or len(view.members) > 1
     anew: frozenset[int] = frozenset()
     if _may_start(view) and view.lives and others and before.phase is not v.Phase.FINISHED:
         anew = _missing(view, node)
@@ -108,21 +109,18 @@ def exited(view: v.View, event: v.WorkerExit, node: v.NodeFacts) -> Decision:
     view = _with(view, coming=ahead.coming - one, waiting=ahead.waiting - one, lost=lost, fails=fails)
     if not failed and lost < MOST_LOST:
         view, starts = _start(view, one)
-        actions = [v.ReportAheadExit(event.local_rank, "another one starts"), *starts]
+        actions = [v.ReportAheadExit(event.local_rank, "again"), *starts]
         left = _offered(view.ahead.coming, node)
         withdraws = one <= ahead.waiting and left and view.phase is not v.Phase.STOPPING
         return view, [*actions, m.RankOffer(left)] if withdraws else actions
     view = _with(view, in_round=view.ahead.in_round | one, lost=0)
     if event.unfit and view.phase is v.Phase.WAITING:
-        how = "the leader decides whether this node takes part"
-        return view, [v.ReportAheadExit(event.local_rank, how), v.ReportUnfit(event.local_rank)]
+        return view, [v.ReportAheadExit(event.local_rank, "asks"), v.ReportUnfit(event.local_rank)]
     if event.exit_code == 0 and view.phase is v.Phase.WAITING and not late:
         # A round with such a worker would end at once, or wait for it: the node is not offered to a run that trains.
-        how = "this node takes part only if the run lacks nodes"
-        return _with(view, ended=True), [v.ReportAheadExit(event.local_rank, how)]
-    never = fails >= MOST_FAILED
-    how = "workers of this node no longer start ahead" if never else "another one starts with its next round"
-    return view, [v.ReportAheadExit(event.local_rank, how), *([] if view.ahead.coming else _complete(view))]
+        return _with(view, ended=True), [v.ReportAheadExit(event.local_rank, "lacking")]
+    exit_ = v.ReportAheadExit(event.local_rank, "never" if fails >= MOST_FAILED else "next round")
+    return view, [exit_, *([] if view.ahead.coming else _complete(view))]
 
 
 def over(view: v.View, local_rank: int) -> Decision:
@@ -130,10 +128,9 @@ def over(view: v.View, local_rank: int) -> Decision:
     one = frozenset({local_rank})
     if not one <= view.ahead.coming:
         return view, []
-    text = f"the worker of local rank {local_rank} that was started ahead has not come to its first use of the world"
     fails = view.ahead.fails + (not view.ahead.in_round)
     view = _with(view, in_round=view.ahead.in_round | one, fails=fails)
-    return view, [v.Warn(f"{text} in time; it is killed"), v.KillAhead(one)]
+    return view, [v.Warn(NotInTime("ahead", (local_rank,))), v.KillAhead(one)]
 
 
 def _may_start(view: v.View) -> bool:

@@ -8,6 +8,7 @@ from enum import Enum
 
 from elastic_launch.contract import Message
 from elastic_launch.errors import ExitCode
+from elastic_launch.events.facts import AfterAhead, NodeCause, NodeWarning
 from elastic_launch.rendezvous.node.failure_detector import CutOff
 from elastic_launch.rendezvous.node.membership_events import LinkDown, RendezvousLost
 from elastic_launch.rendezvous.wire import messages as m
@@ -121,15 +122,10 @@ class View:
     told: bool = False
     held: frozenset[int] = frozenset()
     leaving: int | None = None
-    cause: str = ""
+    cause: NodeCause = ""
     parked: bool = False
     lives: bool = False
     ahead: AheadWorkers = AheadWorkers()
-
-    @property
-    def nodes(self) -> int:
-        """The number of nodes in the round."""
-        return len(self.members)
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,7 +381,7 @@ class ReportAheadExit:
     """Print that a worker that was started ahead has ended before it had a place."""
 
     local_rank: int
-    next: str
+    next: AfterAhead
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,7 +389,7 @@ class SuspendWorkers:
     """Tell workers to leave the round, and raise SuspendOver after the time that they have for it."""
 
     round: int
-    cause: str
+    cause: NodeCause
     local_ranks: frozenset[int]
 
 
@@ -433,7 +429,7 @@ class AskStop:
     """
 
     round: int
-    cause: str
+    cause: NodeCause
     seconds: float | None
 
 
@@ -509,7 +505,7 @@ class ReportStopped:
 class Warn:
     """Print a warning."""
 
-    text: str
+    of: NodeWarning
 
 
 @dataclass(frozen=True, slots=True)
@@ -517,7 +513,7 @@ class Finish:
     """Exit with the code."""
 
     code: int
-    cause: str
+    cause: NodeCause
 
 
 Action = (

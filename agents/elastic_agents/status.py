@@ -35,7 +35,7 @@ def present(
     return Present(
         phase="held" if workers.held and view.alive else view.phase.value,
         round=view.round,
-        nodes=view.nodes,
+        nodes=len(view.members),
         world_size=formed.world_size,
         workers=len(view.alive | view.suspended),
         step=step if number else None,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
-from elastic_launch.contract import Placement
+from elastic_launch.contract import NoPlacement, Placement
 from elastic_launch.errors import UsageError
 
 LAYOUTS = ("rounds", "torchrun")
@@ -131,12 +131,14 @@ class Output:
             return ()
         return self.stdout_filters if std is Std.OUT else self.stderr_filters
 
-    def routes(self, placement: Placement, directory: Path, *, role: str, node_id: str) -> tuple[Route, Route]:
+    def routes(
+        self, placement: Placement | NoPlacement, directory: Path, *, role: str, node_id: str
+    ) -> tuple[Route, Route]:
         """Return where a worker's stdout and stderr go."""
         out = self._route(placement, directory, Std.OUT, role, node_id)
         return out, self._route(placement, directory, Std.ERR, role, node_id)
 
-    def _route(self, placement: Placement, directory: Path, std: Std, role: str, node_id: str) -> Route:
+    def _route(self, placement: Placement | NoPlacement, directory: Path, std: Std, role: str, node_id: str) -> Route:
         name = "stdout" if std is Std.OUT else "stderr"
         kept = directory if self.keep else None
         header = self.header_of(placement, role=role, node_id=node_id)
@@ -146,7 +148,7 @@ class Output:
             console=self.shows(placement.local_rank, std),
             path=kept / self.worker_directory(placement) / f"{name}.log" if kept else None,
             prefix=header if self.prefix or std in self.tee.of(placement.local_rank) else "",
-            rank=placement.rank,
+            rank=placement.rank or 0,
             filters=filters,
             matching=kept / matching if kept and filters else None,
             header=header,
@@ -156,19 +158,20 @@ class Output:
         """Return the name of a round's directory in the run's directory."""
         return f"attempt_{number - 1}" if self.layout == "torchrun" else f"round_{number}"
 
-    def worker_directory(self, placement: Placement) -> str:
+    def worker_directory(self, placement: Placement | NoPlacement) -> str:
         """Return the name of a worker's directory in the round's directory.
 
         A worker that is started ahead of a round has no rank yet.
         """
-        return str(placement.local_rank if self.layout == "torchrun" or placement.rank < 0 else placement.rank)
+        return str(placement.local_rank if self.layout == "torchrun" or placement.rank is None else placement.rank)
 
-    def header_of(self, placement: Placement, *, role: str, node_id: str) -> str:
+    def header_of(self, placement: Placement | NoPlacement, *, role: str, node_id: str) -> str:
         """Return the prefix of a worker's lines where they have one."""
+        rank = -1 if placement.rank is None else placement.rank  # as of torch's workers
         if self.prefix:
-            return f"[{node_id}:{placement.rank}] "
+            return f"[{node_id}:{rank}] "
         return Template(self.header).safe_substitute(
-            role_name=role, local_rank=placement.local_rank, rank=placement.rank, hostname=socket.gethostname()
+            role_name=role, local_rank=placement.local_rank, rank=rank, hostname=socket.gethostname()
         )
 
 

@@ -6,12 +6,20 @@ import signal
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from elastic_launch.events import facts as f
 from elastic_launch.events import types as ev
 from elastic_launch.events.types import counted, listed
 from elastic_launch.failure import Failure, Hang, SplitCollective, StallPlace
+from elastic_launch.system.plain_text import clipped, one_line
 
 MOST_PLACES = 4
 """Places of the code, and collectives, that a sentence names."""
+
+MOST_DIFFERENCES, DIFFERENCE_BYTES = 5, 200
+"""Differences between two commands that a sentence names, and bytes of each of their parts."""
+
+VALUE_BYTES = 300
+"""Bytes of a difference between the arguments of two workers."""
 
 
 def sentence(event: ev.Event) -> str:
@@ -78,16 +86,6 @@ def ranks(numbers: Sequence[int]) -> str:
     return f"rank{'s' if len(numbers) > 1 else ''} {listed(sorted(numbers))}"
 
 
-def all_hang(
-    doing: str, places: Sequence[tuple[StallPlace, Sequence[int]]], collectives: Sequence[SplitCollective]
-) -> str:
-    """Return where the ranks of a round stand of which none stands out."""
-    where = [f"{ranks(there)} {standing(place)}" for place, there in places]
-    shown = where[:MOST_PLACES] + ["..."] * (len(where) > MOST_PLACES)
-    found = "; ".join([*shown, *map(divided, collectives[:MOST_PLACES])])
-    return f"the round hangs in {doing}, and no rank stands out: {found}"
-
-
 def divided(found: SplitCollective) -> str:
     """Return which ranks wait in a collective, and what the others have begun."""
     others = [f"{ranks(other.ranks)} began {other.what} instead" for other in found.instead]
@@ -96,6 +94,277 @@ def divided(found: SplitCollective) -> str:
     wait = "waits" if len(found.there) == 1 else "wait"
     which = f"{found.what}, number {found.number} of group {found.group}"
     return f"{ranks(found.there)} {wait} in {which}, {', '.join(others)}"
+
+
+def why(
+    cause: f.RunCause | f.NodeCause | f.Loss | f.ClosedBy | f.Outside | f.Isolation | f.Succeeded | f.TookMemory,
+) -> str:
+    """Return a fact as text, such as why a round, a node's part or a run ended; what others have said, as it is."""
+    if isinstance(cause, str):
+        return cause
+    return _MADE[type(cause)](cause) if type(cause) in _MADE else _worded(cause)
+
+
+def refused(node: str, misfit: f.Misfit) -> tuple[str, str]:
+    """Return why a node is refused, and the remedy."""
+    run_id, theirs, ours = misfit.run_id, misfit.theirs, misfit.ours
+    match misfit.what:
+        case "version":
+            return (
+                f"node {node} speaks version {theirs} of the protocol, the run's leader version {ours}.",
+                "Install the same version of elastic-launch on all nodes.",
+            )
+        case "run":
+            return (
+                f"node {node} belongs to run {run_id!r}, this endpoint serves another run.",
+                "Give both the same --rdzv-id, or another --rdzv-endpoint.",
+            )
+        case "earlier":
+            return (
+                f"node {node} belongs to an earlier run {run_id!r}, which has ended.",
+                "Start it again to join the present one.",
+            )
+        case "command":
+            return (
+                f"node {node} came with the command `{theirs}`, run {run_id!r} executes `{ours}`.",
+                "Give the same script, module or program, --replica-size and --rdzv-backend on all nodes, or another "
+                "--rdzv-id and --rdzv-endpoint for another run.",
+            )
+    whose = f"node {node} is not one of the nodes of run {run_id!r} at this endpoint"
+    other = "Give another --rdzv-endpoint, such as another port, for another run"
+    if misfit.differs is None:
+        return f"{whose}: it has one node (--nnodes 1), which trains.", f"{other}."
+    return (
+        f"{whose}: it came with other arguments, {command_differs(misfit.differs)}, and neither has an id.",
+        f"{other}; or, if the arguments of one run's nodes differ, the same --rdzv-id to all.",
+    )
+
+
+def command_differs(found: f.CommandDiffers) -> str:
+    """Return in which arguments a node's command differs from the run's."""
+    parts = [_argument_differs(*pair) for pair in found.parts[:MOST_DIFFERENCES]]
+    if len(found.parts) > MOST_DIFFERENCES:
+        parts.append(f"{len(found.parts) - MOST_DIFFERENCES} more")
+    return ", ".join(parts) or "they are too long to be shown"
+
+
+def limits_differ(theirs: str, ours: str) -> str:
+    """Return how a node's limits differ from those of the run."""
+    return f"{clipped(one_line(theirs), DIFFERENCE_BYTES)}; those of the run hold: {ours}"
+
+
+def next_up(outlook: f.Outlook) -> str:
+    """Return what happens next."""
+    return _worded(outlook)
+
+
+def warning(fact: f.NodeWarning) -> str:
+    """Return what a node's user is warned of."""
+    if isinstance(fact, f.LeaderLost):
+        return _leader_lost(fact)
+    followed = ": the others may train without this node; its workers are killed"
+    return f"{_worded(fact)}{followed if isinstance(fact, f.Isolation) else ''}"
+
+
+def after_ahead(following: f.AfterAhead) -> str:
+    """Return what follows the end of a worker that was started ahead."""
+    return _AFTER_AHEAD[following]
+
+
+def _leader_lost(fact: f.LeaderLost) -> str:
+    until = "a leader can be elected" if fact.elects else "an agent is back at the endpoint"
+    match fact.node:
+        case "finished":
+            gone, waits = ("is gone", f"waits until {until}") if fact.gone else ("cannot be reached", "waits")
+            return f"the leader {gone} ({fact.reason}); this node has finished and {waits}"
+        case "drains":
+            return f"{fact.reason}; the workers still stop after the same step"
+        case "waits" if not fact.gone:
+            return f"waiting for the endpoint: {fact.reason}"
+        case "waits":
+            return f"parked: the leader is gone ({fact.reason}); this node goes on when {until}"
+        case "stops":
+            return f"parking: the leader is gone ({fact.reason}); this node goes on when {until}"
+    return f"{fact.reason}; the workers {'stay stopped' if fact.node == 'stays stopped' else 'train on'}"
+
+
+def _argument_differs(ours: str, theirs: str) -> str:
+    ours, theirs = (clipped(one_line(text), DIFFERENCE_BYTES) for text in (ours, theirs))
+    if not ours:
+        return f"`{theirs}` in addition"
+    return f"`{theirs}` instead of `{ours}`" if theirs else f"without `{ours}`"
+
+
+def _named(nodes: Sequence[str]) -> str:
+    return f"node {', '.join(nodes)}"
+
+
+def _hangs(cause: f.RoundHangs) -> str:
+    where = [f"{ranks(there)} {standing(place)}" for place, there in cause.places]
+    shown = where[:MOST_PLACES] + ["..."] * (len(where) > MOST_PLACES)
+    found = "; ".join([*shown, *map(divided, cause.collectives[:MOST_PLACES])])
+    return f"the round hangs in {cause.doing}, and no rank stands out: {found}"
+
+
+def _resize(cause: f.Resize) -> str:
+    if cause.most is not None:
+        return f"resize: at most {counted(cause.most, 'node')}"
+    waiting = ((cause.joining, "waits to join"), (cause.back, "has workers back"))
+    return f"resize: {', '.join(f'{_named(nodes)} {what}' for nodes, what in waiting if nodes)}"
+
+
+def _other_arguments(cause: f.WorkerArguments) -> str:
+    differs = f"it has {cause.name} {cause.theirs}, the run has {cause.name} {cause.ours}"
+    differs = clipped(one_line(differs), VALUE_BYTES) if cause.name else ""
+    differs = differs or "its script has other arguments than the run's nodes"
+    return f"node {cause.node} has other arguments than the run: {differs}"
+
+
+def _user_stop(cause: f.UserStop) -> str:
+    if cause.step is None:
+        return f"stopped by {cause.by}"
+    unsaved = cause.unsaved or "no node has reported a checkpoint of it"
+    kept = "its state saved" if cause.saved else f"its state not saved: {unsaved}"
+    return f"stopped by {cause.by} after step {cause.step}, {kept}"
+
+
+def _fails_again(cause: f.FailsAgain) -> str:
+    how = "a worker said so" if cause.told else "the script cannot run as it is"
+    if cause.same_step:
+        how = "the same step has failed in the same way twice"
+    elif cause.mistake is not None:
+        mistake = f"{cause.mistake.exception} at {cause.mistake.frame}"
+        how = f"{mistake} has ended both rounds as they began: mend it, and run the same command again"
+    return f"a restart would fail again ({how})"
+
+
+def _spent(cause: f.RestartsSpent) -> str:
+    back = f", and {cause.refilled} given back" if cause.refilled else ""
+    spent = f"{'all restarts spent' if cause.most else 'no restart allowed'} (--max-restarts {cause.most}{back})"
+    return f"no progress in {cause.idle} rounds, {spent}" if cause.idle else spent
+
+
+def _closed_by(cause: f.ClosedBy) -> str:
+    if cause.host:
+        return f"a worker has failed in the same way on host {cause.host}"
+    return "a worker failed as it restored the state"
+
+
+def _took_memory(cause: f.TookMemory) -> str:
+    killed = f"{'a child of a worker' if cause.child else 'a worker'} (pid {cause.pid})"
+    rests = "all but the newest of which are freed"
+    freed = rests if cause.rests else "which are freed once the next round has restored the state"
+    used = f"{cause.used / 2**30:.2f} GiB"
+    return f"the kernel killed {killed} for lack of memory while they used {used}, {freed}"
+
+
+def _drain_failed(cause: f.DrainFailed) -> str:
+    what = f"{_named(cause.nodes)} did not stop in time" if cause.nodes else "some had finished, others had not"
+    return f"{why(cause.drain)}; {what}"
+
+
+_MADE: dict[type, Callable[[Any], str]] = {
+    Failure: worker_failed,
+    f.MemberLost: lambda c: f"node {c.node} lost: {why(c.how)}",
+    f.MemberLeaves: lambda c: f"node {c.node} leaves ({c.reason})",
+    f.DrainFailed: _drain_failed,
+    f.Resize: _resize,
+    f.FormedSince: lambda c: f"round {c.round} has been formed since",
+    f.RoundHangs: _hangs,
+    f.WorkerArguments: _other_arguments,
+    f.WorkersFinished: lambda _: "all workers finished",
+    f.UserStop: _user_stop,
+    f.TooFewNodes: lambda c: f"{c.there} of at least {c.least} nodes (--nnodes) after --min-wait {c.seconds:g} s",
+    f.FailsAgain: _fails_again,
+    f.NoNewStep: lambda c: f"no new step in {counted(c.restarts, 'restart')} (--max-idle-restarts {c.most})",
+    f.RestartsSpent: _spent,
+    f.NotRestarted: lambda c: f"{_MADE[type(c.why)](c.why)}: {why(c.cause)}",
+    f.ClosedBy: _closed_by,
+    f.TookMemory: _took_memory,
+}
+"""What makes the text of each fact that :data:`_TEXTS` has not."""
+
+_TEXTS: dict[type, dict[str, str]] = {
+    f.Loss: {
+        "closed": "its connection closed",
+        "silent": "silent for {seconds:.1f} s",
+        "late": "its workers were not stopped within {seconds:g} s, its shutdown timeout and return_after",
+        "replaced": "a newer agent with the node id {node} took its place",
+    },
+    f.OfMembers: {
+        "stopped": "node {nodes} stopped its workers",
+        "told": "a worker on node {nodes} was told to stop",
+        "back": "node {nodes} came back without its workers",
+        "new leader": "node {nodes} came to the new leader without its workers",
+        "missing": "node {nodes} did not come to the new leader",
+        "not started": "node {nodes} did not start its workers within join_timeout",
+        "ended early": "the workers of node {nodes} ended with exit code 0 before their first step, while others train",
+    },
+    f.NodeEnd: {
+        "never": "the run is over, and this node never took part in it",
+        "unknown": "the workers of this node have finished; it is not known whether all others have: {error}",
+        "failed": "a worker of this node has failed",
+        "late": "the workers have not stopped in time",
+    },
+    f.Outside: {
+        "barred": "nodes of this host could not do what the others do: the run leaves them out for "
+        "{seconds:.0f} s more",
+        "anew": "the run has begun anew without it",
+        "over": "round {round} is over for it",
+    },
+    f.Isolation: {
+        "frozen": "this node was frozen for {seconds:.1f} s",
+        "silent": "no sign of the leader for {seconds:.1f} s",
+        "leads": "the store has not shown for {seconds:.1f} s that this node still leads",
+        "led": "this node no longer leads",
+    },
+    f.Succeeded: {
+        "led": "this node led before",
+        "left": "leader {leader} left",
+        "gone": "leader {leader} lost: its process is gone",
+        "unreachable": "leader {leader} lost: it could not be reached for {seconds:.1f} s",
+    },
+    f.NotInTime: {
+        "leave": "the workers of local rank {local_ranks} have not left the round in time; they are killed",
+        "ahead": "the worker of local rank {local_ranks} that was started ahead has not come to its first use of the "
+        "world in time; it is killed",
+        "save": "the last checkpoint is not in durable storage: there was no time left",
+        "serve": "the next round has not restored: there was no time left",
+        "exit": "the workers have stopped, but not exited in time; they are killed",
+        "serve, exit": "the workers have stopped, but not exited in time, and the next round has not restored this "
+        "node's snapshot; they are killed",
+        "drain": "the workers have not stopped in time; the round ends without that",
+        "drain, killed": "the workers have not stopped in time; they are killed",
+    },
+    f.Outlook: {
+        "ended": "the run has ended",
+        "ends": "the run ends",
+        "waits": "waiting for nodes: {nodes} of at least {of}",
+        "gathers": "the first round forms at {of} nodes or {seconds:g} s without an arrival",
+        "forms": "a round forms",
+        "forms again": "a new round forms",
+        "trains": "training goes on",
+        "full": "round is full, {nodes} spare",
+        "too late": "the run ends before a resize pays",
+        "resizes": "training is resized",
+        "starts ahead": "training is resized once workers have started there",
+    },
+}
+"""The texts of facts by what they say, with their fields."""
+
+
+def _worded(fact: Any) -> str:
+    shown = {name: ", ".join(map(str, x)) if isinstance(x, tuple) else x for name, x in vars(fact).items()}
+    return _TEXTS[type(fact)][fact.what].format(**shown)
+
+
+_AFTER_AHEAD: dict[f.AfterAhead, str] = {
+    "again": "another one starts",
+    "next round": "another one starts with its next round",
+    "never": "workers of this node no longer start ahead",
+    "lacking": "this node takes part only if the run lacks nodes",
+    "asks": "the leader decides whether this node takes part",
+}
 
 
 def _hung(hang: Hang, host: str) -> str:

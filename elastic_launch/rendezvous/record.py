@@ -14,6 +14,7 @@ from elastic_launch import codec
 from elastic_launch.codec import between
 from elastic_launch.config.launch_config import Limits
 from elastic_launch.errors import ProtocolError, UsageError
+from elastic_launch.events.facts import ClosedBy
 
 SCHEMA = 2
 
@@ -199,7 +200,7 @@ class ControlRecord:
         soon, vain, best, healthy, repeats, repeats_step: likewise, see ``RestartBudget``.
         faulty: the nodes whose workers fail again and again.
         refused: the hosts whose nodes were left out as newcomers.
-        closed: why no newcomers are admitted, as text; empty if they are.
+        closed_by: why no newcomers are admitted; None if they are.
         nonce: random per write; distinguishes two writers of otherwise equal records.
         first_term: the term in which this run began; above 1 if an earlier run had the same id.
         run: random per run; distinguishes runs with the same id.
@@ -228,7 +229,7 @@ class ControlRecord:
     repeats_step: int = 0
     faulty: tuple[FaultyNode, ...] = ()
     refused: tuple[RefusedHost, ...] = ()
-    closed: str = ""
+    closed_by: ClosedBy | None = None
     schema: int = SCHEMA
 
     @property

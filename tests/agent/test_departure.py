@@ -12,7 +12,7 @@ from elastic_agents import policy_types as v
 from elastic_agents.departure import Departure
 from elastic_agents.node_state import NodeState
 from elastic_agents.notices import Notice
-from elastic_agents.step_timer import StepTimer
+from elastic_agents.timers import StepTimer
 from elastic_launch.config.launch_config import Command, LaunchConfig
 from elastic_launch.config.notice_sources import NoticeSource
 from elastic_launch.events.types import Event, NoticeReceived, OrderReceived

@@ -6,13 +6,17 @@ import pytest
 import torch.numa.binding
 
 from elastic_agents.workers.numa import bound, check_binding
+from elastic_agents.workers.placement import arguments
 from elastic_launch.config.launch_config import Command, LaunchConfig
 from elastic_launch.config.torch_options import TorchOptions
+from elastic_launch.contract import NoPlacement
 from elastic_launch.errors import UsageError
 
 
 def config(mode: str | None) -> LaunchConfig:
-    return LaunchConfig(Command(("python",), ("train.py",)), nproc=2, options=TorchOptions(numa_binding=mode))
+    return LaunchConfig(
+        Command(("python", "train.py"), ("train.py",)), nproc=2, options=TorchOptions(numa_binding=mode)
+    )
 
 
 def test_a_worker_is_run_by_numactl_on_the_cpus_that_torch_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,7 +32,7 @@ def test_a_worker_is_run_by_numactl_on_the_cpus_that_torch_names(monkeypatch: py
 
 
 def test_without_a_mode_torch_is_not_called() -> None:
-    assert bound(["python", "train.py"], 7, None) == ["python", "train.py"]
+    assert arguments(config(None), NoPlacement(7)) == ["python", "train.py"]
     check_binding(config(None))
 
 

@@ -10,10 +10,10 @@ import pytest
 from torch.distributed import HashStore
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerGroup, WorkerSpec
 
-from elastic_agents.workers.placement import environment, environment_ahead, place, place_of, unplaced
+from elastic_agents.workers.placement import environment, environment_ahead, place, place_of
 from elastic_launch.config.launch_config import Command, LaunchConfig
 from elastic_launch.config.torch_options import TorchOptions
-from elastic_launch.contract import ENV_AHEAD, ENV_ROUND, ENV_SOCKET, UNPLACED, round_environment
+from elastic_launch.contract import ENV_AHEAD, ENV_ROUND, ENV_SOCKET, UNPLACED, NoPlacement, round_environment
 from elastic_launch.rendezvous.record import Member, Round
 from elastic_launch.rendezvous.wire import messages as m
 
@@ -65,7 +65,7 @@ def test_a_node_may_take_part_with_some_of_its_workers() -> None:
 def test_a_worker_that_starts_ahead_has_its_local_rank_and_no_place(virtual: bool) -> None:
     config = LaunchConfig(Command(("x",), ("x",)), nproc=2, options=TorchOptions(virtual_local_rank=virtual))
     shared = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "CUDA_VISIBLE_DEVICES": "4,5"}
-    env = environment_ahead(config, shared, unplaced(1), restarts=2, error_file="e", socket="@s")
+    env = environment_ahead(config, shared, NoPlacement(1), restarts=2, error_file="e", socket="@s")
     assert env[ENV_AHEAD] == "1"
     assert {env[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", ENV_ROUND)} == {UNPLACED}
     assert (env["LOCAL_RANK"], env["CUDA_VISIBLE_DEVICES"]) == (("0", "5") if virtual else ("1", "4,5"))
@@ -108,7 +108,7 @@ def test_each_worker_learns_its_replica() -> None:
         ["5", "5", "2", "1", "3", "2"],
     ]
     shared = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-    ahead = environment_ahead(config, shared, unplaced(4, 2), restarts=0, error_file="", socket="")
+    ahead = environment_ahead(config, shared, NoPlacement(4), restarts=0, error_file="", socket="")
     assert [ahead[name] for name in names] == [UNPLACED] * 3 + ["2"]
     told = place_of(config, m.Form(1, Round(1, members), 0, "first"), found[2]).placement
     assert round_environment(told, 1, restarts=0, max_restarts=3, reason="") == envs[2], "a kept worker"

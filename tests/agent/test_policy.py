@@ -9,9 +9,9 @@ import pytest
 from policy_events import CUT_OFF, GONE, INT_CODE, LOST, OUT, SILENT, TERM_CODE, brk, decide, form, gone, leave
 
 from elastic_agents import policy_types as v
-from elastic_agents.policy import NO_PART, UNKNOWN
 from elastic_agents.policy_types import Phase, View
 from elastic_launch import contract as c
+from elastic_launch.events.facts import NodeEnd, NotInTime, UserStop
 from elastic_launch.rendezvous.node.membership_events import LinkDown
 from elastic_launch.rendezvous.wire import messages as m
 
@@ -208,7 +208,7 @@ def test_with_the_agents_own_signal_it_is_not_a_preemption() -> None:
     signalled = view(gone(0, TERM_CODE), leave(SIGTERM))
     assert signalled.held == frozenset()
     assert decide(signalled, v.HoldOver(1, 0), 2) == (signalled, [])
-    assert after(signalled, gone(1, TERM_CODE)) == (Phase.OVER, [v.Finish(143, "stopped by SIGTERM")])
+    assert after(signalled, gone(1, TERM_CODE)) == (Phase.OVER, [v.Finish(143, UserStop("SIGTERM"))])
 
 
 def test_a_round_in_which_a_worker_was_ended_is_not_drained_even_if_the_others_could_be() -> None:
@@ -264,19 +264,19 @@ def test_holds_of_others_are_ignored(event: v.HoldOver) -> None:
 def test_waiting_a_signal_ends_at_once() -> None:
     assert after(WAITING, leave(SIGINT)) == (
         Phase.OVER,
-        [m.Leaving("SIGINT"), v.Finish(130, "stopped by SIGINT")],
+        [m.Leaving("SIGINT"), v.Finish(130, UserStop("SIGINT"))],
     )
 
 
 def test_finished_a_signal_ends_at_once() -> None:
     phase, actions = after(FINISHED, leave(SIGTERM))
-    assert (phase, actions[-1]) == (Phase.OVER, v.Finish(143, "stopped by SIGTERM"))
+    assert (phase, actions[-1]) == (Phase.OVER, v.Finish(143, UserStop("SIGTERM")))
 
 
 def test_running_a_signal_stops_the_workers_first() -> None:
     assert after(RUNNING, leave(SIGTERM)) == (Phase.STOPPING, [m.Leaving("SIGTERM"), v.Terminate(1)])
     signalled = view(leave(SIGTERM), gone(0, 0))
-    assert after(signalled, gone(1, TERM_CODE)) == (Phase.OVER, [v.Finish(143, "stopped by SIGTERM")])
+    assert after(signalled, gone(1, TERM_CODE)) == (Phase.OVER, [v.Finish(143, UserStop("SIGTERM"))])
 
 
 def test_running_a_signal_is_forwarded_to_the_workers_unchanged() -> None:
@@ -291,14 +291,14 @@ def test_running_a_signal_is_forwarded_to_the_workers_unchanged() -> None:
 def test_stopping_a_signal_leaves_when_the_workers_are_gone() -> None:
     assert after(STOPPING, leave(SIGTERM)) == (Phase.STOPPING, [m.Leaving("SIGTERM")])
     signalled = view(brk(1), leave(SIGTERM), gone(0, 0))
-    assert after(signalled, gone(1, 0)) == (Phase.OVER, [v.Finish(143, "stopped by SIGTERM")])
+    assert after(signalled, gone(1, 0)) == (Phase.OVER, [v.Finish(143, UserStop("SIGTERM"))])
 
 
 def test_the_second_signal_kills_and_the_code_is_the_firsts() -> None:
     signalled = view(leave(SIGINT))
     assert after(signalled, leave(SIGTERM)) == (Phase.STOPPING, [v.Kill()])
     killed = view(leave(SIGINT), leave(SIGTERM), gone(0, -9))
-    assert after(killed, gone(1, -9)) == (Phase.OVER, [v.Finish(130, "stopped by SIGINT")])
+    assert after(killed, gone(1, -9)) == (Phase.OVER, [v.Finish(130, UserStop("SIGINT"))])
 
 
 def test_a_signal_while_the_run_ends_kills() -> None:
@@ -318,7 +318,7 @@ def test_a_signal_while_the_run_ends_kills() -> None:
 )
 def test_what_comes_after_a_signal_does_not_change_the_code(event: v.Event) -> None:
     signalled = view(leave(SIGTERM), event, gone(0, -9))
-    assert after(signalled, gone(1, -9)) == (Phase.OVER, [v.Finish(143, "stopped by SIGTERM")])
+    assert after(signalled, gone(1, -9)) == (Phase.OVER, [v.Finish(143, UserStop("SIGTERM"))])
 
 
 # The end of the run.
@@ -327,7 +327,7 @@ def test_what_comes_after_a_signal_does_not_change_the_code(event: v.Event) -> N
 @pytest.mark.parametrize("before", [WAITING, FINISHED], ids=lambda before: before.phase.value)
 @pytest.mark.parametrize("code", [0, 91])
 def test_without_workers_the_runs_end_is_the_nodes(before: View, code: int) -> None:
-    cause = "because" if before.round or code else NO_PART
+    cause = "because" if before.round or code else NodeEnd("never")
     assert after(before, m.RunEnd(1, code, "because")) == (Phase.OVER, [v.Finish(code, cause)])
 
 
@@ -351,7 +351,7 @@ def test_a_node_that_leaves_without_a_drain_reports_it_and_saves_its_memory() ->
     before = view(leave(SIGTERM), gone(0, -9))
     found, actions = decide(before, gone(1, -9), 2)
     assert (found.phase, actions) == (Phase.SAVING, [v.ReportStopped(1), v.AwaitCopies(bounded=True)])
-    assert after(found, v.CopiesDone()) == (Phase.OVER, [v.Finish(143, "stopped by SIGTERM")])
+    assert after(found, v.CopiesDone()) == (Phase.OVER, [v.Finish(143, UserStop("SIGTERM"))])
 
 
 @pytest.mark.parametrize("before", [RUNNING, FINISHED, STOPPING], ids=lambda before: before.phase.value)
@@ -364,14 +364,14 @@ def test_a_run_that_ends_before_its_work_is_done_is_saved_first(before: View) ->
 
 
 def test_a_second_signal_ends_the_save() -> None:
-    assert after(SAVING, leave(SIGINT)) == (Phase.OVER, [v.Finish(143, "stopped by SIGTERM")])
+    assert after(SAVING, leave(SIGINT)) == (Phase.OVER, [v.Finish(143, UserStop("SIGTERM"))])
 
 
 def test_a_save_that_is_too_slow_is_reported() -> None:
     phase, (warning, finish) = after(SAVING, v.DrainOver(1))
-    assert (phase, finish) == (Phase.OVER, v.Finish(143, "stopped by SIGTERM"))
+    assert (phase, finish) == (Phase.OVER, v.Finish(143, UserStop("SIGTERM")))
     assert isinstance(warning, v.Warn)
-    assert warning.text == "the last checkpoint is not in durable storage: there was no time left"
+    assert warning.of == NotInTime("save")
 
 
 EVENTS = [
@@ -486,7 +486,7 @@ def test_finished_the_node_waits_for_a_leader_that_knows_of_the_others(event: Li
 def test_finished_without_a_leader_success_is_not_claimed() -> None:
     phase, actions = after(FINISHED, LOST)
     assert phase is Phase.OVER
-    assert actions == [v.Finish(95, f"{UNKNOWN}: the run refuses this node")]
+    assert actions == [v.Finish(95, NodeEnd("unknown", "the run refuses this node"))]
 
 
 def test_waiting_the_loss_of_the_rendezvous_ends_with_its_code() -> None:

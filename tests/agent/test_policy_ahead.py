@@ -124,7 +124,7 @@ def test_a_node_whose_worker_ends_with_0_before_it_needs_a_place_is_not_offered(
     """A round with it would wait for that worker, or end at once."""
     starting, _ = decide(WAITING, START)
     ended, said = decide(starting, v.WorkerExit(0, 0, 0))
-    assert said == [v.ReportAheadExit(0, "this node takes part only if the run lacks nodes")]
+    assert said == [v.ReportAheadExit(0, "lacking")]
     assert actions(ended, CAME_TOO) == []
     taken, starts = decide(ended, form(4))
     assert starts == [v.StartWorkers(form(4), coming=ONE)], "a run that lacks nodes takes it"
@@ -166,9 +166,9 @@ def test_a_worker_ahead_that_was_killed_is_started_again_but_not_for_ever() -> N
     lost = PARTIAL
     for _ in range(policy_ahead.MOST_LOST - 1):
         lost, starts = decide(lost, KILLED)
-        assert starts == [v.ReportAheadExit(0, "another one starts"), v.StartWorkersAhead(ZERO)]
+        assert starts == [v.ReportAheadExit(0, "again"), v.StartWorkersAhead(ZERO)]
     given_up, said = decide(lost, KILLED)
-    assert said == [v.ReportAheadExit(0, "another one starts with its next round"), m.RankOffer(())]
+    assert said == [v.ReportAheadExit(0, "next round"), m.RankOffer(())]
     whole, starts = decide(after(given_up, brk(2), suspended(1, 2)), form(3))
     assert starts == [v.StartWorkers(form(3), ONE)]
     assert whole.ahead == v.AheadWorkers(slow=True)
@@ -188,7 +188,7 @@ def test_one_that_gets_a_place_ends_the_count() -> None:
     assert after(lost, brk(2), suspended(1, 2), form(3)).ahead.lost == 0
 
 
-NEXT, NEVER = "another one starts with its next round", "workers of this node no longer start ahead"
+NEXT, NEVER = "next round", "never"
 
 
 def lost_again(view: View, number: int) -> View:
@@ -289,7 +289,7 @@ def test_a_node_has_finished_when_those_of_its_workers_have_that_are_in_the_roun
 
 
 UNFIT = v.WorkerExit(0, 0, 1, unfit=True)
-ASKS = "the leader decides whether this node takes part"
+ASKS = "asks"
 
 
 def test_the_leader_decides_about_a_node_whose_worker_would_fail_again() -> None:

@@ -10,6 +10,7 @@ from policy_events import GONE, SILENT, brk, decide, form, gone, leave
 from elastic_agents import policy_types as v
 from elastic_agents.policy_types import Phase, View
 from elastic_launch import contract as c
+from elastic_launch.events.facts import UserStop
 from elastic_launch.rendezvous.wire import messages as m
 
 DRAIN = m.DrainRound(1, 1, "membership", "resize", None)
@@ -172,7 +173,7 @@ LEFT = [leave(SIGTERM, 30.0), drained(0), gone(0, 0), drained(1), gone(1, 0)]
 
 def test_a_node_that_leaves_others_reports_it_before_it_copies_its_snapshot() -> None:
     assert after(view(*LEFT[:-1]), LEFT[-1]) == (Phase.SAVING, [v.ReportStopped(1, 7), v.AwaitCopies()])
-    assert after(view(*LEFT), v.CopiesDone()) == (Phase.OVER, [v.Finish(143, "stopped by SIGTERM")])
+    assert after(view(*LEFT), v.CopiesDone()) == (Phase.OVER, [v.Finish(143, UserStop("SIGTERM"))])
 
 
 def test_the_last_node_to_leave_copies_its_snapshot_before_a_successor_starts() -> None:
@@ -180,7 +181,7 @@ def test_the_last_node_to_leave_copies_its_snapshot_before_a_successor_starts() 
     assert after(view(*LEFT[:-1], nodes=1), LEFT[-1]) == (Phase.SAVING, [v.AwaitCopies()])
     assert after(view(*LEFT, nodes=1), v.CopiesDone()) == (
         Phase.OVER,
-        [v.ReportStopped(1, 7, secured=True), v.Finish(143, "stopped by SIGTERM")],
+        [v.ReportStopped(1, 7, secured=True), v.Finish(143, UserStop("SIGTERM"))],
     )
 
 
@@ -210,7 +211,7 @@ def test_a_node_that_leaves_with_a_snapshot_serves_it_until_released(nodes: int)
     assert after(serving, m.Released(1)) == (Phase.SAVING, [v.AwaitCopies()]), "whoever fetches now is waited for"
     assert after(view(*KEPT, m.Released(1), nodes=nodes, snapshot=7), v.CopiesDone()) == (
         Phase.OVER,
-        [v.Finish(143, "stopped by SIGTERM")],
+        [v.Finish(143, UserStop("SIGTERM"))],
     )
 
 
@@ -224,7 +225,7 @@ def test_a_serving_node_is_released_by_the_end_of_the_run_and_of_its_leader(even
 def test_serving_ends_when_no_time_is_left(event: v.Event) -> None:
     phase, actions = after(view(*KEPT, snapshot=7), event)
     assert phase is Phase.OVER
-    assert actions[-1] == v.Finish(143, "stopped by SIGTERM")
+    assert actions[-1] == v.Finish(143, UserStop("SIGTERM"))
     assert v.ReportStopped(1, 7) not in actions, "that was said"
 
 
@@ -232,7 +233,7 @@ def test_serving_ends_when_no_time_is_left(event: v.Event) -> None:
 def test_copying_ends_when_no_time_is_left(event: v.Event) -> None:
     phase, actions = after(view(*LEFT), event)
     assert phase is Phase.OVER
-    assert actions[-1] == v.Finish(143, "stopped by SIGTERM")
+    assert actions[-1] == v.Finish(143, UserStop("SIGTERM"))
 
 
 @pytest.mark.parametrize("event", [brk(1), SILENT, GONE, m.RunEnd(1, 0, "done")], ids=lambda e: type(e).__name__)

@@ -10,10 +10,12 @@ from policy_events import CUT_OFF, GONE, LOST, OUT, SILENT, TERM_CODE, brk, deci
 from elastic_agents import policy_types as v
 from elastic_agents.policy_types import Phase, View
 from elastic_launch import contract as c
+from elastic_launch.events.facts import NodeEnd, NotInTime, UserStop
+from elastic_launch.events.sentences import warning
 from elastic_launch.rendezvous.wire import messages as m
 
 ZERO, ONE, BOTH = frozenset({0}), frozenset({1}), frozenset({0, 1})
-FAILED = "a worker of this node has failed"
+FAILED = NodeEnd("failed")
 ERROR = "RuntimeError: Connection closed by peer"
 
 
@@ -268,9 +270,11 @@ def test_workers_of_a_node_that_leaves_which_do_not_exit_in_time_are_killed_and_
     late, actions = decide(exiting, v.DrainOver(1), 2)
     unserved = ", and the next round has not restored this node's snapshot"
     text = "the workers have stopped, but not exited in time{}; they are killed"
-    assert (late.phase, actions) == (Phase.STOPPING, [v.Warn(text.format(unserved)), v.Kill()])
+    assert (late.phase, actions) == (Phase.STOPPING, [v.Warn(NotInTime("serve, exit")), v.Kill()])
+    assert warning(NotInTime("serve, exit")) == text.format(unserved)
     released, _ = decide(exiting, m.Released(1), 2)
-    assert decide(released, v.DrainOver(1), 2)[1] == [v.Warn(text.format("")), v.Kill()]
+    assert decide(released, v.DrainOver(1), 2)[1] == [v.Warn(NotInTime("exit")), v.Kill()]
+    assert warning(NotInTime("exit")) == text.format("")
 
 
 @pytest.mark.parametrize("event", [m.Released(1), GONE, m.RunEnd(1, 0, "done"), LOST], ids=lambda e: type(e).__name__)
@@ -282,7 +286,7 @@ def test_what_releases_a_node_that_leaves_spares_its_workers(event: v.Event) -> 
     for local_rank in (0, 1):
         released, actions = decide(released, gone(local_rank, 0), 2)
     assert (released.phase, released.serving, actions) == (Phase.SAVING, False, [v.AwaitCopies()])
-    assert after(released, v.CopiesDone()) == (Phase.OVER, [v.Finish(143, "stopped by SIGTERM")])
+    assert after(released, v.CopiesDone()) == (Phase.OVER, [v.Finish(143, UserStop("SIGTERM"))])
 
 
 def test_a_single_node_that_leaves_and_is_released_meanwhile_reports_once_that_it_has_stopped() -> None:
@@ -293,7 +297,7 @@ def test_a_single_node_that_leaves_and_is_released_meanwhile_reports_once_that_i
     for local_rank in (0, 1):
         released, actions = decide(released, gone(local_rank, 0), 2)
     assert actions == [v.AwaitCopies()]
-    assert after(released, v.CopiesDone()) == (Phase.OVER, [v.Finish(143, "stopped by SIGTERM")])
+    assert after(released, v.CopiesDone()) == (Phase.OVER, [v.Finish(143, UserStop("SIGTERM"))])
 
 
 def test_workers_suspended_after_a_drain_exit_when_the_run_ends() -> None:
@@ -305,4 +309,4 @@ def test_a_drain_that_takes_too_long_suspends_the_rest() -> None:
     before = view(*DRAINED, m.DrainRound(1, 1, "membership", "resize", 5.0))
     late, actions = decide(before, v.DrainOver(1), 2)
     assert late.phase is Phase.STOPPING
-    assert actions[1:] == [v.SuspendWorkers(1, "the workers have not stopped in time", ONE)]
+    assert actions[1:] == [v.SuspendWorkers(1, NodeEnd("late"), ONE)]

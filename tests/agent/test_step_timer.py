@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from elastic_agents.start_timer import UNKNOWN_START, StartTimer
-from elastic_agents.step_timer import StepTimer
+from elastic_agents.timers import UNKNOWN_START, StartTimer, StepTimer
 from elastic_launch.shared_progress import STEP_BOUNDS, SharedProgress, WorkerProgress
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from elastic_launch.config.launch_config import Limits
+from elastic_launch.events.facts import RestartsSpent
+from elastic_launch.events.sentences import why
 from elastic_launch.failure import Failure, Mistake
 from elastic_launch.rendezvous.leader.phases import Broken
 from elastic_launch.rendezvous.leader.restart_budget import FREE as MORE
@@ -43,7 +45,8 @@ def rule(
 
 
 def verdict(budget: RestartBudget, failure: Failure, ruling: BudgetDecision) -> tuple[int, str]:
-    return budget.verdict(ruling, Broken(10.0, None, "the cause", [(10.0, failure)]))
+    code, cause = budget.verdict(ruling, Broken(10.0, None, "the cause", [(10.0, failure)]))
+    return code, why(cause)
 
 
 def test_a_failure_costs_a_restart_until_they_are_spent() -> None:
@@ -404,7 +407,7 @@ def test_time_without_new_steps_gives_nothing_back() -> None:
 
 def test_no_restart_is_given_back_where_none_is_allowed() -> None:
     budget = budget_with(Limits(max_restarts=0, restart_refill=10.0))
-    assert crash_at(budget, 0, 50, 1000.0).ends == "no restart allowed (--max-restarts 0)"
+    assert crash_at(budget, 0, 50, 1000.0).ends == RestartsSpent(0, 0, 0)
 
 
 def test_a_leader_that_learns_of_more_restarts_knows_that_they_were_given_back() -> None:
@@ -415,7 +418,7 @@ def test_a_leader_that_learns_of_more_restarts_knows_that_they_were_given_back()
     assert (budget.spent, budget.refilled) == (5, 3)
     without = budget_with(Limits(max_restarts=2))
     without.learn(5)
-    assert rule(without, CRASH).ends == "all restarts spent (--max-restarts 2)"
+    assert rule(without, CRASH).ends == RestartsSpent(2, 0, 0)
 
 
 def test_restarts_without_a_new_step_end_the_run() -> None:

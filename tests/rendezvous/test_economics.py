@@ -11,7 +11,7 @@ from leader_run import Run, running
 
 from elastic_launch.events.sentences import sentence
 from elastic_launch.events.types import NodeJoined, ResizeSkipped, RoundDrained
-from elastic_launch.rendezvous.leader.resize_payoff import DEFAULT_COST, DEFAULT_LIVE_COST, ResizePayoff, saved
+from elastic_launch.rendezvous.leader.resizing import DEFAULT_COST, DEFAULT_LIVE_COST, ResizePayoff, saved
 from elastic_launch.rendezvous.wire import messages as m
 
 SECONDS = st.floats(0, 1e7)

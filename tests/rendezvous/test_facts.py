@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import signal
 import sys
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from leader_run import Run, running
 
+import elastic_agents
 from elastic_agents import summary
-from elastic_launch.events import sentences
+from elastic_launch import rendezvous
+from elastic_launch.events import facts, sentences
 from elastic_launch.failure import Failure
 from elastic_launch.rendezvous.leader.verdict import root_cause
 from elastic_launch.rendezvous.wire import messages as m
@@ -110,7 +114,7 @@ def newcomers_that_fail_alike() -> Run:
             run.close(node)
         run.report("a", m.NodeReady(run.number, step=100 * run.number))
         run.report("a", m.ProgressBeat(run.number, 100 * run.number + 5))
-    assert run.record.closed
+    assert run.record.closed_by
     return run
 
 
@@ -120,7 +124,7 @@ def decided(run: Run) -> list[Any]:
     events = [[type(x), *(getattr(x, f.name) for f in fields(x) if f.name not in told)] for x in run.events]
     record = run.record
     left_out = [node.node_id for node in record.faulty], [(host.host, host.failure) for host in record.refused]
-    return [run.number, run.members, record.restarts, run.code, bool(record.closed), *left_out, *events]
+    return [run.number, run.members, record.restarts, run.code, bool(record.closed_by), *left_out, *events]
 
 
 SCENES = [
@@ -150,3 +154,47 @@ def test_the_cause_and_the_hint_are_chosen_by_facts(monkeypatch: pytest.MonkeyPa
     replace_sentences(monkeypatch)
     assert [root_cause([(0.0, failure) for failure in found[: count + 1]]) for count in range(3)] == found
     assert [summary.hint_on(failure) for failure in found] == hints
+
+
+NODE, LEADER, BACKENDS = (Path(rendezvous.__file__).parent / name for name in ("node", "leader", "backends"))
+MACHINES = [
+    *(path for path in sorted(LEADER.glob("*.py")) if path.name != "service.py"),
+    *(NODE / "machine.py", NODE / "failure_detector.py", BACKENDS / "succession.py"),
+    *(Path(elastic_agents.__file__).with_name(f"{name}.py") for name in ("policy", "policy_ahead", "policy_types")),
+]
+
+
+IDENTITIES = (
+    "f'{self._run} {self.spent}'",
+    "f'{failure.kind} {failure.error or failure.exit_code}'",
+    "f'{mistake.exception} at {mistake.frame}'",
+)
+"""Formatted texts that are hashed."""
+
+
+@pytest.mark.parametrize("path", MACHINES, ids=lambda path: f"{path.parent.name}.{path.stem}")
+def test_a_machine_makes_no_sentence(path: Path) -> None:
+    """Apart from names of facts, of one or two words, it has no text but its docstrings."""
+    tree = ast.parse(path.read_text())
+    docs = {id(x.value) for x in ast.walk(tree) if isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant)}
+    texts = [
+        x for x in ast.walk(tree) if isinstance(x, ast.Constant) and isinstance(x.value, str) and id(x) not in docs
+    ]
+    assert [x.value for x in texts if x.value.strip().count(" ") > 1] == []
+    formatted = [ast.unparse(x) for x in ast.walk(tree) if isinstance(x, ast.JoinedStr)]
+    assert [x for x in formatted if x not in IDENTITIES] == []
+
+
+def kinds_of(fact: type[facts.Fact]) -> tuple[str, ...]:
+    """What a fact can say."""
+    return get_args(get_type_hints(fact).get("what"))
+
+
+@pytest.mark.parametrize("fact", [x for x in facts.Fact.__subclasses__() if kinds_of(x) and x is not facts.Misfit])
+def test_whatever_a_fact_says_has_its_sentence(fact: type[Any]) -> None:
+    empty: dict[Any, Any] = {"float": 1.0, "int": 1, "str": "x"}
+    given = {field.name: empty.get(field.type, ("x",)) for field in fields(fact) if field.name != "what"}
+    say = {facts.Outlook: sentences.next_up, facts.NotInTime: sentences.warning}.get(fact, sentences.why)
+    said = {say(fact(what=what, **given)) for what in kinds_of(fact)}
+    assert len(said) == len(kinds_of(fact))
+    assert not any(mark in text for text in said for mark in "{}()")

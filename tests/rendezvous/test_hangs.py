@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from leader_run import Run, running
 
-from elastic_launch.events.sentences import divided, how_failed
+from elastic_launch.events.sentences import divided, how_failed, why
 from elastic_launch.events.types import CauseFound, HangFound, RestartCharged, RoundBroken
 from elastic_launch.failure import StallPlace, Suspect
 from elastic_launch.rendezvous.leader.hangs import ALIKE, Verdict, judge_stalled
@@ -59,7 +59,7 @@ def test_the_rank_that_is_not_in_an_exchange_hangs() -> None:
     assert ranks(verdict) == [1]
     assert verdict is not None
     (failure,) = verdict.failures
-    assert verdict.cause == f"rank 1 on node a: {how_failed(failure)}"
+    assert why(verdict.cause) == f"rank 1 on node a: {how_failed(failure)}"
     assert how_failed(failure) == "hangs in step 7 on host host-a, at train.py:41 in forward; no progress for 12 s"
     assert (failure.kind, failure.exit_code, failure.local_rank, failure.pid) == ("hang", -9, 1, 1001)
     assert (failure.round, failure.ran, failure.log, failure.detail) == (3, 99.0, "logs", ("x",))
@@ -82,14 +82,14 @@ def test_a_stopped_worker_hangs_whatever_the_others_do() -> None:
     verdict = judged(("code", "train.py:3 in main", True), ("stopped", ""), nodes=2)
     assert ranks(verdict) == [1]
     assert verdict is not None
-    assert "on host host-b, stopped (SIGSTOP); " in verdict.cause
+    assert "on host host-b, stopped (SIGSTOP); " in why(verdict.cause)
 
 
 def test_all_in_the_same_exchange_hang_and_no_rank_is_named() -> None:
     verdict = judged(EXCHANGE, EXCHANGE, EXCHANGE)
     assert ranks(verdict) == []
     assert verdict is not None
-    assert verdict.cause == (
+    assert why(verdict.cause) == (
         "the round hangs in step 7, and no rank stands out: ranks 0, 1, 2 waiting for other ranks at train.py:9 in main"
     )
 
@@ -102,8 +102,8 @@ def test_a_rank_that_waits_elsewhere_than_most_has_left_an_exchange_out() -> Non
     verdict = judged(EXCHANGE, ("exchange", "train.py:12 in main"), EXCHANGE)
     assert ranks(verdict) == [1]
     assert verdict is not None
-    assert (
-        "waiting for other ranks at train.py:12 in main, ranks 0, 2 waiting for other ranks at train" in verdict.cause
+    assert "waiting for other ranks at train.py:12 in main, ranks 0, 2 waiting for other ranks at train" in why(
+        verdict.cause
     )
 
 
@@ -111,7 +111,7 @@ def test_of_two_ranks_that_wait_in_different_exchanges_none_is_named() -> None:
     verdict = judged(EXCHANGE, ("exchange", "train.py:12 in main"))
     assert ranks(verdict) == []
     assert verdict is not None
-    assert "rank 0 waiting for other ranks at train.py:9 in main; rank 1 " in verdict.cause
+    assert "rank 0 waiting for other ranks at train.py:9 in main; rank 1 " in why(verdict.cause)
 
 
 def begun(number: int, what: str = "all_reduce of Float[9]", *, group: str = "0", waits: bool = True) -> Collective:
@@ -131,7 +131,7 @@ def test_the_rank_that_most_wait_for_in_a_collective_hangs() -> None:
     assert (
         "waiting for other ranks in broadcast of Long[1] at train.py:9 in main, "
         "ranks 0, 2 waiting for other ranks in all_reduce of Float[9] at train.py:9 in main;"
-    ) in verdict.cause
+    ) in why(verdict.cause)
 
 
 def test_a_rank_that_began_another_collective_than_most_hangs() -> None:
@@ -151,7 +151,7 @@ def test_of_two_ranks_that_wait_for_each_other_both_collectives_are_named() -> N
     verdict = judged(one, other)
     assert ranks(verdict) == []
     assert verdict is not None
-    assert verdict.cause.endswith(
+    assert why(verdict.cause).endswith(
         "; rank 0 waits in all_reduce of Float[9], number 5 of group default_pg, rank 1 has not begun it; "
         "rank 1 waits in all_reduce of Float[9], number 3 of group 7, rank 0 has not begun it"
     )

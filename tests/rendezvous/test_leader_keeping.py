@@ -6,8 +6,7 @@ import pytest
 from leader_run import Run, hello_of, running
 
 from elastic_launch.errors import ExitCode
-from elastic_launch.rendezvous.leader.leavers import sources
-from elastic_launch.rendezvous.leader.nodes import ConnectedNodes, Node
+from elastic_launch.rendezvous.leader.nodes import ConnectedNodes, Node, sources
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.rendezvous.wire.messages import HeldSnapshot, SnapshotSource
 
@@ -142,8 +141,13 @@ def test_a_serving_node_that_comes_to_a_new_leader_is_released_when_the_round_tr
 
 def test_snapshots_are_ordered_by_round_and_step() -> None:
     def found(mine: HeldSnapshot | None, **leavers: HeldSnapshot | None) -> tuple[SnapshotSource, ...]:
-        nodes = {name: Node(hello_of(name), 0, 0, 7000, leaving=True, held=held) for name, held in leavers.items()}
-        return sources(ConnectedNodes(nodes), [Node(hello_of("a"), 0, 0, 7000, held=mine)])
+        nodes, member = ConnectedNodes(), Node(hello_of("a"), 0, 0, 7000)
+        member.held = mine
+        for name, held in leavers.items():
+            leaver = Node(hello_of(name), 0, 0, 7000)
+            leaver.leaving, leaver.held = True, held
+            nodes.add(leaver)
+        return sources(nodes, [member])
 
     old, new = HeldSnapshot(1, 90, 4000), HeldSnapshot(2, 7, 4001)
     assert found(None, x=old, y=new) == (SnapshotSource("host-y", 4001, 2, 7),)

@@ -10,10 +10,12 @@ import pytest
 from leader_run import Run, failure, hello_of
 
 from elastic_launch.config.settings import default_node_id, host_of
-from elastic_launch.events.sentences import how_failed, sentence
+from elastic_launch.events.facts import ClosedBy, WorkerArguments
+from elastic_launch.events.sentences import how_failed, sentence, why
 from elastic_launch.events.types import AdmissionClosed, NewcomerLeftOut, RestartCharged, RoundDraining
 from elastic_launch.failure import Failure
-from elastic_launch.rendezvous.leader.newcomers import LONGEST, SECONDS, Refusals, difference
+from elastic_launch.rendezvous.leader.exclusion import HOST_LONGEST, HOST_SECONDS, Refusals
+from elastic_launch.rendezvous.leader.newcomers import difference
 from elastic_launch.rendezvous.node.machine import NodeMachine
 from elastic_launch.rendezvous.record import ControlRecord, Leader, Member, RefusedHost, Round
 from elastic_launch.rendezvous.wire import messages as m
@@ -94,7 +96,7 @@ def test_what_only_a_newcomer_cannot_do_costs_the_run_nothing(fields: dict[str, 
     (event,) = run.told(NewcomerLeftOut)
     cause = how_failed(failure("b", **fields))
     assert sentence(event).startswith(f"node b is left out, at no cost to the run: rank 0 on node b: {cause}; ")
-    assert (event.round, event.seconds) == (2, SECONDS)
+    assert (event.round, event.seconds) == (2, HOST_SECONDS)
     assert run.record.refused[0].host == "b"
 
 
@@ -253,7 +255,7 @@ def test_a_host_that_comes_again_backs_off_and_others_do_not() -> None:
     assert notice.text.startswith(
         "nodes of this host could not do what the others do: the run leaves them out for 10 s"
     )
-    run.advance(SECONDS - 0.5)
+    run.advance(HOST_SECONDS - 0.5)
     assert run.number == 3
     assert len(run.told(RoundDraining)) == 1
     run.hello("c")
@@ -262,7 +264,7 @@ def test_a_host_that_comes_again_backs_off_and_others_do_not() -> None:
     for node_id in "a":
         run.report(node_id, m.Stopped(3, 7000, 9))
     fails(run, "b", **STARTUP)
-    assert run.told(NewcomerLeftOut)[-1].seconds == 2 * SECONDS
+    assert run.told(NewcomerLeftOut)[-1].seconds == 2 * HOST_SECONDS
     assert "b" not in run.members
 
 
@@ -286,7 +288,7 @@ def test_a_host_in_its_time_takes_no_part_even_if_nodes_are_lacking() -> None:
     fails(run, "c", **STARTUP)
     run.close("c")
     run.hello("c", incarnation="c2")
-    run.advance(SECONDS - 1.0)
+    run.advance(HOST_SECONDS - 1.0)
     assert run.number == 2
     run.advance(2.0)
     assert (run.number, run.members) == (3, "ac")
@@ -299,7 +301,7 @@ def test_a_killed_newcomer_stays_and_comes_back_after_its_time() -> None:
     assert (run.number, run.members, run.record.restarts) == (3, "a", 0)
     assert not run.orders("b", m.LeftOut)
     train(run, "a")
-    run.advance(SECONDS + 0.5)
+    run.advance(HOST_SECONDS + 0.5)
     run.report("a", m.Stopped(3, 7000, 9))
     assert run.members == "ab"
 
@@ -307,16 +309,16 @@ def test_a_killed_newcomer_stays_and_comes_back_after_its_time() -> None:
 def test_each_time_is_twice_as_long_and_a_step_ends_it() -> None:
     refusals = Refusals()
     times = [refusals.refuse("b", None, 0.0) for _ in range(12)]
-    assert times[:3] == [SECONDS, 2 * SECONDS, 4 * SECONDS]
-    assert times[-1] == LONGEST
+    assert times[:3] == [HOST_SECONDS, 2 * HOST_SECONDS, 4 * HOST_SECONDS]
+    assert times[-1] == HOST_LONGEST
     assert not refusals.closed, "other arguments say nothing about a restart"
-    assert refusals.bars("b", LONGEST - 1)
+    assert refusals.bars("b", HOST_LONGEST - 1)
     refusals.put_off(5.0)
-    assert refusals.bars("b", LONGEST + 4)
+    assert refusals.bars("b", HOST_LONGEST + 4)
     assert not refusals.bars("a", 0.0)
     refusals.trains("b")
     assert not refusals.bars("b", 0.0)
-    assert refusals.refuse("b", None, 0.0) == SECONDS
+    assert refusals.refuse("b", None, 0.0) == HOST_SECONDS
 
 
 def test_a_host_has_a_name_across_starts_of_its_agent() -> None:
@@ -339,7 +341,7 @@ def test_the_same_failure_of_two_hosts_stops_admission_with_a_line(exited: bool)
     assert sentence(closed).startswith(
         "no further nodes take part, as long as there are enough: a worker has failed in the"
     )
-    assert run.record.closed == closed.cause
+    assert (run.record.closed_by, closed.cause) == (ClosedBy("b"), why(ClosedBy("b")))
     run.hello("d")
     assert run.orders("d", m.UserMessage)[-1].text == sentence(closed)
     run.advance(60.0)
@@ -369,7 +371,7 @@ def test_a_failure_to_restore_stops_admission_at_once_until_a_newcomer_trains() 
     run = trains("1:4")
     joins(run, "b")
     fails(run, "b", kind="fatal", ran=1.0, restoring=True)
-    assert run.record.closed == "a worker failed as it restored the state"
+    assert run.record.closed_by == ClosedBy()
     run.close("b")
     train(run, "a")
     run.hello("c")
@@ -427,11 +429,12 @@ def test_a_newcomer_with_other_arguments_is_left_out_before_the_round_drains() -
 
 
 def test_arguments_that_are_not_known_or_not_valid() -> None:
-    assert difference("", "x") == difference("x", "") == difference("x", "x") == ""
-    assert (
-        difference("[1]", '{"a": 1}') == difference("a", "b") == "its script has other arguments than the run's nodes"
-    )
-    assert difference('{"a": 1}', '{"a": 1, "b": 2}') == "it has b none, the run has b 2"
+    assert [difference("n", *of) for of in (("", "x"), ("x", ""), ("x", "x"))] == [None] * 3
+    assert difference("n", "[1]", '{"a": 1}') == difference("n", "a", "b") == WorkerArguments("n")
+    assert why(WorkerArguments("n")).endswith(": its script has other arguments than the run's nodes")
+    found = difference("n", '{"a": 1}', '{"a": 1, "b": 2}')
+    assert found is not None
+    assert why(found).endswith(": it has b none, the run has b 2")
 
 
 # What another leader knows.

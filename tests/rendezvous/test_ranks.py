@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from leader_run import hello_of
 
+from elastic_launch.rendezvous.leader.forming import choose
 from elastic_launch.rendezvous.leader.nodes import Node
-from elastic_launch.rendezvous.leader.ranks import choose
 from elastic_launch.rendezvous.record import Member, Round
 
 STEADY = settings(max_examples=100)

@@ -143,7 +143,7 @@ def _ended(config: LaunchConfig, agent: NodeAgent, result: RunResult) -> dict[st
     }
     if failure is not None:
         told["root"] = {
-            "rank": -1 if failure.rank is None else failure.rank,
+            "rank": failure.rank,
             "local_rank": failure.local_rank,
             "pid": failure.pid,
             "exitcode": failure.exit_code,

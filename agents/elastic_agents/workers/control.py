@@ -25,7 +25,7 @@ from elastic_agents.inbox import FirstStepDone, ProcessEnding
 from elastic_agents.snapshots.durable_state import SAVES_ITSELF, DurableState
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
 from elastic_agents.step_events import StepEvents
-from elastic_agents.step_timer import StepTimer
+from elastic_agents.timers import StepTimer
 from elastic_agents.workers.sessions import start_of
 from elastic_launch import contract as c
 from elastic_launch.clock import Clock

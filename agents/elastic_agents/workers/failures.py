@@ -12,7 +12,7 @@ from pathlib import Path
 
 from elastic_agents.workers.mistakes import mistake_in
 from elastic_launch.clock import Clock
-from elastic_launch.contract import Placement
+from elastic_launch.contract import NoPlacement, Placement
 from elastic_launch.error_file import ErrorFile
 from elastic_launch.errors import FINAL_NOTE, REPEATS_NOTE, ExitCode
 from elastic_launch.failure import Failure
@@ -98,7 +98,7 @@ _QUIT = "bdb.BdbQuit"
 def about(
     node_id: str,
     round_number: int,
-    placement: Placement,
+    placement: Placement | NoPlacement,
     pid: int,
     *,
     ran: float,
@@ -113,7 +113,7 @@ def about(
     return Failure(
         node_id=node_id,
         kind="crash",
-        rank=placement.rank if placement.rank >= 0 else None,
+        rank=placement.rank,
         local_rank=placement.local_rank,
         pid=pid,
         exit_code=ExitCode.TRAINING_FAILED,  # the interpreter's, if an exception ends it

@@ -13,16 +13,19 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from elastic_agents.workers.logs_specs import NamedLogs
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.config.output import LATEST, Route
-from elastic_launch.contract import Placement
+from elastic_launch.contract import NoPlacement, Placement
 from elastic_launch.error_file import MOST_BYTES
 from elastic_launch.system.private_files import make_private, open_private, read_small
 from elastic_launch.system.writer_thread import Writer
 
 _log = logging.getLogger("elastic_launch.agent")
+
+P = TypeVar("P", Placement, NoPlacement)
 
 PREFIX = f"elastic-launch-errors-{os.uname().nodename.replace('/', '-')}-"
 """How the names of this host's directories for the exceptions of running workers begin."""
@@ -86,8 +89,8 @@ class LogPlaces:
     def prepare(
         self,
         number: int,
-        placements: Sequence[Placement],
-        environment: Callable[[Placement, str], dict[str, str]],
+        placements: Sequence[P],
+        environment: Callable[[P, str], dict[str, str]],
         kept: Mapping[int, WorkerLogs],
     ) -> tuple[dict[int, WorkerLogs], dict[int, dict[str, str]]]:
         """Make a round's directories; return the workers' logs, and the environments of new ones, both by local rank.
@@ -148,10 +151,10 @@ class LogPlaces:
             os.close(self._lock)
             self.local = None
 
-    def _own(self, name: str, placement: Placement) -> WorkerLogs:
+    def _own(self, name: str, placement: Placement | NoPlacement) -> WorkerLogs:
         config = self._config
         directory = config.run_directory / name
-        if placement.rank < 0:
+        if placement.rank is None:
             directory /= config.node_id  # nodes may share the run's directory
         out, err = config.output.routes(placement, directory, role=config.role, node_id=config.node_id)
         error_file = directory / config.output.worker_directory(placement) / "error.json"

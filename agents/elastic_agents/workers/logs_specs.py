@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing import Std as TorchStd
 
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.config.output import LOGS_SPECS_GROUP, Route, Streams
-from elastic_launch.contract import Placement
+from elastic_launch.contract import NoPlacement, Placement
 from elastic_launch.errors import UsageError
 
 
@@ -37,7 +37,7 @@ class NamedLogs:
         self._specs = torch_logs_specs(config)
 
     def places(
-        self, placements: Sequence[Placement], envs: dict[int, dict[str, str]]
+        self, placements: Sequence[Placement | NoPlacement], envs: dict[int, dict[str, str]]
     ) -> dict[int, tuple[Route, Route, Path | None]]:
         """Return the routes of stdout and stderr and the error file (if there is one), by local rank.
 
@@ -53,7 +53,7 @@ class NamedLogs:
         except Exception as error:  # third-party code may raise anything
             raise LogsSpecsFailed(f"{self._asked} cannot say where the logs go: {error!r}") from error
 
-    def _place(self, placement: Placement, dest: LogsDest) -> tuple[Route, Route, Path | None]:
+    def _place(self, placement: Placement | NoPlacement, dest: LogsDest) -> tuple[Route, Route, Path | None]:
         output = self._config.output
         out = self._route(placement, dest.stdouts, dest.tee_stdouts, output.stdout_filters, dest.filtered_stdout)
         err = self._route(placement, dest.stderrs, dest.tee_stderrs, output.stderr_filters, dest.filtered_stderr)
@@ -61,7 +61,7 @@ class NamedLogs:
 
     def _route(
         self,
-        placement: Placement,
+        placement: Placement | NoPlacement,
         files: Mapping[int, str],
         tee: Mapping[int, str],
         filters: tuple[str, ...],
@@ -75,7 +75,7 @@ class NamedLogs:
             console=files[local_rank] == "" or tee.get(local_rank, os.devnull) != os.devnull,
             path=_file(files[local_rank]),
             prefix=header if output.prefix or local_rank in tee else "",
-            rank=placement.rank,
+            rank=placement.rank or 0,
             filters=filtered,
             matching=_file(matching) if filtered else None,
             header=header,

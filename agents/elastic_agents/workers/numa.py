@@ -17,8 +17,9 @@ def check_binding(config: LaunchConfig) -> None:
     Raises:
         UsageError: if a worker cannot be bound.
     """
-    mode = config.options.numa_binding
-    for local_rank in range(config.nproc if mode else 0):
+    if (mode := config.options.numa_binding) is None:
+        return
+    for local_rank in range(config.nproc):
         try:
             with _quiet("torch.numa.binding"):
                 bound([], local_rank, mode)
@@ -41,14 +42,12 @@ def _quiet(name: str) -> Iterator[None]:
         logger.disabled = before
 
 
-def bound(argv: Sequence[str], local_rank: int, mode: str | None) -> list[str]:
+def bound(argv: Sequence[str], local_rank: int, mode: str) -> list[str]:
     """Return a command that runs the given one on the CPUs of a local rank's GPU.
 
     Raises:
         Exception: torch's own (it does not document the types), if these CPUs cannot be determined.
     """
-    if mode is None:
-        return list(argv)
     # torch offers this only to its own agent. It is the only implementation of its four modes.
     from torch.numa.binding import AffinityMode, NumaOptions, _maybe_wrap_command_args_with_numa_binding
 

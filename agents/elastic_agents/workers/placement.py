@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING
 from elastic_agents.workers.numa import bound
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.config.torch_options import visible_device
-from elastic_launch.contract import ENV_LOCAL_RANK, ENV_STACKS, Place, Placement, ahead_environment, worker_environment
+from elastic_launch.contract import (
+    ENV_LOCAL_RANK,
+    ENV_STACKS,
+    NoPlacement,
+    Place,
+    Placement,
+    ahead_environment,
+    worker_environment,
+)
 from elastic_launch.rendezvous.record import Round
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.rendezvous.wire.addresses import early_address, has_usable_name, interface_of
@@ -51,7 +59,7 @@ def group_of(config: LaunchConfig, handler: RendezvousHandler) -> WorkerGroup:
 def place(group: WorkerGroup, formed: Round, config: LaunchConfig) -> list[Placement]:
     """Assign a round's ranks to a group's workers, and return the placements of those in the round, by local rank.
 
-    Workers that have no part in the round get the rank -1.
+    Workers that have no part in the round get the rank -1, as torch's have before their first round.
     """
     me = next(rank for rank, member in enumerate(formed.members) if member.node_id == config.node_id)
     first_member = formed.members[0]
@@ -90,17 +98,13 @@ def place(group: WorkerGroup, formed: Round, config: LaunchConfig) -> list[Place
     return placed
 
 
-def unplaced(local_rank: int, replica_size: int = 1) -> Placement:
-    """Return what is known of the placement of a worker that is started ahead: its local rank. The rank is -1."""
-    return Placement(-1, local_rank, -1, 0, 0, 0, "", 0, -1, 0, first_on_node=False, replica_size=replica_size)
-
-
-def arguments(config: LaunchConfig, placement: Placement) -> list[str]:
+def arguments(config: LaunchConfig, placement: Placement | NoPlacement) -> list[str]:
     """Return a worker's command."""
     program, *rest = config.command.argv
     # torchrun's only macro; its own substitution would also turn $$ into $, which breaks shell scripts.
     command = [program, *(text.replace("${local_rank}", str(placement.local_rank)) for text in rest)]
-    return bound(command, placement.local_rank, config.options.numa_binding)
+    mode = config.options.numa_binding
+    return bound(command, placement.local_rank, mode) if mode else command
 
 
 def environment(
@@ -134,7 +138,7 @@ def environment(
 def environment_ahead(
     config: LaunchConfig,
     shared: Mapping[str, str],
-    placement: Placement,
+    ahead: NoPlacement,
     *,
     restarts: int,
     error_file: str,
@@ -142,7 +146,9 @@ def environment_ahead(
 ) -> dict[str, str]:
     """Return the environment of a worker that is started ahead of a place in a round."""
     form = m.Form(0, Round(0), restarts, AHEAD, max_restarts=config.limits.max_restarts)
-    env = environment(config, shared, form, placement, error_file=error_file, socket=socket)
+    local_rank, size = ahead.local_rank, config.replica_size
+    any_place = Placement(0, local_rank, 0, 1, 1, 1, "", 0, 0, 1, first_on_node=False, replica_size=size)
+    env = environment(config, shared, form, any_place, error_file=error_file, socket=socket)
     return ahead_environment(env, workers=config.nproc)
 
 

@@ -14,7 +14,7 @@ from operator import itemgetter
 
 from elastic_agents.inbox import ProcessEnding
 from elastic_agents.policy_types import Reported, WorkerExit
-from elastic_agents.step_timer import StepTimer
+from elastic_agents.timers import StepTimer
 from elastic_agents.workers.failures import OutOfMemoryKills, about, disconnection, printed_last, raised_in, report
 from elastic_agents.workers.guard import Guard
 from elastic_agents.workers.logs import WorkerLogs, keep_error
@@ -25,7 +25,7 @@ from elastic_agents.workers.stuck import StuckDetector
 from elastic_agents.workers.watchdog import TimerExpired
 from elastic_launch.clock import Clock
 from elastic_launch.config.launch_config import LaunchConfig
-from elastic_launch.contract import Placement
+from elastic_launch.contract import NoPlacement, Placement
 from elastic_launch.error_file import ErrorFile, read_error_file
 from elastic_launch.events.sentences import ending
 from elastic_launch.failure import Failure
@@ -64,7 +64,7 @@ class _Worker:
     """
 
     round: int
-    placement: Placement
+    placement: Placement | NoPlacement
     placed: float
     pid: int
     started: float
@@ -78,6 +78,11 @@ class _Worker:
     alike: tuple[int, ...] = ()
     restoring: bool = False
     corrupt: bool = False
+
+    @property
+    def who(self) -> str:
+        where = self.placement
+        return f"local rank {where.local_rank}, started ahead" if where.rank is None else f"rank {where.rank}"
 
 
 class RoundWorkers:
@@ -129,7 +134,7 @@ class RoundWorkers:
     def start(
         self,
         round_number: int,
-        placement: Placement,
+        placement: Placement | NoPlacement,
         argv: Sequence[str],
         env: Mapping[str, str],
         logs: WorkerLogs,
@@ -199,7 +204,8 @@ class RoundWorkers:
 
     def running(self, round_number: int) -> list[tuple[Placement, int, WorkerLogs]]:
         """The workers of a round that have not been reaped: placement, pid and logs."""
-        return [(w.placement, pid, w.logs) for pid, w in self._alive.items() if w.round == round_number]
+        of_round = [(w.placement, pid, w.logs) for pid, w in self._alive.items() if w.round == round_number]
+        return [(place, pid, logs) for place, pid, logs in of_round if isinstance(place, Placement)]
 
     def suspends(self, local_ranks: Collection[int]) -> None:
         """Record that workers are told to leave the round: from now on they may fail because of that."""
@@ -242,8 +248,8 @@ class RoundWorkers:
         now = self._clock.now()
         if exit_code == -signal.SIGKILL and worker.ended_with is not None:
             exit_code = worker.ended_with
-            text = "rank %d (pid %d) was killed after its script had ended with exit code %d"
-            _log.warning(text, worker.placement.rank, pid, exit_code)
+            text = "%s (pid %d) was killed after its script had ended with exit code %d"
+            _log.warning(text, worker.who, pid, exit_code)
         if worker.stopped is None and (exit_code > 0 or exit_code == -signal.SIGTERM):
             worker.stopped = worker.suspends  # a worker that cannot leave its round ends itself by SIGTERM
         if exit_code != 0:
@@ -252,8 +258,7 @@ class RoundWorkers:
             self._leave_empty_sessions()
         self._files.put(lambda data: keep_error(worker.logs))
         where, ran = worker.placement, now - worker.started
-        rank = where.rank if worker.round else None
-        found = WorkerExit(worker.round, where.local_rank, exit_code, rank=rank, pid=pid, ran=ran, ended=now)
+        found = WorkerExit(worker.round, where.local_rank, exit_code, rank=where.rank, pid=pid, ran=ran, ended=now)
         self._reaped[where.local_rank] = (worker, found)
         return found
 
@@ -326,9 +331,10 @@ class RoundWorkers:
     def _done(self, round_number: int) -> list[int]:
         """The ranks of a round that have ended with 0 by themselves."""
         return [
-            worker.placement.rank
+            reaped.rank
             for worker, reaped in self._reaped.values()
             if reaped.round == round_number and not reaped.exit_code and worker.stopped is None
+            if reaped.rank is not None
         ]
 
     def _about(self, worker: _Worker, failed: float, step_timer: StepTimer) -> Failure:
@@ -374,8 +380,8 @@ class RoundWorkers:
             if heeds(worker.pid, number):
                 self._processes.signal(worker.pid, number)
             else:
-                spared.append(worker.placement.rank)
-        return spared
+                spared.append(worker.placement)
+        return [place.rank for place in spared if place.rank is not None]
 
     def kill(self, local_ranks: Collection[int] | None = None, *, ending: bool = False) -> None:
         """Kill workers (None: all that are left) with their entire sessions; their exits are reported as usual.
@@ -397,7 +403,7 @@ class RoundWorkers:
         worker = self._alive.get(sid)
         if worker is None:
             return
-        about = f"rank {worker.placement.rank} (pid {expired.pid}): its timer {expired.scope!r} has expired"
+        about = f"{worker.who} (pid {expired.pid}): its timer {expired.scope!r} has expired"
         if not expired.number:
             _log.warning("%s; it asked for no signal", about)
             return
@@ -416,10 +422,8 @@ class RoundWorkers:
         if len(stuck) < len(workers):
             return  # a worker that still runs may need the others
         for pid in stuck:
-            rank = self._alive[pid].placement.rank
-            _log.error(
-                "rank %d (pid %d) hangs in its interpreter's lock, and is killed: others have finished", rank, pid
-            )
+            text = "%s (pid %d) hangs in its interpreter's lock, and is killed: others have finished"
+            _log.error(text, self._alive[pid].who, pid)
             self._processes.signal(pid, signal.SIGKILL)
 
     def end_round(self, spared: Collection[int] = ()) -> list[int]:

@@ -236,12 +236,12 @@ def resume(pids: Collection[int], sids: Set[int]) -> bool:
     return bool(left)
 
 
-def session_of(pid: int) -> int:
-    """Return the session of a process; -1 if it has ended."""
+def session_of(pid: int) -> int | None:
+    """Return the session of a process; None if it has ended."""
     try:
         return os.getsid(pid)
     except OSError:
-        return -1
+        return None
 
 
 def _send(pids: Collection[int], number: int) -> None:

@@ -11,16 +11,16 @@ from typing import TypeVar
 
 from elastic_agents.inbox import Inbox
 from elastic_agents.policy_types import AheadOver, StartFailed, StartWorkers, WorkerExit
-from elastic_agents.start_timer import StartTimer
+from elastic_agents.timers import StartTimer
 from elastic_agents.workers.control import Control
 from elastic_agents.workers.logs import LogPlaces, WorkerLogs
 from elastic_agents.workers.logs_specs import LogsSpecsFailed
-from elastic_agents.workers.placement import AHEAD, arguments, environment, environment_ahead, place_of, unplaced
+from elastic_agents.workers.placement import AHEAD, arguments, environment, environment_ahead, place_of
 from elastic_agents.workers.processes import ExecProcesses
 from elastic_agents.workers.round_workers import RoundWorkers
 from elastic_launch.clock import Clock
 from elastic_launch.config.launch_config import LaunchConfig
-from elastic_launch.contract import Placement, Ready
+from elastic_launch.contract import NoPlacement, Placement, Ready
 from elastic_launch.errors import ExitCode
 from elastic_launch.events.types import EventSink, WorkerAhead, WorkerKept, WorkerPlaced, WorkerStarted
 from elastic_launch.rendezvous.wire import messages as m
@@ -51,7 +51,7 @@ class _Staggered:
 
     number: int
     cause: str
-    left: list[Placement]
+    left: list[Placement | NoPlacement]
     envs: Mapping[int, Mapping[str, str]]
     logs: Mapping[int, WorkerLogs]
 
@@ -218,10 +218,10 @@ class WorkerStarts:
             self._begin_ahead(put_off, max(put_off.values()))
 
     def _begin_ahead(self, local_ranks: Collection[int], restarts: int) -> None:
-        placed = [unplaced(local_rank, self._config.replica_size) for local_rank in sorted(local_ranks)]
+        placed = [NoPlacement(local_rank) for local_rank in sorted(local_ranks)]
         self._processes.prepare(len(placed), lambda: self._inbox.put(self._start_next_ahead))
 
-        def env(placement: Placement, error_file: str) -> dict[str, str]:
+        def env(placement: NoPlacement, error_file: str) -> dict[str, str]:
             where = {"error_file": error_file, "socket": self._control.address}
             return environment_ahead(self._config, self._shared, placement, restarts=restarts, **where)
 
@@ -231,7 +231,7 @@ class WorkerStarts:
             for placement in placed:
                 self._not_ahead(placement.local_rank, error)
             return
-        self._ahead.append(_Staggered(0, AHEAD, placed, envs, logs))
+        self._ahead.append(_Staggered(0, AHEAD, list(placed), envs, logs))
 
     def kill_ahead(self, local_ranks: Collection[int]) -> None:
         """Kill workers that were started ahead; those that have not started yet never will."""
@@ -292,7 +292,7 @@ class WorkerStarts:
 
     # All workers.
 
-    def _start(self, start: _Staggered, placement: Placement) -> int:
+    def _start(self, start: _Staggered, placement: Placement | NoPlacement) -> int:
         local_rank, began = placement.local_rank, self._clock.now()
         argv, env = arguments(self._config, placement), start.envs[local_rank]
         logs, inherit = start.logs[local_rank], self._config.command.inherit
@@ -301,8 +301,7 @@ class WorkerStarts:
             self._clock,
         )
         took = round(self._clock.now() - began, 6)
-        rank = placement.rank if start.number else None
-        self._events.emit(WorkerStarted(start.number, rank, local_rank, pid, start.cause, took))
+        self._events.emit(WorkerStarted(start.number, placement.rank, local_rank, pid, start.cause, took))
         return pid
 
     def _environment(self, form: m.Form, placement: Placement, error_file: str) -> dict[str, str]:
@@ -310,7 +309,7 @@ class WorkerStarts:
         return environment(self._config, self._shared, form, placement, error_file=error_file, socket=address)
 
 
-def start_failed(cause: str, missing: Sequence[Placement], error: Exception) -> StartFailed:
+def start_failed(cause: str, missing: Sequence[Placement | NoPlacement], error: Exception) -> StartFailed:
     """Return the event that a round cannot begin here, for want of workers."""
     lacking = lacks_processes(error) or (isinstance(error, OSError) and scarce(error))  # not the script's failure
     code = ExitCode.TRAINING_FAILED if lacking else ExitCode.STARTUP_FAILURE

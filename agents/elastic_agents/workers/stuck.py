@@ -29,11 +29,11 @@ class _Seen:
     """A main thread that does not run.
 
     Attributes:
-        switches: how often it had run.
+        switches: how often it had run; None if that is unknown.
         looks, waited: number of checks, and in how many of them a thread waited for the lock.
     """
 
-    switches: int
+    switches: int | None
     looks: int = 0
     waited: int = 0
 
@@ -52,7 +52,7 @@ class StuckDetector:
     def _looked(self, pid: int) -> _Seen:
         switches = _switches(pid)
         seen = self._seen.get(pid)
-        if seen is None or switches < 0 or seen.switches != switches:
+        if seen is None or switches is None or seen.switches != switches:
             return _Seen(switches)
         seen.looks += 1
         seen.waited += _waits_for_interpreter(pid)
@@ -64,10 +64,10 @@ def _hangs(seen: _Seen) -> bool:
     return seen.waited > seen.looks / 2 and seen.looks * LOOK_EVERY >= STUCK_AFTER
 
 
-def _switches(pid: int) -> int:
-    """How often the main thread has left a CPU; -1 if that is unknown."""
+def _switches(pid: int) -> int | None:
+    """How often the main thread has left a CPU; None if that is unknown."""
     counts = [int(count) for name, count in status_of(pid).items() if name.endswith("voluntary_ctxt_switches")]
-    return sum(counts) if len(counts) == 2 else -1
+    return sum(counts) if len(counts) == 2 else None
 
 
 def _waits_for_interpreter(pid: int) -> bool:

@@ -315,6 +315,8 @@ class AdminRequests:
     def _happened(self, event: Event, now: float) -> None:
         if event.printed:
             self._incidents.append((now, sentence(event)))
+        if not self._callers:
+            return
         match event:
             case RoundDrained(step=step):
                 for _, waiting in self._pending():

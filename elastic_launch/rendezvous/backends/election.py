@@ -26,6 +26,7 @@ from elastic_launch.clock import Clock
 from elastic_launch.config.endpoints import Endpoint
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.errors import EndpointError, ExitCode, InternalError, LeasedError, RefusedError, StoreError
+from elastic_launch.events.sentences import why
 from elastic_launch.events.types import EventSink, LeaderElected
 from elastic_launch.rendezvous.backends.c10d import ACK_TIMEOUT, FoundLeader, NodeAddress
 from elastic_launch.rendezvous.backends.rival import Rivals
@@ -308,7 +309,7 @@ class ElectedBackend:
         look = min(WATCH, self._config.timing.dead_after / 5)
         rivals = Rivals(record.run, self._incarnation, self._config.token)
         self._leader_term = _LeaderTerm(service, self._store, claimed, self._clock, look, rivals, self._most_unsure)
-        self._events.emit(LeaderElected(self._config.node_id, record.term, takeover.cause))
+        self._events.emit(LeaderElected(self._config.node_id, record.term, why(takeover.cause)))
         self._leader_term.start()
         return found_by(record)
 

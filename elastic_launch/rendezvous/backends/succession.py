@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from elastic_launch.events.facts import Succeeded
 from elastic_launch.rendezvous.record import ControlRecord
 
 REFUSED_FOR = 0.5
@@ -15,11 +16,12 @@ class Takeover:
     """The decision to raise the term.
 
     Attributes:
+        cause: why; ``first`` if no node has led the run.
         dead: incarnation of the node whose process is known to be dead, or empty.
         silent: incarnation of the leader that could not be reached for dead_after, or empty.
     """
 
-    cause: str
+    cause: str | Succeeded
     dead: str = ""
     silent: str = ""
 
@@ -101,10 +103,10 @@ class Succession:
                 return None
             if self._tried is not None and self._tried[0] == record.term:
                 return self._tried[1]  # its write got no answer, and it has not led in that term
-            return Takeover("this node led before")
+            return Takeover(Succeeded("led"))
         if not record.leader.port:
             # The leader recorded that after its workers had ended.
-            return Takeover(f"leader {record.leader.node_id} left", record.leader.incarnation)
+            return Takeover(Succeeded("left", record.leader.node_id), record.leader.incarnation)
         doubt = self._doubt
         if doubt is None or doubt.term != record.term:
             return None
@@ -118,7 +120,7 @@ class Succession:
         dead = doubt.refused_since is not None and now - doubt.refused_since >= REFUSED_FOR
         if not dead and waited < self._dead_after:
             return None
-        lost, gone = f"leader {record.leader.node_id} lost: ", record.leader.incarnation
+        leader, gone = record.leader.node_id, record.leader.incarnation
         if dead:
-            return Takeover(f"{lost}its process is gone", dead=gone)
-        return Takeover(f"{lost}it could not be reached for {waited:.1f} s", silent=gone)
+            return Takeover(Succeeded("gone", leader), dead=gone)
+        return Takeover(Succeeded("unreachable", leader, waited), silent=gone)

@@ -1,17 +1,18 @@
-"""Forming the next round from the nodes that wait for it, and having newcomers start before there is one for them.
+"""Forming the next round: its members and their order, and having newcomers start before there is one for them.
 
-Also what happens next, as text for users.
+Also what happens next.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from elastic_launch.errors import ExitCode
-from elastic_launch.events.sentences import sentence
+from elastic_launch.events.facts import Outlook, RunCause, TooFewNodes
+from elastic_launch.events.sentences import sentence, why
 from elastic_launch.events.types import Parked, RoundFormed
-from elastic_launch.rendezvous.leader.leavers import is_needed, sources
-from elastic_launch.rendezvous.leader.nodes import ACTIVE, DONE, EXCLUDED, LEAVING, MEMBER, Node
+from elastic_launch.rendezvous.leader.nodes import ACTIVE, DONE, EXCLUDED, LEAVING, MEMBER, Node, is_needed, sources
 from elastic_launch.rendezvous.leader.phases import (
     Broken,
     Draining,
@@ -23,7 +24,6 @@ from elastic_launch.rendezvous.leader.phases import (
     Running,
     last_failure,
 )
-from elastic_launch.rendezvous.leader.ranks import choose
 from elastic_launch.rendezvous.leader.resizing import NOT_WAITING, joinable, prepared, waiting
 from elastic_launch.rendezvous.leader.state import LeaderState
 from elastic_launch.rendezvous.leader.verdict import Kind
@@ -52,9 +52,7 @@ def gather(state: LeaderState, phase: Gathering | ParkedRun, now: float) -> Phas
     if isinstance(phase, ParkedRun):
         if now - phase.at < state.timing.min_wait:
             return phase
-        waited = f"--min-wait {state.timing.min_wait:g} s"
-        cause = f"{there} of at least {least} nodes (--nnodes) after {waited}"
-        return _end(state, phase, ExitCode.TOO_FEW_NODES, cause, now)
+        return _end(state, phase, ExitCode.TOO_FEW_NODES, TooFewNodes(there, least, state.timing.min_wait), now)
     if not there and phase.after is None:
         return phase
     event = Parked(there, least, state.timing.min_wait)
@@ -66,7 +64,7 @@ def gather(state: LeaderState, phase: Gathering | ParkedRun, now: float) -> Phas
     return ParkedRun(phase.after, now)
 
 
-def _end(state: LeaderState, phase: Gathering | ParkedRun, code: int, cause: str, now: float) -> Ended:
+def _end(state: LeaderState, phase: Gathering | ParkedRun, code: int, cause: RunCause, now: float) -> Ended:
     failure = last_failure(phase)
     state.end(code, cause, failure, now)
     return Ended(failure)
@@ -82,6 +80,59 @@ def _candidates(state: LeaderState, after: Broken | None) -> list[Node]:
     return ready if after is not None and len(ready) >= state.limits.min_nodes else waiting(state.nodes)
 
 
+def choose(nodes: Sequence[Node], last: Round, limit: int) -> list[Node]:
+    """Return the members of the next round in rank order, at most ``limit`` of the nodes.
+
+    Survivors keep their order. Other nodes take the places of lost members, and then follow, in order of arrival; they
+    are the first to be left out if there are too many nodes. Then each node that asks for an existing rank gets it,
+    earlier nodes in that order first, and the others fill the gaps.
+
+    Args:
+        last: the previous round; an agent that was restarted since then counts as another.
+    """
+
+    def seniority(node: Node) -> tuple[bool, int, int]:
+        rank = _rank_in(last, node)
+        return rank is None, rank or 0, node.arrival
+
+    order = _placed(sorted(nodes, key=seniority)[:limit], last)
+    seats: list[Node | None] = [None] * len(order)
+    unseated: list[Node] = []
+    for node in order:
+        wanted = node.hello.wanted_rank
+        if wanted is not None and 0 <= wanted < len(seats) and seats[wanted] is None:
+            seats[wanted] = node
+        else:
+            unseated.append(node)
+    # A requested rank beyond this round's size still determines the order.
+    rest = iter(sorted(unseated, key=lambda node: _beyond(node.hello.wanted_rank, len(order))))
+    return [seat or next(rest) for seat in seats]
+
+
+def _rank_in(last: Round, node: Node) -> int | None:
+    return last.index(node.hello.node_id, node.hello.incarnation)
+
+
+def _placed(nodes: list[Node], last: Round) -> list[Node]:
+    """Move newcomers, which come last, to the places of lost members.
+
+    The first place goes to a survivor if there is one: the others connect to the first member, and none of them may be
+    able to connect to a newcomer.
+    """
+    ranks = [rank for node in nodes if (rank := _rank_in(last, node)) is not None]
+    survivors, newcomers = nodes[: len(ranks)], nodes[len(ranks) :]
+    placed: list[Node] = []
+    for rank, node in zip([0, *ranks[1:]], survivors, strict=False):
+        while newcomers and len(placed) < rank:
+            placed.append(newcomers.pop(0))
+        placed.append(node)
+    return placed + newcomers
+
+
+def _beyond(wanted: int | None, size: int) -> tuple[bool, int]:
+    return (True, wanted) if wanted is not None and wanted >= size else (False, 0)
+
+
 def _form(state: LeaderState, after: Broken | None, now: float) -> Running:
     chosen = choose(_candidates(state, after), state.record.round, state.limits.max_nodes)
     members = tuple(
@@ -90,7 +141,7 @@ def _form(state: LeaderState, after: Broken | None, now: float) -> Running:
     )
     formed = Round(max(state.floor, state.record.round.number) + 1, members)
     state.first_round = state.first_round or formed.number
-    cause, since = (after.cause, after.at) if after is not None else ("first", state.began)
+    cause, since = (why(after.cause), after.at) if after is not None else ("first", state.began)
     budget = state.budget
     left_out = {"faulty": state.exclusion.recorded(now), **state.refused(now)}
     state.commit(replace(state.record, round=formed, **left_out, **budget.recorded))
@@ -140,14 +191,14 @@ def start_ahead(state: LeaderState, phase: Running | Draining | Broken) -> None:
         state.send(node.link, m.StartAhead(state.record.term, state.record.round.number))
 
 
-def outlook(phase: Phase, state: LeaderState) -> str:
-    """Return what happens next, as text."""
+def outlook(phase: Phase, state: LeaderState) -> Outlook:
+    """Return what happens next."""
     nodes, limits = state.nodes, state.limits
     match phase:
         case Ended():
-            return "the run has ended"
+            return Outlook("ended")
         case Ending():
-            return "the run ends"
+            return Outlook("ends")
         case Running():
             return _while_running(state)
         case Draining() | Broken():
@@ -155,28 +206,28 @@ def outlook(phase: Phase, state: LeaderState) -> str:
         case Gathering():
             first, ends = phase.after is None, phase.ends
         case ParkedRun():
-            first, ends = phase.after is None, ""
+            first, ends = phase.after is None, None
     # A node that is still stopping its workers after a broken round counts: it will join the next one.
     there = nodes.count(lacks=LEAVING)
     if ends:
-        return "the run ends"
+        return Outlook("ends")
     if there >= limits.max_nodes:
-        return "a round forms"
+        return Outlook("forms")
     if there < limits.min_nodes:
-        return f"waiting for nodes: {there} of at least {limits.min_nodes}"
+        return Outlook("waits", there, limits.min_nodes)
     if not first:
-        return "a new round forms"
-    return f"the first round forms at {limits.max_nodes} nodes or {state.timing.join_settle:g} s without an arrival"
+        return Outlook("forms again")
+    return Outlook("gathers", of=limits.max_nodes, seconds=state.timing.join_settle)
 
 
-def _while_running(state: LeaderState) -> str:
+def _while_running(state: LeaderState) -> Outlook:
     there, most = state.nodes.where(lacks=NOT_WAITING | EXCLUDED), state.limits.max_nodes
     there = [node for node in there if not node.apart]
     if not there:
-        return "training goes on"
+        return Outlook("trains")
     if state.nodes.count(ACTIVE) >= most:
-        return f"round is full, {len(there)} spare"
+        return Outlook("full", len(there))
     if not state.resizing.pays(state.record.round, most, state.turned, there):
-        return "the run ends before a resize pays"
+        return Outlook("too late")
     starting = state.live and all(node.importing or not node.ahead for node in there)
-    return "training is resized once workers have started there" if starting else "training is resized"
+    return Outlook("starts ahead" if starting else "resizes")

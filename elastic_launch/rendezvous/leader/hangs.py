@@ -6,7 +6,8 @@ import signal
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from elastic_launch.events.sentences import all_hang, worker_failed
+from elastic_launch.events.facts import Cause, RoundHangs
+from elastic_launch.events.sentences import why
 from elastic_launch.events.types import HangFound
 from elastic_launch.failure import BegunInstead, Failure, Hang, SplitCollective, StallPlace
 from elastic_launch.rendezvous.wire.messages import Collective, Stalled, StalledWorker
@@ -39,22 +40,20 @@ class Verdict:
     doing: str
     seconds: float
     failures: tuple[Failure, ...] = ()
-    places: tuple[tuple[StallPlace, list[int]], ...] = ()
+    places: tuple[tuple[StallPlace, tuple[int, ...]], ...] = ()
     collectives: tuple[SplitCollective, ...] = ()
     stood: frozenset[StallPlace] = frozenset()
 
     @property
-    def cause(self) -> str:
-        """The verdict in one line."""
-        if self.failures:
-            return worker_failed(self.failures[0])
-        return all_hang(self.doing, self.places, self.collectives)
+    def cause(self) -> Cause:
+        """The first failure, or how the round hangs."""
+        return self.failures[0] if self.failures else RoundHangs(self.doing, self.places, self.collectives)
 
     def event(self, round_number: int) -> HangFound:
         """Return what is recorded of it."""
         hung = [(x.rank, x.node_id, x.host, x.hang.at) for x in self.failures if x.rank is not None and x.hang]
         ranks, nodes, hosts, places = zip(*hung, strict=True) if hung else ((), (), (), ())
-        return HangFound(round_number, self.cause, self.seconds, ranks, nodes, hosts, places, self.collectives)
+        return HangFound(round_number, why(self.cause), self.seconds, ranks, nodes, hosts, places, self.collectives)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +125,7 @@ def judge_stalled(
     stood = frozenset(each.place for each in hung or seen)
     seconds = max(report.seconds for report in reports.values())  # as the last report says
     if not hung:
-        places = tuple(_ranks_by_place(seen))
+        places = _ranks_by_place(seen)
         return Verdict(seen[0].report.doing, seconds, places=places, collectives=splits, stood=stood)
     others = _ranks_by_place([each for each in seen if each not in hung])
     failures = tuple(_failure(round_number, each, others, ran) for each in hung)
@@ -182,17 +181,19 @@ def _apart(seen: Sequence[_Seen]) -> list[_Seen]:
     return [each for each in seen if most and each.place != most[0]]
 
 
-def _ranks_by_place(seen: Sequence[_Seen]) -> list[tuple[StallPlace, list[int]]]:
+def _ranks_by_place(seen: Sequence[_Seen]) -> tuple[tuple[StallPlace, tuple[int, ...]], ...]:
     """Return the places, with collectives, and the ranks that are there."""
     found: dict[StallPlace, list[int]] = {}
     for each in seen:
         found.setdefault(each.in_collective, []).append(each.worker.rank)
-    return list(found.items())
+    return tuple((place, tuple(ranks)) for place, ranks in found.items())
 
 
-def _failure(round_number: int, hung: _Seen, others: Sequence[tuple[StallPlace, list[int]]], ran: float) -> Failure:
+def _failure(
+    round_number: int, hung: _Seen, others: Sequence[tuple[StallPlace, tuple[int, ...]]], ran: float
+) -> Failure:
     worker, report = hung.worker, hung.report
-    there, numbers = others[0] if hung.waits and others else (None, [])
+    there, numbers = others[0] if hung.waits and others else (None, ())
     return Failure(
         node_id=hung.node,
         kind="hang",
@@ -205,5 +206,5 @@ def _failure(round_number: int, hung: _Seen, others: Sequence[tuple[StallPlace, 
         log=worker.log,
         round=round_number,
         host=report.host,
-        hang=Hang(report.doing, report.seconds, hung.in_collective, tuple(numbers), there),
+        hang=Hang(report.doing, report.seconds, hung.in_collective, numbers, there),
     )

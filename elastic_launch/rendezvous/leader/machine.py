@@ -24,7 +24,8 @@ from dataclasses import replace
 
 from elastic_launch.config.launch_config import Limits, Timing
 from elastic_launch.errors import ExitCode
-from elastic_launch.events.sentences import sentence
+from elastic_launch.events.facts import Loss, Misfit, Outside
+from elastic_launch.events.sentences import command_differs, limits_differ, refused, sentence, why
 from elastic_launch.events.types import FaultLanded, JoinBlocked, NodeDiffers, NodeJoined, NodeRefused, RunResized
 from elastic_launch.failure import Failure
 from elastic_launch.rendezvous.leader.admission import differences, intrusion, refusal
@@ -36,7 +37,6 @@ from elastic_launch.rendezvous.leader.state import LeaderState
 from elastic_launch.rendezvous.leader.types import Instruction
 from elastic_launch.rendezvous.record import ControlRecord, Round
 from elastic_launch.rendezvous.wire import messages as m
-from elastic_launch.system.plain_text import clipped, one_line
 
 TURN_CAP = 2.0
 """Most seconds of silence that a gap between the leader's own turns counts: a suspended leader evicts no node."""
@@ -142,11 +142,12 @@ class LeaderMachine:
     def hello(self, link: int, hello: m.NodeHello, now: float) -> list[Instruction]:
         """Handle a node's hello on a new link."""
         self._wake(now)
-        reason = refusal(hello, self.record, self._command) or self._intrudes(hello)
-        if reason is not None:
-            self._send(link, m.Refused(self.record.term, *reason))
+        misfit = refusal(hello, self.record, self._command) or self._intrudes(hello)
+        if misfit is not None:
+            reason, hint = refused(hello.node_id, misfit)
+            self._send(link, m.Refused(self.record.term, reason, hint))
             self._close(link)
-            self._emit(NodeRefused(hello.node_id, reason[0]))
+            self._emit(NodeRefused(hello.node_id, reason))
             return self._flush()
         if self.record.end is not None:
             self._send(link, self.end_order())
@@ -162,7 +163,7 @@ class LeaderMachine:
         self._learn(hello, now)
         self._compare(link, hello, tell=comes)
         if self._is_of_another_run(hello) and not hello.holding:  # else its workers have to end first, see `_admit`
-            self._send(link, m.Evicted(self.record.term, "the run has begun anew without it", anew=True))
+            self._send(link, m.Evicted(self.record.term, why(Outside("anew")), anew=True))
             self._close(link)
             return self._flush()
         known = self.nodes.get(hello.node_id)
@@ -239,7 +240,7 @@ class LeaderMachine:
         if self.ended:
             self.nodes.remove(node)
             return []
-        self._rounds.lose(node, "its connection closed", now)
+        self._rounds.lose(node, Loss("closed"), now)
         self._consider(now)
         return self._flush()
 
@@ -257,7 +258,7 @@ class LeaderMachine:
         for node in self.nodes.silent(now, dead_after):
             silence = now - node.heard
             self._close(node.link)
-            self._rounds.lose(node, f"silent for {silence:.1f} s", now, silence)
+            self._rounds.lose(node, Loss("silent", silence), now)
         self._consider(now)
         return self._flush()
 
@@ -349,23 +350,23 @@ class LeaderMachine:
         if hello.round_seen is not None and member and hello.seen_round == formed.number:
             self._rounds.recall(hello.round_seen, now)
 
-    def _intrudes(self, hello: m.NodeHello) -> tuple[str, str] | None:
+    def _intrudes(self, hello: m.NodeHello) -> Misfit | None:
         if hello.node_id in self.nodes or self.record.end is not None:
             return None
         known = [places for places, _ in self._compared]
         if len(known) >= MOST_COMPARED:  # no more are noted
-            known.append(differences(self._command, hello.command)[1])
+            differs = differences(self._command, hello.command)
+            known.append(differs.places if differs is not None else ())
         nodes = self.nodes.values()
         return intrusion(hello, self.record, nodes, self._command, hosted=self._hosted, known=known)
 
     def _compare(self, link: int, hello: m.NodeHello, *, tell: bool) -> None:
         """Note how a node differs; tell it, and the user if no node has differed in that way before."""
-        arguments, places = differences(self._command, hello.command)
-        limits = ""
-        if hello.limits != str(self.limits):
-            limits = f"{clipped(one_line(hello.limits), 200)}; those of the run hold: {self.limits}"
-        if not arguments and not limits:
+        differs, ours = differences(self._command, hello.command), str(self.limits)
+        if differs is None and hello.limits == ours:
             return
+        arguments, places = (command_differs(differs), differs.places) if differs is not None else ("", ())
+        limits = limits_differ(hello.limits, ours) if hello.limits != ours else ""
         event = NodeDiffers(hello.node_id, arguments, limits)
         if tell and hello.incarnation != self.record.leader.incarnation:
             self._send(link, m.UserMessage(self.record.term, sentence(event)))
@@ -392,9 +393,9 @@ class LeaderMachine:
             return False
         return run not in state.continued or 0 < state.first_round <= hello.seen_round
 
-    def _evict_for_good(self, link: int, node_id: str) -> str:
-        reason = f"a newer agent with the node id {node_id} took its place"
-        self._send(link, m.Evicted(self.record.term, reason, final=True))
+    def _evict_for_good(self, link: int, node_id: str) -> Loss:
+        reason = Loss("replaced", node=node_id)
+        self._send(link, m.Evicted(self.record.term, why(reason), final=True))
         self._close(link)
         return reason
 
@@ -420,7 +421,7 @@ class LeaderMachine:
         same_round = hello.holding == self.record.round.number and rank is not None
         # A node that comes from the previous leader does not know that the round broke: it receives the order to stop.
         if hello.holding and not (same_round and (self.running or hello.node_id in self._state.owed)):
-            self._send(link, m.Evicted(self.record.term, f"round {hello.holding} is over for it"))
+            self._send(link, m.Evicted(self.record.term, why(Outside("over", round=hello.holding))))
             self._close(link)
             return
         self._state.owed.discard(hello.node_id)
@@ -434,7 +435,7 @@ class LeaderMachine:
         self._owners[link] = hello.node_id
         self._state.review(now)
         if not hello.holding and rank is not None:
-            self._rounds.comes_without_workers(node, "came to the new leader", self._uncharged(hello), now)
+            self._rounds.comes_without_workers(node, "new leader", self._uncharged(hello), now)
         self._welcome(link, hello)
         running = self.running
         if node.active and (failure := self._uncharged(hello)) is not None:
@@ -450,7 +451,8 @@ class LeaderMachine:
         if not (self.running or self.ended or (isinstance(phase, ParkedRun) and phase.at == now)):
             self._send(link, m.UserMessage(self.record.term, self.outlook))
         if (reason := self._state.waits_why(node, now)) and node.hello.node_id in self.nodes:
-            self._send(link, m.UserMessage(self.record.term, reason))
+            text = why(reason) if isinstance(reason, Outside) else sentence(reason)
+            self._send(link, m.UserMessage(self.record.term, text))
 
     def _relink(self, node: Node, link: int, hello: m.NodeHello, now: float) -> None:
         """Handle a known node that returns before its old link was seen to close; only what it holds now counts."""
@@ -464,7 +466,7 @@ class LeaderMachine:
         if hello.leaving:
             self._rounds.leaves(node, hello.leaving, 0.0, now)
         if node.active and hello.holding != self.record.round.number:
-            self._rounds.comes_without_workers(node, "came back", self._uncharged(hello), now)
+            self._rounds.comes_without_workers(node, "back", self._uncharged(hello), now)
             node.active = False
         elif node.active:
             node.joined, node.ready, node.done = hello.joined or hello.ready or hello.done, hello.ready, hello.done

@@ -1,40 +1,21 @@
-"""Newcomers that cannot do what the others do: which they are, and for how long their hosts are left out.
+"""Newcomers that cannot do what the others do: which they are. ``exclusion`` leaves their hosts out for a while.
 
 A newcomer is a node that has not completed a step in this run, in a round with members that had when it was formed.
 What only newcomers cannot do does not fail the run: they are left out, and it goes on.
-
-A host that is left out again backs off for longer. If two hosts fail in the same way, or a worker fails as it restores
-the state of others, new processes of the run's own nodes would fail, too: no newcomers are admitted, unless a round
-lacks nodes.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from elastic_launch.errors import ExitCode
+from elastic_launch.events.facts import WorkerArguments
 from elastic_launch.failure import Failure
 from elastic_launch.rendezvous.leader.nodes import Node
 from elastic_launch.rendezvous.leader.restart_budget import LONG
-from elastic_launch.rendezvous.leader.verdict import Kind, killed, kind_of, own_code, root_cause
-from elastic_launch.rendezvous.record import RefusedHost, Round
-from elastic_launch.system.plain_text import clipped, one_line
-
-SECONDS = 10.0
-"""Seconds for which a host is left out the first time; each further time in a row is twice as long as the last."""
-
-SHOWN_BYTES = 300
-"""Most bytes that are shown of a difference between arguments."""
-
-LONGEST = 3600.0
-"""Longest such time, in seconds."""
-
-MOST = 32
-"""Most hosts in the control record: those that were left out last."""
+from elastic_launch.rendezvous.leader.verdict import Kind, is_own, kind_of, own_code, root_cause
+from elastic_launch.rendezvous.record import Round
 
 
 def newcomers_failures(
@@ -69,11 +50,6 @@ def newcomers_failures(
     return chosen
 
 
-def is_own(failure: Failure) -> bool:
-    """Whether a worker has failed by itself, as far as is known, and not because another one had."""
-    return kind_of(failure).is_fault and not (failure.symptom or failure.supposed or failure.alive)
-
-
 def _apart(formed: Round, veterans: Iterable[str], alike: Sequence[int]) -> list[str]:
     """Return the newcomers with other arguments than the others; none if these differ among themselves."""
     values = {
@@ -94,101 +70,16 @@ def code_of(failure: Failure, max_restarts: int) -> int:
     return own_code(failure.exit_code)
 
 
-def difference(theirs: str, ours: str) -> str:
-    """Return in what two workers' arguments differ, as text; empty if one of them is not known or they do not."""
+def difference(node: str, theirs: str, ours: str) -> WorkerArguments | None:
+    """Return in what a node's workers' arguments differ from ours; None if they do not, or one of them is not known."""
     if not theirs or not ours or theirs == ours:
-        return ""
+        return None
     try:
         mine, other = json.loads(ours), json.loads(theirs)
         for name in dict.fromkeys([*mine, *other]):
             if mine.get(name) != other.get(name):
-                text = f"it has {name} {other.get(name, 'none')}, the run has {name} {mine.get(name, 'none')}"
-                return clipped(one_line(text), SHOWN_BYTES)
-        return ""
+                return WorkerArguments(node, name, *(str(has.get(name, "none")) for has in (other, mine)))
+        return None
     except (ValueError, AttributeError, TypeError):
         pass  # a digest of arguments that are too long, or a worker's own invention
-    return "its script has other arguments than the run's nodes"
-
-
-@dataclass(slots=True)
-class _Host:
-    times: int
-    until: float
-    failure: str
-
-
-class Refusals:
-    """The hosts that are left out, and whether newcomers are admitted at all.
-
-    Args:
-        refused: those of the record, as of when this leader's term began.
-
-    Attributes:
-        closed: why no newcomers are admitted, as text; empty if they are.
-    """
-
-    def __init__(self, refused: Iterable[RefusedHost] = (), closed: str = "", now: float = 0.0) -> None:
-        self._hosts = {x.host: _Host(x.times, now + x.left, x.failure) for x in refused}
-        self.closed = closed
-
-    def recorded(self, now: float) -> tuple[RefusedHost, ...]:
-        """Return what another leader must know."""
-        return tuple(
-            RefusedHost(host, x.times, round(max(0.0, x.until - now), 3), x.failure)
-            for host, x in list(self._hosts.items())[-MOST:]
-        )
-
-    def refuse(self, host: str, failure: Failure | None, now: float) -> float:
-        """Leave a host out; return for how many seconds.
-
-        Args:
-            failure: what failed on it; None if its workers only have other arguments. These say nothing about other
-                hosts, nor does SIGKILL, which comes from outside.
-        """
-        says_more = failure is not None and not failure.alike and not killed(failure)
-        failed = _identity(failure) if failure is not None and says_more else ""
-        others = [name for name, x in self._hosts.items() if name != host and failed and x.failure == failed]
-        if failure is not None and not self.closed and (others or failure.restoring):
-            how = "restored the state" if failure.restoring else f"failed in the same way on host {others[0]}"
-            self.closed = f"a worker {'failed as it ' if failure.restoring else 'has '}{how}"
-        known = self._hosts.pop(host, None)
-        times = 1 if known is None else known.times + 1
-        seconds = min(SECONDS * 2.0 ** min(times - 1, 10), LONGEST)
-        self._hosts[host] = _Host(times, now + seconds, failed)
-        return seconds
-
-    def trains(self, host: str) -> None:
-        """Note that a newcomer on a host has completed a step: new processes can."""
-        self._hosts.pop(host, None)
-        self.closed = ""
-
-    @property
-    def some(self) -> bool:
-        """Whether any host is, or once was, left out."""
-        return bool(self._hosts or self.closed)
-
-    def bars(self, host: str, now: float) -> bool:
-        """Whether a host is left out now."""
-        return host in self._hosts and now < self._hosts[host].until
-
-    def left(self, host: str, now: float) -> float:
-        """Seconds for which a host is still left out."""
-        return max(0.0, self._hosts[host].until - now) if host in self._hosts else 0.0
-
-    def ends(self) -> list[float]:
-        """Times at which hosts are no longer left out; those in the past do not count."""
-        return [x.until for x in self._hosts.values()]
-
-    def put_off(self, seconds: float) -> None:
-        """Shift all times by the seconds for which the leader's process was suspended."""
-        for x in self._hosts.values():
-            x.until += seconds
-
-
-def _identity(failure: Failure) -> str:
-    """Return a short text that is the same for failures of the same kind with the same message, but for numbers.
-
-    A failure that is reported before its worker has exited has no exit code yet.
-    """
-    text = re.sub(r"\d+", "0", f"{failure.kind} {failure.error or failure.exit_code}")
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+    return WorkerArguments(node)

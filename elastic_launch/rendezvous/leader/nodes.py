@@ -7,10 +7,10 @@ whether all members are ready, is therefore answered from the sizes of a few gro
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, ValuesView
+from collections.abc import Collection, Iterable, Iterator, Mapping, ValuesView
 from operator import attrgetter
 
-from elastic_launch.rendezvous.record import LocalRanks, whole_replicas
+from elastic_launch.rendezvous.record import LocalRanks, Round, whole_replicas
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.system.host_load import HostLoad
 
@@ -107,12 +107,11 @@ class Node:
         store_port: int,
         *,
         heard: float = 0.0,
-        leaving: bool = False,
-        held: m.HeldSnapshot | None = None,
     ) -> None:
         self.hello, self.link, self.arrival, self.store_port = hello, link, arrival, store_port
-        self.heard, self.held, self.released = heard, held, False
-        self.flags = NEAR | (LEAVING if leaving else 0)
+        self.heard, self.released = heard, False
+        self.held: m.HeldSnapshot | None = None
+        self.flags = NEAR
         self.nodes: ConnectedNodes | None = None
         self.load: HostLoad | None = None
         self._apart: bool | None = False
@@ -187,13 +186,11 @@ class Node:
 class ConnectedNodes(Mapping[str, Node]):
     """The nodes that the leader has a link to, by node id, in order of arrival."""
 
-    def __init__(self, nodes: Mapping[str, Node] | None = None) -> None:
+    def __init__(self) -> None:
         self._by_id: dict[str, Node] = {}
         self._groups: dict[int, dict[str, Node]] = {}  # by flags; none is empty
         self._graces: set[float] = set()
         self._unheard = -math.inf  # none of them was heard from for the last time before that
-        for node in (nodes or {}).values():
-            self.add(node)
 
     def __getitem__(self, node_id: str) -> Node:
         return self._by_id[node_id]
@@ -262,3 +259,54 @@ class ConnectedNodes(Mapping[str, Node]):
         concerned = has | lacks
         groups = [group for flags, group in self._groups.items() if flags & concerned == has]
         return sorted([node for group in groups for node in group.values()], key=_ARRIVAL)
+
+
+# Each time its workers stop, a node reports which snapshot its memory holds. A node that leaves after a drain also
+# reports where it serves the snapshot, and stays until the leader releases it: at once if no node needs the snapshot,
+# else when the next round trains.
+
+MOST_SOURCES = 4
+"""Most sources that a round receives; all serve the same snapshot."""
+
+
+def no_longer_needed(nodes: ConnectedNodes) -> list[Node]:
+    """Return the nodes to release once no node needs a snapshot any more."""
+    return [node for node in nodes.where(LEAVING, lacks=ACTIVE) if _serves(node) and not node.released]
+
+
+def is_needed(nodes: ConnectedNodes, incarnation: str) -> bool:
+    """Whether a leader whose own node, with that incarnation, leaves is needed until the next round trains."""
+    return any(_serves(node) for node in nodes.values() if node.hello.incarnation == incarnation)
+
+
+def sources(nodes: ConnectedNodes, members: Iterable[Node]) -> tuple[m.SnapshotSource, ...]:
+    """Return the sources of the newest snapshot for the members of the next round; none if one of them has it."""
+    leavers = [(node.hello.address, node.held) for node in nodes.where(LEAVING)]
+    served = [(address, held) for address, held in leavers if held is not None and held.port]
+    if not served:
+        return ()
+    newest = max(held.order for _, held in served)
+    if any(node.held is not None and node.held.order >= newest for node in members):
+        return ()
+    found = [m.SnapshotSource(address, held.port, *newest) for address, held in served if held.order == newest]
+    return tuple(found[:MOST_SOURCES])
+
+
+def saver(nodes: ConnectedNodes, last: Round) -> str:
+    """Return the id of the node that saves the newest state if no round follows; empty if no node is known to hold one.
+
+    Of several that hold it, this is the first by its rank in the last round, whose first member saves usually.
+    """
+
+    def preference(node: Node) -> tuple[bool, tuple[int, int], int]:
+        rank = last.index(node.hello.node_id, node.hello.incarnation)
+        held = (0, 0) if node.held is None else node.held.order
+        # What a node holds whose workers still run is not known.
+        return node.active, (0, 0) if node.active else held, -len(last.members) if rank is None else -rank
+
+    holders = [node for node in nodes.where(lacks=LEAVING) if (node.active or node.held is not None)]
+    return max(holders, key=preference).hello.node_id if holders else ""
+
+
+def _serves(node: Node) -> bool:
+    return node.held is not None and node.held.port != 0

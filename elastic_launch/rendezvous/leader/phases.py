@@ -34,6 +34,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from elastic_launch.events.facts import BudgetEnd, Cause, UserStop
 from elastic_launch.failure import Failure, Suspect
 from elastic_launch.rendezvous.leader.verdict import Kind
 
@@ -46,9 +47,6 @@ LATE = 3.0
 Their agents wait for the workers anyway, and no round is delayed by it.
 """
 
-NOT_REPORTED = "no node has reported a checkpoint of it"
-"""The reason given for an unsaved state if no node reported one."""
-
 
 @dataclass(frozen=True, slots=True)
 class BudgetDecision:
@@ -58,14 +56,14 @@ class BudgetDecision:
         kind: the kind that counts among all that was reported.
         idle: consecutive restarts without progress, if it is charged for that; else 0.
         delay: seconds until the next round may form.
-        ends: why the run ends here, as text; empty if it continues.
+        ends: why the run ends here; None if it continues.
     """
 
     kind: Kind
     charged: bool = False
     idle: int = 0
     delay: float = 0.0
-    ends: str = ""
+    ends: BudgetEnd | None = None
 
 
 @dataclass(slots=True)
@@ -96,7 +94,7 @@ class Draining:
     Attributes:
         running: the round before the drain.
         deadline: when the round is broken if some workers have not stopped.
-        ends: why the run ends with it; empty if another round follows.
+        ends: why the run ends with it; None if another round follows.
         step: optimizer steps done, as far as reported.
         saved: whether a node has committed that state to durable storage.
         unsaved: why a node that should have committed it has not.
@@ -105,17 +103,12 @@ class Draining:
     running: Running
     at: float
     kind: Kind
-    cause: str
+    cause: Cause
     deadline: float | None = None
-    ends: str = ""
+    ends: UserStop | None = None
     step: int = 0
     saved: bool = False
     unsaved: str = ""
-
-    @property
-    def kept(self) -> str:
-        """Where the state is, as text."""
-        return "its state saved" if self.saved else f"its state not saved: {self.unsaved or NOT_REPORTED}"
 
 
 @dataclass(slots=True)
@@ -126,15 +119,15 @@ class Broken:
         imposed: the most significant known event that affected its nodes; None if only workers have failed.
         presumed: ``imposed`` is only a guess: a member had been told by the last leader to stop its workers, and
             another one may know of the failure that was the reason.
-        cause: the cause known so far, as text.
-        told: the failure that the text is of; None if it is of an event on its nodes.
+        cause: the cause known so far.
+        told: the failure that it was last told for; None if for an event on its nodes.
         suspects: the nodes and ranks that it is of.
         failures: the reports received, each with the leader's time of receipt.
         lasted: seconds from its forming to its end.
         taken_over: another leader formed it.
         begun: the step at which it began to train; None if not reported.
         reached: optimizer steps done, as last reported; None if never.
-        ends: why the run ends when all have stopped, at the user's request; empty if another round follows.
+        ends: why the run ends when all have stopped, at the user's request; None if another round follows.
         judged_at: when its cost was decided; None if not yet.
         not_before: when the next round may form.
         failure: the failure that the end of the run shows.
@@ -142,12 +135,12 @@ class Broken:
 
     at: float
     imposed: Kind | None
-    cause: str
+    cause: Cause
     failures: list[tuple[float, Failure]] = field(default_factory=list)
     lasted: float = 0.0
     begun: int | None = None
     reached: int | None = None
-    ends: str = ""
+    ends: UserStop | None = None
     judged_at: float | None = None
     not_before: float = 0.0
     failure: Failure | None = None
@@ -156,11 +149,6 @@ class Broken:
     told: Failure | None = None
     suspects: tuple[Suspect, ...] = ()
 
-    @property
-    def disconnected(self) -> bool:
-        """Whether only connections broke, as far as is known: no worker ended, so it is not the script's fault."""
-        return self.imposed is None and bool(self.failures) and all(failure.alive for _, failure in self.failures)
-
 
 @dataclass(slots=True)
 class Gathering:
@@ -168,11 +156,11 @@ class Gathering:
 
     Attributes:
         after: the previous round; None before the first one.
-        ends: why the run ends instead, once the previous leader's nodes are known; empty if it does not.
+        ends: why the run ends instead, once the previous leader's nodes are known; None if it does not.
     """
 
     after: Broken | None = None
-    ends: str = ""
+    ends: UserStop | None = None
 
 
 @dataclass(slots=True)
@@ -226,7 +214,9 @@ def last_failure(phase: Phase) -> Failure | None:
     return last.failure if last is not None else None
 
 
-def over(phase: Running | Draining, at: float, imposed: Kind | None, cause: str, ends: str = "") -> Broken:
+def over(
+    phase: Running | Draining, at: float, imposed: Kind | None, cause: Cause, ends: UserStop | None = None
+) -> Broken:
     """Return the phase that follows a round that ended at time ``at`` for a cause."""
     if isinstance(phase, Draining):
         return over(phase.running, at, imposed, cause, ends or phase.ends)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import zlib
 from typing import Any
 
 from elastic_launch.errors import ExitCode
-from elastic_launch.events.types import counted
-from elastic_launch.failure import Failure
+from elastic_launch.events.facts import FailsAgain, NoNewStep, NotRestarted, RestartsSpent
+from elastic_launch.failure import Failure, Mistake
 from elastic_launch.rendezvous.leader.phases import Broken, BudgetDecision, highest
-from elastic_launch.rendezvous.leader.verdict import Kind, exit_code, judge, killed, root_cause
+from elastic_launch.rendezvous.leader.verdict import Kind, disconnected, exit_code, identity, judge, killed, root_cause
 from elastic_launch.rendezvous.record import ControlRecord
 
 __all__ = ["EARLY", "FREE", "LONG", "BudgetDecision", "RestartBudget"]
@@ -110,22 +109,19 @@ class RestartBudget:
         if kind.is_final:
             return self.end(kind)
         if broken.imposed is None and failure is not None and (twice := self._repeated(failure, broken, alone=alone)):
-            return BudgetDecision(Kind.FATAL, ends=f"a restart would fail again ({twice})")
+            return BudgetDecision(Kind.FATAL, ends=twice)
         most_vain, tried = self._limits.max_idle_restarts, self.vain - 1  # without the one that would follow
         if most_vain and tried >= most_vain:
-            ends = f"no new step in {counted(tried, 'restart')} (--max-idle-restarts {most_vain})"
-            return BudgetDecision(kind, idle=tried, ends=ends)
+            return BudgetDecision(kind, idle=tried, ends=NoNewStep(tried, most_vain))
         idle = 0
-        if broken.disconnected or not kind.costs:
+        if disconnected(broken.imposed, broken.failures) or not kind.costs:
             self.idle += not gained
             if self.idle <= FREE + nodes:
                 return BudgetDecision(kind)
             idle = self.idle
         if self.spent >= self.allowed:
-            most = self._limits.max_restarts
-            back = f", and {self.refilled} given back" if self.refilled else ""
-            spent = f"{'all restarts spent' if most else 'no restart allowed'} (--max-restarts {most}{back})"
-            return BudgetDecision(kind, idle=idle, ends=f"no progress in {idle} rounds, {spent}" if idle else spent)
+            spent = RestartsSpent(self._limits.max_restarts, self.refilled, idle)
+            return BudgetDecision(kind, idle=idle, ends=spent)
         self.spent += 1
         self.soon = self.soon + 1 if failure is not None and _failed_soon(failure) else 0
         return BudgetDecision(kind, charged=True, idle=idle, delay=self._delay())
@@ -169,12 +165,12 @@ class RestartBudget:
 
     def end(self, kind: Kind) -> BudgetDecision:
         """Return the decision for a failure after which a restart cannot help."""
-        said = "a worker said so" if kind is Kind.FATAL else "the script cannot run as it is"
-        return BudgetDecision(kind, ends=f"a restart would fail again ({said})")
+        return BudgetDecision(kind, ends=FailsAgain(told=kind is Kind.FATAL))
 
-    def verdict(self, ruling: BudgetDecision, broken: Broken) -> tuple[int, str]:
+    def verdict(self, ruling: BudgetDecision, broken: Broken) -> tuple[int, NotRestarted]:
         """Return the exit code and the cause, as known so far, of a run that ends by a decision."""
-        cause = f"{ruling.ends}: {broken.cause}"
+        assert ruling.ends is not None
+        cause = NotRestarted(ruling.ends, broken.cause)
         if ruling.kind is Kind.FATAL:
             return ExitCode.DO_NOT_RETRY, cause
         if ruling.idle:
@@ -188,25 +184,26 @@ class RestartBudget:
         """Whether a round that was broken for an event on its nodes is free; see :meth:`rule`."""
         return broken.imposed is Kind.MEMBERSHIP or self._gained(broken) or self.idle < FREE + nodes
 
-    def _repeated(self, failure: Failure, broken: Broken, *, alone: bool) -> str:
-        """Return what has failed twice without a new step, as text; empty if nothing has.
+    def _repeated(self, failure: Failure, broken: Broken, *, alone: bool) -> FailsAgain | None:
+        """Return what has failed twice without a new step; None if nothing has.
 
         A single failure with the same numbers may be a flipped bit.
         """
         before, reached = self._repeats, (broken.begun or 0) + (failure.trained or 0)
         mistake = self._early_mistake(failure, broken)
-        found = _identity(failure.repeats or mistake)
+        same = failure.repeats or (f"{mistake.exception} at {mistake.frame}" if mistake else "")
+        found = identity(same) if same else ""
         if found or reached > self._repeats_step:
             self._repeats, self._repeats_step = found, reached
         if not found or found != before:
-            return ""
+            return None
         if failure.repeats:
-            return "the same step has failed in the same way twice"
-        text = f"{mistake} has ended both rounds as they began: mend it, and run the same command again"
-        return "" if alone or self.spent >= self.allowed else text  # the budget ends the run anyway
+            return FailsAgain(same_step=True)
+        # Without restarts left, the budget ends the run anyway.
+        return None if alone or self.spent >= self.allowed else FailsAgain(mistake=mistake)
 
-    def _early_mistake(self, failure: Failure, broken: Broken) -> str:
-        """Return the script's mistake as text, if no step was done and this is the run's first or second fault.
+    def _early_mistake(self, failure: Failure, broken: Broken) -> Mistake | None:
+        """Return the script's mistake, if no step was done and this is the run's first or second fault.
 
         A script that reports no steps is believed to have done none if it fails soon.
         """
@@ -214,19 +211,14 @@ class RestartBudget:
         knows = begun is not None or failure.trained is not None
         done = failure.trained or (broken.reached or 0) > (begun or 0) or (not knows and failure.ran >= LONG)
         if mistake is None or done or self.spent > 1 or self.vain != self.spent + 1:
-            return ""
-        return f"{mistake.exception} at {mistake.frame}"
+            return None
+        return mistake
 
     def _gained(self, broken: Broken) -> bool:
         """Whether the training advances: the round began at a higher step than any before."""
         if broken.begun is None:
             return self.mark is None and broken.lasted >= LONG
         return self.mark is None or broken.begun > self.mark
-
-
-def _identity(repeats: str) -> str:
-    """Return a short text for one of any length: the record contains it."""
-    return hashlib.blake2b(repeats.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest() if repeats else ""
 
 
 def _failed_soon(failure: Failure) -> bool:

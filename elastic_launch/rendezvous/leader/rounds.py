@@ -6,10 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from typing import Literal
 
 from elastic_launch.config.launch_config import LONGEST_WAIT
 from elastic_launch.errors import ExitCode
-from elastic_launch.events.sentences import sentence, worker_failed
+from elastic_launch.events import facts as f
+from elastic_launch.events.sentences import next_up, sentence, why
 from elastic_launch.events.types import (
     CauseFound,
     NodeLeft,
@@ -18,12 +20,11 @@ from elastic_launch.events.types import (
     RoundBroken,
     RoundDrained,
     RoundDraining,
-    counted,
 )
 from elastic_launch.failure import Failure, StallPlace, Suspect
 from elastic_launch.rendezvous.leader.forming import gather, outlook, start_ahead
 from elastic_launch.rendezvous.leader.hangs import judge_stalled
-from elastic_launch.rendezvous.leader.newcomers import code_of, difference, is_own, newcomers_failures
+from elastic_launch.rendezvous.leader.newcomers import code_of, difference, newcomers_failures
 from elastic_launch.rendezvous.leader.nodes import (
     ACTIVE,
     DONE,
@@ -54,7 +55,7 @@ from elastic_launch.rendezvous.leader.phases import (
 )
 from elastic_launch.rendezvous.leader.resizing import prepared, regained
 from elastic_launch.rendezvous.leader.state import LeaderState
-from elastic_launch.rendezvous.leader.verdict import Kind, judge, killed, kind_of, root_cause
+from elastic_launch.rendezvous.leader.verdict import Kind, disconnected, is_own, judge, killed, kind_of, root_cause
 from elastic_launch.rendezvous.record import Member
 from elastic_launch.rendezvous.wire import messages as m
 
@@ -81,7 +82,7 @@ class Rounds:
     @property
     def outlook(self) -> str:
         """What happens next, as text."""
-        return outlook(self.phase, self._state)
+        return next_up(outlook(self.phase, self._state))
 
     @property
     def running(self) -> bool:
@@ -159,18 +160,17 @@ class Rounds:
     def imported(self, node: Node, arguments: str, now: float) -> None:
         """Handle that a node's workers could begin at once, with these arguments if they are known."""
         node.importing = False
-        differs = difference(arguments, self._state.arguments)
+        differs = difference(node.hello.node_id, arguments, self._state.arguments)
         if differs and self._state.has_trained and not (node.trained or node.active or node.leaving):
-            cause = f"node {node.hello.node_id} has other arguments than the run: {differs}"
-            self._state.leave_out(node, ExitCode.DO_NOT_RETRY, cause, None, now)
+            self._state.leave_out(node, ExitCode.DO_NOT_RETRY, differs, None, now)
 
     def _leave_out(self, node: Node, failure: Failure, now: float) -> None:
         code = code_of(failure, self._state.limits.max_restarts)
-        self._state.leave_out(node, code, worker_failed(failure), failure, now, stays=killed(failure))
+        self._state.leave_out(node, code, failure, failure, now, stays=killed(failure))
 
     def _leave_out_newcomers(self, broken: Broken, now: float) -> bool:
         """If only newcomers have failed in a round, leave them out, at no cost to the run; return whether."""
-        if broken.imposed is not None:
+        if broken.imposed is not None or not self._state.nodes.count(MEMBER | VETERAN):
             return False
         state, counts = self._state, broken.begun is not None or self._state.budget.best is not None
         found = newcomers_failures(state.record.round, state.nodes, broken.failures, counts=counts)
@@ -178,7 +178,7 @@ class Rounds:
             return self._leave_out_ended(broken, now)
         broken.imposed = Kind.MEMBERSHIP
         first = next(iter(found.values()))
-        self._found(broken, kind_of(first), worker_failed(first), [_suspect(first)], first)
+        self._found(broken, kind_of(first), first, [_suspect(first)], first)
         for node_id, failure in found.items():
             node = state.nodes.get(node_id)
             if node is not None and not node.leaving:
@@ -193,12 +193,9 @@ class Rounds:
         fails = any(is_own(failure) or failure.alike for _, failure in broken.failures)
         if fails or not broken.failures or not ended or not any(node.veteran for node in others):
             return False
-        names = [node.hello.node_id for node in ended]
-        cause = (
-            f"the workers of node {', '.join(names)} ended with exit code 0 before their first step, while others train"
-        )
+        cause = f.OfMembers("ended early", _names(ended))
         broken.imposed = Kind.MEMBERSHIP
-        self._found(broken, Kind.MEMBERSHIP, cause, map(Suspect, names))
+        self._found(broken, Kind.MEMBERSHIP, cause, map(Suspect, cause.nodes))
         for node in ended:
             if not node.leaving:
                 self._state.leave_out(node, ExitCode.DO_NOT_RETRY, cause, None, now)
@@ -224,7 +221,7 @@ class Rounds:
         return replace(failure, ended_before=tuple(sorted(ranks)))
 
     def _break_by(self, failure: Failure, phase: Running | Draining, now: float) -> None:
-        broken = over(phase, now, None, worker_failed(failure))
+        broken = over(phase, now, None, failure)
         broken.failures.append((now, failure))
         broken.told, broken.suspects = failure, (_suspect(failure),)
         self._end_round(phase, broken, kind_of(failure), lambda: "")
@@ -280,12 +277,12 @@ class Rounds:
     def _stopped(self, phase: Running | Draining, node: Node, report: m.Stopped, now: float) -> None:
         if report.drained is None:
             name = node.hello.node_id
-            self.break_round(phase, Kind.NODE_LOSS, f"node {name} stopped its workers", [name], now)
+            self.break_round(phase, Kind.NODE_LOSS, f.OfMembers("stopped", (name,)), [name], now)
             return
         if isinstance(phase, Running):
             # The ranks agreed by themselves, because a worker was asked to stop, not its agent.
             node.active = False
-            cause = f"a worker on node {node.hello.node_id} was told to stop"
+            cause = f.OfMembers("told", (node.hello.node_id,))
             phase = self._drain(phase, Kind.PREEMPTION, cause, None, now)
         phase.step = max(phase.step, report.drained)
         phase.saved |= report.saved
@@ -299,7 +296,7 @@ class Rounds:
         # Workers started under a leader that is about to leave would be started for nothing.
         self._state.departing = self._state.departing or node.hello.incarnation == self._state.record.leader.incarnation
         name = node.hello.node_id
-        cause = f"node {name} leaves ({reason})"
+        cause = f.MemberLeaves(name, reason)
         broke = 0
         match self.phase:
             case Running() | Draining():
@@ -314,31 +311,33 @@ class Rounds:
                 pass
         self._state.emit(NodeLeft(name, reason, broke, self.outlook))
 
-    def lose(self, node: Node, cause: str, now: float, silence: float = 0.0) -> None:
+    def lose(self, node: Node, how: f.Loss, now: float) -> None:
         """Handle the loss of a node."""
         self._state.nodes.remove(node)
         trains = self.running and node.active
         if node.leaving and not trains:
             return  # it announced that it leaves, and no other node waits for it
         name = node.hello.node_id
-        text = f"node {name} lost: {cause}"
+        cause = f.MemberLost(name, how)
         match self.phase:
             case Running() | Draining():
                 if node.active:
-                    self.break_round(self.phase, Kind.NODE_LOSS, text, [name], now)
+                    self.break_round(self.phase, Kind.NODE_LOSS, cause, [name], now)
             case Broken():
                 if node.active:
-                    self._impose(self.phase, Kind.NODE_LOSS, text, [name])
+                    self._impose(self.phase, Kind.NODE_LOSS, cause, [name])
             case Gathering() | ParkedRun() | Ending() | Ended():
                 pass
         broke = self._state.record.round.number if trains else 0
-        self._state.emit(NodeLost(node.hello.node_id, cause, silence, broke, self.outlook))
+        silence = how.seconds if how.what == "silent" else 0.0
+        self._state.emit(NodeLost(name, why(how), silence, broke, self.outlook))
 
-    def comes_without_workers(self, node: Node, how: str, failure: Failure | None, now: float) -> None:
+    def comes_without_workers(
+        self, node: Node, how: Literal["back", "new leader"], failure: Failure | None, now: float
+    ) -> None:
         """Handle that a member of the current round is connected without its workers.
 
         Args:
-            how: how it came, as text.
             failure: why it stopped them, if one of them failed and it is not charged yet.
         """
         match self.phase:
@@ -346,7 +345,7 @@ class Rounds:
                 name = node.hello.node_id
                 # A lost member makes workers crash.
                 if failure is None or any(member.node_id != name for member in self._lost(now)):
-                    self.break_round(self.phase, Kind.NODE_LOSS, f"node {name} {how} without its workers", [name], now)
+                    self.break_round(self.phase, Kind.NODE_LOSS, f.OfMembers(how, (name,)), [name], now)
                     if isinstance(self.phase, Broken):
                         self.phase.presumed = failure is None and node.hello.broken
                 else:
@@ -376,7 +375,7 @@ class Rounds:
 
     def stop(self, reason: str, seconds: float | None, now: float) -> None:
         """Drain the round, if there is one, and end the run with exit code 143."""
-        ends = f"stopped by {reason}"
+        ends = f.UserStop(reason)
         match self.phase:
             case Running():
                 self._stop_round(self.phase, Kind.PREEMPTION, reason, (), seconds, now, ends)
@@ -394,7 +393,7 @@ class Rounds:
                 return
         self.consider(now)
 
-    def end(self, code: int, cause: str, now: float) -> None:
+    def end(self, code: int, cause: f.RunCause, now: float) -> None:
         """Record the run's end."""
         failure = last_failure(self.phase)
         self.phase = Ended(failure)
@@ -406,11 +405,11 @@ class Rounds:
         self,
         phase: Running | Draining,
         kind: Kind,
-        cause: str,
+        cause: f.Cause,
         nodes: Iterable[str],
         seconds: float | None,
         now: float,
-        ends: str = "",
+        ends: f.UserStop | None = None,
     ) -> None:
         """Drain the round if all members can within ``seconds`` (None: no limit), else break it.
 
@@ -434,18 +433,24 @@ class Rounds:
         return nodes.count(ACTIVE) == size == nodes.count(ACTIVE | READY, lacks=DONE)
 
     def _drain(
-        self, running: Running, kind: Kind, cause: str, deadline: float | None, now: float, ends: str = ""
+        self,
+        running: Running,
+        kind: Kind,
+        cause: f.Cause,
+        deadline: float | None,
+        now: float,
+        ends: f.UserStop | None = None,
     ) -> Draining:
         self.phase = drain = Draining(running, now, kind, cause, deadline, ends)
         self._send_drain(self._state.members(), drain, now)
         seconds = None if deadline is None else round(deadline - now, 3)
-        self._state.emit(RoundDraining(self._state.record.round.number, kind.text, cause, seconds))
+        self._state.emit(RoundDraining(self._state.record.round.number, kind.text, why(cause), seconds))
         return drain
 
     def _send_drain(self, nodes: Iterable[Node], drain: Draining, now: float) -> None:
         seconds = None if drain.deadline is None else round(max(0.0, drain.deadline - now), 3)
-        number = self._state.record.round.number
-        order = m.DrainRound(self._state.record.term, number, drain.kind.text, drain.cause, seconds, bool(drain.ends))
+        term, number, cause = self._state.record.term, self._state.record.round.number, why(drain.cause)
+        order = m.DrainRound(term, number, drain.kind.text, cause, seconds, bool(drain.ends))
         for node in nodes:
             self._state.send(node.link, order)
 
@@ -453,10 +458,10 @@ class Rounds:
         self,
         phase: Running | Draining,
         kind: Kind,
-        cause: str,
+        cause: f.Cause,
         nodes: Iterable[str],
         now: float,
-        ends: str = "",
+        ends: f.UserStop | None = None,
     ) -> None:
         """Break the round because of an event on its nodes, of which these are the ids."""
         broken = over(phase, now, kind, cause, ends)
@@ -469,7 +474,7 @@ class Rounds:
         self._send_break(self._state.members(), broken, kind)
         lasted = None if broken.taken_over else broken.lasted
         number, code = self._state.record.round.number, _exit_code(broken.told)
-        self._state.emit(RoundBroken(number, kind.text, broken.cause, lasted, outlook(), code, broken.suspects))
+        self._state.emit(RoundBroken(number, kind.text, why(broken.cause), lasted, outlook(), code, broken.suspects))
 
     def _send_break(self, nodes: Iterable[Node], broken: Broken, kind: Kind | None = None) -> None:
         number = self._state.record.round.number
@@ -477,13 +482,13 @@ class Rounds:
         hung = tuple(
             failure.rank for _, failure in broken.failures if failure.rank is not None and kind_of(failure) is Kind.HANG
         )
-        order = m.Break(self._state.record.term, number, kind.text, broken.cause, hung, broken.suspects)
+        order = m.Break(self._state.record.term, number, kind.text, why(broken.cause), hung, broken.suspects)
         for node in nodes:  # the same object, so that it is encoded once
             self._state.send(node.link, order)
 
     # Findings about a round that is over.
 
-    def _impose(self, broken: Broken, kind: Kind, cause: str, nodes: Iterable[str]) -> None:
+    def _impose(self, broken: Broken, kind: Kind, cause: f.Cause, nodes: Iterable[str]) -> None:
         """Record an event on nodes of the broken round, which made workers elsewhere fail."""
         if broken.judged_at is None and (broken.imposed is None or broken.presumed or broken.imposed > kind):
             broken.imposed, broken.presumed = kind, False
@@ -501,7 +506,7 @@ class Rounds:
         if broken.imposed is not None or root_cause(broken.failures) is not failure:
             return
         kind = kind_of(failure)
-        self._found(broken, kind, worker_failed(failure), [_suspect(failure)], failure)
+        self._found(broken, kind, failure, [_suspect(failure)], failure)
         ends = broken.judged_at is not None and kind.is_final and not isinstance(self.phase, Ending)
         if broken.failure is not None or ends:
             broken.failure = failure
@@ -509,12 +514,12 @@ class Rounds:
             self.phase = Ending(broken, self._state.budget.end(kind), now)
 
     def _found(
-        self, broken: Broken, kind: Kind, cause: str, suspects: Iterable[Suspect], failure: Failure | None = None
+        self, broken: Broken, kind: Kind, cause: f.Cause, suspects: Iterable[Suspect], failure: Failure | None = None
     ) -> None:
         if failure is None or failure is not broken.told:
             broken.cause, broken.told, broken.suspects = cause, failure, tuple(suspects)
             number = self._state.record.round.number
-            event = CauseFound(number, kind.text, cause, _exit_code(failure), broken.suspects)
+            event = CauseFound(number, kind.text, why(cause), _exit_code(failure), broken.suspects)
             self._state.emit(event)
             order = m.UserMessage(self._state.record.term, sentence(event))
             for node in self._state.nodes.values():
@@ -583,17 +588,16 @@ class Rounds:
         if here < size and (lost := self._lost(now)):
             # Only a leader that took over a running round can lack members: they are dead, or never connected to it.
             name = lost[0].node_id
-            self.break_round(running, Kind.NODE_LOSS, f"node {name} did not come to the new leader", [name], now)
+            self.break_round(running, Kind.NODE_LOSS, f.OfMembers("missing", (name,)), [name], now)
             self.consider(now)
         elif here == size == done:
-            self.end(ExitCode.DONE, "all workers finished", now)
+            self.end(ExitCode.DONE, f.WorkersFinished(), now)
         elif nodes.count(ACTIVE, lacks=JOINED):
             if now - running.formed_at >= self._state.timing.join_timeout:
-                names = [node.hello.node_id for node in nodes.where(ACTIVE, lacks=JOINED)]
-                cause = f"node {', '.join(names)} did not start its workers within join_timeout"
-                self.break_round(running, Kind.NODE_LOSS, cause, names, now)
+                cause = f.OfMembers("not started", _names(nodes.where(ACTIVE, lacks=JOINED)))
+                self.break_round(running, Kind.NODE_LOSS, cause, cause.nodes, now)
         elif here == size > most and not done:
-            self._stop_round(running, Kind.MEMBERSHIP, f"resize: at most {counted(most, 'node')}", (), None, now)
+            self._stop_round(running, Kind.MEMBERSHIP, f.Resize(most=most), (), None, now)
             self.consider(now)
         else:
             self._consider_resize(running, now)
@@ -612,10 +616,7 @@ class Rounds:
         if not state.resizing.pays(state.record.round, most, now):
             self._skip_resize([*joining, *back], now)
             return
-        causes = [
-            _names(nodes) + text for nodes, text in ((joining, "waits to join"), (back, "has workers back")) if nodes
-        ]
-        self._stop_round(running, Kind.MEMBERSHIP, f"resize: {', '.join(causes)}", (), None, now)
+        self._stop_round(running, Kind.MEMBERSHIP, f.Resize(_names(joining), _names(back)), (), None, now)
         self.consider(now)
 
     def _lost(self, now: float) -> list[Member]:
@@ -650,29 +651,29 @@ class Rounds:
         )
         left, done = nodes.count(ACTIVE), nodes.count(ACTIVE | DONE)
         if not left:
-            ends = f"{drain.ends} after step {drain.step}, {drain.kept}" if drain.ends else ""
+            ends = drain.ends and replace(drain.ends, step=drain.step, saved=drain.saved, unsaved=drain.unsaved)
             self.phase = over(drain, drain.at, drain.kind, drain.cause, ends)
             took = round(now - drain.at, 6)
-            self._state.emit(RoundDrained(number, drain.step, drain.kind.text, drain.cause, took, self.outlook))
+            self._state.emit(RoundDrained(number, drain.step, drain.kind.text, why(drain.cause), took, self.outlook))
             self.consider(now)
         elif left == everybody == done:
-            self.end(ExitCode.DONE, "all workers finished", now)
+            self.end(ExitCode.DONE, f.WorkersFinished(), now)
         elif left == done:
-            self.break_round(drain, drain.kind, f"{drain.cause}; some had finished, others had not", (), now)
+            self.break_round(drain, drain.kind, f.DrainFailed(drain.cause), (), now)
         elif drain.deadline is not None and now >= drain.deadline:
-            names = [node.hello.node_id for node in nodes.where(ACTIVE)]
-            cause = f"{drain.cause}; node {', '.join(names)} did not stop in time"
-            self.break_round(drain, drain.kind, cause, names, now)
+            cause = f.DrainFailed(drain.cause, _names(nodes.where(ACTIVE)))
+            self.break_round(drain, drain.kind, cause, cause.nodes, now)
 
     def _consider_broken(self, broken: Broken, now: float) -> None:
         nodes = self._state.nodes
         if overdue := self._state.overdue(now):
-            names = sorted(overdue)
-            self._impose(broken, Kind.NODE_LOSS, f"node {', '.join(names)} did not come to the new leader", names)
+            cause = f.OfMembers("missing", tuple(sorted(overdue)))
+            self._impose(broken, Kind.NODE_LOSS, cause, cause.nodes)
             self._state.owed -= overdue
         # A member that died with the previous leader makes the others crash: first find out which are missing.
         # The worker that broke connections may still be ending; until its node has stopped, nothing waits for this.
-        collected = now - broken.at >= COLLECT and not (broken.disconnected or self._awaits_newcomer(broken))
+        awaits = disconnected(broken.imposed, broken.failures) or self._awaits_newcomer(broken)
+        collected = now - broken.at >= COLLECT and not awaits
         if broken.judged_at is None and not self._state.owed and (not nodes.count(ACTIVE) or collected):
             self._judge(broken, now)
         if self.phase is not broken:
@@ -683,9 +684,8 @@ class Rounds:
             due = self._due_back(node.hello.shutdown_timeout, broken)
             if now < due:
                 continue
-            limit = due - broken.at
-            reason = f"its workers were not stopped within {limit:g} s, its shutdown timeout and return_after"
-            self._state.send(node.link, m.Evicted(self._state.record.term, reason))
+            reason = f.Loss("late", due - broken.at)
+            self._state.send(node.link, m.Evicted(self._state.record.term, why(reason)))
             self._state.close(node.link)
             self.lose(node, reason, now)
         if nodes.count(ACTIVE) or self._state.owed or broken.judged_at is None:
@@ -709,7 +709,7 @@ class Rounds:
 
     def _judge(self, broken: Broken, now: float) -> None:
         if self._state.seen > self._state.record.round.number:  # the leader that formed that round has judged this one
-            self._impose(broken, Kind.NODE_LOSS, f"round {self._state.seen} has been formed since", ())
+            self._impose(broken, Kind.NODE_LOSS, f.FormedSince(self._state.seen), ())
             broken.judged_at = now
             return
         broken.judged_at = now
@@ -743,5 +743,5 @@ def _exit_code(failure: Failure | None) -> int | None:
     return None if failure is None or failure.alive else failure.exit_code
 
 
-def _names(nodes: list[Node]) -> str:
-    return f"node {', '.join(node.hello.node_id for node in nodes)} "
+def _names(nodes: Iterable[Node]) -> tuple[str, ...]:
+    return tuple(node.hello.node_id for node in nodes)

@@ -6,14 +6,23 @@ from dataclasses import replace
 from typing import Any
 
 from elastic_launch.config.launch_config import Limits, Timing
-from elastic_launch.events.sentences import sentence
+from elastic_launch.events.facts import Cause, Outside, RunCause
+from elastic_launch.events.sentences import sentence, why
 from elastic_launch.events.types import AdmissionClosed, DrillEnded, Event, NewcomerLeftOut, NodeExcluded, RunEnded
 from elastic_launch.failure import Failure
 from elastic_launch.faults import MOST
-from elastic_launch.rendezvous.leader.exclusion import FAULTS, Exclusion
-from elastic_launch.rendezvous.leader.leavers import no_longer_needed, saver
-from elastic_launch.rendezvous.leader.newcomers import Refusals
-from elastic_launch.rendezvous.leader.nodes import ACTIVE, BARRED, EXCLUDED, LEAVING, TRAINED, ConnectedNodes, Node
+from elastic_launch.rendezvous.leader.exclusion import FAULTS, Exclusion, Refusals
+from elastic_launch.rendezvous.leader.nodes import (
+    ACTIVE,
+    BARRED,
+    EXCLUDED,
+    LEAVING,
+    TRAINED,
+    ConnectedNodes,
+    Node,
+    no_longer_needed,
+    saver,
+)
 from elastic_launch.rendezvous.leader.resizing import Resizing
 from elastic_launch.rendezvous.leader.restart_budget import RestartBudget
 from elastic_launch.rendezvous.leader.types import Close, CommitRecord, Emit, Instruction, Send
@@ -90,7 +99,7 @@ class LeaderState:
             self.owed.add("")  # unknown members may still connect, for as long as any other owed member
         self.departing = False
         self.exclusion = Exclusion(record.faulty, now)
-        self.refusals = Refusals(record.refused, record.closed, now)
+        self.refusals = Refusals(record.refused, record.closed_by, now)
         self.arguments = ""
         self.drill = RunDrill()
         self._reviews = self.refusals.some  # whether nodes may be marked because of refusals
@@ -175,21 +184,20 @@ class LeaderState:
             node.trained = True
             self.refusals.trains(node.host)
 
-    def waits_why(self, node: Node, now: float) -> str:
-        """Why a newcomer is left out for now, as text for its user; empty if it is not."""
+    def waits_why(self, node: Node, now: float) -> Outside | AdmissionClosed | None:
+        """Why a newcomer is left out for now; None if it is not."""
         if node.trained or node.active:
-            return ""
+            return None
         if node.barred:
-            left = self.refusals.left(node.host, now)
-            return f"nodes of this host could not do what the others do: the run leaves them out for {left:.0f} s more"
-        return sentence(AdmissionClosed(self.refusals.closed)) if self.refusals.closed else ""
+            return Outside("barred", self.refusals.left(node.host, now))
+        return AdmissionClosed(why(self.refusals.closed)) if self.refusals.closed else None
 
     def refused(self, now: float) -> dict[str, Any]:
         """The fields of the record with the hosts that are left out."""
-        return {"refused": self.refusals.recorded(now), "closed": self.refusals.closed}
+        return {"refused": self.refusals.recorded(now), "closed_by": self.refusals.closed}
 
     def leave_out(
-        self, node: Node, code: int, cause: str, failure: Failure | None, now: float, *, stays: bool = False
+        self, node: Node, code: int, cause: Cause, failure: Failure | None, now: float, *, stays: bool = False
     ) -> None:
         """Leave out a newcomer that cannot do what the others do, and its host for a while; the run goes on.
 
@@ -199,33 +207,33 @@ class LeaderState:
         was_closed = self.refusals.closed
         seconds = self.refusals.refuse(node.host, failure, now)
         self.commit(replace(self.record, **self.refused(now)))
-        left_out = NewcomerLeftOut(node.hello.node_id, self.record.round.number, cause, seconds)
+        left_out = NewcomerLeftOut(node.hello.node_id, self.record.round.number, why(cause), seconds)
         self.emit(left_out)
         if not stays:
             node.leaving = True
             # Workers started under a leader that is about to leave would be started for nothing.
             self.departing = self.departing or node.hello.incarnation == self.record.leader.incarnation
-            self.send(node.link, m.LeftOut(self.record.term, code, cause, failure))
+            self.send(node.link, m.LeftOut(self.record.term, code, why(cause), failure))
         else:
             self.send(node.link, m.UserMessage(self.record.term, sentence(left_out)))
         if self.refusals.closed and not was_closed:
-            event = AdmissionClosed(self.refusals.closed)
+            event = AdmissionClosed(why(self.refusals.closed))
             self.emit(event)
             order = m.UserMessage(self.record.term, sentence(event))
             for other in self.nodes.where(lacks=TRAINED | LEAVING):
                 self.send(other.link, order)
         self.review(now)
 
-    def end(self, code: int, cause: str, failure: Failure | None, now: float) -> None:
+    def end(self, code: int, cause: RunCause, failure: Failure | None, now: float) -> None:
         """Record the run's end, and inform all nodes."""
-        spent = self.budget.spent
-        self.commit(replace(self.record, restarts=spent, refilled=self.budget.refilled, end=End(int(code), cause)))
+        spent, text = self.budget.spent, why(cause)
+        self.commit(replace(self.record, restarts=spent, refilled=self.budget.refilled, end=End(int(code), text)))
         order = self.end_order(failure)
         for node in self.nodes.values():
             self.send(node.link, order)
         if self.drill.planned:
             self.emit(DrillEnded(self.drill.planned, self.drill.missing))
-        self.emit(RunEnded(int(code), cause, spent, self.record.round.number, now - self.began))
+        self.emit(RunEnded(int(code), text, spent, self.record.round.number, now - self.began))
 
     def end_order(self, failure: Failure | None) -> m.RunEnd:
         """The order that tells nodes of the run's recorded end."""

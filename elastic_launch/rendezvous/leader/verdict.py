@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import signal
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
@@ -104,6 +105,16 @@ def judge(imposed: Kind | None, failures: Iterable[tuple[float, Failure]]) -> Ki
     return kind_of(failure) if failure is not None else imposed if imposed is not None else Kind.CRASH
 
 
+def disconnected(imposed: Kind | None, failures: Sequence[tuple[float, Failure]]) -> bool:
+    """Whether only connections broke, as far as is known: no worker ended, so it is not the script's fault."""
+    return imposed is None and bool(failures) and all(failure.alive for _, failure in failures)
+
+
+def is_own(failure: Failure) -> bool:
+    """Whether a worker has failed by itself, as far as is known, and not because another one had."""
+    return kind_of(failure).is_fault and not (failure.symptom or failure.supposed or failure.alive)
+
+
 def killed(failure: Failure) -> bool:
     """Whether something outside of the worker ended it by SIGKILL."""
     return failure.exit_code == -signal.SIGKILL and kind_of(failure) is Kind.CRASH
@@ -124,3 +135,8 @@ def own_code(code: int) -> int:
     if code < 0:
         return 128 - code
     return ExitCode.TRAINING_FAILED if code in _OURS or not code else code
+
+
+def identity(text: str) -> str:
+    """Return a short text for one of any length, as the record contains it."""
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from elastic_launch.events.facts import Isolation
+
 TURN_CAP = 2.0
 """Most seconds of the leader's silence that a gap between two turns of the node counts."""
 
@@ -29,7 +31,7 @@ class CutOff:
         leader: incarnation of the leader's node; empty if this node led and no longer leads.
     """
 
-    reason: str
+    reason: Isolation
     certain: bool = False
     leader: str = ""
 
@@ -107,13 +109,11 @@ class FailureDetector:
         if told or not self._cut_off:
             return None
         if gap >= limit:
-            reason = f"this node was frozen for {gap:.1f} s"
+            reason = Isolation("frozen", gap)
         elif unsure is None:
-            reason = f"no sign of the leader for {seconds:.1f} s"
-        elif math.isinf(seconds):
-            reason = "this node no longer leads"
+            reason = Isolation("silent", seconds)
         else:
-            reason = f"the store has not shown for {seconds:.1f} s that this node still leads"
+            reason = Isolation("led") if math.isinf(seconds) else Isolation("leads", seconds)
         return CutOff(reason, certain=unsure is None and gap >= self._dead_after)
 
     def cut_off(self, now: float) -> bool:

@@ -36,7 +36,6 @@ from elastic_launch.rendezvous.leader.admission import LONGEST_COMMAND
 from elastic_launch.rendezvous.node.failure_detector import FailureDetector
 from elastic_launch.rendezvous.node.machine import NodeMachine, Search
 from elastic_launch.rendezvous.node.membership_events import (
-    AT_ENDPOINT,
     LinkDown,
     LinkUp,
     MembershipEvent,
@@ -123,8 +122,7 @@ class Membership:
         self._detector = FailureDetector(timing.dead_after, timing.beat_among(config.limits.max_nodes))
         # A silent link is kept until the next one is accepted: a leader that thaws would read its end as this node's.
         self._former = contextlib.ExitStack()
-        self._reach = ReachTest(self.report)
-        self._tried_reach = False
+        self._reach: ReachTest | None = None
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
 
     def start(self) -> None:
@@ -199,7 +197,8 @@ class Membership:
         self._waker.wake()
         if self._thread.ident is not None:
             self._thread.join(timeout)
-        self._reach.close()
+        if self._reach is not None:
+            self._reach.close()
         if not self._thread.is_alive():
             self._waker.close()
 
@@ -268,7 +267,7 @@ class Membership:
         """Maintain a link to the leader until closed."""
         timing, clock, detector = self._config.timing, self._clock, self._detector
         search = Search(timing, clock.now())
-        until = "a leader can be elected" if self._config.kind.elected else AT_ENDPOINT
+        elects = self._config.kind.elected
         while not self._closing.is_set():
             self._judge(clock.now())  # at once, where this node led: the attempt takes time
             try:
@@ -278,7 +277,7 @@ class Membership:
                 self._judge(now)
                 if search.failed(now):
                     reason = error.message if isinstance(error, RendezvousError) else str(error)
-                    self._notify(LinkDown(reason.rstrip("."), gone=search.gone, until=until))
+                    self._notify(LinkDown(reason.rstrip("."), gone=search.gone, elects=elects))
                 if search.over(now):
                     raise
                 self._closing.wait(RETRY)
@@ -300,10 +299,10 @@ class Membership:
                 self._backend.unreachable(self._found, refused=False, silent_for=timing.dead_after, seen_round=seen)
                 if self._answered:
                     text = f"the leader was silent for {timing.dead_after:g} s"
-                    self._notify(LinkDown(text, gone=False, until=until))
+                    self._notify(LinkDown(text, gone=False, elects=elects))
             if not self._answered and not self._closing.is_set():
                 # What listens there is silent, closes the link, or is not the leader.
-                self._doubt(search, until, silent=silent)
+                self._doubt(search, silent=silent)
 
     def _judge(self, now: float, gap: float = 0.0) -> None:
         """Report once if the others may train without this node by now; this thread did not turn for ``gap``."""
@@ -314,7 +313,7 @@ class Membership:
         if cut_off := self._detector.judge(now, gap, self._backend.unsure_for() if leads else None):
             self._notify(replace(cut_off, leader="" if leads and self._backend.steps_down else self._led_by))
 
-    def _doubt(self, search: Search, until: str, *, silent: bool) -> None:
+    def _doubt(self, search: Search, *, silent: bool) -> None:
         """Handle that no leader of this run answered at the leader's address: retry, but not forever."""
         found, now = self._found, self._clock.now()
         assert found is not None
@@ -327,7 +326,7 @@ class Membership:
         if search.failed(now):
             if frozen and not self._welcomed:
                 text += f"; {SILENT}, and this node tries for up to {self._config.timing.join_timeout:g} s"
-            self._notify(LinkDown(text, gone=search.gone, until=until))
+            self._notify(LinkDown(text, gone=search.gone, elects=self._config.kind.elected))
         self._closing.wait(RETRY)
 
     def _wait_released(self) -> None:
@@ -500,8 +499,7 @@ class Membership:
                 assert self._found is not None
                 self._notify(LinkUp(str(Endpoint(self._found.address, self._found.port))))
             case m.Reach():
-                self._tried_reach = True
-                self._reach.begin(order)
+                self._try_reach(order)
             case m.Refused(reason=reason, hint=hint):
                 raise RefusedError(f"The run refuses this node: {reason}", hint)
             case m.RunEnd(cause=cause):
@@ -521,12 +519,15 @@ class Membership:
         first = order.round.members[0]
         if self._config.kind.fixed_ranks:
             return  # the workers meet at the endpoint
-        if self._tried_reach or first.incarnation == self._side.hello.incarnation:
+        if self._reach is not None:
             self._reach.stop()
-        else:
-            self._tried_reach = True
+        elif first.incarnation != self._side.hello.incarnation:
             where = m.Reach(order.term, order.round.number, first.address, first.store_port)
-            self._reach.begin(where, asked=False)
+            self._try_reach(where, asked=False)
+
+    def _try_reach(self, where: m.Reach, *, asked: bool = True) -> None:
+        self._reach = self._reach or ReachTest(self.report)
+        self._reach.begin(where, asked=asked)
 
 
 def _unreached(found: FoundLeader, error: OSError | UnicodeError) -> EndpointError:

@@ -9,9 +9,6 @@ from elastic_launch.rendezvous.backends.c10d import NodeAddress
 from elastic_launch.rendezvous.node.failure_detector import CutOff
 from elastic_launch.rendezvous.wire import messages as m
 
-AT_ENDPOINT = "an agent is back at the endpoint"
-"""What a c10d run waits for before it continues: its store can only be at the endpoint."""
-
 
 @dataclass(frozen=True, slots=True)
 class Opened:
@@ -37,12 +34,12 @@ class LinkDown:
 
     Attributes:
         gone: whether its process is gone; otherwise it is only silent.
-        until: what the run waits for, as text.
+        elects: whether another leader can be elected; else an agent must come back to the endpoint.
     """
 
     reason: str
     gone: bool
-    until: str = AT_ENDPOINT
+    elects: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -519,7 +519,7 @@ class Form:
     max_restarts: int = 3
     outline: RoundOutline | None = None
     slots: LocalRanks = ()
-    index: int = -1
+    index: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,7 @@ class OrderEncoder:
     def _placed(self, form: m.Form, outline: m.RoundOutline) -> bytes:
         """Encode an order that differs from others of its round only in the place, which is encoded last."""
         if self._outline[0] is not outline:
-            self._outline = outline, m.pack(replace(form, slots=(), index=-1)).removesuffix(_place((), -1))
+            self._outline = outline, m.pack(replace(form, slots=(), index=0)).removesuffix(_place((), 0))
         return self._outline[1] + _place(form.slots, form.index)
 
 
