@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from workload import SEED, noting, parser
+from workload import SEED, noting, parser, prepare
 
 import elastic_launch as el
 
@@ -101,6 +101,7 @@ def ours(args: argparse.Namespace, inputs: Tensor, note: Callable[..., None]) ->
         memory = Memory()
         # Only this benchmark needs to know when snapshots are taken.
         snapshots = run._engine.saver._memory
+        prepare(args)
 
         def done(step: int) -> None:
             note(step, sent=sent(), grown=memory.grown, snapshot=snapshots.rhythm.last)

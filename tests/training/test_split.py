@@ -23,7 +23,7 @@ from elastic_launch.snapshot.storage.shares import OwnShare
 from elastic_launch.training.checkpoints import split, split_restore
 from elastic_launch.training.checkpoints.memory import MemorySnapshots, Newest, newest
 from elastic_launch.training.checkpoints.sharded import StateGatherer
-from elastic_launch.training.checkpoints.split import Layouts, SnapshotPart, Votes, complete, owners, taken
+from elastic_launch.training.checkpoints.split import InSlot, Layouts, SnapshotPart, Votes, complete, owners, taken
 from elastic_launch.training.checkpoints.split_restore import restored
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.ranks import exchange
@@ -288,7 +288,7 @@ def test_what_is_taken_is_restored_to_the_bit_and_each_byte_that_a_node_lacks_is
         def restore(rank: int) -> tuple[Any, dict[str, Any]]:
             number = slot_of[rank]
             cut = None if rank in whole_on else Shards(likes, after, rank)
-            mine = None if number is None else slots[number]
+            mine = None if number is None else InSlot(*slots[number])
             return restored(mine, parts, World(rank, after.ranks), lambda meta: cut)
 
         lacks = 0

@@ -18,12 +18,14 @@ from torch import Tensor
 from elastic_launch.snapshot.format import tree
 from elastic_launch.snapshot.format.plain import Path
 from elastic_launch.snapshot.format.tensor_file import copied
-from elastic_launch.snapshot.memory.slot import Header, Slot
-from elastic_launch.snapshot.memory.slot_state import read_meta, read_state
-from elastic_launch.training.checkpoints.split import SnapshotPart
+from elastic_launch.training.checkpoints.kept_shards import KeptShards
+from elastic_launch.training.checkpoints.split import InSlot, SnapshotPart
 from elastic_launch.training.ranks.exchange import broadcast_state, bytes_of_all, exchanging, swap
 from elastic_launch.training.ranks.spreading import Box, Cut, Cuts, narrowed, overlap, places, stand_ins_of, within
 from elastic_launch.training.ranks.world import World
+
+Held = InSlot | KeptShards
+"""What a node's memory, or a process, has of a state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +48,14 @@ class _Layout:
 
 
 def restored(
-    mine: tuple[Slot, Header] | None, parts: Mapping[int, SnapshotPart], world: World, taking: Cuts
+    mine: Held | None, parts: Mapping[int, SnapshotPart], world: World, taking: Cuts
 ) -> tuple[Any, dict[str, Any]]:
     """Return a split snapshot's state and meta: what this rank keeps of it; called by all ranks.
 
-    ``mine`` is this node's slot with a part of it, if any; ``parts`` are what all nodes have, which is complete.
+    ``mine`` is what this rank or its node has of it, if any; ``parts`` are what all have, which is complete.
     """
-    slot: dict[str, Any] = {} if mine is None else read_state(*mine, lambda path, tensor: tensor)
-    meta = {} if mine is None else read_meta(*mine)
+    slot: dict[str, Any] = {} if mine is None else mine.read_state(lambda path, tensor: tensor)
+    meta = {} if mine is None else mine.read_meta()
     common: dict[str, Any] = {"meta": meta, "layout": slot.get("layout"), "replicated": slot.get("replicated")}
     if len(parts) < world.world_size:
         common = broadcast_state(common, min(parts), world.rank)
