@@ -281,7 +281,7 @@ class Saver:
         number, step = kept.position
         parts: Any = None
         starts: Sequence[Start] = ()
-        self.joins_live = self.joins_live or (kept.live and live is None)
+        self.joins_live = self.joins_live or (live is None and (kept.live or kept.phase == KEPT))
         if kept.live:
             origin = f"The state of step {step} in the memory of rank {kept.holders[0]}"
             own: dict[str, Any] | None = None
