@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rank_threads import Messages
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+import elastic_launch as el
 from elastic_launch.training.checkpoints import split_restore
 from elastic_launch.training.checkpoints.kept_shards import KEPT, KeptShards, boxes_of, cut_for, keep_shards, portions
 from elastic_launch.training.checkpoints.memory import MemorySnapshots, Newest, newest
+from elastic_launch.training.checkpoints.saving import Trained
 from elastic_launch.training.checkpoints.sharded import StateGatherer
 from elastic_launch.training.checkpoints.split import SnapshotPart
 from elastic_launch.training.checkpoints.split_restore import restored
+from elastic_launch.training.engine import Engine
 from elastic_launch.training.link import AgentLink
+from elastic_launch.training.live.resharding import let_go
 from elastic_launch.training.ranks import exchange
 from elastic_launch.training.ranks.spreading import Box, narrowed, overlap
 from elastic_launch.training.ranks.world import World
+from elastic_launch.training.session import Run
 
 SHAPES = st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple)
 STAYS = st.lists(st.booleans(), min_size=1, max_size=6).filter(any)
@@ -109,11 +118,12 @@ def wholes(draw: st.DrawFn) -> list[tuple[Tensor, int]]:
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(wholes=wholes(), stays=STAYS, newcomers=st.integers(0, 3))
+@given(wholes=wholes(), stays=STAYS, newcomers=st.integers(0, 3), at_once=st.sampled_from([1, 64, 2**26]))
 def test_what_is_sent_at_a_change_is_what_changes_its_owner(
-    monkeypatch: pytest.MonkeyPatch, wholes: list[tuple[Tensor, int]], stays: list[bool], newcomers: int
+    monkeypatch: pytest.MonkeyPatch, wholes: list[tuple[Tensor, int]], stays: list[bool], newcomers: int, at_once: int
 ) -> None:
     """If some leave while others come, what the former had may go on once more: their number is not known before."""
+    monkeypatch.setattr(split_restore, "CHUNK", at_once)
     messages, before = Messages(), len(stays)
     for module in (exchange, split_restore):
         monkeypatch.setattr(module, "dist", messages)
@@ -191,3 +201,30 @@ def test_what_processes_have_kept_is_the_newest_state_while_all_of_it_is_there(
         assert (each.position, each.phase, [*each.holders], each.snapshot) == ((2, 7), KEPT, [0, 2], -1)
     assert ranks.newest([of(0), None, of(2)]) == [None] * 3
     assert ranks.newest([of(0, 1, 2, training=1)]) == [None]
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_checkpoint_is_written_at_a_planned_change_only_if_a_process_leaves(tmp_path: Path, goes_on: bool) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    run = Run(Engine(World(round=1), torch.device("cpu"), AgentLink()))
+    model = nn.Linear(3, 5)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    try:
+        run.register("model", model)
+        run.resume(el.Checkpoint(tmp_path / "checkpoints", every=1000))
+        engine, expected = run._engine, model.weight.full_tensor().clone()  # type: ignore[operator]
+        after = Trained(7, engine.checkpoint, {}, engine.state, [1])
+        engine.saver.save(after, last=True, draining=True, stays=None, goes_on=goes_on)
+        engine.saver.finish(wait=True)
+        kept = engine.saver._memory.shards
+        assert len([*tmp_path.glob("checkpoints/step-7.*")]) == int(not goes_on)
+        assert (kept is not None) is goes_on
+        if kept is not None:
+            assert (kept.position, kept.part) == ((1, 7, KEPT), SnapshotPart((0,), 1))
+            assert any(torch.equal(each, expected) for each in kept.state["pieces"]["0"].values())
+            engine.saver.poll(8, engine.checkpoint)
+            assert engine.saver._memory.shards is None
+    finally:
+        run._engine.release()
+        let_go(model)
+        dist.destroy_process_group()

@@ -444,17 +444,22 @@ class Saver:
         if agreed is not NOTHING:
             saves, keeps = self._posted.save and not agreed.save, self._posted.keep and not agreed.keep
             self._posted = Wishes(save=saves, keep=keeps)
+        going_on: list[bool] = []
+        if draining and goes_on is not None and self._divisible(after.state):
+            going_on = [bool(each) for (each,) in numbers_of_all(self._world, [int(goes_on)])]
         durable = False
         if (checkpoint := after.checkpoint) is not None:
             due = agreed.save or checkpoint.due_everywhere(after.step)
-            durable = (due or last) and checkpoint.needs(after.step)
+            leaves = last and not (going_on and all(going_on))
+            durable = (due or leaves) and checkpoint.needs(after.step)
             if durable and self._divisible(after.state) and checkpoint.divides(after.state.whole_bytes()):
                 durable = self._idle_everywhere(checkpoint, after.step, last=last)
         if not durable and not agreed.keep and not ((draining or keep) and self._world.round):
             return
         with self._link.doing(Activity.CHECKPOINT):
             self._confirm()
-            if draining and not durable and goes_on is not None and self._keep_shards(after, goes_on):
+            if any(going_on) and not durable:
+                self._keep_shards(after, going_on)
                 return
             # Several nodes may leave, and no checkpoint has the shards that these alone have then.
             whole = draining and checkpoint is None
@@ -464,24 +469,18 @@ class Saver:
         """Whether the nodes may divide a state, under an agent; the same on all ranks."""
         return state.divisible and self._world.round > 0
 
-    def _keep_shards(self, after: Trained, goes_on: bool) -> bool:
-        """Have the processes that go on keep the state after a step; return whether they do. Called by all ranks."""
-        state = after.state
-        if not self._divisible(state):
-            return False
-        stays = [bool(each) for (each,) in numbers_of_all(self._world, [int(goes_on)])]
-        if not any(stays):
-            return False
+    def _keep_shards(self, after: Trained, going_on: Sequence[bool]) -> None:
+        """Have the processes that go on, by rank, keep the state after a step; called by all ranks."""
+        state, rank = after.state, self._world.rank
         self.settle()
         state.collect(after.step, self._world)
         state.begin_capture(keep=True)
         tree, gatherer = state.captured_split(keep=True)
         boxes = self._layouts.of_all(gatherer, self._world)
-        found, part = keep_shards(tree, gatherer, boxes, stays, self._world.rank)
+        found, part = keep_shards(tree, gatherer, boxes, going_on, rank)
         meta = self._meta_after(after, now=False)
-        if goes_on:
+        if going_on[rank]:
             self._memory.shards = KeptShards(self._branch.round, after.step, self._training, part, found, meta)
-        return True
 
     def _idle_everywhere(self, checkpoint: CheckpointManager, step: int, *, last: bool) -> bool:
         """Whether no node still writes an older checkpoint; called by all ranks.
