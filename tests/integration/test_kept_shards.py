@@ -197,3 +197,18 @@ def test_a_node_that_leaves_as_another_one_joins_takes_no_shard_with_it(job: Job
     result = changes.finish(a, job.agents[-1])
     repeated(changes)
     assert result["hash"] == undisturbed
+
+
+@pytest.mark.slow
+def test_while_too_few_nodes_are_left_the_processes_that_wait_have_all_shards(job: Job, undisturbed: str) -> None:
+    changes = training(job, step_time=0.2)
+    a, b = changes.node("a", nnodes="2"), changes.node("b", nnodes="2")
+    before = changes.trains(2, steps=10)
+    b.signal(signal.SIGTERM)
+    assert b.wait() == 143
+    c = changes.node("c", nnodes="2")
+    changes.trains(2, after=before, steps=3)
+    result = changes.finish(a, c)
+    assert repeated(changes) == 0, changes.outputs()
+    assert {e["pid"] for e in job.events("worker_kept")} == {pids(job, before)[0]}
+    assert result["hash"] == undisturbed
