@@ -13,11 +13,11 @@ import os
 import signal
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from itertools import pairwise
 
-from jobs import Figures, Job, Missing, Record, life
+from jobs import Figures, Job, Missing, Record, descendants, life
 from launchers import CONTENDERS, Nodes
 from live import changed
 from network import own_network
@@ -26,7 +26,7 @@ from tables import NewJob, Row, Scenario, parser, positive, run, say
 
 SECTION = "sharded"
 WHO = ("ours-live", "torchrun")
-KINDS = ("steps", "resize")
+KINDS = ("steps", "killed", "resize")
 MIB = 2**20
 LAYERS = 6
 """Of sharded_workload.py."""
@@ -35,7 +35,8 @@ ENOUGH = 20
 
 
 def script(job: Job, args: argparse.Namespace, *options: str) -> list[str]:
-    return job.script("sharded_workload.py", "--width", str(args.width), *options, sleep=args.sleep)
+    options = ("--width", str(args.width), "--prepare", str(args.start), *options)
+    return job.script("sharded_workload.py", *options, sleep=args.sleep)
 
 
 def state_bytes(width: int) -> int:
@@ -97,6 +98,7 @@ def measure_resize(new_job: NewJob, who: str, args: argparse.Namespace) -> Figur
     """Some nodes train, another one joins, trains, and gets SIGTERM."""
     few, many = args.nodes, args.nodes + 1
     with new_job() as job:
+        job.limit(args.timeout + 4 * args.start)
         nodes = Nodes(job, who, f"{few}:{many}", *(["--split-snapshots"] if args.split else []))
         told = script(job, args, "--micros", str(few * many))
         for number in range(few):
@@ -105,7 +107,23 @@ def measure_resize(new_job: NewJob, who: str, args: argparse.Namespace) -> Figur
         last: list[int] = []
         found = resized(job, "grow", few, many, lambda: last.append(nodes.start("last", script=told).pid), args)
         trained(job, many)
-        return found | resized(job, "shrink", many, few, lambda: os.kill(last[0], signal.SIGTERM), args)
+        gone = {*descendants(last[0])}
+        return found | resized(job, "shrink", many, few, lambda: os.kill(last[0], signal.SIGTERM), args, gone)
+
+
+def measure_killed(new_job: NewJob, who: str, args: argparse.Namespace) -> Figures:
+    """Of nodes with two workers each, one worker of the last node is killed."""
+    world = 2 * args.nodes
+    with new_job() as job:
+        job.limit(args.timeout + 4 * args.start)
+        nodes = Nodes(job, who, f"{args.nodes}:{args.nodes}", *(["--split-snapshots"] if args.split else []))
+        told = script(job, args, "--micros", str(world))
+        for number in range(args.nodes):
+            nodes.start(f"guest{number}" if number else "host", 2, script=told)
+        trained(job, world)
+        victim = job.step(world - 1, world)["pid"]
+        found = changed(job, lambda: os.kill(victim, signal.SIGKILL), world, {victim})
+    return {f"killed-{name}": found[name] for name in ("standstill", "whole", "lost", "kept")}
 
 
 def trained(job: Job, world: int) -> None:
@@ -116,17 +134,23 @@ def trained(job: Job, world: int) -> None:
 
 
 def resized(
-    job: Job, kind: str, before: int, after: int, change: Callable[[], object], args: argparse.Namespace
+    job: Job,
+    kind: str,
+    before: int,
+    after: int,
+    change: Callable[[], object],
+    args: argparse.Namespace,
+    gone: Collection[int] = (),
 ) -> Figures:
-    """Change the number of ranks, and return the figures of the change."""
+    """Change the number of ranks, and return the figures of the change, which ends the processes that are ``gone``."""
     old = {life(record) for record in job.steps.read()}
-    found = changed(job, change, after, set())
+    found = changed(job, change, after, {*gone})
     steps = sorted((record for record in job.steps.read() if record["step"]), key=lambda record: record["clock"])
     later = [record for record in steps if life(record) not in old]
     *_, last = (record for record in steps if life(record) in old)
     moved = later[0]["sent"] - last["sent"] - statistics.median(sends(later))
     needed = least(before, after) * state_bytes(args.width)
-    figures = {name: found[name] for name in ("standstill", "whole", "lost")}
+    figures = {name: found[name] for name in ("standstill", "whole", "lost", "kept")}
     figures |= {"moved": moved / MIB, "least": needed / MIB, "times": moved / needed}
     figures["grown"] = max(record["grown"] for record in later) / MIB
     return {f"{kind}-{name}": value for name, value in figures.items()}
@@ -142,11 +166,18 @@ STEPS = (
 )
 
 
-def resize_rows(kind: str, what: str) -> tuple[Row, ...]:
+def change_rows(kind: str, what: str) -> tuple[Row, ...]:
     return (
         Row(f"{kind}-standstill", f"{what}: longest standstill"),
         Row(f"{kind}-whole", f"{what}: until the first step of the new world"),
         Row(f"{kind}-lost", f"{what}: completed steps lost", None, "", 0),
+        Row(f"{kind}-kept", f"{what}: survivors that keep their process", None, "%", 0),
+    )
+
+
+def resize_rows(kind: str, what: str) -> tuple[Row, ...]:
+    return (
+        *change_rows(kind, what),
         Row(f"{kind}-moved", f"{what}: sent, without a usual step", None, "MiB", 1),
         Row(f"{kind}-least", f"{what}: least that must be sent, as computed", None, "MiB", 1),
         Row(f"{kind}-times", f"{what}: sent / least", None, "", 2),
@@ -162,6 +193,9 @@ def chosen(kinds: list[str], args: argparse.Namespace) -> dict[str, Scenario]:
         few, many = args.nodes, args.nodes + 1
         rows = resize_rows("grow", f"from {few} to {many} ranks") + resize_rows("shrink", f"from {many} to {few} ranks")
         found["resize"] = Scenario(partial(measure_resize, args=args), WHO[:1], rows)
+    if "killed" in kinds:
+        rows = change_rows("killed", f"one of {2 * args.nodes} workers killed")
+        found["killed"] = Scenario(partial(measure_killed, args=args), WHO[:1], rows)
     return found
 
 
@@ -173,6 +207,7 @@ def main() -> int:
     )
     options.add_argument("--nodes", type=positive, default=2, help="before one joins and leaves again [2]")
     options.add_argument("--split", action="store_true", help="with snapshots that are split among the nodes")
+    options.add_argument("--start", type=float, default=0.0, metavar="S", help="seconds of the script's own start [0]")
     options.add_argument("--steps", type=positive, default=120, help="of a run beside plain FSDP2 [120]")
     options.add_argument("--sleep", type=float, default=0.0, help="seconds to sleep after a step of a small model [0]")
     args = options.parse_args()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from workload import SEED, noting, parser
+from workload import SEED, noting, parser, prepare
 
 import elastic_launch as el
 
@@ -101,6 +101,7 @@ def ours(args: argparse.Namespace, inputs: Tensor, note: Callable[..., None]) ->
         memory = Memory()
         # Only this benchmark needs to know when snapshots are taken.
         snapshots = run._engine.saver._memory
+        prepare(args)
 
         def done(step: int) -> None:
             note(step, sent=sent(), grown=memory.grown, snapshot=snapshots.rhythm.last)
@@ -109,10 +110,12 @@ def ours(args: argparse.Namespace, inputs: Tensor, note: Callable[..., None]) ->
         model = sharded(args.width, run.world_size)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         for step in run.steps(loader, model, optimizer, until=until):
+            again = step.repeated
             for sample, target in step:
                 step.backward(nn.functional.mse_loss(step.model(sample), target))
             step.update()
-            done(step.number)
+            if step.repeated == again:  # else a fault broke it off
+                done(step.number)
 
 
 def main() -> None:

@@ -227,7 +227,8 @@ class Engine:
             faults.reached("drain", step)
         if last or self.saver.is_durable(step, self.checkpoint):
             self.compare(step)
-        self.saver.save(after, last=last, draining=self.draining, stays=stays, keep=keep)
+        goes_on = None if self.rounds.mesh is not None else self._goes_on and not self.rounds.link.ends()
+        self.saver.save(after, last=last, draining=self.draining, stays=stays, keep=keep, goes_on=goes_on)
         return self.stopped
 
     def step_done(self, after: Trained, stays: Callable[[Tensor], bool]) -> None:
@@ -313,9 +314,14 @@ class Engine:
         if self._settings is not None:
             self._settings.exact(strict=self.rounds.device.type == "cuda")
 
+    @property
+    def _goes_on(self) -> bool:
+        """Whether this process can continue in another round, if its node takes part in that."""
+        return self.rounds.lives and not self._termination.asked
+
     def drains_live(self) -> bool:
         """Report that the round is drained, if this process is to continue in another one; return whether it is."""
-        if not self.draining or not self.rounds.lives or self._termination.asked:
+        if not self.draining or not self._goes_on:
             return False
         if self._agreement is not None:
             self._agreement.settle()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -166,6 +168,9 @@ class WorkerRounds:
 
     def find_place(self, arguments: str) -> None:
         """Wait for the place of a process that was started ahead; see :meth:`Engine.meet`."""
+        if "torch.distributed.fsdp" in sys.modules:
+            # fully_shard() imports it, but can be called only once there is a place, while the others wait.
+            importlib.import_module("torch._dynamo")
         self.link = wait_for_place(arguments)
         self._world = environment()
         self._live(self._may_live)

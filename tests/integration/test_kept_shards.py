@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 from changes import STEPS, Changes, pids, undisturbed_hash
-from harness import SCRIPTS, Job, read_lines, run_script
+from harness import SCRIPTS, Job, read_lines, run_script, wait_for
+
+from elastic_launch.faults import FaultPlan
 
 EVALUATING = str(SCRIPTS / "evaluating.py")
 
@@ -135,4 +137,78 @@ def test_snapshots_that_are_split_bring_back_a_lost_node(job: Job, undisturbed: 
     kept = {e["pid"] for e in job.events("worker_kept") if e["round"] > formed}
     assert kept == {*pids(job, formed).values()} & {*pids(job, formed + 1).values()}
     assert len(kept) == 2
+    assert result["hash"] == undisturbed
+
+
+@pytest.mark.slow
+def test_layers_that_are_tied_frozen_of_bfloat16_or_smaller_than_the_world_go_on(job: Job, tmp_path: Path) -> None:
+    changes = training(job, "--hard", step_time=0.2)
+    a = changes.node("a")
+    changes.trains(1, steps=3)
+    b = changes.node("b", nproc=2)
+    joined = changes.trains(3, steps=3)
+    os.kill(pids(job, joined)[1], signal.SIGKILL)
+    killed = changes.trains(3, after=joined, steps=3)
+    b.signal(signal.SIGTERM)
+    changes.trains(1, after=killed, steps=3)
+    assert b.wait() == 143
+    result = changes.finish(a)
+    repeated(changes)
+    assert {e["pid"] for e in job.events("worker_kept") if e["round"] > killed} == {pids(job, 1)[0]}
+    (tmp_path / "undisturbed").mkdir()
+    assert result["hash"] == undisturbed_hash(tmp_path / "undisturbed", STEPS, "--hard")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [1, 2])
+def test_a_kill_as_shards_change_owners_costs_the_steps_since_the_last_snapshot_or_none(
+    job: Job, undisturbed: str, killed: int
+) -> None:
+    """The newcomer has nothing that others lack: they still have all of the state."""
+    changes = training(job, step_time=0.2)
+    plan = FaultPlan.fail_at(killed, at="restore", round=2)
+    a = changes.node("a", nproc=2, plan=plan)
+    changes.trains(2, steps=8)
+    b = changes.node("b", plan=plan)
+    changes.trains(3, after=2, steps=3)
+    result = changes.finish(a, b)
+    assert changes.kinds()[:2] == [("drained", 1, "membership"), ("broken", 2, "crash")], changes.outputs()
+    resumed, last = changes.resumed(3), changes.last(1)
+    assert changes.whole(1) <= resumed <= last, changes.outputs()
+    assert resumed == last or killed == 1, changes.outputs()
+    assert repeated(changes) == last - resumed
+    first = pids(job, 1)
+    assert {*pids(job, len(job.events("round_formed"))).values()} >= {
+        pid for rank, pid in first.items() if rank != killed
+    }
+    assert result["hash"] == undisturbed
+
+
+@pytest.mark.slow
+def test_a_node_that_leaves_as_another_one_joins_takes_no_shard_with_it(job: Job, undisturbed: str) -> None:
+    changes = training(job, step_time=0.2)
+    a, b = changes.node("a"), changes.node("b")
+    before = changes.trains(2, steps=5)
+    changes.node("c")
+    wait_for("a drain for the third node", lambda: job.events("round_draining"), 100)
+    b.signal(signal.SIGTERM)
+    changes.trains(2, after=before, steps=3)
+    assert b.wait() == 143
+    result = changes.finish(a, job.agents[-1])
+    repeated(changes)
+    assert result["hash"] == undisturbed
+
+
+@pytest.mark.slow
+def test_while_too_few_nodes_are_left_the_processes_that_wait_have_all_shards(job: Job, undisturbed: str) -> None:
+    changes = training(job, step_time=0.2)
+    a, b = changes.node("a", nnodes="2"), changes.node("b", nnodes="2")
+    before = changes.trains(2, steps=10)
+    b.signal(signal.SIGTERM)
+    assert b.wait() == 143
+    c = changes.node("c", nnodes="2")
+    changes.trains(2, after=before, steps=3)
+    result = changes.finish(a, c)
+    assert repeated(changes) == 0, changes.outputs()
+    assert {e["pid"] for e in job.events("worker_kept")} == {pids(job, before)[0]}
     assert result["hash"] == undisturbed

@@ -13,6 +13,7 @@ in ``snapshots.jsonl`` what is whole in memory, and each rank in ``places.jsonl`
 ``--odd-data``      the first worker of this rank has other samples than the others
 ``--forget``        there is a scheduler, or an average of the model, that nothing saves
 ``--shard``         the model is sharded over all ranks
+``--hard``          it has layers that are tied, frozen, of bfloat16, or have fewer rows than there are ranks
 ``--clip``          gradients are clipped by a share of their norm
 ``--verify``        the share of the steps that are verified
 ``--beside``        each process has another one in the background, which ends 2 s after the training
@@ -157,6 +158,19 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16, bias=False), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.Linear(16, 3))
 
 
+class Tied(nn.Sequential):
+    """Uses its middle twice."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 7), nn.Linear(7, 7), nn.Linear(7, 1), nn.Linear(1, 7).bfloat16(), nn.Linear(7, 3))
+        self[4].bias.requires_grad_(False)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        wide = torch.relu(self[1](torch.relu(self[1](self[0](features)))))
+        found: torch.Tensor = self[4](wide + self[3](self[2](wide).bfloat16()).float())
+        return found
+
+
 def seen(args: argparse.Namespace) -> dict[str, Any]:
     """What a process that outlives rounds must not have more of."""
     found: dict[str, Any] = {}
@@ -191,6 +205,7 @@ def main() -> None:
     parser.add_argument("--stream", choices=["seek", "skip"])
     parser.add_argument("--stateful", choices=["shards", "hold", "repeat"])
     parser.add_argument("--shard", action="store_true")
+    parser.add_argument("--hard", action="store_true")
     parser.add_argument("--clip", action="store_true")
     parser.add_argument("--verify", default=False)
     parser.add_argument("--no-compare", action="store_true")
@@ -221,12 +236,17 @@ def main() -> None:
         dataset = TensorDataset(inputs, inputs[:, :3].argmax(dim=1), *numbers)
         first = os.environ.get("ELASTIC_LAUNCH_ROUND", "1") == "1"  # not a number in a worker that starts ahead
         time.sleep(args.start_time if first else args.start_time + args.later_time)
-        model = network().to(run.device)
+        torch.manual_seed(0)
+        model = (Tied() if args.hard else network()).to(run.device)
         if args.shard:
             mesh = init_device_mesh(run.device.type, (run.world_size,))
-            for layer in (model[0], model):
+            for layer in (model[0], *([model[3]] if args.hard else []), model):
                 fully_shard(layer, mesh=mesh)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        optimizer: torch.optim.Optimizer
+        if args.hard:
+            optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, amsgrad=True)
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         saving = {"every": args.every, "split": args.split}
         checkpoint = el.Checkpoint(args.checkpoint, **saving) if args.checkpoint else None
         options = {"num_workers": args.loader_workers, "persistent_workers": args.persistent}

@@ -153,3 +153,11 @@ def test_a_second_training_of_a_session_has_snapshots_from_its_first_step_on() -
     rhythm.begin(50)
     assert not rhythm.due(50)
     assert rhythm.due(51)
+
+
+@pytest.mark.parametrize(("last", "due"), [(100, False), (None, False), (95, False), (85, True), (-1, True)])
+def test_a_state_that_is_no_snapshot_does_not_put_off_the_next_one(last: int | None, due: bool) -> None:
+    found = rhythm(1.0, Cost(0.1, 0.0))
+    assert found.interval == 10
+    found.begin(100, last)
+    assert found.due(100) is due

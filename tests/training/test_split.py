@@ -23,7 +23,7 @@ from elastic_launch.snapshot.storage.shares import OwnShare
 from elastic_launch.training.checkpoints import split, split_restore
 from elastic_launch.training.checkpoints.memory import MemorySnapshots, Newest, newest
 from elastic_launch.training.checkpoints.sharded import StateGatherer
-from elastic_launch.training.checkpoints.split import Layouts, SnapshotPart, Votes, complete, owners, taken
+from elastic_launch.training.checkpoints.split import InSlot, Layouts, SnapshotPart, Votes, complete, owners, taken
 from elastic_launch.training.checkpoints.split_restore import restored
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.ranks import exchange
@@ -288,7 +288,7 @@ def test_what_is_taken_is_restored_to_the_bit_and_each_byte_that_a_node_lacks_is
         def restore(rank: int) -> tuple[Any, dict[str, Any]]:
             number = slot_of[rank]
             cut = None if rank in whole_on else Shards(likes, after, rank)
-            mine = None if number is None else slots[number]
+            mine = None if number is None else InSlot(*slots[number])
             return restored(mine, parts, World(rank, after.ranks), lambda meta: cut)
 
         lacks = 0
@@ -458,7 +458,8 @@ def test_the_newest_complete_snapshot_wins_and_one_warning_names_the_newer_one(
         assert (each.position, [*each.holders], each.everywhere) == ((1, 5), [0, 1, 2], True)
         assert {other: {*part.ranks} for other, part in each.parts.items()} == {0: {0, 2}, 1: {0, 1}, 2: {1, 2}}
         assert each.mine is not None
-        assert (each.mine[0], each.mine[1].step) == (three.slots[rank][0], 5)
+        assert isinstance(each.mine, InSlot)
+        assert (each.mine.slot, each.mine.header.step) == (three.slots[rank][0], 5)
     assert [record.getMessage() for record in caplog.records] == [
         "the nodes do not have all shards of the snapshot of step 8"
     ]
@@ -576,7 +577,7 @@ def test_snapshots_of_before_and_after_an_evaluation_are_not_mixed(
         assert (each.position, each.phase) == ((1, 5), EVALUATED if newer else STEPPED)
         assert [*each.holders] == [*range((2 if complete else 1) if newer else 3)]
         assert (each.mine is None) is (rank not in each.holders)
-        assert each.mine is None or each.mine[1].phase == each.phase
+        assert each.mine is None or each.mine.position[2] == each.phase
 
 
 def test_the_state_of_a_process_comes_before_a_snapshot_of_its_step(nodes: Callable[[int], Nodes]) -> None:
@@ -598,7 +599,7 @@ def test_of_two_snapshots_of_one_step_a_node_takes_the_newer_one(
     for each in three.newest():
         assert each is not None
         assert each.mine is not None
-        assert ({*each.parts}, SnapshotPart.of(*each.mine).world_size > 0) == (parts, bool(parts))
+        assert ({*each.parts}, each.mine.part.world_size > 0) == (parts, bool(parts))
 
 
 @pytest.mark.parametrize(("copies", "splits"), [(2.9, True), (3.6, True), (4.6, False)])

@@ -14,6 +14,7 @@
 ``saving``             saves to memory every few steps, to durable storage from time to time
 ``memory``             snapshots in the node's memory
 ``split``              snapshots of sharded states that are split among the nodes
+``kept_shards``        the shards that processes keep at a planned change, instead of a snapshot
 ``split_restore``      puts a state together from one
 ``snapshot_interval``  when the next snapshot is due
 ``branches``           which state is the newest after restarts

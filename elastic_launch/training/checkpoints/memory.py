@@ -21,9 +21,10 @@ from elastic_launch import faults, snapshot
 from elastic_launch.contract import CopyJob, NoSnapshots, Restored, Stored
 from elastic_launch.shared_progress import Activity
 from elastic_launch.snapshot.memory.slot import EVALUATED, Header, Slot
-from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter, read_meta, read_state
+from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter
 from elastic_launch.snapshot.room import LEFT_OUT, MORE_MEMORY, lacking
 from elastic_launch.training.checkpoints import split, split_restore
+from elastic_launch.training.checkpoints.kept_shards import KEPT, KeptShards
 from elastic_launch.training.checkpoints.snapshot_interval import Cost, Rhythm
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.ranks.exchange import broadcast_state, bytes_of_all, numbers_of_all
@@ -71,6 +72,8 @@ class MemorySnapshots:
         self._told = False  # whether it was said
         self.writes = self._may_write
         """Whether this worker writes its node's snapshots; False once there is no room."""
+        self.shards: KeptShards | None = None
+        """What this process has kept at a planned change, until a step of the next round is done."""
         self.decides = world.rank == 0
         """Whether this worker's costs decide when all take snapshots: the first rank that writes any."""
 
@@ -299,12 +302,13 @@ class Newest:
     position: tuple[int, int]  # its round and step
     phase: int  # see Header
     live: bool  # whether it is the state of a process that was suspended, and not a snapshot
-    mine: tuple[Slot, Header] | None  # this node's snapshot of it, if any; None if it is live
+    mine: split_restore.Held | None  # what this process or its node has of it, if anything; None if it is live
     holders: Sequence[int]  # the ranks that have it, themselves or on their nodes; the first sends it
     everywhere: bool  # whether all ranks have it
     passes: int = 0  # updated passes of the next step that it includes, if it is live
     suspect: bool = False  # whether a process has dropped later states, and what storage has of them is not restored
     parts: Mapping[int, split.SnapshotPart] = field(default_factory=dict)  # what its holders have, if it is split
+    snapshot: int = -1  # the step of the newest snapshot, if processes have kept this state; -1: there is none
 
 
 def newest(
@@ -323,13 +327,15 @@ def newest(
         suspect: whether this process has dropped later states, see :class:`Newest`.
         size: ranks of a replica, each of which has only a part of a live state, and the same one in all replicas.
     """
-    held = memory.held(training)
-    parts = [split.SnapshotPart.of(*each) for each in held]
+    held: list[split_restore.Held] = [split.InSlot(*each) for each in memory.held(training)]
+    if memory.shards is not None and memory.shards.training == training:
+        held.append(memory.shards)
+    parts = [each.part for each in held]
     mine = {
         "writes": memory.writes,
         "suspect": suspect,
         "live": live,
-        "held": [[*h.position, part.world_size, part.ranks] for (_, h), part in zip(held, parts, strict=True)],
+        "held": [[*each.position, part.world_size, part.ranks] for each, part in zip(held, parts, strict=True)],
     }
     everybody = [json.loads(each) for each in bytes_of_all(world, json.dumps(mine).encode())]
     memory.decides = memory.writes and not any(each["writes"] for each in everybody[: world.rank])
@@ -350,10 +356,12 @@ def newest(
     found = {rank: each[position] for rank, each in enumerate(kept) if position in each}
     whole = [rank for rank, part in found.items() if not part.world_size]
     holders = whole or list(found)
-    own = next((each for each in held if each[1].position == position), None) if world.rank in holders else None
+    own = next((each for each in held if each.position == position), None) if world.rank in holders else None
     number, step, phase = position
     everywhere, split_in = len(holders) == len(kept), {} if whole else found
-    return Newest((number, step), phase, False, own, holders, everywhere, 0, suspect, split_in)
+    older = _newest_complete([{p: part for p, part in each.items() if p[2] != KEPT} for each in kept], (0, 0, 0, 0))
+    before = step if phase != KEPT else -1 if older is None else older[1]
+    return Newest((number, step), phase, False, own, holders, everywhere, 0, suspect, split_in, before)
 
 
 def _newest_live(lives: Sequence[set[tuple[int, ...]]], size: int) -> tuple[int, ...]:
@@ -363,7 +371,7 @@ def _newest_live(lives: Sequence[set[tuple[int, ...]]], size: int) -> tuple[int,
 
 
 def _newest_complete(
-    kept: Sequence[Mapping[tuple[int, int, int], split.SnapshotPart]], live: tuple[int, ...], *, warn: bool
+    kept: Sequence[Mapping[tuple[int, int, int], split.SnapshotPart]], live: tuple[int, ...], *, warn: bool = False
 ) -> tuple[int, int, int] | None:
     """Return the position of the newest snapshot that can be restored; None if the live state is as new, or newer."""
     for position in sorted({position for each in kept for position in each}, reverse=True):
@@ -382,12 +390,12 @@ def restore(newest: Newest, world: World, taking: Cuts) -> tuple[Any, dict[str, 
     faults.reached("restore", newest.position[1])
     if newest.parts:
         return split_restore.restored(newest.mine, newest.parts, world, taking)
-    meta = {} if newest.mine is None else read_meta(*newest.mine)
+    meta = {} if newest.mine is None else newest.mine.read_meta()
     if newest.everywhere:
         assert newest.mine is not None
-        return read_state(*newest.mine, taking(meta)), meta
+        return newest.mine.read_state(taking(meta)), meta
     meta = dict(broadcast_state(meta, newest.holders[0], world.rank))
     cut = taking(meta)
     sends = newest.mine is not None and (cut is not None or world.rank == newest.holders[0])
-    state = read_state(*newest.mine, in_place(taking)(meta)) if newest.mine is not None and sends else None
+    state = newest.mine.read_state(in_place(taking)(meta)) if newest.mine is not None and sends else None
     return spread_state(state, newest.holders, world, cut), meta

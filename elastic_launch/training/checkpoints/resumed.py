@@ -43,6 +43,7 @@ class Resumed:
     given: dict[str, Options] = field(default_factory=dict)  # those in effect when it was saved, by part
     agreed: int | None = None  # the last step before it in which all ranks agreed; None: not known
     late: dict[str, bool] = field(default_factory=dict)  # parts that are registered late, and whether they were then
+    snapshot: int | None = None  # the step of the newest snapshot in memory, if it is not this; -1: there is none
 
     @property
     def uncompared(self) -> int:

@@ -22,6 +22,7 @@ from elastic_launch.snapshot.room import forget_peak, remedy_of
 from elastic_launch.snapshot.storage.shares import OwnShare
 from elastic_launch.training.checkpoints import split
 from elastic_launch.training.checkpoints.branches import Branch, following
+from elastic_launch.training.checkpoints.kept_shards import KEPT, KeptShards, keep_shards
 from elastic_launch.training.checkpoints.manager import FINAL_TIMEOUT, CheckpointManager, run_id
 from elastic_launch.training.checkpoints.memory import MemorySnapshots, Newest, newest, restore
 from elastic_launch.training.checkpoints.options import Difference, report
@@ -185,7 +186,7 @@ class Saver:
             with self._options_judged(checkpoint, resumed, state) if live is None else nullcontext():
                 # A process that goes on takes it over later, see Loop, but exchanges parameters with others now.
                 state.load(resumed, again=live is not None or bool(resumed.passes))
-        self._memory.rhythm.begin(resumed.step)
+        self._memory.rhythm.begin(resumed.step, resumed.snapshot)
         self._memory.restored(self._training)
         forget_peak()
         return resumed
@@ -280,7 +281,7 @@ class Saver:
         number, step = kept.position
         parts: Any = None
         starts: Sequence[Start] = ()
-        self.joins_live = self.joins_live or (kept.live and live is None)
+        self.joins_live = self.joins_live or (live is None and (kept.live or kept.phase == KEPT))
         if kept.live:
             origin = f"The state of step {step} in the memory of rank {kept.holders[0]}"
             own: dict[str, Any] | None = None
@@ -291,7 +292,7 @@ class Saver:
                     own["saved"] = checkpoint.standing(live.step, now=False)
             parts, meta, starts = self._from_process(kept, state, own, live, mesh)
         else:
-            origin = f"The snapshot of step {step} in memory"
+            origin = f"The {'state' if kept.phase == KEPT else 'snapshot'} of step {step} in memory"
             parts, meta = restore(kept, self._world, state.taking)
         check_identity(identity, meta, origin)
         if not kept.live:
@@ -302,6 +303,8 @@ class Saver:
         self._branch = following(self._world.round, run_id(), meta, number, parent=kept.position)
         resumed = Resumed.of(step, parts, meta, origin)
         resumed = replace(resumed, everywhere=kept.live and kept.everywhere, starts=starts)
+        if kept.phase == KEPT:
+            resumed = replace(resumed, snapshot=kept.snapshot)
         if checkpoint is not None:
             saved, ago = meta.get("saved", (step, 0.0))
             checkpoint.go_on(self._world, meta, (int(saved), float(ago)), kept.position)
@@ -411,14 +414,23 @@ class Saver:
 
     def poll(self, step: int, checkpoint: CheckpointManager | None) -> None:
         """Record that a step is done, and report checkpoints that were written or failed."""
-        self._uncertain = None
+        self._uncertain = self._memory.shards = None
         self._memory.rhythm.step_done(step, time.monotonic())
         if checkpoint is not None:
             self._checkpoint = checkpoint  # for the end, even if a second training continues without restoring
             for outcome in checkpoint.outcomes(self._report):
                 self._tell(outcome)
 
-    def save(self, after: Trained, *, last: bool, draining: bool, stays: Stays | None, keep: bool = False) -> None:
+    def save(
+        self,
+        after: Trained,
+        *,
+        last: bool,
+        draining: bool,
+        stays: Stays | None,
+        keep: bool = False,
+        goes_on: bool | None = None,
+    ) -> None:
         """Save the state after a step if a save is due; called by all ranks.
 
         Args:
@@ -426,21 +438,29 @@ class Saver:
             draining: whether another process continues the training.
             stays: whether a tensor keeps its values until :meth:`settle`; None: :meth:`settle` is not called.
             keep: whether to take a snapshot in memory even if none is due; the same on all ranks.
+            goes_on: whether this process then goes on in the next round, if each may keep its shards for that.
         """
         agreed, self._agreed = self._agreed, NOTHING
         if agreed is not NOTHING:
             saves, keeps = self._posted.save and not agreed.save, self._posted.keep and not agreed.keep
             self._posted = Wishes(save=saves, keep=keeps)
+        going_on: list[bool] = []
+        if draining and goes_on is not None and self._divisible(after.state):
+            going_on = [bool(each) for (each,) in numbers_of_all(self._world, [int(goes_on)])]
         durable = False
         if (checkpoint := after.checkpoint) is not None:
             due = agreed.save or checkpoint.due_everywhere(after.step)
-            durable = (due or last) and checkpoint.needs(after.step)
+            leaves = last and not (going_on and all(going_on))
+            durable = (due or leaves) and checkpoint.needs(after.step)
             if durable and self._divisible(after.state) and checkpoint.divides(after.state.whole_bytes()):
                 durable = self._idle_everywhere(checkpoint, after.step, last=last)
         if not durable and not agreed.keep and not ((draining or keep) and self._world.round):
             return
         with self._link.doing(Activity.CHECKPOINT):
             self._confirm()
+            if any(going_on) and not durable:
+                self._keep_shards(after, going_on)
+                return
             # Several nodes may leave, and no checkpoint has the shards that these alone have then.
             whole = draining and checkpoint is None
             self._save(after, durable=durable, last=last, stays=stays, whole=whole)
@@ -448,6 +468,19 @@ class Saver:
     def _divisible(self, state: TrainingState) -> bool:
         """Whether the nodes may divide a state, under an agent; the same on all ranks."""
         return state.divisible and self._world.round > 0
+
+    def _keep_shards(self, after: Trained, going_on: Sequence[bool]) -> None:
+        """Have the processes that go on, by rank, keep the state after a step; called by all ranks."""
+        state, rank = after.state, self._world.rank
+        self.settle()
+        state.collect(after.step, self._world)
+        state.begin_capture(keep=True)
+        tree, gatherer = state.captured_split(keep=True)
+        boxes = self._layouts.of_all(gatherer, self._world)
+        found, part = keep_shards(tree, gatherer, boxes, going_on, rank)
+        meta = self._meta_after(after, now=False)
+        if going_on[rank]:
+            self._memory.shards = KeptShards(self._branch.round, after.step, self._training, part, found, meta)
 
     def _idle_everywhere(self, checkpoint: CheckpointManager, step: int, *, last: bool) -> bool:
         """Whether no node still writes an older checkpoint; called by all ranks.

@@ -56,10 +56,14 @@ class Rhythm:
         self._now = _Step(0.0)
         self._recent: deque[_Step] = deque(maxlen=3)
 
-    def begin(self, step: int) -> None:
-        """Begin a training with ``step`` steps done; measured times and costs are kept."""
-        self.last, self._at = step, None
-        self._before = step
+    def begin(self, step: int, last: int | None = None) -> None:
+        """Begin a training with ``step`` steps done; measured times and costs are kept.
+
+        ``last`` is the step of the last snapshot, if that is not of this one; below 0, one is due at once.
+        """
+        self._at = None
+        self.last = step if last is None else last if last >= 0 else step - self.interval
+        self._before = self.last
         self._now = _Step(0.0)
         self._recent.clear()
 

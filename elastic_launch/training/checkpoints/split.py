@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -25,7 +25,7 @@ from elastic_launch.snapshot.format import tree
 from elastic_launch.snapshot.format.manifest import MAX_SHARES
 from elastic_launch.snapshot.format.tensor_file import copied
 from elastic_launch.snapshot.memory.slot import PART, Header, Slot
-from elastic_launch.snapshot.memory.slot_state import read_meta
+from elastic_launch.snapshot.memory.slot_state import read_meta, read_state
 from elastic_launch.snapshot.storage.shares import OwnShare, cuts
 from elastic_launch.training.checkpoints.sharded import StateGatherer, box_of, bytes_in
 from elastic_launch.training.ranks.exchange import bytes_of_all, described, numbers_of_all, swap
@@ -49,6 +49,32 @@ class SnapshotPart:
         # The meta of a large model may have long lists of names: of a whole snapshot it is not parsed.
         found = read_meta(slot, header).get(PART) if f'"{PART}"'.encode() in slot.meta(header) else None
         return SnapshotPart() if found is None else SnapshotPart(tuple(found["ranks"]), int(found["world_size"]))
+
+
+@dataclass(frozen=True, slots=True)
+class InSlot:
+    """A snapshot, or a part of it, in a slot."""
+
+    slot: Slot
+    header: Header
+
+    @property
+    def position(self) -> tuple[int, int, int]:
+        """See :class:`Header`."""
+        return self.header.position
+
+    @property
+    def part(self) -> SnapshotPart:
+        """What the slot has."""
+        return SnapshotPart.of(self.slot, self.header)
+
+    def read_meta(self) -> dict[str, Any]:
+        """Return the snapshot's meta."""
+        return read_meta(self.slot, self.header)
+
+    def read_state(self, take: tree.Take | None) -> Any:
+        """Return its state, each tensor in its own memory, or what ``take`` returns of it."""
+        return read_state(self.slot, self.header, take)
 
 
 def complete(parts: Collection[SnapshotPart]) -> bool:
@@ -135,7 +161,7 @@ def taken(
     pieces: dict[str, dict[str, Tensor]] = {str(other): {} for other in keeps}
     of = owners(boxes)
     for index, (_, sharded) in enumerate(gatherer.left):
-        mine = _here(sharded) if rank in of[index] else None
+        mine = here(sharded) if rank in of[index] else None
         sends = [] if mine is None else [(mine, writer) for writer in kept_by[rank] if writer != rank]
         receives: list[tuple[Tensor, int]] = []
         for other in of[index]:
@@ -149,11 +175,27 @@ def taken(
         swap(sends, receives)
     if not keeps:
         return {}
+    where = [{other: boxes[other][index] for other in ranks} for index, ranks in enumerate(of)]
+    return as_slot(state, gatherer, where, pieces)
+
+
+def as_slot(
+    state: dict[str, Any],
+    gatherer: StateGatherer,
+    where: Sequence[Mapping[int, Box]],
+    pieces: dict[str, dict[str, Tensor]],
+) -> dict[str, Any]:
+    """Return the state of a slot with some shards.
+
+    Args:
+        where: by tensor, the part of it that is in each shard, by the shard's number.
+        pieces: the shards, by number and index of the tensor.
+    """
     tensors, rest, left = _named(state, gatherer)
-    where = [[[other, *chain(*boxes[other][index])] for other in of[index]] for index in range(len(left))]
+    numbers = [[[number, *chain(*box)] for number, box in boxes.items()] for boxes in where]
     shapes = described({name: tensor for name, tensor in tensors.items() if tensor.is_meta})
     return {
-        "layout": json.dumps({"rest": rest, "left": left, "shapes": shapes, "where": where}),
+        "layout": json.dumps({"rest": rest, "left": left, "shapes": shapes, "where": numbers}),
         "replicated": {name: tensor for name, tensor in tensors.items() if not tensor.is_meta},
         "pieces": pieces,
     }
@@ -182,7 +224,7 @@ def own_tensors(
     of, whole = owners(boxes), {}
     for index, (_, sharded) in enumerate(gatherer.left):
         writer = firsts[bisect_right(begins, index) - 1]
-        mine = _here(sharded) if rank in of[index] else None
+        mine = here(sharded) if rank in of[index] else None
         receives: list[tuple[Tensor, int]] = []
         if writer == rank:
             tensor = whole[index] = torch.empty(sharded.shape, dtype=sharded.dtype, device="cpu")
@@ -200,7 +242,7 @@ def own_tensors(
     return OwnShare(number, count, nonce, found, rest)
 
 
-def _here(sharded: Any) -> Tensor:
+def here(sharded: Any) -> Tensor:
     """Return this rank's shard in host memory, in its own place if that is there."""
     mine: Tensor = sharded.to_local().detach()
     return mine.cpu()

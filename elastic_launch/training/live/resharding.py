@@ -2,7 +2,8 @@
 
 Torch has no function for this. What ``fully_shard`` has made of each parameter is made again for the new ranks: hooks,
 modules and parameters stay the same objects, so that optimizers, schedulers and compiled code go on with them. The
-values are not moved: after :func:`reshard` a state must be loaded.
+values are not moved: after :func:`reshard` a state must be loaded. What had the values before keeps its memory, see
+``elastic_launch.training.checkpoints.kept_shards``.
 """
 
 from __future__ import annotations

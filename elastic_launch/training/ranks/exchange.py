@@ -25,6 +25,9 @@ from elastic_launch.training.ranks.world import World
 CHUNK = 64 * 2**20
 """Bytes of a tensor that are sent at once: what has arrived is reported."""
 
+SMALL = 64 * 2**10
+"""Bytes of a tensor up to which it is sent together with others."""
+
 _NO_AGENT = AgentLink()
 _link: ContextVar[AgentLink] = ContextVar("link", default=_NO_AGENT)
 """The connection to the agent of the process that restores a state now."""
@@ -152,12 +155,20 @@ def broadcast_state(state: Any, source: int, rank: int, among: RankGroup = ALL) 
         content = torch.frombuffer(bytearray(header.ljust(int(size))), dtype=torch.uint8)
         send(content)
     shapes, rest = json.loads(bytes(bytes_of(content)))
-    for name, (dtype, shape) in shapes.items():
-        if rank == source:
-            sent = tensors[name].cpu()
-        else:
-            sent = tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
-        in_chunks(sent, send)
+    if rank != source:
+        tensors = {
+            name: torch.empty(s, dtype=getattr(torch, dtype), device="cpu") for name, (dtype, s) in shapes.items()
+        }
+    # An optimizer has many tensors of one element, and each message takes its time.
+    if small := [flat_bytes(tensors[name].cpu()) for name in shapes if tensors[name].nbytes <= SMALL]:
+        together = torch.cat(small)
+        in_chunks(together, send)
+        for target, part in zip(small, torch.split(together, [*map(len, small)]), strict=True):
+            if rank != source:
+                target.copy_(part)
+    for name in shapes:
+        if tensors[name].nbytes > SMALL:
+            in_chunks(tensors[name].cpu(), send)
     return state if rank == source else tree.decode(rest, tensors)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -212,3 +214,26 @@ def test_a_gather_that_is_to_end_later_ends_at_once_where_its_work_could_raise_i
     output = torch.zeros(2)
     assert _Gather(sums)(output, torch.ones(2), dist.group.WORLD, async_op=True) is None
     assert output.all()
+
+
+STARTS_AHEAD = """
+import sys
+
+import torch
+import torch.distributed.fsdp
+
+from elastic_launch.training import rounds
+from elastic_launch.training.link import AgentLink
+from elastic_launch.training.live.groups import RoundGroups
+
+assert "torch._dynamo" not in sys.modules
+rounds.wait_for_place = lambda arguments: sys.exit(0 if "torch._dynamo" in sys.modules else "not imported")
+rounds.WorkerRounds(None, torch.device("cpu"), AgentLink(), RoundGroups(), timeout=1, live=None).find_place("")
+"""
+
+
+def test_a_process_that_starts_ahead_imports_what_fully_shard_needs_before_others_wait_for_it() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STARTS_AHEAD], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
