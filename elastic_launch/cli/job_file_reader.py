@@ -35,12 +35,9 @@ _SCALARS = {_TAG + kind for kind in ("str", "int", "float", "bool", "null", "tim
 """Accepted tags of scalars; all of them are used as written."""
 
 
-def read_job_file(path: str) -> JobFile:
-    """Read a job file."""
-    return _Reader(path).read()
+class JobFileReader:
+    """Reads one job file."""
 
-
-class _Reader:
     def __init__(self, path: str) -> None:
         self._path = path
         self._lines: dict[str, int] = {}
