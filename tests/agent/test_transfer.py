@@ -317,13 +317,9 @@ def test_numbers_that_no_snapshot_has_end_a_fetch_and_no_thread(
     nodes: tuple[Node, Node], caplog: pytest.LogCaptureFixture
 ) -> None:
     _, new = nodes
-    offers: list[dict[str, object]] = [
-        {"training": 10**30, "tensors": 8, "state": 8, "meta": 8},
-        {"training": 0, "tensors": 2**70, "state": 8, "meta": 8},
-        {"training": 0, "tensors": 8, "state": -8, "meta": 8},
-        {"training": 0, "tensors": 8, "state": 10**400, "meta": 8},
-        {"training": 0, "tensors": 8.5, "state": 8, "meta": 8},
-    ]
+    header = {"sequence": 1, "round": 1, "step": 7, "phase": 0, "training": 0, "tensors": 8, "state": 8, "meta": 8}
+    wrong = [{"training": 10**30}, {"tensors": 2**70}, {"state": -8}, {"state": 10**400}, {"tensors": 8.5}]
+    offers = [header | numbers for numbers in wrong]
     with listen("127.0.0.1") as listener:
 
         def lie() -> None:
@@ -342,6 +338,8 @@ def test_numbers_that_no_snapshot_has_end_a_fetch_and_no_thread(
         assert new.holds() is None
         liar.join(30)
     assert caplog.text.count("could not be fetched") == len(offers)
+    assert caplog.text.count("No snapshot has such numbers and sizes.") == len(offers) - 1
+    assert "Header.tensors: int was expected" in caplog.text
     assert [slot.header() for slot in new.slots] == [None] * len(new.slots)
 
 
