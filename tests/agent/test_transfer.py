@@ -24,7 +24,7 @@ from elastic_launch.errors import ProtocolError
 from elastic_launch.rendezvous.wire.addresses import listen
 from elastic_launch.rendezvous.wire.authentication import Channel
 from elastic_launch.rendezvous.wire.messages import SnapshotSource
-from elastic_launch.snapshot.memory.slot import Slot
+from elastic_launch.snapshot.memory.slot import EVALUATED, Header, Slot
 from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter, read_meta, read_state
 
 KEY = b"k" * 32
@@ -46,7 +46,7 @@ class Node:
         writer = SlotWriter(self.slots[offer.use])
         state = {"x": torch.arange(size, dtype=torch.float64) + step, "name": "a"}
         draft = SlotDraft(state, {"step": step}, lambda x: True)
-        writer.write(draft, sequence=offer.sequence + 1, round=round, step=step, training=2)
+        writer.write(draft, Header(offer.sequence + 1, round, step, EVALUATED, 2))
         writer.close()
         self.snapshot_store.stored(Stored(offer.use, CopyJob(offer.sequence + 1, step, round)))
 

@@ -50,9 +50,9 @@ class Header:
     step: int  # optimizer steps done
     phase: int  # STEPPED or EVALUATED
     training: int  # number of the training within its script, from 0
-    tensors: int  # this and the next two: sizes in bytes
-    state: int
-    meta: int
+    tensors: int = 0  # this and the next two: sizes in bytes
+    state: int = 0
+    meta: int = 0
 
     @property
     def position(self) -> tuple[int, int, int]:
