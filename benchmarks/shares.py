@@ -24,7 +24,7 @@ import torch
 
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
 from elastic_launch.contract import Copied, Copying, CopyJob, Save, Stored
-from elastic_launch.snapshot.memory.slot import Slot
+from elastic_launch.snapshot.memory.slot import EVALUATED, Header, Slot
 from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter
 from elastic_launch.snapshot.storage.shares import nonce_of
 
@@ -46,7 +46,7 @@ class Node:
         _, descriptors = self.snapshot_store.offer()
         draft = SlotDraft(state, {}, lambda tensor: True)
         writer = SlotWriter(Slot(*descriptors[:2]))
-        writer.write(draft, sequence=1, round=1, step=1, training=0)
+        writer.write(draft, Header(1, 1, 1, EVALUATED, 0))
         writer.close()
 
     def _tell(self, told: Copied | Copying | Save | None) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import Field, dataclass
+from typing import Annotated, Any, ClassVar, dataclass_transform
 
 from elastic_launch.codec import Messages, between
 from elastic_launch.errors import ProtocolError, UsageError
@@ -163,19 +163,29 @@ class NoPlacement:
     world_size: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass_transform(frozen_default=True)
 class Message:
     """Base class of messages: one JSON object per line, whose ``type`` is the class name.
 
-    A worker runs the user's code, so the agent does not trust its messages: ``unpack`` checks every field.
+    A worker runs the user's code, so the agent does not trust its messages: ``unpack`` checks every field. A subclass
+    declares fields, and becomes a frozen dataclass.
     """
 
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
-# Worker to agent.
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True)(cls)
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerHello(Message):
+class FromWorker(Message):
+    """A message of a worker to its agent."""
+
+
+class FromAgent(Message):
+    """A message of an agent to its worker."""
+
+
+class WorkerHello(FromWorker):
     """First message; the agent answers with ``SnapshotSlots``, or with ``PlaceTaken``.
 
     Attributes:
@@ -188,8 +198,7 @@ class WorkerHello(Message):
     saves: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Ready(Message):
+class Ready(FromWorker):
     """This worker has begun to train with ``step`` steps done.
 
     Attributes:
@@ -286,23 +295,20 @@ class CopyJob:
             raise ProtocolError(f"CopyJob.share is {self.share} of {self.shares}.")
 
 
-@dataclass(frozen=True, slots=True)
-class Stored(Message):
+class Stored(FromWorker):
     """A snapshot is in a slot."""
 
     slot: SlotNumber
     job: CopyJob
 
 
-@dataclass(frozen=True, slots=True)
-class NoSnapshots(Message):
+class NoSnapshots(FromWorker):
     """From now on the worker writes no snapshots; ``cause`` says why, such as how much memory there is."""
 
     cause: Text
 
 
-@dataclass(frozen=True, slots=True)
-class Restored(Message):
+class Restored(FromWorker):
     """The worker has restored a training and needs no snapshot of it.
 
     It is said only if the worker writes none (``SnapshotSlots.writes``).
@@ -314,8 +320,7 @@ class Restored(Message):
     training: Count
 
 
-@dataclass(frozen=True, slots=True)
-class StepDone(Message):
+class StepDone(FromWorker):
     """An optimizer step is done; ``step`` counts those done so far.
 
     Sent for the first step of a process in each round, then once a second; ``elastic_launch.shared_progress`` has every
@@ -325,8 +330,7 @@ class StepDone(Message):
     step: Count
 
 
-@dataclass(frozen=True, slots=True)
-class Drained(Message):
+class Drained(FromWorker):
     """All ranks stopped after the same step, and this rank's state is saved in memory; it exits now.
 
     Attributes:
@@ -337,15 +341,13 @@ class Drained(Message):
     seconds: Seconds
 
 
-@dataclass(frozen=True, slots=True)
-class Stopping(Message):
+class Stopping(FromWorker):
     """All ranks stop after the same step; this rank's script saves the state itself, and exits with 0 when it has."""
 
     step: Count
 
 
-@dataclass(frozen=True, slots=True)
-class SlowRank(Message):
+class SlowRank(FromWorker):
     """A rank of the round needs longer for its part of a step than the others, which wait for it; rank 0 says so.
 
     Attributes:
@@ -362,8 +364,7 @@ class SlowRank(Message):
     pressure: Seconds | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class FaultDue(Message):
+class FaultDue(FromWorker):
     """The worker has come to a planned fault, and waits for :class:`FaultOrder`; the only message on its connection.
 
     Attributes:
@@ -377,8 +378,7 @@ class FaultDue(Message):
     rank: Count
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerEnding(Message):
+class WorkerEnding(FromWorker):
     """The worker's script, threads and exit functions have ended; only its resources are still to be released.
 
     This is the first and only message on its connection, whose process is the worker.
@@ -390,8 +390,7 @@ class WorkerEnding(Message):
     exit_code: ExitStatus
 
 
-@dataclass(frozen=True, slots=True)
-class Disconnected(Message):
+class Disconnected(FromWorker):
     """An exchange with other ranks failed in the step after ``step``; the worker waits for orders.
 
     Sent only by workers that can be suspended. Without an order to suspend, the worker fails with this error.
@@ -401,15 +400,13 @@ class Disconnected(Message):
     error: Text
 
 
-@dataclass(frozen=True, slots=True)
-class Suspended(Message):
+class Suspended(FromWorker):
     """The worker has left the round's process groups, with ``step`` steps done, and waits for ``Place`` or ``Exit``."""
 
     step: Count
 
 
-@dataclass(frozen=True, slots=True)
-class Ahead(Message):
+class Ahead(FromWorker):
     """The worker was started ahead, has come to its first use of the world, and waits for ``Place`` or ``Exit``.
 
     Its ``WorkerHello`` has round and rank 0.
@@ -421,8 +418,7 @@ class Ahead(Message):
     arguments: Text = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Differs(Message):
+class Differs(FromWorker):
     """The ranks of the round were given different arguments; the agent confirms it with ``Noted``.
 
     Attributes:
@@ -432,20 +428,17 @@ class Differs(Message):
     alike: tuple[Count, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class RestoreFailed(Message):
+class RestoreFailed(FromWorker):
     """The worker has failed as it restored a state, by its script's own code; the agent confirms it with ``Noted``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Agreed(Message):
+class Agreed(FromWorker):
     """All ranks agreed in a verified step: its state is the last one known to be good, and kept until the next one."""
 
     step: Count
 
 
-@dataclass(frozen=True, slots=True)
-class Differing(Message):
+class Differing(FromWorker):
     """In a verified step, ranks computed different results for a micro-batch; the agent confirms it with ``Noted``.
 
     One worker of the round that has not computed wrong says so.
@@ -460,13 +453,11 @@ class Differing(Message):
     suspect: Count
 
 
-@dataclass(frozen=True, slots=True)
-class Corrupt(Message):
+class Corrupt(FromWorker):
     """The worker has computed wrong, as others have found, and ends; the agent confirms it with ``Noted``."""
 
 
-@dataclass(frozen=True, slots=True)
-class MayCommit(Message):
+class MayCommit(FromWorker):
     """Asks whether to commit a durable checkpoint that the sender wrote; answered by ``CommitAnswer``.
 
     A worker asks if it wrote the checkpoint itself, the copying process if it copied a snapshot.
@@ -475,19 +466,14 @@ class MayCommit(Message):
     number: Count
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerSaved(Message):
+class WorkerSaved(FromWorker):
     """The worker wrote a durable checkpoint with ``step`` steps itself, or could not; ``error`` says why."""
 
     step: Count
     error: Text
 
 
-# Agent to worker.
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotSlots(Message):
+class SnapshotSlots(FromAgent):
     """Sent with the descriptors of the node's slots, tensors and head of each in turn, and of its progress.
 
     Attributes:
@@ -509,23 +495,20 @@ class SnapshotSlots(Message):
     split: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Fetched(Message):
+class Fetched(FromAgent):
     """A snapshot from another node is now in a slot, or is unavailable; the fields are those of ``SnapshotSlots``."""
 
     use: SlotNumber
     sequence: Count
 
 
-@dataclass(frozen=True, slots=True)
-class Use(Message):
+class Use(FromAgent):
     """The slot to write next; the others hold the newest snapshot, or one that is being copied."""
 
     slot: SlotNumber
 
 
-@dataclass(frozen=True, slots=True)
-class Copied(Message):
+class Copied(FromAgent):
     """A snapshot was copied to durable storage, or could not be. The copying process reports so to its agent, too.
 
     Attributes:
@@ -549,13 +532,11 @@ class Copied(Message):
     directory: OsText = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Copying(Message):
+class Copying(FromAgent):
     """A copy is making progress; its end will follow, however long it takes."""
 
 
-@dataclass(frozen=True, slots=True)
-class CommitAnswer(Message):
+class CommitAnswer(FromAgent):
     """Answers ``MayCommit``, by its number.
 
     Attributes:
@@ -568,8 +549,7 @@ class CommitAnswer(Message):
     adds: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Stop(Message):
+class Stop(FromAgent):
     """Stop after the same step as all other ranks, save, and then exit or, if the worker can, be suspended.
 
     Attributes:
@@ -580,16 +560,14 @@ class Stop(Message):
     ends: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Suspend(Message):
+class Suspend(FromAgent):
     """The round is over: leave its process groups at once, without its unfinished step, and report ``Suspended``."""
 
     round: Count
     cause: Text
 
 
-@dataclass(frozen=True, slots=True)
-class Place(Message):
+class Place(FromAgent):
     """The place in a round of a worker that is suspended, or was started ahead.
 
     ``use``, ``sequence``, ``fetching`` and ``writes`` are those of ``SnapshotSlots``.
@@ -610,83 +588,35 @@ class Place(Message):
     writes: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Exit(Message):
+class Exit(FromAgent):
     """A worker that waits for a place gets none, as its node leaves or the run ends: it exits as after a drain."""
 
 
-@dataclass(frozen=True, slots=True)
-class Save(Message):
+class Save(FromAgent):
     """Have all ranks save a durable checkpoint after the same step, whatever their interval; sent only to rank 0."""
 
 
-@dataclass(frozen=True, slots=True)
-class FaultOrder(Message):
+class FaultOrder(FromAgent):
     """The answer to :class:`FaultDue`: whether the worker is to carry out the fault; else it continues."""
 
     strikes: bool
 
 
-@dataclass(frozen=True, slots=True)
-class PlaceTaken(Message):
+class PlaceTaken(FromAgent):
     """The answer to a :class:`WorkerHello` if another process that still runs has its place."""
 
     pid: Count
 
 
-@dataclass(frozen=True, slots=True)
-class Noted(Message):
+class Noted(FromAgent):
     """The agent knows what the worker has reported.
 
     That is ``Drained``, ``Differs``, ``RestoreFailed``, ``Differing`` or ``Corrupt``.
     """
 
 
-FROM_WORKERS: frozenset[type[Message]] = frozenset(
-    {
-        WorkerHello,
-        Ready,
-        StepDone,
-        MayCommit,
-        Stored,
-        NoSnapshots,
-        Restored,
-        Drained,
-        Stopping,
-        SlowRank,
-        Disconnected,
-        Suspended,
-        Ahead,
-        Differs,
-        RestoreFailed,
-        Agreed,
-        Differing,
-        Corrupt,
-        WorkerSaved,
-        FaultDue,
-        WorkerEnding,
-    }
-)
-"""The messages that a worker may send to its agent."""
-
-_FROM_AGENTS: frozenset[type[Message]] = frozenset(
-    {
-        SnapshotSlots,
-        PlaceTaken,
-        Fetched,
-        Use,
-        CommitAnswer,
-        Copied,
-        Copying,
-        Stop,
-        Suspend,
-        Place,
-        Exit,
-        Save,
-        FaultOrder,
-        Noted,
-    }
-)
+FROM_WORKERS = frozenset[type[Message]](FromWorker.__subclasses__())
+_FROM_AGENTS = frozenset[type[Message]](FromAgent.__subclasses__())
 
 _MESSAGES: Messages[Message] = Messages([*FROM_WORKERS, *_FROM_AGENTS], MAX_LINE)
 pack, unpack = _MESSAGES.pack, _MESSAGES.unpack

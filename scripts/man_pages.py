@@ -48,7 +48,7 @@ def described(flags: Sequence[Flag], variables: Callable[[Flag], Sequence[str]])
 
 def launcher() -> str:
     body = [".SH DESCRIPTION", escaped(SUMMARY)]
-    for title, flags in GROUPS:
+    for title, flags in GROUPS.items():
         body.append(f'.SH "{escaped(title).upper()}"')
         body += described(flags, lambda flag: flag.variables)
     body.append('.SH "EXIT STATUS"')

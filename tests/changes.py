@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from harness import SCRIPTS, Agent, Job, run_script, wait_for
+from harness import SCRIPTS, Agent, Job, read_lines, run_script, wait_for
 
 from elastic_launch.faults import FaultPlan
 
@@ -28,6 +29,19 @@ def undisturbed_hash(directory: Path, steps: int = STEPS, *options: str, script:
     found = str(json.loads((directory / "result.json").read_text())["hash"])
     if not options:
         _hashes[known] = found
+    return found
+
+
+Samples = dict[tuple[int, int], list[int]]
+"""The samples of each micro-batch, by step and place."""
+
+
+def samples(directory: Path) -> Samples:
+    """The samples that all ranks have loaded; a micro-batch that was loaded again must have had the same."""
+    found: Samples = {}
+    for line in read_lines(directory / "samples.jsonl"):
+        micro = (line["step"], line["micro"])
+        assert found.setdefault(micro, line["numbers"]) == line["numbers"], micro
     return found
 
 
@@ -89,6 +103,30 @@ class Changes:
         for agent in agents:
             assert agent.wait(100) == code, self.outputs()
         return dict(json.loads((self.job.work / "result.json").read_text()))
+
+    def joined_left_and_lost(self) -> tuple[dict[str, Any], int]:
+        """Let a node join and leave, and another one with two workers be lost: planned changes cost no step.
+
+        Returns:
+            The result, and the number of the round that was broken.
+        """
+        a = self.node("a")
+        self.trains(1, steps=3)
+        b = self.node("b")
+        joined = self.trains(2, steps=3)
+        b.signal(signal.SIGTERM)
+        left = self.trains(1, after=joined, steps=3)
+        assert b.wait() == 143
+        done = [step["step"] for step in self.steps()]
+        assert len(done) == len(set(done))
+        c = self.node("c", nproc=2)
+        broken = self.trains(3, after=left, steps=3)
+        c.kill()
+        self.trains(1, after=broken, steps=3)
+        result = self.finish(a)
+        assert self.kinds()[:2] == [("drained", 1, "membership"), ("drained", joined, "preemption")]
+        assert self.kinds()[3] == ("broken", broken, "node loss")
+        return result, broken
 
     def done_again(self) -> int:
         """How many times steps were repeated; fails unless the steps of each round are consecutive."""

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -184,6 +184,32 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 _SHARED = pytest.StashKey[set[str]]()
+
+
+@pytest.fixture
+def parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
+    """Parse a command line, given as one string or as its words, beside a ``train.py``."""
+    from elastic_launch.cli import main as cli
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+
+    def parse_it(*line: str, **environ: str) -> object:
+        argv = line[0].split() if len(line) == 1 else list(line)
+        return cli.parse(argv, {"HOME": str(tmp_path), "PATH": os.environ["PATH"], **environ})
+
+    return parse_it
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Threads of torch that wait for each other by spinning take seconds for a step on a busy machine."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

@@ -8,48 +8,23 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from signal import SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2
 from types import SimpleNamespace
 
 import pytest
+from command_lines import Parse, refused
 
-from elastic_launch.cli import main as cli
 from elastic_launch.cli.flags import FLAGS
 from elastic_launch.config.endpoints import Endpoint
-from elastic_launch.config.launch_config import LaunchConfig, Limits, Timing
+from elastic_launch.config.launch_config import Limits, Timing
 from elastic_launch.config.notice_sources import NoticeSource
 from elastic_launch.config.output import Output, Std, Streams
 from elastic_launch.config.torch_options import Signals, TorchOptions
 from elastic_launch.errors import UsageError
 from elastic_launch.faults import Fault, FaultPlan
 from elastic_launch.secret import Token
-
-Parse = Callable[..., LaunchConfig]
-
-
-@pytest.fixture
-def parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Parse:
-    """Parse a command line, given as one string or as its words, beside a ``train.py``."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").touch()
-
-    def parse_it(*line: str, **environ: str) -> LaunchConfig:
-        argv = line[0].split() if len(line) == 1 else list(line)
-        return cli.parse(argv, {"HOME": str(tmp_path), "PATH": os.environ["PATH"], **environ})
-
-    return parse_it
-
-
-def refused(parse: Parse, *line: str, **environ: str) -> UsageError:
-    with pytest.raises(UsageError) as caught:
-        parse(*line, **environ)
-    assert caught.value.exit_code == 2
-    assert caught.value.hint, "an error has to say what to do"
-    return caught.value
-
 
 # What comes out of a bare command line.
 

@@ -4,38 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from elastic_launch.cli import main as cli
-from elastic_launch.config.launch_config import LaunchConfig
-from elastic_launch.errors import UsageError
-
-Parse = Callable[..., LaunchConfig]
-
-
-@pytest.fixture
-def parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Parse:
-    """Parse a command line, given as one string or as its words, beside a ``train.py``."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").touch()
-
-    def parse_it(*line: str, **environ: str) -> LaunchConfig:
-        argv = line[0].split() if len(line) == 1 else list(line)
-        return cli.parse(argv, {"HOME": str(tmp_path), "PATH": os.environ["PATH"], **environ})
-
-    return parse_it
-
-
-def refused(parse: Parse, *line: str, **environ: str) -> UsageError:
-    with pytest.raises(UsageError) as caught:
-        parse(*line, **environ)
-    assert caught.value.exit_code == 2
-    assert caught.value.hint, "an error has to say what to do"
-    return caught.value
-
+from command_lines import Parse, refused
 
 # What belongs to the script.
 

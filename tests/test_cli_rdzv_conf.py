@@ -5,21 +5,14 @@ from __future__ import annotations
 import tempfile
 
 import pytest
+from command_lines import refused
 
 from elastic_launch.cli import main as cli
 from elastic_launch.config.launch_config import LaunchConfig, Timing
-from elastic_launch.errors import UsageError
 
 
 def parse(line: str, **environ: str) -> LaunchConfig:
     return cli.parse(["--log-dir", tempfile.gettempdir(), *line.split(), __file__], environ)
-
-
-def refused(line: str, **environ: str) -> UsageError:
-    with pytest.raises(UsageError) as caught:
-        parse(line, **environ)
-    assert caught.value.hint, "an error has to say what to do"
-    return caught.value
 
 
 @pytest.mark.parametrize(
@@ -74,7 +67,7 @@ def test_is_host(text: str, expected: bool) -> None:
 
 
 def test_one_node_has_to_host() -> None:
-    assert "is_host" in refused("--nnodes 1:2 --rdzv-conf is_host=0").message
+    assert "is_host" in refused(parse, "--nnodes 1:2 --rdzv-conf is_host=0").message
 
 
 @pytest.mark.parametrize(
@@ -103,10 +96,10 @@ def test_one_node_has_to_host() -> None:
     ],
 )
 def test_settings_that_cannot_work(line: str, environ: dict[str, str], message: str) -> None:
-    assert message in refused(line, **environ).message
+    assert message in refused(parse, line, **environ).message
 
 
 def test_an_unknown_key_names_the_nearest_and_all() -> None:
-    hint = refused("--rdzv-conf joinsettle=3").hint
+    hint = refused(parse, "--rdzv-conf joinsettle=3").hint
     assert "Did you mean join_settle?" in hint
     assert "keep_alive_interval" in hint

@@ -39,7 +39,7 @@ from elastic_agents.warm._record import WorkerImports
 from elastic_agents.workers.watchdog import TimerRequest
 from elastic_launch import codec
 from elastic_launch import contract as c
-from elastic_launch.cli.job_file_reader import read_job_file
+from elastic_launch.cli.job_file_reader import JobFileReader
 from elastic_launch.clock import MonotonicClock
 from elastic_launch.config.endpoints import parse_endpoint, parse_listening
 from elastic_launch.config.launch_config import Limits
@@ -394,7 +394,7 @@ TARGETS = {
     "sum of a share": Target((shares.pack_sum(FileSum(5, "a" * 64)),), shares.parse_sum, (MalformedError,)),
     "owner": Target((b'{"format": "elastic-launch owner", "run": "a", "token": "b", "epoch": 1}',), owner.parse_mark),
     "slot": Target((slot_sample(),), slot),
-    "job file": Target((JOB,), through_file(lambda path: read_job_file(str(path)), "job.yaml"), (UsageError,)),
+    "job file": Target((JOB,), through_file(lambda path: JobFileReader(str(path)).read(), "job.yaml"), (UsageError,)),
     "events": Target((event_sample(),), events),
     "error file": Target(
         (b'{"message": {"message": "E", "errorCode": 3, "extraInfo": {"py_callstack": "a\\nb"}}}', b'{"message": "E"}'),

@@ -97,6 +97,22 @@ def test_an_interface_that_does_not_exist_is_named(
     assert told(capsys)[0] == 0, "it excludes interfaces"
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "named"),
+    [
+        ("NCCL_SOCKET_IFNAME", "l", ""),
+        ("NCCL_SOCKET_IFNAME", "=lo", ""),
+        ("NCCL_SOCKET_IFNAME", "=l", "l"),
+        ("GLOO_SOCKET_IFNAME", "l", ""),
+        ("GLOO_SOCKET_IFNAME", "=lo", "=lo"),
+        ("GLOO_SOCKET_IFNAME", "^nosuch0", "^nosuch0"),
+    ],
+)
+def test_only_nccl_has_marks_for_names_of_interfaces(variable: str, value: str, named: str) -> None:
+    found = [finding.text for finding in doctor._interfaces({variable: value})]
+    assert found == ([f"{variable} names {named}, and this host has no such interface."] if named else [])
+
+
 def test_a_directory_that_cannot_be_written_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     code, lines = told(capsys, "--log-dir", "/proc/logs")
     assert code == 1

@@ -5,19 +5,12 @@ from __future__ import annotations
 import re
 
 import pytest
+from command_lines import refused
 
 from elastic_launch.cli.flags import FLAGS, CommandLine, Values, split
 from elastic_launch.cli.help import EXIT_CODES, help_text
 from elastic_launch.config.settings import CONF_KEYS
-from elastic_launch.errors import ExitCode, UsageError
-
-
-def refused(*argv: str) -> UsageError:
-    with pytest.raises(UsageError) as caught:
-        split(argv)
-    assert caught.value.exit_code == 2
-    assert caught.value.hint, "an error has to say what to do"
-    return caught.value
+from elastic_launch.errors import ExitCode
 
 
 @pytest.mark.parametrize(
@@ -64,7 +57,7 @@ def test_prefixes(prefix: str, name: str) -> None:
     ],
 )
 def test_ambiguous_prefixes_name_the_candidates(token: str, candidates: list[str]) -> None:
-    message = refused(token, "1", "train.py").message
+    message = refused(split, [token, "1", "train.py"]).message
     assert message.startswith(token.partition("=")[0] + " could be ")
     assert sorted(re.findall(r"--[a-z-]+", message.partition("could be")[2])) == sorted(candidates)
 
@@ -84,7 +77,7 @@ def test_ambiguous_prefixes_name_the_candidates(token: str, candidates: list[str
     ],
 )
 def test_unknown_flags_name_the_nearest(token: str, meant: str | None) -> None:
-    error = refused(token, "2", "train.py")
+    error = refused(split, [token, "2", "train.py"])
     assert error.message == f"unknown flag {token.partition('=')[0]}."
     assert (f"Did you mean {meant}?" in error.hint) if meant else ("Did you mean" not in error.hint)
     assert "after the script" in error.hint
@@ -101,7 +94,7 @@ def test_unknown_flags_name_the_nearest(token: str, meant: str | None) -> None:
     ],
 )
 def test_values_that_are_missing_or_too_much(line: str, message: str) -> None:
-    assert message in refused(*line.split()).message
+    assert message in refused(split, line.split()).message
 
 
 def test_exact_names_win_over_longer_ones() -> None:

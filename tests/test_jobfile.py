@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from command_lines import Parse, refused
 
 from elastic_launch.cli import main as cli
 from elastic_launch.cli.flags import FLAGS, split
@@ -14,8 +14,6 @@ from elastic_launch.cli.job import Job, shown
 from elastic_launch.config.endpoints import Endpoint
 from elastic_launch.config.launch_config import LaunchConfig, Limits
 from elastic_launch.errors import UsageError
-
-Parse = Callable[..., LaunchConfig]
 
 
 @pytest.fixture
@@ -31,14 +29,6 @@ def parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Parse:
         )
 
     return parse_it
-
-
-def refused(parse: Parse, text: str, *line: str, **environ: str) -> UsageError:
-    with pytest.raises(UsageError) as caught:
-        parse(text, *line, **environ)
-    assert caught.value.exit_code == 2
-    assert caught.value.hint, "an error has to say what to do"
-    return caught.value
 
 
 def test_a_file_gives_flags_script_and_arguments(parse: Parse) -> None:

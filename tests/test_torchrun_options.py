@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 from collections.abc import Callable
 from copy import copy
 from dataclasses import fields, make_dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_lines import Parse, refused
 from torch.distributed.elastic.agent.server.health_check_server import HealthCheckServer
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
@@ -22,38 +22,14 @@ from torch.numa.binding import AffinityMode
 from elastic_agents.torch_agent import torch_config
 from elastic_launch import api
 from elastic_launch.api_config import from_torch
-from elastic_launch.cli import main as cli
 from elastic_launch.cli.flags import BY_NAME, TORCHRUN, TORCHRUN_2_14, split
 from elastic_launch.config.endpoints import Endpoint
-from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.config.torch_options import NUMA_MODES, START_METHODS, Foreign, visible_device
 from elastic_launch.errors import UsageError
 
 ACTIONS = [action for action in get_args_parser()._actions if action.option_strings]
 
 LONG = sorted({name.replace("_", "-") for a in ACTIONS for name in a.option_strings if name.startswith("--")})
-
-Parse = Callable[..., LaunchConfig]
-
-
-@pytest.fixture
-def parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Parse:
-    """Parse a command line beside a ``train.py``."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").touch()
-
-    def parse_it(line: str, **environ: str) -> LaunchConfig:
-        return cli.parse(line.split(), {"HOME": str(tmp_path), "PATH": os.environ["PATH"], **environ})
-
-    return parse_it
-
-
-def refused(parse: Parse, line: str, **environ: str) -> UsageError:
-    with pytest.raises(UsageError) as caught:
-        parse(line, **environ)
-    assert caught.value.hint, "an error has to say what to do"
-    return caught.value
-
 
 # The names.
 

@@ -133,7 +133,6 @@ def world(line: CommandLine, environ: Mapping[str, str]) -> StaticWorld:
     timestamp = datetime.now().isoformat().replace(":", "-")
     runs = (values.text("--run-directory") or "runs/{timestamp}/").replace("{timestamp}", timestamp)
     directory = Path(os.path.abspath(runs))
-    grace = values.setting("--shutdown-timeout")
     return StaticWorld(
         argv=argv,
         arguments=line.arguments,
@@ -144,7 +143,7 @@ def world(line: CommandLine, environ: Mapping[str, str]) -> StaticWorld:
         master_addr=place.master_addr,
         master_port=place.master_port or _free_port(),
         run_directory=directory,
-        grace=grace.seconds(zero=True) if grace else LaunchConfig.shutdown_timeout,
+        grace=values.seconds("--shutdown-timeout", LaunchConfig.shutdown_timeout),
         verbose="--verbose" in line.given,
         log_format=read_log_format(values),
     )
@@ -293,13 +292,8 @@ def _ranks(values: Values, place: _Place, directory: Path) -> tuple[Rank, ...]:
 
 
 def _formatted(name: str, text: str, place: _Place, local_rank: int) -> Path:
-    values = {
-        "rank": place.base_rank + local_rank,
-        "local_rank": local_rank,
-        "world_size": place.world_size,
-        "node_rank": place.node_rank,
-        "local_world_size": place.nproc,
-    }
+    numbers = place.base_rank + local_rank, local_rank, place.world_size, place.node_rank, place.nproc
+    values = dict(zip(FORMAT_NAMES, numbers, strict=True))
     hint = f"Known: {', '.join(f'{{{known}}}' for known in FORMAT_NAMES)}; a brace itself is written twice."
     try:
         unknown = [field for _, field, _, _ in string.Formatter().parse(text) if field not in (None, *values)]

@@ -212,10 +212,14 @@ def _first_own(name: str) -> str:
 def _interfaces(environ: Mapping[str, str]) -> Findings:
     known = [name for _, name in socket.if_nameindex()]
     for variable in _INTERFACES:
-        # NCCL's ^ excludes interfaces, and = asks for exact names; otherwise a name is a prefix.
         wanted = environ.get(variable, "")
-        for name in filter(None, wanted.removeprefix("=").split(",")):
-            if not wanted.startswith("^") and not any(found.startswith(name) for found in known):
+        # Of NCCL alone, ^ excludes interfaces, and = asks for exact names; otherwise a name is a prefix.
+        mark = wanted[:1] if variable == "NCCL_SOCKET_IFNAME" else ""
+        if mark == "^":
+            continue
+        exact = mark == "="
+        for name in filter(None, wanted[exact:].split(",")):
+            if not any(found == name if exact else found.startswith(name) for found in known):
                 yield error(
                     f"{variable} names {name}, and this host has no such interface.", f"There are: {', '.join(known)}."
                 )

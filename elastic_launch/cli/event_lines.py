@@ -8,10 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 from elastic_launch.errors import ExitCode
-from elastic_launch.events import types as ev
 from elastic_launch.events.sentences import sentence
 from elastic_launch.observe.reading import UnusableLines, event_files, node_of
 from elastic_launch.system.plain_text import one_line, plain
@@ -54,13 +52,12 @@ class _Tail:
         *lines, self._pending = (self._pending + data).split(b"\n")
         for line in lines:
             text = line.decode(errors="replace")
-            found = self._refused.parse(text)
-            if found is not None:
-                yield self._line(text, *found)
-
-    def _line(self, text: str, value: dict[str, Any], found: tuple[float, ev.Event] | None) -> _Line:
-        words = sentence(found[1]) if found is not None else "an event of another version"
-        return _Line(str(value.get("time", "")), node_of(self.path), text, f"{value['event']}: {one_line(words)}")
+            if (parsed := self._refused.parse(text)) is None:
+                continue
+            value, found = parsed
+            words = sentence(found[1]) if found is not None else "an event of another version"
+            said = f"{value['event']}: {one_line(words)}"
+            yield _Line(str(value.get("time", "")), node_of(self.path), text, said)
 
     def complain(self) -> None:
         """Say what could not be used, in one line."""

@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import chain
+from typing import Any, TypeVar
 
 from elastic_launch.config.backends import SERVICES
 from elastic_launch.config.launch_config import KEPT_RUNS, LaunchConfig, Limits, Timing
@@ -15,6 +16,8 @@ from elastic_launch.config.settings import Setting, nearest
 from elastic_launch.config.torchrun_mode import EMPTY
 from elastic_launch.errors import CommandLineError, UsageError
 from elastic_launch.system.program import PROGRAM
+
+T = TypeVar("T")
 
 USAGE = f"{PROGRAM} [flags] script.py [arguments of the script]"
 
@@ -57,142 +60,107 @@ def _timing(name: str, purpose: str) -> Flag:
     return Flag((f"--{name.replace('_', '-')}",), purpose, "S", f"{default:g}")
 
 
-GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
-    (
-        "Size",
-        (
-            Flag(("--nnodes",), "nodes of the run", "N|MIN:MAX", "1:1"),
-            Flag(("-n", "--nproc", "--nproc-per-node"), "workers here: number, auto, cpu, gpu", "N", "1"),
-            Flag(("--replica-size",), "workers of a replica, on one node", "N", "1"),
-            Flag(("--standalone",), "this node only, whatever endpoint is given"),
+GROUPS: dict[str, tuple[Flag, ...]] = {
+    "Size": (
+        Flag(("--nnodes",), "nodes of the run", "N|MIN:MAX", "1:1"),
+        Flag(("-n", "--nproc", "--nproc-per-node"), "workers here: number, auto, cpu, gpu", "N", "1"),
+        Flag(("--replica-size",), "workers of a replica, on one node", "N", "1"),
+        Flag(("--standalone",), "this node only, whatever endpoint is given"),
+    ),
+    "Where nodes meet": (
+        Flag(("--rdzv-backend",), f"c10d, {', '.join(SERVICES)}, static, or torch's", "NAME", "c10d"),
+        Flag(("--rdzv-endpoint",), "host(s) of the run or its store", "HOST:PORT", "this one"),
+        Flag(("--rdzv-id",), "name of the run [none; random if no endpoint]", "ID"),
+        Flag(("--rdzv-conf",), "rendezvous settings; repeated flags merge", "K=V,..."),
+        Flag(("--node-rank",), "requested rank of this node", "N", "any"),
+        Flag(("--node-id",), "unique name of this node", "ID", "host name-random"),
+        Flag(("--local-addr",), "address to advertise", "ADDR", "that of the route"),
+        Flag(("--master-addr",), "address of node 0, for static", "ADDR", "127.0.0.1"),
+        Flag(("--master-port",), "port of node 0, for static", "PORT", "29500"),
+        Flag(("--token-file",), "file with the run's token", "PATH"),
+        Flag(("--health-port",), "answer /livez and /readyz there", "[HOST:]PORT"),
+        Flag(("--http",), "serve a page and metrics there", "[HOST:]PORT"),
+        Flag(("--http-host",), "names of a service or proxy in front of it", "NAME,..."),
+    ),
+    "Times, in seconds": (
+        _timing("join_settle", "wait for more nodes before round 1"),
+        _timing("resize_delay", "wait after a node joins before a resize"),
+        _timing("dead_after", "silence after which a node is dead"),
+        _timing("return_after", "time to stop, beyond --shutdown-timeout"),
+        _timing("min_wait", "wait while there are too few nodes"),
+        Flag(
+            ("--shutdown-timeout",),
+            "time from SIGTERM to SIGKILL",
+            "S",
+            f"{LaunchConfig.shutdown_timeout:g}",
+            fallback="TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
         ),
+        Flag(("--wait-for-children",), "wait for processes left behind", "S", f"{LaunchConfig.wait_for_children:g}"),
     ),
-    (
-        "Where nodes meet",
-        (
-            Flag(("--rdzv-backend",), f"c10d, {', '.join(SERVICES)}, static, or torch's", "NAME", "c10d"),
-            Flag(("--rdzv-endpoint",), "host(s) of the run or its store", "HOST:PORT", "this one"),
-            Flag(("--rdzv-id",), "name of the run [none; random if no endpoint]", "ID"),
-            Flag(("--rdzv-conf",), "rendezvous settings; repeated flags merge", "K=V,..."),
-            Flag(("--node-rank",), "requested rank of this node", "N", "any"),
-            Flag(("--node-id",), "unique name of this node", "ID", "host name-random"),
-            Flag(("--local-addr",), "address to advertise", "ADDR", "that of the route"),
-            Flag(("--master-addr",), "address of node 0, for static", "ADDR", "127.0.0.1"),
-            Flag(("--master-port",), "port of node 0, for static", "PORT", "29500"),
-            Flag(("--token-file",), "file with the run's token", "PATH"),
-            Flag(("--health-port",), "answer /livez and /readyz there", "[HOST:]PORT"),
-            Flag(("--http",), "serve a page and metrics there", "[HOST:]PORT"),
-            Flag(("--http-host",), "names of a service or proxy in front of it", "NAME,..."),
+    "Workers": (
+        Flag(("--max-restarts",), "restarts after faults of workers", "N", str(Limits().max_restarts)),
+        Flag(("--restart-refill",), "training time that gives a restart back", "S", "0"),
+        Flag(("--max-idle-restarts",), "restarts in a row without a step; 0: any", "N", "0"),
+        Flag(("--fatal-exit-codes",), "workers' exit codes that end the run", "N,N-N,..."),
+        Flag(("--node-check",), "test this node before it joins"),
+        Flag(("--drill",), "file with planned faults", "PLAN"),
+        Flag(("--hang-timeout",), "idle time that is a hang: auto, off, S", "S", "auto"),
+        Flag(("-m", "--module"), "the script is a module, as in python -m"),
+        Flag(("--no-python",), "the script is a program, not Python"),
+        Flag(("--no-warm",), "workers do their imports themselves"),
+        Flag(("--no-live",), "start all workers again in each new round"),
+        Flag(("--no-exclude-corrupt",), "name a node that computes wrong, but keep it"),
+        Flag(("--no-snapshots",), "take no snapshots of the state in memory"),
+        Flag(("--split-snapshots",), "split those of sharded models among the nodes"),
+        Flag(("--preload",), "import these modules ahead, too", "MODULE,..."),
+        Flag(("--no-preload",), "do not import these modules ahead", "MODULE,..."),
+        Flag(("--run-path",), "run the script by its full path, with runpy"),
+        Flag(("--virtual-local-rank",), "each worker sees one GPU, and LOCAL_RANK 0"),
+        Flag(("--numa-binding",), "bind to CPUs near the GPU, as node", "MODE", "unbound"),
+        Flag(("--role",), "name of the workers' role", "NAME", LaunchConfig.role),
+    ),
+    "Output": (
+        Flag(("--log-dir",), "base of the logs", "DIR", "user's state directory"),
+        Flag(("--keep-runs",), "newest launches whose logs stay, or all", "N", str(KEPT_RUNS)),
+        Flag(("--log-layout",), "log directories: rounds, torchrun", "NAME", "rounds"),
+        Flag(("-r", "--redirects"), "streams not shown, as 3 or 0:1,1:2", "STREAMS", "0"),
+        Flag(("-t", "--tee"), "streams shown with a prefix", "STREAMS", "0"),
+        Flag(("--local-ranks-filter",), "local ranks that are shown", "N,...", "all"),
+        Flag(("--duplicate-stdout-filters",), "copy stdout's lines with these to a file", "TEXT"),
+        Flag(("--duplicate-stderr-filters",), "copy stderr's lines with these to a file", "TEXT"),
+        Flag(
+            ("--log-line-prefix-template",),
+            "prefix of tee'd lines",
+            "TEXT",
+            fallback="TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE",
         ),
+        Flag(("--prefix",), "[node:rank] before each line that is shown"),
+        Flag(("--progress",), "auto, live view, plain lines, none", "HOW", "auto"),
+        Flag(("--log-format",), "launcher's lines: plain, time, json", "NAME", LaunchConfig.log_format),
+        Flag(("--logs-specs",), "entry point that says where logs go", "NAME", "default"),
     ),
-    (
-        "Times, in seconds",
-        (
-            _timing("join_settle", "wait for more nodes before round 1"),
-            _timing("resize_delay", "wait after a node joins before a resize"),
-            _timing("dead_after", "silence after which a node is dead"),
-            _timing("return_after", "time to stop, beyond --shutdown-timeout"),
-            _timing("min_wait", "wait while there are too few nodes"),
-            Flag(
-                ("--shutdown-timeout",),
-                "time from SIGTERM to SIGKILL",
-                "S",
-                f"{LaunchConfig.shutdown_timeout:g}",
-                fallback="TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
-            ),
-            Flag(
-                ("--wait-for-children",),
-                "wait for processes left behind",
-                "S",
-                f"{LaunchConfig.wait_for_children:g}",
-            ),
-        ),
+    "Job file": (
+        Flag(("--config",), "YAML file with values of these flags", "FILE"),
+        Flag(("--print-config",), "show every value and its source, and exit"),
     ),
-    (
-        "Workers",
-        (
-            Flag(("--max-restarts",), "restarts after faults of workers", "N", str(Limits().max_restarts)),
-            Flag(("--restart-refill",), "training time that gives a restart back", "S", "0"),
-            Flag(("--max-idle-restarts",), "restarts in a row without a step; 0: any", "N", "0"),
-            Flag(("--fatal-exit-codes",), "workers' exit codes that end the run", "N,N-N,..."),
-            Flag(("--node-check",), "test this node before it joins"),
-            Flag(("--drill",), "file with planned faults", "PLAN"),
-            Flag(("--hang-timeout",), "idle time that is a hang: auto, off, S", "S", "auto"),
-            Flag(("-m", "--module"), "the script is a module, as in python -m"),
-            Flag(("--no-python",), "the script is a program, not Python"),
-            Flag(("--no-warm",), "workers do their imports themselves"),
-            Flag(("--no-live",), "start all workers again in each new round"),
-            Flag(("--no-exclude-corrupt",), "name a node that computes wrong, but keep it"),
-            Flag(("--no-snapshots",), "take no snapshots of the state in memory"),
-            Flag(("--split-snapshots",), "split those of sharded models among the nodes"),
-            Flag(("--preload",), "import these modules ahead, too", "MODULE,..."),
-            Flag(("--no-preload",), "do not import these modules ahead", "MODULE,..."),
-            Flag(("--run-path",), "run the script by its full path, with runpy"),
-            Flag(("--virtual-local-rank",), "each worker sees one GPU, and LOCAL_RANK 0"),
-            Flag(("--numa-binding",), "bind to CPUs near the GPU, as node", "MODE", "unbound"),
-            Flag(("--role",), "name of the workers' role", "NAME", LaunchConfig.role),
-        ),
+    "Signals": (
+        Flag(("--signals-to-handle",), "that make this node leave", "LIST", "TERM,INT,HUP,QUIT"),
+        Flag(("--signals-to-forward",), "passed to the workers", "LIST", "USR1,USR2"),
     ),
-    (
-        "Output",
-        (
-            Flag(("--log-dir",), "base of the logs", "DIR", "user's state directory"),
-            Flag(("--keep-runs",), "newest launches whose logs stay, or all", "N", str(KEPT_RUNS)),
-            Flag(("--log-layout",), "log directories: rounds, torchrun", "NAME", "rounds"),
-            Flag(("-r", "--redirects"), "streams not shown, as 3 or 0:1,1:2", "STREAMS", "0"),
-            Flag(("-t", "--tee"), "streams shown with a prefix", "STREAMS", "0"),
-            Flag(("--local-ranks-filter",), "local ranks that are shown", "N,...", "all"),
-            Flag(("--duplicate-stdout-filters",), "copy stdout's lines with these to a file", "TEXT"),
-            Flag(("--duplicate-stderr-filters",), "copy stderr's lines with these to a file", "TEXT"),
-            Flag(
-                ("--log-line-prefix-template",),
-                "prefix of tee'd lines",
-                "TEXT",
-                fallback="TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE",
-            ),
-            Flag(("--prefix",), "[node:rank] before each line that is shown"),
-            Flag(("--progress",), "auto, live view, plain lines, none", "HOW", "auto"),
-            Flag(("--log-format",), "launcher's lines: plain, time, json", "NAME", LaunchConfig.log_format),
-            Flag(("--logs-specs",), "entry point that says where logs go", "NAME", "default"),
-        ),
+    "Preemption": (Flag(("--notice",), "sources of preemption notices", "SOURCE,...", "auto"),),
+    "For torch": (
+        Flag(("--event-log-handler",), "handler of torch's events", "NAME", "null"),
+        Flag(("--monitor-interval",), "used by torch's agent only", "S", "0.1"),
+        Flag(("--start-method",), "used by torch's agent only", "NAME", "spawn"),
     ),
-    (
-        "Job file",
-        (
-            Flag(("--config",), "YAML file with values of these flags", "FILE"),
-            Flag(("--print-config",), "show every value and its source, and exit"),
-        ),
+    "Information": (
+        Flag(("-h", "--help"), "show this and exit", in_environment=False),
+        Flag(("--print-completion",), "show a script for bash, zsh, tcsh, fish", "SHELL", in_environment=False),
+        Flag(("--version",), "show the version and exit", in_environment=False),
     ),
-    (
-        "Signals",
-        (
-            Flag(("--signals-to-handle",), "that make this node leave", "LIST", "TERM,INT,HUP,QUIT"),
-            Flag(("--signals-to-forward",), "passed to the workers", "LIST", "USR1,USR2"),
-        ),
-    ),
-    (
-        "Preemption",
-        (Flag(("--notice",), "sources of preemption notices", "SOURCE,...", "auto"),),
-    ),
-    (
-        "For torch",
-        (
-            Flag(("--event-log-handler",), "handler of torch's events", "NAME", "null"),
-            Flag(("--monitor-interval",), "used by torch's agent only", "S", "0.1"),
-            Flag(("--start-method",), "used by torch's agent only", "NAME", "spawn"),
-        ),
-    ),
-    (
-        "Information",
-        (
-            Flag(("-h", "--help"), "show this and exit", in_environment=False),
-            Flag(("--print-completion",), "show a script for bash, zsh, tcsh, fish", "SHELL", in_environment=False),
-            Flag(("--version",), "show the version and exit", in_environment=False),
-        ),
-    ),
-)
+}
 
-FLAGS: tuple[Flag, ...] = tuple(flag for _, flags in GROUPS for flag in flags)
+FLAGS: tuple[Flag, ...] = tuple(chain.from_iterable(GROUPS.values()))
 
 BY_NAME = {name: flag for flag in FLAGS for name in flag.names}
 
@@ -458,10 +426,15 @@ class Values:
             raise UsageError(f"{name} {text} {what}.", f"Give {', '.join(known)}.")
         return text
 
-    def integer(self, name: str) -> int | None:
-        """The value of a flag that takes a whole number, or None."""
+    def integer(self, name: str, default: T) -> int | T:
+        """The value of a flag that takes a whole number, or the default."""
         setting = self.setting(name)
-        return setting.whole() if setting else None
+        return setting.whole() if setting else default
+
+    def seconds(self, name: str, default: float, *, zero: bool = True) -> float:
+        """The value of a flag that takes a time to wait, or the default; ``zero`` says whether 0 is allowed."""
+        setting = self.setting(name)
+        return setting.seconds(zero=zero) if setting else default
 
     @contextmanager
     def attributed(self) -> Iterator[None]:

@@ -52,7 +52,7 @@ def help_text(*, as_torchrun: bool = False) -> str:
     defaults = DEFAULTS if as_torchrun else {}
     shown = dict(zip(FLAGS, flag_lines(FLAGS, defaults), strict=True))
     lines = [f"usage: {USAGE}", "", SUMMARY]
-    for title, flags in GROUPS:
+    for title, flags in GROUPS.items():
         lines += ["", f"{title}:", *(shown[flag] for flag in flags)]
     lines += [
         "",

@@ -51,9 +51,9 @@ class Job:
         self.asked = line
         self.file = JobFile()
         if path is not None:
-            from elastic_launch.cli.job_file_reader import read_job_file  # which imports YAML
+            from elastic_launch.cli.job_file_reader import JobFileReader  # which imports YAML
 
-            self.file = read_job_file(path)
+            self.file = JobFileReader(path).read()
         arguments = tuple(value.text for value in self.file.args)
         if self.file.script is None:
             self.line = replace(line, arguments=(*arguments, *line.arguments))

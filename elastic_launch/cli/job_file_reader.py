@@ -14,7 +14,7 @@ import yaml
 from elastic_launch.cli.flags import FLAGS, Flag, Sourced
 from elastic_launch.cli.job import NOT_IN_FILES, JobFile
 from elastic_launch.config.settings import nearest
-from elastic_launch.contract import Placement, worker_environment
+from elastic_launch.contract import FOR_WORKERS
 from elastic_launch.errors import UsageError
 from elastic_launch.system.private_files import read_bounded
 
@@ -27,16 +27,7 @@ _FLAG_KEYS = {
 
 _OWN_KEYS = ("script", "args", "env")
 
-_SET_BY_US = worker_environment(
-    Placement(0, 0, 0, 1, 1, 1, "", 0, 0, 1, True),
-    run_id="",
-    role="",
-    restarts=0,
-    max_restarts=0,
-    round_number=1,
-    reason="",
-    error_file="",
-).keys() - {"TORCH_NCCL_ASYNC_ERROR_HANDLING"}
+_SET_BY_US = FOR_WORKERS - {"TORCH_NCCL_ASYNC_ERROR_HANDLING"}
 
 _TAG = "tag:yaml.org,2002:"
 
@@ -44,12 +35,9 @@ _SCALARS = {_TAG + kind for kind in ("str", "int", "float", "bool", "null", "tim
 """Accepted tags of scalars; all of them are used as written."""
 
 
-def read_job_file(path: str) -> JobFile:
-    """Read a job file."""
-    return _Reader(path).read()
+class JobFileReader:
+    """Reads one job file."""
 
-
-class _Reader:
     def __init__(self, path: str) -> None:
         self._path = path
         self._lines: dict[str, int] = {}

@@ -190,7 +190,6 @@ def build(line: CommandLine, values: Values) -> LaunchConfig:
         )
     if planned := FaultPlan.of(values.environ).faults:
         log.warning("%s is set: workers of this run fail on purpose, %d in all.", ENV_FAULTS, len(planned))
-    grace, children = values.setting("--shutdown-timeout"), values.setting("--wait-for-children")
     log_dir, link_dir = read_log_dir(values)
     notices = read_notices(values, own_agent=meeting.foreign is None)
     health = parse_listening(text, "--health-port") if (text := values.text("--health-port")) else None
@@ -216,12 +215,12 @@ def build(line: CommandLine, values: Values) -> LaunchConfig:
         health_port=health.port if health else None,
         health_host=(health.host or None) if health else None,
         http=Endpoint(http.host or "127.0.0.1", http.port) if http else None,
-        http_hosts=_hosts("--http-host", values),
+        http_hosts=_hosts(values),
         reuse=reuse,
         role=values.text("--role") or LaunchConfig.role,
         fatal_exit_codes=read_exit_codes(values),
-        shutdown_timeout=grace.seconds(zero=True) if grace else LaunchConfig.shutdown_timeout,
-        wait_for_children=children.seconds(zero=True) if children else LaunchConfig.wait_for_children,
+        shutdown_timeout=values.seconds("--shutdown-timeout", LaunchConfig.shutdown_timeout),
+        wait_for_children=values.seconds("--wait-for-children", LaunchConfig.wait_for_children),
         hang_timeout=read_hang_timeout(values),
         log_dir=log_dir,
         live=not values.switch("--no-live"),
@@ -248,7 +247,7 @@ def build(line: CommandLine, values: Values) -> LaunchConfig:
         torchrun=values.torchrun,
         # Last, because counting devices imports torch.
         nproc=_nproc(values.text("--nproc") or "1"),
-        replica_size=1 if (size := values.integer("--replica-size")) is None else size,
+        replica_size=values.integer("--replica-size", LaunchConfig.replica_size),
     )
     if config.foreign is not None and config.replica_size > 1:
         raise UsageError("--replica-size needs this project's own rendezvous.", "Use --rdzv-backend c10d or etcd.")
@@ -317,13 +316,13 @@ def _listed(name: str, values: Values) -> tuple[str, ...]:
     return tuple(filter(None, (part.strip() for text in texts for part in text.split(","))))
 
 
-def _hosts(name: str, values: Values) -> tuple[str, ...]:
-    """Return the host names that a repeatable flag names."""
-    found = tuple(host.lower().rstrip(".") for host in _listed(name, values))
+def _hosts(values: Values) -> tuple[str, ...]:
+    """Return the names that ``--http-host`` gives."""
+    found = tuple(host.lower().rstrip(".") for host in _listed("--http-host", values))
     for host in found:
         if not re.fullmatch(r"[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?", host) or ".." in host:
             raise UsageError(
-                f"{name} {host!r} is not the name of a host.",
+                f"--http-host {host!r} is not the name of a host.",
                 "Write names without port or path, as in runs.example.org,train.default.svc.",
             )
     return found

@@ -38,12 +38,11 @@ def read_torch_options(values: Values, *, own_agent: bool) -> TorchOptions:
         own_agent: whether this project's own agent runs the workers, not torch's.
     """
     default = TorchOptions()
-    interval = values.setting("--monitor-interval")
     options = TorchOptions(
         event_log_handler=values.text("--event-log-handler") or default.event_log_handler,
         numa_binding=values.text("--numa-binding"),
         virtual_local_rank=values.switch("--virtual-local-rank"),
-        monitor_interval=interval.seconds() if interval else default.monitor_interval,
+        monitor_interval=values.seconds("--monitor-interval", default.monitor_interval, zero=False),
         start_method=values.text("--start-method") or default.start_method,
     )
     for name, why in _OF_TORCHS_AGENT.items():
@@ -82,15 +81,13 @@ def read_notices(values: Values, *, own_agent: bool) -> tuple[NoticeSource, ...]
 def read_limits(values: Values) -> Limits:
     """Read the limits of the whole run."""
     low, high = parse_nnodes(values.text("--nnodes") or "1:1")
-    most, idle, refill = (
-        values.setting(f"--{name}") for name in ("max-restarts", "max-idle-restarts", "restart-refill")
-    )
+    default = Limits()
     return Limits(
         low,
         high,
-        Limits().max_restarts if most is None else most.whole(),
-        Limits().restart_refill if refill is None else refill.seconds(zero=True),
-        Limits().max_idle_restarts if idle is None else idle.whole(),
+        values.integer("--max-restarts", default.max_restarts),
+        values.seconds("--restart-refill", default.restart_refill),
+        values.integer("--max-idle-restarts", default.max_idle_restarts),
     )
 
 

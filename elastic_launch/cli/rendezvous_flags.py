@@ -54,7 +54,7 @@ class Meeting:
 
 def read_meeting(values: Values, limits: Limits) -> Meeting:
     """Read backend, endpoint, master and rank."""
-    rank, node_id = values.integer("--node-rank"), values.text("--node-id")
+    rank, node_id = values.integer("--node-rank", None), values.text("--node-id")
     if values.switch("--standalone"):
         _tell_ignored(values, limits)
         return Meeting(LaunchConfig.backend, (), node_id, rank)
@@ -189,16 +189,15 @@ def _static(values: Values, limits: Limits, rank: int | None) -> Meeting:
 
 def _master(values: Values) -> Endpoint:
     endpoint, address = values.text("--rdzv-endpoint"), values.text("--master-addr")
-    port = values.integer("--master-port")
+    port = values.integer("--master-port", MASTER_PORT)
     if endpoint is not None:
         for name in ("--master-addr", "--master-port"):
             if values.text(name) is not None:
                 log.warning("%s has no effect: --rdzv-endpoint says it.", values.origin(name))
         found = parse_endpoint(endpoint, MASTER_PORT)
     else:
-        if port is not None and not 0 <= port <= 65535:
+        if not 0 <= port <= 65535:
             raise UsageError(f"--master-port {port} is not a port.", "Give 1 to 65535.")
-        port = MASTER_PORT if port is None else port
         found = parse_endpoint(address or MASTER_ADDR, port, asker="--master-addr")
         if found.port != port:
             raise UsageError(

@@ -10,7 +10,8 @@ restore, first step, lost steps and goodput are None. The clocks of two hosts ar
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 from elastic_launch.events.types import counted
 from elastic_launch.failure import Suspect
@@ -136,10 +137,10 @@ def spoken(part: str) -> str:
 def build(chronicle: Chronicle) -> Ledger:
     """Build the ledger from a host's events so far."""
     rounds = [told for _, told in sorted(chronicle.rounds.items())]
-    until = chronicle.known
+    since, until = chronicle.since or 0.0, chronicle.known
     by_steps = any(told.begun is not None for told in rounds)
     incidents: list[RoundIncident] = []
-    faults = _faults(rounds, chronicle.since or 0.0, chronicle.until)
+    faults = _faults(rounds, since, chronicle.until)
     for index, (told, fault) in enumerate(zip(rounds, faults, strict=True)):
         following = rounds[index + 1] if index + 1 < len(rounds) else None
         if fault is None or (following is None and told.kind in PLANNED):
@@ -149,13 +150,12 @@ def build(chronicle: Chronicle) -> Ledger:
             formed = following.formed if following is not None else None
             end = min(end, max(x for x in (fault, told.ended, told.reaped, formed) if x is not None))
         lost = _lost(told, rounds[index + 1 :]) if by_steps else None
-        incident = _incident(told, following, (fault, max(fault, end)), lost, by_steps=by_steps)
-        at = round(fault - (chronicle.since or 0.0), 6)
-        incidents.append(replace(incident, at_s=at, exit_code=told.exit_code))
+        span = (fault, max(fault, end))
+        incidents.append(_incident(told, following, span, lost, since=since, by_steps=by_steps))
     unsaved = _unsaved(chronicle, rounds) if by_steps else 0
     kept, productive = _productive(rounds, by_steps=by_steps, until=until, unsaved=unsaved or 0)
     unseen = _unseen(rounds, until)
-    total = max(0.0, until - (chronicle.since or 0.0) - unseen)
+    total = max(0.0, until - since - unseen)
     known = [x.lost_steps for x in incidents if x.lost_steps is not None]
     complete = not any(x.round == told.number for x in incidents for told in rounds if _unknown(told))
     return Ledger(
@@ -226,7 +226,13 @@ def _ended(told: RoundTold, *, last: bool) -> float | None:
 
 
 def _incident(
-    told: RoundTold, following: RoundTold | None, span: tuple[float, float], lost: int | None, *, by_steps: bool
+    told: RoundTold,
+    following: RoundTold | None,
+    span: tuple[float, float],
+    lost: int | None,
+    *,
+    since: float,
+    by_steps: bool,
 ) -> RoundIncident:
     """Split the time from the fault to the next one (or to the last event) into parts."""
     fault, end = span
@@ -241,27 +247,25 @@ def _incident(
             marks[3] = following.started
     recovered = marks[5 if by_steps else 3] is not None
     parts = _parts(fault, marks, end, whole=recovered)
-    detect, stop, form, start, restore, first_step = parts
+    split: dict[str, Any] = dict(zip(PARTS, parts, strict=True))
+    after = following or RoundTold(0)
     return RoundIncident(
-        told.number,
-        following.number if following else 0,
-        told.kind or "unknown",
-        told.cause,
-        _drained(told),
-        detect,
-        stop,
-        form,
-        start,
-        restore,
-        first_step,
-        round(sum(part for part in parts if part is not None), 6),
-        lost,
-        recovered,
-        following is not None and following.led,
-        following.kept if following else 0,
-        following.anew if following else 0,
-        following.ahead if following else 0,
+        round=told.number,
+        next_round=after.number,
+        kind=told.kind or "unknown",
+        cause=told.cause,
+        drained=_drained(told),
+        still_s=round(sum(part for part in parts if part is not None), 6),
+        lost_steps=lost,
+        recovered=recovered,
+        led=after.led,
+        kept=after.kept,
+        anew=after.anew,
+        ahead=after.ahead,
+        at_s=round(fault - since, 6),
+        exit_code=told.exit_code,
         suspects=told.suspects,
+        **split,
     )
 
 

@@ -73,14 +73,8 @@ def as_table(ledger: Ledger, width: int | None = None) -> str:
         return _wrapped(ledger.line(), width)
     rows = [_HEADINGS, *map(_row, ledger.incidents)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
-    numeric = range(3, 11)
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if column in numeric else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append(cells)
+    columns = [(str.rjust if 3 <= column < 11 else str.ljust, most) for column, most in enumerate(widths)]
+    lines = [[put(cell, most) for cell, (put, most) in zip(row, columns, strict=True)] for row in rows]
     shown = ["  ".join(cells).rstrip() for cells in lines]
     if width is not None and max(map(len, shown)) > width:
         shown = ["  ".join(cells[:-1]).rstrip() for cells in lines]
@@ -210,11 +204,8 @@ def show_report(directory: Path, *, as_object: bool, html: Path | None, alive: b
     if not hosts:
         raise UsageError(f"There is no event file in {directory} of which most can be read.", "See the lines above.")
     if earlier := sum(_tells(host) for host in every) - len(hosts):
-        files = counted(earlier, "event file")
-        print(
-            plain(f"{files} of an earlier run in {directory} {'is' if earlier == 1 else 'are'} left out"),
-            file=sys.stderr,
-        )
+        said = f"{counted(earlier, 'event file')} of an earlier run in {directory}"
+        print(plain(f"{said} {'is' if earlier == 1 else 'are'} left out"), file=sys.stderr)
     node, ledger = joined(hosts)
     (host,) = (host for host in hosts if host.node == node)
     stands = standing(host, hosts, alive=alive)

@@ -19,7 +19,8 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 from elastic_launch.errors import ElasticLaunchError
 from elastic_launch.snapshot.location import Place, Url
@@ -107,8 +108,7 @@ class CheckpointGoneError(CheckpointReadError):
         super().__init__(path, f"The checkpoint {path} was removed before it was read.", "Look for the newest again.")
 
 
-@contextmanager
-def writing(where: Place, what: str) -> Iterator[None]:
+def writing(where: Place, what: str) -> AbstractContextManager[None]:
     """Turn an error of the file system, or of a URL's driver, into one that says what could not be done and why.
 
     Args:
@@ -117,15 +117,12 @@ def writing(where: Place, what: str) -> Iterator[None]:
     Raises:
         CheckpointWriteError: for an OSError; behind a URL for any error, since each driver has its own.
     """
-    with _explained(where, what, lambda message, hint: CheckpointWriteError(message, hint)):
-        yield
+    return _explained(where, what, CheckpointWriteError)
 
 
-@contextmanager
-def reading(where: Place, what: str = "read") -> Iterator[None]:
+def reading(where: Place, what: str = "read") -> AbstractContextManager[None]:
     """Turn an error into a CheckpointReadError, like :func:`writing`."""
-    with _explained(where, what, lambda message, hint: CheckpointReadError(where, message, hint)):
-        yield
+    return _explained(where, what, partial(CheckpointReadError, where))
 
 
 @contextmanager

@@ -47,8 +47,12 @@ def place(directory: str | os.PathLike[str]) -> Place:
     Raises:
         UsageError: if it is a URL that contains a password, is a chain of file systems, or lost a slash as a ``Path``.
     """
+    if isinstance(directory, Path) and _COLLAPSED.match(os.fspath(directory)):
+        raise UsageError(
+            f"{os.fspath(directory)!r} looks like a URL that lost a slash to pathlib.Path.",
+            "Give URLs of checkpoints as strings.",
+        )
     if isinstance(directory, Path | Url):
-        _check_path(directory)
         return directory
     text = os.fspath(directory)
     scheme = _URL.match(text)
@@ -65,11 +69,3 @@ def place(directory: str | os.PathLike[str]) -> Place:
             "Give it to the driver by its own variables, or those of fsspec, such as FSSPEC_FTP_PASSWORD.",
         )
     return Url(text.rstrip("/"))
-
-
-def _check_path(path: Path | Url) -> None:
-    if isinstance(path, Path) and _COLLAPSED.match(os.fspath(path)):
-        raise UsageError(
-            f"{os.fspath(path)!r} looks like a URL that lost a slash to pathlib.Path.",
-            "Give URLs of checkpoints as strings.",
-        )

@@ -8,12 +8,12 @@ queue full is dropped and counted, until half of the queue has been written.
 from __future__ import annotations
 
 import errno
-import queue
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from elastic_launch.system.threads import VitalThread
@@ -101,27 +101,19 @@ class Writer:
                 another call is stuck.
             OSError: whatever the call raises.
         """
-        answers: queue.SimpleQueue[tuple[T | None, OSError | None]] = queue.SimpleQueue()
-        given_up = threading.Event()
+        answer: Future[T] = Future()
 
-        def answer(data: bytes) -> None:
-            if given_up.is_set():
-                return
-            try:
-                answers.put((call(), None))
-            except OSError as error:
-                answers.put((None, error))
+        def act(data: bytes) -> None:
+            if answer.set_running_or_notify_cancel():
+                try:
+                    answer.set_result(call())
+                except OSError as error:
+                    answer.set_exception(error)
 
-        try:
-            if self.stuck or not self.put(answer):
-                raise queue.Empty
-            value, error = answers.get(timeout=timeout)
-        except queue.Empty:
-            given_up.set()
-            raise TimeoutError(errno.ETIMEDOUT, "the file system does not answer") from None
-        if error is not None:
-            raise error
-        return value  # type: ignore[return-value]
+        if not self.stuck and self.put(act) and wait([answer], timeout).done:
+            return answer.result(0)
+        answer.cancel()
+        raise TimeoutError(errno.ETIMEDOUT, "the file system does not answer")
 
     def progress(self) -> None:
         """Note progress; to be called from within a call when the other end has accepted data."""

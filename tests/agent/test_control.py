@@ -7,7 +7,6 @@ import os
 import queue
 import resource
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -26,10 +25,11 @@ from elastic_agents.snapshots.snapshot_store import SnapshotStore
 from elastic_agents.warm.ending import SOCKET, last_words
 from elastic_agents.workers.control import Control
 from elastic_launch import contract as c
+from elastic_launch import shared_progress
 from elastic_launch.clock import Clock, MonotonicClock
 from elastic_launch.events.types import Event, FirstStep, RoundProgress, RoundSteps, SnapshotsLeftOut, TrainingBegun
 from elastic_launch.rendezvous.wire.messages import NodeSaved
-from elastic_launch.shared_progress import SharedProgress
+from elastic_launch.shared_progress import STEP_BOUNDS, SharedProgress
 from elastic_launch.system import descriptors
 from elastic_launch.testing import FakeClock
 
@@ -420,13 +420,20 @@ def test_a_thread_that_is_busy_for_longer_than_its_end_is_waited_for_ends_afterw
         assert not thread.is_alive()
 
 
-@pytest.mark.parametrize(("number", "step", "at"), [(1, 2**60, 1.0), (1, 3, float("nan")), (1, 3, 1e300)])
-def test_impossible_progress_is_none(number: int, step: int, at: float) -> None:
+@pytest.mark.parametrize(("step", "at"), [(2**60, 1.0), (3, float("nan")), (3, 1e300)])
+def test_impossible_progress_is_none(step: int, at: float) -> None:
     """A worker's script has access to the shared memory."""
-    fields = struct.pack("<QQd", number, step, at)
+
+    def forge(step: int, at: float) -> None:
+        counts = [0] * (len(STEP_BOUNDS) + 1)
+        fields = shared_progress._FIELDS.pack(1, step, at, 0, 0.0, 1, b"", 0.0, 0, 0, 0.0, 0.0, *counts)
+        os.pwrite(progress.descriptor, shared_progress._RECORD.pack(fields, zlib.crc32(fields)), 0)
+
     with contextlib.closing(SharedProgress.make("test")) as progress:
-        progress.write(1, 2)
-        os.pwrite(progress.descriptor, fields + struct.pack("<I", zlib.crc32(fields)), 0)
+        forge(3, 1.0)
+        assert (reached := progress.read()) is not None
+        assert reached.step == 3
+        forge(step, at)
         assert progress.read() is None
         progress.write(1, 4)
         reached = progress.read()

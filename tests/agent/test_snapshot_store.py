@@ -29,7 +29,7 @@ from elastic_agents.snapshots.slots import HeldSlot, SlotTable
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
 from elastic_launch import codec, snapshot
 from elastic_launch.contract import SLOTS, Copied, Copying, CopyJob, Save, Stored
-from elastic_launch.snapshot.memory.slot import PART, Slot
+from elastic_launch.snapshot.memory.slot import EVALUATED, PART, Header, Slot
 from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter
 from elastic_launch.snapshot.storage import owner
 from elastic_launch.snapshot.storage.shares import nonce_of
@@ -148,7 +148,7 @@ class Node:
         writer = SlotWriter(self.slots[self.use])
         state = {name: torch.full((self.size,), float(step)) for name in "xy"}
         draft = SlotDraft(state, meta, lambda x: True)
-        writer.write(draft, sequence=self.sequence, round=round, step=step, training=training)
+        writer.write(draft, Header(self.sequence, round, step, EVALUATED, training))
         writer.close()
 
     def copied(self) -> list[int]:

@@ -24,7 +24,7 @@ from elastic_launch.errors import ProtocolError
 from elastic_launch.rendezvous.wire.addresses import listen
 from elastic_launch.rendezvous.wire.authentication import Channel
 from elastic_launch.rendezvous.wire.messages import SnapshotSource
-from elastic_launch.snapshot.memory.slot import Slot
+from elastic_launch.snapshot.memory.slot import EVALUATED, Header, Slot
 from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter, read_meta, read_state
 
 KEY = b"k" * 32
@@ -46,7 +46,7 @@ class Node:
         writer = SlotWriter(self.slots[offer.use])
         state = {"x": torch.arange(size, dtype=torch.float64) + step, "name": "a"}
         draft = SlotDraft(state, {"step": step}, lambda x: True)
-        writer.write(draft, sequence=offer.sequence + 1, round=round, step=step, training=2)
+        writer.write(draft, Header(offer.sequence + 1, round, step, EVALUATED, 2))
         writer.close()
         self.snapshot_store.stored(Stored(offer.use, CopyJob(offer.sequence + 1, step, round)))
 
@@ -317,13 +317,9 @@ def test_numbers_that_no_snapshot_has_end_a_fetch_and_no_thread(
     nodes: tuple[Node, Node], caplog: pytest.LogCaptureFixture
 ) -> None:
     _, new = nodes
-    offers: list[dict[str, object]] = [
-        {"training": 10**30, "tensors": 8, "state": 8, "meta": 8},
-        {"training": 0, "tensors": 2**70, "state": 8, "meta": 8},
-        {"training": 0, "tensors": 8, "state": -8, "meta": 8},
-        {"training": 0, "tensors": 8, "state": 10**400, "meta": 8},
-        {"training": 0, "tensors": 8.5, "state": 8, "meta": 8},
-    ]
+    header = {"sequence": 1, "round": 1, "step": 7, "phase": 0, "training": 0, "tensors": 8, "state": 8, "meta": 8}
+    wrong = [{"training": 10**30}, {"tensors": 2**70}, {"state": -8}, {"state": 10**400}, {"tensors": 8.5}]
+    offers = [header | numbers for numbers in wrong]
     with listen("127.0.0.1") as listener:
 
         def lie() -> None:
@@ -342,6 +338,8 @@ def test_numbers_that_no_snapshot_has_end_a_fetch_and_no_thread(
         assert new.holds() is None
         liar.join(30)
     assert caplog.text.count("could not be fetched") == len(offers)
+    assert caplog.text.count("No snapshot has such numbers and sizes.") == len(offers) - 1
+    assert "Header.tensors: int was expected" in caplog.text
     assert [slot.header() for slot in new.slots] == [None] * len(new.slots)
 
 

@@ -9,18 +9,13 @@ import signal
 from pathlib import Path
 
 import pytest
-from changes import Changes, pids, undisturbed_hash
+from changes import Changes, pids
 from harness import Job, alive, asked, free_port, run_script, wait_for
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 END = ["--wait-for-children", "0"]
 """The agent itself does not wait for what is left."""
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return undisturbed_hash(tmp_path_factory.mktemp("undisturbed"))
 
 
 def beside(job: Job, number: int) -> dict[int, int]:

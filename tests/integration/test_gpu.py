@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from changes import Changes, undisturbed_hash
+from changes import Changes
 from harness import SLOWNESS, Agent, Job, read_lines
 
 from elastic_launch.faults import FaultPlan
@@ -30,11 +30,6 @@ pytestmark = [
 def host(name: str) -> dict[str, str]:
     """What makes an agent's workers ranks of another host to NCCL."""
     return {"NCCL_HOSTID": name, "NCCL_SOCKET_IFNAME": "lo"}
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return undisturbed_hash(tmp_path_factory.mktemp("undisturbed"))
 
 
 def start(changes: Changes, name: str, *flags: str) -> Agent:

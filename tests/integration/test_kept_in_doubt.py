@@ -9,17 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from changes import Changes, pids, undisturbed_hash
+from changes import Changes, pids
 from harness import SCRIPTS, Job, read_lines, run_script
 
 from elastic_launch.faults import FaultPlan
 
 SCRIPT = str(SCRIPTS / "in_doubt.py")
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return undisturbed_hash(tmp_path_factory.mktemp("undisturbed"))
 
 
 def training(job: Job, *options: str, **how: Any) -> Changes:
@@ -83,25 +78,10 @@ def test_without_a_later_snapshot_they_go_back_to_the_first_step(job: Job, undis
 @pytest.mark.slow
 def test_planned_changes_cost_no_step_and_a_lost_node_those_since_the_last_snapshot(job: Job, undisturbed: str) -> None:
     changes = training(job, step_time=0.2)  # it lasts until all have come
-    a = changes.node("a")
-    changes.trains(1, steps=3)
-    b = changes.node("b")
-    joined = changes.trains(2, steps=3)
-    b.signal(signal.SIGTERM)
-    left = changes.trains(1, after=joined, steps=3)
-    assert b.wait() == 143
-    done = [step["step"] for step in changes.steps()]
-    assert len(done) == len(set(done))
-    c = changes.node("c", nproc=2)
-    again = changes.trains(3, after=left, steps=3)
-    c.kill()
-    changes.trains(1, after=again, steps=3)
-    result = changes.finish(a)
-    assert changes.kinds()[:2] == [("drained", 1, "membership"), ("drained", joined, "preemption")]
-    assert changes.kinds()[3] == ("broken", again, "node loss")
+    result, broken = changes.joined_left_and_lost()
     repeated(changes)
     events = [e for e in job.events() if e["event"] == "worker_kept"]
-    assert {e["pid"] for e in events if e["round"] > again} == {pids(job, 1)[0]}
+    assert {e["pid"] for e in events if e["round"] > broken} == {pids(job, 1)[0]}
     assert result["hash"] == undisturbed
 
 

@@ -53,25 +53,10 @@ def test_the_others_keep_their_processes_and_repeat_what_followed_the_last_snaps
 @pytest.mark.slow
 def test_planned_changes_cost_no_step_and_a_lost_node_those_since_the_last_snapshot(job: Job, undisturbed: str) -> None:
     changes = training(job, step_time=0.2)  # it lasts until all have come
-    a = changes.node("a")
-    changes.trains(1, steps=3)
-    b = changes.node("b")
-    joined = changes.trains(2, steps=3)
-    b.signal(signal.SIGTERM)
-    left = changes.trains(1, after=joined, steps=3)
-    assert b.wait() == 143
-    done = [step["step"] for step in changes.steps()]
-    assert len(done) == len(set(done))
-    c = changes.node("c", nproc=2)
-    again = changes.trains(3, after=left, steps=3)
-    c.kill()
-    changes.trains(1, after=again, steps=3)
-    result = changes.finish(a)
-    assert changes.kinds()[:2] == [("drained", 1, "membership"), ("drained", joined, "preemption")]
-    assert changes.kinds()[3] == ("broken", again, "node loss")
+    result, broken = changes.joined_left_and_lost()
     repeated(changes)
     events = [e for e in job.events() if e["event"] == "worker_kept"]
-    assert {e["pid"] for e in events if e["round"] > again} == {pids(job, 1)[0]}
+    assert {e["pid"] for e in events if e["round"] > broken} == {pids(job, 1)[0]}
     assert result["hash"] == undisturbed
 
 

@@ -9,14 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from changes import STEPS, Changes, pids, undisturbed_hash
+from changes import STEPS, Changes, pids
 from etcd_servers import cluster, endpoints
 from harness import SCRIPTS, Job, now, read_lines, wait_for
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return undisturbed_hash(tmp_path_factory.mktemp("undisturbed"))
 
 
 @pytest.mark.executed
@@ -96,20 +91,7 @@ def _started(job: Job) -> list[int]:
 @pytest.mark.slow
 def test_a_node_joins_and_leaves_and_another_is_lost(job: Job, undisturbed: str) -> None:
     changes = Changes(job, live=True, step_time=0.2)  # it lasts until all have come
-    a = changes.node("a")
-    changes.trains(1, steps=3)
-    b = changes.node("b")
-    joined = changes.trains(2, steps=3)
-    b.signal(signal.SIGTERM)
-    left = changes.trains(1, after=joined, steps=3)
-    assert b.wait() == 143
-    c = changes.node("c", nproc=2)
-    again = changes.trains(3, after=left, steps=3)
-    c.kill()
-    changes.trains(1, after=again, steps=3)
-    result = changes.finish(a)
-    assert changes.kinds()[:2] == [("drained", 1, "membership"), ("drained", joined, "preemption")]
-    assert changes.kinds()[3] == ("broken", again, "node loss")
+    result, _ = changes.joined_left_and_lost()
     assert changes.done_again() == 0
     assert (result["worlds"], result["restarts"]) == ([1, 2, 1, 3, 1], 0)
     (events,) = job.logged("events-a.jsonl")

@@ -7,17 +7,12 @@ import re
 import signal
 
 import pytest
-from changes import Changes, pids, undisturbed_hash
+from changes import Changes, pids
 from harness import SCRIPTS, Job, wait_for
 
 pytestmark = pytest.mark.slow
 
 FROZEN = str(SCRIPTS / "frozen.py")
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return undisturbed_hash(tmp_path_factory.mktemp("undisturbed"))
 
 
 def frozen(job: Job, where: str, who: str, *options: str) -> Changes:

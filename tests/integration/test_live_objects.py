@@ -7,13 +7,8 @@ import signal
 from typing import Any
 
 import pytest
-from changes import Changes, undisturbed_hash
+from changes import Changes
 from harness import Job
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return undisturbed_hash(tmp_path_factory.mktemp("undisturbed"))
 
 
 def survived(job: Job, *options: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]], str]:

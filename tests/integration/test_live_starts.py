@@ -21,11 +21,6 @@ LONG = 5.0
 WAIT = ("--rdzv-conf", "start_wait=1,resize_delay=0.2")
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return undisturbed_hash(tmp_path_factory.mktemp("undisturbed"))
-
-
 def training(job: Job, start: float = START, step_time: float = 0.1) -> Changes:
     return Changes(job, "--start-time", str(start), live=True, step_time=step_time)
 

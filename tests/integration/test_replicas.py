@@ -7,7 +7,7 @@ import signal
 from typing import Any
 
 import pytest
-from changes import Changes, ctl, pids, undisturbed_hash
+from changes import Changes, ctl, pids
 from harness import Agent, Job, alive, round_of, wait_for
 
 IDLE = "1 of 3 workers stays idle: a replica has 2 (--replica-size)"
@@ -86,11 +86,6 @@ def test_a_node_with_another_size_of_replicas_is_refused(job: Job) -> None:
 
 
 # Live workers that take long to start, in exact mode.
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return undisturbed_hash(tmp_path_factory.mktemp("undisturbed"))
 
 
 def places(changes: Changes, number: int, workers: int) -> dict[int, dict[str, Any]]:

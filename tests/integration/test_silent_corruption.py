@@ -6,17 +6,12 @@ import re
 from typing import Any
 
 import pytest
-from changes import Changes, pids, undisturbed_hash
+from changes import Changes, pids
 from harness import Job
 
 from elastic_launch.faults import FaultPlan
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return undisturbed_hash(tmp_path_factory.mktemp("undisturbed"))
 
 
 def flip(rank: int, step: int, of: str = "gradient", **how: Any) -> FaultPlan:

@@ -10,24 +10,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from changes import STEPS, Changes, pids, undisturbed_hash
-from harness import Job, read_lines, run_script
+from changes import STEPS, Changes, Samples, pids, samples, undisturbed_hash
+from harness import Job, run_script
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "stateful" / "train.py")
 
-Samples = dict[tuple[int, int], list[int]]
-"""The samples of each micro-batch, by step and place."""
-
 SAMPLES, STEPS_PER_PASS = 96, 6
-
-
-def samples(directory: Path) -> Samples:
-    """The samples that all ranks have loaded; a micro-batch that was loaded again must have had the same."""
-    found: Samples = {}
-    for line in read_lines(directory / "samples.jsonl"):
-        micro = (line["step"], line["micro"])
-        assert found.setdefault(micro, line["numbers"]) == line["numbers"], micro
-    return found
 
 
 def each_once_in_a_pass(found: Samples) -> bool:

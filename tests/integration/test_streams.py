@@ -5,25 +5,12 @@ from __future__ import annotations
 import os
 import signal
 from collections import defaultdict
-from pathlib import Path
 
 import pytest
-from changes import STEPS, Changes, undisturbed_hash
-from harness import Agent, Job, read_lines, wait_for
-
-Samples = dict[tuple[int, int], list[int]]
-"""The samples of each micro-batch, by step and place."""
+from changes import STEPS, Changes, Samples, samples, undisturbed_hash
+from harness import Agent, Job, wait_for
 
 SAMPLES, STEPS_PER_EPOCH = 96, 6
-
-
-def samples(directory: Path) -> Samples:
-    """The samples that all ranks have loaded; a micro-batch that was loaded again must have had the same."""
-    found: Samples = {}
-    for line in read_lines(directory / "samples.jsonl"):
-        micro = (line["step"], line["micro"])
-        assert found.setdefault(micro, line["numbers"]) == line["numbers"], micro
-    return found
 
 
 @pytest.fixture(scope="module")

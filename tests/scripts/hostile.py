@@ -7,11 +7,13 @@ DIRECTORY/heard has a line for each: the message, and whether the agent closed t
 import json
 import os
 import socket
-import struct
 import sys
 import time
 import zlib
 from pathlib import Path
+
+from elastic_launch import shared_progress
+from elastic_launch.snapshot.memory import slot
 
 work = Path(sys.argv[1])
 hello = {"type": "workerhello", "round": 1, "rank": 0, "local_rank": 0}
@@ -60,11 +62,12 @@ for name, odd in ODD.items():
 
 sock, descriptors = connected()
 sock.sendall(line(ready))
-fields = struct.pack("<8sQQQQQQ", b"elsnap01", 1, 2**64 - 1, 0, 2**63, 2**63, 2**63)
+fields = slot._FIELDS.pack(slot._MAGIC, 1, 2**64 - 1, 0, 0, 2**63, 2**63, 2**63)
 for head in descriptors[1:-1:2]:
-    os.pwrite(head, struct.pack("<Q", 2**64 - 1) + fields + struct.pack("<I", zlib.crc32(fields)), 0)
-fields = struct.pack("<QQd", 1, 2**64 - 1, float("nan"))
-os.pwrite(descriptors[-1], fields + struct.pack("<I", zlib.crc32(fields)), 0)
+    os.pwrite(head, slot._HEADER.pack(2**64 - 1, fields, zlib.crc32(fields)), 0)
+nan, counts = float("nan"), [2**64 - 1] * shared_progress._COUNTS
+fields = shared_progress._FIELDS.pack(1, 2**64 - 1, nan, 2**64 - 1, nan, 0, b"\xff" * 32, nan, 0, 0, nan, nan, *counts)
+os.pwrite(descriptors[-1], shared_progress._RECORD.pack(fields, zlib.crc32(fields)), 0)
 sock.sendall(line({"type": "stepdone", "step": 3}))
 time.sleep(1.5)  # the agent looks at all of it for its beat
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_launch.snapshot.errors import TornSnapshotError, UnsupportedStateError
-from elastic_launch.snapshot.memory.slot import Header, Slot
+from elastic_launch.snapshot.memory.slot import EVALUATED, Header, Slot
 from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter, read_meta, read_state
 from elastic_launch.snapshot.room import below_peak, forget_peak, room
 
@@ -34,10 +34,10 @@ def a_state(scale: float = 1.0) -> dict[str, Any]:
     return {"model": tensors, "steps": (7, None, float("inf")), "flags": torch.tensor([True, False])}
 
 
-def write(slot: Slot, state: Any, **numbers: int) -> bool:
+def write(slot: Slot, state: Any, sequence: int = 1) -> bool:
     writer = SlotWriter(slot)
-    values = {"sequence": 1, "round": 2, "step": 3, "training": 0, **numbers}
-    first = writer.write(SlotDraft(state, {"identity": {"seed": 0}}, lambda tensor: False), **values)
+    draft = SlotDraft(state, {"identity": {"seed": 0}}, lambda tensor: False)
+    first = writer.write(draft, Header(sequence, 2, 3, EVALUATED, 0))
     writer.close()
     return first
 
@@ -51,25 +51,29 @@ def test_a_tensor_of_one_element_is_written_whatever_its_stride(slot: Slot) -> N
     assert [found["column"].tolist(), found["corner"].tolist(), found["every"].tolist()] == [[3.0], [[5.0]], [4.0]]
 
 
-_NUMBER = st.one_of(st.integers(0, 5000), st.integers(0, 2**64 - 1))
-
-
 @settings(max_examples=200, deadline=None)
-@given(st.lists(_NUMBER, min_size=7, max_size=7))
-def test_a_forged_header_is_none_or_can_be_read(numbers: list[int]) -> None:
+@given(
+    st.lists(st.integers(0, 600), min_size=8, max_size=8),
+    st.dictionaries(st.integers(0, 7), st.integers(0, 2**64 - 1), max_size=1),
+)
+def test_a_forged_header_is_none_or_can_be_read(numbers: list[int], other: dict[int, int]) -> None:
     """A worker runs the user's code, and has the slot's descriptors."""
+    for place, number in other.items():
+        numbers[place] = number
+    sequence, *_, tensors, state, meta = numbers
     made = Slot.make("test")
     try:
         os.ftruncate(made.tensors, 1000)
         os.ftruncate(made.head, 5000)
-        fields = struct.pack("<8s6Q", b"elsnap01", *numbers[1:])
-        os.pwrite(made.head, struct.pack("<Q", numbers[0]) + fields + struct.pack("<I", zlib.crc32(fields)), 0)
+        fields = struct.pack("<8s7Q", b"elsnap02", *numbers[1:])
+        os.pwrite(made.head, struct.pack("<Q", sequence) + fields + struct.pack("<I", zlib.crc32(fields)), 0)
         header = made.header()
+        fits = tensors <= 1000 and 4096 + state + meta <= 5000
+        assert (header is not None) == (sequence > 0 and fits and max(numbers) < 2**53)
         if header is not None:
-            assert [header.sequence, header.round, header.step, header.training] == numbers[:4]
-            assert max(numbers) < 2**53
-            assert len(b"".join(made.tensor_parts(header))) == header.tensors
-            assert (len(made.state(header)), len(made.meta(header))) == (header.state, header.meta)
+            assert header == Header(*numbers)
+            assert len(b"".join(made.tensor_parts(header))) == tensors
+            assert (len(made.state(header)), len(made.meta(header))) == (state, meta)
     finally:
         made.close()
 
@@ -109,7 +113,7 @@ def test_a_slot_takes_states_of_other_sizes(slot: Slot) -> None:
     writer = SlotWriter(slot)
     for number, size in enumerate((10, 100_000, 3), start=1):
         state = {"x": torch.full((size,), float(number))}
-        writer.write(SlotDraft(state, {}, lambda tensor: True), sequence=number, round=1, step=number, training=0)
+        writer.write(SlotDraft(state, {}, lambda tensor: True), Header(number, 1, number, EVALUATED, 0))
         header = slot.header()
         assert header is not None
         assert torch.equal(read_state(slot, header)["x"], state["x"])
@@ -144,7 +148,7 @@ def test_only_the_first_that_is_written_into_a_slot_has_to_find_its_memory(slot:
     found = []
     for number in (1, 2, 3):
         draft = SlotDraft({"x": torch.zeros(1000 * number)}, {}, lambda tensor: True)
-        found.append(writer.write(draft, sequence=number, round=1, step=number, training=0))
+        found.append(writer.write(draft, Header(number, 1, number, EVALUATED, 0)))
     writer.close()
     assert found == [True, False, False]
 
@@ -295,10 +299,10 @@ def test_what_changes_before_it_is_copied_gives_the_snapshot_up(
     changed[3, 5:] *= 0.9
     writer = SlotWriter(slot)
     with pytest.raises(TornSnapshotError, match=f"The script changed {part}/x while"):
-        writer.write(draft, sequence=2, round=1, step=2, training=0)
+        writer.write(draft, Header(2, 1, 2, EVALUATED, 0))
     assert slot.header() is None
     again = SlotDraft(state, {}, lambda tensor: True, watch=True)
-    writer.write(again, sequence=3, round=1, step=3, training=0)
+    writer.write(again, Header(3, 1, 3, EVALUATED, 0))
     writer.close()
     header = slot.header()
     assert header is not None

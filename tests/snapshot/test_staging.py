@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elastic_launch.snapshot.memory.slot import Slot
+from elastic_launch.snapshot.memory.slot import EVALUATED, Header, Slot
 from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter, read_state
 from elastic_launch.snapshot.memory.staging import PIECE, mark
 
@@ -32,7 +32,7 @@ def test_a_snapshot_has_what_was_on_the_gpu_when_it_was_taken() -> None:
         }
         draft = SlotDraft(state, {}, lambda tensor: tensor.numel() > 1)
         state["changes"].fill_(99.0)
-        writer.write(draft, sequence=number + 1, round=1, step=number + 1, training=0)
+        writer.write(draft, Header(number + 1, 1, number + 1, EVALUATED, 0))
         header = slot.header()
         assert header is not None
         found = read_state(slot, header)

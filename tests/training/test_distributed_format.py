@@ -21,7 +21,7 @@ from elastic_agents.snapshots.copying import copy
 from elastic_launch import snapshot
 from elastic_launch.contract import CommitAnswer, Copied, CopyJob
 from elastic_launch.errors import UsageError
-from elastic_launch.snapshot.memory.slot import Slot
+from elastic_launch.snapshot.memory.slot import EVALUATED, Header, Slot
 from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter
 
 PLAIN, OWN = str(SCRIPTS / "distributed.py"), str(SCRIPTS / "distributed_own.py")
@@ -135,7 +135,7 @@ def test_an_agent_copies_a_last_snapshot_in_this_format(tmp_path: Path) -> None:
     state = {"model": {"a": torch.arange(6.0).view(2, 3)}, "rng": {"cpu": [torch.get_rng_state()]}}
     draft = SlotDraft(state, {"format": "dcp"}, lambda tensor: False)
     writer = SlotWriter(slot)
-    writer.write(draft, sequence=1, round=2, step=3, training=0)
+    writer.write(draft, Header(1, 2, 3, EVALUATED, 0))
     said: list[Copied] = []
     job = CopyJob(1, 3, 2, str(tmp_path), now=True)
     done = copy(job, slot.tensors, slot.head, lambda: CommitAnswer(0, allowed=True), lambda: None, said.append)

@@ -23,7 +23,7 @@ import elastic_launch as el
 from elastic_launch import snapshot
 from elastic_launch.snapshot import stall
 from elastic_launch.snapshot.format import files
-from elastic_launch.snapshot.memory.slot import Slot
+from elastic_launch.snapshot.memory.slot import EVALUATED, Header, Slot
 from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter
 from elastic_launch.snapshot.storage import owner
 from elastic_launch.snapshot.storage import url_storage as storage
@@ -55,7 +55,7 @@ class Node:
         writer = SlotWriter(self.slots[0])
         meta = {"identity": {}, "worlds": [1], "equal": (0, 0), "branch": (branch or self._branch(round)).meta(RUN)}
         draft = SlotDraft({"model": model.state_dict()}, meta, lambda tensor: True)
-        writer.write(draft, sequence=1, round=round, step=step, training=0)
+        writer.write(draft, Header(1, round, step, EVALUATED, 0))
         writer.close()
 
     def saved(self, round: int, step: int, branch: Branch | None = None) -> snapshot.CheckpointInfo:

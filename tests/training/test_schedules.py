@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +77,32 @@ def test_a_scheduler_is_forgotten_unless_it_or_its_holder_is_saved(make: Any) ->
 
 def test_an_average_of_a_model_is_forgotten_unless_it_or_its_holder_is_saved() -> None:
     model = nn.Linear(1, 1)
-    gc.collect()
     assert not has_forgotten_average([model])
     averaged = AveragedModel(model)
     assert has_forgotten_average([model])
     for saved in (averaged, Holder(averaged), Group({"a": averaged}), nn.ModuleList([averaged])):
         assert not has_forgotten_average([part for _, part in flat({"model": model, "saved": saved})])
+
+
+@pytest.fixture
+def _no_collection() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_no_collection")
+def test_what_the_script_has_dropped_is_not_forgotten() -> None:
+    """Objects in a reference cycle stay until garbage is collected, and a second training may begin before that."""
+    model, optimizer = nn.Linear(1, 1), _optimizer()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(1))
+    dropped: list[Any] = [AveragedModel(model), ReduceLROnPlateau(optimizer), scaler]
+    dropped.append(dropped)
+    del dropped, scaler
+    assert not has_forgotten_average([model])
+    assert not has_forgotten_scaler([model])
+    assert forgotten([optimizer]) == []
 
 
 def test_an_average_that_is_not_saved_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -166,7 +187,6 @@ def test_the_schedule_continues_after_a_kill(job: Job, nproc: int) -> None:
 
 
 def test_a_scaler_is_forgotten_unless_it_or_its_holder_is_saved() -> None:
-    gc.collect()
     assert not has_forgotten_scaler([])
     off = torch.amp.GradScaler("cpu", enabled=False)
     assert not has_forgotten_scaler([])

@@ -200,7 +200,7 @@ def _slots(states: Sequence[dict[str, Any]], metas: Sequence[dict[str, Any]]) ->
             stack.callback(slot.close)
             writer = SlotWriter(slot)
             stack.callback(writer.close)
-            writer.write(SlotDraft(state, meta, lambda tensor: True), sequence=1, round=1, step=7, training=0)
+            writer.write(SlotDraft(state, meta, lambda tensor: True), Header(1, 1, 7, EVALUATED, 0))
             header = slot.header()
             assert header is not None
             found.append((slot, header))
@@ -401,7 +401,7 @@ class Nodes:
         part = {} if ranks is None else {PART: {"ranks": [*ranks], "world_size": world_size or len(self.slots)}}
         writer = SlotWriter(self.slots[node][number])
         draft = SlotDraft({"at": step}, part, lambda tensor: True)
-        writer.write(draft, sequence=self._sequence, round=round, step=step, phase=phase, training=0)
+        writer.write(draft, Header(self._sequence, round, step, phase, 0))
         writer.close()
 
     def newest(self, live: dict[int, tuple[int, int, int]] | None = None, size: int = 1) -> list[Newest | None]:
@@ -545,10 +545,7 @@ def test_the_snapshot_that_training_resumes_from_is_kept_until_the_next_is_compl
         taken = memory.store(
             {},
             {},
-            step=step,
-            round=2,
-            phase=EVALUATED,
-            training=0,
+            Header(0, 2, step, EVALUATED, 0),
             stays=lambda tensor: True,
             route=lambda job, size: job,
             wait=True,

@@ -42,7 +42,8 @@ class SnapshotStore:
     marked snapshot; nodes other than the first skip their share if they are late.
 
     Args:
-        may_commit: whether this node is still a member of the run; called, from any thread, before a copy appears.
+        may_commit: whether this node is still a member of the run; called, from any thread, before a copy appears, and
+            before a checkpoint that a worker writes itself.
         tell: called from the thread with the result of a copy (None if there was nothing to copy), with the news that a
             copy is in progress, or with a request to the workers. Returns whether it reached any worker.
         may_add: whether it may commit although it is not, without removing anything; called likewise.
@@ -61,7 +62,7 @@ class SnapshotStore:
         split: bool = False,
         may_add: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._may_commit, self._may_add = may_commit, may_add
+        self.may_commit, self._may_add = may_commit, may_add
         self._stderr = stderr
         self._tell = tell
         self._book = SlotTable()
@@ -198,10 +199,6 @@ class SnapshotStore:
             if self._copier is not None and seconds > 0:
                 self._copier.fail()
             return True
-
-    def may_commit(self) -> bool:
-        """Whether a checkpoint that a worker writes itself, for lack of memory, may become visible; from any thread."""
-        return self._may_commit()
 
     def secure(self, *, stands_in: bool = False) -> None:
         """Queue a copy of the newest snapshot if there is none: its memory is lost or needed.
@@ -459,7 +456,7 @@ class SnapshotStore:
                 self._copier = None
 
     def _permit(self) -> CommitAnswer:
-        member = self._may_commit()
+        member = self.may_commit()
         return CommitAnswer(0, member or self._may_add(), adds=not member)
 
     def _progress(self) -> None:

@@ -4,7 +4,7 @@ A connection carries two messages each way, with the snapshot's bytes in between
 ``elastic_launch.rendezvous.wire.authentication``):
 
     fetcher  {round, step}
-    server   {training, tensors, state, meta}: the training it belongs to, and sizes in bytes
+    server   the header of its slot
     fetcher  {}
     server   the content of the tensor file, the state, the meta
     server   {sha256} of that content
@@ -24,7 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from itertools import chain
 from typing import TypeVar
 
@@ -67,15 +67,6 @@ T = TypeVar("T")
 class _Wanted:
     round: int
     step: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Offered:
-    phase: int
-    training: int
-    tensors: int
-    state: int
-    meta: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +250,7 @@ class TransferServer:
             if sum(not other.stranger for other in self._peers) >= FETCHERS:
                 raise ProtocolError(f"{FETCHERS} others fetch it already.")
             peer.stranger = False
-        wire.say(_Offered(header.phase, header.training, header.tensors, header.state, header.meta))
+        wire.say(header)
         wire.hear(_Go, IDLE + header.tensors / SLOWEST)  # the fetcher allocates the memory first
         digest = hashlib.sha256()
         for part in chain(self._slot.tensor_parts(header), [self._slot.state(header), self._slot.meta(header)]):
@@ -358,28 +349,26 @@ class TransferClient:
 
     def _take(self, source: SnapshotSource, wire: _Wire) -> Header:
         wire.say(_Wanted(source.round, source.step))
-        offered = wire.hear(_Offered)
-        sizes = (offered.tensors, offered.state, offered.meta)
-        numbers = (source.round, source.step, offered.phase, offered.training, *sizes)
-        if min(numbers) < 0 or max(numbers) >= _MOST or max(offered.state, offered.meta) > MAX_STATE_BYTES:
+        header = replace(wire.hear(Header), sequence=self._sequence, round=source.round, step=source.step)
+        numbers = astuple(header)
+        if min(numbers) < 0 or max(numbers) >= _MOST or max(header.state, header.meta) > MAX_STATE_BYTES:
             raise ProtocolError("No snapshot has such numbers and sizes.")
         slot = self._slot
-        if lack := lacking(max(0, offered.tensors - slot.allocated), "the snapshot needs"):
+        if lack := lacking(max(0, header.tensors - slot.allocated), "the snapshot needs"):
             raise ProtocolError(f"{lack}.")
         slot.begin()
-        slot.allocate(offered.tensors)
+        slot.allocate(header.tensors)
         wire.say(_Go())
         digest, at = hashlib.sha256(), 0
-        for part in wire.receive(offered.tensors):
+        for part in wire.receive(header.tensors):
             digest.update(part)
             at += os.pwrite(slot.tensors, part, at)
         rest = []
-        for size in (offered.state, offered.meta):
+        for size in (header.state, header.meta):
             rest.append(b"".join(bytes(part) for part in wire.receive(size)))
             digest.update(rest[-1])
         if wire.hear(_Sum).sha256 != digest.hexdigest():
             raise ProtocolError("What came is not what was sent.")
-        header = Header(self._sequence, *numbers)
         slot.commit(header, *rest)
         return header
 

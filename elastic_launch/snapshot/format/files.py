@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from elastic_launch.snapshot.errors import MalformedError
 from elastic_launch.snapshot.stall import advanced
@@ -107,10 +107,11 @@ def read_chunks(descriptor: int) -> Iterator[memoryview]:
         offset += count
 
 
-def read_at(descriptor: int, name: str, offset: int, length: int) -> bytes:
+def read_at(file: BinaryIO, name: str, offset: int, length: int) -> bytes:
     """Return so many bytes of an open file; a MalformedError, with the file's name, if it has not so many."""
+    file.seek(offset)
     data = bytearray()
-    while len(data) < length and (part := os.pread(descriptor, min(_CHUNK, length - len(data)), offset + len(data))):
+    while len(data) < length and (part := file.read(min(_CHUNK, length - len(data)))):
         data += part
         advanced()
     if len(data) < length:

@@ -14,7 +14,7 @@ import os
 import struct
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from elastic_launch.snapshot.room import lacking
 
@@ -50,9 +50,9 @@ class Header:
     step: int  # optimizer steps done
     phase: int  # STEPPED or EVALUATED
     training: int  # number of the training within its script, from 0
-    tensors: int  # this and the next two: sizes in bytes
-    state: int
-    meta: int
+    tensors: int = 0  # this and the next two: sizes in bytes
+    state: int = 0
+    meta: int = 0
 
     @property
     def position(self) -> tuple[int, int, int]:
@@ -136,9 +136,9 @@ class Slot:
         os.ftruncate(self.head, _STATE_AT + header.state + header.meta)
         _write(self.head, state, _STATE_AT)
         _write(self.head, meta, _STATE_AT + header.state)
-        numbers = (header.round, header.step, header.phase, header.training, header.tensors, header.state, header.meta)
+        sequence, *numbers = astuple(header)
         fields = _FIELDS.pack(_MAGIC, *numbers)
-        whole = _HEADER.pack(header.sequence, fields, zlib.crc32(fields))
+        whole = _HEADER.pack(sequence, fields, zlib.crc32(fields))
         os.pwrite(self.head, whole[8:], 8)
         os.pwrite(self.head, whole[:8], 0)
 

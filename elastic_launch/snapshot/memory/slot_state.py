@@ -6,6 +6,7 @@ import json
 import logging
 import mmap
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +20,7 @@ from elastic_launch.snapshot.format import tree
 from elastic_launch.snapshot.format.dtypes import flat_bytes
 from elastic_launch.snapshot.format.manifest import encode_meta, parse_json
 from elastic_launch.snapshot.format.plain import Decoder
-from elastic_launch.snapshot.memory.slot import EVALUATED, Header, Slot
+from elastic_launch.snapshot.memory.slot import Header, Slot
 from elastic_launch.snapshot.memory.staging import Staging, mark
 from elastic_launch.snapshot.storage.saving import state_json
 
@@ -131,12 +132,11 @@ class SlotWriter:
         self._mapped: mmap.mmap | None = None
         self._staging: dict[torch.device, Staging | None] = {}
 
-    def write(
-        self, draft: SlotDraft, *, sequence: int, round: int, step: int, training: int, phase: int = EVALUATED
-    ) -> bool:
+    def write(self, draft: SlotDraft, header: Header) -> bool:
         """Write a draft; the snapshot exists once this returns, and not before.
 
-        Most of the work is copying without the interpreter's lock, so another thread can compute at the same time.
+        Its header gets the sizes of the draft. Most of the work is copying without the interpreter's lock, so another
+        thread can compute at the same time.
 
         Returns:
             Whether it is the slot's first snapshot, for which memory had to be allocated.
@@ -149,8 +149,8 @@ class SlotWriter:
         empty = not self.slot.allocated
         self.slot.begin()
         target = self._target(draft.layout.size)
-        header = draft.layout.header
-        target[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+        beginning = draft.layout.header
+        target[: len(beginning)].copy_(torch.frombuffer(bytearray(beginning), dtype=torch.uint8))
         staged: dict[torch.device, Staging] = {}
         for name, offset, size in draft.layout.places:
             tensor = draft.tensors[name]
@@ -172,9 +172,9 @@ class SlotWriter:
             raise TornSnapshotError(
                 f"The script changed {changed[0]} while it was being copied", "Change it right after step.update()."
             )
-        faults.reached("snapshot", step)
-        sizes = (draft.layout.size, len(draft.state), len(draft.meta))
-        self.slot.commit(Header(sequence, round, step, phase, training, *sizes), draft.state, draft.meta)
+        faults.reached("snapshot", header.step)
+        header = replace(header, tensors=draft.layout.size, state=len(draft.state), meta=len(draft.meta))
+        self.slot.commit(header, draft.state, draft.meta)
         return empty
 
     def close(self) -> None:

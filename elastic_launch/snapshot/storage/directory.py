@@ -16,7 +16,7 @@ import os
 import secrets
 import socket
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
@@ -113,9 +113,11 @@ class Directory:
         """Return the content of a small file; raise a MalformedError if it is larger than ``limit``, or irregular."""
         return read_in_parts(self.path / name, limit)
 
-    def opened(self, name: str) -> AbstractContextManager[BinaryIO]:
+    @contextmanager
+    def opened(self, name: str) -> Iterator[BinaryIO]:
         """Open a file for reading, which need not be written by this package."""
-        return _opened(self.path / name)
+        with open_regular(self.path / name) as descriptor, open(descriptor, "rb", closefd=False) as file:
+            yield file
 
     def sizes(self, names: Iterable[str]) -> dict[str, int]:
         """Return the sizes of some files."""
@@ -266,12 +268,6 @@ class DirectoryDraft:
 
     def _share(self, index: int, count: int) -> Path:
         return self.path.parent / share_directory(self.name, index, count)
-
-
-@contextmanager
-def _opened(file: Path) -> Iterator[BinaryIO]:
-    with open_regular(file) as descriptor, open(descriptor, "rb", closefd=False) as opened:
-        yield opened
 
 
 def _size(file: Path) -> int:

@@ -73,8 +73,9 @@ def load(info: CheckpointInfo, parts: Parts | None = None, taking: Taking | None
         if DATA in manifest.tensors:
             about = storage.read(METADATA, distributed.MAX_METADATA_BYTES)
             check_sum(METADATA, sum_of([about]), manifest.tensors[METADATA])
-            with storage.verified(DATA, manifest.tensors[DATA]) as descriptor:
-                own = distributed.OwnTensors(rest, about, partial(read_at, descriptor))
+            verified = storage.verified(DATA, manifest.tensors[DATA])
+            with verified as descriptor, open(descriptor, "rb", buffering=0, closefd=False) as file:
+                own = distributed.OwnTensors(rest, about, partial(read_at, file))
                 return LoadedCheckpoint(info, tree.decode(state, own.only(only), take))
         tensors: dict[str, torch.Tensor] = {}
         for name, expected in manifest.tensors.items():

@@ -14,9 +14,9 @@ from torch import nn
 
 from elastic_launch.errors import UsageError
 from elastic_launch.snapshot import CheckpointInfo, LoadedCheckpoint
-from elastic_launch.snapshot.errors import MalformedError
 from elastic_launch.snapshot.format import distributed
 from elastic_launch.snapshot.format.distributed import Blob, StoredTensor
+from elastic_launch.snapshot.format.files import read_at
 from elastic_launch.snapshot.format.manifest import MANIFEST, MAX_MANIFEST_BYTES, METADATA
 from elastic_launch.snapshot.location import Place
 from elastic_launch.snapshot.stall import advanced
@@ -26,8 +26,6 @@ from elastic_launch.snapshot.storage.reading import Taking
 from elastic_launch.snapshot.storage.url_storage import UrlStorage
 from elastic_launch.training.checkpoints.sharded import ungathered_state
 from elastic_launch.training.checkpoints.state import TrainingState
-
-_CHUNK = 8 * 1024 * 1024
 
 _SHOWN = 4
 """Names in a message."""
@@ -203,11 +201,4 @@ class _Files(ExitStack):
         """Return so many bytes of a file, from an offset on; raise a MalformedError if it has not so many."""
         if name not in self._open:
             self._open[name] = self.enter_context(self._storage.opened(name))
-        self._open[name].seek(offset)
-        data = bytearray()
-        while len(data) < length and (part := self._open[name].read(min(_CHUNK, length - len(data)))):
-            data += part
-            advanced()
-        if len(data) < length:
-            raise MalformedError(f"{name} ends before {offset + length} bytes")
-        return bytes(data)
+        return read_at(self._open[name], name, offset, length)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from elastic_launch.errors import UsageError
 from elastic_launch.training.ranks.checksum import checksums, combined
-from elastic_launch.training.wrapped import is_sharded
+from elastic_launch.training.wrapped import local, whole
 
 _HINT = (
     "With Checkpoint(skip_frozen=True) frozen weights are not saved: give the model the same ones at every start, "
@@ -59,7 +59,7 @@ class Frozen:
             for key in keys:
                 if key not in here:
                     raise UsageError(f"{key!r} of {name} was frozen when the training began, and is not now.", _HINT)
-            sums = checksums([_local(state[key]) for key in keys]).tolist()
+            sums = checksums([local(state[key]) for key in keys]).tolist()
             for key, before, after in zip(keys, self._sums.setdefault(name, sums), sums, strict=True):
                 if before != after:
                     raise UsageError(f"{key!r} of {name} is frozen, and its values have changed.", _HINT)
@@ -105,13 +105,7 @@ def _frozen(module: nn.Module, state: Mapping[str, Any]) -> list[str]:
     return [name for name, parameter in named if not parameter.requires_grad and name in state]
 
 
-def _local(tensor: Any) -> Tensor:
-    local: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
-    return local
-
-
 def _digest(tensors: Iterable[Any]) -> int:
     # One whole tensor at a time; on the CPU, as sums of other devices are computed in pieces of other sizes.
-    whole = (tensor.full_tensor() if is_sharded(tensor) else tensor for tensor in tensors)
-    sums = [checksums([tensor.detach().cpu()]) for tensor in whole]
+    sums = [checksums([whole(tensor).cpu()]) for tensor in tensors]
     return int(combined(torch.cat(sums) if sums else checksums([])))

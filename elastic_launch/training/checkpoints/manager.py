@@ -285,8 +285,10 @@ class CheckpointManager:
         """Record that the state after a step is not in memory after all and will not be copied."""
         if step in (self._awaited, self._owed):
             self._awaited = self._owed = 0
-            error = snapshot.CheckpointWriteError(f"its snapshot is lost: {reason}")
-            self._lost.append(snapshot.WriteOutcome(step, self.branch.round, 0.0, None, error))
+            self._lose(step, 0.0, snapshot.CheckpointWriteError(f"its snapshot is lost: {reason}"))
+
+    def _lose(self, step: int, seconds: float, error: snapshot.CheckpointError) -> None:
+        self._lost.append(snapshot.WriteOutcome(step, self.branch.round, seconds, error=error))
 
     def idle(self, timeout: float) -> bool:
         """Whether this process writes no checkpoint, or has written it after so many seconds."""
@@ -297,8 +299,7 @@ class CheckpointManager:
         if not last:
             self._owed = step
         elif self.writes:
-            error = self._still_writing("and the last one waits for it")
-            self._lost.append(snapshot.WriteOutcome(step, self.branch.round, FINAL_TIMEOUT, error=error))
+            self._lose(step, FINAL_TIMEOUT, self._still_writing("and the last one waits for it"))
 
     def torn(self, step: int) -> None:
         """Record that the copy of the state after a step was given up; a later state will be saved instead."""
@@ -366,8 +367,8 @@ class CheckpointManager:
         step_needs = self._workers * self._step_bytes
         if size + step_needs > MOST_OF_FREE * free:
             if not writer.flush(FINAL_TIMEOUT):
-                error = self._still_writing("which has the only copy of the state that there is memory for")
-                self._lost.append(snapshot.WriteOutcome(step, self.branch.round, FINAL_TIMEOUT, error=error))
+                why = "which has the only copy of the state that there is memory for"
+                self._lose(step, FINAL_TIMEOUT, self._still_writing(why))
                 return
             free, where = room()
         if fits := size + step_needs <= MOST_OF_FREE * free:

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -145,11 +145,8 @@ class MemorySnapshots:
         self,
         state: dict[str, Any],
         meta: dict[str, Any],
+        header: Header,
         *,
-        step: int,
-        round: int,
-        phase: int,
-        training: int,
         stays: Callable[[Tensor], bool],
         route: Route,
         wait: bool,
@@ -160,7 +157,7 @@ class MemorySnapshots:
         """Start taking a snapshot in a thread; :meth:`settle` completes it.
 
         Args:
-            phase: see :class:`Header`.
+            header: what it is a snapshot of; the sequence number and the sizes follow.
             stays: whether a tensor keeps its values until then.
             wait: complete it before returning.
             patient: wait for a slow agent, for as long as for a last checkpoint.
@@ -182,21 +179,21 @@ class MemorySnapshots:
             return False
         writer = self._writers.setdefault(number, SlotWriter(self._slots[number]))
         self._sequence += 1
-        job = route(CopyJob(self._sequence, step, round), draft.tensor_bytes)
+        header = replace(header, sequence=self._sequence)
+        job = route(CopyJob(header.sequence, header.step, header.round), draft.tensor_bytes)
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
-        self._writing = self._pool.submit(self._write, draft, writer, phase, training, Stored(number, job))
+        self._writing = self._pool.submit(self._write, draft, writer, header, Stored(number, job))
         self._stall = spent + time.monotonic() - began
         if wait:
             self.settle()
         return True
 
-    def _write(self, draft: SlotDraft, writer: SlotWriter, phase: int, training: int, stored: Stored) -> _Written:
+    def _write(self, draft: SlotDraft, writer: SlotWriter, header: Header, stored: Stored) -> _Written:
         """Write a snapshot and report it to the agent; runs in a thread."""
-        began, job = time.monotonic(), stored.job
+        began = time.monotonic()
         try:
-            where = {"round": job.round, "step": job.step, "phase": phase}
-            fresh = writer.write(draft, sequence=job.sequence, training=training, **where)
+            fresh = writer.write(draft, header)
         except snapshot.TornSnapshotError:
             self._left = stored.slot
             raise

@@ -17,7 +17,7 @@ from elastic_launch import faults, snapshot
 from elastic_launch.contract import Agreed, CopyJob
 from elastic_launch.shared_progress import Activity
 from elastic_launch.snapshot.format.manifest import DISTRIBUTED
-from elastic_launch.snapshot.memory.slot import EVALUATED, PART, STEPPED
+from elastic_launch.snapshot.memory.slot import EVALUATED, PART, STEPPED, Header
 from elastic_launch.snapshot.room import forget_peak, remedy_of
 from elastic_launch.snapshot.storage.shares import OwnShare
 from elastic_launch.training.checkpoints import split
@@ -708,10 +708,7 @@ class Saver:
             return self._memory.store(
                 taken.state,
                 meta | taken.parts,
-                step=after.step,
-                round=self._branch.round,
-                phase=after.phase,
-                training=self._training,
+                Header(0, self._branch.round, after.step, after.phase, self._training),
                 stays=lambda tensor: stays is None or tensor.data_ptr() in own or stays(tensor),
                 route=route,
                 wait=last or stays is None,

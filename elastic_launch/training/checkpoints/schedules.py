@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -42,22 +42,38 @@ def has_forgotten_average(parts: Sequence[Stateful]) -> bool:
         for holder in (part, *getattr(part, "__dict__", {}).values()):
             saved |= set(map(id, holder.modules())) if isinstance(holder, nn.Module) else {id(holder)}
     # The garbage collector finds objects through their class, too.
-    return any(type(x) is AveragedModel and id(x) not in saved for x in gc.get_referrers(AveragedModel))
+    return _remains(
+        lambda: any(type(x) is AveragedModel and id(x) not in saved for x in gc.get_referrers(AveragedModel))
+    )
 
 
 def has_forgotten_scaler(parts: Sequence[Stateful]) -> bool:
     """Whether the process has used a gradient scaler that is neither in ``parts`` nor belongs to one of them."""
     saved = {id(holder) for part in parts for holder in (part, *getattr(part, "__dict__", {}).values())}
-    scalers = [x for x in gc.get_referrers(*_SCALERS) if type(x) in _SCALERS]
-    return any(scaler.is_enabled() and scaler._scale is not None and id(scaler) not in saved for scaler in scalers)
+
+    def found() -> bool:
+        scalers = [x for x in gc.get_referrers(*_SCALERS) if type(x) in _SCALERS]
+        return any(scaler.is_enabled() and scaler._scale is not None and id(scaler) not in saved for scaler in scalers)
+
+    return _remains(found)
 
 
 def _has_plateau(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the process has an optimizer's ReduceLROnPlateau; the garbage collector finds it or its ``__dict__``."""
-    return any(
-        isinstance(found, ReduceLROnPlateau) or (type(found) is dict and found.keys() >= _PLATEAU)
-        for found in gc.get_referrers(optimizer)
+    return _remains(
+        lambda: any(
+            isinstance(found, ReduceLROnPlateau) or (type(found) is dict and found.keys() >= _PLATEAU)
+            for found in gc.get_referrers(optimizer)
+        )
     )
+
+
+def _remains(found: Callable[[], bool]) -> bool:
+    """Whether an object is found that is in use: one that refers to itself stays until garbage is collected."""
+    if not found():
+        return False
+    gc.collect()
+    return found()
 
 
 def _scheduled(part: object) -> Iterator[Any]:

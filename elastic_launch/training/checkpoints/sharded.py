@@ -192,16 +192,12 @@ class Cutting:
         like = self._like(path, shape)
         if like is None or like is _WHOLE:
             return part
-        from torch.distributed.tensor import DTensor, distribute_tensor  # slow to import
+        if _is_plain(like):
+            return _dtensor(part, like, shape)  # distribute_tensor would need the whole tensor
+        from torch.distributed.tensor import distribute_tensor  # slow to import
 
-        part = part.to(like.device)
-        if not _is_plain(like):
-            # Cloned: the shard would keep the memory of all of it.
-            return distribute_tensor(part, like.device_mesh, like.placements, src_data_rank=None).clone()
-        # distribute_tensor would need the whole tensor.
-        return DTensor.from_local(
-            part, like.device_mesh, like.placements, run_check=False, shape=torch.Size(shape), stride=like.stride()
-        )
+        # Cloned: the shard would keep the memory of all of it.
+        return distribute_tensor(part.to(like.device), like.device_mesh, like.placements, src_data_rank=None).clone()
 
     def as_sent(self, value: Any, path: Path = ()) -> Any:
         """Return a state of this rank for one that has the same shards: plain tensors stand for its DTensors.
@@ -219,11 +215,7 @@ class Cutting:
         """Return the state that another rank's :meth:`as_sent` has returned."""
         if not isinstance(value, dict) or _SHARD not in value:
             return _each(value, path, self.as_received)
-        from torch.distributed.tensor import DTensor  # slow to import
-
-        like, shape = self._like(path, value[_SHAPE]), torch.Size(value[_SHAPE])
-        how: dict[str, Any] = {"run_check": False, "shape": shape, "stride": like.stride()}
-        return DTensor.from_local(value[_SHARD].to(like.device), like.device_mesh, like.placements, **how)
+        return _dtensor(value[_SHARD], self._like(path, value[_SHAPE]), value[_SHAPE])
 
     def _like(self, path: Path, shape: Sequence[int]) -> Any:
         """Return the tensor as whose shard one is cut; None: it is not needed here."""
@@ -248,6 +240,14 @@ def box_of(sharded: Any) -> Box:
         tuple(sharded.shape), sharded.device_mesh, sharded.placements
     )
     return [(begin if length else 0, length) for length, begin in zip(lengths, begins, strict=True)]
+
+
+def _dtensor(shard: Tensor, like: Any, shape: Sequence[int]) -> Tensor:
+    """Return a DTensor of this shape with a shard, which is one as this rank has of another DTensor."""
+    from torch.distributed.tensor import DTensor  # slow to import
+
+    how: dict[str, Any] = {"run_check": False, "shape": torch.Size(shape), "stride": like.stride()}
+    return DTensor.from_local(shard.to(like.device), like.device_mesh, like.placements, **how)
 
 
 def _is_plain(like: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -64,7 +64,12 @@ class StartFrom:
         origin = f"The checkpoint of step {step} in {found.path}"
         done = 0 if self.weights_only else step
         here, there = set(state.names), {*parts, *meta.get("parts", [])}
-        _check_names(self.allow, [*map(_short, identity), *sorted(here | there)])
+        known = [*map(_short, identity), *sorted(here | there)]
+        if unknown := [name for name in self.allow if name not in known]:
+            raise UsageError(
+                f"Checkpoint(allow=...) names {unknown[0]!r}, which nothing here is called.",
+                f"Known: {', '.join(map(repr, known))}.",
+            )
         anew = (here | there) & set(self.allow)
         if self.weights_only:
             anew |= (here - set(state.weights)) | (there - here)
@@ -117,11 +122,3 @@ class StartFrom:
 def _short(name: str) -> str:
     """Return the name of what must be equal as it is given to ``allow``."""
     return name.partition(" (")[0]
-
-
-def _check_names(given: Collection[str], known: Sequence[str]) -> None:
-    if unknown := [name for name in given if name not in known]:
-        names = ", ".join(map(repr, known))
-        raise UsageError(
-            f"Checkpoint(allow=...) names {unknown[0]!r}, which nothing here is called.", f"Known: {names}."
-        )

@@ -152,8 +152,7 @@ class TrainingState:
 
     def own(self) -> dict[str, Any]:
         """Return the states of all parts by name as this rank has them, with DTensors."""
-        states = {name: self._frozen.left(name, ungathered_state(part)) for name, part in self._parts.items()}
-        return self._as_at_start(states | self.late.left(self._parts))
+        return self._as_at_start(self._saved(ungathered_state))
 
     def _as_at_start(self, states: dict[str, Any]) -> dict[str, Any]:
         return self.start.put_back(states) if self.start is not None and self.start.open else states
@@ -181,18 +180,19 @@ class TrainingState:
 
     def whole_bytes(self) -> int:
         """Return the bytes of the tensors that :meth:`captured` returns on ranks that need them, without it."""
-        own = sum(bytes_in(self._frozen.left(name, ungathered_state(part))) for name, part in self._parts.items())
-        return own + bytes_in(self.late.left(self._parts))
+        return bytes_in(self._saved(ungathered_state))
 
     def _gathered_by(self, gatherer: StateGatherer) -> dict[str, Any]:
         states = {name: gatherer.state(part, partial(self._frozen.left, name)) for name, part in self._parts.items()}
         return states | self.late.left(self._parts)
 
     def _states(self) -> dict[str, Any]:
-        if self.sharded:
-            return {name: self._frozen.left(name, local_state(part)) for name, part in self._parts.items()}
-        states = {name: self._frozen.left(name, part.state_dict()) for name, part in self._parts.items()}
-        return self._as_at_start(states | self.late.left(self._parts))
+        return self._saved(local_state) if self.sharded else self._as_at_start(self._saved(lambda x: x.state_dict()))
+
+    def _saved(self, state_of: Callable[[Stateful], Any]) -> dict[str, Any]:
+        """Return what is saved of the parts' states, and the states of parts that are not registered yet."""
+        states = {name: self._frozen.left(name, state_of(part)) for name, part in self._parts.items()}
+        return states | self.late.left(self._parts)
 
     def follow_steps(self, unwatched: Collection[str] = ()) -> StepStart:
         """From now on, know what each step began with; ``unwatched`` is as for :class:`StepStart`."""
