@@ -1,11 +1,11 @@
 """A small transformer that is divided within replicas, of which there may be any number.
 
-    elastic-launch --standalone --nproc 4 examples/mesh/train.py --checkpoint runs/mesh --tensor 2 --exact
+    elastic-launch --standalone --nproc 4 --replica-size 2 examples/mesh/train.py --checkpoint runs/mesh --exact
 
 ``--shard`` ranks divide the parameters and the optimizer's state (FSDP2, ``fully_shard``), and ``--tensor`` ranks
 compute each micro-batch together (``parallelize_module``). Together they are a replica, on one node; all replicas have
-the same weights. With ``--tensor 1`` exact mode gives the weights of the undivided model, else one hash for each
-``--tensor``, at any number of replicas.
+the same weights, and processes of whole replicas are kept through faults. With ``--tensor 1`` exact mode gives the
+weights of the undivided model, else one hash for each ``--tensor``, at any number of replicas.
 """
 
 import argparse
