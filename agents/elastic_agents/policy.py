@@ -250,14 +250,16 @@ def _can_drain(view: v.View) -> bool:
 
 def _drain(view: v.View, order: m.DrainRound) -> Decision:
     """Have the workers stop after the same step, or end the round here if some cannot."""
+    ask = v.AskStop(view.round, order.cause, order.seconds)
     if view.phase is v.Phase.DRAINING:
-        return replace(view, final=view.final or order.final), []
+        # A worker that waits for a background program goes on with that, unless the run ends.
+        ends = order.final and not view.final
+        return replace(view, final=view.final or order.final), [ask] if ends else []
     if view.phase is not v.Phase.RUNNING:
         return view, []
     if not _can_drain(view):
         return _stop(view, order.cause)
-    view = replace(view, phase=v.Phase.DRAINING, final=order.final)
-    return view, [v.AskStop(view.round, order.cause, order.seconds)]
+    return replace(view, phase=v.Phase.DRAINING, final=order.final), [ask]
 
 
 def _drain_over(view: v.View) -> Decision:

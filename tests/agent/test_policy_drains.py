@@ -297,6 +297,9 @@ def test_a_run_that_ends_with_a_drain_is_saved_before_that_is_reported() -> None
 
 def test_the_drain_may_become_the_last_one_on_its_way() -> None:
     resized = [m.DrainRound(1, 1, "membership", "resize"), *FINAL]
+    asked = [v.AskStop(1, "elasticctl drain", None)]
+    assert after(view(resized[0]), resized[1]) == (Phase.DRAINING, asked), "one may wait for a background program"
+    assert after(view(*resized[:2]), resized[1]) == (Phase.DRAINING, []), "once is enough"
     assert after(view(*resized[:-1]), resized[-1]) == (Phase.SAVING, [v.AwaitCopies()])
 
 

@@ -420,10 +420,10 @@ class Rounds:
         in_time = seconds is None or seconds > 0  # False for NaN
         deadline = None if seconds is None or seconds >= MOST_SECONDS else now + seconds
         if isinstance(phase, Draining) and in_time:
+            phase.deadline = min((x for x in (phase.deadline, deadline) if x is not None), default=None)
             if ends:
                 phase.ends = ends
                 self._send_drain(self._state.members(), phase, now)
-            phase.deadline = min((x for x in (phase.deadline, deadline) if x is not None), default=None)
         elif isinstance(phase, Running) and in_time and self._can_drain():
             self._drain(phase, kind, cause, deadline, now, ends)
         else:
