@@ -474,7 +474,8 @@ def _exited(view: v.View, event: v.WorkerExit) -> Decision:
     if view.phase is v.Phase.STOPPING:
         return (view, []) if view.alive else _settle(view)
     if event.exit_code == 0:
-        view = replace(view, drained=view.drained | (one & view.stopping))
+        finished = one if view.phase is v.Phase.RUNNING and not view.drained else frozenset()
+        view = replace(view, drained=view.drained | (one & view.stopping), finished=view.finished | finished)
     # How a drained worker ends does not count: its state is saved.
     if event.exit_code != 0 and event.local_rank not in view.drained:
         if event.exit_code in _STOPPED:
@@ -488,8 +489,8 @@ def _drained(view: v.View) -> Decision:
     if view.alive or view.held:
         return view, []
     if view.drained:
-        # If only some were drained, the script has ended without honouring the stop.
-        return _settle(view, view.step if view.drained == view.slots else None)
+        # If others were asked, too, and have ended with 0, the script has not honoured the stop.
+        return _settle(view, view.step if view.drained | view.finished == view.slots else None)
     return replace(view, phase=v.Phase.FINISHED), [m.Done(view.round)]
 
 

@@ -135,6 +135,15 @@ def test_if_some_workers_drain_and_some_finish_the_node_does_not_count_as_draine
     assert after(view(DRAIN, drained(0), gone(0, 0)), gone(1, 0)) == (Phase.WAITING, [v.ReportStopped(1)])
 
 
+@pytest.mark.parametrize("asked", [[DRAIN], []], ids=["by the agent", "by a signal to a worker"])
+def test_a_worker_that_had_finished_before_the_stop_needs_no_drain(asked: list[v.Event]) -> None:
+    """One waits for a background program at its end."""
+    ending = view(gone(0, 0), *asked)
+    stopped, _ = decide(ending, drained(1), 2)
+    assert after(stopped, gone(1, 0)) == (Phase.WAITING, [v.ReportStopped(1, 7)])
+    assert after(ending, gone(1, 0)) == (Phase.FINISHED, [m.Done(1)])
+
+
 def test_a_worker_that_fails_during_a_drain_is_reported() -> None:
     assert after(DRAINING, gone(0, 1)) == (Phase.STOPPING, [v.ReportFailure(0), v.Kill()])
 

@@ -130,6 +130,7 @@ def test_a_stop_ends_what_a_worker_waits_for_at_its_end(job: Job) -> None:
     assert "the run is stopped before the end of background process" in agent.output
     assert not job.events("restart_charged")
     assert not job.events("worker_failed")
+    assert "node loss" not in [event["kind"] for event in job.events("round_broken")]
 
 
 def test_a_users_stop_during_a_drain_ends_what_a_worker_waits_for(job: Job) -> None:

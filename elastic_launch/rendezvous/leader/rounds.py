@@ -284,7 +284,10 @@ class Rounds:
     def _stopped(self, phase: Running | Draining, node: Node, report: m.Stopped, now: float) -> None:
         if report.drained is None:
             name = node.hello.node_id
-            self.break_round(phase, Kind.NODE_LOSS, f"node {name} stopped its workers", [name], now)
+            kind, cause = Kind.NODE_LOSS, f"node {name} stopped its workers"
+            if isinstance(phase, Draining) and phase.kind is Kind.PREEMPTION:
+                kind, cause = phase.kind, f"{phase.cause}; {cause} without an agreed step"
+            self.break_round(phase, kind, cause, [name], now)
             return
         if isinstance(phase, Running):
             # The ranks agreed by themselves, because a worker was asked to stop, not its agent.
