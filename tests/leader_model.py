@@ -74,6 +74,7 @@ class SimNode:
     trained: bool = False
     back_at: float = 0.0
     done: bool = False
+    finished: int = 0  # the last round in which its leader knows all its workers to have finished
     leaving: bool = False
     frozen: bool = False
     gone: bool = False
@@ -147,7 +148,9 @@ class LeaderModel:
             current = self.record.round.number
             if isinstance(report, m.Stopped | m.RankOffer):
                 node.told = report.slots
-            if isinstance(report, m.Leaving) and node.holding == current:
+            if isinstance(report, m.Done):
+                node.finished = report.round
+            if isinstance(report, m.Leaving) and node.holding == current != node.finished:
                 self.free.add(current)
             if isinstance(report, Failure) and report.round == current:
                 if report.kind == "preemption":
@@ -161,7 +164,7 @@ class LeaderModel:
         node = self.accepted.pop(link, None)
         if node is not None:
             self.released.add(node)
-            if node.holding == self.record.round.number:
+            if node.holding == self.record.round.number != node.finished:
                 self.free.add(node.holding)
         self._apply(self.machine.closed(link, self.now))
 
@@ -359,8 +362,7 @@ class LeaderModel:
         if record.end.code == ExitCode.DONE:
             for node in self.nodes:
                 if record.round.index(node.node_id, node.incarnation) is not None:
-                    assert node.done
-                    assert node.holding == record.round.number
+                    assert node.finished == record.round.number
         elif record.end.code == ExitCode.DO_NOT_RETRY:
             assert record.restarts == 1, "a mistake that was not tried again, or more than once"
         elif record.end.code != ExitCode.TOO_FEW_NODES:
@@ -372,6 +374,8 @@ class LeaderModel:
         match order:
             case m.Welcome():
                 self.accepted[link] = node
+                if node.done:
+                    node.finished = node.holding
                 if node.holding != self.record.round.number:
                     self.released.discard(node)
             case m.Form(round=formed):
@@ -474,16 +478,18 @@ class LeaderModel:
 
     def _assert_trains(self) -> None:
         number = self.record.round.number
-        members = self._where(lambda node: self.record.round.index(node.node_id, node.incarnation) is not None)
+        formed = [node for node in self.nodes if self.record.round.index(node.node_id, node.incarnation) is not None]
+        members = [node for node in formed if not node.gone]
         assert number
-        assert len(members) == len(self.record.round.members)
+        assert all(node.finished == number for node in formed if node.gone), "it goes on without workers that train"
+        assert len(formed) == len(self.record.round.members)
         for node in members:
             assert node.holding == number
             assert node.training or node.done
             assert not node.stopping
-        finishing = any(node.done for node in members)
-        world = WORKERS * len(members)
+        finishing = any(node.finished == number for node in formed)
+        world = WORKERS * len(formed)
         assert self.record.round.world_size == world or finishing, "not all workers take part"
         left_out = {name for name, node in self.machine.nodes.items() if node.barred or node.excluded}
         there = len({node.node_id for node in self._where(lambda node: node.node_id not in left_out)})
-        assert len(members) >= min(there, self.limits.max_nodes) or finishing, "not all take part"
+        assert len(formed) >= min(there, self.limits.max_nodes) or finishing, "not all take part"

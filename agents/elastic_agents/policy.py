@@ -247,14 +247,16 @@ def _can_drain(view: v.View) -> bool:
 
 def _drain(view: v.View, order: m.DrainRound) -> Decision:
     """Have the workers stop after the same step, or end the round here if some cannot."""
+    ask = v.AskStop(view.round, order.cause, order.seconds)
     if view.phase is v.Phase.DRAINING:
-        return replace(view, final=view.final or order.final), []
+        # A worker that waits for a background program goes on with that, unless the run ends.
+        ends = order.final and not view.final
+        return replace(view, final=view.final or order.final), [ask] if ends else []
     if view.phase is not v.Phase.RUNNING:
         return view, []
     if not _can_drain(view):
         return _stop(view, order.cause)
-    view = replace(view, phase=v.Phase.DRAINING, final=order.final)
-    return view, [v.AskStop(view.round, order.cause, order.seconds)]
+    return replace(view, phase=v.Phase.DRAINING, final=order.final), [ask]
 
 
 def _drain_over(view: v.View) -> Decision:
@@ -473,7 +475,8 @@ def _exited(view: v.View, event: v.WorkerExit) -> Decision:
     if view.phase is v.Phase.STOPPING:
         return (view, []) if view.alive else _settle(view)
     if event.exit_code == 0:
-        view = replace(view, drained=view.drained | (one & view.stopping))
+        finished = one if view.phase is v.Phase.RUNNING and not view.drained else frozenset()
+        view = replace(view, drained=view.drained | (one & view.stopping), finished=view.finished | finished)
     # How a drained worker ends does not count: its state is saved.
     if event.exit_code != 0 and event.local_rank not in view.drained:
         if event.exit_code in _STOPPED:
@@ -487,8 +490,8 @@ def _drained(view: v.View) -> Decision:
     if view.alive or view.held:
         return view, []
     if view.drained:
-        # If only some were drained, the script has ended without honouring the stop.
-        return _settle(view, view.step if view.drained == view.slots else None)
+        # If others were asked, too, and have ended with 0, the script has not honoured the stop.
+        return _settle(view, view.step if view.drained | view.finished == view.slots else None)
     return replace(view, phase=v.Phase.FINISHED), [m.Done(view.round)]
 
 

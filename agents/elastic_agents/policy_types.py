@@ -90,6 +90,7 @@ class View:
         live: those in ``alive`` that can be suspended; while the round is being stopped, those that were told to be.
         suspended: local ranks whose workers have left the round, and wait for a place in the next one.
         drained: local ranks whose workers have stopped by agreement of all ranks, after the same step, and saved.
+        finished: those whose workers have ended with 0 before they were asked to stop.
         stopping: those that have agreed to stop likewise, and whose script is saving; they are drained if it exits with
             0.
         step: optimizer steps that the drained workers have done.
@@ -114,6 +115,7 @@ class View:
     live: frozenset[int] = frozenset()
     suspended: frozenset[int] = frozenset()
     drained: frozenset[int] = frozenset()
+    finished: frozenset[int] = frozenset()
     stopping: frozenset[int] = frozenset()
     step: int = 0
     keeps: bool = False

@@ -56,10 +56,12 @@ class OfMembers(Fact):
 
 
 class DrainFailed(Fact):
-    """In a drain, these members did not stop in time; or, if it names none, some had finished, and others had not."""
+    """In a drain, these members did not stop in time, or ``stopped`` their workers without an agreed step; or, if it
+    names none, some had finished, and others had not."""
 
     drain: Cause
     nodes: tuple[str, ...] = ()
+    stopped: bool = False
 
 
 class Resize(Fact):

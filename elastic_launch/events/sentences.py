@@ -260,6 +260,8 @@ def _took_memory(cause: f.TookMemory) -> str:
 
 def _drain_failed(cause: f.DrainFailed) -> str:
     what = f"{_named(cause.nodes)} did not stop in time" if cause.nodes else "some had finished, others had not"
+    if cause.stopped:
+        what = f"{_named(cause.nodes)} stopped its workers without an agreed step"
     return f"{why(cause.drain)}; {what}"
 
 

@@ -97,17 +97,21 @@ class Ledger:
     started: bool = False  # whether workers of this host have been started in a round
     unseen_s: float = 0.0  # seconds of rounds in which this host had no workers, which no other figure counts
     drained_last: bool = False  # whether the last round was drained; it counts as an incident only if a round follows
+    done_before: int | None = None  # steps of a run that has ended with 0, and found all of them done; else None
 
     @property
     def goodput(self) -> float | None:
-        """Productive time / total time, in [0, 1]; None if the total time is 0 or steps are unknown."""
-        return self.productive_s / self.total_s if self.by_steps and self.total_s > 0 else None
+        """Productive time / total time, in [0, 1]; None if the total time is 0, steps are unknown or none was left."""
+        known = self.by_steps and self.total_s > 0 and self.done_before is None
+        return self.productive_s / self.total_s if known else None
 
     def line(self, max_restarts: int | None = None) -> str:
         """Return the run in one line."""
         most = self.max_restarts if max_restarts is None else max_restarts
         time = f"{self.productive_s:.1f} of {self.total_s:.1f} s"
-        if self.by_steps:
+        if self.done_before is not None:
+            spent = f"nothing was left to train: {_steps(self.done_before)} had been done before"
+        elif self.by_steps:
             goodput = "unknown" if self.goodput is None else f"{100 * self.goodput:.1f} %"
             kept = f"{time} in {_steps(self.steps)}" if self.steps else f"no step of {self.total_s:.1f} s is kept"
             spent = f"goodput {goodput}: {kept}"
@@ -156,6 +160,7 @@ def build(chronicle: Chronicle) -> Ledger:
     kept, productive = _productive(rounds, by_steps=by_steps, until=until, unsaved=unsaved or 0)
     unseen = _unseen(rounds, until)
     total = max(0.0, until - since - unseen)
+    idle = by_steps and chronicle.code == 0 and all(told.last == told.step and not _unknown(told) for told in rounds)
     known = [x.lost_steps for x in incidents if x.lost_steps is not None]
     complete = not any(x.round == told.number for x in incidents for told in rounds if _unknown(told))
     return Ledger(
@@ -172,6 +177,7 @@ def build(chronicle: Chronicle) -> Ledger:
         any(told.started is not None for told in rounds),
         round(unseen, 6),
         bool(rounds) and faults[-1] is not None and rounds[-1].kind in PLANNED and _drained(rounds[-1]),
+        max(told.last for told in rounds) if idle else None,
     )
 
 

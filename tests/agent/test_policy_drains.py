@@ -136,6 +136,15 @@ def test_if_some_workers_drain_and_some_finish_the_node_does_not_count_as_draine
     assert after(view(DRAIN, drained(0), gone(0, 0)), gone(1, 0)) == (Phase.WAITING, [v.ReportStopped(1)])
 
 
+@pytest.mark.parametrize("asked", [[DRAIN], []], ids=["by the agent", "by a signal to a worker"])
+def test_a_worker_that_had_finished_before_the_stop_needs_no_drain(asked: list[v.Event]) -> None:
+    """One waits for a background program at its end."""
+    ending = view(gone(0, 0), *asked)
+    stopped, _ = decide(ending, drained(1), 2)
+    assert after(stopped, gone(1, 0)) == (Phase.WAITING, [v.ReportStopped(1, 7)])
+    assert after(ending, gone(1, 0)) == (Phase.FINISHED, [m.Done(1)])
+
+
 def test_a_worker_that_fails_during_a_drain_is_reported() -> None:
     assert after(DRAINING, gone(0, 1)) == (Phase.STOPPING, [v.ReportFailure(0), v.Kill()])
 
@@ -298,6 +307,9 @@ def test_a_run_that_ends_with_a_drain_is_saved_before_that_is_reported() -> None
 
 def test_the_drain_may_become_the_last_one_on_its_way() -> None:
     resized = [m.DrainRound(1, 1, "membership", "resize"), *FINAL]
+    asked = [v.AskStop(1, "elasticctl drain", None)]
+    assert after(view(resized[0]), resized[1]) == (Phase.DRAINING, asked), "one may wait for a background program"
+    assert after(view(*resized[:2]), resized[1]) == (Phase.DRAINING, []), "once is enough"
     assert after(view(*resized[:-1]), resized[-1]) == (Phase.SAVING, [v.AwaitCopies()])
 
 

@@ -6,6 +6,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -123,6 +125,23 @@ def test_a_stop_ends_what_a_worker_waits_for_at_its_end(job: Job) -> None:
     assert "the run is stopped before the end of background process" in agent.output
     assert not job.events("restart_charged")
     assert not job.events("worker_failed")
+    assert "node loss" not in [event["kind"] for event in job.events("round_broken")]
+
+
+def test_a_users_stop_during_a_drain_ends_what_a_worker_waits_for(job: Job) -> None:
+    """A resize that is on its way does not end the wait, and has no time limit."""
+    (job.work / "uploads.py").write_text(UPLOADS)
+    command = [str(job.work / "uploads.py")]
+    a = job.node("a", *END, nnodes="1:2", command=command, cwd=job.work)
+    a.says("the session's end waits", 60)
+    wait_for("the upload", (job.work / "pid").exists)
+    job.node("b", *END, nnodes="1:2", command=command, cwd=job.work)
+    a.says("drains: resize", 60)
+    stop = [sys.executable, "-m", "elastic_launch.cli.elasticctl", "drain", "--log-dir", str(job.logs)]
+    stopped = subprocess.run(stop, capture_output=True, text=True, timeout=60)
+    assert a.wait(60) == 143, a.output
+    assert (job.work / "told").exists(), stopped.stdout + stopped.stderr
+    assert not alive(int((job.work / "pid").read_text()))
 
 
 PROGRAMS = """

@@ -361,3 +361,43 @@ def test_output_and_events_are_followed_through_the_kill_of_a_worker(job: Job) -
     said = ctl("logs", "0", *where[:2]).stderr
     (place,) = re.findall(r"its output is in (\S+)", said)
     assert (Path(place) / "stdout.log").is_file()
+
+
+LAST_WORK = """
+import os, time
+from pathlib import Path
+import torch
+import elastic_launch as el
+
+with el.session() as run:
+    model = torch.nn.Linear(4, 1)
+    loader = el.ElasticLoader(torch.ones(64, 4), el.GlobalBatch(8, micro=2))
+    for step in run.steps(loader, model, torch.optim.SGD(model.parameters(), lr=0.01), until="2ba"):
+        for x in step:
+            step.backward(model(x).mean())
+        step.update()
+        with open("steps", "a") as file:
+            file.write(f"{os.environ['NAME']} {step.number}\\n")
+if os.environ["NAME"] == "a":
+    while not Path("end").exists():
+        time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=["is lost", "leaves"])
+def test_no_node_trains_again_when_one_that_has_finished_goes(job: Job, how: signal.Signals) -> None:
+    (job.work / "last.py").write_text(LAST_WORK)
+    command = [str(job.work / "last.py")]
+    nodes = (job.node(name, nnodes="3", command=command, cwd=job.work, env={"NAME": name}) for name in "abc")
+    a = next(nodes)
+    a.says("node a joined", 60)
+    b, c = nodes
+    wait_for("b and c", lambda: [node["doing"] == "done" for node in status(job)["nodes"]] == [False, True, True], 10)
+    b.signal(how)
+    b.wait(60)
+    a.says("node b l", 60)
+    (job.work / "end").touch()
+    assert (a.wait(60), c.wait(60)) == (0, 0), a.output
+    steps = (job.work / "steps").read_text().split("\n")[:-1]
+    assert sorted(steps) == sorted(f"{name} {number}" for name in "abc" for number in (1, 2))
+    assert len(job.events("round_formed")) == 1

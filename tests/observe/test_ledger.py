@@ -561,6 +561,22 @@ def test_what_a_script_has_saved_itself_is_not_said_to_be_lost(saves_itself: boo
         assert told.line() == f"goodput 0.0 %: no step of 10.0 s is kept; {end}, 13 steps lost; restarts 0"
 
 
+def test_a_finished_run_that_is_started_again_had_nothing_to_train() -> None:
+    began = [(2.0, formed(1)), (2.0, form(1)), (3.0, ev.TrainingBegun(1, 46, 46, 0, 0.1))]
+    over = (9.0, ev.RunEnded(0, "all workers finished", 0, 1, 7.0))
+    told = ledger(*began, over)
+    assert (
+        told.line()
+        == "nothing was left to train: 46 steps had been done before; 0 incidents, no steps lost; restarts 0"
+    )
+    assert told.goodput is None
+    assert ledger(*began).goodput == 0.0, "it may yet do a step"
+    assert ledger(*began, (4.0, ev.FirstStep(1, 47)), over).goodput != 0.0
+    assert ledger(*began, (9.0, ev.RunEnded(1, "failed", 0, 1, 7.0))).goodput == 0.0
+    elsewhere = ledger(*began, (4.0, broken(1)), (5.0, formed(2)), over)
+    assert elsewhere.done_before is None, "other hosts know what was done in round 2"
+
+
 def test_a_round_whose_workers_are_all_kept_has_begun() -> None:
     told = ledger(
         *[(2.0, formed(1)), (2.0, form(1)), (2.1, started(1)), (32.0, broken(1)), (33.0, formed(2)), (33.0, form(2))],

@@ -166,6 +166,15 @@ def test_workers_stopped_from_outside_drain_the_round() -> None:
     assert (run.number, run.members) == (2, "ab")
 
 
+def test_a_node_that_leaves_without_an_agreed_step_is_not_lost() -> None:
+    run = ready("1:4", "ab")
+    run.report("b", m.Leaving("SIGTERM", 30.0))
+    run.stop("b")
+    assert [(event.kind, event.cause) for event in run.told(RoundBroken)] == [
+        ("preemption", "node b leaves (SIGTERM); node b stopped its workers without an agreed step")
+    ]
+
+
 def test_all_that_finish_during_a_drain_end_the_run() -> None:
     run = ready("1:4", "ab")
     run.hello("c")

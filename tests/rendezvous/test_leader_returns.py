@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from leader_run import Run, running
 
 from elastic_launch.events.types import (
@@ -45,12 +46,64 @@ def test_a_done_node_is_taken_back_by_a_break() -> None:
     assert run.code == 0
 
 
-def test_the_loss_of_a_done_node_breaks_the_round() -> None:
-    run = running("1:2", "ab")
+@pytest.mark.parametrize("how", ["lost", "leaves", "replaced"])
+def test_what_a_node_has_finished_stays_finished_when_it_goes(how: str) -> None:
+    """Others that have finished do not train again, and none is waited for in its place."""
+    run = running("3", "abc")
+    run.done("a", "b")
+    match how:
+        case "lost":
+            run.close("b")
+        case "leaves":
+            run.leave("b")
+            run.close("b")
+        case "replaced":
+            run.hello("b", incarnation="b2")
+    run.hello("d")
+    run.advance(100)
+    assert run.orders("a", m.Break) == run.orders("c", m.Break) == []
+    assert run.orders("d", m.Form) == []
+    run.done("c")
+    assert run.end == (0, "all workers finished")
+    assert run.told(RoundBroken) == []
+
+
+def test_the_loss_of_the_last_node_that_trains_breaks_the_round_all_the_same() -> None:
+    run = running("1:3", "abc")
+    run.done("a", "b")
+    run.close("b")
+    run.close("c")
+    run.stop("a")
+    assert (run.number, run.members) == (2, "a")
+    run.done("a")
+    assert run.code == 0
+
+
+def test_a_finished_node_that_was_lost_may_come_back() -> None:
+    run = running("1:3", "abc")
     run.done("a")
     run.close("a")
-    run.stop("b")
-    assert (run.number, run.members) == (2, "b")
+    run.hello("a", holding=1, done=True, seen_term=1, seen_round=1)
+    run.close("a")
+    run.hello("a", seen_term=1, seen_round=1)
+    run.done("b")
+    assert run.told(RoundBroken) == []
+    run.fail("c")
+    run.stop("b", "c")
+    assert (run.number, run.members) == (2, "abc"), "a broken round is done again by all that are there"
+
+
+def test_a_drained_round_goes_on_without_a_finished_node_that_was_lost() -> None:
+    run = running("1:4", "ab")
+    for node_id in "ab":
+        run.report(node_id, m.NodeReady(1))
+    run.hello("c")
+    run.advance(10)
+    run.done("a")
+    run.close("a")
+    assert run.told(RoundBroken) == []
+    run.done("b")
+    assert run.end == (0, "all workers finished")
 
 
 def test_after_the_end_a_hello_gets_it_at_once() -> None:

@@ -384,8 +384,8 @@ def test_a_resize_on_its_way_becomes_the_runs_last_drain() -> None:
     run = asked("1:2", "ab")
     run.ask(a.AskResize(1, 1))
     run.call(CALLER + 1)
-    run.ask(a.AskDrain(), CALLER + 1)
-    assert [order.final for order in run.orders("a", m.DrainRound)] == [False, True]
+    run.ask(a.AskDrain(seconds=20.0), CALLER + 1)
+    assert [(order.final, order.seconds) for order in run.orders("a", m.DrainRound)] == [(False, None), (True, 20.0)]
     run.drained("a", "b", saved="a")
     assert run.answer(CALLER + 1).done
     assert run.end == (143, "stopped by elasticctl drain after step 7, its state saved")

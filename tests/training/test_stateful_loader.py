@@ -48,6 +48,14 @@ class Reading:
         self.first = int(state["given"])
 
 
+class Once(Reading):
+    """A loader that is its own iterator: it has one pass."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        self.iterator = self.iterator if hasattr(self, "iterator") else super().__iter__()
+        return self.iterator
+
+
 class Sized(Reading):
     def __len__(self) -> int:
         return self.length
@@ -275,6 +283,16 @@ def test_what_cannot_work_is_refused(loader: Any, options: dict[str, Any], error
     with pytest.raises(UsageError) as raised:
         el.StatefulLoader(loader, **{"batch": BATCH, **options})
     assert error in str(raised.value)
+
+
+def test_a_loader_that_does_not_begin_anew_after_its_pass_is_told_so() -> None:
+    loader = el.StatefulLoader(Once, BATCH)
+    assert told(drawn(loader, range(3))) == undisturbed(3)
+    with pytest.raises(UsageError) as raised:
+        drawn(el.StatefulLoader(Once, BATCH), range(4))
+    text = str(raised.value)
+    assert "shard 0 has ended after 3 micro-batches of its pass 0, and then iter(loader) gave none" in text
+    assert "Have its __iter__ start with the first sample again" in text
 
 
 def test_what_cannot_be_read_is_an_error() -> None:

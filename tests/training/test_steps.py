@@ -170,6 +170,15 @@ def test_a_step_used_wrongly_raises_an_error_with_a_hint(backward: Callable[[Ste
         _train(3, False, backward)
 
 
+@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
+def test_a_weight_that_is_negative_or_not_finite_is_an_error_although_the_sum_is_positive(bad: float) -> None:
+    def backward(step: Step, sample: Any) -> None:
+        step.backward(_mse(step, sample), weight=5.0 if len(sample[0]) == 3 else bad)
+
+    with pytest.raises(UsageError, match=rf"micro-batch \d has weight={bad:g}\.\n.*step\.backward\(weight=.*weight_fn"):
+        _train(3, False, backward)
+
+
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_backward_pass_that_failed_does_not_count_as_done(exact: bool) -> None:
     """Otherwise a script that continues after it would update with half of the gradients."""

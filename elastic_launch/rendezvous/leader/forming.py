@@ -12,7 +12,7 @@ from elastic_launch.errors import ExitCode
 from elastic_launch.events.facts import Outlook, RunCause, TooFewNodes
 from elastic_launch.events.sentences import sentence, why
 from elastic_launch.events.types import Parked, RoundFormed
-from elastic_launch.rendezvous.leader.nodes import ACTIVE, DONE, EXCLUDED, LEAVING, MEMBER, Node, is_needed, sources
+from elastic_launch.rendezvous.leader.nodes import ACTIVE, EXCLUDED, LEAVING, MEMBER, Node, is_needed, sources
 from elastic_launch.rendezvous.leader.phases import (
     Broken,
     Draining,
@@ -141,6 +141,7 @@ def _form(state: LeaderState, after: Broken | None, now: float) -> Running:
     )
     formed = Round(max(state.floor, state.record.round.number) + 1, members)
     state.first_round = state.first_round or formed.number
+    state.gone.clear()
     cause, since = (why(after.cause), after.at) if after is not None else ("first", state.began)
     budget = state.budget
     left_out = {"faulty": state.exclusion.recorded(now), **state.refused(now)}
@@ -184,7 +185,7 @@ def start_ahead(state: LeaderState, phase: Running | Draining | Broken) -> None:
     if not state.live or over:
         return
     found = joinable(state.nodes)
-    if found and state.nodes.count(ACTIVE | DONE):
+    if found and state.some_done:
         return
     for node in found:
         node.ahead = node.importing = True

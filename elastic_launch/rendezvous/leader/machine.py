@@ -198,7 +198,7 @@ class LeaderMachine:
                 self._state.arguments = report.arguments or self._state.arguments
                 self._rounds.ready(report, now)
             case m.Done(round=number) if node.active and number == current:
-                first = not self.nodes.count(ACTIVE | DONE)
+                first = not self._state.some_done
                 node.joined = node.done = True
                 order = m.PeerDone(self.record.term, number)
                 for other in self.nodes.where(ACTIVE, lacks=DONE) if first else ():
@@ -427,6 +427,7 @@ class LeaderMachine:
         self._state.owed.discard(hello.node_id)
         self._state.drill.joined(hello)
         if hello.holding:
+            self._state.gone.pop(hello.node_id, None)
             node.active, node.joined = True, hello.joined or hello.ready or hello.done
             node.ready, node.done, node.live = hello.ready, hello.done, hello.live
         else:

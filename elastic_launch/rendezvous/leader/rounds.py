@@ -216,7 +216,8 @@ class Rounds:
         if not failure.symptom or failure.ended_before:
             return failure
         last, nodes = self._state.record.round, self._state.nodes
-        done = [last.index(node.hello.node_id, node.hello.incarnation) for node in nodes.where(MEMBER | DONE)]
+        there = {node.hello.node_id: node.hello.incarnation for node in nodes.where(MEMBER | DONE)}
+        done = [last.index(*each) for each in {**self._state.gone, **there}.items()]
         ranks = [place.rank for index in done if index is not None for place in last.ranks_of(index)]
         return replace(failure, ended_before=tuple(sorted(ranks)))
 
@@ -235,15 +236,18 @@ class Rounds:
         match self.phase:
             case Running():
                 # Of thousands of members each says that it is late.
-                nodes, size = self._state.nodes, len(self._state.record.round.members)
+                nodes, size, gone = self._state.nodes, len(self._state.record.round.members), len(self._state.gone)
                 stopped = any(worker.state == "stopped" for worker in report.workers)
-                if not stopped and nodes.count(ACTIVE | STALLS) + nodes.count(ACTIVE | DONE, lacks=STALLS) < size:
+                if (
+                    not stopped
+                    and gone + nodes.count(ACTIVE | STALLS) + nodes.count(ACTIVE | DONE, lacks=STALLS) < size
+                ):
                     return
                 members = self._state.members()
                 late = {each.hello.node_id: each.stalled for each in members if each.stalled is not None}
                 # What reports steps and is left by the others may wait for its last checkpoint.
                 asked = all(report.asked for report in late.values())
-                finished = sum(each.done for each in members if each.stalled is None) if asked else 0
+                finished = gone + sum(each.done for each in members if each.stalled is None) if asked else 0
                 if late and (stopped or len(late) + finished == size):
                     self._judge_stalled(self.phase, late, now)
             case Draining() | Broken() | Gathering() | ParkedRun() | Ending() | Ended():
@@ -277,7 +281,10 @@ class Rounds:
     def _stopped(self, phase: Running | Draining, node: Node, report: m.Stopped, now: float) -> None:
         if report.drained is None:
             name = node.hello.node_id
-            self.break_round(phase, Kind.NODE_LOSS, f.OfMembers("stopped", (name,)), [name], now)
+            kind, cause = Kind.NODE_LOSS, f.OfMembers("stopped", (name,))
+            if isinstance(phase, Draining) and phase.kind is Kind.PREEMPTION:
+                kind, cause = phase.kind, f.DrainFailed(phase.cause, (name,), stopped=True)
+            self.break_round(phase, kind, cause, [name], now)
             return
         if isinstance(phase, Running):
             # The ranks agreed by themselves, because a worker was asked to stop, not its agent.
@@ -300,7 +307,7 @@ class Rounds:
         broke = 0
         match self.phase:
             case Running() | Draining():
-                if node.active:
+                if node.active and not node.done:
                     broke = self._state.record.round.number
                     self._stop_round(self.phase, Kind.PREEMPTION, cause, [name], seconds, now)
             case Broken():
@@ -314,6 +321,9 @@ class Rounds:
     def lose(self, node: Node, how: f.Loss, now: float) -> None:
         """Handle the loss of a node."""
         self._state.nodes.remove(node)
+        if self.running and node.active and node.done:
+            self._state.gone[node.hello.node_id] = node.hello.incarnation
+            node.active = False
         trains = self.running and node.active
         if node.leaving and not trains:
             return  # it announced that it leaves, and no other node waits for it
@@ -341,6 +351,8 @@ class Rounds:
             failure: why it stopped them, if one of them failed and it is not charged yet.
         """
         match self.phase:
+            case Running() | Draining() if node.done or node.hello.node_id in self._state.gone:
+                self._state.gone[node.hello.node_id] = node.hello.incarnation
             case Running() | Draining():
                 name = node.hello.node_id
                 # A lost member makes workers crash.
@@ -360,7 +372,7 @@ class Rounds:
         """Repeat the orders for a member's round: they may have been lost with its old link."""
         match self.phase:
             case Running():
-                if self._state.nodes.count(ACTIVE | DONE):
+                if self._state.some_done:
                     self._state.send(node.link, m.PeerDone(self._state.record.term, self._state.record.round.number))
             case Draining():
                 self._send_drain([node], self.phase, now)
@@ -419,10 +431,10 @@ class Rounds:
         in_time = seconds is None or seconds > 0  # False for NaN
         deadline = None if seconds is None or seconds >= MOST_SECONDS else now + seconds
         if isinstance(phase, Draining) and in_time:
+            phase.deadline = min((x for x in (phase.deadline, deadline) if x is not None), default=None)
             if ends:
                 phase.ends = ends
                 self._send_drain(self._state.members(), phase, now)
-            phase.deadline = min((x for x in (phase.deadline, deadline) if x is not None), default=None)
         elif isinstance(phase, Running) and in_time and self._can_drain():
             self._drain(phase, kind, cause, deadline, now, ends)
         else:
@@ -577,8 +589,9 @@ class Rounds:
 
     def _consider_running(self, running: Running, now: float) -> None:
         nodes, size, most = self._state.nodes, len(self._state.record.round.members), self._state.limits.max_nodes
-        here, done, ready = nodes.count(ACTIVE), nodes.count(ACTIVE | DONE), nodes.count(ACTIVE | READY)
-        if here == size == ready + nodes.count(ACTIVE | DONE, lacks=READY):
+        gone = len(self._state.gone)
+        here, done, ready = nodes.count(ACTIVE) + gone, nodes.count(ACTIVE | DONE) + gone, nodes.count(ACTIVE | READY)
+        if here == size == ready + nodes.count(ACTIVE | DONE, lacks=READY) + gone:
             running.fetching = False
         if not running.fetching:
             self._state.release()
@@ -623,10 +636,11 @@ class Rounds:
         """Members of the running round that are not connected and need not be waited for."""
         owed, overdue = self._state.owed, self._state.overdue(now)
         members = self._state.record.round.members
-        if not overdue and self._state.nodes.count(ACTIVE) + len(owed) - ("" in owed) >= len(members):
+        there = self._state.nodes.count(ACTIVE) + len(self._state.gone)
+        if not overdue and there + len(owed) - ("" in owed) >= len(members):
             return []
         awaited = owed - overdue
-        here = {node.hello.node_id for node in self._state.members()}
+        here = {*self._state.gone, *(node.hello.node_id for node in self._state.members())}
         known = here | awaited
         return [member for member in members if member.node_id not in known]
 
@@ -649,15 +663,15 @@ class Rounds:
             self._state.record.round.number,
             len(self._state.record.round.members),
         )
-        left, done = nodes.count(ACTIVE), nodes.count(ACTIVE | DONE)
-        if not left:
+        left, done, gone = nodes.count(ACTIVE), nodes.count(ACTIVE | DONE), len(self._state.gone)
+        if done + gone == everybody:
+            self.end(ExitCode.DONE, f.WorkersFinished(), now)
+        elif not left:
             ends = drain.ends and replace(drain.ends, step=drain.step, saved=drain.saved, unsaved=drain.unsaved)
             self.phase = over(drain, drain.at, drain.kind, drain.cause, ends)
             took = round(now - drain.at, 6)
             self._state.emit(RoundDrained(number, drain.step, drain.kind.text, why(drain.cause), took, self.outlook))
             self.consider(now)
-        elif left == everybody == done:
-            self.end(ExitCode.DONE, f.WorkersFinished(), now)
         elif left == done:
             self.break_round(drain, drain.kind, f.DrainFailed(drain.cause), (), now)
         elif drain.deadline is not None and now >= drain.deadline:

@@ -15,6 +15,7 @@ from elastic_launch.rendezvous.leader.exclusion import FAULTS, Exclusion, Refusa
 from elastic_launch.rendezvous.leader.nodes import (
     ACTIVE,
     BARRED,
+    DONE,
     EXCLUDED,
     LEAVING,
     TRAINED,
@@ -74,6 +75,7 @@ class LeaderState:
         seen: the highest round that a node is known to have taken part in.
         continued: this run, and those that it goes on with: their nodes came before it had formed a round.
         first_round: the first that this leader has formed; 0: none yet.
+        gone: members of the current round that have gone after all their workers had finished: incarnations by node id.
         departing: whether this leader's own node leaves.
         exclusion: which nodes are left out because of their faults.
         refusals: which hosts are left out because their nodes could not do what the others do.
@@ -97,6 +99,7 @@ class LeaderState:
         self.first_round = 0
         if record.repaired:
             self.owed.add("")  # unknown members may still connect, for as long as any other owed member
+        self.gone: dict[str, str] = {}
         self.departing = False
         self.exclusion = Exclusion(record.faulty, now)
         self.refusals = Refusals(record.refused, record.closed_by, now)
@@ -134,6 +137,11 @@ class LeaderState:
     def members(self) -> list[Node]:
         """The nodes that have, or may have, workers of the current round."""
         return self.nodes.where(ACTIVE)
+
+    @property
+    def some_done(self) -> bool:
+        """Whether all workers of some member of the current round have finished."""
+        return bool(self.gone) or self.nodes.count(ACTIVE | DONE) > 0
 
     def release(self) -> None:
         """Release nodes that have left and stayed to serve their snapshot."""

@@ -183,11 +183,18 @@ class _Reader:
         return [self._pass, self._given, self._stateful.state_dict() if self._given else None, ended]
 
     def _next(self) -> Any:
-        batch = next(self._batches, _END)
-        if batch is _END and self._given:
+        batch, before = next(self._batches, _END), self._given
+        if batch is _END and before:
             self._pass, self._given = self._pass + 1, 0
             self._batches = self._begun()
             batch = next(self._batches, _END)
+        if batch is _END and before:
+            raise UsageError(
+                f"StatefulLoader: the loader of {self._name} has ended after {before} micro-batches of its pass "
+                f"{self._pass - 1}, and then iter(loader) gave none: it does not begin anew.",
+                "Have its __iter__ start with the first sample again, not return an iterator that has ended; or have "
+                "until= end the training with that pass.",
+            )
         if batch is _END:
             raise UsageError(
                 f"StatefulLoader: the loader of {self._name} gave no micro-batch in its pass {self._pass}.",

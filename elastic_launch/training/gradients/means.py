@@ -154,17 +154,21 @@ class MeanTable:
         """Return the means of the columns.
 
         Raises:
-            UsageError: if only some rows were given a weight, or the weights sum up to no positive number and are not
-                all 0.
+            UsageError: if only some rows were given a weight, or one is negative or not finite.
         """
         weights, given = self.column(self._width - 2), int(sum(self.column(self._width - 1)))
         if given not in (0, len(weights)):
             raise UsageError(f"{where}: step.backward() got a weight for some micro-batches only.", "Give it for all.")
+        for micro, weight in enumerate(weights):
+            if not 0 <= weight < math.inf:
+                raise UsageError(
+                    f"{where}: micro-batch {micro} has weight={weight:g}.",
+                    "Give step.backward(weight=...) a number of 0 or more, or have weight_fn return one. To subtract a "
+                    "loss, negate the loss; a micro-batch with a weight of 0 does not count.",
+                )
         total = sum(weights)
-        if not any(weights):
+        if not total:
             return Means([0.0] * (self._width - 2), 0.0)
-        if not total > 0:
-            raise UsageError(f"{where}: the weights sum up to {total:g}.", "Give positive ones.")
         sums = [
             sum(value * weight for value, weight in zip(self.column(column), weights, strict=True))
             for column in range(self._width - 2)
