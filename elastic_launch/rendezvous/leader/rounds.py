@@ -281,10 +281,10 @@ class Rounds:
     def _stopped(self, phase: Running | Draining, node: Node, report: m.Stopped, now: float) -> None:
         if report.drained is None:
             name = node.hello.node_id
-            kind, cause = Kind.NODE_LOSS, f.OfMembers("stopped", (name,))
             if isinstance(phase, Draining) and phase.kind is Kind.PREEMPTION:
-                kind, cause = phase.kind, f.DrainFailed(phase.cause, (name,), stopped=True)
-            self.break_round(phase, kind, cause, [name], now)
+                self.break_round(phase, phase.kind, f.DrainFailed(phase.cause, (name,), stopped=True), [name], now)
+            else:
+                self.break_round(phase, Kind.NODE_LOSS, f.OfMembers("stopped", (name,)), [name], now)
             return
         if isinstance(phase, Running):
             # The ranks agreed by themselves, because a worker was asked to stop, not its agent.
