@@ -10,10 +10,22 @@ from elastic_launch.failure import Failure, Mistake, SplitCollective, StallPlace
 
 @dataclass_transform(frozen_default=True)
 class Fact:
-    """Base class of all facts. A subclass declares fields, and becomes a frozen dataclass."""
+    """Base class of all facts. A subclass declares fields, and becomes a dataclass, which is not to be changed.
+
+    All compare and show their fields by the methods here: generated for each class, they delay the start of workers.
+    """
 
     def __init_subclass__(cls, **options: Any) -> None:
-        dataclass(frozen=True)(cls)
+        dataclass(repr=False, eq=False)(cls)
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash((type(self), *vars(self).values()))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
 
 # Why a round ended.
