@@ -47,7 +47,9 @@ class PeerlessGroups:
         self._replace_functions()
 
     def leave(self) -> None:
-        """Destroy the groups, before those of the round are formed."""
+        """Destroy the groups, before those of the first round are formed; later it does nothing."""
+        if self._left:
+            return
         self._left = [*distributed_c10d._world.pg_map]  # what was built with them may still call them
         dist.destroy_process_group()
 

@@ -27,7 +27,7 @@ class Replica:
     """The second of two ranks of a replica; its round has one rank, which adds nothing to what it exchanges."""
 
     def __init__(self, directory: Path) -> None:
-        self.finds = 0
+        self.finds = self._rounds = 0
         self._store = directory / "store"
         self.groups = PeerlessGroups(1, 2, self._find_place)
         world = World(1, 2, 1, 2, alone=False, replica_size=2)
@@ -38,9 +38,14 @@ class Replica:
         self.finds += 1
         if self.finds == 1:
             self.groups.leave()
-            dist.init_process_group("gloo", store=dist.FileStore(str(self._store), 1), rank=0, world_size=1)
-            for name in self.mesh._dim_group_names:
-                _register_process_group(name, dist.new_group([0]))
+            self._join()
+
+    def _join(self) -> None:
+        self._rounds += 1
+        store = dist.FileStore(f"{self._store}-{self._rounds}", 1)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        for name in self.mesh._dim_group_names:
+            _register_process_group(name, dist.new_group([0]))
 
 
 @pytest.fixture
@@ -93,3 +98,15 @@ def test_groups_that_were_given_away_stand_for_those_of_the_round(replica: Repli
     values = torch.ones(2)
     dist.all_reduce(values, group=kept)
     assert (values.tolist(), replica.finds) == ([1.0, 1.0], 2)
+
+
+def test_groups_are_left_once_however_many_rounds_follow(replica: Replica) -> None:
+    """A process joins each round in the same way, also where the first one breaks before it has trained."""
+    kept = replica.wide.get_group()
+    replica._find_place()
+    dist.destroy_process_group()  # the round is over
+    replica.groups.leave()
+    replica._join()
+    values = torch.ones(2)
+    dist.all_reduce(values, group=kept)
+    assert values.tolist() == [1.0, 1.0]
