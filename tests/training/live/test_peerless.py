@@ -78,6 +78,8 @@ USES: dict[str, Any] = {
     "rank": lambda mesh: dist.get_rank() == 0,
     "world size": lambda mesh: dist.get_world_size() == 1,
     "all ranks": lambda mesh: dist.barrier() is None,
+    "new group": lambda mesh: dist.get_backend(dist.new_group([0])) == "gloo",
+    "objects": lambda mesh: dist.all_gather_object([None], 3) is None,
     "mesh": lambda mesh: dist.all_reduce(torch.ones(1), group=mesh.get_group()) is None,
     "functional": lambda mesh: bool(all_reduce(torch.ones(1), "sum", mesh) == 1),
     "redistributed": lambda mesh: bool(DTensor.from_local(torch.ones(1), mesh, [Partial()]).full_tensor() == 1),
@@ -90,6 +92,19 @@ def test_what_else_is_exchanged_waits_for_the_place(replica: Replica, use: str) 
     assert replica.finds == 1
     assert dist.get_world_size() == 1
     assert distributed_c10d.get_backend() == "gloo"
+
+
+def test_a_model_that_is_built_after_the_place_was_found_is_the_same(replica: Replica) -> None:
+    """The script asks for its rank meanwhile. Ranks of its replica that are kept are not at this place."""
+    replica._find_place()
+    wide = replica.mesh["tensor"]
+    assert (wide.get_coordinate(), replica.mesh["shard"].get_coordinate()) == ((1,), (0,))
+    layer = nn.Linear(4, 6)
+    weight = layer.weight.detach().clone()
+    parallelize_module(layer, wide, ColwiseParallel())
+    assert isinstance(layer.weight, DTensor)
+    torch.testing.assert_close(layer.weight.to_local(), weight[3:])
+    assert distribute_tensor(weight, wide, [Replicate()]).to_local().equal(weight)
 
 
 def test_groups_that_were_given_away_stand_for_those_of_the_round(replica: Replica) -> None:
