@@ -215,6 +215,8 @@ class WorkerRounds:
     def begin(self, step: int, *, live: bool) -> None:
         """The training begins; ``live`` says whether it can go on in another round."""
         self.begun, self._has_begun, self.step = True, True, step
+        if self._peerless is not None:
+            self._peerless.built()
         live = live and self._may_live
         if live and self.groups.unbreakable:
             _log.warning(

@@ -43,13 +43,20 @@ class PeerlessGroups:
         self._default = dist.group.WORLD
         self._find_place = find_place
         self._left: list[ProcessGroup] = []
+        self._builds = True
         self._put_back: list[tuple[Any, str, Any]] = []
         self._replace_functions()
 
     def leave(self) -> None:
-        """Destroy the groups, before those of the round are formed."""
+        """Destroy the groups, before those of the first round are formed; later it does nothing."""
+        if self._left:
+            return
         self._left = [*distributed_c10d._world.pg_map]  # what was built with them may still call them
         dist.destroy_process_group()
+
+    def built(self) -> None:
+        """The training begins: from now on, ``distribute_tensor`` exchanges."""
+        self._builds = False
 
     def close(self) -> None:
         """Put torch's functions back."""
@@ -57,13 +64,17 @@ class PeerlessGroups:
             setattr(*self._put_back.pop())
 
     def _replace_functions(self) -> None:
-        from torch.distributed.tensor import placement_types  # slow to import
+        from torch.distributed.device_mesh import DeviceMesh  # slow to import
+        from torch.distributed.tensor import placement_types
 
         local = {"mesh_scatter": self._scatters, "mesh_broadcast": self._broadcasts}
         replaced: list[tuple[Any, str, Callable[..., Any]]] = [
             *((ProcessGroup, name, self._redirects) for name in (*METHODS, *_ASKS)),
             *((functional, name, self._resolves) for name in FUNCTIONS),
             *((placement_types, name, made) for name, made in local.items()),
+            (distributed_c10d, "_new_group_with_tag", self._forms),
+            (DeviceMesh, "__init__", _slices),
+            (DeviceMesh, "_get_mesh_tensor_from_full_mesh", _looks_up),
         ]
         for holder, name, made in replaced:
             if name in vars(holder):
@@ -73,6 +84,15 @@ class PeerlessGroups:
 
     def _has(self, group: object) -> bool:
         return any(group is each for each in self._left or distributed_c10d._world.pg_map)
+
+    def _is_inner(self, mesh: Any, mesh_dim: int) -> bool:
+        """Whether a dimension of a mesh has one of these groups, or while the script builds what stands for it."""
+        group = mesh.get_group(mesh_dim)
+        if self._has(group):
+            return True
+        # Ranks of the replica that are kept are not at this place.
+        inner = (each for each in self._left if each is not self._default)
+        return self._builds and any(group is _resolve_process_group(each.group_name) for each in inner)
 
     def _of_round(self, group: ProcessGroup) -> ProcessGroup:
         """Return the round's group in place of one of these."""
@@ -106,18 +126,49 @@ class PeerlessGroups:
 
     def _scatters(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(output: Tensor, parts: list[Tensor], mesh: Any, mesh_dim: int = 0, *args: Any, **kwargs: Any) -> Any:
-            if not self._has(group := mesh.get_group(mesh_dim)):
+            if not self._is_inner(mesh, mesh_dim):
                 return function(output, parts, mesh, mesh_dim, *args, **kwargs)
             if not output.is_meta:
-                output.copy_(parts[dist.get_rank(group)])
+                output.copy_(parts[mesh.get_coordinate()[mesh_dim]])
             return None
 
         return call
 
     def _broadcasts(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(tensor: Tensor, mesh: Any, mesh_dim: int = 0, *args: Any, **kwargs: Any) -> Any:
-            if self._has(mesh.get_group(mesh_dim)):
+            if self._is_inner(mesh, mesh_dim):
                 return None
             return function(tensor, mesh, mesh_dim, *args, **kwargs)
 
         return call
+
+    def _forms(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self._left and called_by_script():  # before it takes the default group's backend and store
+                self._find_place()
+            return function(*args, **kwargs)
+
+        return call
+
+
+# The replica's mesh names ranks in the replica. Torch looks in it for this process' rank among all, which comes later.
+
+
+def _slices(init: Callable[..., None]) -> Callable[..., None]:
+    def call(mesh: Any, *args: Any, **kwargs: Any) -> None:
+        if (root := kwargs.get("_root_mesh")) is not None:
+            kwargs.setdefault("_rank", getattr(root, "_rank", None))
+        init(mesh, *args, **kwargs)
+
+    return call
+
+
+def _looks_up(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        mesh, *rest = args
+        if isinstance(mesh, Tensor):  # called on the class
+            return function(*args, **kwargs)
+        root = getattr(mesh, "_root_mesh", None) or mesh
+        return function(*rest, **{"current_rank": getattr(root, "_rank", None), **kwargs})
+
+    return call

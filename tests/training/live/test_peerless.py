@@ -27,7 +27,7 @@ class Replica:
     """The second of two ranks of a replica; its round has one rank, which adds nothing to what it exchanges."""
 
     def __init__(self, directory: Path) -> None:
-        self.finds = 0
+        self.finds = self._rounds = 0
         self._store = directory / "store"
         self.groups = PeerlessGroups(1, 2, self._find_place)
         world = World(1, 2, 1, 2, alone=False, replica_size=2)
@@ -38,9 +38,14 @@ class Replica:
         self.finds += 1
         if self.finds == 1:
             self.groups.leave()
-            dist.init_process_group("gloo", store=dist.FileStore(str(self._store), 1), rank=0, world_size=1)
-            for name in self.mesh._dim_group_names:
-                _register_process_group(name, dist.new_group([0]))
+            self._join()
+
+    def _join(self) -> None:
+        self._rounds += 1
+        store = dist.FileStore(f"{self._store}-{self._rounds}", 1)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        for name in self.mesh._dim_group_names:
+            _register_process_group(name, dist.new_group([0]))
 
 
 @pytest.fixture
@@ -73,6 +78,8 @@ USES: dict[str, Any] = {
     "rank": lambda mesh: dist.get_rank() == 0,
     "world size": lambda mesh: dist.get_world_size() == 1,
     "all ranks": lambda mesh: dist.barrier() is None,
+    "new group": lambda mesh: dist.get_backend(dist.new_group([0])) == "gloo",
+    "objects": lambda mesh: dist.all_gather_object([None], 3) is None,
     "mesh": lambda mesh: dist.all_reduce(torch.ones(1), group=mesh.get_group()) is None,
     "functional": lambda mesh: bool(all_reduce(torch.ones(1), "sum", mesh) == 1),
     "redistributed": lambda mesh: bool(DTensor.from_local(torch.ones(1), mesh, [Partial()]).full_tensor() == 1),
@@ -87,9 +94,34 @@ def test_what_else_is_exchanged_waits_for_the_place(replica: Replica, use: str) 
     assert distributed_c10d.get_backend() == "gloo"
 
 
+def test_a_model_that_is_built_after_the_place_was_found_is_the_same(replica: Replica) -> None:
+    """The script asks for its rank meanwhile. Ranks of its replica that are kept are not at this place."""
+    replica._find_place()
+    wide = replica.mesh["tensor"]
+    assert (wide.get_coordinate(), replica.mesh["shard"].get_coordinate()) == ((1,), (0,))
+    layer = nn.Linear(4, 6)
+    weight = layer.weight.detach().clone()
+    parallelize_module(layer, wide, ColwiseParallel())
+    assert isinstance(layer.weight, DTensor)
+    torch.testing.assert_close(layer.weight.to_local(), weight[3:])
+    assert distribute_tensor(weight, wide, [Replicate()]).to_local().equal(weight)
+
+
 def test_groups_that_were_given_away_stand_for_those_of_the_round(replica: Replica) -> None:
     kept = replica.wide.get_group()
     replica._find_place()
     values = torch.ones(2)
     dist.all_reduce(values, group=kept)
     assert (values.tolist(), replica.finds) == ([1.0, 1.0], 2)
+
+
+def test_groups_are_left_once_however_many_rounds_follow(replica: Replica) -> None:
+    """A process joins each round in the same way, also where the first one breaks before it has trained."""
+    kept = replica.wide.get_group()
+    replica._find_place()
+    dist.destroy_process_group()  # the round is over
+    replica.groups.leave()
+    replica._join()
+    values = torch.ones(2)
+    dist.all_reduce(values, group=kept)
+    assert values.tolist() == [1.0, 1.0]
