@@ -197,3 +197,25 @@ def test_while_too_few_nodes_are_left_the_processes_that_wait_have_all_shards(jo
     assert repeated(changes) == 0, changes.outputs()
     assert {e["pid"] for e in job.events("worker_kept")} == {pids(job, before)[0]}
     assert result["hash"] == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("at", "killed"), [("drain", 2), ("leave", 2), ("leave", 1)])
+def test_a_kill_as_a_node_leaves_costs_no_more_than_the_steps_since_the_last_snapshot(
+    job: Job, undisturbed: str, at: str, killed: int
+) -> None:
+    """Before the node that leaves has given its shards to the others, or after that."""
+    changes = training(job, step_time=0.2)
+    plan = FaultPlan.fail_at(killed, at=at, round=1)
+    flags, how = ("--join-settle", "300"), {"nnodes": "1:2", "plan": plan}
+    a = changes.node("a", *flags, nproc=2, rank=0, **how)
+    b = changes.node("b", *flags, rank=1, **how)
+    changes.trains(3, steps=8)
+    b.signal(signal.SIGTERM)
+    changes.trains(2, after=1, steps=3)
+    assert b.wait() == 143
+    result = changes.finish(a)
+    assert changes.whole(1) <= changes.resumed(2) <= changes.last(1), changes.outputs()
+    assert repeated(changes) == changes.last(1) - changes.resumed(2)
+    assert pids(job, 1)[0] in {*pids(job, len(job.events("round_formed"))).values()}
+    assert result["hash"] == undisturbed
