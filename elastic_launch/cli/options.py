@@ -69,7 +69,7 @@ def read_notices(values: Values, *, own_agent: bool) -> tuple[NoticeSource, ...]
         )
     timed: dict[signal.Signals, float] = {}
     for source in found:
-        if source is None or source.number is None or source.seconds is None:
+        if source.number is None or source.seconds is None:
             continue
         if timed.setdefault(source.number, source.seconds) != source.seconds:
             raise UsageError(
@@ -131,13 +131,11 @@ def read_drill(values: Values, *, own_agent: bool) -> FaultPlan:
 
 def read_hang_timeout(values: Values) -> float | None:
     """Return the seconds after which idle workers without known steps hang; 0: never; None: no worker is watched."""
-    text = values.text("--hang-timeout")
-    if text is None or text.strip() in ("auto", "off"):
-        return None if text is not None and text.strip() == "off" else 0.0
-    setting = values.setting("--hang-timeout")
-    assert setting is not None
+    word = (values.text("--hang-timeout") or "auto").strip()
+    if word in ("auto", "off"):
+        return None if word == "off" else 0.0
     try:
-        return setting.seconds()
+        return values.seconds("--hang-timeout", 0.0, zero=False)
     except UsageError as error:
         raise type(error)(error.message, f"{error.hint.rstrip('.')}; or auto, or off.") from None
 

@@ -130,11 +130,11 @@ class Node:
             job = replace(job, shares=self.nodes, share=self.rank, nonce=nonce_of(9, round, step))
         self.use = self.snapshot_store.stored(Stored(self.use, job))
 
-    def holds_up_a_copy(self) -> threading.Event:
-        """Store step 1, whose copy waits before its commit until the event is set."""
+    def holds_up_a_copy(self, step: int = 1) -> threading.Event:
+        """Store a step, whose copy waits before its commit until the event is set."""
         asked, goes_on = threading.Event(), threading.Event()
         self.may_commit = lambda: asked.set() or goes_on.wait(60)
-        self.store(1)
+        self.store(step)
         assert asked.wait(60)
         return goes_on
 
@@ -864,10 +864,7 @@ def test_nothing_is_freed_as_long_as_snapshots_are_written(node: Node) -> None:
 
 
 def test_without_memory_a_snapshot_is_kept_until_it_is_restored_and_copied(node: Node) -> None:
-    asked, free = threading.Event(), threading.Event()
-    node.may_commit = lambda: asked.set() or free.wait(30 * SLOWNESS)
-    node.store(5)
-    assert asked.wait(30 * SLOWNESS)
+    free = node.holds_up_a_copy(5)
     for step in (6, 7):
         node.store(step, durable=False)
     assert node.snapshot_store.leave_out() > 3 * 8 * node.size
@@ -899,10 +896,7 @@ def test_without_memory_the_snapshot_of_a_later_training_waits_for_that(node: No
 
 def test_without_memory_a_copy_waits_for_no_other_snapshot(node: Node) -> None:
     """Workers, which would be asked for one as that of step 6 is overwritten, write none any more."""
-    asked, free = threading.Event(), threading.Event()
-    node.may_commit = lambda: asked.set() or free.wait(30 * SLOWNESS)
-    node.store(5)
-    assert asked.wait(30 * SLOWNESS)
+    free = node.holds_up_a_copy(5)
     node.store(6)
     for step in (7, 8):
         node.store(step, durable=False)
@@ -938,10 +932,7 @@ def test_snapshots_of_a_run_that_has_begun_anew_are_dropped(node: Node, caplog: 
 
 
 def test_a_copy_of_what_is_dropped_is_not_committed(node: Node) -> None:
-    asked, free = threading.Event(), threading.Event()
-    node.may_commit = lambda: asked.set() or free.wait(30 * SLOWNESS)
-    node.store(5)
-    assert asked.wait(30 * SLOWNESS)
+    free = node.holds_up_a_copy(5)
     node.store(6)
     node.snapshot_store.forget()
     assert node.used() == []

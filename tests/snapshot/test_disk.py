@@ -7,6 +7,7 @@ import os
 import resource
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -53,19 +54,24 @@ def check_unharmed(directory: Path) -> None:
     assert len(os.listdir(directory)) == 1
 
 
+@contextmanager
+def short_files() -> Iterator[None]:
+    """Files of this process can have 1 MiB."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
 def test_a_full_disk(tmp_path: Path, mounted: Callable[[str], bool]) -> None:
     """A real one where mounting is allowed, else a limit on the size of files."""
     directory = tmp_path / "disk"
     full = mounted("size=1m")
     write(directory, state_of(1), step=1, round=0)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if not full:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
-    try:
-        with pytest.raises(CheckpointWriteError) as raised:
-            write(directory, BIG, step=2, round=0)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with nullcontext() if full else short_files(), pytest.raises(CheckpointWriteError) as raised:
+        write(directory, BIG, step=2, round=0)
     check_refused(raised.value, directory, "No space left on device" if full else "File too large", "keep fewer")
     check_unharmed(directory)
     write(directory, state_of(3), step=3, round=0)
@@ -74,13 +80,8 @@ def test_a_full_disk(tmp_path: Path, mounted: Callable[[str], bool]) -> None:
 
 def test_a_file_too_large(tmp_path: Path) -> None:
     write(tmp_path, state_of(1), step=1, round=0)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
-    try:
-        with pytest.raises(CheckpointWriteError) as raised:
-            write(tmp_path, BIG, step=2, round=0)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with short_files(), pytest.raises(CheckpointWriteError) as raised:
+        write(tmp_path, BIG, step=2, round=0)
     check_refused(raised.value, tmp_path, "File too large", "keep fewer")
     check_unharmed(tmp_path)
 

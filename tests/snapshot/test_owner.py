@@ -62,7 +62,13 @@ def test_a_directory_without_a_mark_is_taken(tmp_path: Path) -> None:
         save(tmp_path, owner.owned_by("another"))
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{" * 100_000, b'{"format": "another"}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"", b"[]", b"{" * 100_000, b'{"format": "another", "run": "other", "epoch": 1}'),
+        *(b'{"format": "elastic-launch owner", "run": "other"%b}' % epoch for epoch in (b"", b', "epoch": "1"')),
+    ],
+)
 def test_an_invalid_mark_does_not_count(tmp_path: Path, content: bytes) -> None:
     (tmp_path / owner.OWNER).write_bytes(content)
     assert save(tmp_path, owner.owned_by("mine")) == 1

@@ -101,9 +101,11 @@ def test_a_loss_that_is_not_finite_is_attributed_to_the_function() -> None:
         train()
 
 
-def test_an_epoch_has_a_step() -> None:
-    with pytest.raises(UsageError, match="steps_per_epoch=0"):
-        el.FunctionLoader(get_batch, el.GlobalBatch(4, 2), steps_per_epoch=0)
+@pytest.mark.parametrize("steps", [0, 1.5, "3"])
+def test_an_epoch_has_a_whole_number_of_steps(steps: Any) -> None:
+    with pytest.raises(UsageError) as caught:
+        el.FunctionLoader(get_batch, el.GlobalBatch(4, 2), steps_per_epoch=steps)
+    assert str(caught.value).startswith(f"FunctionLoader(steps_per_epoch={steps!r}): an epoch has at least 1 step.")
 
 
 def test_a_function_that_makes_another_number_of_samples_is_named() -> None:

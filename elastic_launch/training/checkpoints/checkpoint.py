@@ -113,10 +113,10 @@ class Checkpoint:
             check_driver(self.directory)
         if format not in (SAFETENSORS, DISTRIBUTED):
             raise UsageError(f"Checkpoint(format={format!r}): it is {SAFETENSORS!r} or {DISTRIBUTED!r}.")
-        if keep < 1:
-            raise UsageError(f"Checkpoint(keep={keep}): at least 1 checkpoint is kept.")
-        if split < 1:
-            raise UsageError(f"Checkpoint(split={split}): it is a number of bytes, 1 or more.")
+        if type(keep) is not int or keep < 1:
+            raise UsageError(f"Checkpoint(keep={keep!r}): at least 1 checkpoint is kept.", "Give a whole number.")
+        if not isinstance(split, int | float) or split < 1:
+            raise UsageError(f"Checkpoint(split={split!r}): it is a number of bytes, 1 or more.")
         if keep_every is not None and (type(keep_every) is not int or keep_every < 1):
             raise UsageError(f"Checkpoint(keep_every={keep_every!r}): it is a number of steps, 1 or more.")
         if keep_best is not None:

@@ -175,9 +175,8 @@ class FunctionLoader(Loader):
         **options: Unpack[LoaderOptions],
     ) -> None:
         checked_batch("FunctionLoader(batch=...)", batch)
-        if steps_per_epoch is not None and steps_per_epoch < 1:
-            raise UsageError(f"FunctionLoader(steps_per_epoch={steps_per_epoch}): an epoch has at least 1 step.")
-        super().__init__(FunctionEpochs(get_batch, batch, seed, steps_per_epoch or ENDLESS, options))
+        steps = steps_in_epoch("FunctionLoader", steps_per_epoch)
+        super().__init__(FunctionEpochs(get_batch, batch, seed, steps, options))
 
 
 def _checked_sampler(sampler: Sampler | None, shuffle: bool | None, dataset: Sized, batch: GlobalBatch) -> Sampler:
@@ -206,6 +205,13 @@ def check_loader(where: str, loader: object) -> None:
         "it reads: it shares samples out over any number of ranks."
     )
     check_kind(where, loader, Loader, remedy)
+
+
+def steps_in_epoch(loader: str, given: int | None) -> int:
+    """Return the number of steps that count as an epoch, if the data have no length."""
+    if given is not None and (not hasattr(given, "__index__") or given < 1):
+        raise UsageError(f"{loader}(steps_per_epoch={given!r}): an epoch has at least 1 step.", "Give a whole number.")
+    return given or ENDLESS
 
 
 def checked_batch(where: str, batch: object) -> None:

@@ -18,9 +18,8 @@ from elastic_launch.batch import GlobalBatch, MicroBatch
 from elastic_launch.errors import UsageError
 from elastic_launch.training.data.batches import Drawn, versions
 from elastic_launch.training.data.epochs import FunctionEpochs
-from elastic_launch.training.data.loader import Loader, checked_batch
+from elastic_launch.training.data.loader import Loader, checked_batch, steps_in_epoch
 from elastic_launch.training.data.samplers import SAMPLE_ORDER
-from elastic_launch.training.durations import ENDLESS
 from elastic_launch.training.randomness import derive, seeded
 from elastic_launch.training.ranks.exchange import broadcast_state, numbers_of_all, states_of_all
 from elastic_launch.training.ranks.world import World
@@ -108,8 +107,7 @@ class StatefulLoader(Loader):
                 f"StatefulLoader(batch={batch}): the loader decides the size of the micro-batches, and all have it.",
                 "Give micro the loader's batch_size, and size a multiple of it.",
             )
-        if steps_per_epoch is not None and steps_per_epoch < 1:
-            raise UsageError(f"StatefulLoader(steps_per_epoch={steps_per_epoch}): an epoch has at least 1 step.")
+        steps = steps_in_epoch("StatefulLoader", steps_per_epoch)
         if on_resize not in ("hold", "repeat"):
             raise UsageError(f"StatefulLoader(on_resize={on_resize!r}) is not known.", 'Give "hold" or "repeat".')
         if reshard not in (None, "any") and not callable(reshard):
@@ -127,7 +125,7 @@ class StatefulLoader(Loader):
             if reshard is None and type(loader).__module__.partition(".")[0] in _GLOBAL:
                 reshard = "any"
             shards = RankShards(loader, batch, seed, reshard, on_resize)
-        super().__init__(_StatefulEpochs(shards, batch, seed, steps_per_epoch or ENDLESS))
+        super().__init__(_StatefulEpochs(shards, batch, seed, steps))
 
 
 class _Reader:
