@@ -90,6 +90,8 @@ def check_same(
         link.say_noted(Differs(tuple(lowest.setdefault(str(one), rank) for rank, one in enumerate(found))))
     name, difference = _difference(found)
     message = f"The ranks were given different arguments: {difference}."
+    if name.startswith(SAMPLE):
+        message = f"The ranks have different samples: {difference}."
     if goes_on:
         raise OthersDifferError(message)
     if name.startswith(SAMPLE):
