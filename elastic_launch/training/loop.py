@@ -734,8 +734,6 @@ class Loop:
                 if not self._owes_boundary or not self._boundary(keep=evaluated or self._owes_copy):
                     return
             except RuntimeError as broken:
-                if self._gradients is not None and broken is self._gradients.failed:
-                    broken.__traceback__ = None  # which has frames of the script, whose evaluation has used the model
                 if not self._rounds.caused(broken):
                     raise
                 error = broken
@@ -749,7 +747,12 @@ class Loop:
     def _evaluate(self) -> None:
         epoch = self._epochs.position(self._step).epoch
         with self._rounds.link.doing(Activity.EVALUATION), evaluating(self._model), self._rounds.in_pass():
-            self._options.evaluations.evaluate(self._step, epoch, self.engine.checkpoint)
+            try:
+                self._options.evaluations.evaluate(self._step, epoch, self.engine.checkpoint)
+            except RuntimeError as broken:
+                if self._gradients is not None and broken is self._gradients.failed:
+                    broken.__traceback__ = None  # which has frames of the script, whose evaluation has used the model
+                raise
         self._rounds.note_exchanges()
         self._owes_evaluation = False
 

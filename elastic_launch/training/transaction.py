@@ -389,6 +389,7 @@ class Transaction:
         return self._computed_again(watch.sample(), self.share.plan.micro_batches[0].index, gradients)
 
     def _computed_again(self, sample: Any, micro: int, gradients: ExactGradients) -> Generator[Any, None, Bits]:
+        self._rounds.check_over()
         bits = self._bits = Bits()
         self._factor = self._epochs.plan(self.position.step, 1, 0).weights[micro]
         with gradients.recording(bits, repeated=True):

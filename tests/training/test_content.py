@@ -25,7 +25,7 @@ from elastic_launch.training.data import content, epochs
 from elastic_launch.training.data.content import digest
 from elastic_launch.training.data.loader import epochs_of
 from elastic_launch.training.live.rehearsal import randomness_kept
-from elastic_launch.training.ranks.same_arguments import APART, LONGEST, NOT_COMPARED, SAMPLE, told
+from elastic_launch.training.ranks.same_arguments import LONGEST, NOT_COMPARED, SAMPLE, told, told_apart
 
 
 @dataclass
@@ -55,7 +55,8 @@ class Of(Dataset[Any]):
 
 
 def alike(one: Any, other: Any) -> bool:
-    return any(a == b for a, b in zip(digest(one).split(APART), digest(other).split(APART), strict=True))
+    first, second = told_apart([digest(one), digest(other)])
+    return first == second
 
 
 RECORDS = np.zeros(3, dtype=np.dtype([("a", "u1"), ("b", "f8"), ("c", "U5")], align=True))
@@ -133,6 +134,24 @@ def test_pictures_of_two_decoders_are_the_same_and_others_are_not() -> None:
     second = [np.clip(np.round(each + bias), 0, 255).astype("u1") for each, bias in zip(pictures, biases, strict=True)]
     assert sum(not alike({"x": a}, {"x": b}) for a, b in zip(first, second, strict=True)) <= 1
     assert sum(alike({"x": a}, {"x": b}) for a, b in pairwise(first)) <= 15
+
+
+@pytest.mark.parametrize(
+    "make", [list, lambda arrays: {f"x{i}": each for i, each in enumerate(arrays)}], ids=["list", "dict"]
+)
+def test_samples_of_several_pictures_of_two_decoders_are_the_same(make: Callable[[list[Any]], Any]) -> None:
+    """Each is compared alone: each of the borders is near to some of 16."""
+    draw = np.random.default_rng(1)
+    wrong = accepted = 0
+    for _ in range(100):
+        first = [np.kron(draw.normal(size=(6, 6)), np.ones((8, 8))) * 30 + draw.uniform(60, 200) for _ in range(16)]
+        second = [each + np.repeat(draw.uniform(-0.3, 0.3, 8), 288).reshape(48, 48) for each in first]
+        other = [*second[:15], np.kron(draw.normal(size=(6, 6)), np.ones((8, 8))) * 30 + draw.uniform(60, 200)]
+        of = [make([np.clip(np.round(x), 0, 255).astype("u1") for x in each]) for each in (first, second, other)]
+        wrong += not alike(of[0], of[1])
+        accepted += alike(of[0], of[2])
+    assert wrong <= 2
+    assert accepted <= 10, "one of 16 is another picture"
 
 
 def test_all_that_a_sample_may_be_has_a_digest() -> None:

@@ -27,6 +27,7 @@ from elastic_launch.training import purity
 from elastic_launch.training.engine import Engine
 from elastic_launch.training.ranks import collectives
 from elastic_launch.training.ranks.world import World
+from elastic_launch.training.rounds import RoundOverError, WorkerRounds
 from elastic_launch.training.session import Run
 
 X = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
@@ -237,6 +238,24 @@ def test_what_is_given_twice_leaves_nothing(run: Run) -> None:
 
     assert train(False) == train(True)
     assert drawn[:4] == drawn[4:]
+
+
+def test_no_micro_batch_is_given_twice_once_the_round_is_over(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that compute one together, as tensor ranks do, would wait for those that know of the end."""
+    given: list[int] = []
+
+    def over_after_four(rounds: WorkerRounds) -> None:
+        if len(given) == 4:
+            raise RoundOverError("the round is over")
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        given.append(len(x))
+        return _plain(model, x, y)
+
+    monkeypatch.setattr(WorkerRounds, "check_over", over_after_four)
+    with pytest.raises(RoundOverError):
+        _train(run, _model(), loss, verify=True)
+    assert len(given) == 4
 
 
 def test_a_micro_batch_that_is_given_twice_needs_backward(run: Run) -> None:

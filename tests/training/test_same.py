@@ -75,5 +75,5 @@ def test_the_ranks_that_differ_from_most_are_named(
         return
     with pytest.raises(UsageError) as found:
         check_same(world, given[0])
-    assert found.value.message == f"The ranks were given different arguments: {said}"
+    assert found.value.message == f"The ranks have different samples: {said}"
     assert "compare_samples=False" in str(found.value)

@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 from elastic_launch.batch import MicroBatch
 from elastic_launch.training.data.batches import Batches, MicroBatchRequest
 from elastic_launch.training.ranks.checksum import checksums
-from elastic_launch.training.ranks.same_arguments import APART, NOT_COMPARED, SAMPLE
+from elastic_launch.training.ranks.same_arguments import APART, LEAF, NOT_COMPARED, SAMPLE
 
 ONCE_MORE, ROUNDS = 0.1, 8
 """Each sample is read twice, and then again within so many seconds, up to so many times: it may be random by design."""
@@ -41,6 +41,9 @@ SHIFTS = 0.0, 1 / 3, 2 / 3
 
 LEAST = 1e-6
 """Mean size of numbers up to which they may be the rest of sums that should be zero."""
+
+LEAVES = 64
+"""Arrays and numbers of a sample whose roundings are hashed, the first ones: each is compared alone, at 20 bytes."""
 
 ELEMENTS = 10_000
 """Elements of a collection that are looked at, the first ones."""
@@ -94,37 +97,52 @@ def compared(indices: Sequence[int], found: Mapping[int, str]) -> dict[str, str]
 
 
 def digest(sample: Any) -> str:
-    """Return the hashes of a sample, one for each of ``SHIFTS``. What counts:
+    """Return the hashes of a sample: of what must be equal, and of each inexact part one for each of ``SHIFTS``.
+
+    Each part is compared alone: of several, some are near one border and some near another. What counts:
 
     - integers, booleans, bytes, text and the structure of lists, tuples, sets, mappings and dataclasses: exactly. Of a
       text of one line with a ``/``, which may be a path, only what follows the last one.
     - floats, complex numbers, and 64 or more numbers of 8 or 16 bits, which may be pixels or sound: shape, type and,
-      roughly, the size of the numbers in each of some parts. Their last bits depend on the CPU and on the decoder.
+      of the first ``LEAVES``, roughly the size of the numbers in each of some parts. Their last bits depend on the CPU
+      and on the decoder.
     - tensors, NumPy arrays and what NumPy reads as one, such as PIL's images: likewise.
     - other objects: the name of their type.
     """
-    return APART.join(_digests(sample))
+    hashes = _hashed(sample)
+    return LEAF.join([hashes.exact.hexdigest()[:12], *map(APART.join, hashes.leaves)])
 
 
-def _digests(sample: Any) -> list[str]:
+def _hashed(sample: Any) -> _Hashes:
     hashes = _Hashes()
     _add(hashes, sample, count(1))
-    return [each.hexdigest()[:12] for each in hashes.each]
+    return hashes
 
 
 class _Hashes:
-    """A hash for each way to round inexact numbers; all get the rest alike."""
+    """A hash of what must be equal, and for each inexact part one for each way to round its numbers."""
 
     def __init__(self) -> None:
-        self.each = [hashlib.sha256() for _ in SHIFTS]
+        self.exact = hashlib.sha256()
+        self.leaves: list[list[str]] = []
 
     def __call__(self, data: Any) -> None:
-        for each in self.each:
-            each.update(data)
+        self.exact.update(data)
 
     def add_rounded(self, values: Sequence[float]) -> None:
-        for each, shift in zip(self.each, SHIFTS, strict=True):
-            each.update(str([round(value + shift) for value in values]).encode())
+        self._add_leaf([str([round(value + shift) for value in values]) for shift in SHIFTS])
+
+    def add_unordered(self, parts: Sequence[_Hashes]) -> None:
+        self("".join(sorted(part.exact.hexdigest() for part in parts)).encode())
+        if any(part.leaves for part in parts):
+            rounded = (
+                sorted("".join(leaf[shift] for leaf in part.leaves) for part in parts) for shift in range(len(SHIFTS))
+            )
+            self._add_leaf([" ".join(each) for each in rounded])
+
+    def _add_leaf(self, texts: Sequence[str]) -> None:
+        if len(self.leaves) < LEAVES:
+            self.leaves.append([hashlib.sha256(text.encode()).hexdigest()[:6] for text in texts])
 
 
 def _add(update: _Hashes, value: Any, number: Iterator[int]) -> None:
@@ -157,8 +175,12 @@ def _add(update: _Hashes, value: Any, number: Iterator[int]) -> None:
             for each in parts:
                 _add(update, each, number)
         elif len(parts) == len(value):  # of a larger one, the first may be others in another process
-            for each, digests in zip(update.each, zip(*map(_digests, parts), strict=True), strict=False):
-                each.update("".join(sorted(digests)).encode())
+            if isinstance(value, Mapping) and all(isinstance(key, str | bytes | int) for key in value):
+                for key, each in sorted(parts, key=lambda item: digest(item[0])):
+                    _add(update, key, number)
+                    _add(update, each, number)
+            else:
+                update.add_unordered([_hashed(part) for part in parts])
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
             _add(update, getattr(value, field.name, None), number)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from elastic_launch.contract import Differs
 from elastic_launch.errors import UsageError
@@ -26,8 +26,10 @@ NOT_COMPARED = "not compared"
 SAMPLE = "sample "
 """How the names of samples begin, among the arguments, whose content is compared by a hash."""
 
-APART = "/"
-"""Between the hashes of a sample; those of ranks that have one of them in common count as the same."""
+LEAF, APART = ",", "/"
+"""Between the parts of a sample's hash, and between the hashes of a part: those of ranks that have one of these in
+common count as the same.
+"""
 
 SHOWN = 3
 """Most values that an error names besides that of most ranks."""
@@ -88,6 +90,8 @@ def check_same(
         link.say_noted(Differs(tuple(lowest.setdefault(str(one), rank) for rank, one in enumerate(found))))
     name, difference = _difference(found)
     message = f"The ranks were given different arguments: {difference}."
+    if name.startswith(SAMPLE):
+        message = f"The ranks have different samples: {difference}."
     if goes_on:
         raise OthersDifferError(message)
     if name.startswith(SAMPLE):
@@ -109,10 +113,18 @@ def _of_all(world: World, given: Mapping[str, object]) -> list[dict[str, str]]:
     unknown = {name for one in found for name, value in one.items() if value == NOT_COMPARED}
     found = [{name: value for name, value in one.items() if name not in unknown} for one in found]
     for name in [name for name in found[0] if name.startswith(SAMPLE) and all(name in one for one in found)]:
-        hashes = zip(*(one[name].split(APART) for one in found), strict=False)
-        for one, value in zip(found, min(hashes, key=lambda values: len({*values})), strict=True):
+        for one, value in zip(found, told_apart([one[name] for one in found]), strict=True):
             one[name] = value
     return found
+
+
+def told_apart(hashes: Sequence[str]) -> list[str]:
+    """Return each rank's hash of a sample by which it is compared: of each part, the one that the fewest differ in."""
+    parts = [text.split(LEAF) for text in hashes]
+    if len({*map(len, parts)}) == 1:
+        each = (zip(*(part.split(APART) for part in column), strict=False) for column in zip(*parts, strict=True))
+        parts = [*map(list, zip(*(min(ways, key=lambda way: len({*way})) for ways in each), strict=True))]
+    return [hashlib.sha256(LEAF.join(row).encode()).hexdigest()[:12] if row[1:] else row[0] for row in parts]
 
 
 def _difference(found: list[dict[str, str]]) -> tuple[str, str]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -23,7 +24,10 @@ from elastic_launch.errors import UsageError
 from elastic_launch.training.gradients.parameters import Parameters
 from elastic_launch.training.gradients.sharded import ShardSums, _Gather
 from elastic_launch.training.live.resharding import let_go, obstacle, reshard
+from elastic_launch.training.loop import Loop
+from elastic_launch.training.ranks.exchange import is_of_exchange
 from elastic_launch.training.ranks.mesh import RankGroup
+from elastic_launch.training.rounds import WorkerRounds
 
 
 def _form() -> None:
@@ -237,3 +241,24 @@ def test_a_process_that_starts_ahead_imports_what_fully_shard_needs_before_other
         [sys.executable, "-c", STARTS_AHEAD], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_fault_in_an_evaluation_that_is_repeated_does_not_count_as_the_scripts() -> None:
+    """Its error comes from the script's evaluation, which has used the sharded model: again, after a first one."""
+    failed = RuntimeError("Connection closed by peer")
+
+    def evaluate(*_: object) -> None:
+        raise failed
+
+    nothing = contextlib.nullcontext()
+    loop = Loop.__new__(Loop)
+    loop._epochs = cast(Any, SimpleNamespace(position=lambda step: SimpleNamespace(epoch=0)))
+    loop._options = cast(Any, SimpleNamespace(evaluations=SimpleNamespace(evaluate=evaluate)))
+    loop._step, loop._model, loop.engine = 5, torch.nn.Linear(1, 1), cast(Any, SimpleNamespace(checkpoint=None))
+    loop._gradients = cast(Any, SimpleNamespace(failed=failed))
+    loop._rounds = cast(Any, SimpleNamespace(link=SimpleNamespace(doing=lambda _: nothing), in_pass=lambda: nothing))
+    rounds = cast(WorkerRounds, SimpleNamespace(caused=is_of_exchange))
+    assert WorkerRounds.attempt(rounds, loop._evaluate) is failed
+    loop._gradients = cast(Any, SimpleNamespace(failed=None))
+    with pytest.raises(RuntimeError):
+        WorkerRounds.attempt(rounds, loop._evaluate)
