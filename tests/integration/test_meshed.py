@@ -198,7 +198,7 @@ def test_a_step_that_breaks_in_its_update_is_done_again_from_its_start(job: Job,
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("shape", [("2", "1"), ("1", "2")])
 def test_nodes_come_and_go_and_no_step_is_lost(job: Job, shape: tuple[str, str]) -> None:
-    """A second replica joins, leaves, joins, and is lost; the first one's processes go on in all rounds.
+    """A second replica joins, leaves, joins, a third one joins, and the second one is lost; all others go on.
 
     A new one builds its model while the others train.
     """
@@ -208,7 +208,7 @@ def test_nodes_come_and_go_and_no_step_is_lost(job: Job, shape: tuple[str, str])
     command = [MESHED, str(result), *options, "--pause", "0.2"]
 
     def node(name: str, round: int) -> Agent:
-        agent = job.node(name, *flags, nnodes="1:2", nproc=2, command=command)
+        agent = job.node(name, *flags, nnodes="1:3", nproc=2, command=command)
         if round > 1:
             first.says(f"round {round}: 2 workers kept, 0 started", 120)
         found = lambda: any(x["round"] == round for x in job.events("first_step"))  # noqa: E731
@@ -221,12 +221,14 @@ def test_nodes_come_and_go_and_no_step_is_lost(job: Job, shape: tuple[str, str])
     first.says("round 3: 2 workers kept, 0 started", 60)
     other.wait(60)
     other = node("c", 4)
+    third = node("d", 5)
+    other.says("round 5: 2 workers kept, 0 started", 60)
     other.kill()
-    first.says("round 5: 2 workers kept, 0 started", 60)
+    first.says("round 6: 2 workers kept, 0 started", 60)
     result.with_name(f"{result.name}.fast").touch()
-    assert first.wait(240 * SLOWNESS) == 0, first.output
+    assert [node.wait(240 * SLOWNESS) for node in (first, third)] == [0, 0], first.output
     found = json.loads(result.read_text())
-    assert (found["worlds"], found["hash"]) == ([2, 4, 2, 4, 2], trained(job, 2, *options)["hash"])
+    assert (found["worlds"], found["hash"]) == ([2, 4, 2, 4, 6, 4], trained(job, 2, *options)["hash"])
     assert_went_on(result, 200)
     lines = read_lines(result.with_name(f"{result.name}.steps"))
     kept = {line["pid"] for line in lines if line["step"] == 1}

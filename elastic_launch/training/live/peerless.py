@@ -108,7 +108,9 @@ class PeerlessGroups:
         def call(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_compiling() and self._has(group):
                 # Ranks in a replica stay as they are; get_rank(group) looks for its result with the rank among all.
-                among_all = sys._getframe(1).f_locals.get("group") in (None, self._default)
+                caller = sys._getframe(1)
+                of = caller.f_locals.get("group") if caller.f_globals is vars(distributed_c10d) else None
+                among_all = of is None or of is self._default
                 if not asks or (group is self._default and among_all and called_by_script()):
                     group = self._of_round(group)
             return method(group, *args, **kwargs)

@@ -77,6 +77,7 @@ def test_a_model_is_built_without_a_place(replica: Replica) -> None:
 USES: dict[str, Any] = {
     "rank": lambda mesh: dist.get_rank() == 0,
     "world size": lambda mesh: dist.get_world_size() == 1,
+    "group of all": lambda mesh: (lambda group: dist.group.WORLD.size() == 1)(mesh.get_group()),
     "all ranks": lambda mesh: dist.barrier() is None,
     "new group": lambda mesh: dist.get_backend(dist.new_group([0])) == "gloo",
     "objects": lambda mesh: dist.all_gather_object([None], 3) is None,
