@@ -149,12 +149,12 @@ class WorkerRounds:
         untouched, kept = self.untouched, self.mesh is not None
         given = {"run.mesh(shard=, tensor=)": (shard, tensor)}
         check_same(self.world, given, self.link, goes_on=kept and not self.is_built_ahead)
-        if tensor > 1:
-            all_kept = [bool(each) for (each,) in numbers_of_all(self.world, [int(kept)])]
-            first = self.world.rank // (shard * tensor) * shard * tensor
-            if kept and not all(all_kept[first : first + shard * tensor]):
-                # It would begin with parallelize_module, which exchanges, and not where this process goes on.
-                self.start_again("its replica has a new process")
+        # Where another process of the replica is: behind what is built, at it, or at what the script exchanges there.
+        place = 0 if self._peerless is not None and self._peerless.exchanged else 2 if kept else 1
+        first, size = self.world.rank // (shard * tensor) * shard * tensor, shard * tensor
+        others = [each for (each,) in numbers_of_all(self.world, [place])[first : first + size]]
+        if place == 2 and min(others) < (2 if tensor > 1 else 1):  # parallelize_module exchanges
+            self.start_again("its replica has a new process")
         with self.link.forming():
             how = self.timeout, self.mesh
             outlives = self.asked_live is not False and self.link.patience > 0 and not self.groups.foreign
@@ -216,7 +216,7 @@ class WorkerRounds:
         """The training begins; ``live`` says whether it can go on in another round."""
         self.begun, self._has_begun, self.step = True, True, step
         if self._peerless is not None:
-            self._peerless.built()
+            self._peerless.built()  # from now on, its exchanges are those of its round
         live = live and self._may_live
         if live and self.groups.unbreakable:
             _log.warning(

@@ -32,6 +32,9 @@ class PeerlessGroups:
     Args:
         rank, size: those of this process in its replica.
         find_place: joins the round, if this process has not, and forms groups of the same names in it.
+
+    Attributes:
+        exchanged: whether the script, or what it has called, exchanges in its replica before the training.
     """
 
     def __init__(self, rank: int, size: int, find_place: Callable[[], object]) -> None:
@@ -44,6 +47,7 @@ class PeerlessGroups:
         self._find_place = find_place
         self._left: list[ProcessGroup] = []
         self._builds = True
+        self.exchanged = False
         self._put_back: list[tuple[Any, str, Any]] = []
         self._replace_functions()
 
@@ -56,7 +60,7 @@ class PeerlessGroups:
 
     def built(self) -> None:
         """The training begins: from now on, ``distribute_tensor`` exchanges."""
-        self._builds = False
+        self._builds = self.exchanged = False
 
     def close(self) -> None:
         """Put torch's functions back."""
@@ -96,6 +100,7 @@ class PeerlessGroups:
 
     def _of_round(self, group: ProcessGroup) -> ProcessGroup:
         """Return the round's group in place of one of these."""
+        self.exchanged |= self._builds and group is not self._default
         self._find_place()
         if group is self._default:
             assert dist.group.WORLD is not None
@@ -120,6 +125,7 @@ class PeerlessGroups:
     def _resolves(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_compiling():
+                self.exchanged |= self._builds
                 self._find_place()
             found = function(*args, **kwargs)
             return self._of_round(found) if self._has(found) else found

@@ -91,6 +91,7 @@ USES: dict[str, Any] = {
 def test_what_else_is_exchanged_waits_for_the_place(replica: Replica, use: str) -> None:
     assert USES[use](replica.wide)
     assert replica.finds == 1
+    assert replica.groups.exchanged == (use in ("mesh", "functional", "redistributed"))
     assert dist.get_world_size() == 1
     assert distributed_c10d.get_backend() == "gloo"
 
