@@ -357,7 +357,7 @@ def test_workers_learn_whether_they_may_be_suspended(said: Said, events: Events,
 def test_a_worker_that_writes_checkpoints_itself_learns_whether_its_node_is_still_a_member(
     control: Control, said: Said, member: bool
 ) -> None:
-    control._snapshot_store._may_commit = lambda: member
+    control._snapshot_store.may_commit = lambda: member
     with worker(control, said, 0) as sock:
         sock.sendall(c.pack(c.MayCommit(3)))
         assert c.unpack(sock.recv(4096).strip()) == c.CommitAnswer(3, allowed=member)

@@ -41,6 +41,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
 import elastic_launch as el
+from elastic_launch.snapshot.memory.slot import Header
 from elastic_launch.training.checkpoints.memory import MemorySnapshots
 from elastic_launch.training.checkpoints.snapshot_interval import Rhythm
 from elastic_launch.training.ranks.replicas import ReplicaCheck
@@ -133,11 +134,11 @@ class Notes:
         """Note the step of each snapshot once all of it is in its slot; from a step on there is no room for them."""
         store, settle, begun = MemorySnapshots.store, MemorySnapshots.settle, []
 
-        def storing(self: MemorySnapshots, *args: Any, step: int, **options: Any) -> bool:
-            if step >= room_until:
+        def storing(self: MemorySnapshots, state: Any, meta: Any, header: Header, **options: Any) -> bool:
+            if header.step >= room_until:
                 MemorySnapshots._lack = lambda self, size: "no room in this test"  # type: ignore[method-assign]
-            stored = store(self, *args, step=step, **options)
-            begun.extend([step] if stored else [])
+            stored = store(self, state, meta, header, **options)
+            begun.extend([header.step] if stored else [])
             if options["wait"]:
                 settle_and_note(self)
             return stored
