@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -273,6 +274,7 @@ def test_doctor_examines_the_store(s3: S3Server, monkeypatch: pytest.MonkeyPatch
     def found() -> list[tuple[Level, str, str]]:
         return [(x.level, x.text, x.remedy) for x in doctor_storage.checkpoints(url)]
 
+    monkeypatch.setattr(doctor_storage, "SLOW", math.inf)  # a busy machine writes slowly
     tried, seen, clock = found()
     assert {x[0] for x in (tried, seen, clock)} == {Level.GOOD}
     assert tried[1].startswith(f"{url} can be listed, written, read and cleared: 1 MiB was written in ")
