@@ -444,7 +444,7 @@ _UNAFFECTED: dict[v.Phase, f.Meanwhile] = {
     v.Phase.WAITING: "waits",
     v.Phase.SUSPENDED: "waits",
 }
-"""What a node does, whatever becomes of its link."""
+"""What a node continues to do, with or without its link."""
 
 
 def _cut_off(view: v.View, event: CutOff) -> Decision:

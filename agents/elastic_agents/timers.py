@@ -152,7 +152,7 @@ class StepTimer:
 
 
 class StartTimer:
-    """Learns how long starts take, without the time in which they wait for others, from those that it is told of.
+    """Learns how long starts take, without the time in which they wait for others, from those that are reported to it.
 
     Args:
         start_wait: seconds that other workers should wait for a start.

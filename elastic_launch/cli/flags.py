@@ -65,7 +65,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag(("--nnodes",), "nodes of the run", "N|MIN:MAX", "1:1"),
         Flag(("-n", "--nproc", "--nproc-per-node"), "workers here: number, auto, cpu, gpu", "N", "1"),
         Flag(("--replica-size",), "workers of a replica, on one node", "N", "1"),
-        Flag(("--standalone",), "this node only, whatever endpoint is given"),
+        Flag(("--standalone",), "this node only; a given endpoint is ignored"),
     ),
     "Where nodes meet": (
         Flag(("--rdzv-backend",), f"c10d, {', '.join(SERVICES)}, static, or torch's", "NAME", "c10d"),

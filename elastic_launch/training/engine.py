@@ -227,7 +227,8 @@ class Engine:
             faults.reached("drain", step)
         if last or self.saver.is_durable(step, self.checkpoint):
             self.compare(step)
-        goes_on = None if self.rounds.mesh is not None else self._goes_on and not self.rounds.link.ends()
+        keeps = self.draining and self.rounds.mesh is None
+        goes_on = self._goes_on and not self.rounds.link.ends() if keeps else None
         self.saver.save(after, last=last, draining=self.draining, stays=stays, keep=keep, goes_on=goes_on)
         return self.stopped
 

@@ -149,11 +149,12 @@ class WorkerRounds:
         untouched, kept = self.untouched, self.mesh is not None
         given = {"run.mesh(shard=, tensor=)": (shard, tensor)}
         check_same(self.world, given, self.link, goes_on=kept and not self.is_built_ahead)
-        # Where another process of the replica is: behind what is built, at it, or at what the script exchanges there.
-        place = 0 if self._peerless is not None and self._peerless.exchanged else 2 if kept else 1
+        exchanges, builds, built = range(3)  # what the script does next in a process of the replica
+        own = exchanges if self._peerless is not None and self._peerless.exchanged else built if kept else builds
         first, size = self.world.rank // (shard * tensor) * shard * tensor, shard * tensor
-        others = [each for (each,) in numbers_of_all(self.world, [place])[first : first + size]]
-        if place == 2 and min(others) < (2 if tensor > 1 else 1):  # parallelize_module exchanges
+        found = [each for (each,) in numbers_of_all(self.world, [own])[first : first + size]]
+        # parallelize_module exchanges between tensor ranks, which this process would leave out.
+        if own == built and min(found) < (built if tensor > 1 else builds):
             self.start_again("its replica has a new process")
         with self.link.forming():
             how = self.timeout, self.mesh

@@ -33,6 +33,14 @@ def trained(job: Job, world: int, *options: str, name: str = "") -> dict[str, An
     return found
 
 
+def trained_alone(job: Job, command: list[str]) -> dict[str, Any]:
+    """Return the result of the example with one replica, undisturbed; it ends with ``--result FILE``."""
+    agent = job.launch("--standalone", "--nproc", "2", command=[*command, "--checkpoint", str(job.directory / "alone")])
+    assert agent.wait(120 * SLOWNESS) == 0, agent.output
+    found: dict[str, Any] = json.loads(Path(command[-1]).read_text())
+    return found
+
+
 @pytest.fixture(scope="module")
 def undivided(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What one process writes in exact mode, by optimizer."""
@@ -109,9 +117,7 @@ def test_a_lost_node_takes_its_replica_with_it(job: Job) -> None:
     drill.write_text(json.dumps([{"rank": 3, "step": 7, "do": "lose"}]))
     command = [EXAMPLE, "--exact", "--tensor", "2", "--shard", "1", "--steps", "12", "--result", str(result)]
 
-    agent = job.launch("--standalone", "--nproc", "2", command=[*command, "--checkpoint", str(job.directory / "alone")])
-    assert agent.wait(120 * SLOWNESS) == 0, agent.output
-    alone = json.loads(result.read_text())
+    alone = trained_alone(job, command)
     flags = ("--nnodes", "1:2", "--join-settle", "300", "--drill", str(drill))  # neither begins without the other
     command += ["--checkpoint", str(job.directory / "lost")]
     a = job.node("a", *flags, nproc=2, command=command)
@@ -253,9 +259,7 @@ def test_a_replica_that_is_left_alone_takes_a_snapshot_at_once(job: Job) -> None
     result, drill = job.directory / "result.json", job.directory / "drill.yaml"
     drill.write_text(json.dumps([{"rank": 3, "step": 30, "do": "lose"}, {"rank": 1, "step": 34, "do": "kill"}]))
     command = [EXAMPLE, "--exact", "--shard", "2", "--steps", "36", "--every", "1000", "--result", str(result)]
-    agent = job.launch("--standalone", "--nproc", "2", command=[*command, "--checkpoint", str(job.directory / "alone")])
-    assert agent.wait(120 * SLOWNESS) == 0, agent.output
-    alone = json.loads(result.read_text())
+    alone = trained_alone(job, command)
     flags = ("--nnodes", "1:2", "--replica-size", "2", "--join-settle", "300", "--drill", str(drill))
     command += ["--checkpoint", str(job.directory / "lost")]
     a = job.node("a", *flags, nproc=2, command=command)
@@ -274,9 +278,7 @@ def test_snapshots_of_replicas_that_are_split_bring_back_a_lost_node(job: Job) -
     result, drill = job.directory / "result.json", job.directory / "drill.yaml"
     drill.write_text(json.dumps([{"rank": 5, "step": 7, "do": "lose"}]))
     command = [EXAMPLE, "--exact", "--shard", "2", "--steps", "12", "--every", "1000", "--result", str(result)]
-    agent = job.launch("--standalone", "--nproc", "2", command=[*command, "--checkpoint", str(job.directory / "alone")])
-    assert agent.wait(120 * SLOWNESS) == 0, agent.output
-    alone = json.loads(result.read_text())
+    alone = trained_alone(job, command)
     flags = ("--nnodes", "2:3", "--join-settle", "300", "--drill", str(drill), "--split-snapshots")
     command += ["--checkpoint", str(job.directory / "lost")]
     nodes = [job.node("a", *flags, nproc=2, command=command)]

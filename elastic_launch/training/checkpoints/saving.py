@@ -438,14 +438,14 @@ class Saver:
             draining: whether another process continues the training.
             stays: whether a tensor keeps its values until :meth:`settle`; None: :meth:`settle` is not called.
             keep: whether to take a snapshot in memory even if none is due; the same on all ranks.
-            goes_on: whether this process then goes on in the next round, if each may keep its shards for that.
+            goes_on: in a drain, whether this process goes on in the next round; None: it keeps no shards for that.
         """
         agreed, self._agreed = self._agreed, NOTHING
         if agreed is not NOTHING:
             saves, keeps = self._posted.save and not agreed.save, self._posted.keep and not agreed.keep
             self._posted = Wishes(save=saves, keep=keeps)
         going_on: list[bool] = []
-        if draining and goes_on is not None and self._divisible(after.state):
+        if goes_on is not None and self._divisible(after.state):
             going_on = [bool(each) for (each,) in numbers_of_all(self._world, [int(goes_on)])]
         durable = False
         if (checkpoint := after.checkpoint) is not None:

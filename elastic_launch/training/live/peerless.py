@@ -3,8 +3,8 @@
 ``parallelize_module`` and ``fully_shard`` need the groups of a replica's mesh, and the replica's other processes may
 not have come so far. These groups know the rank and the size that the process will have in its replica, and exchange
 nothing. ``distribute_tensor`` takes this rank's part of its own tensor, as with ``src_data_rank=None``: all ranks build
-the same model. Whatever else is exchanged, or asked of the group of all ranks, waits for the place, and goes on with
-the round's groups.
+the same model. All other exchanges, and questions to the group of all ranks, wait for the place, and go on with the
+round's groups.
 """
 
 from __future__ import annotations
