@@ -204,6 +204,7 @@ class WorkerRounds:
         if self._timeouts is not None:
             self._timeouts.close()
             self._timeouts = None
+        self.groups.release()
 
     @contextmanager
     def forming(self, *, inner: bool = False) -> Iterator[None]:
@@ -433,7 +434,8 @@ class WorkerRounds:
         if place is None:
             return False
         take(place)
-        self._world, self.groups, self.begun, self._began_at = environment(), RoundGroups(), False, 0
+        self._world, self.groups = environment(), RoundGroups(last=self.groups)
+        self.begun, self._began_at = False, 0
         return True
 
     def start_again(self, why: str) -> None:

@@ -68,7 +68,7 @@ class Rank:
 
     def begin(self) -> None:
         """Begin a new round."""
-        self.groups = RoundGroups()
+        self.groups = RoundGroups(last=self.groups)
 
     def form(self, rank: int, size: int, port: int, subgroups: int = 1, address: str = "127.0.0.1") -> float:
         """Form the groups of a new round, and return how many seconds that took."""

@@ -60,9 +60,14 @@ class RoundGroups:
     worker's environment: with any other value, NCCL's watchdog may end the process when a peer fails. With 0, no
     collective raises after an abort: it ends, and what it has written is undefined, so check :attr:`disconnected` after
     waiting for the device. Nor does the watchdog end a collective that outlasts the timeout; see ``timeout_watch``.
+
+    Args:
+        last: those of the round before, which are released as soon as a group of this round is formed: then all members
+            have left them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, last: RoundGroups | None = None) -> None:
+        self._last = last
         self._sockets = GroupSockets()
         self._inner = GroupSockets()  # of groups that disconnect() leaves alone while they are held
         self._holds = 0
@@ -99,6 +104,16 @@ class RoundGroups:
                     self._excepthooks.append((hook, sys.excepthook))
                 if self.disconnected:
                     self._abort()
+        if self._last is not None:
+            self._last.release()
+            self._last = None
+
+    def release(self) -> None:
+        """Close what :meth:`leave` keeps of the connections for members that leave later, here and in rounds before."""
+        self._sockets.release()
+        self._inner.release()
+        if self._last is not None:
+            self._last.release()
 
     def disconnect(self) -> int:
         """Make all collectives of these groups fail, the present ones and later ones; callable from any thread.
@@ -106,7 +121,7 @@ class RoundGroups:
         gloo's fail within milliseconds, whether the peers run, are frozen or dead. If a group is being formed, that
         fails, too, but only after its store is connected: one that does not answer is waited for until its timeout.
 
-        A caller still needs a limit of its own: if a connection fails while gloo is sending a message, the rank that
+        A caller still needs a limit of its own: if a peer dies while gloo is sending it a large message, the rank that
         waits for the end of the sending is not woken, and waits until the group's timeout. This is rare.
 
         Returns:
@@ -203,7 +218,8 @@ class RoundGroups:
     def leave(self) -> None:
         """Destroy all process groups of this process, and wait until they and their sockets are gone.
 
-        After :meth:`disconnect` this depends on no peer. Without it, all ranks must have completed all collectives.
+        After :meth:`disconnect` this depends on no peer, and lets the collectives of those fail that wait for this one.
+        Without it, all ranks must have completed all collectives.
 
         Raises:
             GroupsRemainError: if the script has made groups itself, or if anything still holds one.
@@ -216,6 +232,8 @@ class RoundGroups:
             self._destroy()
             if not foreign:
                 _wait_until_gone(held, self._sockets, self._inner)
+        for each in (self._sockets, self._inner):
+            each.end()
         if foreign:
             raise GroupsRemainError(f"The script made process groups itself: {', '.join(foreign)}.")
 

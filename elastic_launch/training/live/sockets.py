@@ -4,6 +4,11 @@ gloo has no call that interrupts a collective. If its connections are shut down 
 fails within milliseconds, whether the peers still run or not. Listening sockets are left alone: gloo ends the process
 if one of them fails.
 
+At first, connections are shut down for reading only. At the end of what it reads, gloo wakes the threads that wait to
+receive, or to send what the peer has not asked for yet; it does not wake one that waits for the end of a sending under
+way (``signalException`` in gloo's ``transport/tcp/pair.cc``). So no sending must fail: gloo can still write until it
+has closed the connection itself. Its peers can write even after that, as a duplicate of the connection stays open.
+
 The kernel knows which sockets are gloo's. Each of gloo's groups has an ``epoll(7)`` descriptor that watches its
 listening socket and all of its connections, and ``/proc/self/fdinfo`` lists what such a descriptor watches. This finds
 connections that gloo opens after it has formed the group (``TORCH_GLOO_LAZY_INIT``), and none that the script opens
@@ -52,6 +57,7 @@ class GroupSockets:
         self._listeners: set[int] = set()
         self._connections: set[int] = set()
         self._shut: set[int] = set()
+        self._kept: list[socket.socket] = []
         self._knocked: set[int] = set()
         self._before: set[int] | None = None
         self._epolls: list[int] = []
@@ -121,8 +127,21 @@ class GroupSockets:
             self._shut_recorded()
             return self._epolls
 
+    def end(self) -> None:
+        """Let the peers read the end of the connections, once gloo has closed them here."""
+        with self._lock:
+            for each in self._kept:
+                with suppress(OSError):  # the peer has ended
+                    each.shutdown(socket.SHUT_WR)
+
+    def release(self) -> None:
+        """Close the duplicates of the connections that were shut down, once no peer uses these any more."""
+        with self._lock:
+            while self._kept:
+                self._kept.pop().close()
+
     def still_open(self) -> int:
-        """Return how many of the sockets recorded so far are open."""
+        """Return how many of the sockets recorded so far are open, apart from duplicates."""
         with self._lock:
             sockets = self._record()
             return len((self._listeners | self._connections) & sockets.keys())
@@ -132,20 +151,27 @@ class GroupSockets:
         while not self._opened.wait(_POLL):
             with self._lock:
                 self._shut_recorded()
-                sockets = _sockets(_descriptors())
+                sockets = _sockets(self._descriptors())
                 for inode in (self._listeners - self._knocked) & sockets.keys():
                     self._knocked.add(inode)
                     _knock(sockets[inode], inode, self._size)
 
     def _shut_recorded(self) -> int:
         sockets = self._record()
-        shut = {inode for inode in self._connections - self._shut if inode in sockets and _shut(sockets[inode], inode)}
-        self._shut |= shut
-        return len(shut)
+        shut = 0
+        for inode in (self._connections - self._shut) & sockets.keys():
+            if (found := _opened_again(sockets[inode], inode)) is not None:
+                if _shut(found):
+                    self._shut.add(inode)
+                    self._kept.append(found)
+                    shut += 1
+                else:
+                    found.close()
+        return shut
 
     def _record(self) -> dict[int, int]:
         """Add the sockets that the groups have by now, and return the descriptors of all sockets, by inode."""
-        descriptors = _descriptors()
+        descriptors = self._descriptors()
         sockets = _sockets(descriptors)
         listeners, store = set(self._listeners), set[int]()
         if self._before is not None:
@@ -164,6 +190,12 @@ class GroupSockets:
         if self._listeners:  # before that, the store is being connected, and torch would connect it again and again
             self._connections |= store
         return sockets
+
+    def _descriptors(self) -> dict[int, str]:
+        found = _descriptors()
+        for each in self._kept:
+            found.pop(each.fileno(), None)
+        return found
 
 
 def _descriptors() -> dict[int, str]:
@@ -219,12 +251,14 @@ def _describe(descriptor: int, inode: int) -> tuple[str, int]:
             return "unconnected", 0
 
 
-def _shut(descriptor: int, inode: int) -> bool:
-    if (found := _opened_again(descriptor, inode)) is None:
-        return False
-    with found, suppress(OSError):
+def _shut(found: socket.socket) -> bool:
+    with suppress(OSError):
         if not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            found.shutdown(socket.SHUT_RDWR)  # this ends an attempt to connect, too
+            try:
+                found.getpeername()
+                found.shutdown(socket.SHUT_RD)
+            except OSError:
+                found.shutdown(socket.SHUT_RDWR)  # this ends an attempt to connect, too
             return True
     return False
 
