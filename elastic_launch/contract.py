@@ -252,7 +252,7 @@ class Best:
         if self.mode not in ("min", "max"):
             raise UsageError(f"Best(mode={self.mode!r}) is unknown.", 'Give "min" or "max".')
         if type(self.count) is not int or self.count < 1:
-            raise UsageError(f"Best(count={self.count!r}): at least 1 checkpoint is kept.")
+            raise UsageError(f"Best(count={self.count!r}): it must be a whole number, 1 or more.")
 
 
 @dataclass(frozen=True, slots=True)

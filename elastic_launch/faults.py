@@ -200,7 +200,7 @@ class FaultPlan:
         names = {field.name for field in fields(Fault)}
         for entry in entries:
             if unknown := sorted(entry.keys() - names):
-                raise UsageError(f"A fault has no {unknown[0]!r}.", f"It has {', '.join(sorted(names))}.")
+                raise UsageError(f"A fault has the unknown key {unknown[0]!r}.", f"Known: {', '.join(sorted(names))}.")
             if "rank" not in entry and "rank" not in defaults:
                 raise UsageError(f"The fault {json.dumps(entry)} has no rank.", "Say which worker is to fail.")
         return FaultPlan(tuple(Fault(**{**defaults, **entry}) for entry in entries), seed)
@@ -217,7 +217,7 @@ class FaultPlan:
         seed: object = 0
         if isinstance(found, dict):
             if unknown := sorted(map(str, found.keys() - {"seed", "faults"})):
-                raise UsageError(f"A drill has no {unknown[0]!r}.", "It has seed and faults.")
+                raise UsageError(f"A drill has the unknown key {unknown[0]!r}.", "Known: seed, faults.")
             seed, found = found.get("seed", 0), found.get("faults")
         if type(seed) is not int:
             raise UsageError(f"A drill's seed cannot be {seed!r}.", "Give a whole number.")

@@ -365,7 +365,7 @@ def test_a_run_that_can_be_joined_is_shown(job: Job, capsys: pytest.CaptureFixtu
     assert lines[-1].startswith("ok       this host's clock is within ")
     code, lines = told(capsys, "--rdzv-endpoint", f"127.0.0.1:{job.port}", "--rdzv-id", "other")
     assert code == 1
-    assert "another run than 'other' is led here" in lines[-1]
+    assert "this leader leads another run, not 'other'" in lines[-1]
     job.finish()
     assert agent.wait() == 0
 

@@ -143,7 +143,7 @@ def test_the_leaders_decisions_are_shown_to_people() -> None:
         ),
         (
             ev.ResizeSkipped(("c", "d"), 8.2, 4.1, 5.0),
-            "no resize for node c, d: of about 8 s left it would save 4.1 s, and it costs 5.0 s",
+            "no resize for node c, d: with about 8 s left, it would save 4.1 s and cost 5.0 s",
         ),
         (
             ev.RestartCharged(3, "crash", 1, 3, "a round forms"),

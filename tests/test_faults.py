@@ -57,7 +57,7 @@ def test_without_a_plan_nothing_is_planned(environ: dict[str, str]) -> None:
         ("[" * 100_000, "is not a fault plan"),
         ("[1]", "is not a fault plan"),
         ('[{"step": 20}]', "has no rank"),
-        ('[{"rank": 1, "when": 20}]', "A fault has no 'when'"),
+        ('[{"rank": 1, "when": 20}]', "A fault has the unknown key 'when'"),
         ('[{"rank": "1"}]', "rank cannot be '1'"),
         ('[{"rank": true}]', "rank cannot be True"),
         ('[{"rank": -1}]', "rank cannot be -1"),

@@ -185,7 +185,7 @@ def test_filters_that_no_line_reaches_are_mentioned(
     flags: tuple[str, ...], told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     configured("--duplicate-stdout-filters", "x", *flags)
-    assert [record.message.startswith("--duplicate-stdout-filters is without effect") for record in caplog.records] == (
+    assert [record.message.startswith("--duplicate-stdout-filters has no effect") for record in caplog.records] == (
         [True] if told else []
     )
 

@@ -127,7 +127,7 @@ def test_a_launch_without_a_home_takes_a_fresh_directory_if_a_stranger_has_prepa
     assert f"{usual} belongs to another user (uid {STRANGER}): logs go to {fresh} instead" in caplog.text
     # What another user writes there about runs is not believed either.
     assert ctl(["status"]) == 95
-    assert f"No run is looked for in {usual}: {usual} belongs to another user" in capsys.readouterr().err
+    assert f"Runs in {usual} are ignored: {usual} belongs to another user" in capsys.readouterr().err
 
 
 @as_root

@@ -317,7 +317,7 @@ class NodeAgent(ElasticAgent):
             _log.info("%s", message.text)
 
     def _thread_died(self, died: ThreadDied) -> None:
-        cause = f"internal error: the agent's thread {died.name!r} ended by {died.error}"
+        cause = f"internal error: the agent's thread {died.name!r} failed: {died.error}"
         self._outcome = self._outcome or NodeOutcome(ExitCode.TRAINING_FAILED, cause, self.state.restarts)
 
     def _present(self) -> Present:

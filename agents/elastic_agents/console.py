@@ -216,7 +216,7 @@ def announce(config: LaunchConfig) -> None:
     kept = ", logs in" if config.output.keep else "; output is not kept in files; events in"
     _log.info("%s%s %s", config.title, kept, config.run_directory)
     if ignored := ", ".join(number.name for number in config.signals.ignored):
-        text = "ignored since this process was started, by nohup or in a shell's background, and still: %s"
+        text = "signals ignored at the start (by nohup, or in a shell's background) stay ignored: %s"
         _log.info(text, ignored)
 
 

@@ -87,7 +87,7 @@ class Departure:
         if self.notice is not None and view.leaving is not None and not self._forgiven:
             # On a machine that is being taken away, the init system sends SIGTERM at about the time of the notice.
             self._forgiven = True
-            _log.info("%s received: this node leaves already; a second one kills its workers", name)
+            _log.info("%s received: this node is already leaving; a second signal kills its workers", name)
             return None
         _log.info("%s received", name)
         if self._until is None:
@@ -121,14 +121,14 @@ class Departure:
             _log.warning("%s%s; this node stays", notice.reason, within)
             return None
         if view.leaving is not None and known is None:
-            _log.warning("%s; this node leaves already", notice.reason)
+            _log.warning("%s; this node is already leaving", notice.reason)
             return None
         now = self._clock.now()
         until = (now if at is None else at) + (self._config.shutdown_timeout if known is None else known - MARGIN)
         seconds = max(0.0, until - now)
         self._until = until if self._until is None else min(self._until, until)
         if view.leaving is not None:
-            _log.warning("%s%s; this node leaves already", notice.reason, within)
+            _log.warning("%s%s; this node is already leaving", notice.reason, within)
             self._later(seconds, v.DrainOver(view.round))
             return None
         _log.warning("%s%s; this node leaves the run", notice.reason, within)

@@ -101,7 +101,7 @@ def hint_on(failure: Failure) -> str:
 
 def _who(failure: Failure) -> str:
     host = f"host {failure.host}, " if failure.host else ""
-    what = "first failure, of which the cause is not known" if failure.symptom else "root cause"
+    what = "first failure, cause unknown" if failure.symptom else "root cause"
     who, where = f"rank {failure.rank}", f"round {failure.round}"
     if failure.rank is None:
         who, where = f"local rank {failure.local_rank}", "started ahead of a round"

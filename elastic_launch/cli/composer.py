@@ -208,8 +208,8 @@ def _alone(values: Values, nproc: int, address: str, port: int | None) -> _Place
     for name in ("--base-rank", "--node-rank"):
         if _number(values, name, 0):
             raise UsageError(
-                f"{_asked(values, name)} asks for ranks after others, but the world is this node's {nproc}.",
-                "Give the number of processes on all nodes with --world_size, or drop it.",
+                f"{_asked(values, name)} puts other ranks before this node's, but the world is this node's {nproc}.",
+                "Give the number of processes on all nodes with --world_size, or leave this rank out.",
             )
     return _Place(nproc, nproc, 0, 0, address, port)
 
@@ -220,13 +220,13 @@ def _ranks_of_node(values: Values, nproc: int, size: int, base: int | None, node
         return base, node
     if base is None and node is None:
         raise UsageError(
-            f"a world of {size} with {nproc} on this node has several nodes, and nothing says which this one is.",
-            "Give --node_rank if all nodes have as many processes, else --base_rank and --node_rank.",
+            f"a world of {size} with {nproc} on this node has several nodes, and the rank of this node is not given.",
+            "Give --node_rank if all nodes have the same number of processes, else --base_rank and --node_rank.",
         )
     given, missing = ("--node-rank", "--base-rank") if base is None else ("--base-rank", "--node-rank")
     if size % nproc or (base or 0) % nproc:
         raise UsageError(
-            f"{_asked(values, given)} does not tell {missing}: {nproc} processes on each node do not make "
+            f"{missing} does not follow from {_asked(values, given)}: {nproc} processes on each node do not make "
             f"{f'a world of {size}' if size % nproc else f'rank {base} the first of a node'}.",
             f"If nodes have different numbers of processes, give {missing.replace('-r', '_r')}, too.",
         )
@@ -298,7 +298,7 @@ def _formatted(name: str, text: str, place: _Place, local_rank: int) -> Path:
     try:
         unknown = [field for _, field, _, _ in string.Formatter().parse(text) if field not in (None, *values)]
         if unknown:
-            raise UsageError(f"{name} {text} has {{{unknown[0]}}} in it, which nothing is known of.", hint)
+            raise UsageError(f"{name} {text} has the unknown field {{{unknown[0]}}}.", hint)
         # Absolute, since workers may change their directory and the path is relative to this process's.
         return Path(os.path.abspath(text.format(**values)))
     except ValueError as error:

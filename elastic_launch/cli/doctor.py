@@ -328,6 +328,6 @@ def _leader(address: Address) -> Findings:
     yield good(f"run {status.run_id} has {nodes}; its leader {status.leader} answers in {1000 * took:.0f} ms")
     yield good(f"{status.next}")
     # As if the answer took as long as the question.
-    meaning = ": events and logs of the nodes cannot be compared. The run itself does not use it."
+    meaning = ": events and logs of the nodes cannot be compared. The run itself does not use the clock."
     remedy = "Run an NTP client on all nodes (chronyc tracking, or timedatectl)."
     yield clock(sent + took / 2 - status.time, took / 2, "the leader's", meaning, remedy)

@@ -139,5 +139,5 @@ def _url(url: Url) -> Iterator[Finding]:
     yield _seen(url, tried.checkpoints)
     if tried.modified is not None:  # when what was just written was, by the store's clock
         ahead, unsure = began + took / 2 - tried.modified, took / 2 + 1.0  # many stores note whole seconds
-        remedy = f"Run an NTP client on this host: S3 refuses requests from {REFUSED:.0f} s on."
+        remedy = f"Run an NTP client on this host: S3 refuses requests if clocks differ by {REFUSED:.0f} s or more."
         yield clock(ahead, unsure, f"that of {url.scheme}", ".", remedy)

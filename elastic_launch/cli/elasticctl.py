@@ -56,7 +56,9 @@ LOST_FOR = 30.0
 COLUMNS = 31
 """Characters of a node's line besides its names."""
 
-UNCONFIRMED = "not confirmed for {:.0f} s: that the leader still leads; its node adds checkpoints and removes none"
+UNCONFIRMED = (
+    "the store has not confirmed for {:.0f} s that the leader still leads; its node adds checkpoints and removes none"
+)
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """What writing to a file or a terminal raises if it takes no more. All files but stdout have errors of their own."""
@@ -135,7 +137,9 @@ def parser() -> argparse.ArgumentParser:
     group.add_argument("--token-file", metavar="PATH", help="file with the run's token, if it has one")
     top = argparse.ArgumentParser(prog=PROGRAM, description="Show the state of a run, and control it while it runs.")
     top.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
-    top.add_argument("--print-completion", action=_PrintCompletion, choices=SHELLS, help="show a script for it")
+    top.add_argument(
+        "--print-completion", action=_PrintCompletion, choices=SHELLS, help="show the completion script for this shell"
+    )
     commands = top.add_subparsers(metavar="COMMAND", required=True)
 
     def command(name: str, act: Callable[..., int], purpose: str, *, offline: bool = False) -> argparse.ArgumentParser:
@@ -172,7 +176,7 @@ def parser() -> argparse.ArgumentParser:
 
     command("stacks", _stacks, "show the stacks of all workers, without stopping them")
 
-    report = command("report", _report, "show what each incident cost, from the same files", offline=True)
+    report = command("report", _report, "show what each incident cost, from the files on this host", offline=True)
     report.add_argument("run", metavar="RUN", nargs="?", help="the run's directory, or its id [--rdzv-id]")
     report.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     report.add_argument("--html", metavar="FILE", help="write a report to look at in a browser: one file")
@@ -236,16 +240,16 @@ def _found(log_dir: str | None, run_id: str | None, environ: Mapping[str, str]) 
     """Return the run with a file in the directory; by default, a live one in the user's state directory."""
     base = Path(log_dir) if log_dir else state_directory(environ)
     if not log_dir and (reason := untrusted(base, exclusive=True)):
-        raise EndpointError(f"No run is looked for in {base}: {reason}.", "Name the run's directory with --log-dir.")
+        raise EndpointError(f"Runs in {base} are ignored: {reason}.", "Name the run's directory with --log-dir.")
     try:
         runs, alive = find(base, run_id, depth=1 if log_dir else 2)
         if log_dir and not runs:
             runs, alive = find(base, run_id, depth=0)
     except OSError as error:
         hint = "Ask as the user that started the run."
-        raise EndpointError(f"No run can be looked for in {base}: {error.strerror}.", hint) from error
+        raise EndpointError(f"Cannot look for runs in {base}: {error.strerror}.", hint) from error
     which = f"run {run_id!r}" if run_id else "run"
-    flags = "Name it with --rdzv-endpoint HOST:PORT and --rdzv-id ID, or with the --log-dir that it was given."
+    flags = "Name the run with --rdzv-endpoint HOST:PORT and --rdzv-id ID, or with its --log-dir."
     if not runs:
         unusable = [path for depth in ((1, 0) if log_dir else (2,)) for path in damaged(base, depth)]
         but = f", but {unusable[0]}, which is damaged or cannot be read" if unusable else ""
@@ -253,7 +257,7 @@ def _found(log_dir: str | None, run_id: str | None, environ: Mapping[str, str]) 
     if not alive and not log_dir and not run_id:
         last = runs[0].run
         ended = "was killed" if last.code is None else f"ended with exit code {last.code}: {last.cause}"
-        hint = f"For the last one add --rdzv-id {last.run_id}; name another one with its --log-dir."
+        hint = f"For the last run, add --rdzv-id {last.run_id}; for another run, give its --log-dir."
         raise EndpointError(f"There is no {which} alive in {base}; the last one, {last.run_id}, {ended}.", hint)
     if len(runs) > 1 and (alive or not run_id):
         names = ", ".join(f"{run.run_id} at {run.endpoint}" for run, _ in runs[:10])

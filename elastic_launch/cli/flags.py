@@ -78,9 +78,9 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag(("--master-addr",), "address of node 0, for static", "ADDR", "127.0.0.1"),
         Flag(("--master-port",), "port of node 0, for static", "PORT", "29500"),
         Flag(("--token-file",), "file with the run's token", "PATH"),
-        Flag(("--health-port",), "answer /livez and /readyz there", "[HOST:]PORT"),
-        Flag(("--http",), "serve a page and metrics there", "[HOST:]PORT"),
-        Flag(("--http-host",), "names of a service or proxy in front of it", "NAME,..."),
+        Flag(("--health-port",), "serve /livez and /readyz on this port", "[HOST:]PORT"),
+        Flag(("--http",), "serve a page and metrics on this port", "[HOST:]PORT"),
+        Flag(("--http-host",), "host names that --http also answers to", "NAME,..."),
     ),
     "Times, in seconds": (
         _timing("join_settle", "wait for more nodes before round 1"),
@@ -109,9 +109,9 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag(("--no-python",), "the script is a program, not Python"),
         Flag(("--no-warm",), "workers do their imports themselves"),
         Flag(("--no-live",), "start all workers again in each new round"),
-        Flag(("--no-exclude-corrupt",), "name a node that computes wrong, but keep it"),
+        Flag(("--no-exclude-corrupt",), "report a node with wrong results, but keep it"),
         Flag(("--no-snapshots",), "take no snapshots of the state in memory"),
-        Flag(("--split-snapshots",), "split those of sharded models among the nodes"),
+        Flag(("--split-snapshots",), "split snapshots of sharded models among nodes"),
         Flag(("--preload",), "import these modules ahead, too", "MODULE,..."),
         Flag(("--no-preload",), "do not import these modules ahead", "MODULE,..."),
         Flag(("--run-path",), "run the script by its full path, with runpy"),
@@ -126,8 +126,8 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag(("-r", "--redirects"), "streams not shown, as 3 or 0:1,1:2", "STREAMS", "0"),
         Flag(("-t", "--tee"), "streams shown with a prefix", "STREAMS", "0"),
         Flag(("--local-ranks-filter",), "local ranks that are shown", "N,...", "all"),
-        Flag(("--duplicate-stdout-filters",), "copy stdout's lines with these to a file", "TEXT"),
-        Flag(("--duplicate-stderr-filters",), "copy stderr's lines with these to a file", "TEXT"),
+        Flag(("--duplicate-stdout-filters",), "copy stdout lines that contain TEXT to a file", "TEXT"),
+        Flag(("--duplicate-stderr-filters",), "copy stderr lines that contain TEXT to a file", "TEXT"),
         Flag(
             ("--log-line-prefix-template",),
             "prefix of tee'd lines",
@@ -144,8 +144,8 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag(("--print-config",), "show every value and its source, and exit"),
     ),
     "Signals": (
-        Flag(("--signals-to-handle",), "that make this node leave", "LIST", "TERM,INT,HUP,QUIT"),
-        Flag(("--signals-to-forward",), "passed to the workers", "LIST", "USR1,USR2"),
+        Flag(("--signals-to-handle",), "signals to leave on", "LIST", "TERM,INT,HUP,QUIT"),
+        Flag(("--signals-to-forward",), "signals to pass to the workers", "LIST", "USR1,USR2"),
     ),
     "Preemption": (Flag(("--notice",), "sources of preemption notices", "SOURCE,...", "auto"),),
     "For torch": (
@@ -388,7 +388,7 @@ class Values:
         texts = self.given.get(name)
         if texts and (texts[-1].strip() or not (self.torchrun and name in EMPTY)):
             if not texts[-1].strip():
-                raise UsageError(f"{name} has an empty value.", "Give it one, or leave the flag out.")
+                raise UsageError(f"{name} has an empty value.", "Give a value, or leave the flag out.")
             return texts[-1]
         if variable := self.variable(name):
             return self.environ[variable]

@@ -189,9 +189,9 @@ def _tell_without_effect(output: Output) -> None:
             continue
         flag = f"--duplicate-{name}-filters"
         if not output.keep:
-            log.warning("%s is without effect: --log-dir %s keeps no files.", flag, os.devnull)
+            log.warning("%s has no effect: --log-dir %s keeps no files.", flag, os.devnull)
         elif not any(output.filters(rank, std) for rank in ranks):
-            log.warning("%s is without effect: it is for what is shown, or tee'd, and %s is not.", flag, name)
+            log.warning("%s has no effect: it filters output that is shown or tee'd, and %s is neither.", flag, name)
 
 
 def _filters(values: Values, name: str) -> tuple[str, ...]:

@@ -182,7 +182,7 @@ def _static(values: Values, limits: Limits, rank: int | None) -> Meeting:
     if node_id := values.text("--node-id"):
         raise UsageError(
             f"{named} names this node by its rank, --node-id {node_id} by something else.",
-            "Drop --node-id: two nodes of one rank are told apart by it, and must not be.",
+            "Drop --node-id: it would hide that two nodes have the same rank.",
         )
     return Meeting("static", (_master(values),), f"node-{rank}", rank)
 
@@ -193,7 +193,7 @@ def _master(values: Values) -> Endpoint:
     if endpoint is not None:
         for name in ("--master-addr", "--master-port"):
             if values.text(name) is not None:
-                log.warning("%s has no effect: --rdzv-endpoint says it.", values.origin(name))
+                log.warning("%s has no effect: --rdzv-endpoint takes precedence.", values.origin(name))
         found = parse_endpoint(endpoint, MASTER_PORT)
     else:
         if not 0 <= port <= 65535:
@@ -204,7 +204,7 @@ def _master(values: Values) -> Endpoint:
                 f"--master-addr {address} has a port in it.", f"Give --master-addr {found.host} and --master-port."
             )
     if found.port == 0 and values.text("--nnodes") not in (None, "1", "1:1"):
-        raise UsageError("the master's port is 0, any free one, which other nodes cannot know.", "Give a port.")
+        raise UsageError("the master's port is 0 (any free port), which other nodes cannot know.", "Give a port.")
     return found
 
 

@@ -42,7 +42,7 @@ class StoreService:
         found = tuple(parse_endpoint(part, self.port) for part in text.split(","))
         if any(endpoint.port == 0 for endpoint in found):
             raise UsageError(
-                f"--rdzv-endpoint {text!r} has port 0, where no {self.name} can be.",
+                f"--rdzv-endpoint {text!r} has port 0, on which no {self.name} can listen.",
                 f"Write HOST:PORT, or several with commas, as in --rdzv-endpoint {self.name}0:{self.port},"
                 f"[::1]:{self.port}.",
             )

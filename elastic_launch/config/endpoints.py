@@ -68,14 +68,15 @@ def parse_voters(text: str) -> tuple[Endpoint, ...]:
     hint = "Name 3 hosts, of which one may be lost, or 5 or 7, of which two or three may."
     if len(found) % 2 == 0:
         raise UsageError(
-            f"{asked} names {len(found)} hosts: with an even number, no more may be lost than with one host less.", hint
+            f"{asked} names {len(found)} hosts: with an even number, no more hosts may be lost than with one fewer.",
+            hint,
         )
     if len(found) > MOST_VOTERS:
         raise UsageError(f"{asked} names {len(found)} hosts, of at most {MOST_VOTERS}.", hint)
     if len(set(found)) < len(found):
         raise UsageError(f"{asked} names a host and port twice.", hint)
     if any(endpoint.port == 0 for endpoint in found):
-        raise UsageError(f"{asked} has port 0, any free one, which other nodes cannot know.", "Give a port.")
+        raise UsageError(f"{asked} has port 0 (any free port), which other nodes cannot know.", "Give a port.")
     return found
 
 

@@ -71,7 +71,7 @@ class Setting:
         try:
             value = float(self.text)
         except ValueError:
-            raise self._error("is not a number of seconds", "Give one, as in 2.5.") from None
+            raise self._error("is not a number of seconds", "Give a number, as in 2.5.") from None
         return check_seconds(f"{self.asked}{self.text}", value, zero=zero)
 
     def truth(self) -> bool:

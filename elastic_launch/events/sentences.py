@@ -234,7 +234,7 @@ def _fails_again(cause: f.FailsAgain) -> str:
         how = "the same step has failed in the same way twice"
     elif cause.mistake is not None:
         mistake = f"{cause.mistake.exception} at {cause.mistake.frame}"
-        how = f"{mistake} has ended both rounds as they began: mend it, and run the same command again"
+        how = f"{mistake} ended both rounds as they began: fix it, and run the same command again"
     return f"a restart would fail again ({how})"
 
 
@@ -252,10 +252,10 @@ def _closed_by(cause: f.ClosedBy) -> str:
 
 def _took_memory(cause: f.TookMemory) -> str:
     killed = f"{'a child of a worker' if cause.child else 'a worker'} (pid {cause.pid})"
-    rests = "all but the newest of which are freed"
-    freed = rests if cause.rests else "which are freed once the next round has restored the state"
+    rests = "all but the newest are freed"
+    freed = rests if cause.rests else "they are freed once the next round has restored the state"
     used = f"{cause.used / 2**30:.2f} GiB"
-    return f"the kernel killed {killed} for lack of memory while they used {used}, {freed}"
+    return f"the kernel killed {killed} for lack of memory while snapshots used {used}; {freed}"
 
 
 def _drain_failed(cause: f.DrainFailed) -> str:
@@ -290,7 +290,7 @@ _TEXTS: dict[type, dict[str, str]] = {
     f.Loss: {
         "closed": "its connection closed",
         "silent": "silent for {seconds:.1f} s",
-        "late": "its workers were not stopped within {seconds:g} s, its shutdown timeout and return_after",
+        "late": "its workers were not stopped within {seconds:g} s, the sum of its shutdown timeout and return_after",
         "replaced": "a newer agent with the node id {node} took its place",
     },
     f.OfMembers: {
@@ -335,7 +335,7 @@ _TEXTS: dict[type, dict[str, str]] = {
         "exit": "the workers have stopped, but not exited in time; they are killed",
         "serve, exit": "the workers have stopped, but not exited in time, and the next round has not restored this "
         "node's snapshot; they are killed",
-        "drain": "the workers have not stopped in time; the round ends without that",
+        "drain": "the workers have not stopped in time; the round ends without a drain",
         "drain, killed": "the workers have not stopped in time; they are killed",
     },
     f.Outlook: {
@@ -505,7 +505,7 @@ SENTENCES: dict[type[ev.Event], Callable[[Any], str]] = {
     ),
     ev.AdmissionClosed: lambda e: (
         f"no further nodes take part, as long as there are enough: {e.cause}. A restart of the run is likely to "
-        "fail, too: mend the script or its environment before"
+        "fail, too: fix the script or its environment first"
     ),
     ev.FaultLanded: lambda e: f"drill: fault {e.fault} happens on node {e.node} at step {e.step}",
     ev.DrillEnded: _drill_ended,
@@ -527,8 +527,8 @@ SENTENCES: dict[type[ev.Event], Callable[[Any], str]] = {
     ev.RoundDrained: lambda e: f"round {e.round} drained in {e.drain_s:.2f} s after step {e.step}; {e.next}",
     ev.RestartCharged: _charged,
     ev.ResizeSkipped: lambda e: (
-        f"no resize for node {listed(e.nodes)}: of about {e.remaining_s:.0f} s left it would save {e.saved_s:.1f} s, "
-        f"and it costs {e.cost_s:.1f} s"
+        f"no resize for node {listed(e.nodes)}: with about {e.remaining_s:.0f} s left, it would save {e.saved_s:.1f} s "
+        f"and cost {e.cost_s:.1f} s"
     ),
     ev.LeaderElected: lambda e: (
         f"node {e.node} leads the run (term {e.term})" + ("" if e.cause == "first" else f": {e.cause}")
@@ -572,7 +572,7 @@ SENTENCES: dict[type[ev.Event], Callable[[Any], str]] = {
 _ORDERS = {
     "drain": "round {round} is to end after the same step on all ranks",
     "break": "round {round} is broken",
-    "evicted": "this node is put out of round {round}",
+    "evicted": "this node is removed from round {round}",
     "left_out": "the run goes on without this node",
     "end": "the run is to end",
 }

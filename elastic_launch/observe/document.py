@@ -141,8 +141,8 @@ def document(
     notes = [f"Times are those of node {host.node}'s clock, from its first event."]
     if now is not None and host.chronicle.rounds and not host.chronicle.leads:
         notes.append(
-            f"Node {host.node} does not lead, so these figures, rounds and incidents are only its own, and the run may "
-            "have trained without it. The page of the node that leads has those of the run."
+            f"Node {host.node} does not lead: the figures, rounds and incidents here are those of this node, and the "
+            "run may have trained without it. The leader's page shows those of the run."
         )
     largest = max([1, *(bar["world"] for bar in bars)])
     rounds = counted(len(host.chronicle.rounds), "round")

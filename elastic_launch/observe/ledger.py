@@ -113,7 +113,7 @@ class Ledger:
             spent = f"nothing was left to train: {_steps(self.done_before)} had been done before"
         elif self.by_steps:
             goodput = "unknown" if self.goodput is None else f"{100 * self.goodput:.1f} %"
-            kept = f"{time} in {_steps(self.steps)}" if self.steps else f"no step of {self.total_s:.1f} s is kept"
+            kept = f"{time} in {_steps(self.steps)}" if self.steps else f"no step kept in {self.total_s:.1f} s"
             spent = f"goodput {goodput}: {kept}"
             if self.unseen_s >= 1:
                 spent += f", without {self.unseen_s:.1f} s in which this node had no workers"

@@ -64,7 +64,9 @@ METRICS = {
     "elastic_launch_ended": _gauge(
         "1 if the run has ended, or the node's part of it, else 0.", lambda p: p.end is not None
     ),
-    "elastic_launch_exit_code": _gauge("Exit code, once that is so.", lambda p: p.end.code if p.end else None),
+    "elastic_launch_exit_code": _gauge(
+        "Exit code, once elastic_launch_ended is 1.", lambda p: p.end.code if p.end else None
+    ),
     "elastic_launch_leads": _Kind("gauge", "1 if the node made the run's last decision, else 0."),
     "elastic_launch_round": _gauge("Number of the current or last round.", lambda p: p.round),
     "elastic_launch_nodes": _gauge("Nodes in the round that trains; 0 if none does.", lambda p: _trains(p) * p.nodes),
@@ -87,9 +89,13 @@ METRICS = {
         "histogram", "Optimizer steps of the node's workers, repeated ones included, each from the end of the last."
     ),
     "elastic_launch_snapshot_step": _gauge("Steps in the newest snapshot in the node's memory.", lambda p: p.snapshot),
-    "elastic_launch_snapshot_timestamp_seconds": _Kind("gauge", "When that was first seen there, in Unix time."),
+    "elastic_launch_snapshot_timestamp_seconds": _Kind(
+        "gauge", "When the newest snapshot was first seen in the node's memory, in Unix time."
+    ),
     "elastic_launch_checkpoint_step": _Kind("gauge", "Steps in the last durable checkpoint that the node wrote."),
-    "elastic_launch_checkpoint_timestamp_seconds": _Kind("gauge", "When that was committed, in Unix time."),
+    "elastic_launch_checkpoint_timestamp_seconds": _Kind(
+        "gauge", "When the node's last durable checkpoint was committed, in Unix time."
+    ),
     "elastic_launch_restarts": _gauge("Restarts charged to the run's budget.", lambda p: p.restarts),
     "elastic_launch_max_restarts": _gauge("The budget: restarts that may be charged.", lambda p: p.max_restarts),
     "elastic_launch_host_cpu_ratio": _gauge(
@@ -106,7 +112,9 @@ METRICS = {
         "counter", "Incidents that are over, on the leader's node.", {"kind": (*ev.ROUND_ENDS, "unknown")}
     ),
     "elastic_launch_incident_seconds_total": _Kind(
-        "counter", "Time for which training stood still in them, by the ledger's parts.", {"phase": tuple(_PHASE_OF)}
+        "counter",
+        "Time for which training stood still in incidents, by the ledger's parts.",
+        {"phase": tuple(_PHASE_OF)},
     ),
     "elastic_launch_lost_steps_total": _Kind("counter", "Steps that had to be repeated after incidents."),
     "elastic_launch_goodput_ratio": _Kind("gauge", "Share of the time in steps that were kept, on the leader's node."),

@@ -196,7 +196,7 @@ class NodeWatch:
             if 1 < self._replica_size == present.world_size and newest < self._begun and not present.end:
                 memory += f"{memory and '; '}unprotected: only one replica has the state after step {newest}"
             if saved is None:
-                nothing = "nothing is saved that the launcher knows of" if present.step else ""
+                nothing = "the launcher knows of no saved state" if present.step else ""
                 nothing += "; a script with its own loop may save by itself" if nothing and self._saves_itself else ""
                 return f"no checkpoint yet; {memory}" if memory else nothing
             path = f" in {self._path}" if self._path and saved == self._checkpoint else ""

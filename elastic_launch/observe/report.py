@@ -120,14 +120,14 @@ def standing(host: Host, hosts: Sequence[Host], *, alive: bool | None) -> list[s
         told_last = [plain(line) for text in end_of(hosts) for line in text.splitlines()]
     else:
         until = f"figures until {when(host, host.chronicle.known)}"
-        lines = [f"{'in progress' if alive else 'the events end without an end of the run'}; {until}"]
+        lines = [f"{'in progress' if alive else 'the events stop before the end of the run'}; {until}"]
     for one in hosts:
         told = one.chronicle
         if told.link_cause and told.code is None:
             lines.append(f"node {one.node} has lost its link to the leader: {told.link_cause}")
         if told.code is None and not alive:
-            end = f"the events of node {one.node} end at {when(one, told.until)} without an end of its agent"
-            lines.append(f"{end}, which was killed" + (" or lost" if alive is not None else ", or runs"))
+            end = f"the events of node {one.node} stop at {when(one, told.until)}: its agent has reported no end"
+            lines.append(f"{end}; it was killed" + (" or lost" if alive is not None else " or still runs"))
     first, *others = map(one_line, lines)
     return [first, *told_last, *others]
 
@@ -168,7 +168,7 @@ def _nodes(hosts: Sequence[Host]) -> NodeTable:
                     failed += event.failed
         workers = ", ".join(f"rank {rank} (pid {pid})" for rank, (_, pid) in sorted(ranks.items())) or "none"
         told = host.chronicle
-        end = "the events end without an end" if told.code is None else f"exit code {told.code}: {told.why}"
+        end = "the events stop before the node's end" if told.code is None else f"exit code {told.code}: {told.why}"
         rows.append([host.node, addresses.get(host.node), workers, failed, f"{when(host, told.until)}: {end}"])
     heads = ["node", "address", "workers of its last round", "failed", "end"]
     return {"about": [], "heads": heads, "rows": rows}
@@ -202,7 +202,7 @@ def show_report(directory: Path, *, as_object: bool, html: Path | None, alive: b
             print(plain(f"{complaint}{left_out}"), file=sys.stderr)
     hosts = last_run(every)
     if not hosts:
-        raise UsageError(f"There is no event file in {directory} of which most can be read.", "See the lines above.")
+        raise UsageError(f"No event file in {directory} is mostly readable.", "See the lines above.")
     if earlier := sum(_tells(host) for host in every) - len(hosts):
         said = f"{counted(earlier, 'event file')} of an earlier run in {directory}"
         print(plain(f"{said} {'is' if earlier == 1 else 'are'} left out"), file=sys.stderr)

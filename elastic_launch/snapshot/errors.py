@@ -48,8 +48,8 @@ class NotCommittedError(CheckpointError):
 
     def __init__(self, step: int) -> None:
         super().__init__(
-            f"The checkpoint of step {step} was not committed: this node is not a member of the run any more, is cut "
-            "off from it, its agent does not answer, or the state was dropped since.",
+            f"The checkpoint of step {step} was not committed: this node is no longer a member of the run or is cut "
+            "off from it, its agent does not answer, or the state has been dropped.",
         )
 
 
@@ -105,7 +105,9 @@ class CheckpointGoneError(CheckpointReadError):
     """A checkpoint was removed, for example by a pruning writer, while it was being read."""
 
     def __init__(self, path: Place) -> None:
-        super().__init__(path, f"The checkpoint {path} was removed before it was read.", "Look for the newest again.")
+        super().__init__(
+            path, f"The checkpoint {path} was removed before it was read.", "Look for the newest checkpoint again."
+        )
 
 
 def writing(where: Place, what: str) -> AbstractContextManager[None]:
@@ -133,7 +135,7 @@ def _explained(where: Place, what: str, explained: Callable[[str, str], Checkpoi
         raise
     except Exception as error:
         if isinstance(where, Url):
-            text = " ".join(str(error).split()).rstrip(".") or "no further word"
+            text = " ".join(str(error).split()).rstrip(".") or "no details"
             cause, hint = f"{type(error).__name__}: {text}", _hint_of_driver(error)
         elif isinstance(error, OSError):
             cause = os.strerror(error.errno) if error.errno else str(error)

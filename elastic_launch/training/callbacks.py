@@ -38,7 +38,7 @@ class StepEnd:
     def grad_norm(self) -> float | None:
         """2-norm of all gradients before clipping; None without ``clip_norm``, and if other ranks made the step.
 
-        To read it on a GPU waits for the step.
+        Reading it on a GPU waits for the step.
         """
         return None if self.norm is None else float(self.norm)
 

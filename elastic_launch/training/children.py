@@ -121,7 +121,7 @@ class Background:
             self._end([*self._limits], _TERMINATION)
             self._on_stop()
             raise DrainedExit(128 + SIGTERM)
-        _log.warning("%s has not ended within %g s, and is ended", _name(process), limit)
+        _log.warning("%s has not ended within %g s, and is terminated", _name(process), limit)
         return False
 
     def _end(self, processes: list[Popen[Any]], grace: float) -> None:

@@ -48,9 +48,7 @@ def checked(config: Any) -> dict[str, Any]:
     chosen: dict[str, Any] = {key: value for key, value in config.items() if value != "auto"}
     for key in chosen:
         if key not in _PASSED | _COMPARED:
-            hint = _INSTEAD.get(
-                key, "What it does to the training and its checkpoints is not known here: leave it out."
-            )
+            hint = _INSTEAD.get(key, "Its effect on the training and its checkpoints is unknown: leave it out.")
             raise UsageError(f"{where}: {key!r} is not supported.", hint)
     zero = chosen.get("zero_optimization", {})
     check_kind(f"{where}: 'zero_optimization'", zero, Mapping, 'Give a dict: {"stage": 1}.')

@@ -414,7 +414,7 @@ def _joined(name: str) -> bool:
     if size > 1:
         raise UsageError(
             f"dist.{name}: the world has {size} ranks, and this process has not joined their process group.",
-            "Call elastic_launch.dist.initialize_dist(), or enter elastic_launch.session(), before.",
+            "Call elastic_launch.dist.initialize_dist(), or enter elastic_launch.session(), first.",
         )
     return False
 

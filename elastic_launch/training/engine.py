@@ -205,7 +205,10 @@ class Engine:
             self._unchecked = False
             self._check(after.state)
             if (left := after.state.unregistered) and self.world.rank == 0:
-                _log.warning("%s: saved again as restored, until run.register() gets the object", ", ".join(left))
+                _log.warning(
+                    "%s: the restored state is kept and saved again until run.register() gets the object",
+                    ", ".join(left),
+                )
         self.rounds.link.step(step)
         faults.reached("step", step)
         self.saver.poll(step, self.checkpoint)

@@ -161,7 +161,10 @@ class Evaluator:
         self.loader = checked_eval_loader("Evaluator(loader=...)", loader)
         loader.batch.micro_batches()
         if isinstance(metrics, str) or not metrics:
-            raise UsageError(f"Evaluator(metrics={metrics!r}).", 'Give a list of names: ["loss"].')
+            raise UsageError(
+                f"Evaluator(metrics={metrics!r}): it must be a list of one name or more.",
+                'Give a list of names: ["loss"].',
+            )
         self.metrics = tuple(metrics)
         self.history: list[Evaluation] = []
         self._measure = measure
@@ -191,7 +194,10 @@ def evaluations_of(
     best = None if checkpoint is None else checkpoint.keep_best
     if best is not None and best.metric not in metrics:
         has = ", ".join(metrics)
-        raise UsageError(f"Checkpoint(keep_best={best}): the evaluator has no such metric, it has {has}.", "Add it.")
+        raise UsageError(
+            f"Checkpoint(keep_best={best}): the evaluator has no such metric, it has {has}.",
+            "Add the metric to Evaluator(metrics=...), or name another.",
+        )
 
     def measure() -> dict[str, float]:
         check, together = engine.rounds.check_over, engine.sharded

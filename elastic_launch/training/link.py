@@ -161,9 +161,9 @@ class AgentLink:
         if link._taken_by is not None:
             link.close()
             raise UsageError(
-                f"This process (pid {os.getpid()}) has the environment of rank {hello.rank}, which is the running "
-                f"process {link._taken_by} of the training.",
-                "Start a program that is not to train with the others with env=el.clean_environment(): it is then a "
+                f"This process (pid {os.getpid()}) has the environment of rank {hello.rank}, which belongs to the "
+                f"running process {link._taken_by} of the training.",
+                "Start a program that takes no part in the training with env=el.clean_environment(): it is then a "
                 "world of one.",
             )
         return link
@@ -325,7 +325,7 @@ class AgentLink:
         """If the agent is fetching a snapshot from another node, wait until it is in the slots."""
         what = "the node's agent to fetch the newest state from another node"
         if not self._hear_at_length(lambda: not self._fetching, FETCH_TIMEOUT, what):
-            _log.warning("the newest state has not come: training resumes from the newest one that is here")
+            _log.warning("the newest state did not arrive: training resumes from the newest state on this node")
 
     def slot_to_use(self, *, patient: bool = False) -> int | None:
         """Return the slot to write next; None if the agent does not answer. Call it once for each snapshot.

@@ -689,8 +689,8 @@ class Loop:
             return resumed
         if self._options.exact and (there := resumed.identity.get(TENSOR_RANKS, 1)) > identity.get(TENSOR_RANKS, 1):
             raise UsageError(
-                f"{resumed.origin} was made in exact mode with {TENSOR_RANKS} {there}, this training has none: each "
-                "number of them has bits of its own.",
+                f"{resumed.origin} was made in exact mode with {TENSOR_RANKS} {there}, this training has none: results "
+                "are bitwise equal only for the same number.",
                 "Give run.mesh() the same tensor=, or leave out exact=True.",
             )
         if resumed.state is None:

@@ -223,12 +223,12 @@ class Run:
         script exchanges waits for the place. With ``tensor`` above 1, a process that is kept ends if its replica gets
         a process that has not started ahead, because that one exchanges in ``parallelize_module``.
 
-        Refused are a mesh that the script has made itself, the whole mesh given to ``fully_shard`` (HSDP), a dimension
-        of a tensor that both dimensions of the mesh cut into parts that do not fit, and in exact mode a script's own
-        exchange between ``tensor`` ranks within a micro-batch. On GPUs, which are untried, parameters on different
-        meshes may need ``foreach=False`` in the optimizer, torch gives DTensors the random state of rank 0 when the
-        first of them draws, and copies of buffers are not made the same again. Dropout of a tensor of which each
-        ``tensor`` rank has a part draws the same numbers for each part.
+        These are refused: a mesh that the script has made itself, the whole mesh given to ``fully_shard`` (HSDP), a
+        dimension of a tensor that both dimensions of the mesh cut into parts that do not fit, and in exact mode a
+        script's own exchange between ``tensor`` ranks within a micro-batch. On GPUs, which are untried, parameters on
+        different meshes may need ``foreach=False`` in the optimizer, torch gives DTensors the random state of rank 0
+        when the first of them draws, and copies of buffers are not made the same again. Dropout of a tensor of which
+        each ``tensor`` rank has a part draws the same numbers for each part.
 
         Args:
             shard: number of ranks that ``fully_shard`` divides the model among.
@@ -261,10 +261,10 @@ class Run:
                 evaluate(model)
 
         It is for what the script does itself within ``run.steps()`` or a callback of a ``Trainer``. If only some ranks
-        do it, the others wait for them as long.
+        do it, the limit also holds for the others, which wait.
 
         Args:
-            what: what it is, in a few words, for the message if it does hang.
+            what: a short description, for the message if it does hang.
             duration: how long it may take at most: seconds, or as ``"30s"``, ``"5min"`` or ``"2h"``.
 
         Raises:

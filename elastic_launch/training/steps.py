@@ -83,7 +83,7 @@ class Step:
 
     @property
     def checking(self) -> bool:
-        """Whether the current micro-batch is given once more, with ``verify=True``; nothing of it counts."""
+        """Whether the current micro-batch is given once more, with ``verify=True``; its results do not count."""
         return self._transaction.checking
 
     @property

@@ -181,7 +181,12 @@ class Trainer:
         best = None if checkpoint is None else checkpoint.keep_best
         if best is not None and best.metric not in names:
             has = f"it has {', '.join(names) or 'no eval_loader'}"
-            raise UsageError(f"Checkpoint(keep_best={best}): the trainer evaluates no such metric, {has}.", "Add it.")
+            hint = (
+                "Add the metric to Trainer(metrics=...), or name another."
+                if names
+                else "Give Trainer(eval_loader=...)."
+            )
+            raise UsageError(f"Checkpoint(keep_best={best}): the trainer evaluates no such metric, {has}.", hint)
         self._weight_fn = weight_fn
         self._forward = forward or _forward_pair
         self._checkpoint = checkpoint

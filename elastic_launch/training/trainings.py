@@ -55,7 +55,7 @@ class Trainings:
         """Return the context in which the weights of these objects are not those of the training."""
         mine = {*map(id, what)}
         if mine & self._swapped:
-            raise UsageError("run.swapped() came within run.swapped() of the same model.", "Leave that block before.")
+            raise UsageError("run.swapped() came within run.swapped() of the same model.", "Leave that block first.")
         self._swapped |= mine
         try:
             yield
@@ -65,7 +65,7 @@ class Trainings:
     def refuse_swapped(self, what: str) -> None:
         """Refuse what would train or save within :meth:`swapping`."""
         if self._swapped:
-            raise UsageError(f"{what} came within run.swapped().", "Leave its block before: it is for evaluations.")
+            raise UsageError(f"{what} came within run.swapped().", "Leave its block first: it is for evaluations.")
 
     def refuse_beside_steps(self, what: str) -> None:
         """Refuse a call that saves or restores a state within a loop over steps."""
@@ -86,7 +86,7 @@ class Trainings:
             after = "run.steps() or Trainer.fit() had begun" if self._looping else "run.resume()"
             raise UsageError(
                 f"{what} came after {after}, when the state was restored already: it would be left out.",
-                "Call it before.",
+                "Call it earlier.",
             )
 
     def refuse_before_restoring(self, what: str, registered: Sequence[str]) -> None:

@@ -412,7 +412,7 @@ class Transaction:
             )
         if self._passes and not self._rules.optimizers.several:
             raise UsageError(
-                f"step {self.number} was gone through already, and has one optimizer.",
+                f"step {self.number} was already iterated over, and has only one optimizer.",
                 "Give run.steps() a dict of optimizers to have a pass for each, by step.update(optimizer=name).",
             )
         self._passes += 1
@@ -443,7 +443,7 @@ class Transaction:
             index = self.share.plan.micro_batches[number].index
             raise UsageError(
                 f"step {self.number}: the script changed micro-batch {index} in place in an earlier pass, and the next "
-                "pass would get it so.",
+                "pass would get the changed values.",
                 "Change a copy: x = x * 2, for example, and not x *= 2.",
             )
         return sample
@@ -461,10 +461,10 @@ class Transaction:
             gradients.differentiate(self._weighted(loss, weight, self._factor))
             return
         if this.current is None or this.done != this.current:
-            raise UsageError("step.backward() belongs once into each pass of `for sample in step`.")
+            raise UsageError("Call step.backward() exactly once in each pass of `for sample in step`.")
         if this.told:
             raise self._misuse(
-                "step.backward() cannot be tried again: other ranks or the gradients have a part of what failed.",
+                "step.backward() cannot be retried: the failed call has already reached other ranks or the gradients.",
                 "Let the error end this process.",
             )
         if not isinstance(loss, Tensor):
@@ -702,7 +702,7 @@ class Transaction:
         names = self._rules.metrics
         if metrics.keys() != set(names):
             raise UsageError(
-                f"step.backward() got the metrics {sorted(metrics)}; the steps were told {sorted(names)}.",
+                f"step.backward() got the metrics {sorted(metrics)}; run.steps(metrics=...) names {sorted(names)}.",
                 "Name them all in run.steps(metrics=...): a rank that has no micro-batch must know them, too.",
             )
         for name, value in metrics.items():
@@ -735,8 +735,8 @@ class Rehearsal(Transaction):
 def _data_differ(where: str, origin: str) -> ElasticLaunchError:
     """Return the error that two ranks were given other samples for a micro-batch."""
     return ElasticLaunchError(
-        f"verify=: {where}: two ranks were given other samples by their loaders.",
-        f"{origin} The dataset must give the same for an index on all nodes and at any time.",
+        f"verify=: {where}: the loaders of two ranks gave different samples.",
+        f"{origin} The dataset must return the same sample for an index on all nodes and at any time.",
     )
 
 

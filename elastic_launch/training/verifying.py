@@ -91,8 +91,8 @@ class Verifier:
         link.say_noted(Differs(tuple(lowest.get(rank, groups[0][0]) for rank in range(self.world.world_size))))
         named = [f"{ranks_text(each)}: {', '.join({machines[rank]: None for rank in each})}" for each in groups]
         message = (
-            f"verify=: {where}: as the round began, all ranks computed the same micro-batch, and not with the same "
-            f"result: {'; '.join(named) if len(groups) > 1 else 'one gave two results'}."
+            f"verify=: {where}: as the round began, all ranks computed the same micro-batch, with different "
+            f"results: {'; '.join(named) if len(groups) > 1 else 'one gave two results'}."
         )
         if self._goes_on:
             raise OthersDifferError(message)
@@ -100,7 +100,7 @@ class Verifier:
         raise error(
             message,
             "Give all nodes the same CPU and GPU types, versions and numbers of threads. If they are the same, a "
-            "machine computes wrong from the start, or a result depends on more than the micro-batch.",
+            "machine has computed wrong results from the start, or a result depends on more than the micro-batch.",
         )
 
 

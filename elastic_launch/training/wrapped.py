@@ -54,7 +54,7 @@ def check_trainable(model: nn.Module, *, meshed: bool = False) -> None:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             raise UsageError(
                 f"{where} is an {type(module).__name__} with max_norm, which changes its weight in the forward pass: "
-                "each rank those rows that its own micro-batches use.",
+                "on each rank, the rows that its own micro-batches use.",
                 "Build it without max_norm, and after step.update() do the same on all ranks: "
                 f"with torch.no_grad(): weight.copy_(weight.renorm({module.norm_type:g}, 0, {module.max_norm:g})).",
             )

@@ -283,7 +283,7 @@ def test_the_node_and_the_rank_in_question_are_marked() -> None:
 
 def test_a_table_that_is_old_says_so() -> None:
     served = Served()
-    assert served.live(Present("running"))["nodes"]["about"] == ["The leader is asked."]
+    assert served.live(Present("running"))["nodes"]["about"] == ["Waiting for the leader's answer."]
     told = standing(a.NodeStatus("a", "10.0.0.1", 2, "training", 0.2))
     served.roster.answer = LastStatus(told, time.monotonic() - 12.2, "<it> is silent.")
     found = served.live(Present("running"))["nodes"]

@@ -104,7 +104,7 @@ def test_every_line_of_the_launcher_is_a_json_object_on_request(job: Job) -> Non
     said = [json.loads(line) for line in agent.output.splitlines()]
     always = {"time", "level", "node", "message"}
     assert {frozenset(line) for line in said} == {frozenset(always), frozenset(always | {"incident"})}
-    assert said[0]["message"].startswith("--duplicate-stdout-filters is without effect")
+    assert said[0]["message"].startswith("--duplicate-stdout-filters has no effect")
     assert {line["node"] for line in said[1:]} == {"a"}
     assert said[-1]["level"] == "ERROR"
     assert "root cause" in said[-1]["message"]

@@ -140,10 +140,10 @@ def test_a_plan_that_cannot_be_carried_out_is_refused(job: Job) -> None:
         "[{step: 3, do: tear}]": "A drill damages no checkpoint",
         "[{step: 3, do: cut_link}]": "cannot take 0 s",
         "[]": "A drill is a list of 1 to 1000 faults",
-        "{fault: 3}": "A drill has no 'fault'",
+        "{fault: 3}": "A drill has the unknown key 'fault'",
         "{seed: x, faults: [{step: 3}]}": "seed cannot be 'x'",
         "[{step: 3": "not a plan of faults",
-        "[{step: 3, when: 4}]": "has no 'when'",
+        "[{step: 3, when: 4}]": "has the unknown key 'when'",
     }.items():
         path = job.directory / "drill.yaml"
         path.write_text(text)

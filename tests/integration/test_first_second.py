@@ -72,7 +72,7 @@ def test_a_signal_that_is_ignored_at_the_start_stays_ignored(job: Job) -> None:
     assert alive(worker)
     job.finish()
     assert agent.wait() == 0
-    assert "in a shell's background, and still: SIGHUP" in agent.output
+    assert "in a shell's background) stay ignored: SIGHUP" in agent.output
     assert "SIGHUP received" not in agent.output
 
 
@@ -81,7 +81,7 @@ def test_a_signal_that_is_ignored_at_the_start_is_handled_if_it_is_named(job: Jo
     job.world(1)
     agent.signal(signal.SIGHUP)
     assert agent.wait() == 128 + signal.SIGHUP
-    assert "and still: " not in agent.output
+    assert "stay ignored: " not in agent.output
 
 
 # Hosts that lack something.

@@ -21,9 +21,7 @@ def test_an_agent_whose_thread_dies_ends_its_workers_and_reports_it(job: Job) ->
     command = [str(SCRIPTS / "greeting.py"), str(job.work)]
     agent = job.program([str(SCRIPTS / "thread_dies.py"), "--log-dir", str(job.logs), *FLAGS, *command])
     assert agent.wait(60) == 1, agent.output
-    said = (
-        "exit code 1: internal error: the agent's thread 'control' ended by ZeroDivisionError: a fault of the agent's"
-    )
+    said = "exit code 1: internal error: the agent's thread 'control' failed: ZeroDivisionError: a fault of the agent's"
     assert said in agent.output
     (worker,) = job.started()
     assert not alive(worker["pid"])

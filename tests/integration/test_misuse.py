@@ -97,7 +97,7 @@ def test_a_session_in_a_child_of_a_worker_is_refused_and_disturbs_nothing(
     assert (tmp_path / "codes").read_text() == "[0, 1, 3, 1]"
     assert (tmp_path / "alone").read_text() == "0 of 1"
     # Of the program and of the process that was spawned; the forked one catches it.
-    assert agent.output.count("has the environment of rank 1, which is the running process ") == 2
+    assert agent.output.count("has the environment of rank 1, which belongs to the running process ") == 2
     assert len(job.events("round_formed")) == 1
     assert not job.events("restart_charged")
 

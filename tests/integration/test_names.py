@@ -41,7 +41,7 @@ def test_two_nodes_meet_at_an_ipv6_address(job: Job) -> None:
     endpoint = f"[::1]:{job.port}"
     host = job.node("a", nnodes="2", endpoint=endpoint, env={"SLURM_NODEID": "1"})
     host.says(f"this node hosts the run at {endpoint}: the port was free, and only this host reaches ::1")
-    host.says("But SLURM_NODEID=1 says that it is not the first, and ::1 is every host's own")
+    host.says("But SLURM_NODEID=1 says that it is not the first, and ::1 means each host itself")
     other = job.node("b", nnodes="2", endpoint=endpoint, env={"SLURM_NODEID": "0"})
     other.says(f"this node does not host the run at {endpoint}: the port is in use on this host")
     env = [worker["env"] for worker in job.world(2)]

@@ -147,8 +147,8 @@ def test_an_exception_with_any_text_costs_one_restart(job: Job, tmp_path: Path) 
 
 
 WRONG_TWICE = (
-    "a restart would fail again (RuntimeError at script.py:4 in main has ended both rounds as they began: "
-    "mend it, and run the same command again): rank "
+    "a restart would fail again (RuntimeError at script.py:4 in main ended both rounds as they began: "
+    "fix it, and run the same command again): rank "
 )
 
 

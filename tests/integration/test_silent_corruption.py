@@ -122,7 +122,7 @@ def test_a_node_that_differs_as_it_joins_is_left_out(job: Job, undisturbed: str)
     plan = FaultPlan.fail_at(1, do="flip", of="gradient", every=True, round=2)
     second = changes.node("b", plan=plan)
     assert second.wait(100) != 0, second.output
-    assert "all ranks computed the same micro-batch, and not with the same result" in second.output
+    assert "all ranks computed the same micro-batch, with different results" in second.output
     (left,) = job.events("newcomer_left_out")
     assert left["node"] == "b"
     result = changes.finish(first)
@@ -135,8 +135,8 @@ def test_other_samples_accuse_the_data_and_no_node(job: Job) -> None:
     changes = verified(job, "100%", "--odd-data", "1")
     agent = changes.alone("--nproc", "3", "--max-restarts", "0")
     assert agent.wait(100) != 0
-    assert "step 1, micro-batch 0: two ranks were given other samples by their loaders" in agent.output
-    assert "The dataset must give the same for an index on all nodes" in agent.output
+    assert "step 1, micro-batch 0: the loaders of two ranks gave different samples" in agent.output
+    assert "The dataset must return the same sample for an index on all nodes" in agent.output
     assert not changes.steps()
     assert not job.events("corruption_found")
     assert not job.events("node_excluded")

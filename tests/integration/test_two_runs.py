@@ -152,7 +152,7 @@ def test_a_node_that_does_not_reach_its_leader_commits_nothing_until_it_does(job
     wait_for("the end of the copy", lambda: _copier(member) != copying, 60)
     assert saved(own) == before
     host.thaw(frozen)
-    member.says("was not committed: this node is not a member of the run any more")
+    member.says("was not committed: this node is no longer a member of the run")
     wait_for("a checkpoint after that", lambda: set(saved(own)) - set(before), 60)
     hurry(job)
     assert [host.wait(100), member.wait(100)] == [0, 0], member.output

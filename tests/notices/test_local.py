@@ -39,7 +39,7 @@ def test_a_file_of_any_kind_counts_and_is_not_waited_for(tmp_path: Path) -> None
         source = File(str(tmp_path / name))
         assert [len(source.poll()) for _ in range(2)] == [0, 1]
     assert File(str(tmp_path / "directory" / "x" / "y")).poll() == []
-    with pytest.raises(Trouble, match="cannot be looked for"):
+    with pytest.raises(Trouble, match="cannot be checked"):
         File("x" * 5000).poll()
 
 

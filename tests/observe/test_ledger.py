@@ -558,7 +558,7 @@ def test_what_a_script_has_saved_itself_is_not_said_to_be_lost(saves_itself: boo
     if saves_itself:
         assert told.line() == f"goodput 75.8 %: 7.6 of 10.0 s in 13 steps; {end}; restarts 0"
     else:
-        assert told.line() == f"goodput 0.0 %: no step of 10.0 s is kept; {end}, 13 steps lost; restarts 0"
+        assert told.line() == f"goodput 0.0 %: no step kept in 10.0 s; {end}, 13 steps lost; restarts 0"
 
 
 def test_a_finished_run_that_is_started_again_had_nothing_to_train() -> None:

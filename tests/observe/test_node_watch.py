@@ -147,7 +147,7 @@ def test_a_plain_script_trains_once_its_workers_have_started() -> None:
 def test_it_is_told_where_the_state_is() -> None:
     told = Told()
     assert told.watch.safe(Present("running", 1)) == ""
-    assert told.watch.safe(Present("running", 1, step=4)) == "nothing is saved that the launcher knows of"
+    assert told.watch.safe(Present("running", 1, step=4)) == "the launcher knows of no saved state"
     present = Present("running", 1, step=4, snapshot=4)
     assert told.watch.safe(present) == "no checkpoint yet; step 4 in this node's memory"
     told.add(ev.CheckpointSaved(1, 3, "/c/step-3"))

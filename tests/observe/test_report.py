@@ -381,9 +381,9 @@ def test_a_killed_agent_and_a_lost_link_are_named(tmp_path: Path, capsys: pytest
     assert main([str(tmp_path)]) == 0
     summary, standing, killed, link, _ = capsys.readouterr().out.splitlines()
     assert "goodput 93.1 %: 27.0 of 29.0 s in 27 steps; 0 incidents" in summary
-    assert standing.startswith("the events end without an end of the run; figures until ")
+    assert standing.startswith("the events stop before the end of the run; figures until ")
     assert re.fullmatch(
-        r"the events of node a end at .* without an end of its agent, which was killed, or runs", killed
+        r"the events of node a stop at .*: its agent has reported no end; it was killed or still runs", killed
     )
     assert link == "node b has lost its link to the leader: connection closed"
     show_report(tmp_path, as_object=False, html=None, alive=True)

@@ -123,8 +123,8 @@ def test_a_mistake_before_the_first_step_gets_one_restart(known: dict[str, Any])
     again = replace(bad, rank=1)
     assert verdict(budget, again, rule(budget, again, **known)) == (
         93,
-        "a restart would fail again (KeyError at train.py:4 in main has ended both rounds as they began: "
-        "mend it, and run the same command again): the cause",
+        "a restart would fail again (KeyError at train.py:4 in main ended both rounds as they began: "
+        "fix it, and run the same command again): the cause",
     )
     assert budget.spent == 1
 

@@ -426,10 +426,10 @@ def test_a_mistake_on_all_nodes_in_two_rounds_ends_the_run_with_93(nodes: str) -
         run.fail("b", rank=1, **BAD)
         run.stop("a", "b")
         run.join("a", "b")
-    cause = "a restart would fail again (KeyError at train.py:4 in main has ended both rounds as they began: "
+    cause = "a restart would fail again (KeyError at train.py:4 in main ended both rounds as they began: "
     assert run.end == (
         93,
-        f"{cause}mend it, and run the same command again): rank 0 on node a: exit code 1: ValueError: boom",
+        f"{cause}fix it, and run the same command again): rank 0 on node a: exit code 1: ValueError: boom",
     )
     assert run.orders("b", m.RunEnd)[0].failure == failure("a", **BAD, round=2)
 

@@ -211,7 +211,7 @@ def test_a_forged_size_or_checksum(key: str, value: Any, info: CheckpointInfo) -
     (info.path / "state.json").rename(info.path / "kept")
     forge(info.path, {"files": files})
     (info.path / "kept").rename(info.path / "state.json")
-    check_skipped(info, "size|bytes|SHA-256|does not have its checksum")
+    check_skipped(info, "size|bytes|SHA-256|does not match its checksum")
 
 
 def test_a_manifest_or_state_too_large_to_read(info: CheckpointInfo) -> None:

@@ -137,7 +137,7 @@ def test_a_process_that_ignores_sigterm_is_killed(
     with el.session() as run:
         run.background(process, 0.1)
     wait_for("the end of the process", lambda: not alive(process.pid))
-    assert caplog.messages[-1].endswith("has not ended within 0.1 s, and is ended")
+    assert caplog.messages[-1].endswith("has not ended within 0.1 s, and is terminated")
 
 
 @pytest.mark.parametrize("group", [None, 0])

@@ -155,7 +155,7 @@ def test_a_changed_bit_is_found(tmp_path: Path) -> None:
         data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 1
         path.write_bytes(data)
-        with pytest.raises(el.CheckpointReadError, match="does not have its checksum"):
+        with pytest.raises(el.CheckpointReadError, match="does not match its checksum"):
             snapshot.load(info)
 
 

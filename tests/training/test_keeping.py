@@ -136,18 +136,18 @@ def test_a_metric_that_a_trainer_does_not_evaluate_is_an_error_before_the_first_
 
 def test_arguments_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     for arguments, message in (
-        ({"keep": 0}, r"keep=0\): at least 1"),
-        ({"keep": 2.5}, r"keep=2\.5\): at least 1"),
-        ({"keep": "3"}, r"keep='3'\): at least 1"),
-        ({"split": 0}, "it is a number of bytes"),
-        ({"split": "1GB"}, "it is a number of bytes"),
+        ({"keep": 0}, r"keep=0\): it must be 1 or more"),
+        ({"keep": 2.5}, r"keep=2\.5\): it must be 1 or more"),
+        ({"keep": "3"}, r"keep='3'\): it must be 1 or more"),
+        ({"split": 0}, "it must be a number of bytes"),
+        ({"split": "1GB"}, "it must be a number of bytes"),
         ({"keep_every": 0}, "keep_every=0"),
-        ({"keep_every": "5min"}, "it is a number of steps"),
+        ({"keep_every": "5min"}, "it must be a number of steps"),
         ({"keep_best": "loss"}, r"el\.Best\(\"loss\"\)"),
     ):
         with pytest.raises(UsageError, match=message):
             el.Checkpoint(tmp_path, **arguments)
     with pytest.raises(UsageError, match='Give "min" or "max"'):
         el.Best("loss", mode="least")
-    with pytest.raises(UsageError, match="at least 1"):
+    with pytest.raises(UsageError, match="1 or more"):
         el.Best("loss", count=0)

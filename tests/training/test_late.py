@@ -138,7 +138,7 @@ def test_what_is_not_registered_yet_is_saved_again_as_it_is(tmp_path: Path, capl
     assert first is not None
     Training(tmp_path, until=5).averaged(start=99)
     Training(tmp_path, until=6).averaged(start=99)
-    assert [text for text in caplog.messages if text.startswith("average: saved again as restored")]
+    assert [text for text in caplog.messages if text.startswith("average: the restored state is kept and saved again")]
     late = Training(tmp_path, until=7).averaged()
     assert late is not None
     assert int(late.n_averaged) == int(first.n_averaged) + 1
@@ -171,7 +171,7 @@ def test_what_was_registered_before_the_training_is_still_required(tmp_path: Pat
     training = Training(tmp_path, until=2)
     training.run.register("average", AveragedModel(training.model))
     assert [step.number for step in training.steps()] == [1, 2]
-    with pytest.raises(el.UsageError, match="has average, which this script has not"):
+    with pytest.raises(el.UsageError, match="has average, which this script does not have"):
         next(Training(tmp_path).steps())
 
 

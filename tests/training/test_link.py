@@ -107,7 +107,7 @@ def test_a_long_wait_for_the_agent_says_what_is_awaited(
         agent.sendall(c.pack(c.Fetched(1, 2)))
     told.join(60)
     assert not told.is_alive()
-    assert ("the newest state has not come" in caplog.text) is not comes
+    assert ("the newest state did not arrive" in caplog.text) is not comes
 
 
 def _asked(agent: socket.socket) -> c.MayCommit:
@@ -284,7 +284,7 @@ def test_while_an_agent_is_slow_checkpoints_are_put_off_until_it_answers(
         _save(run, checkpoint, step)
     assert not checkpoint.directory.exists() or newest(checkpoint.directory) is None
     assert _heard(agent, c.Stored) == []
-    assert caplog.text.count("the agent does not answer; it is put off until it does") == 1
+    assert caplog.text.count("postponed until the agent answers") == 1
     agent.sendall(c.pack(c.Use(1)))
     checkpoint.settings.every = Interval.parse(1000)  # but for what is owed
     _save(run, checkpoint, 4)

@@ -98,7 +98,7 @@ def _groups(*sizes: int) -> MakeOptimizer:
         ({"optimizer": lambda m: torch.optim.SGD(m.parameters())}, "optimizer: it was saved by AdamW, and here is SGD"),
         ({"optimizer": _groups(4, 2)}, r"optimizer: it has 1 param_groups, and the AdamW here has 2"),
         ({"optimizer": _groups(5)}, r"optimizer: its param_groups\[0\] has 6 parameters, and here 5"),
-        ({"optimizer": lambda m: {"a": _adamw(m)}}, r"optimizer: it is of one without a name, and here are 'a'"),
+        ({"optimizer": lambda m: {"a": _adamw(m)}}, r"optimizer: it has one without a name, and this script has 'a'"),
     ],
 )
 def test_what_does_not_fit_names_the_part_the_checkpoint_and_a_remedy(
@@ -135,7 +135,7 @@ def test_a_part_that_is_missing_or_too_much_names_the_argument(saved: Path) -> N
         UsageError, match=r"step 3 in .* has no scheduler, which this script has.\n.*Leave out scheduler"
     ):
         _train(saved / "plain", schedule=lambda optimizer: StepLR(optimizer, 2))
-    with pytest.raises(UsageError, match=r"step 3 in .* has scheduler, which this script has not.\n.*scheduler="):
+    with pytest.raises(UsageError, match=r"step 3 in .* has scheduler, which this script does not have.\n.*scheduler="):
         _train(saved / "scheduled")
     with pytest.raises(UsageError, match=r"scheduler: it was saved by StepLR, and here is ExponentialLR"):
         _train(saved / "scheduled", schedule=lambda optimizer: ExponentialLR(optimizer, 0.9))

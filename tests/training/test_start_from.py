@@ -98,7 +98,7 @@ def test_weights_only_begin_a_training_of_its_own(
     assert tuned.worlds == [1]
     assert re.search(
         rf"begins at step 0 with model of the checkpoint of step 4 in \S*{directory}\S*; not taken: optimizer, "
-        "the number of steps; other than there: not compared",
+        "the number of steps; different: not compared",
         caplog.text,
     )
 
@@ -131,7 +131,7 @@ def test_all_of_a_training_goes_on_with_the_wanted_differences(
     assert larger.first["weights"] == before.weights
     assert larger.first["optimizer"][0]["step"] == 4
     assert larger.worlds == [1, 1]
-    assert "not taken: nothing; other than there: global batch 8 (here 16), seed 0 (here 3), dataset" in caplog.text
+    assert "not taken: nothing; different: global batch 8 (here 16), seed 0 (here 3), dataset" in caplog.text
     # The new training's own identity counts from now on.
     assert train(el.Checkpoint(tmp_path / "larger"), "7ba", size=16, samples=48, seed=3).steps == [7]
 

@@ -158,7 +158,7 @@ def test_a_loss_that_is_not_a_number_names_its_place_and_changes_nothing(exact: 
         (lambda step, sample: step.backward(step.model(sample[0])), r"a loss of shape \(3, 1\)"),
         (lambda step, sample: step.backward(_mse(step, sample).detach()), "no gradient leads from this loss"),
         (lambda step, sample: None, "ended without step.backward"),
-        (lambda step, sample: [step.backward(_mse(step, sample)) for _ in "ab"], "belongs once into each pass"),
+        (lambda step, sample: [step.backward(_mse(step, sample)) for _ in "ab"], "exactly once in each pass"),
         (
             lambda step, sample: step.backward(_mse(step, sample), weight=1.0 if len(sample[0]) == 3 else None),
             "a weight for some micro-batches only",
@@ -217,7 +217,7 @@ def test_a_backward_pass_that_other_ranks_wait_for_is_not_tried_again(monkeypatc
     monkeypatch.setattr(Gradients, "talks_in_between", True)
     with pytest.raises(RuntimeError, match="no such graph") as raised:
         _train(4, False, backward)
-    assert "cannot be tried again" in raised.value.__notes__[0]
+    assert "cannot be retried" in raised.value.__notes__[0]
 
 
 @pytest.mark.parametrize("exact", [False, True])

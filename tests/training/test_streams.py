@@ -131,7 +131,7 @@ def test_a_rank_reads_only_the_shards_in_its_lanes() -> None:
         assert set(opener.read.values()) == {1}
     assert sorted(seen) == list(range(80))
     assert loader.length == 80
-    with pytest.raises(UsageError, match=r"lanes=4\): a global batch of 10 samples cannot take equally many"):
+    with pytest.raises(UsageError, match=r"lanes=4\): a global batch of 10 samples cannot take the same number"):
         el.ElasticLoader(stream(lengths, lanes=4), el.GlobalBatch(10, 2))
 
 

@@ -160,7 +160,7 @@ def test_passes_and_updates_that_do_not_belong_together_say_so() -> None:
         step.update()
     alone = first_step(gan.optimizers["d"])
     alone.update()
-    with pytest.raises(UsageError, match="gone through already, and has one optimizer"):
+    with pytest.raises(UsageError, match="already iterated over, and has only one optimizer"):
         next(iter(alone))
 
 

@@ -40,7 +40,7 @@ class File(Source):
         except (FileNotFoundError, NotADirectoryError):
             return []
         except (OSError, ValueError) as error:
-            raise Trouble(f"{self._path} cannot be looked for", str(error)) from None
+            raise Trouble(f"{self._path} cannot be checked", str(error)) from None
         text = _beginning(self._path)
         if not text and not self._empty:
             self._empty = True  # it may be about to be written

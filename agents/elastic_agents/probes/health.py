@@ -82,7 +82,7 @@ def _listener(flag: str, host: str | None, port: int, config: LaunchConfig) -> s
     where = port if host is None else Endpoint(host, port)
     raise EndpointError(
         f"{flag} {where}: this node cannot listen there: {reason.rstrip('.')}.",
-        "Give another one, or end what listens there.",
+        "Give another address or port, or stop the program that listens there.",
     )
 
 

@@ -159,7 +159,7 @@ def node_table(
     if answer.problem and not ended:
         about.append(f"The leader does not answer: {answer.problem.rstrip('.')}.")
     elif status is None:
-        about.append("The leader is asked.")
+        about.append("Waiting for the leader's answer.")
     nodes = list(status.nodes) if status is not None else []
     if len(nodes) > MOST:
         about.append(f"{MOST} of {len(nodes)} nodes: first those that are silent, or do not train.")

@@ -231,7 +231,7 @@ class TransferServer:
                 tell = not self._closing.is_set() and not (peer.stranger and self._complained)
                 self._complained = self._complained or peer.stranger
             if tell:
-                once = " (said once of those that do not ask as nodes of this run do)" if peer.stranger else ""
+                once = " (said once for all that are not nodes of this run)" if peer.stranger else ""
                 _log.warning("a snapshot was not given to %s: %s%s", peer.address, error, once)
         finally:
             with self._lock:

@@ -144,7 +144,7 @@ class _Server:
             for name, what in faults.items():
                 if not what.startswith("raises"):
                     text = f"{name} is not loaded ahead: its import {what}"
-                    _say(self._settings, {"warning": f"{text}; --no-preload {name} says that this is known"})
+                    _say(self._settings, {"warning": f"{text}; --no-preload {name} silences this warning"})
             if self._settings["restarts"] >= MOST_RESTARTS:
                 _be_cold(self._settings, f"{', '.join(faults)} cannot be loaded ahead")
             self._settings["restarts"] += 1

@@ -225,7 +225,7 @@ if (last.now) {
   pause.onclick = () => {
     turn += 1;
     const paused = pause.textContent === 'Pause';
-    pause.textContent = paused ? 'Go on' : 'Pause';
+    pause.textContent = paused ? 'Resume' : 'Pause';
     if (paused) state.textContent = 'paused';
     else look(turn);
   };

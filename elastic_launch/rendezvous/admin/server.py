@@ -105,7 +105,7 @@ class AdminRequests:
             return self._refuse(link, reason, "Use the version of elastic-launch that the run uses.")
         if caller.run_id != run_id:
             # The run id is not disclosed: without a token, it is all that a request needs.
-            return self._refuse(link, f"another run than {caller.run_id!r} is led here.", "Check --rdzv-id.")
+            return self._refuse(link, f"this leader leads another run, not {caller.run_id!r}.", "Check --rdzv-id.")
         if len(self._callers) >= MAX_CALLERS:
             return self._refuse(link, f"{MAX_CALLERS} others are asking already.", "Try again later.")
         self._callers[link] = None

@@ -225,7 +225,7 @@ class C10dBackend(Backend):
 
     def find_leader(self, timeout: float) -> FoundLeader:
         if self._service is not None and self._service.died is not None:
-            raise InternalError(f"the leader's thread has ended by {self._service.died.error}")
+            raise InternalError(f"the leader's thread failed: {self._service.died.error}")
         if self._hosted is not None:
             return self._hosted
         assert self._endpoint is not None

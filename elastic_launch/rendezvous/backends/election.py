@@ -239,8 +239,8 @@ class ElectedBackend:
             return self._take(stored, begun, timeout, Takeover(f"a new run under the id {ended.run_id}"))
         if ended.end.code == ExitCode.DONE and config.token is None:
             raise RefusedError(
-                f"The record says that {run} had ended with 0 before this node came, which nothing proves without a "
-                f"token: {ended.end.cause}.",
+                f"The record says that {run} had ended with 0 before this node came, which cannot be verified without "
+                f"a token: {ended.end.cause}.",
                 "For a new run give another --rdzv-id, or all nodes --rdzv-conf reuse=true.",
             )
         return found_by(ended)
@@ -321,7 +321,10 @@ class ElectedBackend:
         except SpoiledError as spoiled:
             raise StoreError(f"{spoiled} It is looked at again.") from spoiled
         if record is None:
-            raise StoreError("the control record has vanished from the store.", "Do not delete it while it runs.")
+            raise StoreError(
+                "the control record has vanished from the store.",
+                "Do not delete the record while the run is in progress.",
+            )
         return found_by(record)
 
     def _count_deaths(self) -> None:
@@ -337,7 +340,7 @@ class ElectedBackend:
             leader_term.counted = True
             self._deaths += 1
             if self._deaths >= MOST_DEATHS:
-                raise InternalError(f"the leader's thread has ended by {leader_term.died.error}")
+                raise InternalError(f"the leader's thread failed: {leader_term.died.error}")
         if leader_term.yielded:
             leader_term.counted = True
             self._continuity.forget()
@@ -436,7 +439,7 @@ class _LeaderTerm:
 
     def _failed(self, died: ThreadDied) -> None:
         self._watch_died = died
-        self.service.depose("the thread that watches the record has ended by an internal error")
+        self.service.depose("the thread that watches the record failed with an internal error")
 
     def _watch(self) -> None:
         told = False

@@ -55,13 +55,14 @@ def explain(
         text = f"this node hosts the run at {wanted}: {why}"
         if said is not None and said[0] > 0 and not is_host and local:
             return logging.WARNING, (
-                f"{text}. But {said[1]} says that it is not the first, and {wanted.host} is every host's own: "
-                "unless all nodes are on this one, give the first node's address with --rdzv-endpoint"
+                f"{text}. But {said[1]} says that it is not the first, and {wanted.host} means each host itself: "
+                "unless all nodes are on this host, give the first node's address with --rdzv-endpoint"
             )
         if hidden:
             return logging.WARNING, (
-                f"{text}{_also(said, first=False)}. This host knows {wanted.host} by loopback only, where no "
-                f"other host can come: the run listens at all addresses of this host, and the others are given {hidden}"
+                f"{text}{_also(said, first=False)}. On this host, {wanted.host} resolves only to loopback, which no "
+                f"other host can reach: the run listens at all addresses of this host, and other nodes are "
+                f"given {hidden}"
             )
         return logging.INFO, f"{text}{_also(said, first=False)}"
     if is_host is False:

@@ -75,4 +75,4 @@ class Rivals:
             self.lost_to = f"{other}, and only one can go on"
         elif not self._told:
             self._told = True
-            _log.warning("%s. It has to end", other)
+            _log.warning("%s. That run has to end", other)

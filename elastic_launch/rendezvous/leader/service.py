@@ -314,7 +314,7 @@ class LeaderService:
         try:
             if len(value) > MAX_RECORD:
                 raise RecordTooLargeError(
-                    f"The control record has {len(value)} bytes, of at most {MAX_RECORD}.",
+                    f"The control record has {len(value)} bytes; the limit is {MAX_RECORD}.",
                     "Start fewer nodes, or give them shorter ids and addresses.",
                 )
             written = self._write(self.committed, value, self._timing.read_timeout)

@@ -189,7 +189,7 @@ class EtcdStore(ControlStore):
             if self._closed:
                 raise self._closed_error()
             if self._died is not None:
-                raise InternalError(f"the client of etcd has ended by {self._died.error}")
+                raise InternalError(f"the etcd client failed: {self._died.error}")
             coroutine = work(self._loop.time() + timeout)
             future = asyncio.run_coroutine_threadsafe(self._until_cancelled(coroutine), self._loop)
         try:

@@ -123,7 +123,7 @@ class MajorityStore(ControlStore):
             raise self._lost()
         if len(value) > MAX_RECORD:
             raise RecordTooLargeError(
-                f"The control record has {len(value)} bytes, of at most {MAX_RECORD}.",
+                f"The control record has {len(value)} bytes; the limit is {MAX_RECORD}.",
                 "Start fewer nodes, or give them shorter ids and addresses.",
             )
         before = None if expected is None else expected.decode()

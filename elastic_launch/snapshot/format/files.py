@@ -88,7 +88,7 @@ def check_sum(name: str, found: FileSum, expected: FileSum) -> None:
     """Refuse a file whose size or checksum differs from its manifest."""
     check_size(name, found.bytes, expected)
     if found.sha256 != expected.sha256:
-        raise MalformedError(f"{name} does not have its checksum")
+        raise MalformedError(f"{name} does not match its checksum")
 
 
 def safetensors_header(entries: Mapping[str, Any]) -> bytes:

@@ -130,7 +130,7 @@ class Manifest:
         except RecursionError as error:
             raise MalformedError("the manifest is nested too deeply") from error
         if computed != digest:
-            raise MalformedError("the manifest does not have its checksum")
+            raise MalformedError("the manifest does not match its checksum")
         tensors, state = _files(value.get("files"))
         try:
             meta = Decoder().decode(value.get("meta"))

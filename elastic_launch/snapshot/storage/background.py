@@ -120,7 +120,7 @@ class BackgroundWriter:
                 "Check the file system that holds it.",
             )
         if not self._idle():
-            raise CheckpointError("The thread that writes checkpoints has ended by an error; its traceback is above.")
+            raise CheckpointError("The thread that writes checkpoints failed; its traceback is above.")
         errors = [outcome.error for outcome in self.poll() if outcome.error is not None]
         if errors:
             raise errors[-1]

@@ -321,7 +321,7 @@ def _best_of(infos: list[CheckpointInfo], best: Best | None) -> list[CheckpointI
 def check_keep(keep: int) -> None:
     """Check that at least one checkpoint is kept."""
     if keep < 1:
-        raise UsageError(f"keep={keep}: at least 1 checkpoint is kept.")
+        raise UsageError(f"keep={keep}: it must be 1 or more.")
 
 
 def state_json(rest: Any) -> bytes:

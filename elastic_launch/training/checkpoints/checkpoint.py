@@ -41,7 +41,7 @@ class Checkpoint:
         skip_frozen: do not save, not even in memory, the parameters of models that are frozen (``requires_grad=False``)
             when the training begins; on a resume the script's own are used, and must be the same. Buffers are always
             saved, and so is a weight that is frozen later. A frozen weight that changes or is unfrozen is an error at
-            the next snapshot or checkpoint, as is one that is another at a resume. A checkpoint with all weights may be
+            the next snapshot or checkpoint, as is one that differs at a resume. A checkpoint with all weights may be
             resumed in this way, and the reverse. Values are compared by a checksum, which costs less than to copy them;
             of a sharded model, all ranks gather the frozen weights in turn at the first snapshot and at a resume.
         format: of the tensor files: "safetensors", or "dcp" for those that torch.distributed.checkpoint reads and
@@ -114,11 +114,11 @@ class Checkpoint:
         if format not in (SAFETENSORS, DISTRIBUTED):
             raise UsageError(f"Checkpoint(format={format!r}): it is {SAFETENSORS!r} or {DISTRIBUTED!r}.")
         if type(keep) is not int or keep < 1:
-            raise UsageError(f"Checkpoint(keep={keep!r}): at least 1 checkpoint is kept.", "Give a whole number.")
+            raise UsageError(f"Checkpoint(keep={keep!r}): it must be 1 or more.", "Give a whole number.")
         if not isinstance(split, int | float) or split < 1:
-            raise UsageError(f"Checkpoint(split={split!r}): it is a number of bytes, 1 or more.")
+            raise UsageError(f"Checkpoint(split={split!r}): it must be a number of bytes, 1 or more.")
         if keep_every is not None and (type(keep_every) is not int or keep_every < 1):
-            raise UsageError(f"Checkpoint(keep_every={keep_every!r}): it is a number of steps, 1 or more.")
+            raise UsageError(f"Checkpoint(keep_every={keep_every!r}): it must be a number of steps, 1 or more.")
         if keep_best is not None:
             check_kind("Checkpoint(keep_best=...)", keep_best, Best, 'Give el.Best("loss").')
         if isinstance(override, str):

@@ -77,4 +77,6 @@ class Late:
         self._stepped = True
         for name in self.left(parts):
             if self._kept[name].last is not None and self._kept[name].late.get(name):
-                raise UsageError(f"This process has not registered {name!r}, which those have that it joined.", _HINT)
+                raise UsageError(
+                    f"This process has not registered {name!r}, which the processes that it joined have.", _HINT
+                )

@@ -79,7 +79,7 @@ class Given:
         known += [*dict.fromkeys(name for part in self._now for name in (part.partition("/")[0], part))]
         if unknown := [name for name in override if name not in known]:
             raise UsageError(
-                f"Checkpoint(override=...) names {unknown[0]!r}, which no option here is called.",
+                f"Checkpoint(override=...) names {unknown[0]!r}, but no option here has that name.",
                 f"Known: {', '.join(map(repr, (name for name in known if not name.startswith('_'))))}.",
             )
 

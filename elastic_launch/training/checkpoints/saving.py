@@ -386,8 +386,8 @@ class Saver:
             self.equal_after(resumed.step)
         elif self._world.rank == 0:
             _log.warning(
-                "%s was not compared among the ranks before it was saved, as its run failed; they were last the same "
-                "after step %d. If the memory of one has failed since then, the state may be wrong",
+                "%s was not compared among the ranks before it was saved, as its run failed; the ranks last agreed "
+                "after step %d. If the memory of a rank has failed since then, the state may be wrong",
                 resumed.origin,
                 resumed.equal,
             )
@@ -523,7 +523,7 @@ class Saver:
         elif durable and durably and in_memory and self._memory.writes and self._link.alive and not last:
             # Memory must not fall behind durable storage: all ranks save again once the agent answers.
             if not durably.owes:
-                _log.warning("checkpoint of step %d: the agent does not answer; it is put off until it does", step)
+                _log.warning("checkpoint of step %d: postponed until the agent answers", step)
             durably.put_off(step)
         elif durable and checkpoint is not None:
             checkpoint.save(taken.state, step, meta, self._link.may_commit, state.gathered)

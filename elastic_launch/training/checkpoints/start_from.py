@@ -67,7 +67,7 @@ class StartFrom:
         known = [*map(_short, identity), *sorted(here | there)]
         if unknown := [name for name in self.allow if name not in known]:
             raise UsageError(
-                f"Checkpoint(allow=...) names {unknown[0]!r}, which nothing here is called.",
+                f"Checkpoint(allow=...) names {unknown[0]!r}, but nothing here has that name.",
                 f"Known: {', '.join(map(repr, known))}.",
             )
         anew = (here | there) & set(self.allow)
@@ -84,8 +84,8 @@ class StartFrom:
         changed = self._changed(identity, meta["identity"], origin) if compares else []
         if world.rank == 0:
             _log.warning(
-                "a new training begins at step %d with %s of the checkpoint of step %d in %s; not taken: %s; other "
-                "than there: %s",
+                "a new training begins at step %d with %s of the checkpoint of step %d in %s; not taken: %s; "
+                "different: %s",
                 done,
                 ", ".join(name for name in state.names if name not in anew) or "nothing",
                 step,

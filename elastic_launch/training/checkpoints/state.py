@@ -175,7 +175,7 @@ class TrainingState:
         """Why the state cannot be divided among other ranks in this process; empty if it can."""
         for name, part in self.members():
             if (holds_shards(part) and not isinstance(part, nn.Module | torch.optim.Optimizer)) or is_zero(part):
-                return f"of {name} each rank has a share"
+                return f"each rank has a share of {name}"
         return ""
 
     def whole_bytes(self) -> int:
@@ -310,7 +310,7 @@ class TrainingState:
         if surplus := [name for name in surplus if name not in late]:
             names = ", ".join(surplus)
             raise UsageError(
-                f"{origin} has {names}, which this script has not.",
+                f"{origin} has {names}, which this script does not have.",
                 f"Give {names} as an argument (scheduler=, scaler=) or by run.register(), as when it was made, or "
                 f"start in another directory: {_elsewhere(surplus)}.",
             )
@@ -360,7 +360,7 @@ def _load(
         there = list(saved) if isinstance(saved, Mapping) and "param_groups" not in saved else []
         if set(there) != part.members.keys():
             found = ", ".join(map(repr, there)) if there else "one without a name"
-            _refuse(name, origin, f"it is of {found}, and here are {', '.join(map(repr, part.members))}")
+            _refuse(name, origin, f"it has {found}, and this script has {', '.join(map(repr, part.members))}")
         for key, member in part.members.items():
             _load(f"{name}/{key}", member, saved[key], origin, classes, orders)
         return
@@ -374,7 +374,7 @@ def _load(
         # Torch would round the values without a message.
         _refuse(name, origin, found, "Convert the model before the training to what it was when this was saved.")
     if isinstance(part, torch.optim.Optimizer) and holds_shards(part) and "param_groups" not in saved:
-        _refuse(name, origin, "it has a format of its own, of which it is not known how it is sharded")
+        _refuse(name, origin, "it has its own format, whose sharding is unknown")
     try:
         load_optimizer(part, saved) if isinstance(part, torch.optim.Optimizer) else part.load_state_dict(saved)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:

@@ -144,8 +144,8 @@ class ByLength:
         self._lengths = torch.as_tensor(lengths, dtype=torch.int64, device="cpu").flatten()
         if group < 1 or not len(self._lengths):
             raise UsageError(
-                f"samplers.ByLength: {len(self._lengths)} lengths in groups of {group}.",
-                "At least 1 of each is needed.",
+                f"samplers.ByLength got {len(self._lengths)} lengths and group={group}.",
+                "Give at least 1 length, and a group of 1 or more.",
             )
         self._group = group
         self._held: tuple[int, int] | None = None

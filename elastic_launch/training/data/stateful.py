@@ -30,7 +30,7 @@ MakeLoader = Callable[[int, int], Any]
 """``(shard, shards) -> loader`` of one shard of the data."""
 
 Reshard = Callable[[list[Any], int], list[Any]]
-"""``(states, world_size) -> states``: the states of the loaders of so many ranks, from those of other ranks."""
+"""``(states, world_size) -> states``: the loaders' states for that number of ranks, from those for another number."""
 
 _GLOBAL = ("streaming",)
 """Packages whose loaders' state is one place in the data of all ranks, which holds at any world size."""
@@ -419,7 +419,7 @@ def _stateful(loader: Any) -> Any:
         )
     if loader.num_workers:
         raise UsageError(
-            f"StatefulLoader: how far the {loader.num_workers} processes of this {name} have come is not known.",
-            "Use torchdata's StatefulDataLoader, which knows it, or num_workers=0.",
+            f"StatefulLoader: the positions of the {loader.num_workers} processes of this {name} are unknown.",
+            "Use torchdata's StatefulDataLoader, which knows them, or num_workers=0.",
         )
     return dataset

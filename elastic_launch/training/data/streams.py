@@ -69,7 +69,7 @@ class ShardedStream(Dataset[Any]):
             place. Otherwise it is iterated from the beginning, and the samples before the requested one are skipped.
             If it has ``close()``, that is called when the shard is no longer needed.
             It must yield the same samples in the same order each time: all of them, not the share of a rank or a
-            process. Random numbers belong into ``decode``.
+            process. Draw random numbers in ``decode``.
         lengths: number of samples in each shard, in the order of the list; or the path of a file that
             :func:`count_shards` has written for the same shards.
         decode: ``(sample) -> sample``, called only for samples that are used, with random numbers that derive from
@@ -202,8 +202,8 @@ class StreamOrder:
     def __init__(self, stream: ShardedStream, size: int, shuffle: bool) -> None:
         if size % stream.lanes:
             raise UsageError(
-                f"ShardedStream(lanes={stream.lanes}): a global batch of {size} samples cannot take equally many from "
-                "each.",
+                f"ShardedStream(lanes={stream.lanes}): a global batch of {size} samples cannot take the same number "
+                "from each lane.",
                 "Give a number of lanes that divides it.",
             )
         self._length, self._buffer, self._lanes = len(stream), stream.buffer, stream.lanes

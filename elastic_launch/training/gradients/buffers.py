@@ -249,7 +249,7 @@ class _Watched:
                 f"The buffer {buffer.name!r} changed in a micro-batch.", 'buffers= gives it the rule "error".'
             )
         why = (
-            "nothing says what a step of several micro-batches makes of it"
+            "no rule says how to combine its values over a step's micro-batches"
             if buffer.saved
             else "it is not saved with the model"
         )

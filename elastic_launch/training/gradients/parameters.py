@@ -190,7 +190,7 @@ def _check(name: str, parameter: Tensor) -> None:
             f"{name} has no shape yet: it belongs to a lazy module.", "Do one forward pass before the first step."
         )
     if parameter.is_meta:
-        raise UsageError(f"{name} has no values: it is on the meta device.", "Move it to run.device before.")
+        raise UsageError(f"{name} has no values: it is on the meta device.", "Move it to run.device first.")
     if parameter.requires_grad and parameter.layout is not torch.strided:
         raise UsageError(f"{name} has the layout {parameter.layout}.", "Only dense parameters can be trained.")
 

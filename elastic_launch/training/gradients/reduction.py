@@ -80,7 +80,7 @@ class ExactReduction(Reduction):
         if value.layout is not torch.strided:
             raise UsageError(
                 f"{self._names[which]} gets a sparse gradient, which cannot be added in a fixed order.",
-                "Have it made dense (sparse=False), or leave out exact=True.",
+                "Make it dense (sparse=False), or leave out exact=True.",
             )
         if not self._put[which]:
             self._put[which] = True
@@ -90,8 +90,8 @@ class ExactReduction(Reduction):
                 self._own(which).copy_(value)
         elif self._lefts and which not in self._in_parts:
             raise UsageError(
-                f"The gradient of {self._names[which]} came in several parts, and in one in a micro-batch before.",
-                "Use activation checkpointing with use_reentrant=False, or without exact=True.",
+                f"The gradient of {self._names[which]} came in several parts, but in one in an earlier micro-batch.",
+                "Use activation checkpointing with use_reentrant=False, or leave out exact=True.",
             )
         else:
             self._in_parts.add(which)

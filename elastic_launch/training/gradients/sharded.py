@@ -385,7 +385,7 @@ def check_meshes(parameters: Parameters, mesh: ReplicaMesh | None, world_size: i
         if mesh is not None and not mesh.has(on):
             raise UsageError(f"{where}, which is not of run.mesh().", f"The script has made it itself. {MESH_HINT}")
         if mesh is None and (on.ndim != 1 or on.mesh.tolist() != everywhere or name in parameters.parallel):
-            raise UsageError(f"{where}, of which it is not known here how its gradients are reduced.", MESH_HINT)
+            raise UsageError(f"{where}: the library does not know how to reduce its gradients.", MESH_HINT)
         if name in parameters.sharded and not hasattr(first, "dim"):
             raise UsageError(f"{where}, on which fully_shard has not sharded it.", MESH_HINT)
         cut = [placement.dim for placement in parameter.placements if hasattr(placement, "dim")]

@@ -21,7 +21,7 @@ class Determinism:
 
     def __init__(self, threads: int | None = None, deterministic: bool | None = None) -> None:
         if threads is not None and (not isinstance(threads, int) or threads < 1):
-            raise UsageError(f"session(threads={threads!r}): at least 1 thread computes.")
+            raise UsageError(f"session(threads={threads!r}): it must be a whole number, 1 or more.")
         self._threads = threads
         self._wanted = deterministic
         self._before = (

@@ -125,12 +125,12 @@ class ReplicaCheck:
         counts = [count for (count,) in numbers_of_all(self._world, [len(sums)], self._group())]
         before = "" if self.good is None else f"After step {self.good} they were the same. "
         hint = (
-            f"{before}Either the script changes something by itself, and not in the same way on all ranks, or the "
-            "memory of a rank's host or device has failed. A restart goes on from the last state that was the same."
+            f"{before}Either the script itself changes something differently on some ranks, or the memory of a rank's "
+            "host or device has failed. A restart resumes from the last state that was the same on all ranks."
         )
         if len(set(counts)) > 1:
             found = ", ".join(f"rank {rank} {count}" for rank, count in enumerate(counts))
-            return f"After step {taken.step} the ranks do not have as many tensors as each other: {found}.", hint
+            return f"After step {taken.step} the ranks have different numbers of tensors: {found}.", hint
         columns = [*zip(*numbers_of_all(self._world, sums, self._group()), strict=True)]
         size = 1 if self._mesh is None else self._mesh.inner.size()
         differing = [
@@ -149,7 +149,7 @@ class ReplicaCheck:
             else f"{ranks_text([*column])} differ"
         )
         others_too = len({which for which, _ in differing}) - 1
-        more = f" So it is with {others_too} more tensors." if others_too else ""
+        more = f" {others_too} more tensor{'s differ' if others_too > 1 else ' differs'}, too." if others_too else ""
         return f"After step {taken.step} the ranks do not have the same {name}: {where}.{more}", hint
 
 

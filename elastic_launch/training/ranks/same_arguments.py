@@ -97,13 +97,13 @@ def check_same(
     if name.startswith(SAMPLE):
         raise UsageError(
             message,
-            "Have the same version of the data on all nodes, and sort what is listed from a directory. If the data "
-            "differ between ranks by design, give ElasticLoader(compare_samples=False).",
+            "Put the same version of the data on all nodes, and sort directory listings. If the data differ "
+            "between ranks by design, give ElasticLoader(compare_samples=False).",
         )
     raise UsageError(
         message,
-        "Give all ranks the same. Each takes its own part of every global batch, and which of them reads and writes "
-        "checkpoints is decided here.",
+        "Give all ranks the same arguments. The library gives each rank its part of every global batch, and decides "
+        "which ranks read and write checkpoints.",
     )
 
 
