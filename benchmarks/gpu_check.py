@@ -179,7 +179,7 @@ def steps(part: Part) -> None:
 
 
 def standstills(part: Part) -> None:
-    whos = ("ours-live", "ours-confirmed", "ours", "torchrun") if part.gpu else ("ours-live",)
+    whos = ("ours", "ours-confirmed", "no-live", "torchrun") if part.gpu else ("ours",)
     files = {
         kind: part.directory / f"{kind}.json" for kind in (("killed", "joins", "leaves") if part.gpu else ("killed",))
     }

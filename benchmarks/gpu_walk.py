@@ -36,7 +36,7 @@ class Walk:
     def __init__(self, job: Job, world: int, steps: int, options: list[str]) -> None:
         self._job, self._world, self._steps = job, world, steps
         self._options = [*options, "--sleep", str(SLEEP), "--result", str(job.directory / "result.json")]
-        self._nodes = Nodes(job, "ours-live", f"1:{world}")
+        self._nodes = Nodes(job, "ours", f"1:{world}")
         names = ["host", *(f"guest-{number}" for number in range(1, world))]
         self._agents = {name: self._start(name) for name in names}
 

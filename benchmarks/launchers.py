@@ -55,22 +55,21 @@ class Contender:
 
 
 CONTENDERS = {
-    # What a restart of all processes costs: live.py measures rounds that keep them.
-    "ours": Contender("elastic-launch --no-live, library", True, library=True, options=("--no-live",)),
+    "ours": Contender("elastic-launch, library", True, library=True),
     "ours-plain": Contender("elastic-launch, plain script", True),
     "torchrun": Contender(
         "torchrun, best settings", False, options=("--monitor-interval", "0.05"), conf=PATIENT, environ=UNSHARED
     ),
     "torchrun-default": Contender("torchrun, defaults", False),
-    "ours-live": Contender("elastic-launch, library", True, library=True),
+    "no-live": Contender("elastic-launch --no-live, library", True, library=True, options=("--no-live",)),
     "ours-confirmed": Contender(
         'elastic-launch, library, live="confirmed"', True, library=True, script_options=("--live", "confirmed")
     ),
 }
 ALL = ("ours", "ours-plain", "torchrun", "torchrun-default")
 BOTH = ("ours", "torchrun")
-LIVE = ("ours-live", "ours", "torchrun")
-LIVE_ON_GPUS = ("ours-live", "ours-confirmed", "ours", "torchrun")
+LIVE = ("ours", "no-live", "torchrun")
+LIVE_ON_GPUS = ("ours", "ours-confirmed", "no-live", "torchrun")
 
 
 def start_alone(job: Job, who: str, nproc: int = 2, *options: str) -> tuple[int, float]:

@@ -53,20 +53,21 @@ def launched(job: Job, began: float, world: int = 2) -> Figures:
     return {"begin": marks["begin"] - began, "step": first["clock"] - began, **_durations(began, moments)}
 
 
-def recovered(job: Job, before: Before, world: int, fault: float | None) -> Figures:
+def recovered(job: Job, before: Before, world: int | None, fault: float | None) -> Figures:
     """The time until a world of the given size trained.
 
     Args:
+        world: None: of any size.
         fault: when it happened; None: a planned change, counted from the last step before it.
 
     Returns:
         seconds to the start of rank 0's next script, to its first step and to the first new step; ``lost``: earlier
         steps that were repeated; phases. If the process was kept, its script does not start again, and has no phases.
     """
-    first = job.step(0, world, other_than=before.lives)
+    first = _later_step(job, before, world)
     last = before.last()
     since = last["clock"] if fault is None else fault
-    new = job.step(0, world, last["step"] + 1, other_than=before.lives)
+    new = _later_step(job, before, world, last["step"] + 1)
     marks = _marks(job, first["pid"])
     figures = {
         "step": first["clock"] - since,
@@ -83,6 +84,15 @@ def recovered(job: Job, before: Before, world: int, fault: float | None) -> Figu
         "new step": new["clock"],
     }
     return {"begin": marks["begin"] - since, **figures, **_durations(since, moments)}
+
+
+def _later_step(job: Job, before: Before, world: int | None, at_least: int = 1) -> Record:
+    if world is not None:
+        return job.step(0, world, at_least, other_than=before.lives)
+    return job.until(
+        f"rank 0 to do step {at_least} after the change",
+        lambda x: x["rank"] == 0 and x["step"] >= at_least and life(x) not in before.lives,
+    )
 
 
 def _marks(job: Job, pid: int) -> dict[str, float]:

@@ -21,14 +21,14 @@ BASE = "torchrun"
 """The contender that ratios and goals compare with."""
 
 COLOURS = {"ours": "#1b6ac9", "ours-plain": "#7fb2ea", "torchrun": "#d9822b", "torchrun-default": "#f0c592"}
-COLOURS |= {"ours-live": "#0b8a5c", "ours-confirmed": "#7cc4a8"}
+COLOURS |= {"no-live": "#0b8a5c", "ours-confirmed": "#7cc4a8"}
 WIDTH, LABEL, BAR, ROW, GAP = 860, 210, 420, 18, 34
 
 
 def judged(row: Record) -> Record:
     """A row with derived values: medians, the ratio to torchrun, and whether the goal is met."""
     medians = {who: statistics.median(values) for who, values in row["figures"].items()}
-    ours, base, goal = medians.get("ours-live", medians.get("ours")), medians.get(BASE), row["goal"]
+    ours, base, goal = medians.get("ours"), medians.get(BASE), row["goal"]
     met = None
     if goal and ours is not None and (goal["ratio"] is None or base is not None):
         met = (

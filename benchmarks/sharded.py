@@ -25,7 +25,7 @@ from snapshots import WARM, around, groups, intervals, mean, takes_snapshot
 from tables import NewJob, Row, Scenario, parser, positive, run, say
 
 SECTION = "sharded"
-WHO = ("ours-live", "torchrun")
+WHO = ("ours", "torchrun")
 KINDS = ("steps", "killed", "resize")
 MIB = 2**20
 LAYERS = 6

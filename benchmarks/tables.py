@@ -216,4 +216,4 @@ def run(scenarios: Scenarios, args: argparse.Namespace, only: Iterable[str], sec
     show([found], args, section)
     if stop.number:
         return 128 + stop.number
-    return 1 if any(result.failed.keys() & {"ours", "ours-live"} for result in results.values()) else 0
+    return 1 if any(result.failed.keys() & {"ours", "no-live"} for result in results.values()) else 0

@@ -83,12 +83,12 @@ def test_the_memory_of_an_agent_is_measured_without_its_workers(tmp_path: Path) 
 
 @pytest.mark.soak
 def test_a_standstill_is_measured_with_and_without_live_rounds(tmp_path: Path) -> None:
-    options = ["--cold", "--only", "killed", "--start", "1", "--workers", "2", "--who", "ours-live", "--who", "ours"]
+    options = ["--cold", "--only", "killed", "--start", "1", "--workers", "2", "--who", "ours", "--who", "no-live"]
     rows = measured("live.py", tmp_path / "live.json", *options)
-    assert 0.9 < rows["killed-1.standstill"]["medians"]["ours"] < rows["killed-1.whole"]["medians"]["ours"]
-    assert rows["killed-1.kept"]["figures"]["ours"] == [0]
-    assert rows["killed-1.starts"]["figures"]["ours"] == [2]
-    assert rows["killed-1.next"]["medians"]["ours-live"] > 0
+    assert 0.9 < rows["killed-1.standstill"]["medians"]["no-live"] < rows["killed-1.whole"]["medians"]["no-live"]
+    assert rows["killed-1.kept"]["figures"]["no-live"] == [0]
+    assert rows["killed-1.starts"]["figures"]["no-live"] == [2]
+    assert rows["killed-1.next"]["medians"]["ours"] > 0
 
 
 @pytest.mark.soak
@@ -128,15 +128,15 @@ def test_what_watching_costs_is_measured_while_it_is_read(tmp_path: Path) -> Non
 def test_a_sharded_model_is_measured_through_changes_of_the_world(tmp_path: Path) -> None:
     options = ["--width", "64", "--steps", "60", "--sleep", "0.04"]
     rows = measured("sharded.py", tmp_path / "sharded.json", *options)
-    for who in ("ours-live", "torchrun"):
+    for who in ("ours", "torchrun"):
         assert 0.02 < rows["steps.step"]["medians"][who] < 5
-    assert rows["steps.taken"]["medians"]["ours-live"] >= 1
+    assert rows["steps.taken"]["medians"]["ours"] >= 1
     for change in ("grow", "shrink"):
-        assert rows[f"resize.{change}-lost"]["figures"] == {"ours-live": [0]}
+        assert rows[f"resize.{change}-lost"]["figures"] == {"ours": [0]}
         # Half of the state: parameters and two moments in float32.
-        assert rows[f"resize.{change}-least"]["medians"]["ours-live"] == pytest.approx(3 * 4 * 6 * 64**2 / 2**20 / 2)
-        assert rows[f"resize.{change}-times"]["medians"]["ours-live"] > 1
-        standstill, whole = (rows[f"resize.{change}-{key}"]["medians"]["ours-live"] for key in ("standstill", "whole"))
+        assert rows[f"resize.{change}-least"]["medians"]["ours"] == pytest.approx(3 * 4 * 6 * 64**2 / 2**20 / 2)
+        assert rows[f"resize.{change}-times"]["medians"]["ours"] > 1
+        standstill, whole = (rows[f"resize.{change}-{key}"]["medians"]["ours"] for key in ("standstill", "whole"))
         assert 0 < standstill < whole
 
 
