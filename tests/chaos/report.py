@@ -40,10 +40,10 @@ def figures(outcomes: list[dict[str, Any]]) -> str:
     failed = [str(outcome["plan"]["seed"]) for outcome in outcomes if outcome["problems"]]
     planned = Counter(fault["kind"] for plan in plans for fault in [*plan["faults"], plan["last"]] if fault)
     landed: Counter[str] = Counter()
-    when: Counter[tuple[str, str]] = Counter()
+    when: Counter[str] = Counter()
     for kind, phase in (tuple(each) for outcome in outcomes for each in outcome["landed"]):
         landed[kind] += 1
-        when[kind, phase] += 1
+        when[phase] += 1
     live = sum(plan["live"] for plan in plans)
     forms = Counter(plan.get("form", "plain") for plan in plans)
     aimed = Counter(moment for outcome in outcomes for moment, _ in outcome.get("aimed", []))
@@ -61,23 +61,23 @@ def figures(outcomes: list[dict[str, Any]]) -> str:
         f"| forms of training | {', '.join(f'{form}: {count}' for form, count in forms.most_common())} |",
         f"| with workers that keep their processes, with workers that restart | {live}, {len(plans) - live} |",
         f"| faults planned, landed | {planned.total()}, {landed.total()} |",
+        f"| {', '.join(PHASES.values())} | {', '.join(str(when[phase]) for phase in PHASES)} |",
+        f"| of each kind | {', '.join(_landed(kind, count, planned[kind]) for kind, count in landed.most_common())} |",
         f"| restarts charged | {_sum(outcomes, 'restarts')} |",
         f"| rounds that ended after an agreed step | {_sum(outcomes, 'resizes')} |",
         f"| places that workers took without a new process | {_sum(outcomes, 'kept')} |",
         f"| steps done, of these again | {_sum(outcomes, 'steps')}, {_sum(outcomes, 'again')} |",
         f"| plans side by side | {', '.join(str(jobs) for jobs in sorted({x['jobs'] for x in outcomes}))} |",
         f"| time of the plans, added up | {sum(outcome['seconds'] for outcome in outcomes) / 60:.0f} min |",
-        "",
-        f"| fault | planned | landed | {' | '.join(PHASES.values())} |",
-        f"|---|---|---|{'---|' * len(PHASES)}",
     ]
-    for kind in planned:
-        counts = " | ".join(str(when[kind, phase]) for phase in PHASES)
-        lines.append(f"| {kind} | {planned[kind]} | {landed[kind]} | {counts} |")
     if aimed:
-        lines += ["", "| moment | faults aimed at it | of these, when it came |", "|---|---|---|"]
-        lines += [f"| {moment} | {count} | {came[moment]} |" for moment, count in aimed.most_common()]
+        moments = "; ".join(f"{moment} {count}, {came[moment]}" for moment, count in aimed.most_common())
+        lines.append(f"| aimed at a moment, of these when it came | {moments} |")
     return "\n".join(lines) + "\n"
+
+
+def _landed(kind: str, landed: int, planned: int) -> str:
+    return f"{kind} {landed}" if landed == planned else f"{kind} {landed} of {planned}"
 
 
 def _stores(plans: list[dict[str, Any]]) -> tuple[int, int, int]:

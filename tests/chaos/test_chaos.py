@@ -72,7 +72,7 @@ def test_figures_are_written_between_the_marks_of_a_page(tmp_path: Path, pairs: 
     assert f"| faults planned, landed | {landed}, {landed} |" in text
     assert "| plans | 3, seeds 4 to 5, 7 |" in text
     assert "| that failed | 1: seeds 5 |" in text
-    assert ("| forming | 2 | 1 |\n| commit | 1 | 0 |\n" in text) == pairs
+    assert ("| aimed at a moment, of these when it came | forming 2, 1; commit 1, 0 |\n" in text) == pairs
 
 
 def test_a_seed_is_a_plan() -> None:
