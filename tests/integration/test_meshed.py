@@ -141,14 +141,6 @@ def assert_went_on(result: Path, steps: int, ranks: tuple[int, ...] = (0, 1)) ->
     assert len({line["step"] for line in lines if line["repeated"]}) <= 1, lines
 
 
-def left_in_time(agent: Agent) -> bool:
-    """Whether no rank was stuck: gloo does not always wake one that waits for a mate whose connection was shut down.
-
-    Seen on busy machines, in DTensor.full_tensor(). Such a rank is replaced, with what only it has.
-    """
-    return "have not left the round in time" not in agent.output
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 # In the last one the others wait for the lost replica within a backward pass, and for each other.
@@ -164,9 +156,8 @@ def test_a_killed_worker_costs_the_other_replica_no_step(job: Job, shape: tuple[
     assert agent.wait(240 * SLOWNESS) == 0, agent.output
     found = json.loads(result.read_text())
     assert (found["hash"], found["history"]) == (expected["hash"], expected["history"])
-    if left_in_time(agent):
-        assert_went_on(result, 12)
-        assert "training goes back" not in agent.output
+    assert_went_on(result, 12)
+    assert "training goes back" not in agent.output
 
 
 @pytest.mark.slow
@@ -195,8 +186,6 @@ def test_a_step_that_breaks_in_its_update_is_done_again_from_its_start(job: Job,
     agent = job.launch("--standalone", "--nproc", "4", "--replica-size", "2", name="killed", command=command)
     assert agent.wait(240 * SLOWNESS) == 0, agent.output
     found = json.loads(result.read_text())
-    if not left_in_time(agent):
-        return
     lines = [line for line in read_lines(result.with_name(f"{result.name}.steps")) if line["rank"] == 0]
     assert [(line["step"], line["repeated"]) for line in lines] == [
         *((step, False) for step in (1, 2, 3)),
