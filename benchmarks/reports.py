@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 import statistics
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ BASE = "torchrun"
 
 COLOURS = {"ours": "#1b6ac9", "ours-plain": "#7fb2ea", "torchrun": "#d9822b", "torchrun-default": "#f0c592"}
 COLOURS |= {"no-live": "#0b8a5c", "ours-confirmed": "#7cc4a8"}
+PAGE = 140
+"""Characters in a line of the pages."""
+
 WIDTH, LABEL, BAR, ROW, GAP = 860, 210, 420, 18, 34
 
 
@@ -81,10 +85,8 @@ def headline(report: Record) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
     load = f"load before {report['load_before']:.2f}, {report['others_cpu']:.0%} of the CPU used by others meanwhile"
     machine = f"{report['cores']} cores ({report.get('processor', 'unknown')}), Linux {report.get('kernel', 'unknown')}"
-    return (
-        f"{report['date']}: {versions}, {machine}, CPU, gloo; medians of {report['runs']} runs "
-        f"(least..greatest); {load}."
-    )
+    runs = f"medians of {report['runs']} runs (least..greatest)"
+    return textwrap.fill(f"{report['date']}: {versions}, {machine}, CPU, gloo; {runs}; {load}.", PAGE)
 
 
 def present(names: Iterable[str]) -> list[str]:
