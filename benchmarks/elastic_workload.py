@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from workload import GLOBAL_BATCH, LEARNING_RATE, SEED, examples, model, noting, parser, prepare
+from workload import GLOBAL_BATCH, SEED, examples, model, noting, parser, prepare
 
 import elastic_launch as el
 
@@ -37,7 +37,7 @@ def main() -> None:
             note(0, mark="initialized")
             prepare(args)
             network = model(args.compile).to(run.device)
-            optimizer = torch.optim.SGD(network.parameters(), lr=LEARNING_RATE)
+            optimizer = torch.optim.SGD(network.parameters(), lr=args.rate)
             data = torch.utils.data.TensorDataset(*examples())
             # So that each of four ranks has samples: one without compiles no model, but may have to in another world.
             loader = el.ElasticLoader(data, el.GlobalBatch(GLOBAL_BATCH, micro=args.micro), seed=SEED)

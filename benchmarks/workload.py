@@ -55,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--prepare", type=float, default=0.0, help="seconds that preparing takes before the first step"
     )
+    options.add_argument("--rate", type=float, default=LEARNING_RATE, help="learning rate")
     options.add_argument("--busy", action="store_true", help="preparing takes a core")
     options.add_argument("--compile", metavar="BACKEND", help="compile the model with this backend of torch's")
     return options
@@ -123,7 +124,7 @@ def train(args: argparse.Namespace, note: Callable[..., None]) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     prepare(args)
     ddp = DistributedDataParallel(model(args.compile).to(device))
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=LEARNING_RATE)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=args.rate)
     inputs, targets = (tensor.to(device) for tensor in examples())
     done = 0
     if args.snapshot and args.snapshot.exists():

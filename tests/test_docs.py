@@ -387,12 +387,12 @@ def test_the_index_has_every_exit_code() -> None:
 
 
 def test_figures_are_those_of_the_benchmarks() -> None:
-    """Those of the README, of its pictures, and of the table of what torchrun does better."""
+    """Those of the README, of its picture, and of the table of what torchrun does better."""
     page = (DOCS / "benchmarks.md").read_text()
     texts = [re.sub(r"^```.*?^```$", "", (ROOT / "README.md").read_text(), flags=re.MULTILINE | re.DOTALL)]
-    texts += [(DOCS / f"{name}.svg").read_text() for name in ("survival", "standstill")]
+    texts.append((DOCS / "survival.svg").read_text())
     shown = {figure for text in texts for figure in re.findall(r"(?<![\w.])\d+\.\d+(?= s\b)", text)}
-    assert len(shown) == 11
+    assert len(shown) == 9
     assert [figure for figure in shown if not re.search(rf"(?<![\w.]){re.escape(figure)}(?![\d.])", page)] == []
     ahead = rows(sections(DOCS / "benchmarks.md", "##")["Where torchrun is ahead"])[2:]
     measured = rows("".join(re.findall(r"^<!-- generated.*?^<!-- end", page, flags=re.MULTILINE | re.DOTALL)))
