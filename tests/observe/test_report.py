@@ -165,7 +165,7 @@ def test_of_several_runs_in_a_file_the_last_one_counts(tmp_path: Path, capsys: p
     [
         ([], "has no events-*.jsonl"),
         (["r1/events-a.jsonl", "r2/events-a.jsonl"], "has the events of 2 runs: r1, r2"),
-        (["events-a.jsonl"], "no event file in"),
+        (["events-a.jsonl"], "No event file in"),
     ],
 )
 def test_a_directory_that_is_not_a_runs_is_refused(

@@ -154,7 +154,7 @@ def test_an_endpoint_that_its_host_knows_by_loopback_only_is_reached_from_elsewh
             assert not second.open().hosting
     told = [record.getMessage() for record in caplog.records if "resolves only to loopback" in record.getMessage()]
     assert len(told) == 1
-    assert f"listens at all addresses of this host, and the others are given {place.address}" in told[0]
+    assert f"listens at all addresses of this host, and other nodes are given {place.address}" in told[0]
 
 
 @pytest.mark.usefixtures("debian")

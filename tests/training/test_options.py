@@ -222,7 +222,7 @@ def test_options_are_told_apart_by_optimizer_and_group(tmp_path: Path, caplog: p
 
 
 def test_a_name_that_nothing_has_is_refused_with_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"names 'learning_rate', which no option.*\n.*'lr', 'momentum'.*'optimizer'"):
+    with pytest.raises(UsageError, match=r"names 'learning_rate', but no option.*\n.*'lr', 'momentum'.*'optimizer'"):
         Training(tmp_path, 2, sgd(), override=["lr", "learning_rate"])
     with pytest.raises(UsageError, match=r"Checkpoint\(override='lr'\) is a string"):
         el.Checkpoint(tmp_path, override="lr")
