@@ -29,7 +29,7 @@ from launchers import CONTENDERS, Node, Nodes, start_alone
 EVENTS = (
     (6.0, "a second node joins"),
     (16.0, "one of its workers is killed"),
-    (26.0, "the node is lost"),
+    (26.0, "all its processes are killed"),
     (36.0, "the node comes back"),
     (50.0, "SIGTERM: the node leaves"),
 )
@@ -56,6 +56,9 @@ SMOOTH = 0.5
 WIDTH, LEFT, RIGHT = 560, 24, 24
 BARS, LOSS, ROW = 50, 70, 24
 """Pixels: heights of the highest bar and of the losses, and of a line of text."""
+
+COLUMN = 90
+"""Width of a column of figures, in pixels."""
 
 WIDE = 80
 """Width of a bar in which there is room for words, in pixels."""
@@ -175,14 +178,20 @@ def picture(stories: Sequence[Story], events: Sequence[tuple[float, str]], title
     floor += 18
     parts.append(f'<text class="dim" x="{LEFT}" y="{floor}">0 s</text>')
     parts.append(f'<text class="dim" x="{WIDTH - RIGHT}" y="{floor}" text-anchor="end">{END:.0f} s</text>')
+    columns = (WIDTH - RIGHT - COLUMN, WIDTH - RIGHT)
+    for name, story, x in zip(names, stories, columns, strict=True):
+        parts.append(
+            f'<text class="{name}" x="{x}" y="{floor + 6 + ROW}" text-anchor="end">{escape(story.title)}</text>'
+        )
+    parts.append(f'<text class="dim" x="{LEFT}" y="{floor + 6 + ROW}">pauses</text>')
     for number, (_at, what) in enumerate(events, 1):
-        y = floor + 6 + ROW * number
+        y = floor + 6 + ROW * (number + 1)
         parts.append(f'<circle class="mark" cx="{LEFT + 8}" cy="{y - 5}" r="9"/>')
         parts.append(f'<text class="number" x="{LEFT + 8}" y="{y - 1}" text-anchor="middle">{number}</text>')
-        pauses = ", ".join(f"{story.pauses[number - 1]:.2f} s" for story in stories)
         parts.append(f'<text x="{LEFT + 26}" y="{y}">{escape(what)}</text>')
-        parts.append(f'<text x="{WIDTH - RIGHT}" y="{y}" text-anchor="end">pauses: {pauses}</text>')
-    last = floor + 6 + ROW * (len(events) + 1)
+        for story, x in zip(stories, columns, strict=True):
+            parts.append(f'<text x="{x}" y="{y}" text-anchor="end">{story.pauses[number - 1]:.2f} s</text>')
+    last = floor + 6 + ROW * (len(events) + 2)
     parts.append(f'<text x="{LEFT}" y="{last}">{escape(end)}</text>')
     height = last + 20
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" role="img">'
@@ -266,7 +275,7 @@ def main(out: str) -> None:
         if weights(job) != ended:
             raise SystemExit("the weights differ from those of one worker without a fault")
     title = f"Five changes and faults: {sum(ours.again) or 'no'} steps done again (torchrun: {sum(theirs.again)})"
-    end = "elastic-launch's weights are those of an undisturbed run, to the bit."
+    end = "With exact=True, weights are to the bit those of an undisturbed run."
     Path(out).write_text(picture([ours, theirs], EVENTS, title, end))
     print(table([ours, theirs], EVENTS))
     print(f"others used {others.share:.0%} of the CPU")

@@ -55,7 +55,7 @@ def test_the_picture_has_the_bars_of_both_and_a_line_for_each_event(survival: An
         assert heights == [heights[1] / 2, heights[1]]
         assert len([path for path in made.iter(f"{SVG}path") if path.get("class") == name]) == 1
     texts = [text.text for text in made.iter(f"{SVG}text")]
-    assert {"A title", "it < joins", "pauses: 2.00 s, 2.00 s", "2 workers", "End"} <= set(texts)
+    assert {"A title", "it < joins", "2.00 s", "2 workers", "End"} <= set(texts)
     assert max(float(text.attrib["x"]) for text in made.iter(f"{SVG}text")) <= survival.WIDTH
     assert "| it leaves | 2.00 s | 10 | 2.00 s | 10 |" in survival.table(
         stories, [(2.0, "it joins"), (5.0, "it leaves")]
