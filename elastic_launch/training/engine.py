@@ -394,6 +394,7 @@ class Engine:
         self.rounds.close()
         self.saver.close()
         self.rounds.link.close()
+        self.rounds.groups.release()  # the link has just ended: no order disconnects them any more
 
     def _check(self, state: TrainingState) -> None:
         if self.checkpoint is None and not self.rounds.link.present:

@@ -204,7 +204,6 @@ class WorkerRounds:
         if self._timeouts is not None:
             self._timeouts.close()
             self._timeouts = None
-        self.groups.release()
 
     @contextmanager
     def forming(self, *, inner: bool = False) -> Iterator[None]:

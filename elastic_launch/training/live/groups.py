@@ -121,8 +121,8 @@ class RoundGroups:
         gloo's fail within milliseconds, whether the peers run, are frozen or dead. If a group is being formed, that
         fails, too, but only after its store is connected: one that does not answer is waited for until its timeout.
 
-        A caller still needs a limit of its own: if a peer dies while gloo is sending it a large message, the rank that
-        waits for the end of the sending is not woken, and waits until the group's timeout. This is rare.
+        A caller still needs a limit of its own: a rank that waits for the end of a large message that is under way may
+        not be woken, and waits until the group's timeout.
 
         Returns:
             The number of connections that this call has shut down; 0 if all were shut down before.
@@ -227,13 +227,15 @@ class RoundGroups:
         foreign = [_describe(group) for group in self._foreign()]
         held = [(weakref.ref(group), _describe(group)) for group in _groups()]
         epolls = [*self._sockets.close(), *self._inner.close()]
-        # Where the groups of GPUs take longer anyway, there is nothing to gain.
-        with quick_turns(epolls if all(map(_is_gloo, self._backends())) else []):
-            self._destroy()
-            if not foreign:
-                _wait_until_gone(held, self._sockets, self._inner)
-        for each in (self._sockets, self._inner):
-            each.end()
+        try:
+            # Where the groups of GPUs take longer anyway, there is nothing to gain.
+            with quick_turns(epolls if all(map(_is_gloo, self._backends())) else []):
+                self._destroy()
+                if not foreign:
+                    _wait_until_gone(held, self._sockets, self._inner)
+        finally:
+            for each in (self._sockets, self._inner):
+                each.end()
         if foreign:
             raise GroupsRemainError(f"The script made process groups itself: {', '.join(foreign)}.")
 

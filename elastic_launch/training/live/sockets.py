@@ -4,10 +4,11 @@ gloo has no call that interrupts a collective. If its connections are shut down 
 fails within milliseconds, whether the peers still run or not. Listening sockets are left alone: gloo ends the process
 if one of them fails.
 
-At first, connections are shut down for reading only. At the end of what it reads, gloo wakes the threads that wait to
-receive, or to send what the peer has not asked for yet; it does not wake one that waits for the end of a sending under
-way (``signalException`` in gloo's ``transport/tcp/pair.cc``). So no sending must fail: gloo can still write until it
-has closed the connection itself. Its peers can write even after that, as a duplicate of the connection stays open.
+Connections of a broken round are shut down for reading only. At the end of what it reads, gloo wakes the threads that
+wait for a peer, but none that waits for the end of a message that is under way: of a sending that has begun, or of the
+last message that is being received (``signalException`` in gloo's ``transport/tcp/pair.cc``). So no sending must fail:
+gloo can write until it has closed the connection itself, and its peers until this process has left its groups, as a
+duplicate of the connection stays open. A large message may still be under way.
 
 The kernel knows which sockets are gloo's. Each of gloo's groups has an ``epoll(7)`` descriptor that watches its
 listening socket and all of its connections, and ``/proc/self/fdinfo`` lists what such a descriptor watches. This finds
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import socket
 import struct
 import threading
@@ -38,6 +40,11 @@ _POLL = 0.005
 
 _KNOCK_S = 0.1
 """Seconds to wait for a connection within this process."""
+
+_SPARE = 100
+"""Descriptors that are left to others: with less room, connections have no duplicates."""
+
+_TRUE = ("1", "t", "true", "y", "yes")  # as torch reads its variables
 
 _NUMBER = struct.Struct("@n")
 _WATCHED = re.compile(r"^tfd:.* ino:([0-9a-f]+)", re.MULTILINE)
@@ -120,15 +127,20 @@ class GroupSockets:
     def close(self) -> list[int]:
         """Shut down the connections of groups that are about to be destroyed: gloo then destroys them sooner.
 
+        If they were not shut down before, no collective is under way.
+
         Returns:
             The groups' epoll descriptors.
         """
         with self._lock:
-            self._shut_recorded()
+            self._shut_recorded(keep=False)
             return self._epolls
 
     def end(self) -> None:
-        """Let the peers read the end of the connections, once gloo has closed them here."""
+        """Let the peers read the end of the connections, now that gloo has closed them here.
+
+        From now on they can write once: the kernel answers what arrives by a reset.
+        """
         with self._lock:
             for each in self._kept:
                 with suppress(OSError):  # the peer has ended
@@ -156,15 +168,21 @@ class GroupSockets:
                     self._knocked.add(inode)
                     _knock(sockets[inode], inode, self._size)
 
-    def _shut_recorded(self) -> int:
+    def _shut_recorded(self, *, keep: bool = True) -> int:
         sockets = self._record()
+        # With lazy initialization gloo may still watch a connection that it has closed, if there is a duplicate.
+        keep = keep and os.environ.get("TORCH_GLOO_LAZY_INIT", "").lower() not in _TRUE
+        last = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _SPARE
         shut = 0
         for inode in (self._connections - self._shut) & sockets.keys():
             if (found := _opened_again(sockets[inode], inode)) is not None:
-                if _shut(found):
+                kept = keep and found.fileno() < last
+                done = _shut(found, socket.SHUT_RD if kept else socket.SHUT_RDWR)
+                if done:
                     self._shut.add(inode)
-                    self._kept.append(found)
                     shut += 1
+                if done and kept:
+                    self._kept.append(found)
                 else:
                     found.close()
         return shut
@@ -251,12 +269,12 @@ def _describe(descriptor: int, inode: int) -> tuple[str, int]:
             return "unconnected", 0
 
 
-def _shut(found: socket.socket) -> bool:
+def _shut(found: socket.socket, how: int) -> bool:
     with suppress(OSError):
         if not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             try:
                 found.getpeername()
-                found.shutdown(socket.SHUT_RD)
+                found.shutdown(how)
             except OSError:
                 found.shutdown(socket.SHUT_RDWR)  # this ends an attempt to connect, too
             return True

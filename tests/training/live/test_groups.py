@@ -97,7 +97,7 @@ def test_ranks_that_wait_for_a_lost_one_leave_and_form_a_smaller_world(
 @pytest.mark.slow
 def test_no_rank_waits_for_the_end_of_a_sending_that_failed(processes: RankProcesses, world: World) -> None:
     """As gloo lets 4 in 100 ranks do whose connections are shut down in both directions."""
-    others, when = world.start(2), random.Random(0)
+    others, when = processes.start(2), random.Random(0)
     for _ in range(30):
         (lost,) = processes.start(1)
         world.form(*others, lost)
