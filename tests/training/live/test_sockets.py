@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import select
 import socket
 import struct
@@ -112,6 +113,23 @@ def test_no_sending_fails_until_the_connections_are_released(stack: ExitStack, s
         peer.sendall(b"3")
     with pytest.raises(ConnectionError):
         peer.sendall(b"3")
+
+
+@pytest.mark.parametrize("how", ["lazily initialized", "few descriptors"])
+def test_where_a_duplicate_would_do_harm_there_is_none(
+    stack: ExitStack, sockets: GroupSockets, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    with sockets.opening(store_port=0, size=2):
+        connection = Loop(stack).connect()
+    if how == "few descriptors":
+        monkeypatch.setattr(resource, "getrlimit", lambda _which: (connection.fileno() + 100, 4096))
+    else:
+        monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
+    before = os.listdir("/proc/self/fd")
+    assert sockets.shut_down() == 1
+    assert os.listdir("/proc/self/fd") == before
+    with pytest.raises(BrokenPipeError):
+        connection.send(b"1")
 
 
 def test_sockets_from_before_and_a_servers_of_the_scripts_own_are_left_alone(
