@@ -256,7 +256,9 @@ def test_a_replica_that_is_left_alone_takes_a_snapshot_at_once(job: Job) -> None
     b = job.node("b", *flags, nproc=2, command=command)
     assert (b.wait(120 * SLOWNESS), a.wait(120 * SLOWNESS)) == (-signal.SIGKILL, 0), a.output
     found = json.loads(result.read_text())
-    assert (found["worlds"], found["resumed"]) == ([4, 2, 2], 31), a.output
+    assert found["worlds"] == [4, 2, 2], a.output
+    # After the first step of the replica alone: step 31, or 30 if node b was lost before node a had completed it.
+    assert found["resumed"] in (30, 31), a.output
     assert found["hash"] == alone["hash"]
 
 
