@@ -146,3 +146,10 @@ def test_steps_until_corruption_is_found_are_counted() -> None:
     rows = {row.split("|")[1].strip(): row.split("|")[2].strip() for row in shown.splitlines() if row.startswith("| ")}
     assert [*rows] == ["share verified", "100 %", "10 %", "1 %", "0.1 %", "0 %"]
     assert (rows["0 %"], rows["100 %"]) == ("never", "1 (1..1)")
+
+
+@pytest.mark.soak
+def test_the_readmes_picture_is_that_of_a_run_of_both_launchers(tmp_path: Path) -> None:
+    shown = run("survival.py", str(tmp_path / "picture.svg"))
+    assert shown.count("\n| ") == 5
+    assert "to the bit" in (tmp_path / "picture.svg").read_text()
