@@ -41,6 +41,7 @@ FOREIGN = {
     "the hooks of a module, and its compiled call": "_compiled_call_impl _forward_hooks _forward_pre_hooks",
     "the tensors of a gradient scaler": "_device _growth_tracker _scale",
     "by which names a mesh finds its groups, and whose rank it has": "_dim_group_names _rank _root_mesh",
+    "what meshes are told apart by, and what torch has kept about them": "_clear_sharding_prop_cache _hash _thread_id",
     "all process groups, and what they consist of": "_device_types _get_backend _world",
     "how many collectives a group has begun": "_get_sequence_number_for_group",
     "aborting process groups": "_abort_process_group _end_coalescing _group_end _group_start _start_coalescing",

@@ -9,6 +9,7 @@ values are not moved: after :func:`reshard` a state must be loaded. What had the
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ from elastic_launch.training.wrapped import is_sharded, sharding_groups, shardin
 
 _NEEDS = ("reset_iter_state", "set_custom_all_gather")
 """Methods of ``FSDPModule`` that not all versions of torch have."""
+
+_identities = itertools.count(-1, -1)  # no thread has one of these
 
 
 def obstacle(model: nn.Module, parts: Sequence[Any] = (), *, within: bool = False) -> str:
@@ -81,8 +84,6 @@ def reshard(model: nn.Module, optimizer: Any, *, within: bool = False) -> None:
         within: whether it is sharded within replicas, whose mesh has got its groups of this round: then it keeps its
             shards, with their values, and so does the optimizer.
     """
-    from torch.distributed.device_mesh import init_device_mesh  # slow to import
-
     if within:
         for group in sharding_groups(model):
             group.mesh_info.shard_process_group = group.mesh_info.mesh.get_group(group.mesh_info.shard_mesh_dim)
@@ -93,25 +94,43 @@ def reshard(model: nn.Module, optimizer: Any, *, within: bool = False) -> None:
         for parameter in model.parameters():
             parameter.grad = None
         return
+    from torch.distributed.tensor import debug  # slow to import
+
+    # What is there of the meshes of earlier rounds would only take memory. Not all versions of torch can drop it.
+    getattr(debug, "_clear_sharding_prop_cache", bool)()
     for module in sharding_modules(model):
         if module._get_fsdp_state()._is_root:
             module.reset_iter_state()
     for each in getattr(optimizer, "optimizers", {"": optimizer}).values():
         each.state.clear()
+    meshes: dict[Any, Any] = {}
     infos: dict[int, tuple[Any, Any]] = {}  # by the old one's address, which lasts as long as it
     for group in sharding_groups(model):
         old = group.mesh_info
+        if old.mesh not in meshes:
+            meshes[old.mesh] = _mesh_like(old.mesh)
         if id(old) not in infos:
-            mesh = init_device_mesh(
-                old.mesh.device_type, (dist.get_world_size(),), mesh_dim_names=old.mesh.mesh_dim_names
-            )
-            infos[id(old)] = old, type(old)(mesh, shard_mesh_dim=0)
+            infos[id(old)] = old, type(old)(meshes[old.mesh], shard_mesh_dim=0)
         _, info = infos[id(old)]
         group.mesh_info = info
         if group.post_forward_mesh_info is not None:
             group.post_forward_mesh_info = info
         for each in group.fsdp_params:
             _shard_again(each, info)
+
+
+def _mesh_like(old: Any) -> Any:
+    """Return a mesh of all ranks of the current round that is not equal to any earlier mesh.
+
+    Torch takes meshes of the same ranks for equal, and then what its caches have of the earlier one: its groups, which
+    are gone, and this process' coordinate in it, which may be another one now. Threads tell their meshes apart by an
+    identity, and so does each round here.
+    """
+    from torch.distributed.device_mesh import init_device_mesh  # slow to import
+
+    mesh: Any = init_device_mesh(old.device_type, (dist.get_world_size(),), mesh_dim_names=old.mesh_dim_names)
+    mesh._thread_id, mesh._hash = next(_identities), None
+    return mesh
 
 
 def _shard_again(each: Any, info: Any) -> None:
@@ -131,6 +150,8 @@ def _shard_again(each: Any, info: Any) -> None:
         each.post_forward_mesh_info = info
         each._init_sharded_post_forward_param_metadata(whole)
     made = each.sharded_param
+    if made.device_mesh is not info.mesh:
+        raise RuntimeError(f"torch {torch.__version__} has sharded a parameter over the mesh of an earlier round")
     kept.grad = None
     kept._local_tensor, kept._spec = made._local_tensor, made._spec
     each.sharded_param = kept

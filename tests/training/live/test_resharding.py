@@ -19,6 +19,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elastic_launch.errors import UsageError
 from elastic_launch.training.gradients.parameters import Parameters
@@ -99,10 +100,40 @@ def test_a_model_goes_on_in_the_next_group_with_the_same_parameters(how: dict[st
     assert _step(model, optimizer) > _step(model, optimizer)
 
 
+def test_a_process_whose_rank_is_another_one_has_that_ranks_shards() -> None:
+    """The ranks of the mesh are the same, so that it equals the one of the round before."""
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 5))
+    MADE.append(model)
+    for module in (model[0], model):
+        fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    total_norm(model)
+    for rank in (0, 1, 0):
+        let_go(model)
+        dist.destroy_process_group()
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+        reshard(model, optimizer)
+        group = distributed_c10d._get_default_group()
+        for parameter in model.parameters():
+            length = parameter.shape[0]
+            mine: Any = _distributed(torch.arange(length), parameter).clone()
+            assert mine.to_local().tolist() == torch.arange(length).chunk(2)[rank].tolist()
+            made: tuple[Any, ...] = (parameter, mine, torch.zeros_like(parameter), parameter.detach().norm())
+            assert all(tensor.device_mesh.get_group() is group for tensor in made)
+        total_norm(model)
+
+
+def total_norm(model: nn.Module) -> None:
+    """Have torch compute something of all parameters together."""
+    torch.nn.utils.get_total_norm(model.parameters()).full_tensor()  # type: ignore[attr-defined]
+
+
 def _distributed(whole: Tensor, like: Any) -> Tensor:
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(whole, like.device_mesh, like.placements)
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def test_a_pass_that_broke_off_leaves_nothing() -> None:
