@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import queue
 import resource
 import signal
 import subprocess
@@ -187,7 +188,7 @@ def test_old_copies_are_removed(node: Node) -> None:
     assert node.copied() == [4, 3]
 
 
-def _copier(share: int = 0) -> int:
+def _copier() -> int:
     """Pid of the copying process; 0 if there is none."""
     for name in os.listdir("/proc"):
         if name.isdecimal():
@@ -196,10 +197,27 @@ def _copier(share: int = 0) -> int:
                 status = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
             except OSError:
                 continue
-            mine = any(b"elastic_agents.snapshots.copying" in word for word in words) and int(status[1]) == os.getpid()
-            if mine and json.loads(words[-4])["share"] == share:
+            if any(b"elastic_agents.snapshots.copying" in word for word in words) and int(status[1]) == os.getpid():
                 return int(name)
     return 0
+
+
+def _stops_the_copy_of(node: Node, step: int) -> int:
+    """Store a step; return the pid of the process that copies it, which is stopped before it has done anything."""
+    started: queue.SimpleQueue[int] = queue.SimpleQueue()
+    popen = subprocess.Popen
+
+    def stopped(command: list[str], **how: Any) -> subprocess.Popen[bytes]:
+        process: subprocess.Popen[bytes] = popen(command, **how)
+        if json.loads(command[-3])["share"] == node.rank:
+            os.kill(process.pid, signal.SIGSTOP)
+            started.put(process.pid)
+        return process
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copiers.subprocess, "Popen", stopped)
+        node.store(step)
+        return started.get(timeout=30 * SLOWNESS)
 
 
 def test_while_one_is_copied_slowly_the_newest_waits_and_the_training_does_not(node: Node) -> None:
@@ -543,9 +561,7 @@ def test_a_newer_checkpoint_of_the_same_run_counts_and_is_reported_with_its_own_
 
 
 def test_the_end_does_not_wait_for_storage_that_hangs(node: Node) -> None:
-    node.store(1)
-    hanging = wait_for("the copying process", _copier)
-    os.kill(hanging, signal.SIGSTOP)
+    hanging = _stops_the_copy_of(node, 1)
     node.snapshot_store.close()
     assert not Path(f"/proc/{hanging}").exists()
 
@@ -612,8 +628,7 @@ def test_the_first_writes_the_share_of_a_node_whose_copier_does_not(
     pair: tuple[Node, Node], how: signal.Signals
 ) -> None:
     first, other = pair
-    other.store(7)
-    copier = wait_for("the other's copier", lambda: _copier(1))
+    copier = _stops_the_copy_of(other, 7)
     os.kill(copier, how)
     first.store(7)
     assert first.copied() == [7]
@@ -631,8 +646,7 @@ def test_a_first_node_whose_copier_is_killed_copies_alone(
 ) -> None:
     monkeypatch.setattr(module, "PAUSE", 0.01)
     first, other = pair
-    first.store(7)
-    os.kill(wait_for("the first's copier", _copier), signal.SIGKILL)
+    os.kill(_stops_the_copy_of(first, 7), signal.SIGKILL)
     assert first.copied() == [7]
     assert {path.name for path in first.directory.glob("step-*/tensors*")} == {"tensors.safetensors"}
     other.store(7)
@@ -646,9 +660,7 @@ def test_a_first_node_whose_copier_is_killed_copies_alone(
 def test_a_first_node_that_comes_late_asks_for_a_snapshot_that_all_can_copy(pair: tuple[Node, Node]) -> None:
     first, other = pair
     other.store(1)
-    first.store(1)
-    slow = wait_for("the first's copier", _copier)
-    os.kill(slow, signal.SIGSTOP)
+    slow = _stops_the_copy_of(first, 1)
     for node in pair:
         node.store(2)
         node.store(3, durable=False)
@@ -667,9 +679,7 @@ def test_a_node_whose_requests_are_not_answered_copies_the_newest_alone(
 ) -> None:
     monkeypatch.setattr(module, "CATCH_UP", 0.01)
     first, _ = pair
-    first.store(1)
-    slow = wait_for("the first's copier", _copier)
-    os.kill(slow, signal.SIGSTOP)
+    slow = _stops_the_copy_of(first, 1)
     first.store(2)
     first.store(3, durable=False)
     os.kill(slow, signal.SIGCONT)
@@ -767,9 +777,7 @@ def test_a_copying_process_that_waits_for_a_processor_is_not_replaced(
 def test_an_agent_that_ends_does_not_wait_for_a_copying_process_that_the_kernel_holds(
     node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    node.store(1)
-    held = wait_for("the copying process", _copier)
-    os.kill(held, signal.SIGSTOP)
+    held = _stops_the_copy_of(node, 1)
     with monkeypatch.context() as patch:
         patch.setattr(subprocess.Popen, "kill", lambda process: None)  # as on a frozen file system
         node.snapshot_store.close()
@@ -828,9 +836,7 @@ def test_a_copying_process_that_cannot_be_killed_delays_nothing(
     node: Node, made: list[copiers.Copier], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The kernel reports a traced process' end to its tracer first: until then it looks like one in a dead mount."""
-    node.store(1)
-    stuck = wait_for("the copying process", _copier)
-    os.kill(stuck, signal.SIGSTOP)
+    stuck = _stops_the_copy_of(node, 1)
     with subprocess.Popen(
         [sys.executable, "-c", HELD, str(stuck)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as by:
