@@ -26,7 +26,7 @@ from harness import SCRIPTS, SLOWNESS, Agent, Job, alive, free_port, read_lines,
 from memory_group import Group, group
 from netns import Host, net
 
-from chaos.plan import Fault, Plan
+from chaos.plan import REPLICA, Fault, Plan
 from chaos.strikes import STRIKES, copier
 from elastic_launch import stack_dump
 
@@ -296,6 +296,7 @@ class Scene:
         self._started = self._starts[name] = time.monotonic()
         plan = self.plan
         flags = [*FLAGS, *([] if plan.live else ["--no-live"]), "--notice", f"file:{self.notice_of(name)}"]
+        flags += ["--replica-size", str(plan.replica)] if plan.replica > 1 else []
         script, options = _trained(plan.form)
         command = [
             script,
@@ -647,12 +648,13 @@ def _trained(form: str) -> tuple[str, list[str]]:
 
 
 def undisturbed(base: Path, plans: Iterable[Plan]) -> dict[str, str]:
-    """Return the hash with which one process ends each form of the plans' trainings, which have as many steps."""
+    """Return the hash with which one process, or replica, ends each form of the plans' trainings."""
     found = {}
     for form, steps in sorted({(plan.form, plan.steps) for plan in plans}):
         (base / f"undisturbed-{form}").mkdir(parents=True)
         script, options = _trained(form)
-        found[form] = undisturbed_hash(base / f"undisturbed-{form}", steps, *options, script=script)
+        ranks = REPLICA if form == "tensor" else 1  # which the bits of its sums depend on
+        found[form] = undisturbed_hash(base / f"undisturbed-{form}", steps, *options, script=script, ranks=ranks)
     return found
 
 
