@@ -386,7 +386,7 @@ class Scene:
         while not STRIKES[fault.kind](self, fault):
             if time.monotonic() > deadline:
                 raise Problem(f"{fault.kind} did not land")
-            self._wait(0.05)
+            self.wait(0.05)
             quiet = self.trains() and not self._away
         self.struck.append(Strike(fault.kind, time.monotonic(), fault.seconds, quiet))
 
@@ -570,7 +570,7 @@ class Scene:
     def _until(self, what: str, reached: Callable[[], bool]) -> None:
         last, since = self.step(), time.monotonic()
         while not reached():
-            self._wait(0.02)
+            self.wait(0.02)
             for name, agent in self._running.items():
                 if agent.process.poll() not in (None, 0):
                     raise Problem(f"{name} ended with {agent.process.poll()} before {what}")
@@ -597,7 +597,8 @@ class Scene:
         found = [_link(descriptor) for descriptor in opened.iterdir()]
         (self.job.directory / f"descriptors-{agent.name}.txt").write_text("\n".join(sorted(found)) + "\n")
 
-    def _wait(self, seconds: float) -> None:
+    def wait(self, seconds: float) -> None:
+        """Wait while what is due happens."""
         time.sleep(seconds)
         if time.monotonic() > self._looked + LOOK:
             self._look()
