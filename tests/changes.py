@@ -19,13 +19,14 @@ STEPS = 200
 _hashes: dict[tuple[int, str], str] = {}
 
 
-def undisturbed_hash(directory: Path, steps: int = STEPS, *options: str, script: str = SCRIPT) -> str:
-    """The hash of the weights that a single process ends with; without options it is computed once."""
+def undisturbed_hash(directory: Path, steps: int = STEPS, *options: str, script: str = SCRIPT, ranks: int = 1) -> str:
+    """The hash of the weights that so many ranks end with; without options it is computed once."""
     known = (steps, script)
     if not options and known in _hashes:
         return _hashes[known]
     (directory / "hurry").touch()
-    run_script(script, str(directory), "--steps", str(steps), *options)
+    launcher = [] if ranks == 1 else ["-m", "elastic_launch", "--standalone", "--nproc", str(ranks)]
+    run_script(*launcher, script, str(directory), "--steps", str(steps), *options)
     found = str(json.loads((directory / "result.json").read_text())["hash"])
     if not options:
         _hashes[known] = found

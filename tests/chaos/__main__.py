@@ -41,6 +41,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=4, help="how many plans side by side; most of a plan is waiting")
     parser.add_argument("--faults", type=int, default=6, help="at most so many faults in a plan")
     parser.add_argument("--pairs", action="store_true", help="plans with pairs of faults and other trainings")
+    parser.add_argument("--forms", nargs="+", help="of the plans, only those with these forms of training")
     parser.add_argument("--directory", type=Path, help="keep what all plans leave here")
     parser.add_argument(
         "--record", type=Path, help="append the outcomes to this file; build/chaos.jsonl, or build/pairs.jsonl"
@@ -57,6 +58,7 @@ def main() -> int:
     failed: list[int] = []
     seeds = range(args.seed, args.seed + args.plans)
     plans = {seed: draw_pairs(seed) if args.pairs else draw(seed, args.faults) for seed in seeds}
+    plans = {seed: plan for seed, plan in plans.items() if args.forms is None or plan.form in args.forms}
     expected, began = undisturbed(base, plans.values()), time.monotonic()
     left_out = {seed: reason for seed, plan in plans.items() if (reason := lacking(plan))}
     for seed, reason in left_out.items():
@@ -83,7 +85,7 @@ def main() -> int:
                 shutil.rmtree(base / f"seed-{seed}")
     took = time.monotonic() - began
     which = f": {sorted(failed)}, see {base}" if failed else ""
-    print(f"{args.plans} plans in {took / 60:.1f} minutes, {len(left_out)} left out, {len(failed)} failed{which}")
+    print(f"{len(plans)} plans in {took / 60:.1f} minutes, {len(left_out)} left out, {len(failed)} failed{which}")
     if not failed and args.directory is None:
         shutil.rmtree(base)
     return bool(failed)

@@ -6,7 +6,24 @@ import json
 import random
 from dataclasses import asdict, dataclass
 
-__all__ = ["FORMS", "FOR_GOOD", "KINDS", "MOMENTS", "NEEDS", "PAIRED", "STEPS", "Fault", "Plan", "draw", "draw_pairs"]
+__all__ = [
+    "DIVIDED",
+    "FORMS",
+    "FOR_GOOD",
+    "KINDS",
+    "MOMENTS",
+    "NEEDS",
+    "PAIRED",
+    "REPLICA",
+    "STEPS",
+    "Fault",
+    "Plan",
+    "draw",
+    "draw_pairs",
+]
+
+REPLICA = 2
+"""Ranks of a replica, of which each node has one."""
 
 STEPS = 400
 """Optimizer steps of the training."""
@@ -82,8 +99,11 @@ PAIRED = {
 }
 """Kinds of faults in pairs, with their weights."""
 
-FORMS = {"plain": 2, "evaluating": 3, "trainer": 3, "passes": 3, "heads": 3, "sharded": 2, "stream": 2, "own": 1}
+FORMS = {"plain": 2, "evaluating": 3, "trainer": 3, "passes": 3, "heads": 3, "sharded": 4, "stream": 2, "own": 1}
 """Forms of the training in plans with pairs, with their weights."""
+
+DIVIDED = ("sharded", "replicas", "tensor")
+"""How a sharded model is divided: over all ranks, or within replicas, among shards or tensor ranks."""
 
 MOMENTS = {
     "place": 3,
@@ -143,7 +163,7 @@ class Plan:
         limited: whether each node has a memory control group, which needs root.
         executed: whether agents are executed, not forked from a process that has imported torch.
         last: a fault in the last steps; None: none.
-        form: of the training, one of ``FORMS``.
+        form: of the training, one of ``FORMS`` or ``DIVIDED``.
         steps: of the training; together, they take the same time in all plans, as long as it is not told to hurry.
     """
 
@@ -165,6 +185,11 @@ class Plan:
     last: Fault | None
     form: str = "plain"
     steps: int = STEPS
+
+    @property
+    def replica(self) -> int:
+        """Ranks of a replica of its model."""
+        return REPLICA if self.form in ("replicas", "tensor") else 1
 
     @property
     def all(self) -> tuple[Fault, ...]:
@@ -236,6 +261,8 @@ def draw_pairs(seed: int, most: int = 2) -> Plan:
     faulty = random_.random() < 0.2
     has = {"members": members > 0, "faulty": faulty}
     (form,) = random_.choices(list(FORMS), list(FORMS.values()))
+    if form == "sharded" and (form := random_.choice(DIVIDED)) != "sharded":
+        nproc = REPLICA
     kinds = {kind: weight for kind, weight in PAIRED.items() if has.get(NEEDS.get(kind, ""), True)}
     moments = {each: weight for each, weight in MOMENTS.items() if each != "place" or form in PLACES}
 

@@ -26,7 +26,7 @@ from harness import SCRIPTS, SLOWNESS, Agent, Job, alive, free_port, read_lines,
 from memory_group import Group, group
 from netns import Host, net
 
-from chaos.plan import Fault, Plan
+from chaos.plan import REPLICA, Fault, Plan
 from chaos.strikes import STRIKES, copier
 from elastic_launch import stack_dump
 
@@ -296,6 +296,7 @@ class Scene:
         self._started = self._starts[name] = time.monotonic()
         plan = self.plan
         flags = [*FLAGS, *([] if plan.live else ["--no-live"]), "--notice", f"file:{self.notice_of(name)}"]
+        flags += ["--replica-size", str(plan.replica)] if plan.replica > 1 else []
         script, options = _trained(plan.form)
         command = [
             script,
@@ -385,7 +386,7 @@ class Scene:
         while not STRIKES[fault.kind](self, fault):
             if time.monotonic() > deadline:
                 raise Problem(f"{fault.kind} did not land")
-            self._wait(0.05)
+            self.wait(0.05)
             quiet = self.trains() and not self._away
         self.struck.append(Strike(fault.kind, time.monotonic(), fault.seconds, quiet))
 
@@ -569,7 +570,7 @@ class Scene:
     def _until(self, what: str, reached: Callable[[], bool]) -> None:
         last, since = self.step(), time.monotonic()
         while not reached():
-            self._wait(0.02)
+            self.wait(0.02)
             for name, agent in self._running.items():
                 if agent.process.poll() not in (None, 0):
                     raise Problem(f"{name} ended with {agent.process.poll()} before {what}")
@@ -596,7 +597,8 @@ class Scene:
         found = [_link(descriptor) for descriptor in opened.iterdir()]
         (self.job.directory / f"descriptors-{agent.name}.txt").write_text("\n".join(sorted(found)) + "\n")
 
-    def _wait(self, seconds: float) -> None:
+    def wait(self, seconds: float) -> None:
+        """Wait while what is due happens."""
         time.sleep(seconds)
         if time.monotonic() > self._looked + LOOK:
             self._look()
@@ -647,12 +649,13 @@ def _trained(form: str) -> tuple[str, list[str]]:
 
 
 def undisturbed(base: Path, plans: Iterable[Plan]) -> dict[str, str]:
-    """Return the hash with which one process ends each form of the plans' trainings, which have as many steps."""
+    """Return the hash with which one process, or replica, ends each form of the plans' trainings."""
     found = {}
     for form, steps in sorted({(plan.form, plan.steps) for plan in plans}):
         (base / f"undisturbed-{form}").mkdir(parents=True)
         script, options = _trained(form)
-        found[form] = undisturbed_hash(base / f"undisturbed-{form}", steps, *options, script=script)
+        ranks = REPLICA if form == "tensor" else 1  # which the bits of its sums depend on
+        found[form] = undisturbed_hash(base / f"undisturbed-{form}", steps, *options, script=script, ranks=ranks)
     return found
 
 

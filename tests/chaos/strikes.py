@@ -160,7 +160,7 @@ def _lose_all(scene: Scene, fault: Fault) -> bool:
     while scene.processes():
         if time.monotonic() > deadline:
             return False
-        time.sleep(0.02)
+        scene.wait(0.02)  # those that are frozen end when they are thawed
 
     def back() -> None:
         scene.give_back("all nodes")

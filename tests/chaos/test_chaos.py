@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from harness import Job
 
-from chaos.plan import FOR_GOOD, FORMS, KINDS, MOMENTS, NEEDS, PAIRED, Plan, draw, draw_pairs
+from chaos.plan import DIVIDED, FOR_GOOD, FORMS, KINDS, MOMENTS, NEEDS, PAIRED, Plan, draw, draw_pairs
 from chaos.report import figures, marks, report
 from chaos.scene import Outcome, run, undisturbed
 
@@ -20,7 +20,7 @@ FAULTS = 4
 """At most so many faults in one of them, besides one in the last steps."""
 
 
-PAIRS = (42, 630, 1352, 1672, 1735, 1909, 2108, 2380, 2593, 2622)
+PAIRS = (42, 489, 565, 630, 1352, 1672, 1735, 1909, 2108, 2380, 2593, 2622)
 """Plans with one pair of faults each, which need no root, and together have all forms, moments and kinds of pairs that
 need none, and all stores."""
 
@@ -88,12 +88,12 @@ def test_pairs_follow_each_other_and_have_all_forms_moments_and_kinds() -> None:
     assert all(
         first.gap is None and 0 <= second.gap <= 0.3 for first, second in zip(faults[::2], faults[1::2], strict=True)
     )
-    assert {plan.form for plan in plans} == FORMS.keys()
+    assert {plan.form for plan in plans} == {*FORMS, *DIVIDED}
     assert {fault.moment for fault in faults} == {"", *MOMENTS}
     assert {fault.kind for fault in faults} == PAIRED.keys()
     short = [draw_pairs(seed, 1) for seed in PAIRS]
     assert not any(plan.faulty for plan in short)
-    assert {plan.form for plan in short} == FORMS.keys()
+    assert {plan.form for plan in short} == {*FORMS, *DIVIDED}
     assert {fault.moment for plan in short for fault in plan.all} == {"", *MOMENTS}
     assert {fault.kind for plan in short for fault in plan.all} == {
         kind for kind in PAIRED if NEEDS.get(kind) != "faulty"

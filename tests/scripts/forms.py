@@ -2,9 +2,10 @@
 
 ``evaluating``: evaluations, and schedules by step, by epoch and by their results. ``trainer``: a Trainer that
 evaluates. ``passes``: two passes in a step, with a registered average that changes between them. ``heads``: registered
-objects that change at the head of a step. ``sharded``: FSDP over all ranks. ``own``: a loop of the script's own, over
-integers. Each notes in ``places.jsonl`` when it begins an evaluation, a head or a later pass. ``hash`` in
-``result.json`` is that of the weights, or integers, and of all else that is saved.
+objects that change at the head of a step. ``sharded``: FSDP over all ranks; ``replicas``: within replicas of two;
+``tensor``: two tensor ranks in each replica. ``own``: a loop of the script's own, over integers. Each notes in
+``places.jsonl`` when it begins an evaluation, a head or a later pass. ``hash`` in ``result.json`` is that of the
+weights, or integers, and of all else that is saved.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ import torch
 from changes import Notes, network
 from passes import Average
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim.lr_scheduler import CyclicLR, ExponentialLR, LinearLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import TensorDataset
 
@@ -257,11 +259,25 @@ def heads(form: Form) -> None:
 
 
 def sharded(form: Form) -> None:
+    mesh = init_device_mesh("cpu", (form.run.world_size,)) if form.run.world_size > 1 else None
+    divided(form, mesh, None)
+
+
+def replicas(form: Form) -> None:
+    mesh = form.run.mesh(shard=2)["shard"] if form.run.world_size > 1 else None
+    divided(form, mesh, None)
+
+
+def tensor(form: Form) -> None:
+    divided(form, None, form.run.mesh(tensor=2)["tensor"])
+
+
+def divided(form: Form, shards: DeviceMesh | None, parts: DeviceMesh | None) -> None:
     model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 12), nn.LayerNorm(12), nn.Linear(12, 3))
-    if form.run.world_size > 1:
-        mesh = init_device_mesh("cpu", (form.run.world_size,))
-        fully_shard(model[2], mesh=mesh)
-        fully_shard(model, mesh=mesh)
+    if parts is not None:
+        parallelize_module(model, parts, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    for module in (model[2], model) if shards is not None else ():
+        fully_shard(module, mesh=shards)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = ExponentialLR(optimizer, 0.99)
     for step in form.timed(form.run.steps(form.loader, model, optimizer, **form.steps, scheduler=scheduler)):
@@ -314,7 +330,7 @@ def own(form: Form) -> None:
         form.finish(str(integers.values.tolist()))
 
 
-FORMS = {each.__name__: each for each in (evaluating, trainer, passes, heads, sharded, own)}
+FORMS = {each.__name__: each for each in (evaluating, trainer, passes, heads, sharded, replicas, tensor, own)}
 
 
 def main() -> None:
@@ -327,7 +343,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=100000)
     parser.add_argument("--start-time", type=float, default=0.0)
     args = parser.parse_args()
-    with el.session(live=args.form != "sharded") as run:
+    with el.session() as run:
         torch.manual_seed(0)
         FORMS[args.form](Form(args, run))
 
